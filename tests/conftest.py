@@ -14,7 +14,8 @@ import pytest
 
 pytest_plugins = ["tools.prove.plugin"]
 
-# Two workers on two cores, tiny tensors: threads would only wait for each other. Read when torch is imported.
+# Two workers on two cores, tiny tensors: threads would only wait for each other. Read when torch is
+# imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -44,18 +45,27 @@ SMALL_RECIPE: dict[str, Any] = {
         "precision": "fp32",
     },
     "data": {"kind": "synthetic"},
-    "parallelism": {"tensor": 2, "pipeline": 2, "data": 1, "schedule": "1f1b", "micro_batch_size": 2},
+    "parallelism": {
+        "tensor": 2,
+        "pipeline": 2,
+        "data": 1,
+        "schedule": "1f1b",
+        "micro_batch_size": 2,
+    },
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write tests/cases/*/expected anew")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/cases/*/expected anew"
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def model_graph_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tests trace with their own code: an empty cache of theirs, for the commands that they start too. One for all
-    workers of pytest-xdist, whose temporary folders lie side by side: none traces what another has."""
+    """The tests trace with their own code: an empty cache of theirs, for the commands that they
+    start too. One for all workers of pytest-xdist, whose temporary folders lie side by side: none
+    traces what another has."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +86,8 @@ def small_recipe() -> dict[str, Any]:
 
 @pytest.fixture
 def write_recipe(tmp_path: Path, small_recipe: dict[str, Any]) -> Callable[..., Path]:
-    """write_recipe({"training.steps": 3}) -> path of the small recipe with these keys set (None removes one)."""
+    """write_recipe({"training.steps": 3}) -> path of the small recipe with these keys set (None
+    removes one)."""
 
     def write(changes: dict[str, Any] | None = None, name: str = "recipe.json") -> Path:
         document = copy.deepcopy(small_recipe)

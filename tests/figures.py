@@ -1,4 +1,5 @@
-"""Figures of the proofs, from lines and ranks to one number each. What is not finite never becomes a good one."""
+"""Figures of the proofs, from lines and ranks to one number each. What is not finite never becomes
+a good one."""
 
 from __future__ import annotations
 
@@ -30,12 +31,15 @@ def lines_apart(lines: Sequence[Mapping[str, Any]], wanted: Reference) -> dict[s
 def worst_of_ranks(ranks: Sequence[Mapping[str, Any]], world: int) -> dict[str, float]:
     """The worst of each figure; every rank has to have reported all of them."""
     assert len(ranks) == world, f"{len(ranks)} of {world} ranks reported"
-    assert all(found.keys() == ranks[0].keys() for found in ranks), [sorted(found) for found in ranks]
+    assert all(found.keys() == ranks[0].keys() for found in ranks), [
+        sorted(found) for found in ranks
+    ]
     return {key: worst(found[key] for found in ranks) for key in ranks[0]}
 
 
 def same(got: Any, wanted: Any) -> bool:
-    """Equal, and every number finite: Python takes a NaN for equal to itself, and null for equal to null."""
+    """Equal, and every number finite: Python takes a NaN for equal to itself, and null for equal to
+    null."""
     return bool(got == wanted) and all(isinstance(x, str) or _finite(x) for x in _leaves(got))
 
 

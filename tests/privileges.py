@@ -25,7 +25,10 @@ _NO_MOUNTS = "no mounts of its own"
 def bound_by_permissions() -> Iterator[None]:
     """A folder's mode holds for this thread, root's too. Processes that it starts: `binds`."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    before, during = (ctypes.c_uint32 * 6)(), (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice
+    before, during = (
+        (ctypes.c_uint32 * 6)(),
+        (ctypes.c_uint32 * 6)(),
+    )  # effective, permitted, inheritable; twice
     for sets in (before, during):
         assert _LIBC.capget(header, sets) == 0
     during[0] &= ~sum(1 << capability for capability in _PASSES_OVER_PERMISSIONS)
@@ -45,11 +48,14 @@ def binds() -> None:
 
 
 def with_disk(folder: Path, size: str, test: Callable[[Callable[..., None]], None]) -> None:
-    """Runs `test` in a process of its own that sees an empty file system of this size at `folder`. It is called with a
-    function that gives it another size, or read_only. Needs no root where the kernel gives anybody a user namespace."""
+    """Runs `test` in a process of its own that sees an empty file system of this size at `folder`.
+    It is called with a function that gives it another size, or read_only. Needs no root where the
+    kernel gives anybody a user namespace."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # pytest-xdist has threads; the child needs none of them
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # pytest-xdist has threads; the child needs none of them
         child = os.fork()
     if child == 0:
         os.close(read)
@@ -63,7 +69,9 @@ def with_disk(folder: Path, size: str, test: Callable[[Callable[..., None]], Non
     assert not failure, failure
 
 
-def _in_child(folder: Path, size: str, test: Callable[[Callable[..., None]], None], write: int) -> None:
+def _in_child(
+    folder: Path, size: str, test: Callable[[Callable[..., None]], None], write: int
+) -> None:
     def remount(size: str = size, *, read_only: bool = False) -> None:
         _mount(folder, None, _REMOUNT | (_READ_ONLY if read_only else 0), f"size={size}")
 

@@ -1,4 +1,5 @@
-"""`python -m tools.bench_gloo`: milliseconds of gloo's collectives over 2 and 4 ranks of this machine.
+"""`python -m tools.bench_gloo`: milliseconds of gloo's collectives over 2 and 4 ranks of this
+machine.
 
 Writes benchmarks/gloo.json, which cost/collectives.py speaks of.
 """
@@ -27,7 +28,9 @@ REPEATS = 25
 def _rank(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
     whole, piece = torch.ones(NUMEL), torch.ones(NUMEL // ranks)
     found = {
         "all_reduce": _milliseconds(lambda: dist.all_reduce(whole)),
@@ -55,7 +58,9 @@ def main() -> None:
     for ranks in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(_rank, args=(ranks, folder), nprocs=ranks)
-            found[f"{ranks} ranks"] = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
+            found[f"{ranks} ranks"] = json.loads(
+                Path(folder, "found.json").read_text(encoding="utf-8")
+            )
     document = {
         "date": datetime.date.today().isoformat(),
         "command": "python -m tools.bench_gloo",

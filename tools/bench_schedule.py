@@ -1,4 +1,5 @@
-"""`make bench-schedule`: simulated steps, and our partitions, on DeepSpeed's own pipeline engines with sleeping stages.
+"""`make bench-schedule`: simulated steps, and our partitions, on DeepSpeed's own pipeline engines
+with sleeping stages.
 
 Prints what it finds and writes benchmarks/schedule.json.
 """
@@ -48,12 +49,15 @@ def step_cases() -> list[Case]:
         for shape, forward in shapes.items():
             cases += [case(f"1f1b pp{ranks} m{m} {shape}", "1f1b", m, forward) for m in (4, 8, 16)]
             both = [*forward, *reversed(forward)]
-            cases.append(case(f"dualpipev pp{ranks} m{2 * ranks} {shape}", "dualpipev", 2 * ranks, both))
+            cases.append(
+                case(f"dualpipev pp{ranks} m{2 * ranks} {shape}", "dualpipev", 2 * ranks, both)
+            )
     return cases
 
 
 def steps(folder: Path) -> dict[str, Any]:
-    """The least of the repeats counts: other work on the machine only lengthens a step. The median stands beside it."""
+    """The least of the repeats counts: other work on the machine only lengthens a step. The median
+    stands beside it."""
     cases = step_cases()
     repeats = measured(cases, folder, REPEATS, 1800)
     seconds = [min(s) for s in repeats]
@@ -67,14 +71,18 @@ def steps(folder: Path) -> dict[str, Any]:
             "simulated_seconds": simulated(c, per_call),
             "error": error,
         }
-        print(f"{c.name:36s} {s:7.3f} s  simulated {simulated(c, per_call):7.3f} s  {error:+6.1%}", flush=True)
+        print(
+            f"{c.name:36s} {s:7.3f} s  simulated {simulated(c, per_call):7.3f} s  {error:+6.1%}",
+            flush=True,
+        )
     largest = worst(map(abs, found))
     print(f"per call {per_call * 1e3:.2f} ms, largest error {largest:.1%}", flush=True)
     return {"per_call_seconds": per_call, "largest_error": largest, "cases": rows}
 
 
 def models(folder: Path) -> dict[str, Any]:
-    """Each method against ours: how much longer its step is. The control is ours once more: the noise."""
+    """Each method against ours: how much longer its step is. The control is ours once more: the
+    noise."""
     cases = []
     cuts: dict[str, dict[str, tuple[int, ...]]] = {}
     for model in MODELS:
@@ -82,7 +90,9 @@ def models(folder: Path) -> dict[str, Any]:
         cuts[model] = partitions(layout)
         for method, cut in [*cuts[model].items(), (CONTROL, cuts[model]["ours"])]:
             cases.append(partition_case(f"{model} {method}", layout, cut, 0.15))
-    seconds = dict(zip((c.name for c in cases), measured(cases, folder, PARTITION_REPEATS, 1800), strict=True))
+    seconds = dict(
+        zip((c.name for c in cases), measured(cases, folder, PARTITION_REPEATS, 1800), strict=True)
+    )
     predicted = {c.name: simulated(c, 0.0) for c in cases}
     rows: dict[str, Any] = {}
     for model in MODELS:

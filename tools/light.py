@@ -31,7 +31,8 @@ COMMANDS = {
 }
 """Test files that start commands which import what is not there, or ask for its version."""
 RUN_PACKAGES = {"calibrate", "compile", "export", "generate", "prepare", "run", "tune", "verify"}
-"""Commands of `shardwright` that need the packages, or record their versions: main(["compile", ...]) in a test."""
+"""Commands of `shardwright` that need the packages, or record their versions: main(["compile",
+...]) in a test."""
 REACHED_BY_NONE = {
     "tests/lint/test_command.py",
     "tests/lint/test_fuzz.py",
@@ -57,11 +58,16 @@ def _name(requirement: str) -> str:
 
 
 def light_tests() -> list[str]:
-    """Test files that import nothing that is not installed, themselves or through what they import of this
-    repository, in functions too."""
-    files = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    """Test files that import nothing that is not installed, themselves or through what they import
+    of this repository, in functions too."""
+    files = {
+        path.relative_to(ROOT).as_posix(): path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    }
     return [
-        name for name, path in files.items() if name in REACHED_BY_NONE or (name not in COMMANDS and _installed(path))
+        name
+        for name, path in files.items()
+        if name in REACHED_BY_NONE or (name not in COMMANDS and _installed(path))
     ]
 
 
@@ -82,7 +88,11 @@ def _installed(test: Path) -> bool:
 
 
 def _runs_packages(test: Path) -> bool:
-    lists = (node for node in ast.walk(ast.parse(test.read_text(encoding="utf-8"))) if isinstance(node, ast.List))
+    lists = (
+        node
+        for node in ast.walk(ast.parse(test.read_text(encoding="utf-8")))
+        if isinstance(node, ast.List)
+    )
     first = (node.elts[0] for node in lists if node.elts)
     return any(isinstance(word, ast.Constant) and word.value in RUN_PACKAGES for word in first)
 

@@ -1,13 +1,22 @@
-"""The parts of ds_config.json that DeepSpeed 0.19.8 reads key by key, without a model: (types, limits) of each key.
+"""The parts of ds_config.json that DeepSpeed 0.19.8 reads key by key, without a model: (types,
+limits) of each key.
 
-Read from the file named beside each section; tests/lint/test_snapshot.py compares the keys with the constants there.
+Read from the file named beside each section; tests/lint/test_snapshot.py compares the keys with the
+constants there.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-INTEGER, NUMBER, BOOLEAN, TEXT, LIST, NULL = "integer", "number", "boolean", "string", "array", "null"
+INTEGER, NUMBER, BOOLEAN, TEXT, LIST, NULL = (
+    "integer",
+    "number",
+    "boolean",
+    "string",
+    "array",
+    "null",
+)
 
 
 def key(*types: str, **limits: Any) -> dict[str, Any]:
@@ -39,7 +48,9 @@ TOP: dict[str, Any] = {
     "disable_python_gc": FLAG,
     "disable_allgather": FLAG,
     "communication_data_type": key(TEXT, NULL, enum=COMMUNICATION_TYPES, any_case=True),
-    "seq_parallel_communication_data_type": key(TEXT, NULL, enum=COMMUNICATION_TYPES, any_case=True),
+    "seq_parallel_communication_data_type": key(
+        TEXT, NULL, enum=COMMUNICATION_TYPES, any_case=True
+    ),
     "prescale_gradients": FLAG,
     "gradient_predivide_factor": key(NUMBER, exclusiveMinimum=0),
     "gradient_allreduce_op": key(TEXT, enum=["mean", "sum"], any_case=True),
@@ -56,12 +67,19 @@ TOP: dict[str, Any] = {
     "sequence_parallel_size": POSITIVE,
     "data_parallel_size": POSITIVE,
     # datastates/config.py
-    "datastates_ckpt": {"type": ["object", BOOLEAN], "checked": False, "open": True, "properties": {}},
+    "datastates_ckpt": {
+        "type": ["object", BOOLEAN],
+        "checked": False,
+        "open": True,
+        "properties": {},
+    },
 }
 
 SECTIONS: dict[str, Any] = {
     # runtime/config.py, engine.py: params are the constructor's
-    "optimizer": section({"type": key(TEXT, NULL), "params": key("object", NULL), "legacy_fusion": FLAG}),
+    "optimizer": section(
+        {"type": key(TEXT, NULL), "params": key("object", NULL), "legacy_fusion": FLAG}
+    ),
     "scheduler": section({"type": key(TEXT, NULL), "params": key("object", NULL)}),
     # runtime/config.py get_pipeline_config and runtime/pipe/engine.py
     "pipeline": section(
@@ -125,7 +143,9 @@ SECTIONS: dict[str, Any] = {
                     "io_buffer_double": FLAG,
                     "io_multiplier": POSITIVE,
                     "show_statistics": FLAG,
-                    "data_parallel": key(TEXT, NULL, enum=["replica", "socket", "machine"], any_case=True),
+                    "data_parallel": key(
+                        TEXT, NULL, enum=["replica", "socket", "machine"], any_case=True
+                    ),
                     "decoupled": FLAG,
                 },
                 NULL,
@@ -144,7 +164,11 @@ SECTIONS: dict[str, Any] = {
     ),
     # runtime/config.py, runtime/torch_autocast.py
     "torch_autocast": section(
-        {"enabled": FLAG, "dtype": key(TEXT, enum=DTYPES), "lower_precision_safe_modules": key(LIST)}
+        {
+            "enabled": FLAG,
+            "dtype": key(TEXT, enum=DTYPES),
+            "lower_precision_safe_modules": key(LIST),
+        }
     ),
     # runtime/data_pipeline/config.py
     "data_efficiency": section(
@@ -158,16 +182,24 @@ SECTIONS: dict[str, Any] = {
                     "num_workers": key(INTEGER, minimum=0),
                     "pin_memory": FLAG,
                     "curriculum_learning": section(
-                        {"enabled": FLAG, "data_cluster_path": key(TEXT), "curriculum_metrics": key("object")}
+                        {
+                            "enabled": FLAG,
+                            "data_cluster_path": key(TEXT),
+                            "curriculum_metrics": key("object"),
+                        }
                     ),
                     "dynamic_batching": section(
                         {
                             "enabled": FLAG,
                             "metrics_path": key(TEXT),
-                            "lr_scaling_method": key(TEXT, enum=["linear", "sqrt", "none"], any_case=True),
+                            "lr_scaling_method": key(
+                                TEXT, enum=["linear", "sqrt", "none"], any_case=True
+                            ),
                             "min_batch_size": POSITIVE,
                             "max_batch_size": POSITIVE,
-                            "sequence_picking_order": key(TEXT, enum=["random", "seqlen", "dataloader"]),
+                            "sequence_picking_order": key(
+                                TEXT, enum=["random", "seqlen", "dataloader"]
+                            ),
                             "max_tokens": POSITIVE,
                             "verbose": FLAG,
                         }
@@ -181,7 +213,10 @@ SECTIONS: dict[str, Any] = {
     "autotuning": section(
         {
             **dict.fromkeys(("enabled", "fast", "overwrite"), FLAG),
-            **{name: key(TEXT, NULL) for name in ("results_dir", "exps_dir", "metric_path", "model_info_path")},
+            **{
+                name: key(TEXT, NULL)
+                for name in ("results_dir", "exps_dir", "metric_path", "model_info_path")
+            },
             "start_profile_step": POSITIVE,
             "end_profile_step": POSITIVE,
             "metric": key(TEXT, enum=["latency", "throughput", "flops", "forward", "step"]),
@@ -233,7 +268,9 @@ OPTIMIZER_VALUES: dict[str, Any] = {
     "weight_decay": key(NUMBER, minimum=0),
     "momentum": key(NUMBER, minimum=0),
     "betas": key(LIST),
-    **dict.fromkeys(("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states"), FLAG),
+    **dict.fromkeys(
+        ("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states"), FLAG
+    ),
 }
 _STEPS = dict.fromkeys(("warmup_num_steps", "total_num_steps"), POSITIVE)
 SCHEDULER_VALUES: dict[str, Any] = {

@@ -1,9 +1,11 @@
 """Megatron-LM's own argument parser, asked without a GPU.
 
-megatron-core has it in its wheels from 0.17 on, for Python 3.12; this imports an unpacked wheel under any Python.
+megatron-core has it in its wheels from 0.17 on, for Python 3.12; this imports an unpacked wheel
+under any Python.
 
-python -m tools.megatron_parser FOLDER options    writes lint/megatron/options.json
-python -m tools.megatron_parser FOLDER ask        reads lines {"world": N, "args": [...]}, prints {} or {"error": ...}
+python -m tools.megatron_parser FOLDER options    writes lint/megatron/options.json python -m
+tools.megatron_parser FOLDER ask        reads lines {"world": N, "args": [...]}, prints {} or
+{"error": ...}
 """
 
 from __future__ import annotations
@@ -30,8 +32,16 @@ def unpacked() -> Path:
     """The wheel's folder, downloaded the first time (2.4 MB)."""
     if not UNPACKED.exists():
         target = UNPACKED.with_name("wheels")
-        wanted = ["--no-deps", "--only-binary=:all:", "--python-version", "3.12", f"megatron-core=={VERSION}"]
-        subprocess.run([sys.executable, "-m", "pip", "download", "-q", *wanted, "-d", str(target)], check=True)
+        wanted = [
+            "--no-deps",
+            "--only-binary=:all:",
+            "--python-version",
+            "3.12",
+            f"megatron-core=={VERSION}",
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "-q", *wanted, "-d", str(target)], check=True
+        )
         (wheel,) = target.glob(f"megatron_core-{VERSION}-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(UNPACKED)
@@ -39,7 +49,8 @@ def unpacked() -> Path:
 
 
 def module(folder: Path) -> Any:
-    """megatron.training.arguments of that folder, in a process that has imported no megatron yet."""
+    """megatron.training.arguments of that folder, in a process that has imported no megatron
+    yet."""
     import typing_extensions
 
     for name in ("triton", "triton.language"):  # kernels that are never started
@@ -56,7 +67,9 @@ def module(folder: Path) -> Any:
     cuda: Any = torch.cuda
     cuda.is_available, cuda.device_count = lambda: True, lambda: 8
     cuda.get_device_capability = lambda *device: (9, 0)
-    cuda.get_device_properties = lambda *device: types.SimpleNamespace(major=9, minor=0, total_memory=80 * 2**30)
+    cuda.get_device_properties = lambda *device: types.SimpleNamespace(
+        major=9, minor=0, total_memory=80 * 2**30
+    )
     from megatron.training import arguments
 
     return arguments
@@ -70,9 +83,14 @@ def written(arguments: Any) -> str:
         kind = {int: "int", float: "float"}.get(action.type, "text")
         count = 1 if action.nargs is None else action.nargs
         found |= {
-            name: [count, kind, [getattr(c, "name", c) for c in action.choices or ()]] for name in action.option_strings
+            name: [count, kind, [getattr(c, "name", c) for c in action.choices or ()]]
+            for name in action.option_strings
         }
-    rows = [f"  {json.dumps(n)}: {json.dumps(found[n])}" for n in sorted(found) if n not in ("-h", "--help")]
+    rows = [
+        f"  {json.dumps(n)}: {json.dumps(found[n])}"
+        for n in sorted(found)
+        if n not in ("-h", "--help")
+    ]
     return f'{{"megatron_core": "{VERSION}",\n"options": {{\n' + ",\n".join(rows) + "\n}}\n"
 
 

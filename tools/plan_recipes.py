@@ -1,4 +1,5 @@
-"""Each ready recipe, planned: the golden text of its plan, its row of recipes/README.md. `make recipes` writes both."""
+"""Each ready recipe, planned: the golden text of its plan, its row of recipes/README.md. `make
+recipes` writes both."""
 
 from __future__ import annotations
 
@@ -63,8 +64,11 @@ def published() -> tuple[Run, ...]:
 
 @functools.cache
 def arguments() -> tuple[Run, ...]:
-    """Why each job's layout is what somebody who knows the field would take; of the layout that was argued for."""
-    return tuple(tomllib.loads((RECIPES / "published.toml").read_text(encoding="utf-8"))["argument"])
+    """Why each job's layout is what somebody who knows the field would take; of the layout that was
+    argued for."""
+    return tuple(
+        tomllib.loads((RECIPES / "published.toml").read_text(encoding="utf-8"))["argument"]
+    )
 
 
 def priced(run: Run) -> Estimate:
@@ -83,11 +87,19 @@ def index() -> str:
 
 def _table() -> str:
     header = (
-        *("recipe", "model", "cluster", "run", "layout: TP x PP x DP, ZeRO, micro-batch, checkpointing"),
+        *(
+            "recipe",
+            "model",
+            "cluster",
+            "run",
+            "layout: TP x PP x DP, ZeRO, micro-batch, checkpointing",
+        ),
         *("GiB of a GPU", "MFU", "days", "cost"),
     )
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-    order = sorted(NAMES, key=lambda name: (_gpus(planned(name).recipe), planned(name).parameters, name))
+    order = sorted(
+        NAMES, key=lambda name: (_gpus(planned(name).recipe), planned(name).parameters, name)
+    )
     return "\n".join([*lines, *(_row(name) for name in order)])
 
 
@@ -149,8 +161,14 @@ def _beside() -> str:
         found = planned(run["recipe"])
         keys = ", ".join(f"{key}={value}" for key, value in run["layout"].items())
         theirs = priced(run)
-        estimate = f"{theirs.time.step_seconds:.3g} s, {theirs.time.hardware_tflops_per_gpu:.0f} TFLOP/s and "
-        estimate += f"{theirs.time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU {theirs.time.mfu:.1%}"
+        estimate = (
+            f"{theirs.time.step_seconds:.3g} s, {theirs.time.hardware_tflops_per_gpu:.0f} "
+            "TFLOP/s and "
+        )
+        estimate += (
+            f"{theirs.time.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, MFU "
+            f"{theirs.time.mfu:.1%}"
+        )
         broken = [d.code for d in theirs.diagnostics if d.severity == "error"]
         estimate += f" ({', '.join(broken)})" if broken else ""
         ours = (layout(found.best), f"{found.best.time.step_seconds:.3g} s")
@@ -162,7 +180,10 @@ def _beside() -> str:
 
 
 def _argued() -> str:
-    rows = [f"| {each['recipe']} | {layout(planned(each['recipe']).best)} | {each['why']} |" for each in arguments()]
+    rows = [
+        f"| {each['recipe']} | {layout(planned(each['recipe']).best)} | {each['why']} |"
+        for each in arguments()
+    ]
     return "\n".join(["| job | our layout | why, beside what others do |", "|---|---|---|", *rows])
 
 

@@ -1,5 +1,6 @@
-"""The table of docs/proof.md, what `make prove` measured, composed from benchmarks/*.json: `make proof` writes it, and
-marks, in the table and in the text, the links to files that are older than the code that they speak of."""
+"""The table of docs/proof.md, what `make prove` measured, composed from benchmarks/*.json: `make
+proof` writes it, and marks, in the table and in the text, the links to files that are older than
+the code that they speak of."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ PAGE = ROOT / "docs" / "proof.md"
 BEGIN, END = "<!-- made by `make proof` from benchmarks/ -->", "<!-- end -->"
 OLDER = "†"
 """Marks a link to figures that were measured on other code than today's."""
-NOTE = f"{OLDER} The code that the figures speak of has changed since. `make prove-list` says what is due."
+NOTE = (
+    f"{OLDER} The code that the figures speak of has changed since. `make prove-list` says "
+    "what is due."
+)
 LINK = re.compile(rf"(\]\(\.\./benchmarks/([a-z-]+)\.json\))( {OLDER})?")
 
 AREAS = {
@@ -45,13 +49,19 @@ _KEYS = {
     "islands": ("loss", "norm", "weight"),
 }
 
-WORDS = {"older": "older than the code that it speaks of", "unstamped": "has no digest: written before files had one"}
+WORDS = {
+    "older": "older than the code that it speaks of",
+    "unstamped": "has no digest: written before files had one",
+}
 
 
 def table() -> str:
     """A markdown table; areas that were not measured are left out."""
     rows = [
-        "| `make prove`, two CPU cores | measured | cases | worst loss difference | worst norm | worst weight |",
+        (
+            "| `make prove`, two CPU cores | measured | cases | worst loss difference | worst norm "
+            "| worst weight |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     for area, what in AREAS.items():
@@ -61,27 +71,43 @@ def table() -> str:
             if area.startswith("resume"):
                 cells = _resume(document)
             else:
-                cells = _random(document) if area == "random-runs" else _measured(area, document["cases"])
-            rows.append(f"| [{what}](../benchmarks/{area}.json) | {document['date']} | {' | '.join(cells)} |")
+                cells = (
+                    _random(document)
+                    if area == "random-runs"
+                    else _measured(area, document["cases"])
+                )
+            rows.append(
+                f"| [{what}](../benchmarks/{area}.json) | {document['date']} | "
+                f"{' | '.join(cells)} |"
+            )
     return "\n".join(rows)
 
 
 def _resume(document: dict[str, Any]) -> list[str]:
     cases = document["cases"].values()
     if "loss_absolute" in next(iter(cases)):
-        return [f"{len(cases)} pairs of layouts", f"{worst_of_cases(cases, 'loss_absolute'):.1e}", "", ""]
+        return [
+            f"{len(cases)} pairs of layouts",
+            f"{worst_of_cases(cases, 'loss_absolute'):.1e}",
+            "",
+            "",
+        ]
     return [f"{sum(c['bit_for_bit'] for c in cases)} of {len(cases)} bit for bit", "", "", ""]
 
 
 def _random(document: dict[str, Any]) -> list[str]:
-    """Figures are of runs in fp32. Of training with dropout on several ranks validations alone are compared."""
+    """Figures are of runs in fp32. Of training with dropout on several ranks validations alone are
+    compared."""
     runs = [case for case in document["cases"].values() if "outcome" in case]
     outcomes = [case["outcome"] for case in runs]
     exact = [case for case in runs if case["outcome"] == "equal" and " bf16 " not in case["words"]]
     count = f"{outcomes.count('equal')} of {len(runs)} equal, {outcomes.count('refused')} refused"
     return [
         count,
-        *(f"{worst_of_cases([c for c in exact if key in c], key):.1e}" for key in ("loss", "norm", "weights")),
+        *(
+            f"{worst_of_cases([c for c in exact if key in c], key):.1e}"
+            for key in ("loss", "norm", "weights")
+        ),
     ]
 
 
@@ -93,9 +119,16 @@ def _measured(area: str, cases: dict[str, dict[str, Any]]) -> list[str]:
     else:
         verdicts = [c["verdict"] for c in cases.values()]
         proved = [c for c in cases.values() if c["verdict"] == "proved"]
-        others = [f"{verdicts.count(v)} {v}" for v in ("refused", "not proved", "wrong", "error") if v in verdicts]
+        others = [
+            f"{verdicts.count(v)} {v}"
+            for v in ("refused", "not proved", "wrong", "error")
+            if v in verdicts
+        ]
         count = ", ".join([f"{len(proved)} of {len(cases)} proved", *others])
-    return [count, *(f"{worst_of_cases(proved, key):.1e}" if key in proved[0] else "" for key in keys)]
+    return [
+        count,
+        *(f"{worst_of_cases(proved, key):.1e}" if key in proved[0] else "" for key in keys),
+    ]
 
 
 def marked(page: str) -> frozenset[str]:

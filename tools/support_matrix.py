@@ -1,7 +1,8 @@
-"""The support matrices, composed from what `make prove` measured: `make proof` writes model/support.json, and of models
-that see model/sight_support.json.
+"""The support matrices, composed from what `make prove` measured: `make proof` writes
+model/support.json, and of models that see model/sight_support.json.
 
-A type that a benchmark does not name is untested there; one that ended in an error or differed is not proved.
+A type that a benchmark does not name is untested there; one that ended in an error or differed is
+not proved.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ SIGHT_COLUMNS: dict[str, tuple[str, str]] = {
 }
 FIGURES = ("loss", "norm", "weights", "sharded")
 LEAST_SHARDED = 0.95
-"""A type counts as sharded where each of two ranks holds a part of at least this share of the layers' matrices."""
+"""A type counts as sharded where each of two ranks holds a part of at least this share of the
+layers' matrices."""
 
 
 def compose(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
@@ -98,7 +100,11 @@ def _sight_cell(case: dict[str, Any] | None) -> dict[str, Any]:
     if case["verdict"] == "proved":
         return {"verdict": "proved", **figures}
     verdict = "refused" if case["verdict"] == "refused" else "untested"
-    return {"verdict": verdict, "code": case.get("refused") or "", "reason": case.get("reason") or case["verdict"]}
+    return {
+        "verdict": verdict,
+        "code": case.get("refused") or "",
+        "reason": case.get("reason") or case["verdict"],
+    }
 
 
 def _cell(column: str, model_type: str, case: dict[str, Any] | None) -> dict[str, Any]:
@@ -110,24 +116,36 @@ def _cell(column: str, model_type: str, case: dict[str, Any] | None) -> dict[str
         return {"verdict": "refused", "code": case["refused"], "reason": case["reason"]}
     if case["verdict"] == "proved":
         if column == "tensor_sharded" and case["sharded"] < LEAST_SHARDED:
-            return {"verdict": "untested", "reason": f"only {case['sharded']:.0%} of its layers is cut", **figures}
+            return {
+                "verdict": "untested",
+                "reason": f"only {case['sharded']:.0%} of its layers is cut",
+                **figures,
+            }
         return {"verdict": "proved", **figures}
     reasons = {"error": "its run ended in an error", "wrong": "its run differed from the plain one"}
     return {"verdict": "untested", "reason": reasons[case["verdict"]], **figures}
 
 
 def _two_parts() -> set[str]:
-    """Encoder-decoders: not the models that put an audio encoder before a decoder-only language model."""
-    sequence = {*MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES}
+    """Encoder-decoders: not the models that put an audio encoder before a decoder-only language
+    model."""
+    sequence = {
+        *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    }
     return {t for t in sequence if CONFIG_MAPPING[t]().is_encoder_decoder}
 
 
 def text(document: dict[str, Any]) -> str:
     """One line a type, so that a difference reads as what changed."""
-    types = ",\n".join(f"  {json.dumps(t)}: {json.dumps(cells)}" for t, cells in document["types"].items())
+    types = ",\n".join(
+        f"  {json.dumps(t)}: {json.dumps(cells)}" for t, cells in document["types"].items()
+    )
     head = json.dumps({k: document[k] for k in ("transformers", "columns")}, indent=1)[:-2]
     decoders, others = json.dumps(document["decoders"]), json.dumps(document["others"], indent=1)
-    return f'{head},\n "types": {{\n{types}\n }},\n "decoders": {decoders},\n "others": {others}\n}}\n'
+    return (
+        f'{head},\n "types": {{\n{types}\n }},\n "decoders": {decoders},\n "others": {others}\n}}\n'
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Writes compiler/shardwright/lint/autoep.json: what DeepSpeed's AutoEP makes of each model type that has experts.
+"""Writes compiler/shardwright/lint/autoep.json: what DeepSpeed's AutoEP makes of each model type
+that has experts.
 
-Each type's tiny copy is built on the meta device and handed to DeepSpeed's own parser, with nothing but `enabled`.
-found: it names layers; missed: it names none and goes on; refused: it raises. Run it when DeepSpeed or transformers
-moves: python -m tools.write_autoep.
+Each type's tiny copy is built on the meta device and handed to DeepSpeed's own parser, with nothing
+but `enabled`. found: it names layers; missed: it names none and goes on; refused: it raises. Run it
+when DeepSpeed or transformers moves: python -m tools.write_autoep.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ FILE = Path(__file__).resolve().parents[1] / "compiler/shardwright/lint/autoep.j
 
 
 def measured() -> dict[str, str]:
-    """Type -> found | missed | refused. Types without experts, in which it finds none, are left out."""
+    """Type -> found | missed | refused. Types without experts, in which it finds none, are left
+    out."""
     return {kind: outcome for kind in sorted(TYPES) if (outcome := _outcome(kind))}
 
 

@@ -1,5 +1,6 @@
-"""`make config-keys`: what the configuration classes of the installed transformers take, for `check`, which imports
-neither them nor torch. Every value is tried on the class itself, by the function that `compile` refuses values with."""
+"""`make config-keys`: what the configuration classes of the installed transformers take, for
+`check`, which imports neither them nor torch. Every value is tried on the class itself, by the
+function that `compile` refuses values with."""
 
 from __future__ import annotations
 
@@ -48,15 +49,22 @@ def kinds(probe: Any, name: str) -> str:
         default = getattr(probe, name, None)
     except Exception:  # one value a layer: which, depends on the layers
         return config_keys.ANY_VALUE
-    taken = {kind for kind, samples in SAMPLES.items() if any(not refused_value(probe, name, s) for s in samples)}
+    taken = {
+        kind
+        for kind, samples in SAMPLES.items()
+        if any(not refused_value(probe, name, s) for s in samples)
+    }
     # A closed set of words has none of the samples.
-    taken |= set({str: "s", bool: "b", int: "i", float: "f", list: "l", tuple: "l"}.get(type(default), ""))
+    taken |= set(
+        {str: "s", bool: "b", int: "i", float: "f", list: "l", tuple: "l"}.get(type(default), "")
+    )
     return config_keys.ANY_VALUE if taken == set(SAMPLES) else "".join(sorted(taken))
 
 
 def heads(model_type: str) -> str:
-    """Whether heads that do not divide the hidden size are refused: "always", "derived" (unless head_dim is given), or
-    "" where they are not, or where the type's tiny configuration does not tell."""
+    """Whether heads that do not divide the hidden size are refused: "always", "derived" (unless
+    head_dim is given), or "" where they are not, or where the type's tiny configuration does not
+    tell."""
     names = CONFIG_MAPPING[model_type].attribute_map
     head, size = (names.get(key, key) for key in ("num_attention_heads", "hidden_size"))
     tiny = {} if model_type in IMPOSSIBLE else tiny_config(model_type)
@@ -73,7 +81,9 @@ def heads(model_type: str) -> str:
 
 def builds(model_type: str, values: dict[str, Any]) -> bool:
     try:
-        config = AutoConfig.for_model(model_type, **{k: v for k, v in values.items() if k != "model_type"})
+        config = AutoConfig.for_model(
+            model_type, **{k: v for k, v in values.items() if k != "model_type"}
+        )
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config)
     except Exception:
@@ -104,14 +114,18 @@ def table() -> dict[str, Any]:
             if (names := _names(name))
         },
         "processors": dict(sorted(needed.items())),
-        "processor_of": {name: kind for name, kind in sorted(PROCESSOR_MAPPING_NAMES.items()) if kind in needed},
+        "processor_of": {
+            name: kind for name, kind in sorted(PROCESSOR_MAPPING_NAMES.items()) if kind in needed
+        },
     }
 
 
 def _processor_packages() -> dict[str, list[str]]:
-    """Processor class -> packages that transformers asks for before it imports it, torch and Pillow aside. Read from
-    its files' marks, whatever is installed here."""
-    structure = define_import_structure(str(Path(transformers.__file__).parent / "models" / "__init__.py"))
+    """Processor class -> packages that transformers asks for before it imports it, torch and Pillow
+    aside. Read from its files' marks, whatever is installed here."""
+    structure = define_import_structure(
+        str(Path(transformers.__file__).parent / "models" / "__init__.py")
+    )
     classes = set(PROCESSOR_MAPPING_NAMES.values())
     return {
         name: sorted(set(packages) - {"torch", "vision"})
@@ -130,8 +144,14 @@ def _entry(model_type: str) -> dict[str, Any]:
         own = {*values, *config_class.attribute_map} - set(COMMON_KEYS)
         read = known_keys(config_class) - own - set(COMMON_KEYS)
         sizes = dict(_sizes(default))
-        keys = {name: kinds(default, name) for name in sorted(own)} | dict.fromkeys(sorted(read), config_keys.ANY_VALUE)
-        entry = {"keys": keys, "aliases": dict(sorted(config_class.attribute_map.items())), "sizes": sizes}
+        keys = {name: kinds(default, name) for name in sorted(own)} | dict.fromkeys(
+            sorted(read), config_keys.ANY_VALUE
+        )
+        entry = {
+            "keys": keys,
+            "aliases": dict(sorted(config_class.attribute_map.items())),
+            "sizes": sizes,
+        }
         entry["tied"] = bool(getattr(default, config_keys.TIED, False))
         return {key: value for key, value in {**entry, "heads": heads(model_type)}.items() if value}
     print(f"{model_type}: its class has no defaults", file=sys.stderr)

@@ -28,12 +28,18 @@ def trace(text: str) -> ModelGraph:
 
 
 def archive_of(found: Mapping[str, ModelGraph]) -> bytes:
-    """graphs.zip. `found`: configuration as text -> its graph. The same graphs are the same bytes."""
+    """graphs.zip. `found`: configuration as text -> its graph. The same graphs are the same
+    bytes."""
     members = {graphs.member(text): graph_to_json(graph) for text, graph in found.items()}
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name, text in [(graphs.VERSIONS, json.dumps(graphs.versions())), *sorted(members.items())]:
-            archive.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED, 9)  # ZipInfo: no clock, always 1980
+        for name, text in [
+            (graphs.VERSIONS, json.dumps(graphs.versions())),
+            *sorted(members.items()),
+        ]:
+            archive.writestr(
+                zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED, 9
+            )  # ZipInfo: no clock, always 1980
     return content.getvalue()
 
 
@@ -42,7 +48,10 @@ def main() -> None:
     content = archive_of({text: trace(text) for text in texts})
     changed = not PATH.exists() or PATH.read_bytes() != content
     PATH.write_bytes(content)
-    print(f"{PATH}: {len(texts)} graphs, {len(content):,} bytes, {'changed' if changed else 'as before'}")
+    print(
+        f"{PATH}: {len(texts)} graphs, {len(content):,} bytes, "
+        f"{'changed' if changed else 'as before'}"
+    )
 
 
 if __name__ == "__main__":

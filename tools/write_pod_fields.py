@@ -28,14 +28,18 @@ def text() -> str:
         short = name.rpartition(".")[2]
         if short not in types:
             types[short] = {}
-            types[short].update((key, kind(value)) for key, value in sorted(schemas[name]["properties"].items()))
+            types[short].update(
+                (key, kind(value)) for key, value in sorted(schemas[name]["properties"].items())
+            )
         return short
 
     def kind(schema: Schema) -> str:
         if "$ref" in schema:
             return named(str(schema["$ref"]).rpartition("/")[2])
         wanted = schema.get("type", [])
-        (first, *_) = [wanted] if isinstance(wanted, str) else [t for t in wanted if t != "null"] or ["any"]
+        (first, *_) = (
+            [wanted] if isinstance(wanted, str) else [t for t in wanted if t != "null"] or ["any"]
+        )
         if first == "array":
             key = schema.get("x-kubernetes-patch-merge-key", "")
             return f"[{kind(schema['items'])}] {key}".strip()
@@ -44,9 +48,16 @@ def text() -> str:
         return str(first)
 
     named(ROOT)
-    rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(fields)}" for name, fields in sorted(types.items()))
-    source = f"OpenAPI of Kubernetes {VERSION} as PyPI's kubernetes-validate ships it, from {ROOT} down"
-    return f'{{\n  "source": {json.dumps(source)},\n  "version": "{VERSION}",\n  "types": {{\n{rows}\n  }}\n}}\n'
+    rows = ",\n".join(
+        f"    {json.dumps(name)}: {json.dumps(fields)}" for name, fields in sorted(types.items())
+    )
+    source = (
+        f"OpenAPI of Kubernetes {VERSION} as PyPI's kubernetes-validate ships it, from {ROOT} down"
+    )
+    return (
+        f'{{\n  "source": {json.dumps(source)},\n  "version": "{VERSION}",\n  "types": '
+        f"{{\n{rows}\n  }}\n}}\n"
+    )
 
 
 if __name__ == "__main__":

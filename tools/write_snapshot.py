@@ -1,6 +1,8 @@
-"""Writes engines/deepspeed/schema/snapshot/VERSION.json from the installed DeepSpeed: `make snapshot`.
+"""Writes engines/deepspeed/schema/snapshot/VERSION.json from the installed DeepSpeed: `make
+snapshot`.
 
-Its pydantic models and constructors are read; what it reads key by key comes from loose_sections.py.
+Its pydantic models and constructors are read; what it reads key by key comes from
+loose_sections.py.
 """
 
 from __future__ import annotations
@@ -57,7 +59,14 @@ MODELS: dict[str, type[BaseModel]] = {
     "hybrid_engine": ds_config.HybridEngineConfig,
     "weight_quantization": WeightQuantConfig,
 }
-PRIMITIVES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", type(None): "null"}
+PRIMITIVES = {
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    str: "string",
+    Path: "string",
+    type(None): "null",
+}
 
 
 def main() -> None:
@@ -76,25 +85,44 @@ def public(version: str) -> str:
 
 
 def snapshot() -> dict[str, Any]:
-    properties = {**loose.TOP, **loose.SECTIONS, **{name: model(kind) for name, kind in MODELS.items()}}
+    properties = {
+        **loose.TOP,
+        **loose.SECTIONS,
+        **{name: model(kind) for name, kind in MODELS.items()},
+    }
     properties["bfloat16"] = {**properties["bf16"], "deprecated": "bf16"}
     properties["bf16"] = {**properties["bf16"], "type": ["object", "null"]}
-    properties["zero_optimization"] = {**properties["zero_optimization"], "type": ["object", "boolean"]}
+    properties["zero_optimization"] = {
+        **properties["zero_optimization"],
+        "type": ["object", "boolean"],
+    }
     leaves = properties["zero_optimization"]["properties"]["leaf_module"]["properties"]
     for leaf in leaves.values():
         leaf["type"].append("string")  # one name in place of a list (leaf_module_config.py)
     properties["timers"] = loose.section({"throughput": model(DeepSpeedThroughputTimerConfig)})
     properties["tensor_parallel"]["properties"]["partition_config"] = loose.PARTITION_CONFIG
     properties["expert_parallel"] = loose.section(
-        {name: {"type": []} for name in AutoEPConfig.__dataclass_fields__ if not name.startswith("_")}
+        {
+            name: {"type": []}
+            for name in AutoEPConfig.__dataclass_fields__
+            if not name.startswith("_")
+        }
     )
     # Every preset is a function of AutoTPPresets that needs no argument.
     presets = [
-        n for n in dir(AutoTPPresets) if not n.startswith("_") and n != "get_preset" and AutoTPPresets.get_preset(n)
+        n
+        for n in dir(AutoTPPresets)
+        if not n.startswith("_") and n != "get_preset" and AutoTPPresets.get_preset(n)
     ]
-    properties["tensor_parallel"]["properties"]["preset_model"] |= {"enum": presets, "any_case": True}
+    properties["tensor_parallel"]["properties"]["preset_model"] |= {
+        "enum": presets,
+        "any_case": True,
+    }
     removed = {**ds_config._REMOVED_TOP_LEVEL_CONFIG_KEYS}
-    removed |= {f"zero_optimization.{name}": why for name, why in ds_config._REMOVED_ZERO_CONFIG_KEYS.items()}
+    removed |= {
+        f"zero_optimization.{name}": why
+        for name, why in ds_config._REMOVED_ZERO_CONFIG_KEYS.items()
+    }
     return {
         "deepspeed": public(deepspeed.__version__),
         "torch": public(torch.__version__),
@@ -134,7 +162,9 @@ def described_field(field: FieldInfo) -> dict[str, Any]:
         found["deprecated"] = str(extra.get("new_param", ""))
     default = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(default, bool | int | float | str) and not isinstance(default, enum.Enum):
-        found["default"] = int(default) if isinstance(default, int) and not isinstance(default, bool) else default
+        found["default"] = (
+            int(default) if isinstance(default, int) and not isinstance(default, bool) else default
+        )
     if default == "auto":
         found["auto"] = True
     return found
@@ -151,7 +181,10 @@ def annotation(hint: Any) -> dict[str, Any]:
     if origin is typing.Literal:
         return {"type": ["string"], "enum": list(arguments)}
     if origin in (list, tuple) or hint in (list, tuple):
-        return {"type": ["array"], **({"items": annotation(arguments[0])} if arguments and origin is list else {})}
+        return {
+            "type": ["array"],
+            **({"items": annotation(arguments[0])} if arguments and origin is list else {}),
+        }
     if origin is dict or hint is dict:
         return {"type": ["object"]}
     if hint in PRIMITIVES:
@@ -174,26 +207,43 @@ def parameters(kind: Any, *added: str) -> dict[str, Any]:
 
 
 def optimizers() -> dict[str, Any]:
-    """name -> its parameters; DeepSpeed's own names in small letters, for they are matched in any case (engine.py,
-    _configure_basic_optimizer). `zero`: whether ZeRO takes it without zero_allow_untested_optimizer."""
-    adam = {n for kind in (FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW) for n in parameters(kind)["params"]}
+    """name -> its parameters; DeepSpeed's own names in small letters, for they are matched in any
+    case (engine.py, _configure_basic_optimizer). `zero`: whether ZeRO takes it without
+    zero_allow_untested_optimizer."""
+    adam = {
+        n
+        for kind in (FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW)
+        for n in parameters(kind)["params"]
+    }
     adam -= {"adamw_mode"}  # given by DeepSpeed itself
     lamb = {*parameters(FusedLamb)["params"]}
     own = {
         "adam": {"params": sorted({*adam, *ADAM_WORDS}), "required": [], "zero": True},
         "adamw": {"params": sorted({*adam, *ADAM_WORDS}), "required": [], "zero": True},
-        "adagrad": {**parameters(torch.optim.Adagrad, "fp32_optimizer_states", "amsgrad"), "zero": True},
+        "adagrad": {
+            **parameters(torch.optim.Adagrad, "fp32_optimizer_states", "amsgrad"),
+            "zero": True,
+        },
         "lamb": {"params": sorted(lamb - {"max_grad_norm"}), "required": [], "zero": False},
         "lion": {
-            "params": sorted({*parameters(FusedLion)["params"], *parameters(DeepSpeedCPULion)["params"]}),
+            "params": sorted(
+                {*parameters(FusedLion)["params"], *parameters(DeepSpeedCPULion)["params"]}
+            ),
             "required": [],
             "zero": True,
         },
         # Its parameters are taken apart by DeepSpeed and unknown ones dropped: not listed here.
         "muon": {"params": None, "required": [], "zero": True},
-        **{name: {"params": None, "required": [], "zero": False} for name in ("muadam", "muadamw", "musgd")},
+        **{
+            name: {"params": None, "required": [], "zero": False}
+            for name in ("muadam", "muadamw", "musgd")
+        },
     }
-    kinds = {n: k for n, k in vars(torch.optim).items() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)}
+    kinds = {
+        n: k
+        for n, k in vars(torch.optim).items()
+        if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)
+    }
     del kinds["Optimizer"]
     others = {n: {**parameters(k), "zero": False} for n, k in kinds.items() if n.lower() not in own}
     return {**own, **others}
@@ -204,15 +254,24 @@ ADAM_WORDS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 
 def schedulers() -> dict[str, Any]:
     """`own`: DeepSpeed's; the others are torch's, which take only an unwrapped optimizer."""
-    own = {name: {**parameters(getattr(lr_schedules, name)), "own": True} for name in lr_schedules.VALID_LR_SCHEDULES}
+    own = {
+        name: {**parameters(getattr(lr_schedules, name)), "own": True}
+        for name in lr_schedules.VALID_LR_SCHEDULES
+    }
     kinds = vars(torch.optim.lr_scheduler).items()
     base = torch.optim.lr_scheduler.LRScheduler
     others = {
         n: {**parameters(k), "own": False}
         for n, k in kinds
-        if inspect.isclass(k) and issubclass(k, base) and not n.startswith("_") and n != "LRScheduler"
+        if inspect.isclass(k)
+        and issubclass(k, base)
+        and not n.startswith("_")
+        and n != "LRScheduler"
     }
-    others["ReduceLROnPlateau"] = {**parameters(torch.optim.lr_scheduler.ReduceLROnPlateau), "own": False}
+    others["ReduceLROnPlateau"] = {
+        **parameters(torch.optim.lr_scheduler.ReduceLROnPlateau),
+        "own": False,
+    }
     return {**others, **own}
 
 

@@ -1,7 +1,7 @@
 """Shardwright: a configuration compiler for DeepSpeed.
 
-open_session, Session and StepResult are for training loops of one's own (docs/python-api.md). They are looked up when
-they are asked for: `import shardwright` needs neither torch nor DeepSpeed.
+open_session, Session and StepResult are for training loops of one's own (docs/python-api.md). They
+are looked up when they are asked for: `import shardwright` needs neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """UTF-8. The old file or the new one is there at any moment. A link is followed; the file's rights stay."""
+    """UTF-8. The old file or the new one is there at any moment. A link is followed; the file's
+    rights stay."""
     target = Path(os.path.realpath(path))
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -18,7 +19,9 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text.encode("utf-8"))
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~umask())
+        os.chmod(
+            temporary, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~umask()
+        )
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

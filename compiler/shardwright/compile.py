@@ -1,5 +1,5 @@
-"""The compile: one straight column of stages, each from frozen input to frozen output, and its beginnings by name:
-`estimate`, `explain` and `plan` go a part of the way."""
+"""The compile: one straight column of stages, each from frozen input to frozen output, and its
+beginnings by name: `estimate`, `explain` and `plan` go a part of the way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,13 @@ from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.hub import processor_here
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
 from shardwright.partition.tensor import tensor_parallel_map, with_whole_experts
-from shardwright.plan.build import MODEL_DIRECTORY, TOKENIZER_DIRECTORY, build_plan, data_errors, installed_versions
+from shardwright.plan.build import (
+    MODEL_DIRECTORY,
+    TOKENIZER_DIRECTORY,
+    build_plan,
+    data_errors,
+    installed_versions,
+)
 from shardwright.plan.islands import island_plan
 from shardwright.plan.plan import Plan, PlanBalance
 from shardwright.recipe.files import check_files
@@ -51,8 +57,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """files: path relative to the compiled folder -> content. error: of plan.predicted. islands: the files of each
-    one's own folder, () without islands."""
+    """files: path relative to the compiled folder -> content. error: of plan.predicted. islands:
+    the files of each one's own folder, () without islands."""
 
     plan: Plan
     files: Mapping[str, bytes]
@@ -63,9 +69,9 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What the recipe names, read. weights: None where they are random. own_code: its folder and what is in it.
-    cluster: of one node where the recipe says `nodes: auto`. warnings: of the weights against the model, and of a
-    configuration's keys that nothing reads."""
+    """What the recipe names, read. weights: None where they are random. own_code: its folder and
+    what is in it. cluster: of one node where the recipe says `nodes: auto`. warnings: of the
+    weights against the model, and of a configuration's keys that nothing reads."""
 
     weights: LocatedWeights | None
     own_code: tuple[Path, OwnCode] | None
@@ -78,16 +84,22 @@ def compile_recipe(recipe: Recipe) -> Compiled:
     """Raises Refusal, with the recipe's source, where the recipe cannot become a run."""
     try:
         inputs = read_inputs(recipe)
-        problem, sizing = settle_problem(Problem(recipe=recipe, graph=inputs.graph, cluster=inputs.cluster))
+        problem, sizing = settle_problem(
+            Problem(recipe=recipe, graph=inputs.graph, cluster=inputs.cluster)
+        )
         problem.cluster.verify()
         # What depends on the number of nodes, and on the engine, is checked once it is decided.
         if sizing is not None or problem.recipe.target != recipe.target:
             _check(problem.recipe)
         estimate = choose(problem)
         s = estimate.strategy
-        partition = StagePartition(boundaries=estimate.boundaries, schedule=s.schedule, virtual=s.virtual_stages)
+        partition = StagePartition(
+            boundaries=estimate.boundaries, schedule=s.schedule, virtual=s.virtual_stages
+        )
         tensor_map = tensor_parallel_map(
-            problem.graph, estimate.strategy.tensor, padded=ENGINES[problem.recipe.target].pads_vocabulary
+            problem.graph,
+            estimate.strategy.tensor,
+            padded=ENGINES[problem.recipe.target].pads_vocabulary,
         )
         if s.expert_tensor_ranks != s.tensor:
             tensor_map = with_whole_experts(problem.graph, tensor_map)
@@ -101,7 +113,9 @@ def compile_recipe(recipe: Recipe) -> Compiled:
     except Refusal as refusal:
         raise Refusal(*dict.fromkeys(refusal.diagnostics), source=recipe.source) from None
     warnings = (*inputs.warnings, *estimate.diagnostics, *warnings)
-    return Compiled(plan=plan, files=files, islands=islands, warnings=warnings, error=estimate.error)
+    return Compiled(
+        plan=plan, files=files, islands=islands, warnings=warnings, error=estimate.error
+    )
 
 
 def read_problem(recipe: Recipe) -> Problem:
@@ -116,8 +130,9 @@ def read_problem(recipe: Recipe) -> Problem:
 
 
 def size_recipe(recipe: Recipe, *, compares_engines: bool = False) -> tuple[Problem, Sizing | None]:
-    """Up to the number of nodes, and what gradients are summed in. Sizing: None where the recipe gave the nodes.
-    compares_engines: `other_engine` is going to be asked, and may begin meanwhile."""
+    """Up to the number of nodes, and what gradients are summed in. Sizing: None where the recipe
+    gave the nodes. compares_engines: `other_engine` is going to be asked, and may begin
+    meanwhile."""
     problem = read_problem(recipe)
     if compares_engines:
         begin_others(problem)
@@ -125,7 +140,8 @@ def size_recipe(recipe: Recipe, *, compares_engines: bool = False) -> tuple[Prob
 
 
 def estimate_recipe(recipe: Recipe) -> tuple[Problem, Estimate]:
-    """Up to the estimate of the pinned layout, `auto` filled by the search: it need not be feasible."""
+    """Up to the estimate of the pinned layout, `auto` filled by the search: it need not be
+    feasible."""
     problem, _ = size_recipe(recipe)
     return problem, _told_of(recipe, lambda: pinned_estimate(problem))
 
@@ -139,12 +155,15 @@ def _told_of(recipe: Recipe, stage: Callable[[], T]) -> T:
 
 
 def read_inputs(recipe: Recipe) -> Inputs:
-    """None of these needs another one: all their errors are told together, and those of the layout with them."""
+    """None of these needs another one: all their errors are told together, and those of the layout
+    with them."""
     errors: list[Diagnostic] = []
     _unless_refused(errors, lambda: _check(recipe))
     weights = _unless_refused(errors, lambda: locate_weights(recipe.model))
     # The configuration is read beside the weights, so that both are of one commit.
-    section = recipe.model if weights is None else dataclasses.replace(recipe.model, source=weights.path)
+    section = (
+        recipe.model if weights is None else dataclasses.replace(recipe.model, source=weights.path)
+    )
     model = _unless_refused(errors, lambda: (build_model_graph(section), locate_own_code(section)))
     cluster = _unless_refused(errors, lambda: resolve_cluster(recipe.cluster))
     if model is None or cluster is None:
@@ -152,12 +171,22 @@ def read_inputs(recipe: Recipe) -> Inputs:
     graph, own_code = model
     graph.verify()
     cluster.verify()
-    warnings = None if weights is None else _unless_refused(errors, lambda: compare_weights(section, graph))
+    warnings = (
+        None
+        if weights is None
+        else _unless_refused(errors, lambda: compare_weights(section, graph))
+    )
     if errors:
-        raise Refusal(*errors, *_layout_errors(Problem(recipe=recipe, graph=graph, cluster=cluster), errors))
+        raise Refusal(
+            *errors, *_layout_errors(Problem(recipe=recipe, graph=graph, cluster=cluster), errors)
+        )
     unread = () if section.config is None else config_warnings(section.config)
     return Inputs(
-        weights=weights, own_code=own_code, graph=graph, cluster=cluster, warnings=(*unread, *(warnings or ()))
+        weights=weights,
+        own_code=own_code,
+        graph=graph,
+        cluster=cluster,
+        warnings=(*unread, *(warnings or ())),
     )
 
 
@@ -171,8 +200,8 @@ def _unless_refused(errors: list[Diagnostic], stage: Callable[[], T]) -> T | Non
 
 
 def _check(recipe: Recipe) -> None:
-    """Where the engine is not chosen yet, what is refused by the one that refuses least; what it runs on is asked for
-    once it is chosen."""
+    """Where the engine is not chosen yet, what is refused by the one that refuses least; what it
+    runs on is asked for once it is chosen."""
     engines = engines_for(recipe.target)
     found = [_errors(under(recipe, engine), engine) for engine in engines]
     if errors := (*min(found, key=len), *(package_errors(engines[0]) if len(engines) == 1 else ())):
@@ -216,11 +245,22 @@ def _check_adapters(problem: Problem) -> None:
 
 
 def _planned(
-    problem: Problem, inputs: Inputs, estimate: Estimate, partition: StagePartition, tensor_map: TensorParallelMap
+    problem: Problem,
+    inputs: Inputs,
+    estimate: Estimate,
+    partition: StagePartition,
+    tensor_map: TensorParallelMap,
 ) -> Plan:
-    recipe, graph, engine = with_save_interval(problem, estimate), problem.graph, ENGINES[problem.recipe.target]
+    recipe, graph, engine = (
+        with_save_interval(problem, estimate),
+        problem.graph,
+        ENGINES[problem.recipe.target],
+    )
     _check_adapters(problem)
-    if errors := (*data_errors(recipe, graph), *check_checkpoint_folder(recipe.checkpoint.directory)):
+    if errors := (
+        *data_errors(recipe, graph),
+        *check_checkpoint_folder(recipe.checkpoint.directory),
+    ):
         raise Refusal(*errors)
     plan = build_plan(
         recipe,
@@ -236,8 +276,12 @@ def _planned(
         _balance(problem),
     )
     if engine.transformer_engine is not None:
-        candidate = Candidate(recipe=recipe, graph=graph, cluster=problem.cluster, strategy=estimate.strategy)
-        model = dataclasses.replace(plan.model, transformer_engine=engine.transformer_engine(candidate))
+        candidate = Candidate(
+            recipe=recipe, graph=graph, cluster=problem.cluster, strategy=estimate.strategy
+        )
+        model = dataclasses.replace(
+            plan.model, transformer_engine=engine.transformer_engine(candidate)
+        )
         plan = dataclasses.replace(plan, model=model)
     plan = dataclasses.replace(plan, zero=lowering_of(recipe.target).plan_section(plan))
     plan.verify()
@@ -245,15 +289,17 @@ def _planned(
 
 
 def with_save_interval(problem: Problem, estimate: Estimate) -> Recipe:
-    """The recipe with `checkpoint.every_steps: auto` settled: what a run does is in its plan, whatever is measured
-    later."""
+    """The recipe with `checkpoint.every_steps: auto` settled: what a run does is in its plan,
+    whatever is measured later."""
     recipe = problem.recipe
     if recipe.checkpoint.every_steps != "auto":
         return recipe
     found = goodput(problem, estimate)
     assert found is not None, "the interval of auto is always known"
     every, outer = found.interval_steps, recipe.training.outer
-    if every is not None and outer is not None:  # between outer steps islands have weights of their own
+    if (
+        every is not None and outer is not None
+    ):  # between outer steps islands have weights of their own
         every = -(-every // outer.every_steps) * outer.every_steps
     section = dataclasses.replace(recipe.checkpoint, every_steps=every)
     return dataclasses.replace(recipe, checkpoint=section)
@@ -264,14 +310,22 @@ def _islands(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Mapping[str,
     return tuple(_lowered(island_plan(plan, k), problem, inputs)[1] for k in range(count))
 
 
-def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mapping[str, bytes], tuple[Diagnostic, ...]]:
+def _lowered(
+    plan: Plan, problem: Problem, inputs: Inputs
+) -> tuple[Plan, Mapping[str, bytes], tuple[Diagnostic, ...]]:
     """(plan with the digests of its files, the files, warnings)."""
     files, warnings = lower(plan, problem.recipe, problem.graph)
     if inputs.own_code is not None:
         folder, code = inputs.own_code
-        files |= {f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files}
+        files |= {
+            f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files
+        }
     files |= model_companions(plan)
-    if plan.model.sees and not plan.model.contrastive and (here := processor_here(problem.recipe.model)) is not None:
+    if (
+        plan.model.sees
+        and not plan.model.contrastive
+        and (here := processor_here(problem.recipe.model)) is not None
+    ):
         from shardwright.model.processor import check_processor
 
         check_processor(problem.graph, here[0])
@@ -282,7 +336,9 @@ def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mappin
         files |= {f"{TOKENIZER_DIRECTORY}/{name}": content for name, content in processor.items()}
     tokenizer = _tokenizer_folder(problem.recipe, inputs.weights)
     files |= copied_inputs(problem.recipe, problem.cluster, tokenizer)
-    missing = () if tokenizer is None else missing_packages_warning(tokenizer, ("data", "tokenizer"))
+    missing = (
+        () if tokenizer is None else missing_packages_warning(tokenizer, ("data", "tokenizer"))
+    )
     warnings = (*warnings, *unseen_paths(plan), *missing)
     plan, files = sealed(plan, files)
     plan.verify()
@@ -291,7 +347,11 @@ def _lowered(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Plan, Mappin
 
 def _tokenizer_folder(recipe: Recipe, weights: LocatedWeights | None) -> Path | None:
     model = recipe.model
-    names = [(key, part.tokenizer) for key, part in recipe.tokenized() if part.tokenizer not in (None, "byte")]
+    names = [
+        (key, part.tokenizer)
+        for key, part in recipe.tokenized()
+        if part.tokenizer not in (None, "byte")
+    ]
     if not names:
         return None
     key, name = (*names[0][0], "tokenizer"), str(names[0][1])

@@ -1,7 +1,8 @@
 """The one reader of a compiled folder: the plan, and the model and recipe that it came from.
 
-plan.json has every decision and prediction. How its step runs and what else the search saw are not in there: both are
-computed again from recipe.resolved.json and model_graph.json, by the planner's own functions: no torch, no network.
+plan.json has every decision and prediction. How its step runs and what else the search saw are not
+in there: both are computed again from recipe.resolved.json and model_graph.json, by the planner's
+own functions: no torch, no network.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SAME = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledFolder:
-    """layout, estimate: the plan's strategy and placing, priced again by this version's cost model."""
+    """layout, estimate: the plan's strategy and placing, priced again by this version's cost
+    model."""
 
     folder: Path
     plan: Plan
@@ -52,19 +54,23 @@ class CompiledFolder:
 
     @property
     def is_predicted_anew(self) -> bool:
-        """The plan's own prediction is another one: it was compiled by another version of the cost model."""
+        """The plan's own prediction is another one: it was compiled by another version of the cost
+        model."""
         then, now = self.plan.predicted, self.estimate
         steps = (then.time.step_seconds, now.time.step_seconds)
         return then.memory != now.memory or abs(steps[0] - steps[1]) > SAME * steps[0]
 
 
 def read_folder(folder: Path) -> CompiledFolder:
-    """Errors: SW6001 no compiled folder; SW3321, SW3322 its recipe or model is not the plan's; those of the recipe."""
+    """Errors: SW6001 no compiled folder; SW3321, SW3322 its recipe or model is not the plan's;
+    those of the recipe."""
     plan = load_plan(folder)
     recipe = _recipe(folder, plan)
     graph = _graph(folder, plan)
     cluster = resolve_cluster(recipe.cluster)
-    layout, estimate = as_planned(Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy, plan.boundaries)
+    layout, estimate = as_planned(
+        Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy, plan.boundaries
+    )
     return CompiledFolder(folder=folder, plan=plan, recipe=recipe, layout=layout, estimate=estimate)
 
 
@@ -74,12 +80,21 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
         raise _foreign("SW3321", f"{str(folder)!r} has no {RECIPE}")
     recipe = load_recipe(path)
     if canonical_hash(recipe.document) != plan.recipe_hash:
-        raise _foreign("SW3321", f"{str(path)!r} is not the recipe that plan.json was compiled from")
-    # What was auto of the engine, the nodes, every_steps and the sums was settled by the compile; relative paths start
-    # where the recipe lay.
+        raise _foreign(
+            "SW3321", f"{str(path)!r} is not the recipe that plan.json was compiled from"
+        )
+    # What was auto of the engine, the nodes, every_steps and the sums was settled by the compile;
+    # relative paths start where the recipe lay.
     held_out = recipe.validation
-    if held_out is not None and held_out.data is not None and plan.validation is not None and plan.validation.data:
-        held_out = dataclasses.replace(held_out, data=_with_paths(held_out.data, plan.validation.data))
+    if (
+        held_out is not None
+        and held_out.data is not None
+        and plan.validation is not None
+        and plan.validation.data
+    ):
+        held_out = dataclasses.replace(
+            held_out, data=_with_paths(held_out.data, plan.validation.data)
+        )
     training = recipe.training
     if plan.training.gradient_accumulation_dtype != accumulation_dtype(training):
         dtype = plan.training.gradient_accumulation_dtype
@@ -100,7 +115,8 @@ def _with_paths(data: DataSection, plan: DataSection) -> DataSection:
 
 
 def _graph(folder: Path, plan: Plan) -> ModelGraph:
-    """As `compile` left it in the folder: nothing is traced, so no torch and no code of the model's own."""
+    """As `compile` left it in the folder: nothing is traced, so no torch and no code of the model's
+    own."""
     try:
         graph = read_graph(folder)
         config = json.loads((folder / plan.model.config_file).read_text(encoding="utf-8"))
@@ -109,10 +125,15 @@ def _graph(folder: Path, plan: Plan) -> ModelGraph:
         raise _foreign("SW3322", f"the model of {str(folder)!r} cannot be read: {cause}") from None
     hashes = (graph.config_hash, hash_of_config(graph.config), hash_of_config(config))
     if any(each != plan.model.config_hash for each in hashes):
-        raise _foreign("SW3322", f"the model of {str(folder)!r} is not the one that plan.json was compiled for")
+        raise _foreign(
+            "SW3322", f"the model of {str(folder)!r} is not the one that plan.json was compiled for"
+        )
     return graph
 
 
 def _foreign(code: str, message: str) -> Refusal:
-    help = "Compile the folder again: `shardwright compile RECIPE -o DIR` keeps its run and checkpoints."
+    help = (
+        "Compile the folder again: `shardwright compile RECIPE -o DIR` keeps its run and "
+        "checkpoints."
+    )
     return refusal(code, message, help)

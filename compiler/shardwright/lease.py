@@ -1,8 +1,9 @@
 """Who trains in a folder: a small file there that its owner touches every few seconds.
 
-File locks do not hold across hosts on every file system, so this needs none: a file is created by one process alone,
-its age is told by the file system's own clock, and what looks too old is watched before it is believed. On the owner's
-own machine its process is looked at instead. No clock of any host is compared with another's.
+File locks do not hold across hosts on every file system, so this needs none: a file is created by
+one process alone, its age is told by the file system's own clock, and what looks too old is watched
+before it is believed. On the owner's own machine its process is looked at instead. No clock of any
+host is compared with another's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 
 BEAT_SECONDS = 5.0
 LOST_SECONDS = 60.0
-"""An owner that was silent for so long is gone: a shared file system can hang for tens of seconds."""
+"""An owner that was silent for so long is gone: a shared file system can hang for tens of
+seconds."""
 CONFIRM_SECONDS = 15.0
 """How long an owner that looks gone is watched: the file system's clock may have jumped."""
 _LOOK_SECONDS = 0.5
@@ -33,10 +35,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process. token: of this lease alone. role: `run` prepares, ranks train. folder: the compiled one.
+    """A process. token: of this lease alone. role: `run` prepares, ranks train. folder: the
+    compiled one.
 
-    boot, namespace: of the kernel and of the numbers of processes: within both, a process can be looked at. started:
-    in ticks since that boot. parent: what started it.
+    boot, namespace: of the kernel and of the numbers of processes: within both, a process can be
+    looked at. started: in ticks since that boot. parent: what started it.
     """
 
     token: str
@@ -77,7 +80,9 @@ def this_process(role: str, folder: Path) -> Owner:
 
 def _this_machine() -> tuple[str, str]:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink(
+            "/proc/self/ns/pid"
+        )
     except OSError:
         return "", ""
 
@@ -93,7 +98,8 @@ def _started(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """owner: None where the file is empty or no lease. beat: another one each time it is touched."""
+    """owner: None where the file is empty or no lease. beat: another one each time it is
+    touched."""
 
     owner: Owner | None
     beat: tuple[str, int]
@@ -112,7 +118,9 @@ def _look(path: Path) -> _Seen | None:
     except (ValueError, TypeError, RecursionError):
         owner = None
     token = "" if owner is None else str(owner.token)
-    return _Seen(owner=owner, beat=(token, touched), age_seconds=(_now_ns(path.parent) - touched) / 1e9)
+    return _Seen(
+        owner=owner, beat=(token, touched), age_seconds=(_now_ns(path.parent) - touched) / 1e9
+    )
 
 
 def _now_ns(folder: Path) -> int:
@@ -125,7 +133,8 @@ def _now_ns(folder: Path) -> int:
 
 
 def holds_lock(folder: Path) -> bool:
-    """Whether `run` or its launcher lives in a compiled folder, on this host: they hold a file lock."""
+    """Whether `run` or its launcher lives in a compiled folder, on this host: they hold a file
+    lock."""
     try:
         with (folder / "run" / "lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -143,8 +152,8 @@ def read_owner(path: Path) -> Owner | None:
 
 
 def holder(path: Path, say: Say | None = None) -> Owner | None:
-    """Who holds the lease and lives. One that cannot be seen from here is watched: for LOST_SECONDS at most, which
-    `say` is told."""
+    """Who holds the lease and lives. One that cannot be seen from here is watched: for LOST_SECONDS
+    at most, which `say` is told."""
     seen = _look(path)
     for _ in range(4):  # it is created empty, and written at once
         if seen is None or seen.owner is not None:
@@ -183,7 +192,8 @@ class Held(Exception):
 
 
 class Lease:
-    """Of several places at once. taken: whether take() was called; lost: who has taken a place of it since."""
+    """Of several places at once. taken: whether take() was called; lost: who has taken a place of
+    it since."""
 
     def __init__(self, paths: Sequence[Path], owner: Owner) -> None:
         self.paths, self.owner = tuple(paths), owner
@@ -192,7 +202,8 @@ class Lease:
         self._ended = threading.Event()
 
     def take(self, handed: str | None = None, say: Say | None = None) -> list[Owner]:
-        """handed: token of an owner that gives it to this one. Returns the dead owners whose leases these were.
+        """handed: token of an owner that gives it to this one. Returns the dead owners whose leases
+        these were.
 
         Raises Held, or OSError.
         """
@@ -229,7 +240,11 @@ class Lease:
         for path in self.paths:
             with contextlib.suppress(OSError):
                 seen = _look(path)
-                if seen is not None and seen.owner is not None and seen.owner.token == self.owner.token:
+                if (
+                    seen is not None
+                    and seen.owner is not None
+                    and seen.owner.token == self.owner.token
+                ):
                     path.unlink()
 
 
@@ -266,8 +281,8 @@ def _create(path: Path, owner: Owner) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Between this machine's processes; between hosts only on some file systems: there the loser of two that take over
-    at once sees it at its next beat."""
+    """Between this machine's processes; between hosts only on some file systems: there the loser of
+    two that take over at once sees it at its next beat."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

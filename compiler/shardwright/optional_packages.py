@@ -1,4 +1,5 @@
-"""Packages that only some runs need: what to say where one is not installed. Nothing of them is imported here."""
+"""Packages that only some runs need: what to say where one is not installed. Nothing of them is
+imported here."""
 
 from __future__ import annotations
 
@@ -19,16 +20,28 @@ def missing_peft() -> Diagnostic | None:
 def missing_flash_attention() -> Diagnostic | None:
     """Its kernels are what `attention: flash_attention_2` runs."""
     message = "the plan's attention is flash_attention_2, and flash-attn is not installed here"
-    help = "pip install flash-attn --no-build-isolation, on every host; or compile with `attention: sdpa`."
-    return _missing("flash_attn", Diagnostic(code="SW6009", message=message, help=help, key=("model", "attention")))
+    help = (
+        "pip install flash-attn --no-build-isolation, on every host; or compile with "
+        "`attention: sdpa`."
+    )
+    return _missing(
+        "flash_attn",
+        Diagnostic(code="SW6009", message=message, help=help, key=("model", "attention")),
+    )
 
 
 def missing_compiler(*, is_cpu: bool) -> Diagnostic | None:
     """`kernels: compile` makes C++ on a CPU, and Triton on a GPU."""
     if not is_cpu:
         message = "the plan's kernels are torch.compile's, and Triton is not installed here"
-        help = "Install the torch that comes with it, on every host of the run; or compile with `kernels: hf`."
-        return _missing("triton", Diagnostic(code="SW6013", message=message, help=help, key=("model", "kernels")))
+        help = (
+            "Install the torch that comes with it, on every host of the run; or compile with "
+            "`kernels: hf`."
+        )
+        return _missing(
+            "triton",
+            Diagnostic(code="SW6013", message=message, help=help, key=("model", "kernels")),
+        )
     if any(name and shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++")):
         return None
     message = "the plan's kernels are torch.compile's, and no C++ compiler is installed here"

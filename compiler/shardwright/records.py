@@ -1,7 +1,8 @@
 """JSON -> frozen dataclasses, as their annotations say; `dataclasses.asdict` is the way back.
 
-Strict: an unknown key, a missing one and a value of another type are refused, each with its place. An integer may stand
-for a float. Made for the light commands: nothing is imported and no class is looked at before it is read.
+Strict: an unknown key, a missing one and a value of another type are refused, each with its place.
+An integer may stand for a float. Made for the light commands: nothing is imported and no class is
+looked at before it is read.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def read_record(kind: type[Record], value: object, **given: object) -> Record:
 
 
 def carried(kind: type[Record], source: object, /, **changes: object) -> Record:
-    """A record of another kind with the fields that the two share; the others take their defaults."""
+    """A record of another kind with the fields that the two share; the others take their
+    defaults."""
     fields = [f for f in dataclasses.fields(cast(Any, kind)) if f.name not in changes]
     names = [f.name for f in fields if f.default is dataclasses.MISSING or hasattr(source, f.name)]
     return kind(**{name: getattr(source, name) for name in names}, **changes)
@@ -74,7 +76,9 @@ def _reader(hint: Any) -> Reader:
         return functools.partial(read_record, hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _union([_reader(a) for a in arguments if a is not types.NoneType], types.NoneType in arguments)
+        return _union(
+            [_reader(a) for a in arguments if a is not types.NoneType], types.NoneType in arguments
+        )
     if origin is tuple:
         return _tuple(arguments)
     if origin in (dict, Mapping):

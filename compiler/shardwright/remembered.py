@@ -1,4 +1,5 @@
-"""What a search asks again and again is computed once, told apart by the values that it depends on, never by a name.
+"""What a search asks again and again is computed once, told apart by the values that it depends on,
+never by a name.
 
 Functions whose arguments are those values take functools.lru_cache; the others name them here.
 """
@@ -20,7 +21,8 @@ MOST_SETTLED = 64
 
 
 class Settled:
-    """A key whose hash is worked out once: what a search asks thousands of times is the same of all its layouts."""
+    """A key whose hash is worked out once: what a search asks thousands of times is the same of all
+    its layouts."""
 
     __slots__ = ("_hash", "_key")
 
@@ -35,7 +37,8 @@ class Settled:
 
 
 def settled(key: Callable[[*Ts], Hashable]) -> Callable[[*Ts], Settled]:
-    """key: of arguments that do not change, and that are the same objects from one question to the next."""
+    """key: of arguments that do not change, and that are the same objects from one question to the
+    next."""
     known: dict[tuple[int, ...], tuple[object, Settled]] = {}
 
     def ask(*args: *Ts) -> Settled:
@@ -44,7 +47,10 @@ def settled(key: Callable[[*Ts], Hashable]) -> Callable[[*Ts], Settled]:
         if found is None:
             if len(known) >= MOST_SETTLED:
                 known.clear()
-            found = known[asked] = (args, Settled(key(*args)))  # with the arguments, so that ids stay theirs
+            found = known[asked] = (
+                args,
+                Settled(key(*args)),
+            )  # with the arguments, so that ids stay theirs
         return found[1]
 
     return ask

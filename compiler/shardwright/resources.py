@@ -1,4 +1,5 @@
-"""Where the data folders are: inside an installed package, or at the top of the repository in an editable install."""
+"""Where the data folders are: inside an installed package, or at the top of the repository in an
+editable install."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from shardwright.ir.json_value import JsonValue
 MOST_BYTES = 16 * 2**20
 """Of a file whose reader names no limit of its own: a configuration, a hostfile, a script."""
 DEEPEST_JSON = 64
-"""Levels. What is written for people or by transformers and DeepSpeed has fewer than ten; Python's own walks of a
-value are recursive and end at about a thousand."""
+"""Levels. What is written for people or by transformers and DeepSpeed has fewer than ten; Python's
+own walks of a value are recursive and end at about a thousand."""
 
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
-    """The whole file. Raises OSError, with words in `strerror`: a folder, a pipe or device, too large, or the system's
-    own reason."""
+    """The whole file. Raises OSError, with words in `strerror`: a folder, a pipe or device, too
+    large, or the system's own reason."""
     # Without O_NONBLOCK the opening of a pipe waits for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -39,12 +39,14 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> 
 
 
 def read_regular_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Raises OSError as read_regular does, and UnicodeDecodeError (a ValueError) for what is not UTF-8."""
+    """Raises OSError as read_regular does, and UnicodeDecodeError (a ValueError) for what is not
+    UTF-8."""
     return read_regular(path, most_bytes).decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> JsonValue:
-    """Raises ValueError alone: for text that is no JSON, and for what is nested deeper than DEEPEST_JSON."""
+    """Raises ValueError alone: for text that is no JSON, and for what is nested deeper than
+    DEEPEST_JSON."""
     try:
         value = cast(JsonValue, json.loads(text))
     except RecursionError:

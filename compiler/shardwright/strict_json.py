@@ -11,13 +11,14 @@ from collections.abc import Mapping
 
 
 def strict_json(value: object) -> str:
-    """A number that is not finite is null, and `"finite": false` stands in the object that holds it, directly or in a
-    list."""
+    """A number that is not finite is null, and `"finite": false` stands in the object that holds
+    it, directly or in a list."""
     return json.dumps(_finite(value)[0], allow_nan=False)
 
 
 def json_bytes(value: object) -> bytes:
-    """A file of the compiled folder. Raises ValueError for a number that is not finite: it would be our mistake."""
+    """A file of the compiled folder. Raises ValueError for a number that is not finite: it would be
+    our mistake."""
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
 
 
@@ -28,7 +29,10 @@ def _finite(value: object) -> tuple[object, bool]:
     if isinstance(value, Mapping):
         inside = {name: _finite(of) for name, of in value.items()}
         found = {name: of for name, (of, _) in inside.items()}
-        return found if all(finite for _, finite in inside.values()) else {**found, "finite": False}, True
+        return found if all(finite for _, finite in inside.values()) else {
+            **found,
+            "finite": False,
+        }, True
     if isinstance(value, list | tuple):
         items = [_finite(item) for item in value]
         return [item for item, _ in items], all(finite for _, finite in items)

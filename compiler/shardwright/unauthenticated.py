@@ -1,5 +1,5 @@
-"""Connections whose other side has not proved yet that it belongs to the run: how many may be open, and which of them
-gives way."""
+"""Connections whose other side has not proved yet that it belongs to the run: how many may be open,
+and which of them gives way."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ def is_exhausted(error: OSError) -> bool:
 
 
 class Unauthenticated(Generic[Connection]):
-    """The open connections that have proved nothing, oldest first. Safe to use from several threads.
+    """The open connections that have proved nothing, oldest first. Safe to use from several
+    threads.
 
-    A peer that only finds the port fills no more than its own address's share. The one that gives way is the oldest
-    of the address that has most: a rank, which proves itself within milliseconds, is never that for long.
+    A peer that only finds the port fills no more than its own address's share. The one that gives
+    way is the oldest of the address that has most: a rank, which proves itself within milliseconds,
+    is never that for long.
     """
 
     def __init__(self, expected: int, others: int, limit: int) -> None:
-        """expected: connections that may come at once from the run itself, all from one address at worst. others: how
-        many more may be open. limit: the process's limit of open files; `expected` of them are for the run."""
+        """expected: connections that may come at once from the run itself, all from one address at
+        worst. others: how many more may be open. limit: the process's limit of open files;
+        `expected` of them are for the run."""
         room = limit - expected - DESCRIPTORS_OF_THE_PROCESS
         self.most = max(FEWEST, min(expected + others, room))
         self.most_of_an_address = min(expected + others // 4, self.most)
@@ -56,7 +59,8 @@ class Unauthenticated(Generic[Connection]):
         return iter(list(self._open))
 
     def add(self, connection: Connection, address: str) -> list[Connection]:
-        """Returns the connections that have to be closed for this one. They are no longer counted."""
+        """Returns the connections that have to be closed for this one. They are no longer
+        counted."""
         with self._lock:
             self._open[connection] = address
             gone = []
@@ -72,7 +76,8 @@ class Unauthenticated(Generic[Connection]):
             self._open.pop(connection, None)
 
     def pop(self) -> Connection | None:
-        """Returns the connection to be closed where no descriptor is left; None where none is unauthenticated."""
+        """Returns the connection to be closed where no descriptor is left; None where none is
+        unauthenticated."""
         with self._lock:
             return self._pop_oldest(self._largest_address()) if self._open else None
 
@@ -87,6 +92,7 @@ class Unauthenticated(Generic[Connection]):
 
 
 def shut(connection: socket.socket) -> None:
-    """Ends a connection that another thread waits on: that thread hears of it and closes the descriptor."""
+    """Ends a connection that another thread waits on: that thread hears of it and closes the
+    descriptor."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

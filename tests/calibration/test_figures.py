@@ -15,7 +15,8 @@ from tests.unit.model.factory import problem_of
 
 FIGURES = recipes_dir() / "figures"
 DAYS_PER_YEAR = 365.25
-# arXiv 2104.04473, table 1: achieved TFLOP/s per GPU, recomputation counted; billions of parameters in the name.
+# arXiv 2104.04473, table 1: achieved TFLOP/s per GPU, recomputation counted; billions of parameters
+# in the name.
 SC21 = {
     "1.7b": 137,
     "3.6b": 138,

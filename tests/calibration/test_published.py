@@ -1,4 +1,5 @@
-"""The cost model against published runs. `make bench-cost` prints the whole table, each project left out of the fit."""
+"""The cost model against published runs. `make bench-cost` prints the whole table, each project
+left out of the fit."""
 
 from __future__ import annotations
 
@@ -33,11 +34,16 @@ def test_every_constant_says_what_it_is() -> None:
         assert entry["meaning"] and entry["source"] and entry["unit"], name
         assert entry["value"] > 0 and entry["prior"] > 0, name
         # What is not fitted stands at its prior; the headroom is measured.
-        assert entry["prior_spread"] > 0 or entry["value"] == entry["prior"] or name == "memory_headroom", name
+        assert (
+            entry["prior_spread"] > 0
+            or entry["value"] == entry["prior"]
+            or name == "memory_headroom"
+        ), name
 
 
 def test_no_constant_sits_far_off_its_prior() -> None:
-    """Two spreads of the logarithm: further, and a constant stands for something else than what it says."""
+    """Two spreads of the logarithm: further, and a constant stands for something else than what it
+    says."""
     for name, entry in constant_entries().items():
         if entry["prior_spread"] > 0:
             assert abs(math.log(entry["value"] / entry["prior"])) <= 2 * entry["prior_spread"], name
@@ -57,8 +63,11 @@ def test_a_sample_of_the_rows(sample: list[Case]) -> None:
 
 
 def test_the_fit_finds_constants_again(sample: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured times replaced by the model's own at other constants: the fit moves from the priors to those."""
-    truth = dataclasses.replace(priors(), gemm_efficiency=0.7, memory_efficiency=0.65, fused_attention_efficiency=0.6)
+    """Measured times replaced by the model's own at other constants: the fit moves from the priors
+    to those."""
+    truth = dataclasses.replace(
+        priors(), gemm_efficiency=0.7, memory_efficiency=0.65, fused_attention_efficiency=0.6
+    )
     seconds = {case.row["id"]: estimate(case, truth).time.step_seconds for case in sample}
     monkeypatch.setattr("tools.fit_cost.fit.time_target", lambda case: seconds[case.row["id"]])
     found = fit(sample, priors())
@@ -75,21 +84,34 @@ def test_the_fit_finds_constants_again(sample: list[Case], monkeypatch: pytest.M
 
 
 def activations_of_the_paper(row: Row) -> float:
-    """Bytes on the first stage without recomputation or sequence parallelism: arXiv 2205.05198, equations 2 and, for
-    interleaved stages, the factor of section 4.2.3."""
+    """Bytes on the first stage without recomputation or sequence parallelism: arXiv 2205.05198,
+    equations 2 and, for interleaved stages, the factor of section 4.2.3."""
     m, p = row["model"], row["parallel"]
-    s, b, h, t, stages, interleaved = m["seq_len"], p["micro_batch"], m["hidden"], p["tp"], p["pp"], p["virtual_stages"]
+    s, b, h, t, stages, interleaved = (
+        m["seq_len"],
+        p["micro_batch"],
+        m["hidden"],
+        p["tp"],
+        p["pp"],
+        p["virtual_stages"],
+    )
     each = s * b * h * (10 + 24 / t + 5 * m["heads"] * s / (h * t))
     flights = 1 + (stages - 1) / (stages * interleaved) if interleaved > 1 else 1
     return float(each * m["layers"] * flights)
 
 
 def test_memory_that_a_source_tells_in_gib_is_compared_in_gigabytes() -> None:
-    rows = [row for row in score.rows(ROWS) if row["id"].startswith("korth-mem") and row["id"].endswith("-none")]
+    rows = [
+        row
+        for row in score.rows(ROWS)
+        if row["id"].startswith("korth-mem") and row["id"].endswith("-none")
+    ]
     assert len(rows) == 4
     for row in rows:
         told = float(row["notes"].partition("act=")[2].partition(";")[0])
-        assert told == pytest.approx(activations_of_the_paper(row) / 2**30, rel=1e-6), "the unit of the row is GiB"
+        assert told == pytest.approx(activations_of_the_paper(row) / 2**30, rel=1e-6), (
+            "the unit of the row is GiB"
+        )
         held = row["measured"]["peak_mem_GB"]
         assert in_gigabytes(row)["measured"]["peak_mem_GB"] * 1e9 == pytest.approx(held * 2**30)
     (other,) = [row for row in score.rows(ROWS) if row["id"] == "titan-8b-8-eager-bf16"]
@@ -99,7 +121,9 @@ def test_memory_that_a_source_tells_in_gib_is_compared_in_gigabytes() -> None:
 def test_nanotron_tells_what_its_first_rank_allocated() -> None:
     """Without tensor ranks and pipeline, where nothing of the run is guessed."""
     rows = [
-        row for row in score.rows(ENGINE_ROWS) if row["engine"] == "nanotron" and row["parallel"]["zero_stage"] == 0
+        row
+        for row in score.rows(ENGINE_ROWS)
+        if row["engine"] == "nanotron" and row["parallel"]["zero_stage"] == 0
     ]
     plain = [row for row in rows if row["parallel"]["tp"] == row["parallel"]["pp"] == 1]
     assert len(plain) == 6

@@ -1,4 +1,5 @@
-"""What `calibrate` makes of predictions on the machine where it runs. Wants an idle one with two cores."""
+"""What `calibrate` makes of predictions on the machine where it runs. Wants an idle one with two
+cores."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ FOUR_RANKS = (
     batched(tensor=2, data=2, zero_stage=3, micro_batch_size=1, activation_checkpointing="full"),
 )
 APART = 1.1
-"""Two layouts whose steps are closer than this have no order: a layout that runs twice differs by as much."""
+"""Two layouts whose steps are closer than this have no order: a layout that runs twice differs by
+as much."""
 
 
 def problem(folder: Path, ranks: int) -> Problem:
@@ -99,20 +101,28 @@ def problem(folder: Path, ranks: int) -> Problem:
     path.write_text(json.dumps(document))
     found = calibrate(load_recipe(path), SECONDS, print).found
     (folder / "measured.json").write_text(json.dumps(asdict(found)))
-    path.write_text(json.dumps({**document, "cluster": {**document["cluster"], "measured": "measured.json"}}))
+    path.write_text(
+        json.dumps({**document, "cluster": {**document["cluster"], "measured": "measured.json"}})
+    )
     return read_problem(load_recipe(path))
 
 
-def both(folder: Path, given: Problem, strategies: tuple[Strategy, ...]) -> Mapping[str, tuple[float, float]]:
+def both(
+    folder: Path, given: Problem, strategies: tuple[Strategy, ...]
+) -> Mapping[str, tuple[float, float]]:
     """Layout -> (predicted, measured) seconds of a step."""
     found = {}
     for i, s in enumerate(strategies):
         predicted = settled_estimate(given, s, ()).time.step_seconds
-        write_folder(folder / f"{i}" / "out", compile_recipe(recipe_for(given.recipe, s, STEPS)).files)
+        write_folder(
+            folder / f"{i}" / "out", compile_recipe(recipe_for(given.recipe, s, STEPS)).files
+        )
         seconds, _, why = launch(folder / f"{i}" / "out", STEPS + 3, LIMIT)
         assert not why, f"{s.describe()}: {why}"
         found[s.describe()] = (predicted, of_steps(seconds[3:]).value)
-        print(f"{s.describe()}: predicted {predicted:.3g} s, measured {found[s.describe()][1]:.3g} s")
+        print(
+            f"{s.describe()}: predicted {predicted:.3g} s, measured {found[s.describe()][1]:.3g} s"
+        )
     return found
 
 
@@ -134,7 +144,9 @@ def test_the_order_of_layouts_whose_ranks_share_cores(tmp_path: Path) -> None:
     assert shared_lines(given.recipe, given.cluster)[0].startswith(f"4 ranks share {cores()} core")
     found = both(tmp_path, given, FOUR_RANKS)
     ordered = sorted(found, key=lambda layout: found[layout][1])
-    pairs = [(a, b) for a, b in itertools.combinations(ordered, 2) if found[b][1] >= APART * found[a][1]]
+    pairs = [
+        (a, b) for a, b in itertools.combinations(ordered, 2) if found[b][1] >= APART * found[a][1]
+    ]
     wrong = [(a, b) for a, b in pairs if found[a][0] >= found[b][0]]
     assert len(_each_apart([found[layout][1] for layout in ordered])) >= 6, found
     assert not wrong, (wrong, found)

@@ -1,4 +1,5 @@
-"""DeepSpeed's ZeRO-3 without model parallelism, on up to 2,240 A100: SC'21's table 2, none of it in the fit."""
+"""DeepSpeed's ZeRO-3 without model parallelism, on up to 2,240 A100: SC'21's table 2, none of it in
+the fit."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from shardwright.ir.json_value import JsonValue
 from shardwright.search.search import pinned_estimate
 from tests.unit.model.factory import graph_of, problem_of, recipe_of
 
-# arXiv 2104.04473, table 2: (layers, hidden size, heads), batch, GPUs, micro-batch, TFLOP/s per GPU.
+# arXiv 2104.04473, table 2: (layers, hidden size, heads), batch, GPUs, micro-batch, TFLOP/s per
+# GPU.
 GPT_175B, GPT_530B = (96, 12288, 96), (105, 20480, 128)
 MEASURED = [
     (GPT_175B, 1536, 384, 4, 144),
@@ -47,9 +49,12 @@ def predicted(size: tuple[int, int, int], batch: int, gpus: int, micro: int, ker
 def test_predicted_beside_measured(
     size: tuple[int, int, int], batch: int, gpus: int, micro: int, measured: float
 ) -> None:
-    """A version of 2021, so a faster one may be right; FSDP's share of the links would be 1.4 to 3.7 times as fast."""
+    """A version of 2021, so a faster one may be right; FSDP's share of the links would be 1.4 to
+    3.7 times as fast."""
     assert 1.0 < predicted(size, batch, gpus, micro, "megatron") / measured < 1.75
-    assert predicted(size, batch, gpus, micro, "megatron") < predicted(size, batch, gpus, micro, "hf")
+    assert predicted(size, batch, gpus, micro, "megatron") < predicted(
+        size, batch, gpus, micro, "hf"
+    )
 
 
 def test_it_falls_by_half_where_the_micro_batch_does() -> None:

@@ -1,7 +1,8 @@
-"""Loads each compiled folder's ds_config.json in DeepSpeed as one rank of a world that does not exist.
+"""Loads each compiled folder's ds_config.json in DeepSpeed as one rank of a world that does not
+exist.
 
-Arguments: compiled folders. Prints one JSON line each; a failure is a traceback and exit 1. One process for all,
-since importing DeepSpeed takes seconds.
+Arguments: compiled folders. Prints one JSON line each; a failure is a traceback and exit 1. One
+process for all, since importing DeepSpeed takes seconds.
 """
 
 from __future__ import annotations
@@ -32,15 +33,27 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be co
 def load(folder: Path) -> dict[str, object]:
     plan = read_plan(folder)
     s, last = plan.strategy, plan.ranks[-1]
-    torch.distributed.init_process_group("fake", rank=last.rank, world_size=s.world_size, store=FakeStore())
+    torch.distributed.init_process_group(
+        "fake", rank=last.rank, world_size=s.world_size, store=FakeStore()
+    )
     try:
-        deepspeed.init_distributed(dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False)
-        topology = PipeModelDataParallelTopology(num_pp=s.pipeline, num_mp=s.tensor, num_dp=s.shards)
+        deepspeed.init_distributed(
+            dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False
+        )
+        topology = PipeModelDataParallelTopology(
+            num_pp=s.pipeline, num_mp=s.tensor, num_dp=s.shards
+        )
         for rank in plan.ranks:
             coordinates = topology.get_coord(rank.rank)
             shard = rank.data * s.context + rank.context
-            assert (coordinates.pipe, coordinates.data, coordinates.model) == (rank.pipeline, shard, rank.tensor)
-        config = DeepSpeedConfig(str(folder / "ds_config.json"), mpu=PipelineParallelGrid(topology=topology))
+            assert (coordinates.pipe, coordinates.data, coordinates.model) == (
+                rank.pipeline,
+                shard,
+                rank.tensor,
+            )
+        config = DeepSpeedConfig(
+            str(folder / "ds_config.json"), mpu=PipelineParallelGrid(topology=topology)
+        )
         sharing = _sharing_weights(plan)
     finally:
         torch.distributed.destroy_process_group()
@@ -64,9 +77,12 @@ def load(folder: Path) -> dict[str, object]:
 
 
 def _sharing_weights(plan: Plan) -> int:
-    """Ranks, all of one node, that share the last rank's second copy of the weights; 1 without hpZ."""
+    """Ranks, all of one node, that share the last rank's second copy of the weights; 1 without
+    hpZ."""
     group = secondary_group(plan)
-    ranks = [plan.ranks[-1].rank] if group is None else torch.distributed.get_process_group_ranks(group)
+    ranks = (
+        [plan.ranks[-1].rank] if group is None else torch.distributed.get_process_group_ranks(group)
+    )
     assert len({(plan.ranks[rank].node, plan.ranks[rank].tensor) for rank in ranks}) == 1
     return len(ranks)
 

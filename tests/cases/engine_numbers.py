@@ -20,7 +20,9 @@ def load(compiled: Sequence[Compiled], folder: Path) -> list[dict[str, object]]:
     folders = [folder / str(number) for number in range(len(compiled))]
     for place, result in zip(folders, compiled, strict=True):
         write_folder(place, result.files)
-    done = subprocess.run([sys.executable, str(LOADER), *map(str, folders)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(LOADER), *map(str, folders)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -1,6 +1,8 @@
-"""Each folder here is a case: recipe.yaml compiles to exactly expected/, and what must hold of every compile holds.
+"""Each folder here is a case: recipe.yaml compiles to exactly expected/, and what must hold of
+every compile holds.
 
-Some of the ready recipes go through the same invariants, without golden files (tests/recipes plans all of them).
+Some of the ready recipes go through the same invariants, without golden files (tests/recipes plans
+all of them).
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from tests.cases.engine_numbers import load, numbers
 HERE = Path(__file__).parent
 CASES = sorted(path.parent for path in HERE.glob("*/recipe.yaml"))
 RECIPES = {case.name: case / "recipe.yaml" for case in CASES}
-READY = ("gpt2-xl-8xa100", "llama-3.1-8b-2x8h100", "qwen2-7b-8xa100", "tiny-gpt2-cpu", "tiny-llama-cpu")
+READY = (
+    "gpt2-xl-8xa100",
+    "llama-3.1-8b-2x8h100",
+    "qwen2-7b-8xa100",
+    "tiny-gpt2-cpu",
+    "tiny-llama-cpu",
+)
 RECIPES |= {f"recipes/{name}": recipes_dir() / f"{name}.yaml" for name in READY}
 ANYWHERE = "/anywhere"
 """Stands for this machine's folder in the golden files."""
@@ -38,22 +46,35 @@ def compiled() -> dict[str, Compiled]:
 
 
 @pytest.fixture(scope="module")
-def loaded(compiled: dict[str, Compiled], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+def loaded(
+    compiled: dict[str, Compiled], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, object]]:
     """What DeepSpeed makes of each ds_config.json at the plan's world size."""
-    return dict(zip(compiled, load(list(compiled.values()), tmp_path_factory.mktemp("folders")), strict=True))
+    return dict(
+        zip(
+            compiled, load(list(compiled.values()), tmp_path_factory.mktemp("folders")), strict=True
+        )
+    )
 
 
 def of_each_layer(compiled: Compiled) -> dict[str, list[tuple[str, int]]]:
-    """Layer of the plan -> its parameters and their elements, by a model that config.json builds."""
+    """Layer of the plan -> its parameters and their elements, by a model that config.json
+    builds."""
     config = json.loads(compiled.files["model/config.json"])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config.pop("model_type"), **config)
+        )
     cut = compiled.plan.model
     found: dict[str, list[tuple[str, int]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = name.removeprefix(f"{cut.cut.stack}.")
         sides = {"embedding": cut.embedding_modules, "head": cut.head_modules}
-        layers = [side for side, modules in sides.items() if any(f"{name}.".startswith(f"{m}.") for m in modules)]
+        layers = [
+            side
+            for side, modules in sides.items()
+            if any(f"{name}.".startswith(f"{m}.") for m in modules)
+        ]
         for layer in layers if inside == name else [f"{cut.cut.stack}.{inside.split('.')[0]}"]:
             found.setdefault(layer, []).append((name, parameter.numel()))
     assert sum(p.numel() for p in model.parameters()) == cut.total_parameters
@@ -75,7 +96,9 @@ def test_golden(case: Path, compiled: dict[str, Compiled], update_golden: bool) 
         for name, content in files.items():
             (expected / name).parent.mkdir(parents=True, exist_ok=True)
             (expected / name).write_bytes(content)
-    golden = {str(p.relative_to(expected)): p.read_bytes() for p in expected.rglob("*") if p.is_file()}
+    golden = {
+        str(p.relative_to(expected)): p.read_bytes() for p in expected.rglob("*") if p.is_file()
+    }
     assert sorted(files) == sorted(golden)
     for name, content in files.items():
         assert content.decode() == golden[name].decode(), f"{name}: `make golden` writes it anew"
@@ -86,7 +109,9 @@ class TestInvariants:
     def test_same_recipe_same_bytes(self, name: str, compiled: dict[str, Compiled]) -> None:
         assert compile_recipe(load_recipe(RECIPES[name])).files == compiled[name].files
 
-    def test_resolved_recipe_is_the_same_recipe(self, name: str, compiled: dict[str, Compiled], tmp_path: Path) -> None:
+    def test_resolved_recipe_is_the_same_recipe(
+        self, name: str, compiled: dict[str, Compiled], tmp_path: Path
+    ) -> None:
         copy = tmp_path / "again.json"
         copy.write_bytes(compiled[name].files["recipe.resolved.json"])
         again = load_recipe(copy)
@@ -109,7 +134,9 @@ class TestInvariants:
             (n, g) for n in range(plan.nodes) for g in range(plan.gpus_per_node)
         }
 
-    def test_tensor_groups_stay_inside_a_node(self, name: str, compiled: dict[str, Compiled]) -> None:
+    def test_tensor_groups_stay_inside_a_node(
+        self, name: str, compiled: dict[str, Compiled]
+    ) -> None:
         nodes: dict[tuple[int, int, int], set[int]] = {}
         for rank in compiled[name].plan.ranks:
             nodes.setdefault((rank.pipeline, rank.data, rank.context), set()).add(rank.node)
@@ -120,20 +147,36 @@ class TestInvariants:
         layers = [layer for stage in plan.stages for layer in stage.layers]
         config = json.loads(compiled[name].files["model/config.json"])
         count = config.get("num_hidden_layers") or config["n_layer"]
-        assert layers == ["embedding", *(f"{plan.model.cut.stack}.{i}" for i in range(count)), "head"]
+        assert layers == [
+            "embedding",
+            *(f"{plan.model.cut.stack}.{i}" for i in range(count)),
+            "head",
+        ]
 
     def test_ranks_hold_the_whole_model(self, name: str, compiled: dict[str, Compiled]) -> None:
-        """Over a pipeline rank's tensor ranks (ZeRO-3's data and context ranks too): its layers' parameters of the
-        model, a whole one on every tensor rank, and nothing else."""
+        """Over a pipeline rank's tensor ranks (ZeRO-3's data and context ranks too): its layers'
+        parameters of the model, a whole one on every tensor rank, and nothing else."""
         plan = compiled[name].plan
-        whole = {p.name for m in plan.tensor_parallel.modules for p in m.parameters if p.dimension is None}
+        whole = {
+            p.name
+            for m in plan.tensor_parallel.modules
+            for p in m.parameters
+            if p.dimension is None
+        }
         shards = plan.strategy.shards if plan.strategy.zero_stage == 3 else 1
         elements = of_each_layer(compiled[name])
         for pipeline in range(plan.strategy.pipeline):
             mine = {
-                k: n for s in plan.stages if s.pipeline_rank == pipeline for at in s.layers for k, n in elements[at]
+                k: n
+                for s in plan.stages
+                if s.pipeline_rank == pipeline
+                for at in s.layers
+                for k, n in elements[at]
             }
-            wanted = sum(n * (plan.strategy.tensor if parameter in whole else 1) for parameter, n in mine.items())
+            wanted = sum(
+                n * (plan.strategy.tensor if parameter in whole else 1)
+                for parameter, n in mine.items()
+            )
             held = sum(
                 r.parameter_bytes
                 for r in plan.ranks
@@ -144,14 +187,18 @@ class TestInvariants:
             assert wanted * size <= held <= wanted * size + padding, pipeline
 
     def test_the_fullest_rank_is_priced(self, name: str, compiled: dict[str, Compiled]) -> None:
-        """What a rank will hold, which runs check to the byte, is what its memory was predicted with."""
+        """What a rank will hold, which runs check to the byte, is what its memory was predicted
+        with."""
         plan = compiled[name].plan
         predicted = [stage.parameters_bytes for stage in plan.predicted.memory.stages]
         fullest = [
-            max(r.parameter_bytes for r in plan.ranks if r.pipeline == rank) for rank in range(plan.strategy.pipeline)
+            max(r.parameter_bytes for r in plan.ranks if r.pipeline == rank)
+            for rank in range(plan.strategy.pipeline)
         ]
         assert predicted == fullest
-        states = 4 + 2 * 4 if plan.strategy.zero_stage or plan.training.precision != "fp32" else 2 * 4
+        states = (
+            4 + 2 * 4 if plan.strategy.zero_stage or plan.training.precision != "fp32" else 2 * 4
+        )
         share = plan.strategy.shards if plan.strategy.zero_stage in (1, 2) else 1
         per_byte = states / share / ELEMENT_BYTES[plan.training.precision]
         optimizer = [stage.optimizer_bytes for stage in plan.predicted.memory.stages]
@@ -163,11 +210,15 @@ class TestInvariants:
         assert loaded[name] == numbers(compiled[name].plan)
 
     def test_scripts_are_valid_bash(self, name: str, compiled: dict[str, Compiled]) -> None:
-        scripts = [content for path, content in compiled[name].files.items() if path.endswith(".sh")]
+        scripts = [
+            content for path, content in compiled[name].files.items() if path.endswith(".sh")
+        ]
         for script in scripts:
             assert subprocess.run(["bash", "-n"], input=script, capture_output=True).stderr == b""
 
-    def test_no_artifact_shards_twice_or_names_a_clock(self, name: str, compiled: dict[str, Compiled]) -> None:
+    def test_no_artifact_shards_twice_or_names_a_clock(
+        self, name: str, compiled: dict[str, Compiled]
+    ) -> None:
         config = json.loads(compiled[name].files["ds_config.json"])
         assert "tensor_parallel" not in config and "scheduler" not in config
         assert "gradient_clipping" in config

@@ -1,4 +1,5 @@
-"""Random legal plans, up to 1,024 ranks: DeepSpeed loads each ds_config.json and gives back the plan's numbers."""
+"""Random legal plans, up to 1,024 ranks: DeepSpeed loads each ds_config.json and gives back the
+plan's numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ MODELS: tuple[dict[str, Any], ...] = (
     {**SMALL_LLAMA, "num_hidden_layers": 14},
     {**SMALL_LLAMA, "model_type": "qwen2", "num_hidden_layers": 6, "tie_word_embeddings": True},
     {**SMALL_GPT2, "n_layer": 30},
-    {**SMALL_LLAMA, "num_hidden_layers": 22, "num_key_value_heads": 8, "hidden_size": 1024, "vocab_size": 32000},
+    {
+        **SMALL_LLAMA,
+        "num_hidden_layers": 22,
+        "num_key_value_heads": 8,
+        "hidden_size": 1024,
+        "vocab_size": 32000,
+    },
 )
 NODES = (1, 2, 4, 8, 16, 64, 128)
 
@@ -65,7 +72,8 @@ def random_plans(count: int, seed: int, folder: Path) -> Iterator[Compiled]:
         graph, cluster = graph_of(document["model"]["config"]), resolve_cluster(recipe.cluster)
         strategy = draw.choice(list(candidates(problem_of(recipe, graph, cluster))))
         if any(
-            d.severity == "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
+            d.severity == "error"
+            for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
         ):
             continue
         pins = dataclasses.asdict(strategy)
@@ -91,9 +99,15 @@ def check(compiled: list[Compiled], folder: Path) -> None:
 
 
 def plan_with_hpz(folder: Path, tensor: int) -> Compiled:
-    """4 nodes over slow links, each with a second copy of the weights for each of the tensor ranks."""
+    """4 nodes over slow links, each with a second copy of the weights for each of the tensor
+    ranks."""
     path = folder / f"hpz-{tensor}.json"
-    cluster = {"nodes": 4, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb", "inter_node_gbits_per_second": 1}
+    cluster = {
+        "nodes": 4,
+        "gpus_per_node": 8,
+        "gpu": "a100-sxm4-80gb",
+        "inter_node_gbits_per_second": 1,
+    }
     document = {
         "version": 1,
         "name": "hpz",
@@ -109,15 +123,22 @@ def plan_with_hpz(folder: Path, tensor: int) -> Compiled:
 
 @pytest.mark.parametrize(
     ("tensor", "others"),
-    [(1, ("accelerate/ds_config.json", "accelerate/ds_config.trainer.json")), (2, ("ds_config.autotp.json",))],
+    [
+        (1, ("accelerate/ds_config.json", "accelerate/ds_config.trainer.json")),
+        (2, ("ds_config.autotp.json",)),
+    ],
 )
-def test_scripts_of_ones_own_make_no_second_copy(tensor: int, others: tuple[str, ...], tmp_path: Path) -> None:
+def test_scripts_of_ones_own_make_no_second_copy(
+    tensor: int, others: tuple[str, ...], tmp_path: Path
+) -> None:
     compiled = plan_with_hpz(tmp_path, tensor)
     assert compiled.plan.strategy.hpz_partition_size == 8 // tensor
     config = json.loads(compiled.files["ds_config.json"])
     assert config["zero_optimization"]["zero_hpz_partition_size"] == 8 // tensor
     for name in others:
-        assert "zero_hpz_partition_size" not in json.loads(compiled.files[name])["zero_optimization"]
+        assert (
+            "zero_hpz_partition_size" not in json.loads(compiled.files[name])["zero_optimization"]
+        )
 
 
 def test_a_sample(tmp_path: Path) -> None:
@@ -132,7 +153,9 @@ def test_two_hundred(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]]
     worlds = [result.plan.strategy.world_size for result in compiled]
     assert max(worlds) == 1024
     check(compiled, tmp_path / "folders")
-    stages = {str(stage): sum(r.plan.strategy.zero_stage == stage for r in compiled) for stage in range(4)}
+    stages = {
+        str(stage): sum(r.plan.strategy.zero_stage == stage for r in compiled) for stage in range(4)
+    }
     copied = sum(result.plan.strategy.hpz_partition_size > 1 for result in compiled)
     pipelines = sum(result.plan.strategy.pipeline > 1 for result in compiled)
     figures = {

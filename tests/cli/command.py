@@ -49,11 +49,15 @@ def shardwright(
     return _python(["-m", "shardwright", *map(str, arguments)], cwd, input, env, preexec_fn)
 
 
-def shardwright_many(commands: Sequence[Sequence[str | Path]], *, cwd: Path) -> list[tuple[int, str, str]]:
+def shardwright_many(
+    commands: Sequence[Sequence[str | Path]], *, cwd: Path
+) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each."""
     import json
 
-    done = _python(["-c", MANY, json.dumps([[str(word) for word in command] for command in commands])], cwd)
+    done = _python(
+        ["-c", MANY, json.dumps([[str(word) for word in command] for command in commands])], cwd
+    )
     assert done.returncode == 0, done.stderr
     mark = re.compile(r"=== (\d+)\n")
     out, errors = mark.split(done.stdout), mark.split(done.stderr)
@@ -117,4 +121,7 @@ def refused(code: int, stdout: str, stderr: str) -> list[tuple[str, str, str]]:
 
 def tree(folder: Path) -> dict[str, bytes | None]:
     """Everything below, temporary files included."""
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+        for p in sorted(folder.rglob("*"))
+    }

@@ -1,8 +1,9 @@
-"""The light commands answer at once: --help within 0.15 s and check within 0.6 s, medians of ten, without torch. So
-does whatever knows the model already: its graph within 0.3 s, its plan within 2 s. Tracing the largest one may take 8 s
-in a new process.
+"""The light commands answer at once: --help within 0.15 s and check within 0.6 s, medians of ten,
+without torch. So does whatever knows the model already: its graph within 0.3 s, its plan within 2
+s. Tracing the largest one may take 8 s in a new process.
 
-Seconds of the processor, the whole process counted: the limits are the same on a machine that others use too."""
+Seconds of the processor, the whole process counted: the limits are the same on a machine that
+others use too."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ graph = build_model_graph(
 assert graph.total_parameters == 405_853_388_800
 heavy = {"torch", "transformers"} & sys.modules.keys()
 sys.exit(f"imported {heavy}" if heavy and sys.argv[3] == "light" else 0)
-"""
+"""  # noqa: E501
 LIGHT = """\
 import socket, sys
 sys.modules |= dict.fromkeys(("torch", "transformers", "deepspeed"))  # importing them is an error
@@ -47,21 +48,32 @@ sys.exit(main(sys.argv[1:]))
 def seconds(command: list[str], folder: Path, **environment: str) -> float:
     """Of the processor, for the command and what it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, env={**os.environ, **environment})
+    subprocess.run(
+        command,
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def light(*arguments: str, folder: Path, **environment: str) -> str:
-    """stdout of a command in a process in which nothing heavy can be imported and no network is there."""
+    """stdout of a command in a process in which nothing heavy can be imported and no network is
+    there."""
     command = [sys.executable, "-c", LIGHT, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, **environment})
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env={**os.environ, **environment}
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("arguments", "limit"), [(["--help"], 0.15), (["models"], 0.2), (["check", "r.yaml"], 0.6)])
+@pytest.mark.parametrize(
+    ("arguments", "limit"), [(["--help"], 0.15), (["models"], 0.2), (["check", "r.yaml"], 0.6)]
+)
 def test_median_of_ten(arguments: list[str], limit: float, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(GOOD)
     command = [sys.executable, "-m", "shardwright", *arguments]
@@ -73,23 +85,32 @@ def test_median_of_ten(arguments: list[str], limit: float, tmp_path: Path) -> No
 def test_no_torch(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(GOOD)
     program = (
-        "import sys; from shardwright.cli.main import main; code = main(sys.argv[1:]); "
-        "heavy = {'torch', 'transformers', 'deepspeed', 'jinja2'} & {name.partition('.')[0] for name in sys.modules}; "
-        "sys.exit(f'imported {heavy}' if heavy else code)"
+        "import sys; from shardwright.cli.main import main; code = main(sys.argv[1:]); heavy = "
+        "{'torch', 'transformers', 'deepspeed', 'jinja2'} & {name.partition('.')[0] for name in "
+        "sys.modules}; sys.exit(f'imported {heavy}' if heavy else code)"
     )
-    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
 def graph_command(kind: str) -> list[str]:
     config = None if kind == "package" else LLAMA_405B
     source = "meta-llama/Llama-3.1-405B" if kind == "package" else ""
-    return [sys.executable, "-c", GRAPH, json.dumps(config), source, "heavy" if kind == "trace" else "light"]
+    return [
+        sys.executable,
+        "-c",
+        GRAPH,
+        json.dumps(config),
+        source,
+        "heavy" if kind == "trace" else "light",
+    ]
 
 
 def within(limit: float, runs: int, command: list[str], folder: Path, **environment: str) -> bool:
-    """Whether the median of `runs` is, in one of three rounds: another job may slow one round down, a command that is
-    slow by itself fails all three."""
+    """Whether the median of `runs` is, in one of three rounds: another job may slow one round down,
+    a command that is slow by itself fails all three."""
     for _ in range(ROUNDS):
         median = statistics.median(seconds(command, folder, **environment) for _ in range(runs))
         print(f"median {median:.3f} s, allowed {limit:.3f} s (load {os.getloadavg()[0]:.1f})")
@@ -115,13 +136,31 @@ def test_tracing_405b_takes_8_seconds_in_a_new_process(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_a_popular_model_is_planned_in_2_seconds(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardwright", "plan", "Qwen/Qwen3-32B", "--gpu", "h100-sxm-80gb", "--nodes", "4"]
-    environment = {"SHARDWRIGHT_CACHE": str(tmp_path / "cache"), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_TOKEN": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "plan",
+        "Qwen/Qwen3-32B",
+        "--gpu",
+        "h100-sxm-80gb",
+        "--nodes",
+        "4",
+    ]
+    environment = {
+        "SHARDWRIGHT_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_TOKEN": "",
+    }
     assert within(2, 3, command, tmp_path, **environment)
 
 
 def test_a_popular_model_is_planned_at_once_with_nothing_at_all(tmp_path: Path) -> None:
-    environment = {"SHARDWRIGHT_CACHE": str(tmp_path / "cache"), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_TOKEN": ""}
+    environment = {
+        "SHARDWRIGHT_CACHE": str(tmp_path / "cache"),
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_TOKEN": "",
+    }
     words = ["plan", "Qwen/Qwen3-32B", "--gpu", "h100-sxm-80gb", "--nodes", "4", "--json"]
     plans = json.loads(light(*words, folder=tmp_path, **environment))["plans"]
     assert plans[0]["feasible"] and plans[0]["memory"]["fits"]
@@ -132,7 +171,9 @@ def test_the_second_time_a_recipe_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(GOOD)
     environment = {"SHARDWRIGHT_CACHE": str(tmp_path / "cache")}
     compiled = [sys.executable, "-m", "shardwright", "compile", "r.yaml", "-o", "first"]
-    subprocess.run(compiled, cwd=tmp_path, check=True, capture_output=True, env={**os.environ, **environment})
+    subprocess.run(
+        compiled, cwd=tmp_path, check=True, capture_output=True, env={**os.environ, **environment}
+    )
     light("compile", "r.yaml", "-o", "second", folder=tmp_path, **environment)
     assert tree(tmp_path / "second") == tree(tmp_path / "first")
     for command in ("plan", "estimate", "check"):

@@ -1,4 +1,5 @@
-"""A small disk of one's own: a tmpfs in namespaces of a process, for which nobody has to be root."""
+"""A small disk of one's own: a tmpfs in namespaces of a process, for which nobody has to be
+root."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def small_disk(at: Path, size_bytes: int) -> None:
-    """Mounted over `at`, in this process alone, which has one thread. Raises OSError where the kernel forbids it."""
+    """Mounted over `at`, in this process alone, which has one thread. Raises OSError where the
+    kernel forbids it."""
     user, group = os.getuid(), os.getgid()
     _checked(_libc.unshare(_NEW_USER | _NEW_MOUNTS))
     Path("/proc/self/setgroups").write_text("deny")

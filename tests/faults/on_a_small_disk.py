@@ -1,5 +1,5 @@
-"""on_a_small_disk.py AT BYTES MORE_BYTES COMMAND...: runs it twice with a disk of BYTES at AT, then of MORE_BYTES. Its
-last line says how each ended, and what AT held between them."""
+"""on_a_small_disk.py AT BYTES MORE_BYTES COMMAND...: runs it twice with a disk of BYTES at AT, then
+of MORE_BYTES. Its last line says how each ended, and what AT held between them."""
 
 from __future__ import annotations
 

@@ -112,9 +112,15 @@ def _after_publishing(planter: Planter) -> Planter:
 
 
 PHASES: dict[str, Planter] = {
-    "writing the fragments": _within("save_readable", _in_path(1), _half_written(lambda _, path: path)),
-    "writing the index": _within("write_manifest", _in_path(0), _half_written(lambda at, _: at / "manifest.json")),
-    "writing SHA256SUMS": _within("_finish", _in_path(3), _half_written(lambda *a: a[3] / "SHA256SUMS")),
+    "writing the fragments": _within(
+        "save_readable", _in_path(1), _half_written(lambda _, path: path)
+    ),
+    "writing the index": _within(
+        "write_manifest", _in_path(0), _half_written(lambda at, _: at / "manifest.json")
+    ),
+    "writing SHA256SUMS": _within(
+        "_finish", _in_path(3), _half_written(lambda *a: a[3] / "SHA256SUMS")
+    ),
     "before the rename": _before("publish", _in_path(0)),
     "after the rename": _after_publishing(_before("_flush", _always)),
     "during the upload": _after_publishing(_store(_within("put", _always, _half_sent))),

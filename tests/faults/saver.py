@@ -1,5 +1,6 @@
-"""A run of one rank in a forked process: `run`'s choice of a checkpoint, and the runtime's own saving and loading,
-around a small Llama that torch's AdamW trains. Starting real ranks takes ten seconds; this takes one."""
+"""A run of one rank in a forked process: `run`'s choice of a checkpoint, and the runtime's own
+saving and loading, around a small Llama that torch's AdamW trains. Starting real ranks takes ten
+seconds; this takes one."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ STEPS, EVERY, KEEP = 8, 2, 2
 
 @dataclass(frozen=True)
 class Ended:
-    """signal: that killed the process, 0 where it ended; refused: codes; said: what the user would read."""
+    """signal: that killed the process, 0 where it ended; refused: codes; said: what the user would
+    read."""
 
     signal: int
     refused: tuple[str, ...]
@@ -50,8 +52,8 @@ class Ended:
 
 
 def forked(work: Callable[[], None]) -> Ended:
-    """`work` in a process of its own, with one thread and what is imported here. Raises AssertionError where it fails
-    otherwise than by a Refusal."""
+    """`work` in a process of its own, with one thread and what is imported here. Raises
+    AssertionError where it fails otherwise than by a Refusal."""
     reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -87,8 +89,8 @@ def train(
     before: Callable[[Plan], None] | None = None,
     after: Callable[[int], None] | None = None,
 ) -> Ended:
-    """Every step that is left, in a process of its own. before: what is planted into it; after: called behind each
-    step."""
+    """Every step that is left, in a process of its own. before: what is planted into it; after:
+    called behind each step."""
 
     def work() -> None:
         if before is not None:
@@ -117,16 +119,26 @@ def run(out: Path, resume: str = "auto", after: Callable[[int], None] | None = N
         for step in range(done + 1, STEPS + 1):
             metrics.write(step, *_step(trainer, step), 1e-3, 1, 1.0)
             if step % EVERY == 0:
-                checkpoint.save_checkpoint(plan, out, trainer, step, last=step == STEPS, origin=origin)
+                checkpoint.save_checkpoint(
+                    plan, out, trainer, step, last=step == STEPS, origin=origin
+                )
             if after is not None:
                 after(step)
 
 
 def _open_group() -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
     if torch.distributed.is_initialized():
         return
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
@@ -141,7 +153,8 @@ def _trainer(plan: Plan, out: Path) -> Any:
 
 
 def _step(trainer: Any, step: int) -> tuple[float, float]:
-    """(loss, gradient norm). The batch is the step's own; one random number of the global stream is in it."""
+    """(loss, gradient norm). The batch is the step's own; one random number of the global stream is
+    in it."""
     random = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 256, (2, 16), generator=random)
     ids[0, 0] = int(torch.randint(0, 256, ()))

@@ -1,4 +1,5 @@
-"""Faults in saving, each provoked: what was published stays whole, and the run goes on as if nothing had been."""
+"""Faults in saving, each provoked: what was published stays whole, and the run goes on as if
+nothing had been."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ RECIPE = {
     "version": 1,
     "name": "faults",
     "model": {
-        "config": {"model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32,
+        "config": {"model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32,  # noqa: E501
                    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
         "weights": "random",
     },
     "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
-    "training": {"sequence_length": 16, "global_batch_size": 2, "steps": saver.STEPS, "precision": "fp32"},
+    "training": {"sequence_length": 16, "global_batch_size": 2, "steps": saver.STEPS, "precision": "fp32"},  # noqa: E501
     "data": {"kind": "synthetic"},
     "parallelism": {"tensor": 1, "pipeline": 1, "data": 1, "zero_stage": 0, "micro_batch_size": 2},
 }  # fmt: skip
@@ -47,7 +48,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compiled(folder: Path, **checkpoint: object) -> Path:
     """Copies go to a folder beside it."""
-    section = {"every_steps": saver.EVERY, "keep": saver.KEEP, "upload_to": f"file://{folder}/store"} | checkpoint
+    section = {
+        "every_steps": saver.EVERY,
+        "keep": saver.KEEP,
+        "upload_to": f"file://{folder}/store",
+    } | checkpoint
     (folder / "recipe.json").write_text(json.dumps(RECIPE | {"checkpoint": section}))
     assert cli.main(["compile", str(folder / "recipe.json"), "-o", str(folder / "out")]) == 0
     return folder / "out"
@@ -68,10 +73,12 @@ def check_published(out: Path) -> None:
 
 
 def check_finished(out: Path, whole: Path) -> None:
-    """As the run without a fault ended, and nothing unfinished is left. A step that was published and not copied has no
-    copy; the last one has."""
+    """As the run without a fault ended, and nothing unfinished is left. A step that was published
+    and not copied has no copy; the last one has."""
     assert saver.losses(out) == saver.losses(whole)
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [step_name(step) for step in LAST]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
+        step_name(step) for step in LAST
+    ]
     copies = published_steps(out.parent / "store")
     assert copies[-1][0] == saver.STEPS and len(copies) == len(LAST)
     assert all((path / "SHA256SUMS").exists() for _, path in copies)
@@ -79,7 +86,8 @@ def check_finished(out: Path, whole: Path) -> None:
 
 
 SAMPLE = ("writing the fragments", "after the rename", "during the upload", "during pruning")
-"""Every day; in `make prove` all of them, there also of real ranks (tests/launch/test_faults.py)."""
+"""Every day; in `make prove` all of them, there also of real ranks
+(tests/launch/test_faults.py)."""
 
 
 def killed(phase: str, out: Path, whole: Path) -> None:
@@ -106,16 +114,24 @@ def test_killed_in_the_other_phases(phase: str, out: Path, whole: Path) -> None:
 
 def at_step_6(out: Path) -> None:
     """Killed in its last save: the newest checkpoint is that of step 6."""
-    assert saver.killed(saver.train(out, before=lambda plan: plant("before the rename", saver.STEPS)))
+    assert saver.killed(
+        saver.train(out, before=lambda plan: plant("before the rename", saver.STEPS))
+    )
     assert [step for step, _ in published_steps(out / "checkpoints")] == [4, 6]
 
 
 RANK = "rank-00000-000.safetensors"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a truncated shard": (lambda at: (at / RANK).write_bytes((at / RANK).read_bytes()[:-100]), f"{RANK} has "),
+    "a truncated shard": (
+        lambda at: (at / RANK).write_bytes((at / RANK).read_bytes()[:-100]),
+        f"{RANK} has ",
+    ),
     "a missing rank's file": (lambda at: (at / RANK).unlink(), f"{RANK} is missing"),
     "a flipped bit": (lambda at: flip(at / RANK), f"{RANK} is damaged"),
-    "a manifest of 200,000 [": (lambda at: (at / "manifest.json").write_text("[" * 200_000), "nested too deeply"),
+    "a manifest of 200,000 [": (
+        lambda at: (at / "manifest.json").write_text("[" * 200_000),
+        "nested too deeply",
+    ),
 }
 
 
@@ -145,9 +161,13 @@ def damaged(how: str, upload: bool, tmp_path: Path, whole: Path) -> None:
     spoil(out / "checkpoints" / "step-00000006")
     ended = saver.train(out)
     assert (ended.signal, ended.refused) == (0, ())
-    assert ("fetching step-00000006" if upload else "step-00000006 is skipped: ") in ended.said and why in ended.said
+    assert (
+        "fetching step-00000006" if upload else "step-00000006 is skipped: "
+    ) in ended.said and why in ended.said
     assert saver.losses(out) == saver.losses(whole)
-    assert all(damage(path, contents=True) is None for _, path in published_steps(out / "checkpoints"))
+    assert all(
+        damage(path, contents=True) is None for _, path in published_steps(out / "checkpoints")
+    )
 
 
 def size_of(path: Path) -> int:
@@ -156,8 +176,8 @@ def size_of(path: Path) -> int:
 
 
 def test_a_full_disk(whole: Path, tmp_path: Path) -> None:
-    """A disk that holds two checkpoints and half a third: the third is not saved, the others stay. With more room the
-    run goes on."""
+    """A disk that holds two checkpoints and half a third: the third is not saved, the others stay.
+    With more room the run goes on."""
     out = compiled(tmp_path, upload_to=None)
     root, one = out / "checkpoints", size_of(whole / "checkpoints" / "step-00000008")
 
@@ -181,14 +201,17 @@ def test_a_full_disk(whole: Path, tmp_path: Path) -> None:
 
 
 def test_an_upload_that_fails_midway(whole: Path, tmp_path: Path) -> None:
-    """The store fills up in the third copy: nothing is pruned here or there, and a warning says which is not copied."""
+    """The store fills up in the third copy: nothing is pruned here or there, and a warning says
+    which is not copied."""
     out = compiled(tmp_path)
     store, one = tmp_path / "store", size_of(whole / "checkpoints" / "step-00000008")
 
     def work() -> None:
         small_disk(store, one * 5 // 2)
         saver.run(out, after=lambda step: enlarge(store, 5 * one) if step == 6 else None)
-        assert [step for step, _ in published_steps(store)] == [4, 8], "what was left of the third went with the second"
+        assert [step for step, _ in published_steps(store)] == [4, 8], (
+            "what was left of the third went with the second"
+        )
         assert all(damage(path, contents=True) is None for _, path in published_steps(store))
 
     ended = saver.forked(work)
@@ -198,8 +221,11 @@ def test_an_upload_that_fails_midway(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jump_seconds", [86400.0, -86400.0])
-def test_a_clock_that_jumps(jump_seconds: float, out: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a day, at the third step, the file system's clock with it; then the run is killed, and goes on."""
+def test_a_clock_that_jumps(
+    jump_seconds: float, out: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a day, at the third step, the file system's clock with it; then the run is killed, and
+    goes on."""
     shift, plain = [0.0], time.time
 
     def jump(step: int) -> None:
@@ -210,14 +236,18 @@ def test_a_clock_that_jumps(jump_seconds: float, out: Path, whole: Path, monkeyp
                 os.utime(path, times)
 
     monkeypatch.setattr(time, "time", lambda: plain() + shift[0])
-    assert saver.killed(saver.train(out, before=lambda plan: plant("before the rename", 6), after=jump))
+    assert saver.killed(
+        saver.train(out, before=lambda plan: plant("before the rename", 6), after=jump)
+    )
     monkeypatch.setattr(time, "time", plain)
     ended = saver.train(out)
     assert (ended.signal, ended.refused) == (0, ())
     check_finished(out, whole)
 
 
-def test_a_lease_left_on_another_host(out: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_left_on_another_host(
+    out: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Watched for a while: it is not touched any more."""
     for name in ("LOST_SECONDS", "CONFIRM_SECONDS"):
         monkeypatch.setattr(lease, name, 0.5)

@@ -1,7 +1,8 @@
-"""A user's own script: the plain Hugging Face model, deepspeed.initialize with ds_config.autotp.json, nothing of ours.
+"""A user's own script: the plain Hugging Face model, deepspeed.initialize with
+ds_config.autotp.json, nothing of ours.
 
-Under the `deepspeed` launcher. AUTOTP_CASES: folders, each with config.json, ds_config.json (the file under test) and
-tokens.npy; every rank writes result-RANK.json there.
+Under the `deepspeed` launcher. AUTOTP_CASES: folders, each with config.json, ds_config.json (the
+file under test) and tokens.npy; every rank writes result-RANK.json there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def build(folder: Path) -> torch.nn.Module:
 
 
 def batches(folder: Path, config: dict) -> list[list[torch.Tensor]]:
-    """Per step, the micro-batches: the same on every rank, since all of them are one tensor group."""
+    """Per step, the micro-batches: the same on every rank, since all of them are one tensor
+    group."""
     ids = torch.from_numpy(np.load(folder / "tokens.npy").astype(np.int64))
     return [list(step.chunk(config["gradient_accumulation_steps"])) for step in ids.chunk(STEPS)]
 

@@ -41,7 +41,9 @@ Batches.micro_batches = _logged
 def compiled(case: Case, folder: Path, name: str) -> Path:
     """STEPS different global batches, none of them twice."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = np.random.default_rng(3).integers(0, 257, (STEPS * case.batch, harness.LENGTH), dtype=np.int32)
+    tokens = np.random.default_rng(3).integers(
+        0, 257, (STEPS * case.batch, harness.LENGTH), dtype=np.int32
+    )
     np.save(folder / "tokens.npy", tokens)
     document = recipe(case, folder)
     document["training"]["steps"] = STEPS
@@ -62,8 +64,9 @@ def uninterrupted(case: Case, folder: Path) -> Path:
 
 
 def crashed(case: Case, folder: Path, kills: int, seed: int) -> tuple[Path, list[str]]:
-    """Kills a random rank `kills` times, each in an attempt of its own, then lets the run finish. Returns the folder
-    and when each kill was. Raises AssertionError where a checkpoint is not whole after a kill."""
+    """Kills a random rank `kills` times, each in an attempt of its own, then lets the run finish.
+    Returns the folder and when each kill was. Raises AssertionError where a checkpoint is not whole
+    after a kill."""
     out = compiled(case, folder, f"crashed-{seed}")
     choice, moments = random.Random(seed), []
     for number in range(kills):
@@ -77,10 +80,13 @@ def crashed(case: Case, folder: Path, kills: int, seed: int) -> tuple[Path, list
 
 
 def _attempt(out: Path, choice: random.Random, left: int, world: int) -> str:
-    """One start, killed: in a save, between saves or while it comes up. Returns the moment in words."""
+    """One start, killed: in a save, between saves or while it comes up. Returns the moment in
+    words."""
     begun = len(list(_lines(out)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "shardwright", "run", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "shardwright", "run", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     kind = choice.choices(("save", "step", "start"), (5, 4, 1))[0]
     ahead = choice.randint(1, max(1, (STEPS - begun) // left - EVERY))
@@ -142,7 +148,8 @@ def _ranks(out: Path) -> list[int]:
 
 
 def compare(whole: Path, out: Path) -> None:
-    """The stitched curve is the uninterrupted one, and every sample was seen once. Raises AssertionError."""
+    """The stitched curve is the uninterrupted one, and every sample was seen once. Raises
+    AssertionError."""
     wanted, got = metrics(whole), metrics(out)
     keys = ("step", "loss", "grad_norm", "learning_rate")
     assert [[m[k] for k in keys] for m in got] == [[m[k] for k in keys] for m in wanted]
@@ -150,7 +157,10 @@ def compare(whole: Path, out: Path) -> None:
     assert seen == rows
     every = [row for step in seen.values() for row in step]
     assert len(every) == len(set(every)) == STEPS * len(next(iter(seen.values())))
-    assert sorted(p.name for p in (out / "checkpoints").glob("step-*")) == ["step-00000055", "step-00000060"]
+    assert sorted(p.name for p in (out / "checkpoints").glob("step-*")) == [
+        "step-00000055",
+        "step-00000060",
+    ]
 
 
 def _rows(out: Path) -> dict[int, list[str]]:
@@ -161,5 +171,6 @@ def _rows(out: Path) -> dict[int, list[str]]:
             record = json.loads(line)
             found.setdefault(record["step"], {})[record["data_rank"]] = record["rows"]
     return {
-        step: [row for _, rows in sorted(by_rank.items()) for row in rows] for step, by_rank in sorted(found.items())
+        step: [row for _, rows in sorted(by_rank.items()) for row in rows]
+        for step, by_rank in sorted(found.items())
     }

@@ -1,6 +1,8 @@
-"""The keys of `extra`, each with a value that makes DeepSpeed take another way, and the layouts in which it can matter.
+"""The keys of `extra`, each with a value that makes DeepSpeed take another way, and the layouts in
+which it can matter.
 
-A case trains with the key, saves, and goes on; a plain run of another layout goes on from its checkpoint.
+A case trains with the key, saves, and goes on; a plain run of another layout goes on from its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ _PARTITIONED = ("zero1", "zero2", "pipeline")
 _FP16 = ("fp16-zero2", "fp16-zero3", "fp16-pipeline")
 
 KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "wall_clock_breakdown": (True, ("zero0", "zero1", "zero2", "zero3")),  # a pipeline fails: SW3133
+    "wall_clock_breakdown": (
+        True,
+        ("zero0", "zero1", "zero2", "zero3"),
+    ),  # a pipeline fails: SW3133
     "memory_breakdown": (True, ("zero2", "pipeline")),  # collects garbage at each of its many lines
     "dump_state": (True, EVERYWHERE),
     "steps_per_print": (2, EVERYWHERE),
@@ -70,7 +75,10 @@ KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "zero_optimization.reduce_bucket_size": (2000, (*_PARTITIONED, "zero3", "bf16-pipeline")),
     "zero_optimization.allgather_bucket_size": (2000, (*_PARTITIONED, "zero3", "bf16-pipeline")),
     "zero_optimization.allgather_partitions": (False, (*_PARTITIONED, "zero3", "bf16-pipeline")),
-    "zero_optimization.use_multi_rank_bucket_allreduce": (False, (*_PARTITIONED, "zero3", "bf16-pipeline")),
+    "zero_optimization.use_multi_rank_bucket_allreduce": (
+        False,
+        (*_PARTITIONED, "zero3", "bf16-pipeline"),
+    ),
     "zero_optimization.sub_group_size": (3000, ("zero2", "zero3")),
     "zero_optimization.stage3_prefetch_bucket_size": (1000, ("zero3",)),
     "zero_optimization.stage3_max_live_parameters": (1000, ("zero3",)),
@@ -96,7 +104,8 @@ KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 HALF_RELATIVE = 2e-3
-"""Losses of another layout, or precision, in half precision. Weights in other places are off by more."""
+"""Losses of another layout, or precision, in half precision. Weights in other places are off by
+more."""
 
 
 def extra(key: str) -> dict[str, Any]:
@@ -108,12 +117,14 @@ def extra(key: str) -> dict[str, Any]:
 def cases() -> list[tuple[str, str]]:
     """(key, layout); without a key what each layout does by itself."""
     layouts = dict.fromkeys(layout for _, layouts in KEYS.values() for layout in layouts)
-    return [("", layout) for layout in layouts] + [(k, layout) for k, (_, where) in KEYS.items() for layout in where]
+    return [("", layout) for layout in layouts] + [
+        (k, layout) for k, (_, where) in KEYS.items() for layout in where
+    ]
 
 
 def tried(out: Path) -> dict[str, dict[str, Any]]:
-    """Every case under extra_worker.py: "KEY LAYOUT" -> run, resumed: losses, norms, updates of each; of one that ends
-    the ranks its error. The others go on in another launch."""
+    """Every case under extra_worker.py: "KEY LAYOUT" -> run, resumed: losses, norms, updates of
+    each; of one that ends the ranks its error. The others go on in another launch."""
     found: dict[str, dict[str, Any]] = {}
     while left := [case for case in cases() if name(*case) not in found]:
         output = _launch(out, left)
@@ -140,7 +151,19 @@ def _launch(out: Path, wanted: list[tuple[str, str]]) -> str:
         "SHARDWRIGHT_EXTRA_OUT": str(out),
         "SHARDWRIGHT_EXTRA_CASES": json.dumps(wanted),
     }
-    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("extra_worker.py")
-    launch = [str(program), "--hostfile", "none", "--num_gpus", "2", "--master_port", str(free_port()), str(worker)]
+    program, worker = (
+        Path(sys.executable).parent / "deepspeed",
+        Path(__file__).with_name("extra_worker.py"),
+    )
+    launch = [
+        str(program),
+        "--hostfile",
+        "none",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+        str(worker),
+    ]
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=3600)
     return result.stdout[-6000:] + result.stderr[-3000:]

@@ -1,9 +1,9 @@
-"""Under the `deepspeed` launcher, two ranks: every case of extra_keys.py trained and saved, and gone on from on another
-layout.
+"""Under the `deepspeed` launcher, two ranks: every case of extra_keys.py trained and saved, and
+gone on from on another layout.
 
-SHARDWRIGHT_EXTRA_CASES: JSON, [[KEY, LAYOUT]...].
-SHARDWRIGHT_EXTRA_OUT: folder for figures.json: "KEY LAYOUT" -> losses, norms and updates of the run itself, and the
-losses, norms and updates of the run that went on.
+SHARDWRIGHT_EXTRA_CASES: JSON, [[KEY, LAYOUT]...]. SHARDWRIGHT_EXTRA_OUT: folder for figures.json:
+"KEY LAYOUT" -> losses, norms and updates of the run itself, and the losses, norms and updates of
+the run that went on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def compiled(key: str, layout: str) -> tuple[Plan, Path]:
 
 def in_fp16(plan: Plan, folder: Path, extra: dict[str, Any]) -> Plan:
     """Collective. DeepSpeed trains in fp16 on a CPU, slowly; compile leaves that to GPUs."""
-    training = dataclasses.replace(plan.training, precision="fp16", gradient_accumulation_dtype="fp16")
+    training = dataclasses.replace(
+        plan.training, precision="fp16", gradient_accumulation_dtype="fp16"
+    )
     plan = dataclasses.replace(plan, training=training, extra=extra)
     if dist.get_rank() == 0:
         (folder / "ds_config.json").write_text(json.dumps(ds_config(plan)))

@@ -1,6 +1,8 @@
-"""Hosts of one's own on one machine: each a network, process, mount and name namespace with an sshd, on one switch.
+"""Hosts of one's own on one machine: each a network, process, mount and name namespace with an
+sshd, on one switch.
 
-Needs root and the Debian packages openssh-server, pdsh and iproute2 (`make test-hosts` installs them).
+Needs root and the Debian packages openssh-server, pdsh and iproute2 (`make test-hosts` installs
+them).
 """
 
 from __future__ import annotations
@@ -23,11 +25,17 @@ def why_not() -> str:
     """Why this machine cannot have such hosts; empty where it can."""
     if os.geteuid() != 0:
         return "namespaces with an sshd need root"
-    missing = [tool for tool in ("ip", "pdsh", "ssh", "ssh-keygen", "unshare", "nsenter") if not shutil.which(tool)]
+    missing = [
+        tool
+        for tool in ("ip", "pdsh", "ssh", "ssh-keygen", "unshare", "nsenter")
+        if not shutil.which(tool)
+    ]
     missing += [] if Path(SSHD).exists() else ["sshd"]
     if missing:
         return f"{', '.join(missing)} missing: apt-get install openssh-server pdsh iproute2"
-    tried = subprocess.run(["unshare", "--net", "--pid", "--mount", "--uts", "--fork", "true"], capture_output=True)
+    tried = subprocess.run(
+        ["unshare", "--net", "--pid", "--mount", "--uts", "--fork", "true"], capture_output=True
+    )
     return "" if tried.returncode == 0 else f"no namespaces here: {tried.stderr.decode().strip()}"
 
 
@@ -42,10 +50,20 @@ class Host:
 
     def command(self, *arguments: object) -> list[str]:
         """To be run on this host."""
-        return ["nsenter", f"--target={self.init}", "--net", "--pid", "--mount", "--uts", *map(str, arguments)]
+        return [
+            "nsenter",
+            f"--target={self.init}",
+            "--net",
+            "--pid",
+            "--mount",
+            "--uts",
+            *map(str, arguments),
+        ]
 
     def run(self, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*arguments), capture_output=True, text=True, timeout=timeout)
+        return subprocess.run(
+            self.command(*arguments), capture_output=True, text=True, timeout=timeout
+        )
 
     def must(self, *arguments: object) -> str:
         done = self.run(*arguments)
@@ -66,22 +84,40 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(count: int, folder: Path, interfaces: tuple[str, ...] = ()) -> Iterator[list[Host]]:
-    """`count` hosts a, b, c... in one network. interfaces: names of their network cards, where not eth0."""
+    """`count` hosts a, b, c... in one network. interfaces: names of their network cards, where not
+    eth0."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [chr(ord("a") + i) for i in range(count)]
     _write_ssh_files(folder, names)
     with contextlib.ExitStack() as stack:
-        switch = stack.enter_context(held(["unshare", "--net", "--kill-child", "--fork", "sleep", "infinity"]))
+        switch = stack.enter_context(
+            held(["unshare", "--net", "--kill-child", "--fork", "sleep", "infinity"])
+        )
         inside = ["nsenter", f"--target={child_of(switch)}", "--net"]
         do(*inside, "ip", "link", "add", "switch", "type", "bridge")
         do(*inside, "ip", "link", "set", "switch", "up")
         made = []
         for i, name in enumerate(names):
             keeper = stack.enter_context(held(_host_command(folder, name)))
-            host = Host(name=name, address=f"{NETWORK}.{i + 1}", init=child_of(keeper), keeper=keeper)
+            host = Host(
+                name=name, address=f"{NETWORK}.{i + 1}", init=child_of(keeper), keeper=keeper
+            )
             card = interfaces[i] if interfaces else INTERFACE
             port = f"port{i}"
-            do(*inside, "ip", "link", "add", port, "type", "veth", "peer", "name", card, "netns", str(host.init))
+            do(
+                *inside,
+                "ip",
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                card,
+                "netns",
+                str(host.init),
+            )
             do(*inside, "ip", "link", "set", port, "master", "switch", "up")
             for step in (
                 ("link", "set", "lo", "up"),
@@ -98,12 +134,21 @@ def hosts(count: int, folder: Path, interfaces: tuple[str, ...] = ()) -> Iterato
 def _host_command(folder: Path, name: str) -> list[str]:
     """One shell line in fresh namespaces that ends as sshd, the host's first process."""
     setup = (
-        f"hostname {name} && mount --make-rprivate / && mount -t tmpfs tmpfs /run && mkdir /run/sshd && "
-        f"mount --bind {folder}/hosts /etc/hosts && mount --bind {folder}/ssh_config /etc/ssh/ssh_config && "
-        f"while ! ip -br addr | grep -q {NETWORK}; do sleep 0.05; done; "
+        f"hostname {name} && mount --make-rprivate / && mount -t tmpfs tmpfs /run && mkdir "
+        f"/run/sshd && mount --bind {folder}/hosts /etc/hosts && mount --bind {folder}/ssh_config "
+        f"/etc/ssh/ssh_config && while ! ip -br addr | grep -q {NETWORK}; do sleep 0.05; done; "
         f"exec {SSHD} -D -e -f {folder}/sshd_config 2>>{folder}/sshd-{name}.log"
     )
-    namespaces = ["--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+    namespaces = [
+        "--net",
+        "--pid",
+        "--mount",
+        "--uts",
+        "--ipc",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ]
     return ["unshare", *namespaces, "bash", "-c", setup]
 
 
@@ -114,11 +159,13 @@ def _write_ssh_files(folder: Path, names: list[str]) -> None:
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
     (folder / "authorized_keys").write_text((folder / "user_key.pub").read_text())
     (folder / "sshd_config").write_text(
-        f"Port 22\nHostKey {folder}/host_key\nAuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\n"
+        f"Port 22\nHostKey {folder}/host_key\nAuthorizedKeysFile "
+        f"{folder}/authorized_keys\nStrictModes no\n"
         "PermitRootLogin yes\nPasswordAuthentication no\nUsePAM no\nPidFile none\n"
     )
     (folder / "ssh_config").write_text(
-        f"Host *\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n  StrictHostKeyChecking no\n"
+        f"Host *\n  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n  "
+        "StrictHostKeyChecking no\n"
         "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
     )
     (folder / "user_key").chmod(0o600)

@@ -105,14 +105,16 @@ def comes(
     mend: Callable[[], None] = lambda: None,
     **where: Any,
 ) -> None:
-    """Island 1, started while island 0 stands still, which would be done before it is there. gone: its former self.
-    mend: called once that has ended."""
+    """Island 1, started while island 0 stands still, which would be done before it is there. gone:
+    its former self. mend: called once that has ended."""
     with standing_still(out, 0):
         assert gone is None or gone.process.wait(PATIENCE) == 3
         mend()
         assert rounds(out)[-1]["step"] < STEPS, "it was too fast for this test"
         again = start("run", out, "--island", 1, **where)
-        until(lambda: "island 1 is behind" in store.said, "island 1 does not come back", again, store)
+        until(
+            lambda: "island 1 is behind" in store.said, "island 1 does not come back", again, store
+        )
     assert (a.process.wait(PATIENCE), again.process.wait(PATIENCE)) == (0, 0), a.said + again.said
     assert store.process.wait(60) == 0
     assert any(r["joined"] == [1] for r in rounds(out))
@@ -128,15 +130,19 @@ def standing_still(out: Path, island: int) -> Iterator[None]:
 
 
 def replayed(case: Case, out: Path, tokens: Any, outer: dict[str, Any]) -> dict[str, Any]:
-    """How far apart the islands' losses, all of them, and their weights are from a replay of the recorded memberships
-    in one process. Asserts that both islands have the same weights, and that nothing is more than 1e-5 off."""
+    """How far apart the islands' losses, all of them, and their weights are from a replay of the
+    recorded memberships in one process. Asserts that both islands have the same weights, and that
+    nothing is more than 1e-5 off."""
     members = [r["members"] for r in rounds(out)]
     wanted = simulate(case, tokens, outer, members)
     trained = [weights(out, island, out.parent / f"hf-{island}") for island in range(ISLANDS)]
     assert all(torch.equal(p, trained[1][name]) for name, p in trained[0].items())
     losses = [island_losses(out, island) for island in range(ISLANDS)]
     assert list(losses[0]) == list(range(1, STEPS + 1))
-    loss = max(worst(abs(loss - wanted.losses[k][step]) for step, loss in losses[k].items()) for k in range(ISLANDS))
+    loss = max(
+        worst(abs(loss - wanted.losses[k][step]) for step, loss in losses[k].items())
+        for k in range(ISLANDS)
+    )
     found = {"members": members, "loss": loss, "weight": weights_apart(trained[0], wanted.weights)}
     assert loss <= 1e-5 and found["weight"] <= 1e-5, found
     return found

@@ -1,6 +1,8 @@
-"""Under the `deepspeed` launcher: trains layouts and saves them, or resumes the saved ones on other layouts.
+"""Under the `deepspeed` launcher: trains layouts and saves them, or resumes the saved ones on other
+layouts.
 
-SHARDWRIGHT_MATRIX_OUT holds work.json: {"save": [layout...], "load": [[from, to]...]}; losses go to losses.json.
+SHARDWRIGHT_MATRIX_OUT holds work.json: {"save": [layout...], "load": [[from, to]...]}; losses go to
+losses.json.
 """
 
 from __future__ import annotations

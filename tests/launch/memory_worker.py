@@ -1,6 +1,8 @@
-"""One rank of pipeline 2 x tensor 2, without the others: the peak of its own memory while it builds its part.
+"""One rank of pipeline 2 x tensor 2, without the others: the peak of its own memory while it builds
+its part.
 
-Usage: memory_worker.py FOLDER RANK; prints JSON. Pages of mapped files are not counted: the kernel takes them back.
+Usage: memory_worker.py FOLDER RANK; prints JSON. Pages of mapped files are not counted: the kernel
+takes them back.
 """
 
 from __future__ import annotations
@@ -46,17 +48,31 @@ class Peak(threading.Thread):
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     plan = read_plan(folder)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.strategy.world_size)}
-    torch.distributed.init_process_group("fake", rank=rank, world_size=plan.strategy.world_size, store=FakeStore())
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(plan.strategy.world_size),
+    }
+    torch.distributed.init_process_group(
+        "fake", rank=rank, world_size=plan.strategy.world_size, store=FakeStore()
+    )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False)
+    deepspeed.init_distributed(
+        dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False
+    )
     before = anonymous_bytes()
     peak = Peak()
     model, weights = open_model(plan, folder, resumes=False)
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
     filler = Filler(model, weights, splits, conv1d_to_linear(model), plan.ranks[rank].tensor)
     module = build_pipeline(
-        model, plan, lambda *a: None, torch.device("cpu"), torch.float32, filler, ExpertSpreader(model)
+        model,
+        plan,
+        lambda *a: None,
+        torch.device("cpu"),
+        torch.float32,
+        filler,
+        ExpertSpreader(model),
     )
     held = sum(p.numel() * p.element_size() for p in module.parameters())
     assert isinstance(weights, WeightFiles)

@@ -1,6 +1,6 @@
-"""train.py of a compiled folder, with a plain DeepSpeed step before each of its own: run/overhead-RANK.json has the
-seconds of both. Ours last from the call of Session.train to its next call, so that all that a run does between two
-steps counts."""
+"""train.py of a compiled folder, with a plain DeepSpeed step before each of its own:
+run/overhead-RANK.json has the seconds of both. Ours last from the call of Session.train to its next
+call, so that all that a run does between two steps counts."""
 
 from __future__ import annotations
 

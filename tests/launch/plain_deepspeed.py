@@ -1,5 +1,5 @@
-"""What one writes by hand for one Llama on DeepSpeed: a ZeRO-3 engine, or a pipeline of two stages. No line of
-shardwright's: what its steps are measured against."""
+"""What one writes by hand for one Llama on DeepSpeed: a ZeRO-3 engine, or a pipeline of two stages.
+No line of shardwright's: what its steps are measured against."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 Step = Callable[[list[tuple[torch.Tensor, torch.Tensor]]], float]
 """(input ids, labels) of each micro-batch -> loss."""
@@ -32,7 +36,9 @@ def config_of(zero_stage: int, micro: int, accumulation: int) -> dict[str, Any]:
 def plain_zero3(model: dict[str, Any], micro: int, accumulation: int) -> Step:
     config = config_of(3, micro, accumulation)
     llama = AutoModelForCausalLM.from_config(LlamaConfig(**model), dtype=torch.float32)
-    engine, *_ = deepspeed.initialize(model=llama, model_parameters=llama.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=llama, model_parameters=llama.parameters(), config=config
+    )
 
     def step(micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
         total = 0.0

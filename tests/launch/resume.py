@@ -12,7 +12,15 @@ from safetensors.torch import load_file
 
 from shardwright.ir.apart import weights_apart
 from tests.figures import same
-from tests.parity.harness import Case, metrics, must, newest_checkpoint, recipe, shardwright, write_inputs
+from tests.parity.harness import (
+    Case,
+    metrics,
+    must,
+    newest_checkpoint,
+    recipe,
+    shardwright,
+    write_inputs,
+)
 
 
 def compiled(case: Case, folder: Path, **training: Any) -> Path:
@@ -32,10 +40,14 @@ def exported(out: Path, to: Path) -> dict[str, torch.Tensor]:
 
 
 def continues_bit_for_bit(case: Case, folder: Path) -> None:
-    """Runs 8 steps, takes the last checkpoint away, runs again: metrics and weights must be the same bits."""
+    """Runs 8 steps, takes the last checkpoint away, runs again: metrics and weights must be the
+    same bits."""
     out = compiled(case, folder)
     must(shardwright("run", out))
-    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-00000004", "step-00000008"]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000008",
+    ]
     whole, first = exported(out, folder / "whole"), metrics(out)
     shutil.rmtree(out / "checkpoints" / "step-00000008")
     must(shardwright("run", out))

@@ -1,4 +1,5 @@
-"""Every layout resumed on every other: many engines in few launches of matrix_worker.py, by world size."""
+"""Every layout resumed on every other: many engines in few launches of matrix_worker.py, by world
+size."""
 
 from __future__ import annotations
 
@@ -73,18 +74,24 @@ def wide_pairs() -> list[tuple[str, str]]:
 
 
 def resumed(pairs: list[tuple[str, str]], out: Path) -> dict[tuple[str, str], float]:
-    """(from, to) -> the largest difference of the five losses after the change from those of the run that was not
-    interrupted."""
+    """(from, to) -> the largest difference of the five losses after the change from those of the
+    run that was not interrupted."""
     names = sorted({name for pair in pairs for name in pair})
     worlds = sorted({case(name).world for name in names})
     for world in worlds:
         _launch(world, {"save": [n for n in names if case(n).world == world], "load": []}, out)
     for world in worlds:
-        _launch(world, {"save": [], "load": [pair for pair in pairs if case(pair[1]).world == world]}, out)
+        _launch(
+            world,
+            {"save": [], "load": [pair for pair in pairs if case(pair[1]).world == world]},
+            out,
+        )
     return differences(json.loads((out / "losses.json").read_text()), pairs)
 
 
-def differences(losses: dict[str, list[float]], pairs: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
+def differences(
+    losses: dict[str, list[float]], pairs: list[tuple[str, str]]
+) -> dict[tuple[str, str], float]:
     return {(a, b): series_apart(losses[f"{a} -> {b}"], losses[a]) for a, b in pairs}
 
 
@@ -96,9 +103,22 @@ def _launch(world: int, work: dict[str, Any], out: Path) -> None:
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
         "SHARDWRIGHT_MATRIX_OUT": str(out),
     }
-    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("matrix_worker.py")
-    launch = [str(program), "--hostfile", "none", "--num_gpus", str(world), "--master_port", str(free_port())]
-    result = subprocess.run([*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800)
+    program, worker = (
+        Path(sys.executable).parent / "deepspeed",
+        Path(__file__).with_name("matrix_worker.py"),
+    )
+    launch = [
+        str(program),
+        "--hostfile",
+        "none",
+        "--num_gpus",
+        str(world),
+        "--master_port",
+        str(free_port()),
+    ]
+    result = subprocess.run(
+        [*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800
+    )
     done = out / f"done-{world}"
     assert done.exists(), result.stdout[-6000:] + result.stderr[-6000:]
     done.unlink()

@@ -1,4 +1,5 @@
-"""A Hugging Face folder into the engines and out again: many types and layouts in one launch of roundtrip_worker.py."""
+"""A Hugging Face folder into the engines and out again: many types and layouts in one launch of
+roundtrip_worker.py."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ TYPES = (
 
 
 def round_trips(cases: list[tuple[str, str]], out: Path) -> dict[str, dict[str, Any]]:
-    """cases: (type, layout). "type layout" -> {"same_bytes": bool, "logits": largest difference after five steps}."""
+    """cases: (type, layout). "type layout" -> {"same_bytes": bool, "logits": largest difference
+    after five steps}."""
     (out / "cases.json").write_text(json.dumps(cases))
     environment = {
         **os.environ,
@@ -40,9 +42,22 @@ def round_trips(cases: list[tuple[str, str]], out: Path) -> dict[str, dict[str, 
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
         "SHARDWRIGHT_ROUNDTRIP_OUT": str(out),
     }
-    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("roundtrip_worker.py")
-    launch = [str(program), "--hostfile", "none", "--num_gpus", "2", "--master_port", str(free_port())]
-    result = subprocess.run([*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800)
+    program, worker = (
+        Path(sys.executable).parent / "deepspeed",
+        Path(__file__).with_name("roundtrip_worker.py"),
+    )
+    launch = [
+        str(program),
+        "--hostfile",
+        "none",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
+    result = subprocess.run(
+        [*launch, str(worker)], env=environment, capture_output=True, text=True, timeout=1800
+    )
     assert (out / "found.json").exists(), result.stdout[-6000:] + result.stderr[-6000:]
     found: dict[str, dict[str, Any]] = json.loads((out / "found.json").read_text())
     return found

@@ -1,4 +1,5 @@
-"""Under the `deepspeed` launcher: weights in, checkpoint and export at once; five steps, export, logits compared."""
+"""Under the `deepspeed` launcher: weights in, checkpoint and export at once; five steps, export,
+logits compared."""
 
 from __future__ import annotations
 
@@ -52,7 +53,13 @@ def recipe(layout: str) -> dict[str, Any]:
             "optimizer": {"name": "adamw", "lr": 1e-3, "eps": 1e-3},
         },
         "data": {"kind": "tokens", "path": "tokens.npy", "shuffle": False},
-        "parallelism": {"tensor": 1, "pipeline": 1, "data": 1, "zero_stage": 1, "micro_batch_size": 2}
+        "parallelism": {
+            "tensor": 1,
+            "pipeline": 1,
+            "data": 1,
+            "zero_stage": 1,
+            "micro_batch_size": 2,
+        }
         | {"activation_checkpointing": "none"}
         | LAYOUTS[layout],
     }
@@ -117,7 +124,9 @@ def measure(model_type: str, layout: str) -> dict[str, Any]:
     logits = trainer.loss_fn.logits  # type: ignore[attr-defined]
     worst = 0.0
     if logits is not None:  # of the last stage
-        model = AutoModelForCausalLM.from_pretrained(folder / f"step-{STEPS - 1:08d}", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / f"step-{STEPS - 1:08d}", dtype=torch.float32
+        )
         model.train()
         with torch.no_grad():
             wanted = model(micro_batches[0].input_ids, use_cache=False).logits
@@ -134,7 +143,10 @@ def measure(model_type: str, layout: str) -> dict[str, Any]:
 
 def untraced(model: torch.nn.Module, cut: Any, attention_module: str) -> Traced:
     """What the layers cost is no matter here."""
-    return Traced(layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
+    return Traced(
+        layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2),
+        context=(),
+    )
 
 
 def main() -> None:

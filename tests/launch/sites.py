@@ -1,4 +1,5 @@
-"""Two sites on one machine, a network each, and a router between them whose link can be slowed down and cut.
+"""Two sites on one machine, a network each, and a router between them whose link can be slowed down
+and cut.
 
 Needs root and the Debian package iproute2.
 """
@@ -44,7 +45,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Sites:
-    """near, far: a site at each end. router: what forwards between them, by its cards `near` and `far`."""
+    """near, far: a site at each end. router: what forwards between them, by its cards `near` and
+    `far`."""
 
     near: Site
     far: Site
@@ -71,14 +73,19 @@ class Sites:
 
     def carried(self) -> int:
         """Bytes that have come from the far site."""
-        told = subprocess.run(self.router.command("ip", "-s", "-j", "link", "show", "far"), capture_output=True)
+        told = subprocess.run(
+            self.router.command("ip", "-s", "-j", "link", "show", "far"), capture_output=True
+        )
         return int(json.loads(told.stdout)[0]["stats64"]["rx"]["bytes"])
 
     def reset(self) -> None:
         """As it was made."""
         for words in (
             *(("tc", "qdisc", "del", "dev", card, "root") for card in ("near", "far")),
-            *(("ip", "route", "del", "blackhole", f"{site.address}/32") for site in (self.near, self.far)),
+            *(
+                ("ip", "route", "del", "blackhole", f"{site.address}/32")
+                for site in (self.near, self.far)
+            ),
             ("ip", "link", "set", "far", "up"),
         ):
             subprocess.run(self.router.command(*words), capture_output=True)
@@ -88,13 +95,30 @@ class Sites:
 def sites() -> Iterator[Sites]:
     with contextlib.ExitStack() as stack:
         near, far, router = (
-            Site(address=address, first=child_of(stack.enter_context(held(["unshare", *_ALONE, "sleep", "infinity"]))))
+            Site(
+                address=address,
+                first=child_of(
+                    stack.enter_context(held(["unshare", *_ALONE, "sleep", "infinity"]))
+                ),
+            )
             for address in (f"{NEAR}.1", f"{FAR}.1", f"{NEAR}.2")
         )
         for site in (near, far, router):
             do(*site.command("ip", "link", "set", "lo", "up"))
         for name, site, network in (("near", near, NEAR), ("far", far, FAR)):
-            ends = ["ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(site.first)]
+            ends = [
+                "ip",
+                "link",
+                "add",
+                name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                str(site.first),
+            ]
             do(*router.command(*ends))
             do(*router.command("ip", "addr", "add", f"{network}.2/24", "dev", name))
             do(*router.command("ip", "link", "set", name, "up"))
@@ -102,6 +126,9 @@ def sites() -> Iterator[Sites]:
             do(*site.command("ip", "link", "set", "eth0", "up"))
             do(*site.command("ip", "route", "add", "default", "via", f"{network}.2"))
         do(*router.command("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"))
-        for site in (near, far):  # of the kernel's ways the one that is always there; a machine's own may be any
+        for site in (
+            near,
+            far,
+        ):  # of the kernel's ways the one that is always there; a machine's own may be any
             do(*site.command("sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"))
         yield Sites(near, far, router)

@@ -1,4 +1,5 @@
-"""A Slurm cluster of two nodes on this machine: the real slurmctld, slurmd and munged, in a folder of their own."""
+"""A Slurm cluster of two nodes on this machine: the real slurmctld, slurmd and munged, in a folder
+of their own."""
 
 from __future__ import annotations
 
@@ -43,11 +44,18 @@ MpiDefault=none
 ReturnToService=2
 PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP
 """
-NODE = "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cores} Feature=fast State=UNKNOWN\n"
+NODE = (
+    "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs={cores} "
+    "Feature=fast State=UNKNOWN\n"
+)
 
 
 def why_not() -> str:
-    missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(name, path=_path()) is None]
+    missing = [
+        name
+        for name in ("slurmctld", "slurmd", "munged", "sbatch")
+        if shutil.which(name, path=_path()) is None
+    ]
     if missing:
         return f"no {', '.join(missing)} here: make test-hosts installs them"
     return "" if os.geteuid() == 0 else "slurmd needs root"
@@ -59,7 +67,8 @@ def _path() -> str:
 
 @contextlib.contextmanager
 def slurm(folder: Path, *, spare: bool = False) -> Iterator[dict[str, str]]:
-    """The environment in which sbatch and the other commands find the cluster. Its processes end with the block.
+    """The environment in which sbatch and the other commands find the cluster. Its processes end
+    with the block.
 
     spare: with a third node.
     """
@@ -68,10 +77,18 @@ def slurm(folder: Path, *, spare: bool = False) -> Iterator[dict[str, str]]:
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
-    nodes = "".join(NODE.format(name=name, port=free_port(), cores=os.cpu_count()) for name in names)
+    nodes = "".join(
+        NODE.format(name=name, port=free_port(), cores=os.cpu_count()) for name in names
+    )
     (folder / "slurm.conf").write_text(CONF.format(folder=folder, port=free_port()) + nodes)
     env = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
-    files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    files = {
+        "socket": "socket",
+        "key-file": "key",
+        "pid-file": "pid",
+        "log-file": "log",
+        "seed-file": "seed",
+    }
     munge = [f"--{option}={folder}/munge.{ending}" for option, ending in files.items()]
     commands = [["munged", "--foreground", "--force", *munge], ["slurmctld", "-D", "-i"]]
     commands += [["slurmd", "-D", "-N", name] for name in names]

@@ -1,5 +1,6 @@
-"""store_on_a_small_disk.py OUT: trains the islands of a compiled folder, whose store's disk is full at the second outer
-step, until all have stopped; then once more, after space was made. Its last line says how every process ended."""
+"""store_on_a_small_disk.py OUT: trains the islands of a compiled folder, whose store's disk is full
+at the second outer step, until all have stopped; then once more, after space was made. Its last
+line says how every process ended."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def main() -> None:
     out = Path(sys.argv[1])
     run, rounds = out / "run", out / ROUNDS
     small_disk(run, DISK)
-    # A line of the record is some 120 bytes long: one fits before the next page, and there is none left. What stands
-    # before them is no line of a round.
+    # A line of the record is some 120 bytes long: one fits before the next page, and there is none
+    # left. What stands before them is no line of a round.
     rounds.write_text(" " * (PAGE - 200) + "\n")
     (run / "outer.secret").write_text("ab" * 32 + "\n")
     (run / "outer.secret").chmod(0o600)
@@ -41,7 +42,10 @@ def main() -> None:
             store = listening(start, out)
             islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
             ends.append(ended(store, islands))
-            statuses = [json.loads((out / f"island-{k}" / "run" / "status.json").read_text()) for k in range(ISLANDS)]
+            statuses = [
+                json.loads((out / f"island-{k}" / "run" / "status.json").read_text())
+                for k in range(ISLANDS)
+            ]
             ends[-1]["statuses"] = [status["status"] for status in statuses]
             ends[-1]["said"] = [each.said for each in (store, *islands)]
             ends[-1]["record"] = rounds.read_text()

@@ -1,4 +1,5 @@
-"""A user's own Trainer script under the plan's accelerate/ files: the engine does what the plan says."""
+"""A user's own Trainer script under the plan's accelerate/ files: the engine does what the plan
+says."""
 
 from __future__ import annotations
 
@@ -23,13 +24,17 @@ SCRIPT = Path(__file__).with_name("trainer_script.py")
 
 
 def compiled(write_recipe: Callable[..., Path], parallelism: dict[str, Any]) -> Compiled:
-    changes = {"cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}, "parallelism": parallelism}
+    changes = {
+        "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
+        "parallelism": parallelism,
+    }
     return compile_recipe(load_recipe(write_recipe(changes)))
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("program", "zero_stage"), [pytest.param("accelerate", 2, marks=pytest.mark.prove), ("deepspeed", 3)]
+    ("program", "zero_stage"),
+    [pytest.param("accelerate", 2, marks=pytest.mark.prove), ("deepspeed", 3)],
 )
 def test_a_trainer_script_runs_under_the_plan(
     write_recipe: Callable[..., Path], tmp_path: Path, program: str, zero_stage: int
@@ -38,9 +43,20 @@ def test_a_trainer_script_runs_under_the_plan(
     write_folder(tmp_path / "out", result.files)
     port = str(free_port())
     if program == "accelerate":
-        launcher, deepspeed = ["launch", "--config_file", CONFIG, "--main_process_port", port], "none"
+        launcher, deepspeed = (
+            ["launch", "--config_file", CONFIG, "--main_process_port", port],
+            "none",
+        )
     else:
-        launcher = ["--hostfile", "none", "--num_gpus", "2", "--master_port", port, "--no_local_rank"]
+        launcher = [
+            "--hostfile",
+            "none",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            port,
+            "--no_local_rank",
+        ]
         deepspeed = TRAINER
     report, s = tmp_path / "report.json", result.plan.strategy
     script = [SCRIPT, "model", report, s.micro_batch_size, s.gradient_accumulation_steps, deepspeed]
@@ -68,17 +84,33 @@ def test_a_trainer_script_runs_under_the_plan(
 
 
 @pytest.mark.parametrize("parallelism", [{"tensor": 2}, {"pipeline": 2}])
-def test_only_where_there_are_data_ranks_alone(write_recipe: Callable[..., Path], parallelism: dict[str, Any]) -> None:
+def test_only_where_there_are_data_ranks_alone(
+    write_recipe: Callable[..., Path], parallelism: dict[str, Any]
+) -> None:
     files = compiled(write_recipe, parallelism).files
     assert not {CONFIG, PLAIN, TRAINER} & set(files)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_lint_finds_nothing_wrong(write_recipe: Callable[..., Path], tmp_path: Path, zero_stage: int) -> None:
+def test_lint_finds_nothing_wrong(
+    write_recipe: Callable[..., Path], tmp_path: Path, zero_stage: int
+) -> None:
     files = compiled(write_recipe, {"data": 2, "zero_stage": zero_stage}).files
     for name, audience in ((TRAINER, "trainer"), (PLAIN, "trainer")):
         path = tmp_path / Path(name).name
         path.write_bytes(files[name])
-        command = [sys.executable, "-m", "shardwright", "lint", str(path), "--for", audience, "--world-size", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "shardwright",
+            "lint",
+            str(path),
+            "--for",
+            audience,
+            "--world-size",
+            "2",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0 and "error[" not in done.stdout + done.stderr, done.stdout + done.stderr
+        assert done.returncode == 0 and "error[" not in done.stdout + done.stderr, (
+            done.stdout + done.stderr
+        )

@@ -1,4 +1,5 @@
-"""ds_config.autotp.json in a plain user script: DeepSpeed cuts what the plan says, losses are the plain run's."""
+"""ds_config.autotp.json in a plain user script: DeepSpeed cuts what the plan says, losses are the
+plain run's."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def compiled(config: dict[str, Any], folder: Path, zero_stage: int) -> Compiled:
     if AUTOTP_FILE in result.files:
         (folder / "ds_config.json").write_bytes(result.files[AUTOTP_FILE])
         (folder / "config.json").write_bytes(result.files["model/config.json"])
-        np.save(folder / "tokens.npy", np.random.default_rng(1).integers(3, TEXT_VOCABULARY, (24, 24)))
+        np.save(
+            folder / "tokens.npy", np.random.default_rng(1).integers(3, TEXT_VOCABULARY, (24, 24))
+        )
     return result
 
 
@@ -68,15 +71,30 @@ def launch(folder: Path, names: list[str]) -> None:
         "DS_ACCELERATOR": "cpu",
         "AUTOTP_CASES": os.pathsep.join(str(folder / name) for name in names),
     }
-    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("autotp_worker.py")
-    command = [str(program), "--hostfile", "none", "--num_gpus", "2", "--master_port", str(free_port()), str(worker)]
+    program, worker = (
+        Path(sys.executable).parent / "deepspeed",
+        Path(__file__).with_name("autotp_worker.py"),
+    )
+    command = [
+        str(program),
+        "--hostfile",
+        "none",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+        str(worker),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    written = [(folder / name / f"result-{rank}.json").exists() for name in names for rank in (0, 1)]
+    written = [
+        (folder / name / f"result-{rank}.json").exists() for name in names for rank in (0, 1)
+    ]
     assert done.returncode == 0 and all(written), done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def measure(folder: Path, result: Compiled) -> dict[str, float]:
-    """Worst loss difference over both ranks, and the share of the layers' matrices that is cut. Shapes are checked."""
+    """Worst loss difference over both ranks, and the share of the layers' matrices that is cut.
+    Shapes are checked."""
     plan = result.plan
     splits = {p.name: (m.style, p) for m in plan.tensor_parallel.modules for p in m.parameters}
     off, cut, total = [], 0, 0
@@ -97,7 +115,9 @@ def measure(folder: Path, result: Compiled) -> dict[str, float]:
 
 @pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=pytest.mark.prove)])
 def test_a_users_own_script_trains_with_the_same_cut(zero_stage: int, tmp_path: Path) -> None:
-    results = {name: compiled(config, tmp_path / name, zero_stage) for name, config in SAMPLE.items()}
+    results = {
+        name: compiled(config, tmp_path / name, zero_stage) for name, config in SAMPLE.items()
+    }
     launch(tmp_path, list(results))
     for name, result in results.items():
         if zero_stage < 3:
@@ -115,7 +135,11 @@ def test_every_type(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]],
     launch(tmp_path, list(results))
     for t, result in results.items():
         figures = measure(tmp_path / t, result)
-        proved("zoo-autotp", t, {"verdict": "proved" if figures["loss"] <= LOSS_ABSOLUTE else "wrong", **figures})
+        proved(
+            "zoo-autotp",
+            t,
+            {"verdict": "proved" if figures["loss"] <= LOSS_ABSOLUTE else "wrong", **figures},
+        )
         assert figures["loss"] <= LOSS_ABSOLUTE and figures["sharded"] == 1.0, (t, figures)
 
 

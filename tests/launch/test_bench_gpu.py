@@ -1,4 +1,5 @@
-"""`make bench-gpu` on tiny copies and this CPU: runs, measures and compares, so that it works where a GPU is."""
+"""`make bench-gpu` on tiny copies and this CPU: runs, measures and compares, so that it works where
+a GPU is."""
 
 from __future__ import annotations
 
@@ -37,4 +38,8 @@ def test_ways_of_attention_differ_by_what_bf16_does(family: str) -> None:
     eager = found.pop("eager")
     assert {"sdpa math", "sdpa flash"} <= set(found) and 0 < eager["gradients"] < 0.05
     for name, off in found.items():
-        assert "why" in off if name == "flash_attention_2" else off["gradients"] < 2 * eager["gradients"], (name, off)
+        assert (
+            "why" in off
+            if name == "flash_attention_2"
+            else off["gradients"] < 2 * eager["gradients"]
+        ), (name, off)

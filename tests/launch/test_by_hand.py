@@ -1,4 +1,5 @@
-"""launch.sh started by hand, without `run`: in a fresh folder, and on nodes whose folders differ."""
+"""launch.sh started by hand, without `run`: in a fresh folder, and on nodes whose folders
+differ."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def start(folder: Path, where: Path, port: int, **env: str) -> subprocess.Popen[
 
 
 def test_one_rank_in_a_fresh_folder_from_a_hostile_directory(tmp_path: Path) -> None:
-    """Nobody but rank 0 could make run/, and no module of the current directory is imported by any of the processes."""
+    """Nobody but rank 0 could make run/, and no module of the current directory is imported by any
+    of the processes."""
     out = compiled(Case(model="llama"), tmp_path, steps=4)
     downloads = tmp_path / "downloads"
     downloads.mkdir()
@@ -48,15 +50,21 @@ def test_one_rank_in_a_fresh_folder_from_a_hostile_directory(tmp_path: Path) -> 
 
 
 def test_nodes_with_other_plans_train_no_step(tmp_path: Path) -> None:
-    """One folder each, as without a shared file system: a's has the recipe's learning rate, b's a hundredth of it."""
+    """One folder each, as without a shared file system: a's has the recipe's learning rate, b's a
+    hundredth of it."""
     out = compiled(TWO, tmp_path)
     other = tmp_path / "other"
     shutil.copytree(out, other)
     plan = (other / "plan.json").read_text()
     assert '"lr": 0.001' in plan
     (other / "plan.json").write_text(plan.replace('"lr": 0.001', '"lr": 0.00001'))
-    port, shared = free_port(), {"MASTER_ADDR": "127.0.0.1", "SHARDWRIGHT_TOKEN": "the same on both"}
-    nodes = [start(f, tmp_path, port, NODE_RANK=str(n), **shared) for n, f in enumerate((out, other))]
+    port, shared = (
+        free_port(),
+        {"MASTER_ADDR": "127.0.0.1", "SHARDWRIGHT_TOKEN": "the same on both"},
+    )
+    nodes = [
+        start(f, tmp_path, port, NODE_RANK=str(n), **shared) for n, f in enumerate((out, other))
+    ]
     for process in nodes:
         output, _ = process.communicate(timeout=120)
         assert process.returncode != 0

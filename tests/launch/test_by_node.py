@@ -1,4 +1,5 @@
-"""launch.sh on each node by itself, without `shardwright run`: rank 0 chooses the checkpoint, and all go on from it."""
+"""launch.sh on each node by itself, without `shardwright run`: rank 0 chooses the checkpoint, and
+all go on from it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ import pytest
 
 from shardwright.launch.preconditions import program_path
 from shardwright.launch.run import free_port
-from tests.parity.harness import Case, metrics, must, newest_checkpoint, recipe, shardwright, write_inputs
+from tests.parity.harness import (
+    Case,
+    metrics,
+    must,
+    newest_checkpoint,
+    recipe,
+    shardwright,
+    write_inputs,
+)
 
 pytestmark = pytest.mark.launch
 STEPS = 40

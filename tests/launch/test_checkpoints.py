@@ -1,4 +1,5 @@
-"""One folder's checkpoints through what can happen to them: no place, a full disk, damage, copies elsewhere."""
+"""One folder's checkpoints through what can happen to them: no place, a full disk, damage, copies
+elsewhere."""
 
 from __future__ import annotations
 
@@ -82,17 +83,33 @@ def test_a_run_that_diverges_ends_and_its_last_good_checkpoint_stays(tmp_path: P
     must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out))
     ended = shardwright("run", out)
     assert ended.returncode == 3, ended.stderr
-    assert ended.stdout.count("warning[SW6310]: step 2: the loss is nan; the run ends after 3 in a row") == 1
-    assert "error[SW6311]: the loss is no finite number any more (nan, in steps 2 to 4)" in ended.stderr
+    assert (
+        ended.stdout.count(
+            "warning[SW6310]: step 2: the loss is nan; the run ends after 3 in a row"
+        )
+        == 1
+    )
+    assert (
+        "error[SW6311]: the loss is no finite number any more (nan, in steps 2 to 4)"
+        in ended.stderr
+    )
     assert "Traceback" not in ended.stderr
 
     run = out / "run"
     for name in ("metrics.jsonl", "evaluation.jsonl"):
-        read = [json.loads(line, parse_constant=pytest.fail) for line in (run / name).read_text().splitlines()]
+        read = [
+            json.loads(line, parse_constant=pytest.fail)
+            for line in (run / name).read_text().splitlines()
+        ]
         assert [line["step"] for line in read] == ([1, 2, 3, 4] if name == "metrics.jsonl" else [2])
         assert [line.get("finite", True) for line in read] == [line["step"] == 1 for line in read]
     told = json.loads(must(shardwright("status", out, "--json")).stdout, parse_constant=pytest.fail)
-    assert (told["status"], told["step"], told["loss"], told["finite"]) == ("failed", 4, None, False)
+    assert (told["status"], told["step"], told["loss"], told["finite"]) == (
+        "failed",
+        4,
+        None,
+        False,
+    )
     assert "in steps 2 to 4" in told["cause"] and "training.optimizer.lr" in told["help"]
 
     for place in (out / "checkpoints", store):

@@ -1,4 +1,5 @@
-"""Values of launch.env_from on two hosts: in the ranks' environment, and nowhere that anybody else could read them."""
+"""Values of launch.env_from on two hosts: in the ranks' environment, and nowhere that anybody else
+could read them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_
 
 TWO = Case(model="gpt2", pipeline=2, nodes=2)
 SECRET = "hf_canary-0123456789"
-"""Passed on by pdsh and by mpirun without quotes, so that nothing but care keeps it off the command lines."""
+"""Passed on by pdsh and by mpirun without quotes, so that nothing but care keeps it off the command
+lines."""
 
 
 FAILING = """
@@ -57,10 +59,18 @@ class Watched:
         while not self._stop.wait(0.01):
             for process in Path("/proc").glob("[0-9]*"):
                 try:
-                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    command = (
+                        (process / "cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                    )
                     if SECRET in command:
                         self.shown.add(command)
-                    if "train.py" in command and f"TOKEN={SECRET}".encode() in (process / "environ").read_bytes():
+                    if (
+                        "train.py" in command
+                        and f"TOKEN={SECRET}".encode() in (process / "environ").read_bytes()
+                    ):
                         ranks.add(process.name)
                 except OSError:
                     continue  # it ended
@@ -70,7 +80,11 @@ class Watched:
 def _compiled(folder: Path, launcher: str) -> Path:
     write_inputs(TWO, folder)
     document = recipe(TWO, folder)
-    document["launch"] = {"launcher": launcher, "env": {"GLOO_SOCKET_IFNAME": "eth0"}, "env_from": ["TEST_TOKEN"]}
+    document["launch"] = {
+        "launcher": launcher,
+        "env": {"GLOO_SOCKET_IFNAME": "eth0"},
+        "env_from": ["TEST_TOKEN"],
+    }
     (folder / "recipe.yaml").write_text(json.dumps(document))
     must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
     (folder / "hostfile").write_text("a slots=1\nb slots=1\n")
@@ -78,11 +92,18 @@ def _compiled(folder: Path, launcher: str) -> Path:
 
 
 def _run(host: Host, out: Path) -> tuple[int, str]:
-    values = {"TEST_TOKEN": SECRET, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    values = {
+        "TEST_TOKEN": SECRET,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
     # Set by a file that is read, as a shell's own profile would be: `env NAME=value` would show it.
     profile = out.parent / "profile"
     profile.write_text("".join(f"export {name}={value}\n" for name, value in values.items()))
-    program = f'. "{profile}"; exec "{sys.executable}" -m shardwright run "{out}" --hostfile "{out.parent}/hostfile"'
+    program = (
+        f'. "{profile}"; exec "{sys.executable}" -m shardwright run "{out}" --hostfile '
+        f'"{out.parent}/hostfile"'
+    )
     done = host.run("bash", "-c", program)
     return done.returncode, done.stdout + done.stderr
 
@@ -110,10 +131,14 @@ def test_no_command_line_and_no_file_shows_them(launcher: str, tmp_path: Path) -
 def test_a_rank_that_fails_with_one_in_its_words_does_not_tell_it(tmp_path: Path) -> None:
     out = _compiled(tmp_path, "pdsh")
     program = (out / "train.py").read_text()
-    (out / "train.py").write_text(program.replace("from shardwright", f"{FAILING}\n\nfrom shardwright", 1))
+    (out / "train.py").write_text(
+        program.replace("from shardwright", f"{FAILING}\n\nfrom shardwright", 1)
+    )
     with hosts(2, tmp_path / "net") as made:
         code, told = _run(made[0], out)
     assert code == 3 and "ValueError: 401 for [TEST_TOKEN]" in told, told
     assert SECRET not in told
-    stored = [path for path in _stored(out) if path.parent.name != "logs"]  # a rank's own words, readable by it alone
+    stored = [
+        path for path in _stored(out) if path.parent.name != "logs"
+    ]  # a rank's own words, readable by it alone
     assert not stored, stored

@@ -1,4 +1,5 @@
-"""CLIP and SigLIP through `compile`, `run` and `export`: metrics as of one process, and AutoModel loads the result."""
+"""CLIP and SigLIP through `compile`, `run` and `export`: metrics as of one process, and AutoModel
+loads the result."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from transformers import AutoModel, AutoProcessor
 
 from shardwright.ir.apart import weights_apart
 from tests.figures import lines_apart
-from tests.parity.contrastive import BATCH, PairCase, recipe, reference, without_gradient, write_pairs
+from tests.parity.contrastive import (
+    BATCH,
+    PairCase,
+    recipe,
+    reference,
+    without_gradient,
+    write_pairs,
+)
 from tests.parity.harness import (
     LOSS_ABSOLUTE,
     NORM_RELATIVE,
@@ -25,7 +33,9 @@ from tests.parity.harness import (
 pytestmark = pytest.mark.launch
 
 
-@pytest.mark.parametrize("case", [PairCase("clip", zero_stage=2, steps=4), PairCase("siglip", zero_stage=3, steps=4)])
+@pytest.mark.parametrize(
+    "case", [PairCase("clip", zero_stage=2, steps=4), PairCase("siglip", zero_stage=3, steps=4)]
+)
 def test_trains_and_exports(case: PairCase, tmp_path: Path) -> None:
     write_pairs(tmp_path)
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe(case)), encoding="utf-8")
@@ -36,7 +46,9 @@ def test_trains_and_exports(case: PairCase, tmp_path: Path) -> None:
     wanted = reference(case.model, tmp_path, out / "tokenizer", case.steps)
     apart = lines_apart(lines, wanted)
     assert apart["loss"] <= LOSS_ABSOLUTE and apart["norm"] <= NORM_RELATIVE, apart
-    assert all(line["pairs_per_second"] == pytest.approx(BATCH / line["step_seconds"]) for line in lines)
+    assert all(
+        line["pairs_per_second"] == pytest.approx(BATCH / line["step_seconds"]) for line in lines
+    )
     step = newest_checkpoint(out)
     must(shardwright("export", step, "-o", tmp_path / "hf"))
     trained = AutoModel.from_pretrained(tmp_path / "hf", dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""kill -9 of a random rank at a random moment, saves included: the run goes on as if nothing had been."""
+"""kill -9 of a random rank at a random moment, saves included: the run goes on as if nothing had
+been."""
 
 from __future__ import annotations
 
@@ -30,10 +31,16 @@ def test_three_kills(tmp_path: Path) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", SMALL)
-def test_ten_kills(name: str, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+def test_ten_kills(
+    name: str, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     """Two runs of five kills each."""
     whole = uninterrupted(SMALL[name], tmp_path)
     for seed in (1, 2):
         out, moments = crashed(SMALL[name], tmp_path, kills=5, seed=seed)
         compare(whole, out)
-        proved("crash", f"{name}, seed {seed}", {"kills": moments, "same_losses": True, "each_sample_once": True})
+        proved(
+            "crash",
+            f"{name}, seed {seed}",
+            {"kills": moments, "same_losses": True, "each_sample_once": True},
+        )

@@ -1,5 +1,6 @@
-"""Data in real launches: held-out loss under every kind of engine, the same batch on each tensor rank and other rows on
-each data rank, resume in the middle of an epoch, and conversations against the plain model."""
+"""Data in real launches: held-out loss under every kind of engine, the same batch on each tensor
+rank and other rows on each data rank, resume in the middle of an epoch, and conversations against
+the plain model."""
 
 from __future__ import annotations
 
@@ -47,15 +48,19 @@ def write_recipe(case: Case, folder: Path, **sections: Any) -> None:
     must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
 
 
-def plain_loss(model: torch.nn.Module, rows: list[tuple[list[int], list[bool]]]) -> tuple[float, int]:
-    """(mean over all labels, their number) of rows that each go through the model alone. A row: ids, and which of them
-    are labels."""
+def plain_loss(
+    model: torch.nn.Module, rows: list[tuple[list[int], list[bool]]]
+) -> tuple[float, int]:
+    """(mean over all labels, their number) of rows that each go through the model alone. A row:
+    ids, and which of them are labels."""
     total, count = 0.0, 0
     with torch.no_grad():
         for ids, trained in rows:
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
             labels = torch.tensor([i if t else -100 for i, t in zip(ids, trained, strict=True)])[1:]
-            total += float(F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").double())
+            total += float(
+                F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").double()
+            )
             count += int((labels != -100).sum())
     return total / count, count
 
@@ -65,15 +70,24 @@ def plain_loss(model: torch.nn.Module, rows: list[tuple[list[int], list[bool]]])
     [
         Case(model="llama", pipeline=2, tensor=2, checkpointing="full"),
         pytest.param(Case(model="llama", data=2, zero_stage=3, micro=1), marks=pytest.mark.prove),
-        pytest.param(Case(model="gpt2", pipeline=2, schedule="dualpipev", accumulation=4), marks=pytest.mark.prove),
+        pytest.param(
+            Case(model="gpt2", pipeline=2, schedule="dualpipev", accumulation=4),
+            marks=pytest.mark.prove,
+        ),
     ],
     ids=["pp2-tp2", "zero3-dp2", "dualpipev"],
 )
-def test_held_out_loss_is_that_of_one_process_and_leaves_training_alone(case: Case, tmp_path: Path) -> None:
+def test_held_out_loss_is_that_of_one_process_and_leaves_training_alone(
+    case: Case, tmp_path: Path
+) -> None:
     tokens = write_inputs(case, tmp_path)
-    held_out = np.random.default_rng(1).integers(0, MODELS[case.model]["vocab_size"], (7, LENGTH), dtype=np.int32)
+    held_out = np.random.default_rng(1).integers(
+        0, MODELS[case.model]["vocab_size"], (7, LENGTH), dtype=np.int32
+    )
     np.save(tmp_path / "held-out.npy", held_out)
-    write_recipe(case, tmp_path, validation={"kind": "tokens", "path": "held-out.npy", "every_steps": 3})
+    write_recipe(
+        case, tmp_path, validation={"kind": "tokens", "path": "held-out.npy", "every_steps": 3}
+    )
     must(shardwright("run", tmp_path / "out"))
     must(shardwright("export", newest_checkpoint(tmp_path / "out"), "-o", tmp_path / "hf"))
     found = lines(tmp_path / "out" / "run" / "evaluation.jsonl")
@@ -83,7 +97,9 @@ def test_held_out_loss_is_that_of_one_process_and_leaves_training_alone(case: Ca
     assert found[-1]["tokens"] == count
     assert found[-1]["loss"] == pytest.approx(wanted, abs=1e-5)
     assert found[-1]["perplexity"] == pytest.approx(np.exp(wanted), rel=1e-5)
-    difference = difference_of(metrics(tmp_path / "out"), dict(trained.named_parameters()), reference(case, tokens))
+    difference = difference_of(
+        metrics(tmp_path / "out"), dict(trained.named_parameters()), reference(case, tokens)
+    )
     assert difference.loss_absolute <= 1e-5 and difference.norm_relative <= 1e-5, difference
 
 
@@ -117,11 +133,15 @@ raise SystemExit(worker.main())
     ],
     ids=["pp2-tp2", "dp2"],
 )
-def test_ranks_see_the_rows_that_they_should_and_a_resumed_run_goes_on_mid_epoch(case: Case, tmp_path: Path) -> None:
+def test_ranks_see_the_rows_that_they_should_and_a_resumed_run_goes_on_mid_epoch(
+    case: Case, tmp_path: Path
+) -> None:
     random = np.random.default_rng(2)
     with (tmp_path / "a.jsonl").open("w") as file:
         for _ in range(90):
-            file.write(json.dumps({"text": bytes(random.integers(32, 127, 40).tolist()).decode()}) + "\n")
+            file.write(
+                json.dumps({"text": bytes(random.integers(32, 127, 40).tolist()).decode()}) + "\n"
+            )
     np.save(tmp_path / "b.npy", random.integers(0, 257, (20, LENGTH), dtype=np.int32))
     data = {
         "mixture": [
@@ -130,7 +150,9 @@ def test_ranks_see_the_rows_that_they_should_and_a_resumed_run_goes_on_mid_epoch
         ],
         "shuffle": True,
     }
-    write_recipe(case, tmp_path, data=data, checkpoint={"every_steps": 3}, validation={"fraction": 0.1})
+    write_recipe(
+        case, tmp_path, data=data, checkpoint={"every_steps": 3}, validation={"fraction": 0.1}
+    )
     out = tmp_path / "out"
     (out / "train.py").write_text(RECORDING)
     must(shardwright("run", out))
@@ -142,7 +164,9 @@ def test_ranks_see_the_rows_that_they_should_and_a_resumed_run_goes_on_mid_epoch
             line = seen[rank][step]
             assert line["step"] == step + 1
             share = (line["rows"], line["labels"])
-            assert shares.setdefault(line["data"], share) == share, "the same batch on every tensor and pipeline rank"
+            assert shares.setdefault(line["data"], share) == share, (
+                "the same batch on every tensor and pipeline rank"
+            )
         assert sorted(shares) == list(range(case.data))
         rows = [row for share, _ in shares.values() for row in share]
         assert len(set(rows)) == case.batch, "each row on one data rank"
@@ -162,7 +186,8 @@ def test_ranks_see_the_rows_that_they_should_and_a_resumed_run_goes_on_mid_epoch
 
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor %}{% if "
+    "add_generation_prompt %}<a>{% endif %}"
 )
 
 
@@ -171,11 +196,28 @@ def test_conversations_train_as_each_one_alone(packing: bool, tmp_path: Path) ->
     case = Case(model="llama", pipeline=2, micro=1)
     random, talks = np.random.default_rng(4), []
     for _ in range(40):
-        said = [bytes(random.integers(97, 123, random.integers(1, 4)).tolist()).decode() for _ in range(2)]
-        talks.append([{"role": "user", "content": said[0]}, {"role": "assistant", "content": said[1]}])
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    data = {"kind": "chat", "path": "a.jsonl", "tokenizer": "byte", "template": TEMPLATE, "packing": packing}
-    training = recipe(case, tmp_path)["training"] | {"epochs": 1, "steps": None, "scheduler": {"name": "constant"}}
+        said = [
+            bytes(random.integers(97, 123, random.integers(1, 4)).tolist()).decode()
+            for _ in range(2)
+        ]
+        talks.append(
+            [{"role": "user", "content": said[0]}, {"role": "assistant", "content": said[1]}]
+        )
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    )
+    data = {
+        "kind": "chat",
+        "path": "a.jsonl",
+        "tokenizer": "byte",
+        "template": TEMPLATE,
+        "packing": packing,
+    }
+    training = recipe(case, tmp_path)["training"] | {
+        "epochs": 1,
+        "steps": None,
+        "scheduler": {"name": "constant"},
+    }
     out = tmp_path / "out"
     write_recipe(case, tmp_path, data=data, training=training)
     told = json.loads(must(shardwright("prepare", out, "--json")).stdout)
@@ -191,7 +233,9 @@ def test_conversations_train_as_each_one_alone(packing: bool, tmp_path: Path) ->
     assert line["loss"] == pytest.approx(wanted, abs=1e-5)
     assert told["trained_tokens"] == count and told["steps"] > 1 and len(told["samples"]) == 3
     padding = told["parts"][0]
-    assert padding["padding"] < padding["padding_alone"] / 2 if packing else told["rows"] == len(talks)
+    assert (
+        padding["padding"] < padding["padding_alone"] / 2 if packing else told["rows"] == len(talks)
+    )
 
 
 def test_prepare_and_what_run_leaves_to_it(tmp_path: Path) -> None:
@@ -200,7 +244,11 @@ def test_prepare_and_what_run_leaves_to_it(tmp_path: Path) -> None:
     data = {"kind": "text", "path": "large.txt", "tokenizer": "byte"}
     write_recipe(case, tmp_path, data=data)
     refused = shardwright("run", tmp_path / "out")
-    assert refused.returncode == 1 and "SW6106" in refused.stderr and "shardwright prepare" in refused.stderr
+    assert (
+        refused.returncode == 1
+        and "SW6106" in refused.stderr
+        and "shardwright prepare" in refused.stderr
+    )
     done = must(shardwright("prepare", tmp_path / "out"))
     assert " 83,886,080 " in done.stdout and "sample 3 of 3" in done.stdout and "[[" in done.stdout
     must(shardwright("run", tmp_path / "out"))

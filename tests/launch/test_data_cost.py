@@ -1,4 +1,5 @@
-"""What reading the data costs: its share of real steps, and how many tokens a rank reads in a second."""
+"""What reading the data costs: its share of real steps, and how many tokens a rank reads in a
+second."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ raise SystemExit(worker.main())
 
 def write_corpus(folder: Path) -> dict[str, dict[str, Any]]:
     random = np.random.default_rng(0)
-    words = [bytes(random.integers(97, 123, n).tolist()).decode() for n in random.integers(2, 9, 2000)]
+    words = [
+        bytes(random.integers(97, 123, n).tolist()).decode() for n in random.integers(2, 9, 2000)
+    ]
 
     def text(count: int) -> str:
         return " ".join(words[i] for i in random.integers(0, len(words), count))
@@ -53,7 +56,10 @@ def write_corpus(folder: Path) -> dict[str, dict[str, Any]]:
             file.write(json.dumps({"text": text(int(random.integers(5, 300)))}) + "\n")
     with (folder / "chat.jsonl").open("w") as file:
         for _ in range(5_000):
-            said = [{"role": r, "content": text(int(random.integers(5, 120)))} for r in ("user", "assistant")]
+            said = [
+                {"role": r, "content": text(int(random.integers(5, 120)))}
+                for r in ("user", "assistant")
+            ]
             file.write(json.dumps({"messages": said}) + "\n")
     jsonl = {"kind": "jsonl", "path": "a.jsonl", "tokenizer": "byte"}
     chat = {"kind": "chat", "path": "chat.jsonl", "tokenizer": "byte", "template": TEMPLATE}
@@ -72,7 +78,10 @@ def test_reading_costs_at_most_a_hundredth_of_a_step(
     model = {**LLAMA, "hidden_size": 256, "intermediate_size": 688, "max_position_embeddings": 1024}
     case = Case(model="llama", pipeline=2, micro=2, accumulation=4)
     for name, data in kinds.items():
-        document = recipe(case, tmp_path) | {"data": data, "model": {"config": model, "weights": "random"}}
+        document = recipe(case, tmp_path) | {
+            "data": data,
+            "model": {"config": model, "weights": "random"},
+        }
         document["training"] |= {"sequence_length": 512, "steps": 8}
         (tmp_path / "recipe.yaml").write_text(json.dumps(document))
         out = tmp_path / name.split(",")[0]

@@ -42,13 +42,17 @@ def test_a_detached_run_outlives_its_terminal_and_stops_with_a_checkpoint(tmp_pa
 
     wait_until(lambda: status(out)["step"] > 2, "no steps", 120)
     running = status(out)
-    assert running["status"] == "running" and running["loss"] > 0 and running["tokens_per_second"] > 0
+    assert (
+        running["status"] == "running" and running["loss"] > 0 and running["tokens_per_second"] > 0
+    )
     assert running["eta_seconds"] > 0
     assert "error[SW6006]" in shardwright("run", out).stderr
     assert "error[SW6006]" in shardwright("run", out, "--detach").stderr
 
     following = subprocess.Popen(
-        [sys.executable, "-m", "shardwright", "logs", str(out), "-f"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "shardwright", "logs", str(out), "-f"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     stopped = must(shardwright("stop", out))
     assert "preempted at step" in stopped.stdout
@@ -56,7 +60,10 @@ def test_a_detached_run_outlives_its_terminal_and_stops_with_a_checkpoint(tmp_pa
     assert status(out)["status"] == "preempted"
     shown, _ = following.communicate(timeout=60)
     assert '"step": 3,' in shown
-    assert "rank 1: connecting to the other ranks" in must(shardwright("logs", out, "--rank", "1")).stdout
+    assert (
+        "rank 1: connecting to the other ranks"
+        in must(shardwright("logs", out, "--rank", "1")).stdout
+    )
     assert "error[SW6305]" in shardwright("logs", out, "--rank", "2").stderr
     assert "preempted at step" in (out / "run" / "logs" / "run.log").read_text()
 

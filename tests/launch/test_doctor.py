@@ -25,7 +25,10 @@ from tests.parity.harness import must, shardwright
 @pytest.mark.launch
 def test_one_machine(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.zeros((8, 32), dtype=np.int32))
-    changes = {"data": {"kind": "tokens", "path": "tokens.npy"}, "launch.env.GLOO_SOCKET_IFNAME": "lo"}
+    changes = {
+        "data": {"kind": "tokens", "path": "tokens.npy"},
+        "launch.env.GLOO_SOCKET_IFNAME": "lo",
+    }
     must(shardwright("compile", write_recipe(changes), "-o", tmp_path / "out"))
     well = must(shardwright("doctor", tmp_path / "out"))
     assert "all is well" in well.stdout and "\nred" not in well.stdout
@@ -40,7 +43,9 @@ def test_one_machine(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     assert ill.returncode == 1
     problems = [p for check in json.loads(ill.stdout)["checks"] for p in check["problems"]]
     assert [p["code"] for p in problems] == ["SW5311", "SW5307"]
-    assert str(tmp_path / "tokens.npy") in problems[0]["message"] and "ens77" in problems[1]["message"]
+    assert (
+        str(tmp_path / "tokens.npy") in problems[0]["message"] and "ens77" in problems[1]["message"]
+    )
 
 
 @pytest.fixture
@@ -61,7 +66,12 @@ def two_nodes(write_recipe: Callable[..., Path], tmp_path: Path) -> Path:
     ],
 )
 def test_a_hostfile_that_is_not_the_plan_s_cluster(
-    hostfile: str | None, code: str, words: str, two_nodes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hostfile: str | None,
+    code: str,
+    words: str,
+    two_nodes: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = []
     if hostfile is not None:
@@ -73,7 +83,10 @@ def test_a_hostfile_that_is_not_the_plan_s_cluster(
 
 
 def test_without_ssh(
-    two_nodes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    two_nodes: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
@@ -87,13 +100,20 @@ def test_hosts_that_do_not_answer_are_not_said_to_be_well(two_nodes: Path, tmp_p
     if shutil.which("ssh") is not None:
         done = shardwright("doctor", two_nodes, "--hostfile", tmp_path / "hosts")
         assert done.returncode == 1 and "\nok " not in done.stdout
-        assert done.stdout.count("SW5301") == 2 and done.stdout.endswith("2 found; nothing was started\n")
+        assert done.stdout.count("SW5301") == 2 and done.stdout.endswith(
+            "2 found; nothing was started\n"
+        )
 
 
 def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
-    assumed = Assumed(intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False)
+    assumed = Assumed(
+        intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False
+    )
     met = [
-        ProbedHost(host=host, met=Met(sum=2, links=LinkRates(to_next=to_next, all_reduce=30e9, local=local)))
+        ProbedHost(
+            host=host,
+            met=Met(sum=2, links=LinkRates(to_next=to_next, all_reduce=30e9, local=local)),
+        )
         for host, to_next, local in (("a", 48e9, 400e9), ("b", 12.5e9, 100e9))
     ]
     check = links(met, assumed)
@@ -103,11 +123,17 @@ def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
     assert "--set cluster.inter_node_gbits_per_second=100" in between.help
     assert "--set cluster.intra_node_gbytes_per_second=100" in inside.help
     assert "100 Gb/s between hosts (b -> a is the slowest), 400 planned" in check.told
-    assert not is_red(check) and "warn links" in as_text([check]) and json.loads(as_json([check]))["ok"]
+    assert (
+        not is_red(check)
+        and "warn links" in as_text([check])
+        and json.loads(as_json([check]))["ok"]
+    )
 
 
 def test_what_is_not_measured_is_not_judged() -> None:
-    assumed = Assumed(intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False)
+    assumed = Assumed(
+        intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False
+    )
     assert not links([ProbedHost(host="a", met=Met(sum=1))], assumed).problems
     assert not links([ProbedHost(host="a")], assumed).problems
 

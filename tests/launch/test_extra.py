@@ -1,4 +1,5 @@
-"""Monitoring asked for in `extra` is there after a run; every key that may stand there leaves checkpoints whole."""
+"""Monitoring asked for in `extra` is there after a run; every key that may stand there leaves
+checkpoints whole."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import pytest
 
 from shardwright.ir.apart import series_apart
 from tests.launch.extra_keys import HALF_RELATIVE, LAYOUTS, RESUMED_ON, cases, name, tried
-from tests.parity.harness import LOSS_ABSOLUTE, STEPS, Case, metrics, must, recipe, shardwright, write_inputs
+from tests.parity.harness import (
+    LOSS_ABSOLUTE,
+    STEPS,
+    Case,
+    metrics,
+    must,
+    recipe,
+    shardwright,
+    write_inputs,
+)
 
 pytestmark = pytest.mark.launch
 
@@ -41,19 +51,28 @@ def test_csv_monitor_and_wall_clock_breakdown(tmp_path: Path) -> None:
 def test_every_key_resumes_on_another_layout(
     tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
 ) -> None:
-    """What may stand in `extra` changes neither the training nor what another layout makes of its checkpoint."""
+    """What may stand in `extra` changes neither the training nor what another layout makes of its
+    checkpoint."""
     found = tried(tmp_path)
     assert not {case: figures["error"] for case, figures in found.items() if "error" in figures}
     for key, layout in cases():
         figures = found[name(key, layout)]
         apart = {
-            "resumed": series_apart(figures["resumed"]["losses"], figures["run"]["losses"], relative=True),
+            "resumed": series_apart(
+                figures["resumed"]["losses"], figures["run"]["losses"], relative=True
+            ),
             # fp16's scale decides which updates are made.
-            "plain": series_apart(figures["run"]["losses"], found[name("", layout)]["run"]["losses"])
+            "plain": series_apart(
+                figures["run"]["losses"], found[name("", layout)]["run"]["losses"]
+            )
             if not layout.startswith("fp16")
             else 0.0,
         }
         proved("extra", name(key, layout), {**apart, "resumed_on": RESUMED_ON[layout]})
         assert apart["plain"] <= LOSS_ABSOLUTE, (key, layout, figures)
         half = LAYOUTS[layout].precision != "fp32"
-        assert apart["resumed"] <= (HALF_RELATIVE if half else LOSS_ABSOLUTE), (key, layout, figures)
+        assert apart["resumed"] <= (HALF_RELATIVE if half else LOSS_ABSOLUTE), (
+            key,
+            layout,
+            figures,
+        )

@@ -1,5 +1,6 @@
-"""Faults in saving, done to runs of two real ranks: what they leave, what the next `run` does, and that the losses are
-those of a run without a fault. The same in a forked process, for every day: tests/faults."""
+"""Faults in saving, done to runs of two real ranks: what they leave, what the next `run` does, and
+that the losses are those of a run without a fault. The same in a forked process, for every day:
+tests/faults."""
 
 from __future__ import annotations
 
@@ -86,8 +87,13 @@ def killed(out: Path, phase: str, step: int, rank: int) -> str:
 
 def said(done: subprocess.CompletedProcess[str]) -> str:
     """Errors, warnings and notes, without this machine's paths."""
-    lines = re.findall(r"^(?:error\[|warning\[|fetching |waiting |the run on ).*", done.stdout + done.stderr, re.M)
-    text = "; ".join(re.sub(r"process \d+|\d+ s for a sign", "...", re.sub(r"(file://)?/\S*/", "", x)) for x in lines)
+    lines = re.findall(
+        r"^(?:error\[|warning\[|fetching |waiting |the run on ).*", done.stdout + done.stderr, re.M
+    )
+    text = "; ".join(
+        re.sub(r"process \d+|\d+ s for a sign", "...", re.sub(r"(file://)?/\S*/", "", x))
+        for x in lines
+    )
     assert "Traceback" not in done.stderr
     return re.sub(r"host [\w.-]+", "host ...", text)
 
@@ -99,11 +105,18 @@ def remaining(out: Path) -> dict[str, list[str]]:
         for _, path in published_steps(root):
             if root.name == "checkpoints" or (path / "SHA256SUMS").exists():
                 assert damage(path, contents=True) is None, path
-    return {name: sorted(p.name for p in root.iterdir()) for name, root in roots.items() if root.exists()}
+    return {
+        name: sorted(p.name for p in root.iterdir())
+        for name, root in roots.items()
+        if root.exists()
+    }
 
 
 def numbers(out: Path) -> list[tuple[float, ...]]:
-    return [tuple(m[key] for key in ("step", "loss", "grad_norm", "learning_rate")) for m in metrics(out)]
+    return [
+        tuple(m[key] for key in ("step", "loss", "grad_norm", "learning_rate"))
+        for m in metrics(out)
+    ]
 
 
 def goes_on(out: Path, whole: Path) -> str:
@@ -111,7 +124,9 @@ def goes_on(out: Path, whole: Path) -> str:
     done = must(shardwright("run", out))
     assert numbers(out) == numbers(whole)
     left = remaining(out)
-    assert [name for name in left["checkpoints"] if not name.startswith(".before")] == [step_name(s) for s in LAST]
+    assert [name for name in left["checkpoints"] if not name.startswith(".before")] == [
+        step_name(s) for s in LAST
+    ]
     if "copies" in left:
         assert left["copies"][-1] == step_name(STEPS) and len(left["copies"]) == 1 + KEEP
     return said(done)
@@ -121,31 +136,50 @@ def goes_on(out: Path, whole: Path) -> str:
 @pytest.mark.parametrize("phase", PHASES)
 def test_kill_9(phase: str, tmp_path: Path, whole: Path, proved: Proved) -> None:
     out, step = compiled(tmp_path), STEPS - EVERY
-    rank = 1 if phase == "writing the fragments" else 0  # what follows the publication is planted where that is called
+    rank = (
+        1 if phase == "writing the fragments" else 0
+    )  # what follows the publication is planted where that is called
     first = killed(out, phase, step, rank)
     left = remaining(out)
     proved(
         "faults",
         f"kill -9 of rank {rank} {phase}",
-        {"step": step, "remained": left, "said": first, "then": goes_on(out, whole), "same_losses": True},
+        {
+            "step": step,
+            "remained": left,
+            "said": first,
+            "then": goes_on(out, whole),
+            "same_losses": True,
+        },
     )
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("damaged", DAMAGES)
 @pytest.mark.parametrize("copied", [False, True])
-def test_damaged(damaged: str, copied: bool, tmp_path: Path, at_step_6: Path, whole: Path, proved: Proved) -> None:
+def test_damaged(
+    damaged: str, copied: bool, tmp_path: Path, at_step_6: Path, whole: Path, proved: Proved
+) -> None:
     shutil.copytree(at_step_6.parent, tmp_path, dirs_exist_ok=True)
     out = tmp_path / "out"
     if copied:
         must(
             shardwright(
-                "compile", tmp_path / "recipe.yaml", "-o", out, "--set", f"checkpoint.upload_to=file://{tmp_path}/store"
+                "compile",
+                tmp_path / "recipe.yaml",
+                "-o",
+                out,
+                "--set",
+                f"checkpoint.upload_to=file://{tmp_path}/store",
             )
         )
     else:
         shutil.rmtree(tmp_path / "store")
-        must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out, "--set", "checkpoint.upload_to=null"))
+        must(
+            shardwright(
+                "compile", tmp_path / "recipe.yaml", "-o", out, "--set", "checkpoint.upload_to=null"
+            )
+        )
     spoil, why = DAMAGES[damaged]
     spoil(out / "checkpoints" / "step-00000006")
     then = goes_on(out, whole)
@@ -161,7 +195,16 @@ def test_a_full_disk(full: str, tmp_path: Path, whole: Path, proved: Proved) -> 
     out = compiled(tmp_path, upload=full == "store")
     at = out / "checkpoints" if full == "checkpoints" else tmp_path / "store"
     one = size_of(whole / "checkpoints" / step_name(STEPS))
-    command = [*ON_A_SMALL_DISK, str(at), str(one * 5 // 2), str(one * 5), sys.executable, "-m", "shardwright", "run"]
+    command = [
+        *ON_A_SMALL_DISK,
+        str(at),
+        str(one * 5 // 2),
+        str(one * 5),
+        sys.executable,
+        "-m",
+        "shardwright",
+        "run",
+    ]
     done = subprocess.run([*command, str(out)], capture_output=True, text=True, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["second"] == 0 and numbers(out) == numbers(whole)
@@ -170,9 +213,21 @@ def test_a_full_disk(full: str, tmp_path: Path, whole: Path, proved: Proved) -> 
         assert found["first"] == 3 and "error[SW6205]" in told and "No space left on device" in told
         assert found["between"] == ["step-00000002", "step-00000004"]
     else:
-        assert found["first"] == 3 and "warning[SW6208]" in told and "step-00000006 is on this disk only" in told
-    names = "the disk of the checkpoints" if full == "checkpoints" else "the disk of the copies: an upload fails midway"
-    proved("faults", f"a full disk, {names}", {"remained": found["between"], "said": told, "same_losses": True})
+        assert (
+            found["first"] == 3
+            and "warning[SW6208]" in told
+            and "step-00000006 is on this disk only" in told
+        )
+    names = (
+        "the disk of the checkpoints"
+        if full == "checkpoints"
+        else "the disk of the copies: an upload fails midway"
+    )
+    proved(
+        "faults",
+        f"a full disk, {names}",
+        {"remained": found["between"], "said": told, "same_losses": True},
+    )
 
 
 def steps(out: Path) -> int:
@@ -204,8 +259,9 @@ def stopped(out: Path, process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.prove
 def test_two_runs(tmp_path: Path, proved: Proved) -> None:
-    """A second launch by launch.sh and by `run`, a compile, one from where the run's processes cannot be seen, with the
-    lease's clock a day off, and a run of another folder into the same checkpoints."""
+    """A second launch by launch.sh and by `run`, a compile, one from where the run's processes
+    cannot be seen, with the lease's clock a day off, and a run of another folder into the same
+    checkpoints."""
     out, process = long_run(tmp_path)
     other = tmp_path / "other"
     shared = f"checkpoint.directory={out}/checkpoints"
@@ -213,25 +269,45 @@ def test_two_runs(tmp_path: Path, proved: Proved) -> None:
     by_hand = start(out, tmp_path, free_port())
     output, _ = by_hand.communicate(timeout=120)
     assert by_hand.returncode != 0 and "another run of" in output, output[-3000:]
-    table = {"launch.sh by hand": "error[SW6006]: another run of the folder is alive: host, process"}
+    table = {
+        "launch.sh by hand": "error[SW6006]: another run of the folder is alive: host, process"
+    }
     for name, arguments in {
         "run": ("run", out, "--resume", "never"),
         "compile": ("compile", tmp_path / "recipe.yaml", "-o", out),
-        "run of another folder with the same checkpoint.directory": ("run", other, "--resume", "never"),
+        "run of another folder with the same checkpoint.directory": (
+            "run",
+            other,
+            "--resume",
+            "never",
+        ),
     }.items():
         done = shardwright(*arguments)
         assert done.returncode == 1, (name, done.stdout, done.stderr)
         table[name] = said(done)
-    assert "writes its checkpoints to" in table["run of another folder with the same checkpoint.directory"]
+    assert (
+        "writes its checkpoints to"
+        in table["run of another folder with the same checkpoint.directory"]
+    )
     for days in (1, -1):
         at = time.time() + days * 86400
         os.utime(out / "run" / "lease", (at, at))
         command = [*ANOTHER_PROCESS_TABLE, sys.executable, "-m", "shardwright", "compile"]
-        done = subprocess.run([*command, str(tmp_path / "recipe.yaml"), "-o", str(out)], capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, str(tmp_path / "recipe.yaml"), "-o", str(out)],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 1 and "SW5106" in done.stderr, done.stderr
-        table[f"from another host, the clock of its lease {'ahead' if days > 0 else 'back'} a day"] = said(done)
+        table[
+            f"from another host, the clock of its lease {'ahead' if days > 0 else 'back'} a day"
+        ] = said(done)
     stopped(out, process)
-    proved("faults", "two runs at once", {"said": table, "the first": "not disturbed, preempted by its user"})
+    proved(
+        "faults",
+        "two runs at once",
+        {"said": table, "the first": "not disturbed, preempted by its user"},
+    )
 
 
 @pytest.mark.prove
@@ -243,7 +319,11 @@ def test_a_stale_lock(tmp_path: Path, whole: Path, proved: Proved) -> None:
         each.send_signal(signal.SIGKILL)
     process.wait()
     assert (out / "run" / "lease").exists()
-    must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out, "--set", f"training.steps={STEPS}"))
+    must(
+        shardwright(
+            "compile", tmp_path / "recipe.yaml", "-o", out, "--set", f"training.steps={STEPS}"
+        )
+    )
     reached = steps(out)
     again = shardwright("run", out)
     assert again.returncode == 0 and "ended without a word" in again.stderr, again.stderr

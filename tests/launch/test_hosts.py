@@ -84,7 +84,9 @@ def _launch_each(made: list[Host], out: Path, named: Path) -> list[subprocess.Po
 
 
 @pytest.mark.parametrize("victim", [3, 0])
-def test_a_rank_killed_during_a_step_is_named_and_nothing_is_left(victim: int, tmp_path: Path) -> None:
+def test_a_rank_killed_during_a_step_is_named_and_nothing_is_left(
+    victim: int, tmp_path: Path
+) -> None:
     with hosts(2, tmp_path / "net") as made:
         out = _compiled_to_last(tmp_path)
         seconds = _kill_and_expect(made, out, hostfile(made, TWO, tmp_path), victim)
@@ -98,7 +100,11 @@ def test_twenty_killed_ranks_are_named(tmp_path: Path, proved: Any) -> None:
         named = hostfile(made, TWO, tmp_path)
         seconds = [_kill_and_expect(made, out, named, victim=3 - k % 4) for k in range(20)]
         assert max(seconds) < 30
-        proved("hosts", "kill -9 of a rank, two hosts", {"repetitions": 20, "seconds_at_most": max(seconds)})
+        proved(
+            "hosts",
+            "kill -9 of a rank, two hosts",
+            {"repetitions": 20, "seconds_at_most": max(seconds)},
+        )
 
 
 def test_a_rank_killed_under_launch_sh_alone_is_written_down(tmp_path: Path) -> None:
@@ -106,13 +112,20 @@ def test_a_rank_killed_under_launch_sh_alone_is_written_down(tmp_path: Path) -> 
     with hosts(2, tmp_path / "net") as made:
         out = compiled(replace(TWO, launcher="no_ssh"), tmp_path, steps=4000)
         started = _launch_each(made, out, hostfile(made, TWO, tmp_path))
-        wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, started[0])
+        wait_for(
+            lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, started[0]
+        )
         made[1].must("kill", "-9", _live(out, 3)["pid"])
         for process in started:
             process.communicate(timeout=60)
             assert process.returncode != 0
         status = json.loads((out / "run" / "status.json").read_text())
-        assert (status["status"], status["rank"], status["host"], status["stage"]) == ("failed", 3, "b", 1)
+        assert (status["status"], status["rank"], status["host"], status["stage"]) == (
+            "failed",
+            3,
+            "b",
+            1,
+        )
         _expect_nothing_left(made)
 
 
@@ -121,12 +134,16 @@ def test_a_host_that_goes_away_is_named_and_its_ranks_end_themselves(tmp_path: P
     with hosts(2, tmp_path / "net") as made:
         out = _compiled_to_last(tmp_path)
         process = start(made[0], "run", out, "--hostfile", hostfile(made, TWO, tmp_path))
-        wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
+        wait_for(
+            lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process
+        )
         made[1].must("ip", "link", "set", "eth0", "down")
         began = time.monotonic()
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 3 and time.monotonic() - began < 60
-        assert re.search(r"error\[SW6301\]: rank [23] \(stage 1, host b\): gone without a word", errors), errors
+        assert re.search(
+            r"error\[SW6301\]: rank [23] \(stage 1, host b\): gone without a word", errors
+        ), errors
         _expect_nothing_left(made)
 
 
@@ -146,9 +163,13 @@ def test_an_interrupt_ends_the_ranks_on_every_host(tmp_path: Path) -> None:
     with hosts(2, tmp_path / "net") as made:
         out = _compiled_to_last(tmp_path)
         process = start(made[0], "run", out, "--hostfile", hostfile(made, TWO, tmp_path))
-        wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
+        wait_for(
+            lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process
+        )
         environment = made[1].must("cat", f"/proc/{_live(out, 3)['pid']}/environ").split("\0")
-        assert "GLOO_SOCKET_IFNAME=eth0" in environment and "TEST_TOKEN=passed-through" in environment
+        assert (
+            "GLOO_SOCKET_IFNAME=eth0" in environment and "TEST_TOKEN=passed-through" in environment
+        )
         (pid,) = (line.split()[0] for line in made[0].processes() if "shardwright run" in line)
         made[0].must("kill", "-INT", pid)
         process.communicate(timeout=120)
@@ -160,7 +181,15 @@ def _compiled_to_last(folder: Path) -> Path:
     """A run that does not end by itself, with values that DeepSpeed forwards by file only."""
     out = compiled(TWO, folder, steps=4000)
     overrides = ("launch.env.GLOO_SOCKET_IFNAME=eth0", "launch.env_from=[TEST_TOKEN]")
-    must(shardwright("compile", folder / "recipe.yaml", "-o", out, *(w for o in overrides for w in ("--set", o))))
+    must(
+        shardwright(
+            "compile",
+            folder / "recipe.yaml",
+            "-o",
+            out,
+            *(w for o in overrides for w in ("--set", o)),
+        )
+    )
     return out
 
 
@@ -170,11 +199,14 @@ def _live(out: Path, rank: int) -> dict[str, Any]:
 
 def _expect_nothing_left(made: list[Host]) -> None:
     for host in made:
-        wait_until(lambda host=host: not host.processes(), f"left on {host.name}: {host.processes()}")
+        wait_until(
+            lambda host=host: not host.processes(), f"left on {host.name}: {host.processes()}"
+        )
 
 
 def _kill_and_expect(made: list[Host], out: Path, named: Path, victim: int) -> float:
-    """kill -9 of one rank in the middle of training; seconds until `run` is back with the right answer."""
+    """kill -9 of one rank in the middle of training; seconds until `run` is back with the right
+    answer."""
     (out / "run" / "metrics.jsonl").unlink(missing_ok=True)  # an earlier attempt's
     process = start(made[0], "run", out, "--hostfile", named, "--resume", "never")
     wait_for(lambda: (out / "run" / "metrics.jsonl").exists() and len(metrics(out)) > 2, process)
@@ -186,9 +218,17 @@ def _kill_and_expect(made: list[Host], out: Path, named: Path, victim: int) -> f
     seconds = time.monotonic() - began
     assert process.returncode == 3, errors
     stage = victim // 2
-    assert f"error[SW6301]: rank {victim} (stage {stage}, host {host.name}): killed (signal 9)" in errors, errors
+    assert (
+        f"error[SW6301]: rank {victim} (stage {stage}, host {host.name}): killed (signal 9)"
+        in errors
+    ), errors
     status = json.loads((out / "run" / "status.json").read_text())
-    assert (status["status"], status["rank"], status["host"], status["stage"]) == ("failed", victim, host.name, stage)
+    assert (status["status"], status["rank"], status["host"], status["stage"]) == (
+        "failed",
+        victim,
+        host.name,
+        stage,
+    )
     _expect_nothing_left(made)
     return seconds
 
@@ -204,14 +244,17 @@ def test_doctor_finds_each_fault_on_its_host_in_time(tmp_path: Path) -> None:
         assert code == 0 and told["ok"], told
         said = {check["name"]: check["told"] for check in told["checks"]}
         assert said["all-reduce"] == "over all hosts"
-        assert re.match(r"[\d.]+ Gb/s between hosts \(\w -> \w is the slowest\); [\d.]+ Gb/s a host", said["links"]), (
-            said
-        )
+        assert re.match(
+            r"[\d.]+ Gb/s between hosts \(\w -> \w is the slowest\); [\d.]+ Gb/s a host",
+            said["links"],
+        ), said
 
         site, version = Path(deepspeed.__file__).parents[1], metadata.version("deepspeed")
         path = site / f"deepspeed-{version}.dist-info" / "METADATA"
         b.over_mount(path, "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.9\n", tmp_path)
-        assert _red(_doctor(a, out, named)) == ["SW5302 b: deepspeed 0.19.9, the plan was made with 0.19.8"]
+        assert _red(_doctor(a, out, named)) == [
+            "SW5302 b: deepspeed 0.19.9, the plan was made with 0.19.8"
+        ]
 
         c.must("ip", "link", "set", "eth0", "down")
         code, told = _doctor(a, out, named)
@@ -235,7 +278,9 @@ def test_doctor_finds_a_wrong_interface_name(tmp_path: Path) -> None:
 
 def _doctor(host: Host, out: Path, named: Path) -> tuple[int, dict[str, Any]]:
     began = time.monotonic()
-    done = host.run(sys.executable, "-m", "shardwright", "doctor", out, "--hostfile", named, "--json")
+    done = host.run(
+        sys.executable, "-m", "shardwright", "doctor", out, "--hostfile", named, "--json"
+    )
     assert time.monotonic() - began < 20
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -244,4 +289,8 @@ def _doctor(host: Host, out: Path, named: Path) -> tuple[int, dict[str, Any]]:
 def _red(answer: tuple[int, dict[str, Any]]) -> list[str]:
     code, told = answer
     assert code == 1
-    return [f"{problem['code']} {problem['message']}" for check in told["checks"] for problem in check["problems"]]
+    return [
+        f"{problem['code']} {problem['message']}"
+        for check in told["checks"]
+        for problem in check["problems"]
+    ]

@@ -1,4 +1,5 @@
-"""A model by its hub id, from the cache alone: compiled, trained in a pipeline, equal to the plain process."""
+"""A model by its hub id, from the cache alone: compiled, trained in a pipeline, equal to the plain
+process."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def test_pretrained_weights_of_the_cache_train_without_a_network(
     lines, weights = run_case(case, tmp_path)
 
     model = json.loads((tmp_path / "out" / "plan.json").read_text())["model"]
-    assert (model["revision"], model["weights_path"]) == (COMMIT, str(repository / "snapshots" / COMMIT))
+    assert (model["revision"], model["weights_path"]) == (
+        COMMIT,
+        str(repository / "snapshots" / COMMIT),
+    )
     difference = difference_of(lines, weights, reference(case, tokens))
     assert difference.loss_absolute <= LOSS_ABSOLUTE, difference
     assert difference.norm_relative <= NORM_RELATIVE, difference

@@ -1,4 +1,5 @@
-"""No text of a recipe runs as a command on any host, with the real `deepspeed`, pdsh and sshd between them."""
+"""No text of a recipe runs as a command on any host, with the real `deepspeed`, pdsh and sshd
+between them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ from tests.unit.launchers.test_injection import HOSTILE
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
 TWO = Case(model="gpt2", pipeline=2, nodes=2)
-FIELDS = ("data.path", "checkpoint.directory", "launch.setup_script", "launch.env", "launch.master_addr", "name")
+FIELDS = (
+    "data.path",
+    "checkpoint.directory",
+    "launch.setup_script",
+    "launch.env",
+    "launch.master_addr",
+    "name",
+)
 
 
 def hostile_recipe(folder: Path, text: str, fields: tuple[str, ...]) -> Path:
@@ -44,7 +52,10 @@ def hostile_recipe(folder: Path, text: str, fields: tuple[str, ...]) -> Path:
 
 def pwned(folder: Path) -> list[Path]:
     """Where a hostile command can have been: the folder, where ssh lands, and here."""
-    return [*folder.rglob("pwned"), *(p for p in (Path.home() / "pwned", Path("pwned"), Path("/pwned")) if p.exists())]
+    return [
+        *folder.rglob("pwned"),
+        *(p for p in (Path.home() / "pwned", Path("pwned"), Path("/pwned")) if p.exists()),
+    ]
 
 
 def test_no_text_runs_on_any_host(tmp_path: Path) -> None:
@@ -75,7 +86,13 @@ def test_no_text_runs_on_any_host(tmp_path: Path) -> None:
             compiled = compile_recipe(load_recipe(hostile_recipe(folder, text, tuple(taken))))
             write_folder(folder / "out", compiled.files)
             done = made[0].run(
-                sys.executable, "-m", "shardwright", "run", folder / "out", "--hostfile", tmp_path / "hostfile"
+                sys.executable,
+                "-m",
+                "shardwright",
+                "run",
+                folder / "out",
+                "--hostfile",
+                tmp_path / "hostfile",
             )
             status = json.loads((folder / "out" / "run" / "status.json").read_text())
             assert (done.returncode, status["status"]) == (0, "done"), (text, taken, done.stderr)
@@ -85,13 +102,24 @@ def test_no_text_runs_on_any_host(tmp_path: Path) -> None:
 
 
 def test_the_canary_sings_over_pdsh(tmp_path: Path) -> None:
-    """DeepSpeed's own command line does run such a text, on every host: the test above would see it."""
+    """DeepSpeed's own command line does run such a text, on every host: the test above would see
+    it."""
     (tmp_path / "script.py").write_text("print('here')\n")
     (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\n")
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     with hosts(2, tmp_path / "net") as made:
-        options = ["--hostfile", tmp_path / "hostfile", "--no_ssh_check", "--master_addr", made[0].address]
-        command = [*options, tmp_path / "script.py", f"--note=$(touch {tmp_path}/pwned-$(hostname))"]
+        options = [
+            "--hostfile",
+            tmp_path / "hostfile",
+            "--no_ssh_check",
+            "--master_addr",
+            made[0].address,
+        ]
+        command = [
+            *options,
+            tmp_path / "script.py",
+            f"--note=$(touch {tmp_path}/pwned-$(hostname))",
+        ]
         environment = ["env", f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"]
         made[0].run(*environment, launcher, *command, timeout=120)
     assert {path.name for path in tmp_path.glob("pwned-*")} == {"pwned-a", "pwned-b"}

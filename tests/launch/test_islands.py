@@ -1,4 +1,5 @@
-"""Islands that die, come back and lose their store: the others go on, and nothing is trained otherwise."""
+"""Islands that die, come back and lose their store: the others go on, and nothing is trained
+otherwise."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def test_an_island_killed_in_mid_round_comes_back(
 
 @pytest.mark.prove
 def test_a_late_newcomer(
-    tmp_path: Path, start: Callable[..., Process], proved: Callable[[str, str, dict[str, Any]], None]
+    tmp_path: Path,
+    start: Callable[..., Process],
+    proved: Callable[[str, str, dict[str, Any]], None],
 ) -> None:
     outer = OUTER["nesterov"]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=5.0)
@@ -116,14 +119,20 @@ def test_without_the_store_islands_save_stop_and_go_on(
     listening(start, out)
     islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
     assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], islands[0].said
-    assert [(r["step"], r["members"]) for r in rounds(out)] == [(4, [0, 1]), (8, [0, 1]), (12, [0, 1])]
+    assert [(r["step"], r["members"]) for r in rounds(out)] == [
+        (4, [0, 1]),
+        (8, [0, 1]),
+        (12, [0, 1]),
+    ]
     replayed(CASE, out, tokens, outer)
 
 
 @pytest.mark.parametrize("kind", ["nesterov", pytest.param("overlap-2", marks=pytest.mark.prove)])
-def test_a_store_whose_disk_is_full_stops_and_no_island_trains_on_alone(tmp_path: Path, kind: str) -> None:
-    """At the second outer step. The record is whole, every island has a checkpoint, and what they train once there is
-    space again is what they train where nothing went wrong."""
+def test_a_store_whose_disk_is_full_stops_and_no_island_trains_on_alone(
+    tmp_path: Path, kind: str
+) -> None:
+    """At the second outer step. The record is whole, every island has a checkpoint, and what they
+    train once there is space again is what they train where nothing went wrong."""
     outer = OUTER[kind]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=5.0, save_every=STEPS)
     out = tmp_path / "out"
@@ -138,11 +147,17 @@ def test_a_store_whose_disk_is_full_stops_and_no_island_trains_on_alone(tmp_path
     assert (again["store"], again["islands"], again["statuses"]) == (0, [0, 0], ["done"] * 2), again
     (out / "run").mkdir(exist_ok=True)
     (out / "run" / "rounds.jsonl").write_text(again["record"])  # the disk went with the process
-    assert [(r["step"], r["members"]) for r in rounds(out)] == [(4, [0, 1]), (8, [0, 1]), (12, [0, 1])]
+    assert [(r["step"], r["members"]) for r in rounds(out)] == [
+        (4, [0, 1]),
+        (8, [0, 1]),
+        (12, [0, 1]),
+    ]
     replayed(CASE, out, tokens, outer)
 
 
-def test_a_store_whose_output_nobody_reads_serves_its_islands(tmp_path: Path, start: Callable[..., Process]) -> None:
+def test_a_store_whose_output_nobody_reads_serves_its_islands(
+    tmp_path: Path, start: Callable[..., Process]
+) -> None:
     """`outer-store DIR | head -0`, and a terminal that went away."""
     outer = OUTER["average"]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=DEADLINE)
@@ -181,9 +196,14 @@ def test_what_a_user_gets_wrong(tmp_path: Path, start: Callable[..., Process]) -
     must(shardwright("status", out))
 
 
-@pytest.mark.parametrize(("kind", "at"), [("overlap-2", 4), pytest.param("nesterov", 5, marks=pytest.mark.prove)])
-def test_islands_that_are_stopped_go_on(tmp_path: Path, start: Callable[..., Process], kind: str, at: int) -> None:
-    """Wherever each is: at an outer step that is on its way, one goes on without the other, and it comes back."""
+@pytest.mark.parametrize(
+    ("kind", "at"), [("overlap-2", 4), pytest.param("nesterov", 5, marks=pytest.mark.prove)]
+)
+def test_islands_that_are_stopped_go_on(
+    tmp_path: Path, start: Callable[..., Process], kind: str, at: int
+) -> None:
+    """Wherever each is: at an outer step that is on its way, one goes on without the other, and it
+    comes back."""
     outer = OUTER[kind]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=DEADLINE, save_every=STEPS)
     out = tmp_path / "out"
@@ -193,10 +213,15 @@ def test_islands_that_are_stopped_go_on(tmp_path: Path, start: Callable[..., Pro
     for k in range(ISLANDS):
         (out / f"island-{k}" / "run" / "stop").touch()
     assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], islands[0].said
-    states = [json.loads((out / f"island-{k}" / "run" / "status.json").read_text()) for k in range(ISLANDS)]
+    states = [
+        json.loads((out / f"island-{k}" / "run" / "status.json").read_text())
+        for k in range(ISLANDS)
+    ]
     assert {state["status"] for state in states} == {"preempted"}, states
     islands = [start("run", out, "--island", k) for k in range(ISLANDS)]
-    assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], islands[0].said + islands[1].said
+    assert [each.process.wait(PATIENCE) for each in islands] == [0, 0], (
+        islands[0].said + islands[1].said
+    )
     assert store.process.wait(60) == 0
     wanted = simulate(CASE, tokens, outer, [r["members"] for r in rounds(out)])
     trained = [weights(out, island, tmp_path / f"hf-{island}") for island in range(ISLANDS)]

@@ -1,5 +1,5 @@
-"""Islands that are killed, whole or by one rank, between two outer steps or inside one, and others that do not belong:
-the others go on at once, and nothing is trained otherwise."""
+"""Islands that are killed, whole or by one rank, between two outer steps or inside one, and others
+that do not belong: the others go on at once, and nothing is trained otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 
 from shardwright.islands.secret import SECRET
-from tests.launch.islands import PATIENCE, Process, Watch, comes, listening, pids, processes, replayed, step_of, until
+from tests.launch.islands import (
+    PATIENCE,
+    Process,
+    Watch,
+    comes,
+    listening,
+    pids,
+    processes,
+    replayed,
+    step_of,
+    until,
+)
 from tests.launch.turnpike import Turnpike
 from tests.parity.harness import must, shardwright
 from tests.parity.islands import ISLANDS, OUTER, free_port, one_island, rounds, write_inputs
@@ -22,8 +33,8 @@ pytestmark = [pytest.mark.launch, pytest.mark.prove]
 
 CASE, DEADLINE, WORLD = one_island(), 20.0, 2
 LONGEST_SECONDS = 5.0
-"""Without a step, for islands that lose another one: a connection that ends is heard of at once. The rest is a step, a
-checkpoint and what else this machine does."""
+"""Without a step, for islands that lose another one: a connection that ends is heard of at once.
+The rest is a step, a checkpoint and what else this machine does."""
 
 
 @pytest.fixture
@@ -43,7 +54,8 @@ def test_an_island_that_is_killed_comes_back(
     kind: str,
     proved: Callable[[str, str, dict[str, Any]], None],
 ) -> None:
-    """In the second round. Inside the sum: with one chunk and a half of each of its ranks at the store."""
+    """In the second round. Inside the sum: with one chunk and a half of each of its ranks at the
+    store."""
     outer, port, inner = OUTER[kind], free_port(), free_port()
     launch = {"outer_store": f"127.0.0.1:{port}"}
     tokens = write_inputs(CASE, tmp_path, outer, deadline=DEADLINE, launch=launch)
@@ -61,7 +73,9 @@ def test_an_island_that_is_killed_comes_back(
             os.kill(pid, signal.SIGKILL)
         until(lambda: any(r["members"] == [0] for r in rounds(out)), "island 0 waits", store)
         waited = watch.longest()
-        comes(out, store, a, start, b)  # at once, for few steps are left; island 0 goes on to the last of them
+        comes(
+            out, store, a, start, b
+        )  # at once, for few steps are left; island 0 goes on to the last of them
         assert not any(map(_lives, found)), "a rank of the island that lost one goes on"
     figures = {"longest_seconds": waited, **replayed(CASE, out, tokens, outer)}
     assert waited <= LONGEST_SECONDS, (figures, store.said)
@@ -71,18 +85,28 @@ def test_an_island_that_is_killed_comes_back(
 
 
 def test_an_island_that_does_not_belong_costs_nobody_anything(
-    tmp_path: Path, start: Callable[..., Process], proved: Callable[[str, str, dict[str, Any]], None]
+    tmp_path: Path,
+    start: Callable[..., Process],
+    proved: Callable[[str, str, dict[str, Any]], None],
 ) -> None:
-    """Another secret, and another layout: refused, while island 0 waits for the one that does belong."""
+    """Another secret, and another layout: refused, while island 0 waits for the one that does
+    belong."""
     outer = OUTER["average"]
     tokens = write_inputs(CASE, tmp_path, outer, deadline=120.0)
     out, other = tmp_path / "out", tmp_path / "other"
-    must(shardwright("compile", tmp_path / "recipe.yaml", "-o", other, "--set", "parallelism.zero_stage=3"))
+    must(
+        shardwright(
+            "compile", tmp_path / "recipe.yaml", "-o", other, "--set", "parallelism.zero_stage=3"
+        )
+    )
     store = listening(start, out)
     a = start("run", out, "--island", 0)
     until(lambda: "island 0 is here" in store.said, "island 0 does not come", a, store)
     secret = out / SECRET
-    strangers = {"SW6313": (out / "island-1", "0" * 64), "SW6316": (other / "island-1", secret.read_text())}
+    strangers = {
+        "SW6313": (out / "island-1", "0" * 64),
+        "SW6316": (other / "island-1", secret.read_text()),
+    }
     for code, (folder, own) in strangers.items():
         (folder / SECRET).parent.mkdir(parents=True, exist_ok=True)
         (folder / SECRET).write_text(own)
@@ -91,7 +115,11 @@ def test_an_island_that_does_not_belong_costs_nobody_anything(
         assert not list(folder.glob("checkpoints/step-*"))
     (out / "island-1" / SECRET).write_text(secret.read_text())
     b = start("run", out, "--island", 1)
-    assert [each.process.wait(PATIENCE) for each in (a, b, store)] == [0, 0, 0], (a.said, b.said, store.said)
+    assert [each.process.wait(PATIENCE) for each in (a, b, store)] == [0, 0, 0], (
+        a.said,
+        b.said,
+        store.said,
+    )
     figures = replayed(CASE, out, tokens, outer)
     assert figures["members"] == [[0, 1]] * 3, store.said
     proved("islands", "strangers-refused", {**figures, "verdict": "proved"})

@@ -1,4 +1,5 @@
-"""calibrate and tune on this CPU: real processes, real runs, and a plan that is made of what they took."""
+"""calibrate and tune on this CPU: real processes, real runs, and a plan that is made of what they
+took."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def test_calibrated_then_tuned(tmp_path: Path) -> None:
     assert {"gemm_efficiency", "memory_efficiency", "intra_node_efficiency"} <= set(found.constants)
     assert found.machine.ranks == 2 and found.layers and found.engine
     assert all(figure.n >= 3 for figure in found.constants.values())
-    must(shardwright("tune", recipe, "--top", "1", "--steps", "2", "-o", tmp_path / "tuned.json", "--pin"))
+    must(
+        shardwright(
+            "tune", recipe, "--top", "1", "--steps", "2", "-o", tmp_path / "tuned.json", "--pin"
+        )
+    )
     document = json.loads(recipe.read_text())
     document["cluster"]["measured"] = "tuned.json"
     recipe.write_text(json.dumps(document))

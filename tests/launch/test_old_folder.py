@@ -1,7 +1,8 @@
-"""A folder that an earlier version compiled runs as it is, and its checkpoint goes on bit for bit, there and in a
-folder that is compiled today.
+"""A folder that an earlier version compiled runs as it is, and its checkpoint goes on bit for bit,
+there and in a folder that is compiled today.
 
-tests/launch/old_folder was made at 6104a5a: a checkpoint of the fourth step of eight, and the lines of all of them.
+tests/launch/old_folder was made at 6104a5a: a checkpoint of the fourth step of eight, and the lines
+of all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ SAVED, LAST = 4, 8
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def states(folder: Path) -> dict[str, Any]:
@@ -32,7 +35,9 @@ def states(folder: Path) -> dict[str, Any]:
     step = folder / "checkpoints" / f"step-{LAST:08d}"
     files = sorted(step.glob("rank-*.safetensors"))
     assert len(files) == 2
-    return {f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
+    return {
+        f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()
+    }
 
 
 def test_an_older_folder_and_its_checkpoint_go_on(tmp_path: Path) -> None:
@@ -46,7 +51,9 @@ def test_an_older_folder_and_its_checkpoint_go_on(tmp_path: Path) -> None:
         assert f"step {SAVED + 1}/{LAST}" in told and f"done at step {LAST} of {LAST}" in told
         made, kept = lines(folder), lines(OLD)
         assert [line["step"] for line in made] == list(range(1, LAST + 1))
-        assert [line["loss"] for line in made[SAVED:]] == pytest.approx([x["loss"] for x in kept[SAVED:]], abs=1e-6)
+        assert [line["loss"] for line in made[SAVED:]] == pytest.approx(
+            [x["loss"] for x in kept[SAVED:]], abs=1e-6
+        )
     a, b = states(theirs), states(ours)
     assert a.keys() == b.keys() and len(a) > 30
     assert [name for name in a if not torch.equal(a[name], b[name])] == []

@@ -1,4 +1,5 @@
-"""A training goes on with more islands, with fewer and as one world: as one process that does the same."""
+"""A training goes on with more islands, with fewer and as one world: as one process that does the
+same."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ def compile_anew(folder: Path, islands: int, steps: int) -> Path:
     cluster |= {"islands": islands, "nodes": islands}
     training |= {"steps": steps}
     if islands == 1:
-        del cluster["islands"], cluster["inter_island_gbits_per_second"], training["outer"], launch["outer_store"]
+        del (
+            cluster["islands"],
+            cluster["inter_island_gbits_per_second"],
+            training["outer"],
+            launch["outer_store"],
+        )
     (folder / "changed.yaml").write_text(
         json.dumps({**recipe, "cluster": cluster, "training": training, "launch": launch})
     )
@@ -51,7 +57,8 @@ def compile_anew(folder: Path, islands: int, steps: int) -> Path:
 
 
 class Process:
-    """What the islands and then the one world do. Its learning rate follows the steps of each compile."""
+    """What the islands and then the one world do. Its learning rate follows the steps of each
+    compile."""
 
     def __init__(self, tokens: Any) -> None:
         self.tokens = tokens
@@ -69,7 +76,9 @@ class Process:
         self.losses[step] = []
         for k in range(taking):
             loss = mean_loss(
-                self.models[k], [{n: v[k * share : (k + 1) * share] for n, v in block.items()}], own_loss=True
+                self.models[k],
+                [{n: v[k * share : (k + 1) * share] for n, v in block.items()}],
+                own_loss=True,
             )
             loss.backward()
             self.optimizers[k].take_gradients()
@@ -84,13 +93,17 @@ class Process:
         if joins is not None:
             self.models[joins].load_state_dict(self.models[0].state_dict())
             self.optimizers[joins] = plain(self.models[joins], CASE)
-            self.optimizers[joins].adamw.load_state_dict(copy.deepcopy(self.optimizers[0].adamw.state_dict()))
+            self.optimizers[joins].adamw.load_state_dict(
+                copy.deepcopy(self.optimizers[0].adamw.state_dict())
+            )
 
 
 def test_two_islands_then_three_then_one_world_then_two(tmp_path: Path) -> None:
     write_inputs(CASE, tmp_path, OUTER["nesterov"], deadline=30.0)
     shape = ((STEPS + EVERY) * BATCH, harness.LENGTH)
-    tokens = np.random.default_rng(SEED).integers(0, MODELS[CASE.model]["vocab_size"], shape, dtype=np.int32)
+    tokens = np.random.default_rng(SEED).integers(
+        0, MODELS[CASE.model]["vocab_size"], shape, dtype=np.int32
+    )
     np.save(tmp_path / "tokens.npy", tokens)
     wanted = Process(tokens)
     out = compile_anew(tmp_path, 2, EVERY)
@@ -99,11 +112,15 @@ def test_two_islands_then_three_then_one_world_then_two(tmp_path: Path) -> None:
         wanted.train(step, 2, 2, EVERY)
     wanted.meet(2)
 
-    # A third one: it waits for the others' outer step, and takes the weights, momentum and moments of island 0.
+    # A third one: it waits for the others' outer step, and takes the weights, momentum and moments
+    # of island 0.
     compile_anew(tmp_path, 3, 2 * EVERY)
     told = must(shardwright("run", out, "--island", "all"))
     assert "SW6207" not in told.stdout + told.stderr, "the rows come in the same order"
-    assert [(r["step"], r["members"], r["joined"]) for r in rounds(out)] == [(4, [0, 1], []), (8, [0, 1], [2])]
+    assert [(r["step"], r["members"], r["joined"]) for r in rounds(out)] == [
+        (4, [0, 1], []),
+        (8, [0, 1], [2]),
+    ]
     for step in range(EVERY + 1, 2 * EVERY + 1):
         wanted.train(step, 3, 2, 2 * EVERY)
     wanted.meet(2, joins=2)
@@ -122,7 +139,11 @@ def test_two_islands_then_three_then_one_world_then_two(tmp_path: Path) -> None:
     assert list(found) == list(range(2 * EVERY + 1, STEPS + 1))
     assert max(abs(loss - wanted.losses[step][0]) for step, loss in found.items()) <= 1e-5
     must(shardwright("export", harness.newest_checkpoint(out), "-o", tmp_path / "hf"))
-    trained = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).named_parameters())
+    trained = dict(
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "hf", dtype=torch.float32
+        ).named_parameters()
+    )
     assert weights_apart(trained, dict(wanted.models[0].named_parameters())) <= 1e-5
     must(shardwright("run", out))  # it remembers what it went on from
 
@@ -132,10 +153,15 @@ def test_two_islands_then_three_then_one_world_then_two(tmp_path: Path) -> None:
     must(shardwright("run", out, "--island", "all", "--resume", harness.newest_checkpoint(out)))
     wanted.models[1].load_state_dict(wanted.models[0].state_dict())
     wanted.optimizers[1] = plain(wanted.models[1], CASE)
-    wanted.optimizers[1].adamw.load_state_dict(copy.deepcopy(wanted.optimizers[0].adamw.state_dict()))
+    wanted.optimizers[1].adamw.load_state_dict(
+        copy.deepcopy(wanted.optimizers[0].adamw.state_dict())
+    )
     for step in range(STEPS + 1, STEPS + EVERY + 1):
         wanted.train(step, 2, 2, STEPS + EVERY)
     assert rounds(out)[-1]["step"] == STEPS + EVERY and rounds(out)[-1]["members"] == [0, 1]
     for k in range(2):
         found = island_losses(out, k)
-        assert max(abs(found[s] - wanted.losses[s][k]) for s in range(STEPS + 1, STEPS + EVERY + 1)) <= 1e-5
+        assert (
+            max(abs(found[s] - wanted.losses[s][k]) for s in range(STEPS + 1, STEPS + EVERY + 1))
+            <= 1e-5
+        )

@@ -1,5 +1,5 @@
-"""A step of ours beside a step of a hand-written plain DeepSpeed script: same model, layout and batch, by turns in one
-run."""
+"""A step of ours beside a step of a hand-written plain DeepSpeed script: same model, layout and
+batch, by turns in one run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_a_step_costs_no_more_than_a_plain_scripts(
     (tmp_path / "recipe.yaml").write_text(json.dumps(document))
     out = tmp_path / "out"
     must(shardwright("compile", tmp_path / "recipe.yaml", "-o", out))
-    (out / "train.py").write_text("from tests.launch.overhead_worker import main\nraise SystemExit(main())\n")
+    (out / "train.py").write_text(
+        "from tests.launch.overhead_worker import main\nraise SystemExit(main())\n"
+    )
     must(shardwright("run", out))
 
     seconds = json.loads((out / "run" / "overhead-0.json").read_text())

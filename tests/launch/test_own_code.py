@@ -1,4 +1,5 @@
-"""A model that runs on Python code of its own trains in a pipeline, from the compiled folder's copy of that code."""
+"""A model that runs on Python code of its own trains in a pipeline, from the compiled folder's copy
+of that code."""
 
 from __future__ import annotations
 
@@ -37,15 +38,23 @@ from tests.unit.model.own_model import FILES, write_own_model
 pytestmark = pytest.mark.launch
 
 
-def test_own_code_trains_in_a_pipeline_as_one_plain_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_own_code_trains_in_a_pipeline_as_one_plain_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     case = Case(model="llama", pipeline=2, pretrained=True)
     source = write_own_model(tmp_path / "weights")
     torch.manual_seed(SEED)
-    plain = AutoModelForCausalLM.from_config(_trusted_config(source), dtype=torch.float32, trust_remote_code=True)
+    plain = AutoModelForCausalLM.from_config(
+        _trusted_config(source), dtype=torch.float32, trust_remote_code=True
+    )
     plain.save_pretrained(source)
     assert {*FILES, "model.safetensors"} <= {p.name for p in source.iterdir()}
-    tokens = np.random.default_rng(SEED).integers(0, 257, (STEPS * case.batch, LENGTH), dtype=np.int32)
+    tokens = np.random.default_rng(SEED).integers(
+        0, 257, (STEPS * case.batch, LENGTH), dtype=np.int32
+    )
     np.save(tmp_path / "tokens.npy", tokens)
     document = recipe(case, tmp_path)
     document["model"]["trust_remote_code"] = document["model"]["source"]
@@ -60,7 +69,9 @@ def test_own_code_trains_in_a_pipeline_as_one_plain_process(tmp_path: Path, monk
     assert code is not None
     must(shardwright("export", step, "-o", tmp_path / "hf", "--trust-code", code.fingerprint))
 
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, trust_remote_code=True)
+    exported = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, trust_remote_code=True
+    )
     wanted = train(
         plain,
         [token_rows(tokens, k, case.batch) for k in range(1, STEPS + 1)],

@@ -1,4 +1,5 @@
-"""A loop of one's own, word for word from the documentation; and what every run leaves: summary, curves."""
+"""A loop of one's own, word for word from the documentation; and what every run leaves: summary,
+curves."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def lines(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_documented_loop_trains_as_run_does(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_documented_loop_trains_as_run_does(
+    write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     recipe = write_recipe(CHANGES)
     for name in ("theirs", "ours"):
         must(shardwright("compile", recipe, "-o", tmp_path / name))
@@ -52,7 +55,11 @@ def test_the_documented_loop_trains_as_run_does(write_recipe: Callable[..., Path
         tmp_path / "loop.py",
         tmp_path / "theirs",
     ]
-    environment = {**os.environ, "WANDB_MODE": "offline", "PATH": f"{deepspeed.parent}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "PATH": f"{deepspeed.parent}:{os.environ['PATH']}",
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -78,9 +85,13 @@ def _check_saves(out: Path) -> None:
     for line in found:
         path = out / "checkpoints" / f"step-{line['step']:08d}"
         tensors = read_manifest(path).tensors.values()
-        elements = [len(t.states) * sum(f.numel for shard in t.shards for f in shard) for t in tensors]
+        elements = [
+            len(t.states) * sum(f.numel for shard in t.shards for f in shard) for t in tensors
+        ]
         assert 4 * sum(elements) == pytest.approx(predicted.checkpoint_gbytes * 1e9, rel=1e-12)
-        files = sum(f.stat().st_size for f in path.iterdir() if f.name.startswith(("rank-", "random-")))
+        files = sum(
+            f.stat().st_size for f in path.iterdir() if f.name.startswith(("rank-", "random-"))
+        )
         assert line["bytes"] == line["node_bytes"] == files and line["seconds"] > 0
 
 
@@ -95,7 +106,9 @@ def _check_summary(out: Path) -> None:
     seconds = sorted(line["step_seconds"] for line in metrics[3:])[4]
     assert measured["step_seconds"] == pytest.approx(seconds, rel=1e-6)
     tokens, world = metrics[0]["tokens"], len(plan["ranks"])
-    assert measured["tokens_per_second_per_gpu"] == pytest.approx(tokens / seconds / world, rel=1e-6)
+    assert measured["tokens_per_second_per_gpu"] == pytest.approx(
+        tokens / seconds / world, rel=1e-6
+    )
     assert measured["peak_bytes"] > 2**27  # a process with torch in it
 
 
@@ -115,7 +128,11 @@ def _check_curves(out: Path) -> None:
 @pytest.mark.prove
 def test_a_run_that_resumes_keeps_its_id(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    must(shardwright("compile", write_recipe({**CHANGES, "tracking": {"tensorboard": True}}), "-o", out))
+    must(
+        shardwright(
+            "compile", write_recipe({**CHANGES, "tracking": {"tensorboard": True}}), "-o", out
+        )
+    )
     must(shardwright("run", out))
     first = json.loads((out / "run" / "tracking.json").read_text())
     for name in ("step-00000010", "step-00000012"):

@@ -1,4 +1,5 @@
-"""`target: reference` through the commands: killed and resumed, exported, and its checkpoints under DeepSpeed."""
+"""`target: reference` through the commands: killed and resumed, exported, and its checkpoints under
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -61,7 +62,10 @@ def losses(out: Path, first: int = 1) -> list[float]:
 @pytest.mark.launch
 def test_trains_resumes_and_exports_as_deepspeed_does(tmp_path: Path) -> None:
     whole = compiled("reference", tmp_path, "whole")
-    assert not (whole / "ds_config.json").exists() and "deepspeed" not in (whole / "launch.sh").read_text()
+    assert (
+        not (whole / "ds_config.json").exists()
+        and "deepspeed" not in (whole / "launch.sh").read_text()
+    )
     must(shardwright("run", whole))
     wanted = metrics(whole)
     assert [m["step"] for m in wanted] == list(range(1, STEPS + 1))
@@ -80,7 +84,10 @@ def test_trains_resumes_and_exports_as_deepspeed_does(tmp_path: Path) -> None:
     must(shardwright("run", other))
     assert series_apart(losses(whole), losses(other)) <= LOSS_ABSOLUTE
     ours, theirs = exported(killed, tmp_path / "ours"), exported(other, tmp_path / "theirs")
-    assert weights_apart(dict(ours.named_parameters()), dict(theirs.named_parameters())) <= WEIGHT_ABSOLUTE
+    assert (
+        weights_apart(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+        <= WEIGHT_ABSOLUTE
+    )
     ids = torch.arange(CASE.batch * 16).view(CASE.batch, 16)
     with torch.no_grad():
         assert tensor_apart(ours(ids).logits, theirs(ids).logits) <= 1e-4

@@ -1,4 +1,5 @@
-"""A run that goes on under another layout: through the commands, and every layout on every other."""
+"""A run that goes on under another layout: through the commands, and every layout on every
+other."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ SAMPLE = [("gpt2 pp2", "gpt2 zero3-dp2"), ("gpt2 zero3-dp2", "gpt2 tp2"), ("gpt2
 
 @pytest.mark.launch
 def test_recompiled_for_another_layout_the_run_goes_on_by_itself(tmp_path: Path) -> None:
-    """Pipeline 2 x tensor 2 for four steps, then ZeRO-3 on two ranks for two, then one rank to the end."""
+    """Pipeline 2 x tensor 2 for four steps, then ZeRO-3 on two ranks for two, then one rank to the
+    end."""
     layouts = [
         (4, Case(model="gpt2", pipeline=2, tensor=2, accumulation=4)),
         (6, Case(model="gpt2", data=2, zero_stage=3)),
@@ -55,7 +57,9 @@ def test_recompiled_for_another_layout_the_run_goes_on_by_itself(tmp_path: Path)
     must(shardwright("export", newest_checkpoint(tmp_path / "whole"), "-o", tmp_path / "hf"))
     losses, wanted = ([m["loss"] for m in found] for found in (lines, metrics(tmp_path / "whole")))
     assert series_apart(losses, wanted) <= TOLERANCE
-    changed, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("changed", "hf"))
+    changed, plain = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("changed", "hf")
+    )
     assert weights_apart(changed, plain) <= WEIGHT_ABSOLUTE
 
 
@@ -68,7 +72,11 @@ def test_a_sample_of_the_matrix(tmp_path: Path) -> None:
 @pytest.mark.launch
 def test_context_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
     """Under another context degree, and under none."""
-    pairs = [("llama s2", "llama tp2"), ("llama tp2", "llama s2-zero3"), ("llama s2-zero3", "llama s2")]
+    pairs = [
+        ("llama s2", "llama tp2"),
+        ("llama tp2", "llama s2-zero3"),
+        ("llama s2-zero3", "llama s2"),
+    ]
     differences = resumed(pairs, tmp_path)
     assert set(differences) == set(pairs)
     assert max(differences.values()) <= TOLERANCE, differences
@@ -77,7 +85,11 @@ def test_context_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
 @pytest.mark.launch
 def test_expert_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
     """Under another expert degree, under context ranks, and under none."""
-    pairs = [("mixtral e2", "mixtral tp2"), ("mixtral tp2", "mixtral e2-zero3"), ("mixtral e2-zero3", "mixtral s2-e2")]
+    pairs = [
+        ("mixtral e2", "mixtral tp2"),
+        ("mixtral tp2", "mixtral e2-zero3"),
+        ("mixtral e2-zero3", "mixtral s2-e2"),
+    ]
     differences = resumed(pairs, tmp_path)
     assert set(differences) == set(pairs)
     assert max(differences.values()) <= TOLERANCE, differences
@@ -86,7 +98,11 @@ def test_expert_ranks_resume_and_are_resumed(tmp_path: Path) -> None:
 @pytest.mark.prove
 @pytest.mark.launch
 def test_expert_ranks_resume_on_wider_layouts(tmp_path: Path) -> None:
-    pairs = [("mixtral e2-tp2", "mixtral e2"), ("mixtral e2", "mixtral e2-pp2"), ("mixtral e2-pp2", "mixtral e2-tp2")]
+    pairs = [
+        ("mixtral e2-tp2", "mixtral e2"),
+        ("mixtral e2", "mixtral e2-pp2"),
+        ("mixtral e2-pp2", "mixtral e2-tp2"),
+    ]
     differences = resumed(pairs, tmp_path)
     assert set(differences) == set(pairs)
     assert max(differences.values()) <= TOLERANCE, differences

@@ -1,4 +1,5 @@
-"""A Hugging Face folder goes through the engines untrained and comes out the same bytes; trained, it is the run's."""
+"""A Hugging Face folder goes through the engines untrained and comes out the same bytes; trained,
+it is the run's."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_ten_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-def test_ten_types_in_every_layout(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+def test_ten_types_in_every_layout(
+    tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     found = round_trips([(t, layout) for t in TYPES for layout in LAYOUTS], tmp_path)
     for case, figures in found.items():
         proved("roundtrip", case, figures)

@@ -24,7 +24,10 @@ pytestmark = pytest.mark.launch
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case(model="gpt2-dropout", pipeline=2, tensor=2, checkpointing="full"), marks=pytest.mark.prove),
+        pytest.param(
+            Case(model="gpt2-dropout", pipeline=2, tensor=2, checkpointing="full"),
+            marks=pytest.mark.prove,
+        ),
         pytest.param(Case(model="llama", data=2, zero_stage=3), marks=pytest.mark.prove),
     ],
     ids=["gpt2-dropout-pp2-tp2", "llama-dp2-zero3"],
@@ -65,7 +68,9 @@ def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert len(pids) == 2
-    gone_by = time.monotonic() + 30  # the launcher has told them to end; a busy machine takes its time
+    gone_by = (
+        time.monotonic() + 30
+    )  # the launcher has told them to end; a busy machine takes its time
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < gone_by, "a rank outlived its run"
         time.sleep(0.2)
@@ -101,14 +106,21 @@ def test_no_rank_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
     assert len(pids) == 2
     process.kill()
     process.wait()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "a rank outlived its run")
+    wait_until(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "a rank outlived its run"
+    )
     # Where the launcher ends rank 0 before that can say why it ends, its heartbeat is what tells.
     seconds = HEARTBEAT_LOST_SECONDS + 10
-    wait_until(lambda: json.loads(shardwright("status", out, "--json").stdout)["status"] == "failed", "alive?", seconds)
+    wait_until(
+        lambda: json.loads(shardwright("status", out, "--json").stdout)["status"] == "failed",
+        "alive?",
+        seconds,
+    )
 
 
 def test_a_failing_rank_speaks_before_its_echo(tmp_path: Path) -> None:
-    """Rank 1 cannot read its copy of the script's model folder: its own error is shown, not gloo's on rank 0."""
+    """Rank 1 cannot read its copy of the script's model folder: its own error is shown, not gloo's
+    on rank 0."""
     out = compiled(Case(model="llama", pipeline=2), tmp_path)
     script = out / "train.py"
     script.write_text(

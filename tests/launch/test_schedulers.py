@@ -1,4 +1,5 @@
-"""Training that a scheduler starts, with parity: a real Slurm of two nodes, and mpirun (`make test-hosts`)."""
+"""Training that a scheduler starts, with parity: a real Slurm of two nodes, and mpirun (`make
+test-hosts`)."""
 
 from __future__ import annotations
 
@@ -14,17 +15,30 @@ import pytest
 
 from shardwright.recipe.slurm import options as sbatch_options
 from tests.launch.slurm_cluster import SPARE, output, slurm, state, wait_for, why_not
-from tests.parity.harness import STEPS, Case, compare, metrics, must, newest_checkpoint, recipe, write_inputs
+from tests.parity.harness import (
+    STEPS,
+    Case,
+    compare,
+    metrics,
+    must,
+    newest_checkpoint,
+    recipe,
+    write_inputs,
+)
 
 pytestmark = pytest.mark.hosts
 needs_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not())
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here: make test-hosts installs it")
+needs_mpi = pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="no mpirun here: make test-hosts installs it"
+)
 
 
 def submit(out: Path, env: dict[str, str]) -> str:
     """`shardwright run` outside an allocation; returns the job's number."""
     command = [sys.executable, "-m", "shardwright", "run", str(out)]
-    printed = must(subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)).stdout
+    printed = must(
+        subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    ).stdout
     return re.findall(r"^submitted +job (\d+)$", printed, re.M)[0]
 
 
@@ -38,9 +52,16 @@ def test_slurm_trains_over_two_nodes_like_one_process(tmp_path: Path) -> None:
 
         def start(out: Path) -> None:
             job = submit(out, env)
-            wait_for(lambda: state(env, job).get("JobState") not in ("PENDING", "CONFIGURING", "RUNNING"), 400)
+            wait_for(
+                lambda: (
+                    state(env, job).get("JobState") not in ("PENDING", "CONFIGURING", "RUNNING")
+                ),
+                400,
+            )
             assert state(env, job)["JobState"] == "COMPLETED", log(out)
-            ranks = [json.loads(path.read_text()) for path in sorted((out / "run" / "ranks").iterdir())]
+            ranks = [
+                json.loads(path.read_text()) for path in sorted((out / "run" / "ranks").iterdir())
+            ]
             assert [rank["rank"] for rank in ranks] == [0, 1]
 
         compare(Case(model="llama", pipeline=2, nodes=2, launcher="slurm"), tmp_path, start)
@@ -48,18 +69,32 @@ def test_slurm_trains_over_two_nodes_like_one_process(tmp_path: Path) -> None:
 
 @needs_slurm
 def test_slurm_queues_a_run_again_that_was_told_to_stop(tmp_path: Path) -> None:
-    """The signal that Slurm sends before the time is up: a checkpoint, the same job again, and on from there."""
+    """The signal that Slurm sends before the time is up: a checkpoint, the same job again, and on
+    from there."""
     case = Case(model="llama", data=2, nodes=2, launcher="slurm")
     write_inputs(case, tmp_path)
     document = recipe(case, tmp_path)
     document["training"] |= {"steps": 60}
     document["data"] = {"kind": "synthetic"}
-    document["launch"]["slurm"] = {"requeue": True, "time": "30:00", "constraint": "fast", "extra": ["--nice=5"]}
+    document["launch"]["slurm"] = {
+        "requeue": True,
+        "time": "30:00",
+        "constraint": "fast",
+        "extra": ["--nice=5"],
+    }
     document["launch"]["setup_script"] = "set-up.sh"
     (tmp_path / "set-up.sh").write_text("export SET_UP=$undefined-yes\ncd /\nfalse\n")
     (tmp_path / "recipe.yaml").write_text(json.dumps(document))
     out = tmp_path / "out"
-    compiler = [sys.executable, "-m", "shardwright", "compile", str(tmp_path / "recipe.yaml"), "-o", str(out)]
+    compiler = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "compile",
+        str(tmp_path / "recipe.yaml"),
+        "-o",
+        str(out),
+    ]
     must(subprocess.run(compiler, capture_output=True, text=True))
     with slurm(tmp_path / "slurm") as env:
         job = submit(out, env)
@@ -68,7 +103,9 @@ def test_slurm_queues_a_run_again_that_was_told_to_stop(tmp_path: Path) -> None:
         wait_for(lambda: state(env, job).get("Restarts") == "1", 120)
         stopped = int(newest_checkpoint(out).name.removeprefix("step-"))
         assert 2 < stopped < 60, "it was to stop on the way"
-        output(env, "scontrol", "update", f"jobid={job}", "StartTime=now")  # Slurm would wait two minutes
+        output(
+            env, "scontrol", "update", f"jobid={job}", "StartTime=now"
+        )  # Slurm would wait two minutes
         wait_for(lambda: state(env, job).get("JobState") == "COMPLETED", 300)
     lines = metrics(out)
     assert [line["step"] for line in lines] == list(range(1, 61)), log(out)
@@ -83,42 +120,91 @@ def test_slurm_takes_every_option_and_doctor_asks_it(tmp_path: Path) -> None:
     write_inputs(case, tmp_path)
     document = recipe(case, tmp_path)
     document["data"] = {"kind": "synthetic"}
-    options = {"partition": "main", "constraint": "fast&fast", "exclude": SPARE, "reservation": "ours"}
+    options = {
+        "partition": "main",
+        "constraint": "fast&fast",
+        "exclude": SPARE,
+        "reservation": "ours",
+    }
     extra = {"comment": "two words", "nice": 5, "hold": True, "mail-type": "END,FAIL"}
     document["launch"]["slurm"] = {**options, "extra": extra}
     (tmp_path / "recipe.yaml").write_text(json.dumps(document))
     out = tmp_path / "out"
-    compiler = [sys.executable, "-m", "shardwright", "compile", str(tmp_path / "recipe.yaml"), "-o", str(out)]
+    compiler = [
+        sys.executable,
+        "-m",
+        "shardwright",
+        "compile",
+        str(tmp_path / "recipe.yaml"),
+        "-o",
+        str(out),
+    ]
     must(subprocess.run(compiler, capture_output=True, text=True))
     with slurm(tmp_path / "slurm", spare=True) as env:
         help = output(env, "sbatch", "--help")
         assert set(re.findall(r"--([a-z][a-z-]+)", help)) <= {*sbatch_options()}
-        reservation = ["reservationname=ours", "users=root", "nodes=ALL", "starttime=now", "duration=10"]
+        reservation = [
+            "reservationname=ours",
+            "users=root",
+            "nodes=ALL",
+            "starttime=now",
+            "duration=10",
+        ]
         output(env, "scontrol", "create", "reservation", *reservation)
         job = submit(out, env)
         told = output(env, "scontrol", "show", "job", job)
-        for word in ("Partition=main", "Features=fast&fast", f"ExcNodeList={SPARE}", "Reservation=ours", "Nice=5"):
+        for word in (
+            "Partition=main",
+            "Features=fast&fast",
+            f"ExcNodeList={SPARE}",
+            "Reservation=ours",
+            "Nice=5",
+        ):
             assert word in told, told
-        assert "Comment=two words" in told and "JobState=PENDING" in told and "MailType=END,FAIL" in told
+        assert (
+            "Comment=two words" in told
+            and "JobState=PENDING" in told
+            and "MailType=END,FAIL" in told
+        )
         output(env, "scancel", job)
 
         doctor = [sys.executable, "-m", "shardwright", "doctor", str(out), "--json"]
         asked = subprocess.run(doctor, env=env, capture_output=True, text=True, timeout=120)
         checks = {check["name"]: check for check in json.loads(asked.stdout)["checks"]}
         assert asked.returncode == 0, asked.stdout
-        assert checks["partition"]["told"] == "main: 3 nodes" and "in partition main" in checks["job"]["told"]
+        assert (
+            checks["partition"]["told"] == "main: 3 nodes"
+            and "in partition main" in checks["job"]["told"]
+        )
         assert not checks["nodes"]["checked"] and not output(env, "squeue", "--noheader").strip()
 
-        inside = ["salloc", "--nodes=2", "--ntasks-per-node=1", "--reservation=ours", "--quiet", *doctor]
+        inside = [
+            "salloc",
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            "--reservation=ours",
+            "--quiet",
+            *doctor,
+        ]
         tried = subprocess.run(inside, env=env, capture_output=True, text=True, timeout=120)
         checks = {check["name"]: check for check in json.loads(tried.stdout)["checks"]}
         assert tried.returncode == 0, tried.stdout
-        assert checks["srun"]["told"] == "2 of 2 hosts answer" and checks["all-reduce"]["told"] == "over all hosts"
+        assert (
+            checks["srun"]["told"] == "2 of 2 hosts answer"
+            and checks["all-reduce"]["told"] == "over all hosts"
+        )
 
-        must(subprocess.run([*compiler, "--set", "launch.slurm.constraint=slow"], capture_output=True, text=True))
+        must(
+            subprocess.run(
+                [*compiler, "--set", "launch.slurm.constraint=slow"], capture_output=True, text=True
+            )
+        )
         refused = subprocess.run(doctor, env=env, capture_output=True, text=True, timeout=120)
         (problem,) = (
-            p for check in json.loads(refused.stdout)["checks"] for p in check["problems"] if p["code"] == "SW5315"
+            p
+            for check in json.loads(refused.stdout)["checks"]
+            for p in check["problems"]
+            if p["code"] == "SW5315"
         )
         assert refused.returncode == 1 and "Invalid feature specification" in problem["message"]
 
@@ -130,7 +216,11 @@ def test_openmpi_trains_like_one_process(tmp_path: Path) -> None:
 
     def start(out: Path) -> None:
         command = [sys.executable, "-m", "shardwright", "run", str(out)]
-        done = must(subprocess.run(command, env={**os.environ, **allowed}, capture_output=True, text=True, timeout=400))
+        done = must(
+            subprocess.run(
+                command, env={**os.environ, **allowed}, capture_output=True, text=True, timeout=400
+            )
+        )
         assert f"done at step {STEPS} of {STEPS}" in done.stdout
         assert "mpirun" in (out / "run" / "launcher.log").read_text()
 

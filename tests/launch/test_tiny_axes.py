@@ -17,7 +17,11 @@ STEPS = 12
 @pytest.mark.parametrize("name", ["tiny-moe-cpu", "tiny-long-cpu"])
 def test_a_ready_recipe_trains(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    must(shardwright("compile", RECIPES / f"{name}.yaml", "-o", out, "--set", f"training.steps={STEPS}"))
+    must(
+        shardwright(
+            "compile", RECIPES / f"{name}.yaml", "-o", out, "--set", f"training.steps={STEPS}"
+        )
+    )
     must(shardwright("run", out))
     losses = [line["loss"] for line in metrics(out)]
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.5, losses

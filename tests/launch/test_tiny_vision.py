@@ -49,10 +49,20 @@ def test_it_names_shapes_that_it_has_not_seen(
     by_chance = sum(shape == of_blank for _, shape in shown)
     assert right >= 0.9 * HELD_OUT, right
     assert by_chance <= 0.3 * HELD_OUT, by_chance
-    said = must(shardwright("generate", step, "--prompt", QUESTION, "--image", shown[0][0], "--tokens", 10, "--json"))
+    said = must(
+        shardwright(
+            "generate", step, "--prompt", QUESTION, "--image", shown[0][0], "--tokens", 10, "--json"
+        )
+    )
     assert json.loads(said.stdout)["text"].partition("\n")[0] == named(shown[0][0])
     proved(
         "tiny-vision",
         "recipes/tiny-vision-cpu.yaml",
-        {"right": right, "blanked": by_chance, "of": HELD_OUT, "seconds": round(seconds), "loss": losses[-1]},
+        {
+            "right": right,
+            "blanked": by_chance,
+            "of": HELD_OUT,
+            "seconds": round(seconds),
+            "loss": losses[-1],
+        },
     )

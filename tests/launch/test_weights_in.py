@@ -39,7 +39,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 65 M parameters in shards of 64 MB, compiled for pipeline 2 x tensor 2."""
     folder = tmp_path_factory.mktemp("large")
     config = dict(CONFIG)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(config.pop("model_type"), **config)
+    )
     model.save_pretrained(folder / "weights", max_shard_size="64MB")
     assert len(list((folder / "weights").glob("*.safetensors"))) > 2
     document = {
@@ -47,7 +49,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "name": "large",
         "model": {"source": "./weights"},
         "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "cpu"},
-        "training": {"sequence_length": 32, "global_batch_size": 4, "steps": 1, "precision": "fp32"},
+        "training": {
+            "sequence_length": 32,
+            "global_batch_size": 4,
+            "steps": 1,
+            "precision": "fp32",
+        },
         "data": {"kind": "synthetic"},
         "parallelism": {"tensor": 2, "pipeline": 2, "data": 1, "micro_batch_size": 1},
     }
@@ -64,14 +71,18 @@ def test_a_rank_holds_its_shard_and_a_layer(out: Path, rank: int) -> None:
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "compiler"))),
-        # What is freed goes back at once: how much the allocator keeps differs from run to run by a layer.
+        # What is freed goes back at once: how much the allocator keeps differs from run to run by a
+        # layer.
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",
     }
     done = must(
         subprocess.run(
-            [sys.executable, str(worker), str(out), str(rank)], capture_output=True, text=True, env=environment
+            [sys.executable, str(worker), str(out), str(rank)],
+            capture_output=True,
+            text=True,
+            env=environment,
         )
     )
     found = json.loads(done.stdout.splitlines()[-1])
@@ -93,7 +104,13 @@ def test_a_rank_holds_its_shard_and_a_layer(out: Path, rank: int) -> None:
 @pytest.mark.parametrize("kind", ["a head of its own", "fp8"])
 def test_a_run_starts_from_the_model_that_transformers_loads(kind: str, tmp_path: Path) -> None:
     """The first loss and the number of parameters are from_pretrained's, of the same folder."""
-    config = {**CONFIG, "hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 257}
+    config = {
+        **CONFIG,
+        "hidden_size": 96,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 257,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     model.save_pretrained(tmp_path / "weights")
     quantisation = None
@@ -110,7 +127,12 @@ def test_a_run_starts_from_the_model_that_transformers_loads(kind: str, tmp_path
         "name": "start",
         "model": {"source": "./weights"},
         "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
-        "training": {"sequence_length": 33, "global_batch_size": 2, "steps": 1, "precision": "fp32"},
+        "training": {
+            "sequence_length": 33,
+            "global_batch_size": 2,
+            "steps": 1,
+            "precision": "fp32",
+        },
         "data": {"kind": "tokens", "path": "tokens.npy", "shuffle": False, "packing": False},
         "parallelism": {"tensor": 2, "pipeline": 1, "data": 1, "micro_batch_size": 1},
     }

@@ -1,4 +1,5 @@
-"""A user's own script: a plain HF Trainer. It knows nothing of the plan but the two numbers that it repeats."""
+"""A user's own script: a plain HF Trainer. It knows nothing of the plan but the two numbers that it
+repeats."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from pathlib import Path
 import torch
 from deepspeed import ops
 from torch.utils.data import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 
@@ -60,7 +67,9 @@ arguments = TrainingArguments(
     report_to="none",
 )
 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[Report(Path(result))])
+trainer = Trainer(
+    model=model, args=arguments, train_dataset=Tokens(), callbacks=[Report(Path(result))]
+)
 trainer.train()
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()

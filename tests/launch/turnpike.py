@@ -14,10 +14,13 @@ _HEADER, _MAC, _PROOF = struct.Struct(">BIQ"), 32, 32
 
 
 class Turnpike:
-    """Passes on what comes to one port to another one. Of `island`, in its `attempt`-th round, every rank's chunk of
-    this number goes through by half, and nothing after it. stopped: once all of its ranks have come so far."""
+    """Passes on what comes to one port to another one. Of `island`, in its `attempt`-th round,
+    every rank's chunk of this number goes through by half, and nothing after it. stopped: once all
+    of its ranks have come so far."""
 
-    def __init__(self, port: int, to: int, *, island: int, ranks: int, attempt: int, chunk: int) -> None:
+    def __init__(
+        self, port: int, to: int, *, island: int, ranks: int, attempt: int, chunk: int
+    ) -> None:
         self._to, self._island, self._attempt, self._chunk = to, island, attempt, chunk
         self._left, self._lock = ranks, threading.Lock()
         self.stopped = threading.Event()

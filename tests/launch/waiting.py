@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_for(
+    condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120
+) -> None:
     """Until `condition`, while `process` is alive."""
 
     def alive_or_met() -> bool:

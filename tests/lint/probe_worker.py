@@ -1,8 +1,9 @@
-"""Runs every probe in one process, on one CPU rank: what the installed DeepSpeed makes of a ds_config.
+"""Runs every probe in one process, on one CPU rank: what the installed DeepSpeed makes of a
+ds_config.
 
-stdin: a JSON list of {"code", "config" or "text", "at", "world_size", "pipeline", "embedding"}; stdout: a JSON list of
-{"error", "logs", "facts"}. `at` says how far to go: config (DeepSpeedConfig alone), engine (deepspeed.initialize), step
-(two optimizer steps).
+stdin: a JSON list of {"code", "config" or "text", "at", "world_size", "pipeline", "embedding"};
+stdout: a JSON list of {"error", "logs", "facts"}. `at` says how far to go: config (DeepSpeedConfig
+alone), engine (deepspeed.initialize), step (two optimizer steps).
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+os.environ |= {
+    "DS_ACCELERATOR": "cpu",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+}
 os.environ["MASTER_PORT"] = sys.argv[1]
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Muon compiles its kernels when it is imported
 
@@ -86,12 +93,15 @@ def _trainer_file(case: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def _filled(case: dict[str, Any], facts: dict[str, Any]) -> None:
-    """What the Trainer and then Accelerate fill in, as Trainer and accelerator.prepare call them."""
+    """What the Trainer and then Accelerate fill in, as Trainer and accelerator.prepare call
+    them."""
     from accelerate.utils import DeepSpeedPlugin
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     args = SimpleNamespace(
-        **dict.fromkeys(("world_size", "per_device_train_batch_size", "gradient_accumulation_steps"), 1),
+        **dict.fromkeys(
+            ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps"), 1
+        ),
         **dict.fromkeys(("learning_rate", "adam_epsilon", "weight_decay", "max_grad_norm"), 0.5),
         **dict.fromkeys(("save_on_each_node", "fp16", "fp16_full_eval", "bf16_full_eval"), False),
         adam_beta1=0.9,
@@ -105,11 +115,22 @@ def _filled(case: dict[str, Any], facts: dict[str, Any]) -> None:
     hf.mismatches.clear()  # these arguments are not the file's user's
     hf.trainer_config_finalize(args, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 100)
     plugin = DeepSpeedPlugin(hf_ds_config=hf)
-    kept = {"gradient_clipping": 1.0, "zero_optimization.stage3_gather_16bit_weights_on_model_save": False}
+    kept = {
+        "gradient_clipping": 1.0,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    }
     # accelerator.py gives these as soon as one of them is "auto".
-    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    plugin.deepspeed_config_process(must_match=False, **kept, **{f"zero_optimization.{name}": 1 for name in names})
-    facts["left"] = [path for path, value in _leaves(plugin.deepspeed_config, "") if value == "auto"]
+    names = (
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    )
+    plugin.deepspeed_config_process(
+        must_match=False, **kept, **{f"zero_optimization.{name}": 1 for name in names}
+    )
+    facts["left"] = [
+        path for path, value in _leaves(plugin.deepspeed_config, "") if value == "auto"
+    ]
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -123,7 +144,9 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _config(case: dict[str, Any], facts: dict[str, Any]) -> None:
     config = copy.deepcopy(case["config"])
     ranks = case.get("world_size")
-    read = DeepSpeedConfig(config, mpu=_Ranks(ranks) if ranks and "sequence_parallel_size" not in config else None)
+    read = DeepSpeedConfig(
+        config, mpu=_Ranks(ranks) if ranks and "sequence_parallel_size" not in config else None
+    )
     facts |= {
         "stage": int(read.zero_optimization_stage),
         "fp16": read.float16_config.enabled,
@@ -133,7 +156,10 @@ def _config(case: dict[str, Any], facts: dict[str, Any]) -> None:
         "scheduler": read.scheduler_name,
         "dump_state": read.dump_state,
         "autotp_size": read.tensor_parallel_config.autotp_size,
-        "routing": [read.data_efficiency_enabled, read.data_efficiency_config["data_routing"]["enabled"]],
+        "routing": [
+            read.data_efficiency_enabled,
+            read.data_efficiency_config["data_routing"]["enabled"],
+        ],
         "clipping": read.gradient_clipping,
     }
 
@@ -142,9 +168,13 @@ def _world(count: int) -> None:
     """As the last rank of a world that does not exist."""
     if torch.distributed.get_backend() != "fake":
         torch.distributed.destroy_process_group()
-        torch.distributed.init_process_group("fake", rank=count - 1, world_size=count, store=FakeStore())
+        torch.distributed.init_process_group(
+            "fake", rank=count - 1, world_size=count, store=FakeStore()
+        )
         comm.cdb = None
-        deepspeed.init_distributed(dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False)
+        deepspeed.init_distributed(
+            dist_backend="fake", dist_init_required=False, auto_mpi_discovery=False
+        )
 
 
 def _groups(case: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -156,11 +186,17 @@ def _groups(case: dict[str, Any], facts: dict[str, Any]) -> None:
     if read.zero_config.zero_hpz_partition_size > 1:
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         groups._create_zero_param_parallel_group(read.zero_config.zero_hpz_partition_size)
-        facts["copied"] = torch.distributed.get_process_group_ranks(groups._get_zero_param_intra_parallel_group())
+        facts["copied"] = torch.distributed.get_process_group_ranks(
+            groups._get_zero_param_intra_parallel_group()
+        )
     if read.tensor_parallel_config.autotp_size > 1:
         groups._TENSOR_MODEL_PARALLEL_GROUP = groups._DATA_PARALLEL_GROUP = None
-        groups._init_tp_mesh_device(tensor_model_parallel_size=read.tensor_parallel_config.autotp_size)
-        facts["tensor"] = torch.distributed.get_process_group_ranks(groups.get_tensor_model_parallel_group())
+        groups._init_tp_mesh_device(
+            tensor_model_parallel_size=read.tensor_parallel_config.autotp_size
+        )
+        facts["tensor"] = torch.distributed.get_process_group_ranks(
+            groups.get_tensor_model_parallel_group()
+        )
 
 
 def _mesh(case: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -179,18 +215,30 @@ def _checkpoint(case: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def _partition_config(case: dict[str, Any], facts: dict[str, Any]) -> None:
-    facts["found"] = TPTrainingConfig(**case["config"]["tensor_parallel"]).get_partition_config_object() is not None
+    facts["found"] = (
+        TPTrainingConfig(**case["config"]["tensor_parallel"]).get_partition_config_object()
+        is not None
+    )
 
 
 def _engine(case: dict[str, Any], facts: dict[str, Any]) -> Any:
     config = copy.deepcopy(case["config"])
-    if "optimizer" in config and str(config["optimizer"].get("type", "")).lower() in ("adam", "adamw"):
-        config["optimizer"].setdefault("params", {})["torch_adam"] = True  # else an extension is compiled
+    if "optimizer" in config and str(config["optimizer"].get("type", "")).lower() in (
+        "adam",
+        "adamw",
+    ):
+        config["optimizer"].setdefault("params", {})["torch_adam"] = (
+            True  # else an extension is compiled
+        )
     torch.manual_seed(0)
     module: Any
     if case.get("pipeline"):
-        layers = [torch.nn.Embedding(16, 8)] * bool(case.get("embedding")) + [torch.nn.Linear(8, 8) for _ in range(2)]
-        module = PipelineModule(layers, num_stages=1, loss_fn=lambda out, label: (out - label).pow(2).mean())
+        layers = [torch.nn.Embedding(16, 8)] * bool(case.get("embedding")) + [
+            torch.nn.Linear(8, 8) for _ in range(2)
+        ]
+        module = PipelineModule(
+            layers, num_stages=1, loss_fn=lambda out, label: (out - label).pow(2).mean()
+        )
     else:
         module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     parameters = list(module.parameters())
@@ -212,11 +260,16 @@ def _engine(case: dict[str, Any], facts: dict[str, Any]) -> Any:
         "checkpointing": checkpointing.is_configured(),
         "parameters": sorted({str(p.device) for p in module.parameters()}),
         "pipeline_stages": module.num_stages if case.get("pipeline") else None,
-        "offloads": bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False)),
+        "offloads": bool(
+            getattr(optimizer, "cpu_offload", False)
+            or getattr(optimizer, "offload_optimizer", False)
+        ),
         "swaps": getattr(optimizer, "swap_optimizer", False),
         "hpz": getattr(optimizer, "zero_hpz_partition_size", None),
         "super": type(optimizer).__name__.startswith("SuperOffload"),
-        "decoupled": isinstance(engine.basic_optimizer, torch.optim.AdamW) if optimizer is not None else None,
+        "decoupled": isinstance(engine.basic_optimizer, torch.optim.AdamW)
+        if optimizer is not None
+        else None,
     }
     if case.get("save"):
         with tempfile.TemporaryDirectory() as folder:
@@ -229,8 +282,14 @@ def _step(case: dict[str, Any], facts: dict[str, Any]) -> None:
     size = engine.train_micro_batch_size_per_gpu()
     dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     if case.get("pipeline"):
-        ids = torch.randint(0, 16, (size, 4)) if case.get("embedding") else torch.randn(size, 8, dtype=dtype)
-        label = torch.randn(size, 4, 8) if case.get("embedding") else torch.randn(size, 8, dtype=dtype)
+        ids = (
+            torch.randint(0, 16, (size, 4))
+            if case.get("embedding")
+            else torch.randn(size, 8, dtype=dtype)
+        )
+        label = (
+            torch.randn(size, 4, 8) if case.get("embedding") else torch.randn(size, 8, dtype=dtype)
+        )
         engine.train_batch(iter([(ids, label)] * 8))
         return
     for _ in range(2):

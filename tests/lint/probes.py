@@ -1,8 +1,8 @@
-"""What the installed DeepSpeed does with each rule's `example`, and with its `instead`: one entry a rule, and more of
-them where a rule covers more than one thing.
+"""What the installed DeepSpeed does with each rule's `example`, and with its `instead`: one entry a
+rule, and more of them where a rule covers more than one thing.
 
-refuses: the example raises an error with these words. Else `fact`: a function of both outcomes that is true where the
-example has no effect, or another one than it says.
+refuses: the example raises an error with these words. Else `fact`: a function of both outcomes that
+is true where the example has no effect, or another one than it says.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """at: how far to go (probe_worker.py). example, instead: in place of the explanation's. logged: words of a warning
-    that DeepSpeed gives. instead_at: where the other runs, "" for nowhere (no such device here)."""
+    """at: how far to go (probe_worker.py). example, instead: in place of the explanation's. logged:
+    words of a warning that DeepSpeed gives. instead_at: where the other runs, "" for nowhere (no
+    such device here)."""
 
     at: str = "config"
     refuses: str = ""
@@ -56,9 +57,24 @@ AUTOTP = {
 }
 
 PROBES: dict[str, list[Probe]] = {
-    "SW4001": [Probe(at="file", refuses="Error", example="", instead="", instead_at="", options={"file": "none"})],
+    "SW4001": [
+        Probe(
+            at="file",
+            refuses="Error",
+            example="",
+            instead="",
+            instead_at="",
+            options={"file": "none"},
+        )
+    ],
     "SW4002": [
-        Probe(at="file", refuses="IsADirectoryError", example="", instead_at="", options={"file": "folder"}),
+        Probe(
+            at="file",
+            refuses="IsADirectoryError",
+            example="",
+            instead_at="",
+            options={"file": "folder"},
+        ),
     ],
     "SW4003": [
         Probe(
@@ -88,12 +104,19 @@ PROBES: dict[str, list[Probe]] = {
     "SW4112": [Probe(fact=lambda bad, good: (bad["stage"], good["stage"]) == (0, 2))],
     "SW4113": [Probe(fact=lambda bad, good: bad == good)],
     "SW4114": [
-        Probe(at="engine", fact=lambda bad, good: (bad["learning_rate"], good["learning_rate"]) == (1e-3, 5e-5)),
+        Probe(
+            at="engine",
+            fact=lambda bad, good: (bad["learning_rate"], good["learning_rate"]) == (1e-3, 5e-5),
+        ),
     ],
     "SW4115": [
         Probe(refuses="must be a mapping"),
         Probe(refuses="NoneType", example=_config(optimizer=None), instead=_config()),
-        Probe(refuses="instance of dtype", example=_config(tensor_parallel={"dtype": "bf16"}), instead=_config()),
+        Probe(
+            refuses="instance of dtype",
+            example=_config(tensor_parallel={"dtype": "bf16"}),
+            instead=_config(),
+        ),
     ],
     "SW4116": [
         Probe(at="step", refuses="TypeError"),
@@ -120,16 +143,28 @@ PROBES: dict[str, list[Probe]] = {
             at="partition_config",
             refuses="not a valid PartitionType",
             example={
-                "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": ["a"], "partition_type": "col"}]}}
+                "tensor_parallel": {
+                    "partition_config": {
+                        "layer_specs": [{"patterns": ["a"], "partition_type": "col"}]
+                    }
+                }
             },
             instead={
-                "tensor_parallel": {"partition_config": {"layer_specs": [{"patterns": ["a"], "partition_type": "row"}]}}
+                "tensor_parallel": {
+                    "partition_config": {
+                        "layer_specs": [{"patterns": ["a"], "partition_type": "row"}]
+                    }
+                }
             },
         ),
     ],
     "SW4118": [
         Probe(refuses="greater than 0"),
-        Probe(refuses="greater than 0", example={"train_batch_size": 0}, instead={"train_batch_size": 8}),
+        Probe(
+            refuses="greater than 0",
+            example={"train_batch_size": 0},
+            instead={"train_batch_size": 8},
+        ),
         Probe(
             at="step",
             refuses="ZeroDivisionError",
@@ -147,7 +182,9 @@ PROBES: dict[str, list[Probe]] = {
     ],
     "SW4120": [Probe(at="filled", refuses="without `auto`")],
     "SW4121": [Probe(refuses="removed")],
-    "SW4122": [Probe(at="config", logged="cpu_offload is deprecated", fact=lambda bad, good: bad == good)],
+    "SW4122": [
+        Probe(at="config", logged="cpu_offload is deprecated", fact=lambda bad, good: bad == good)
+    ],
     "SW4123": [Probe(refuses="Cannot provide deprecated parameter")],
     "SW4124": [Probe(fact=lambda bad, good: good["fp16"] and not bad["fp16"])],
     "SW4201": [Probe(refuses="needs to be provided")],
@@ -193,7 +230,9 @@ PROBES: dict[str, list[Probe]] = {
         Probe(
             at="engine",
             fact=lambda bad, good: good["dynamic_scale"] and not bad["dynamic_scale"],
-            example=_config(fp16={"enabled": False, "loss_scale": 128, "initial_scale_power": 20}),  # no fp16 on a CPU
+            example=_config(
+                fp16={"enabled": False, "loss_scale": 128, "initial_scale_power": 20}
+            ),  # no fp16 on a CPU
             instead=_config(fp16={"enabled": False, "loss_scale": 0, "initial_scale_power": 20}),
         )
     ],
@@ -210,31 +249,65 @@ PROBES: dict[str, list[Probe]] = {
         Probe(
             at="step",
             options=PIPELINE,
-            fact=lambda bad, good: (bad["accumulates"], good["accumulates"]) == ("torch.bfloat16", "torch.float32"),
+            fact=lambda bad, good: (
+                (bad["accumulates"], good["accumulates"]) == ("torch.bfloat16", "torch.float32")
+            ),
         )
     ],
-    "SW4401": [Probe(at="step", fact=lambda bad, good: bad["wrapper"] == "DeepSpeedZeroOptimizer" != good["wrapper"])],
-    "SW4402": [Probe(at="step", fact=lambda bad, good: not bad["offloads"] and bad["stage"] == 2, instead_at="engine")],
-    "SW4403": [Probe(at="step", fact=lambda bad, good: good["offloads"] and bad["wrapper"] == "AdamW")],
+    "SW4401": [
+        Probe(
+            at="step",
+            fact=lambda bad, good: bad["wrapper"] == "DeepSpeedZeroOptimizer" != good["wrapper"],
+        )
+    ],
+    "SW4402": [
+        Probe(
+            at="step",
+            fact=lambda bad, good: not bad["offloads"] and bad["stage"] == 2,
+            instead_at="engine",
+        )
+    ],
+    "SW4403": [
+        Probe(at="step", fact=lambda bad, good: good["offloads"] and bad["wrapper"] == "AdamW")
+    ],
     "SW4404": [
         Probe(at="engine", refuses="cannot be None if remote device is", instead_at=""),
-        Probe(at="engine", refuses="NoneType", example=_zero(3, offload_optimizer={"device": "nvme"}), instead_at=""),
+        Probe(
+            at="engine",
+            refuses="NoneType",
+            example=_zero(3, offload_optimizer={"device": "nvme"}),
+            instead_at="",
+        ),
     ],
     "SW4405": [
         Probe(
-            at="step", fact=lambda bad, good: bad["offloads"] and not bad["swaps"] and bad["wrapper"] == good["wrapper"]
+            at="step",
+            fact=lambda bad, good: (
+                bad["offloads"] and not bad["swaps"] and bad["wrapper"] == good["wrapper"]
+            ),
         )
     ],
     "SW4406": [Probe(at="step", fact=lambda bad, good: not bad["swaps"] and bad == good)],
     "SW4407": [Probe(refuses="Partial offloading only supported for ZeRO Stage 3")],
-    "SW4408": [Probe(at="step", fact=lambda bad, good: (bad["hpz"], good["hpz"]) == (None, 8), instead_at="engine")],
+    "SW4408": [
+        Probe(
+            at="step",
+            fact=lambda bad, good: (bad["hpz"], good["hpz"]) == (None, 8),
+            instead_at="engine",
+        )
+    ],
     "SW4409": [
         Probe(at="step", refuses="requires gradient_clipping=0"),
-        Probe(refuses="only with ZeRO Stage 1 or 2", example=_zero(3, compute_grad_norm=False), instead=_zero(3)),
+        Probe(
+            refuses="only with ZeRO Stage 1 or 2",
+            example=_zero(3, compute_grad_norm=False),
+            instead=_zero(3),
+        ),
         Probe(
             at="engine",
             refuses="does not support optimizer offload",
-            example=_zero(2, compute_grad_norm=False, offload_optimizer={"device": "cpu"}) | {"gradient_clipping": 0},
+            example=_zero(2, compute_grad_norm=False, offload_optimizer={"device": "cpu"})
+            | {"gradient_clipping": 0},
             instead=_zero(2, offload_optimizer={"device": "cpu"}) | {"gradient_clipping": 0},
         ),
     ],
@@ -249,7 +322,11 @@ PROBES: dict[str, list[Probe]] = {
         ),
     ],
     "SW4412": [Probe(at="engine", refuses="deprecated version of ZeRO Stage 1")],
-    "SW4413": [Probe(logged="elastic checkpointing is deprecated", fact=lambda bad, good: True, instead_at="")],
+    "SW4413": [
+        Probe(
+            logged="elastic checkpointing is deprecated", fact=lambda bad, good: True, instead_at=""
+        )
+    ],
     "SW4414": [Probe(at="engine", refuses="allgather_bucket_size must be a multiple")],
     "SW4415": [
         Probe(
@@ -267,17 +344,32 @@ PROBES: dict[str, list[Probe]] = {
             instead=_zero(1, gather_16bit_weights_on_model_save=True) | AUTOTP,
         ),
     ],
-    "SW4416": [Probe(at="step", fact=lambda bad, good: bad["wrapper"] == "DeepSpeedZeroOptimizer_Stage3")],
-    "SW4417": [Probe(at="engine", refuses="Zenflow must be used with cpu offload", instead_at="config")],
-    "SW4418": [Probe(at="step", fact=lambda bad, good: bad["offloads"] and not bad["super"], instead_at="config")],
+    "SW4416": [
+        Probe(at="step", fact=lambda bad, good: bad["wrapper"] == "DeepSpeedZeroOptimizer_Stage3")
+    ],
+    "SW4417": [
+        Probe(at="engine", refuses="Zenflow must be used with cpu offload", instead_at="config")
+    ],
+    "SW4418": [
+        Probe(
+            at="step",
+            fact=lambda bad, good: bad["offloads"] and not bad["super"],
+            instead_at="config",
+        )
+    ],
     "SW4419": [
-        Probe(logged="this format of ZeRO optimization setup is deprecated", fact=lambda bad, good: bad == good)
+        Probe(
+            logged="this format of ZeRO optimization setup is deprecated",
+            fact=lambda bad, good: bad == good,
+        )
     ],
     "SW4420": [Probe(at="engine", refuses="supports ZeRO overlap_comm only with ZeRO stage 2")],
     "SW4421": [
         Probe(
             at="groups",
-            fact=lambda bad, good: set(bad["tensor"]) <= set(bad["copied"]) and bad["tensor"] == [6, 7],
+            fact=lambda bad, good: (
+                set(bad["tensor"]) <= set(bad["copied"]) and bad["tensor"] == [6, 7]
+            ),
             options={"world_size": 8},
         )
     ],
@@ -291,16 +383,22 @@ PROBES: dict[str, list[Probe]] = {
         Probe(
             at="engine",
             fact=lambda bad, good: bad["decoupled"] and not good["decoupled"],
-            instead=_config(optimizer={"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}}),
+            instead=_config(
+                optimizer={"type": "Adam", "params": {"weight_decay": 0.1, "adam_w_mode": False}}
+            ),
         ),
     ],
     "SW4507": [Probe(at="engine", refuses="requires dynamic loss scaling", instead_at="config")],
     "SW4508": [Probe(at="engine", refuses="does not recognize LR scheduler")],
     "SW4509": [Probe(at="engine", refuses="must be a mapping")],
     "SW4510": [Probe(at="engine", refuses="unexpected keyword argument 'warmup_max_lr'")],
-    "SW4511": [Probe(at="engine", refuses="missing 1 required positional argument: 'total_num_steps'")],
+    "SW4511": [
+        Probe(at="engine", refuses="missing 1 required positional argument: 'total_num_steps'")
+    ],
     "SW4512": [Probe(at="engine", refuses="must be a positive integer")],
-    "SW4513": [Probe(at="engine", logged="is less than warmup_num_steps", fact=lambda bad, good: True)],
+    "SW4513": [
+        Probe(at="engine", logged="is less than warmup_num_steps", fact=lambda bad, good: True)
+    ],
     "SW4514": [
         Probe(
             at="engine",
@@ -313,17 +411,38 @@ PROBES: dict[str, list[Probe]] = {
         Probe(
             at="engine",
             refuses="is not an Optimizer",
-            example=_config(bf16={"enabled": True}, scheduler={"type": "StepLR", "params": {"step_size": 9}}),
+            example=_config(
+                bf16={"enabled": True}, scheduler={"type": "StepLR", "params": {"step_size": 9}}
+            ),
             instead=_config(scheduler={"type": "StepLR", "params": {"step_size": 9}}),
         ),
     ],
-    "SW4516": [Probe(at="step", fact=lambda bad, good: bad["scheduler"] is None and good["scheduler"] == "WarmupLR")],
+    "SW4516": [
+        Probe(
+            at="step",
+            fact=lambda bad, good: bad["scheduler"] is None and good["scheduler"] == "WarmupLR",
+        )
+    ],
     "SW4517": [Probe(at="engine", refuses="Muon and reduce scatter cannot be used together")],
     "SW4518": [Probe(at="engine", refuses="untested ZeRO Optimizer")],
     "SW4519": [Probe(at="engine", refuses="Invalid beta parameter")],
-    "SW4601": [Probe(at="engine", options=PIPELINE, refuses="incompatible with pipeline parallelism")],
-    "SW4602": [Probe(at="step", options=PIPELINE, fact=lambda bad, good: bad == good and bad["pipeline_stages"] == 1)],
-    "SW4603": [Probe(at="step", options={"pipeline": True, "embedding": True}, refuses="loss must be a scalar tensor")],
+    "SW4601": [
+        Probe(at="engine", options=PIPELINE, refuses="incompatible with pipeline parallelism")
+    ],
+    "SW4602": [
+        Probe(
+            at="step",
+            options=PIPELINE,
+            fact=lambda bad, good: bad == good and bad["pipeline_stages"] == 1,
+        )
+    ],
+    "SW4603": [
+        Probe(
+            at="step",
+            options={"pipeline": True, "embedding": True},
+            refuses="loss must be a scalar tensor",
+        )
+    ],
     "SW4604": [
         Probe(
             at="engine",
@@ -332,7 +451,9 @@ PROBES: dict[str, list[Probe]] = {
             fact=lambda bad, good: bad["wrapper"] == good["wrapper"],
         )
     ],
-    "SW4605": [Probe(at="engine", options=PIPELINE, refuses="not supported with pipeline parallelism")],
+    "SW4605": [
+        Probe(at="engine", options=PIPELINE, refuses="not supported with pipeline parallelism")
+    ],
     "SW4606": [Probe(at="checkpoint", refuses="only available with partitioned activations")],
     "SW4607": [
         Probe(
@@ -343,12 +464,17 @@ PROBES: dict[str, list[Probe]] = {
         )
     ],
     "SW4608": [Probe(fact=lambda bad, good: (bad["autotp_size"], good["autotp_size"]) == (0, 2))],
-    "SW4609": [Probe(at="ranks", options={"stages": 2}, fact=lambda bad, good: near(good) and not near(bad))],
+    "SW4609": [
+        Probe(
+            at="ranks", options={"stages": 2}, fact=lambda bad, good: near(good) and not near(bad)
+        )
+    ],
     "SW4610": [Probe(at="ranks", options={"stages": 1}, refuses="AssertionError")],
     "SW4611": [
         Probe(
             at="ranks",
-            # What the two ranks' gradients add up to is the right one; DeepSpeed's clipping and Adam hide the factor.
+            # What the two ranks' gradients add up to is the right one; DeepSpeed's clipping and
+            # Adam hide the factor.
             fact=lambda bad, good: abs(bad["share"] - 0.5) < 1e-5 and abs(good["share"] - 1) < 1e-5,
             options={"sequence": True},
         ),
@@ -375,5 +501,11 @@ PROBES: dict[str, list[Probe]] = {
     "SW4701": [Probe(at="step", fact=lambda bad, good: not bad["swaps"], instead_at="config")],
     "SW4702": [Probe(refuses="curriculum_metrics must be specified")],
     "SW4703": [Probe(refuses="max_tokens must be specified")],
-    "SW4704": [Probe(fact=lambda bad, good: (bad["routing"], good["routing"]) == ([False, True], [True, True]))],
+    "SW4704": [
+        Probe(
+            fact=lambda bad, good: (
+                (bad["routing"], good["routing"]) == ([False, True], [True, True])
+            )
+        )
+    ],
 }

@@ -1,9 +1,10 @@
 """Probes that need two ranks: both are this program, with the port and the rank as arguments.
 
-stdin: as probe_worker.py, `at` is ranks; "stages" says into how many the four layers are cut. stdout of rank 0: the
-outcomes, whose facts are the losses and those of a plain torch loop; with "gather" what Accelerate saves of a model
-that AutoTP has cut; with "sequence" how far a step of sequence-parallel ranks goes; with "ulysses" how far off the
-logits of DeepSpeed's wrapper for Hugging Face models are, where ranks share a row out.
+stdin: as probe_worker.py, `at` is ranks; "stages" says into how many the four layers are cut.
+stdout of rank 0: the outcomes, whose facts are the losses and those of a plain torch loop; with
+"gather" what Accelerate saves of a model that AutoTP has cut; with "sequence" how far a step of
+sequence-parallel ranks goes; with "ulysses" how far off the logits of DeepSpeed's wrapper for
+Hugging Face models are, where ranks share a row out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+os.environ |= {
+    "DS_ACCELERATOR": "cpu",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": sys.argv[1],
+}
 os.environ |= {"RANK": sys.argv[2], "LOCAL_RANK": sys.argv[2], "OMP_NUM_THREADS": "1"}
 
 import deepspeed
@@ -80,7 +86,9 @@ def with_sgd(case: dict[str, Any], clipping: float) -> dict[str, Any]:
 
 def probe(case: dict[str, Any], facts: dict[str, Any]) -> None:
     config = with_sgd(case, CLIPPING)
-    module = PipelineModule(layers(), num_stages=case["stages"], loss_fn=loss_of, partition_method="uniform")
+    module = PipelineModule(
+        layers(), num_stages=case["stages"], loss_fn=loss_of, partition_method="uniform"
+    )
     parameters = list(module.parameters())
     engine, _, _, _ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
     torch.manual_seed(1)
@@ -95,15 +103,21 @@ def gather(case: dict[str, Any], facts: dict[str, Any]) -> None:
 
     config = copy.deepcopy(case["config"])
     del config["train_batch_size"]
-    config |= {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    config |= {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
     engine, _, _, _ = deepspeed.initialize(model=nn.Sequential(*layers()), config=config)
-    saver = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, deepspeed_config=case["config"])
+    saver = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED, deepspeed_config=case["config"]
+    )
     state = Accelerator.get_state_dict(saver, engine)
     facts["shapes"] = {name: list(value.shape) for name, value in (state or {}).items()}
 
 
 def sequence(case: dict[str, Any], facts: dict[str, Any]) -> None:
-    """How far a step moves the weights, over two ranks that share each sequence, and both ranks' gradients' sum."""
+    """How far a step moves the weights, over two ranks that share each sequence, and both ranks'
+    gradients' sum."""
     config = with_sgd(case, 0.0)
     parts = []
     for rank in range(2):

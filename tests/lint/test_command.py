@@ -56,7 +56,9 @@ def test_json(good: str, bad: str, capsys: pytest.CaptureFixture[str]) -> None:
         "key": "zero_optimisation",
         "fix": True,
     }
-    assert [(d["code"], d["severity"], d["fix"]) for d in second["diagnostics"][1:]] == [("SW4113", "warning", False)]
+    assert [(d["code"], d["severity"], d["fix"]) for d in second["diagnostics"][1:]] == [
+        ("SW4113", "warning", False)
+    ]
 
 
 def test_json_of_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,10 +72,12 @@ def test_github(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = capsys.readouterr().out.splitlines()
     escaped = bad.replace(":", "%3A").replace(",", "%2C")
     assert first == (
-        f"::error file={escaped},line=3,col=3,endColumn=22,title=SW4112::`zero_optimisation` is not a key of "
-        "DeepSpeed, which ignores it without a word. Did you mean `zero_optimization`?"
+        f"::error file={escaped},line=3,col=3,endColumn=22,title=SW4112::`zero_optimisation` is "
+        "not a key of DeepSpeed, which ignores it without a word. Did you mean `zero_optimization`?"
     )
-    assert second.startswith(f"::warning file={escaped},line=4,col=3,") and "`foo, 100%25`" in second
+    assert (
+        second.startswith(f"::warning file={escaped},line=4,col=3,") and "`foo, 100%25`" in second
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,12 +101,16 @@ def test_github(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
         (b'{"a": ' + b"9" * 6000 + b"}", "SW4005"),
     ],
 )
-def test_bad_files(content: bytes, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_files(
+    content: bytes, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes(content)
     assert main(["lint", str(path)]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"error[{code}]: ") and "= help: " in err and len(err) < 2000
+    assert (
+        out == "" and err.startswith(f"error[{code}]: ") and "= help: " in err and len(err) < 2000
+    )
 
 
 def test_folder_and_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +126,9 @@ def test_standard_input(tmp_path: Path) -> None:
     assert done.returncode == 1 and "--fix needs a file" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--world-size", "0"], ["--for", "lightning"], ["--gpu", "h100-sxm-80gb"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--world-size", "0"], ["--for", "lightning"], ["--gpu", "h100-sxm-80gb"], []]
+)
 def test_usage(arguments: list[str], good: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", *arguments, *([good] if arguments else [])]) == 1
     out, err = capsys.readouterr()
@@ -134,27 +144,48 @@ def test_bom_and_line_ends_keep_places(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 class TestMemory:
-    CONFIG = '{"train_batch_size": 64, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}'
+    CONFIG = (
+        '{"train_batch_size": 64, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}'
+    )
 
     def lint(self, tmp_path: Path, config: str, *arguments: str) -> int:
         (tmp_path / "ds.json").write_text(config)
         return main(["lint", str(tmp_path / "ds.json"), *arguments])
 
-    def test_states_by_the_formula(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_states_by_the_formula(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """8.03 B parameters over 8 ranks at stage 3: (2 + 2 + 12) bytes each (arXiv 1910.02054)."""
-        assert self.lint(tmp_path, self.CONFIG, "--world-size", "8", "--model", "meta-llama/Meta-Llama-3-8B") == 0
+        assert (
+            self.lint(
+                tmp_path, self.CONFIG, "--world-size", "8", "--model", "meta-llama/Meta-Llama-3-8B"
+            )
+            == 0
+        )
         out = capsys.readouterr().out
-        assert f"{8_030_261_248 * 16 / 8 / 2**30:.1f} GiB of model states" in out and "8 ranks, ZeRO stage 3" in out
+        assert (
+            f"{8_030_261_248 * 16 / 8 / 2**30:.1f} GiB of model states" in out
+            and "8 ranks, ZeRO stage 3" in out
+        )
         assert re.search(r"with activation checkpointing it fits on .*b200-sxm-180gb", out)
 
-    def test_a_model_that_does_not_fit(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_model_that_does_not_fit(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         arguments = ("--world-size", "8", "--model", "Llama-3.1-70B", "--gpu", "a100-sxm4-80gb")
         assert self.lint(tmp_path, self.CONFIG.replace("3}", "2}"), *arguments) == 0
         assert "warning[SW4801]: about" in capsys.readouterr().err
 
-    def test_offload_leaves_the_gpu_less(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_offload_leaves_the_gpu_less(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         offloaded = self.CONFIG.replace("3}", '3, "offload_optimizer": {"device": "cpu"}}')
-        assert self.lint(tmp_path, offloaded, "--world-size", "8", "--model", "meta-llama/Meta-Llama-3-8B") == 0
+        assert (
+            self.lint(
+                tmp_path, offloaded, "--world-size", "8", "--model", "meta-llama/Meta-Llama-3-8B"
+            )
+            == 0
+        )
         assert "optimizer 0.0" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
@@ -162,7 +193,10 @@ class TestMemory:
         [
             (CONFIG, "give --world-size N"),
             (CONFIG.replace("3}", '"auto"}'), "the ZeRO stage is filled in later"),
-            (CONFIG.replace("3}", "1}").replace("{", '{"pipeline": {}, ', 1), "the pipeline's degree"),
+            (
+                CONFIG.replace("3}", "1}").replace("{", '{"pipeline": {}, ', 1),
+                "the pipeline's degree",
+            ),
         ],
     )
     def test_what_the_file_leaves_open(
@@ -189,7 +223,9 @@ def test_explain_every_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["instead"].endswith("}")
 
 
-@pytest.mark.parametrize(("word", "answer"), [("SW9999", "there is no code SW9999"), ("lr", "is no code")])
+@pytest.mark.parametrize(
+    ("word", "answer"), [("SW9999", "there is no code SW9999"), ("lr", "is no code")]
+)
 def test_explain_nothing(word: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", word]) == 1
     assert answer in capsys.readouterr().err

@@ -67,13 +67,24 @@ def mended(text: str) -> tuple[str, list[str]]:
 def test_text_is_mended_in_place() -> None:
     after, found = mended(BEFORE)
     assert after == AFTER
-    expected = ["SW4116", "SW4122", "SW4111", "SW4506", "SW4116", "SW4503", "SW4508", "SW4121", "SW4116"]
+    expected = [
+        "SW4116",
+        "SW4122",
+        "SW4111",
+        "SW4506",
+        "SW4116",
+        "SW4503",
+        "SW4508",
+        "SW4121",
+        "SW4116",
+    ]
     assert sorted(found) == sorted(expected)
     assert mended(after) == (after, [])
 
 
 @pytest.mark.parametrize(
-    "text", [entry.example for entry in texts().values() if entry.code >= "SW4111" and entry.example]
+    "text",
+    [entry.example for entry in texts().values() if entry.code >= "SW4111" and entry.example],
 )
 def test_a_fix_leaves_what_it_does_not_mend(text: str) -> None:
     """Every other key keeps its value, and nothing is left that --fix would mend."""
@@ -81,7 +92,9 @@ def test_a_fix_leaves_what_it_does_not_mend(text: str) -> None:
     changed, _ = fixed(document, None, 8)
     findings = lint(changed, subject_of(changed, None, 8))
     assert [finding.code for finding in findings if finding.fix] == []
-    before = {finding.code for finding in lint(document, subject_of(document, None, 8)) if not finding.fix}
+    before = {
+        finding.code for finding in lint(document, subject_of(document, None, 8)) if not finding.fix
+    }
     assert {finding.code for finding in findings} <= before
 
 
@@ -123,14 +136,19 @@ def test_single_fixes(before: str, after: str) -> None:
         # Hjson without quotes has no places to edit
         "{train_batch_size: '8'}",
         # the batch sizes: a person knows which of them is wrong
-        '{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 7}',
+        (
+            '{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 3, '
+            '"gradient_accumulation_steps": 7}'
+        ),
     ],
 )
 def test_what_needs_a_decision_stays(text: str) -> None:
     assert mended(text)[0] == text
 
 
-def test_file_is_replaced_and_keeps_its_rights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_is_replaced_and_keeps_its_rights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, link = tmp_path / "real.json", tmp_path / "link.json"
     path.write_bytes(b'{"train_batch_size": "8",\r\n "bf16": {"enabled": true}}\r\n')
     path.chmod(0o640)
@@ -138,7 +156,9 @@ def test_file_is_replaced_and_keeps_its_rights(tmp_path: Path, capsys: pytest.Ca
     assert main(["lint", "--fix", str(link)]) == 0
     assert path.read_bytes() == b'{"train_batch_size": 8,\r\n "bf16": {"enabled": true}}\r\n'
     assert stat.S_IMODE(path.stat().st_mode) == 0o640 and link.is_symlink()
-    assert capsys.readouterr().out == (f"fixed SW4116 train_batch_size: Write 8 without quotes.\nok {link}\n")
+    assert capsys.readouterr().out == (
+        f"fixed SW4116 train_batch_size: Write 8 without quotes.\nok {link}\n"
+    )
     assert os.listdir(tmp_path) == ["real.json", "link.json"] or sorted(os.listdir(tmp_path)) == [
         "link.json",
         "real.json",
@@ -170,7 +190,9 @@ def test_a_folder_that_may_not_be_written(
     assert json.loads(path.read_text()) == {"train_batch_size": "8"}
 
 
-def test_a_replacement_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,4 +1,5 @@
-"""Mutated configurations and recipes: a finding or silence, never a traceback; a misspelt key is always found.
+"""Mutated configurations and recipes: a finding or silence, never a traceback; a misspelt key is
+always found.
 
 `make prove` has 20,000 of them and writes benchmarks/fuzz.json.
 """
@@ -37,7 +38,13 @@ SECONDS_AT_MOST = 2.0
 
 def places(value: Any, path: Path_ = ()) -> list[Path_]:
     found: list[Path_] = [path] if path else []
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items: Any = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, below in items:
         found += places(below, (*path, key))
     return found
@@ -91,17 +98,22 @@ def found_in(text: str) -> list[tuple[Path_ | None, str]]:
     except Refusal as refusal:
         return [(d.key, render([d], refusal.source, color=False)) for d in refusal.diagnostics]
     findings = lint(document, subject_of(document))
-    return [(f.key, render([diagnostic(document, f)], document.source, color=False)) for f in findings]
+    return [
+        (f.key, render([diagnostic(document, f)], document.source, color=False)) for f in findings
+    ]
 
 
 def scrambled(rng: random.Random, text: str) -> str:
     at = rng.randrange(len(text))
-    piece = rng.choice(("", "{", "}", ",", '"', "\\", "\x00", "null", "é", "//", "\n", text[: rng.randrange(40)]))
+    piece = rng.choice(
+        ("", "{", "}", ",", '"', "\\", "\x00", "null", "é", "//", "\n", text[: rng.randrange(40)])
+    )
     return text[:at] + piece + text[at + rng.choice((0, 1, 5)) :]
 
 
 def fuzz_configs(count: int, seed: int) -> dict[str, int]:
-    """typos: misspelt keys that are no other key of the section; silent: those without any finding at them."""
+    """typos: misspelt keys that are no other key of the section; silent: those without any finding
+    at them."""
     rng = random.Random(seed)
     corpus = [(p, document) for p in GOOD if isinstance(document := _plain(p), dict)]
     totals = {"mutations": 0, "typos": 0, "silent_typos": 0}
@@ -149,12 +161,15 @@ def _plain(path: Path) -> Any:
 
 
 def _is_key(document: Any, where: Path_, wrong: str) -> bool:
-    """Whether the misspelt word is a key of that section by itself: then it is another setting, not a typo."""
+    """Whether the misspelt word is a key of that section by itself: then it is another setting, not
+    a typo."""
     from shardwright.engines.deepspeed.schema.check import misfits
     from shardwright.engines.deepspeed.schema.read import snapshot
 
     only = renamed(document, where, wrong)
-    return not any(m.kind == "unknown" and m.path == (*where[:-1], wrong) for m in misfits(only, snapshot()))
+    return not any(
+        m.kind == "unknown" and m.path == (*where[:-1], wrong) for m in misfits(only, snapshot())
+    )
 
 
 def fuzz_recipes(count: int, seed: int, folder: Path) -> dict[str, int]:
@@ -163,7 +178,8 @@ def fuzz_recipes(count: int, seed: int, folder: Path) -> dict[str, int]:
     file = folder / "recipe.json"
     (folder / "full.yaml").write_text(FULL)
     document = _as_written(folder / "full.yaml")
-    # A model's own configuration is stage 2's; environment variables have the names that users give them.
+    # A model's own configuration is stage 2's; environment variables have the names that users give
+    # them.
     own = ("config", "env")
     spots = [where for where in places(document) if not any(key in own for key in where[:-1])]
     for _ in range(count):
@@ -216,12 +232,15 @@ def fuzz_imports(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 def fuzz_depth(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """Nesting without end in every text that is read: recipes, ds_configs, a model's configuration."""
+    """Nesting without end in every text that is read: recipes, ds_configs, a model's
+    configuration."""
     rng = random.Random(seed)
     recipe = {"version": 1, "name": "a", "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"}}
     for _ in range(count):
         found_in(json.dumps({"train_batch_size": 8, "a": "HERE"}).replace('"HERE"', deep(rng)))
-        (folder / "deep.json").write_text(json.dumps({**recipe, "model": "HERE"}).replace('"HERE"', deep(rng)))
+        (folder / "deep.json").write_text(
+            json.dumps({**recipe, "model": "HERE"}).replace('"HERE"', deep(rng))
+        )
         with contextlib.suppress(Refusal):
             load_recipe(folder / "deep.json")
         (folder / "config.json").write_text(deep(rng))
@@ -247,7 +266,9 @@ def test_a_sample_of_mutated_recipes(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-def test_twenty_thousand_mutations(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+def test_twenty_thousand_mutations(
+    tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     configs, recipes = fuzz_configs(10_000, seed=2), fuzz_recipes(10_000, 2, tmp_path)
     imports, depth = fuzz_imports(5_000, 2, tmp_path), fuzz_depth(300, 2, tmp_path)
     assert configs["silent_typos"] == recipes["silent_typos"] == imports["dropped"] == 0

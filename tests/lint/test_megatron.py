@@ -1,6 +1,8 @@
-"""`lint --for megatron`: the example of each explanation, scripts as people write them, and what `compile` writes.
+"""`lint --for megatron`: the example of each explanation, scripts as people write them, and what
+`compile` writes.
 
-What the parser and Megatron-Core themselves do with the examples is in tests/megatron/test_arguments.py."""
+What the parser and Megatron-Core themselves do with the examples is in
+tests/megatron/test_arguments.py."""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_every_code_has_a_rule_and_a_text() -> None:
     assert all(argument_texts()[code].example and argument_texts()[code].instead for code in RULES)
 
 
-@pytest.mark.parametrize("entry", [e for e in argument_texts().values() if e.example], ids=lambda entry: entry.code)
+@pytest.mark.parametrize(
+    "entry", [e for e in argument_texts().values() if e.example], ids=lambda entry: entry.code
+)
 def test_example_and_instead(entry: CodeExplanation) -> None:
     assert codes(entry.example, entry.world_size or None) == [entry.code]
     assert codes(entry.instead, entry.world_size or None) == []
@@ -74,11 +78,14 @@ def test_a_script_is_read_as_a_shell_reads_it() -> None:
         ("--attention-backend flash --exit-signal SIGTERM", None, []),
         ("--bf16 --seq-length 2048 \\\n --num-layerz 3", None, ["SW4901"]),
         ("--my-own-option 3", None, ["SW4901"]),
-        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|tL' --micro-batch-size 1 "
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|tL' "
+        "--micro-batch-size 1 "
          "--global-batch-size 6", 4, ["SW4922"]),
-        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et|t|t|tL' --micro-batch-size 1 "
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et|t|t|tL' "
+        "--micro-batch-size 1 "
          "--global-batch-size 6", 4, []),
-        ("--num-experts 8 --expert-model-parallel-size 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size "
+        ("--num-experts 8 --expert-model-parallel-size 8 --tensor-model-parallel-size 2 "
+        "--expert-tensor-parallel-size "
          "1 --sequence-parallel", 8, []),
     ],
 )  # fmt: skip
@@ -98,4 +105,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_options_are_the_parsers() -> None:
-    assert len(options()) > 800 and {"--sequence-parallel", "--num-layers", "--bf16"} <= options().keys()
+    assert (
+        len(options()) > 800
+        and {"--sequence-parallel", "--num-layers", "--bf16"} <= options().keys()
+    )

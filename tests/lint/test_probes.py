@@ -1,5 +1,5 @@
-"""Each rule holds for the installed DeepSpeed: it refuses the example of `explain`, or does another thing than it says,
-and takes what is recommended instead. One process runs them all."""
+"""Each rule holds for the installed DeepSpeed: it refuses the example of `explain`, or does another
+thing than it says, and takes what is recommended instead. One process runs them all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.lint.probes import PROBES, Probe
 
 GOOD = sorted((Path(__file__).parent / "good").glob("*.json"))
 
-CASES = [(code, number, probe) for code, probes in PROBES.items() for number, probe in enumerate(probes)]
+CASES = [
+    (code, number, probe) for code, probes in PROBES.items() for number, probe in enumerate(probes)
+]
 LAST = {"checkpoint": 1, "groups": 2, "mesh": 3}
 NOTHING_TO_PROBE = {
     "SW4009": "a limit of ours",
@@ -93,13 +95,19 @@ def on_two_ranks(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], dict[str, Any]]:
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, int, str], dict[str, Any]]:
     keys = [(code, number, which) for code, number, _ in CASES for which in ("example", "instead")]
     requests = {key: request(key[0], PROBES[key[0]][key[1]], key[2]) for key in keys}
     asked = {key: case for key, case in requests.items() if case is not None}
     for path in GOOD:
         trainer, text = path.stem.startswith("trainer-"), path.read_text(encoding="utf-8")
-        case = {"at": "filled", "config": json.loads(text)} if trainer else {"at": "file", "text": text}
+        case = (
+            {"at": "filled", "config": json.loads(text)}
+            if trainer
+            else {"at": "file", "text": text}
+        )
         asked[path.stem, 0, "good"] = case
     asked["every auto", 0, "good"] = {"at": "filled", "config": every_auto()}
     ranked = [key for key in asked if asked[key]["at"] == "ranks"]
@@ -119,7 +127,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, s
 
 
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
-def test_known_good_file_is_good(path: Path, outcomes: dict[tuple[str, int, str], dict[str, Any]]) -> None:
+def test_known_good_file_is_good(
+    path: Path, outcomes: dict[tuple[str, int, str], dict[str, Any]]
+) -> None:
     found = outcomes[path.stem, 0, "good"]
     assert found["error"] == "" and found["facts"].get("left", []) == []
 
@@ -129,11 +139,16 @@ def test_what_the_trainer_fills_in(outcomes: dict[tuple[str, int, str], dict[str
     assert found["error"] == "" and found["facts"]["left"] == []
 
 
-@pytest.mark.parametrize(("code", "number", "probe"), CASES, ids=[f"{code}-{number}" for code, number, _ in CASES])
+@pytest.mark.parametrize(
+    ("code", "number", "probe"), CASES, ids=[f"{code}-{number}" for code, number, _ in CASES]
+)
 def test_rule_is_true(
     code: str, number: int, probe: Probe, outcomes: dict[tuple[str, int, str], dict[str, Any]]
 ) -> None:
-    bad, good = outcomes[code, number, "example"], outcomes.get((code, number, "instead"), {"error": "", "facts": {}})
+    bad, good = (
+        outcomes[code, number, "example"],
+        outcomes.get((code, number, "instead"), {"error": "", "facts": {}}),
+    )
     assert good["error"] == ""
     if probe.refuses:
         assert probe.refuses in bad["error"], bad

@@ -1,4 +1,5 @@
-"""The rules by themselves: the example of each explanation, known-good files, and broken ones with their places."""
+"""The rules by themselves: the example of each explanation, known-good files, and broken ones with
+their places."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ CASES = HERE.parent / "cases"
 GOOD = sorted((HERE / "good").glob("*.json"))
 BAD = sorted((HERE / "bad").glob("*.json"))
 
-# What is right to say of files that train: each is a key that does nothing there, or a default that is another than
-# the file's words suggest.
+# What is right to say of files that train: each is a key that does nothing there, or a default that
+# is another than the file's words suggest.
 WARNINGS: dict[str, list[str]] = {"deepspeed-ulysses": ["SW4611"]}
 
 # Come from reading the file, from a model, or from the lowering: no rule over a document.
@@ -65,7 +66,9 @@ def test_every_code_has_a_rule_and_a_text() -> None:
     assert len(RULES) >= 40
 
 
-@pytest.mark.parametrize("entry", [entry for entry in texts().values() if entry.example], ids=lambda entry: entry.code)
+@pytest.mark.parametrize(
+    "entry", [entry for entry in texts().values() if entry.example], ids=lambda entry: entry.code
+)
 def test_example_and_instead(entry: CodeExplanation) -> None:
     audience = cast("Audience | None", entry.audience or None)
     assert codes(entry.example, audience, entry.world_size or None) == [entry.code]
@@ -89,7 +92,9 @@ def test_warnings_are_of_files_that_are_there() -> None:
     assert WARNINGS.keys() <= {path.stem for path in GOOD}
 
 
-@pytest.mark.parametrize("path", sorted(CASES.glob("*/expected/ds_config*.json")), ids=lambda path: path.parts[-3])
+@pytest.mark.parametrize(
+    "path", sorted(CASES.glob("*/expected/ds_config*.json")), ids=lambda path: path.parts[-3]
+)
 def test_what_compile_writes_is_clean(path: Path) -> None:
     plan = json.loads((path.parent / "plan.json").read_text())
     world = None if path.name == "ds_config.autotp.json" else plan["strategy"]["data"]
@@ -102,14 +107,19 @@ def test_bad_file_is_shown_as_it_was(path: Path, update_golden: bool) -> None:
     text = path.read_text(encoding="utf-8")
     try:
         document = read_document(path.name, text)
-        found = [diagnostic(document, finding) for finding in lint(document, subject_of(document, audience, 8))]
+        found = [
+            diagnostic(document, finding)
+            for finding in lint(document, subject_of(document, audience, 8))
+        ]
         shown = render(found, document.source, color=False)
     except Refusal as refusal:
         shown = render(refusal.diagnostics, refusal.source, color=False)
     golden = path.with_suffix(".txt")
     if update_golden:
         golden.write_text(shown, encoding="utf-8")
-    assert shown == golden.read_text(encoding="utf-8"), "--update-golden writes it anew; read the difference"
+    assert shown == golden.read_text(encoding="utf-8"), (
+        "--update-golden writes it anew; read the difference"
+    )
     assert "error[SW4" in shown
 
 
@@ -130,10 +140,16 @@ def test_lint_of_a_file_for_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_gathered_weights_are_of_use_under_autotp() -> None:
     """DeepSpeed's own published example; Accelerate raises without the key at every stage."""
     gather: dict[str, Any] = {"stage": 1, "gather_16bit_weights_on_model_save": True}
-    autotp = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": gather, "tensor_parallel": {"autotp_size": 2}}
+    autotp = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": gather,
+        "tensor_parallel": {"autotp_size": 2},
+    }
     for audience in ("deepspeed", "trainer"):
         assert codes(json.dumps(autotp), cast("Audience", audience)) == []
-    assert codes(json.dumps({**autotp, "tensor_parallel": {"autotp_size": 1}}), "trainer") == ["SW4401"]
+    assert codes(json.dumps({**autotp, "tensor_parallel": {"autotp_size": 1}}), "trainer") == [
+        "SW4401"
+    ]
     without = json.dumps({**autotp, "zero_optimization": {"stage": 1}})
     assert codes(without, "trainer") == ["SW4415"] and codes(without, "deepspeed") == []
 

@@ -1,4 +1,5 @@
-"""The committed snapshot is what the installed DeepSpeed has, and the check of documents against it."""
+"""The committed snapshot is what the installed DeepSpeed has, and the check of documents against
+it."""
 
 from __future__ import annotations
 
@@ -29,8 +30,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_snapshot_is_of_the_installed_version() -> None:
     """`make snapshot` writes it anew."""
-    program = "import sys; from tools.write_snapshot import text; sys.stdout.write('=====' + text())"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    program = (
+        "import sys; from tools.write_snapshot import text; sys.stdout.write('=====' + text())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=os.environ, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     path = ROOT / f"compiler/shardwright/engines/deepspeed/schema/snapshot/{NEWEST}.json"
     assert done.stdout.partition("=====")[2] == path.read_text(encoding="utf-8")
@@ -40,7 +45,11 @@ def constants(*files: str) -> set[str]:
     """Every text that is assigned to a name in capitals."""
     found: set[str] = set()
     for file in files:
-        found |= set(re.findall(r"^[A-Z_0-9]+ = ['\"]([a-z_0-9]+)['\"]", (SITE / file).read_text(), re.MULTILINE))
+        found |= set(
+            re.findall(
+                r"^[A-Z_0-9]+ = ['\"]([a-z_0-9]+)['\"]", (SITE / file).read_text(), re.MULTILINE
+            )
+        )
     return found
 
 
@@ -64,7 +73,12 @@ def test_loose_sections_have_the_keys_of_the_source(section: str, files: list[st
 
     named = constants(*files)
     assert keys(loose.SECTIONS[section]) - named - {"enabled"} == set()
-    if len(files) == 1 and section not in ("data_types", "torch_autocast", "data_efficiency", "autotuning"):
+    if len(files) == 1 and section not in (
+        "data_types",
+        "torch_autocast",
+        "data_efficiency",
+        "autotuning",
+    ):
         assert named - keys(loose.SECTIONS[section]) - {section} == set()
 
 
@@ -76,20 +90,37 @@ def test_top_level_keys_are_those_that_the_source_reads() -> None:
     assert loose.TOP.keys() - named == set()
     runtime = (SITE / "runtime/constants.py").read_text()
     scalars = re.findall(r"get_scalar_param\(param_dict,\s+([A-Z_]+),", source)
-    values = {name: re.findall(rf"^{name} = ['\"](\w+)['\"]", runtime, re.MULTILINE) for name in scalars}
+    values = {
+        name: re.findall(rf"^{name} = ['\"](\w+)['\"]", runtime, re.MULTILINE) for name in scalars
+    }
     assert {value for found in values.values() for value in found} <= loose.TOP.keys()
 
 
 def test_lowering_refuses_what_deepspeed_would_not_take() -> None:
     good = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
     assert checked(good) is good
-    for wrong in ({"train_batch_sise": 8}, {"train_batch_size": "8"}, {"zero_optimization": {"stage": 4}}):
+    for wrong in (
+        {"train_batch_sise": 8},
+        {"train_batch_size": "8"},
+        {"zero_optimization": {"stage": 4}},
+    ):
         with pytest.raises(ValueError, match="ds_config: "):
             checked(wrong)
 
 
 KEYS = sorted(
-    {*loose.TOP, *loose.SECTIONS, "zero_optimization", "fp16", "bf16", "stage", "params", "type", "enabled", "x"}
+    {
+        *loose.TOP,
+        *loose.SECTIONS,
+        "zero_optimization",
+        "fp16",
+        "bf16",
+        "stage",
+        "params",
+        "type",
+        "enabled",
+        "x",
+    }
 )
 VALUES = st.recursive(
     st.none()
@@ -98,12 +129,17 @@ VALUES = st.recursive(
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text()
     | st.sampled_from(["auto", "cpu", "nvme", "5e8", "true", "AdamW", "WarmupLR"]),
-    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(KEYS), below, max_size=4),
+    lambda below: (
+        st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(KEYS), below, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
-@given(document=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6), world=st.none() | st.integers(1, 64))
+@given(
+    document=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6),
+    world=st.none() | st.integers(1, 64),
+)
 def test_no_document_is_too_odd(document: dict[str, Any], world: int | None) -> None:
     """Whatever stands in a file, lint says something of it or nothing, and --fix ends."""
     import json

@@ -1,5 +1,5 @@
-"""The layouts that `target: megatron` is compared over with one plain process: each axis alone, pairs, and all at once
-on eight ranks."""
+"""The layouts that `target: megatron` is compared over with one plain process: each axis alone,
+pairs, and all at once on eight ranks."""
 
 from __future__ import annotations
 
@@ -103,12 +103,25 @@ DEEPSEEK: dict[str, Case] = {
     "deepseek-ep4-etp1": case("deepseek_v3", data=2, expert=4, **cut(), **WHOLE),
     "deepseek-all": case("deepseek_v3", pipeline=2, context=2, expert=2, **cut()),
 }
-GROUPS: dict[str, dict[str, Case]] = {"llama": LLAMA, "others": OTHERS, "experts": EXPERTS, "deepseek": DEEPSEEK}
+GROUPS: dict[str, dict[str, Case]] = {
+    "llama": LLAMA,
+    "others": OTHERS,
+    "experts": EXPERTS,
+    "deepseek": DEEPSEEK,
+}
 CASES: dict[str, Case] = {name: found for group in GROUPS.values() for name, found in group.items()}
 SAMPLE: dict[str, Case] = {
     name: CASES[name]
     for name in (
-        *("tp2", "dp2-zero0", "cp2-pp2", "bf16-dp2", "tied-pp2-dp2", "vpp2-pp2-tp2-sequence", "vpp2-pp2-dp2-partial"),
+        *(
+            "tp2",
+            "dp2-zero0",
+            "cp2-pp2",
+            "bf16-dp2",
+            "tied-pp2-dp2",
+            "vpp2-pp2-tp2-sequence",
+            "vpp2-pp2-dp2-partial",
+        ),
         *(
             "padding-one",
             "padding-pp2-tp2-sequence",
@@ -116,7 +129,14 @@ SAMPLE: dict[str, Case] = {
             "tied-padding-tp2",
             "padding-cp2",
         ),
-        *("gpt2-pp2-tp2", "mixtral-ep2-tp2", "mixtral-ep2-cp2", "gpt-oss-tp2-ep2", "deepseek-ep2-pp2", "deepseek-all"),
+        *(
+            "gpt2-pp2-tp2",
+            "mixtral-ep2-tp2",
+            "mixtral-ep2-cp2",
+            "gpt-oss-tp2-ep2",
+            "deepseek-ep2-pp2",
+            "deepseek-all",
+        ),
     )
 }
 """What is run without `make prove`, in one launch."""

@@ -1,5 +1,6 @@
-"""Several questions to the proof's process in one: reads JSON, [[what is planted, config, plan or null]...], and prints
-an answer a line. Those with a plan come last: from there on nothing has memory."""
+"""Several questions to the proof's process in one: reads JSON, [[what is planted, config, plan or
+null]...], and prints an answer a line. Those with a plan come last: from there on nothing has
+memory."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from shardwright.engines.megatron.cpu import run_on_cpu
 warnings.simplefilter("ignore")
 run_on_cpu()
 
-from shardwright.engines.megatron import families, prove  # noqa: E402
-from shardwright.engines.megatron.pieces import grouped  # noqa: E402
+from shardwright.engines.megatron import families, prove
+from shardwright.engines.megatron.pieces import grouped
 
 PLANTED = {
     "swapped keys and values": grouped(*(f"self_attn.{p}_proj.weight" for p in "qvk")),

@@ -1,4 +1,5 @@
-"""What Megatron-Core itself does with layouts that its parser lets through: prints {code: its error} as JSON."""
+"""What Megatron-Core itself does with layouts that its parser lets through: prints {code: its
+error} as JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from shardwright.engines.megatron.cpu import run_on_cpu
 warnings.simplefilter("ignore")
 run_on_cpu()
 
-import torch  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from torch import distributed as dist  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from transformers import AutoConfig  # noqa: E402
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig
 
-from shardwright.engines.megatron.build import build_model, transformer_config  # noqa: E402
+from shardwright.engines.megatron.build import build_model, transformer_config
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 32}
 
@@ -62,7 +63,9 @@ def micro_batches(count: int) -> None:
         chunk: Any = torch.nn.Linear(2, 2)
         chunk.config = piped(2)
         get_forward_backward_func()(
-            forward_step_func=lambda *_: (_ for _ in ()).throw(KeyError("the first forward pass begins")),
+            forward_step_func=lambda *_: (_ for _ in ()).throw(
+                KeyError("the first forward pass begins")
+            ),
             data_iterator=[iter(()), iter(())],
             model=[chunk, chunk],
             num_microbatches=count,
@@ -73,7 +76,12 @@ def micro_batches(count: int) -> None:
 
 
 def experts(count: int) -> None:
-    with ranks(16, tensor_model_parallel_size=2, pipeline_model_parallel_size=4, expert_model_parallel_size=count):
+    with ranks(
+        16,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        expert_model_parallel_size=count,
+    ):
         pass
 
 
@@ -112,5 +120,8 @@ def told(ask: Callable[[Any], None], value: Any) -> str:
 
 
 if __name__ == "__main__":
-    found = {code: [told(ask, example), told(ask, instead)] for code, (ask, example, instead) in CASES.items()}
+    found = {
+        code: [told(ask, example), told(ask, instead)]
+        for code, (ask, example, instead) in CASES.items()
+    }
     sys.stdout.write(json.dumps(found) + "\n")

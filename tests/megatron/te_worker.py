@@ -1,5 +1,6 @@
-"""test_transformer_engine.py's process: Megatron-Core's layers of Transformer Engine, which the stand-in beside this
-file stands for. Reads {"configs": [...], "plan": plan.json}, prints a line an answer, the plan's last."""
+"""test_transformer_engine.py's process: Megatron-Core's layers of Transformer Engine, which the
+stand-in beside this file stands for. Reads {"configs": [...], "plan": plan.json}, prints a line an
+answer, the plan's last."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).with_name("stand_in")))
 warnings.simplefilter("ignore")
 
-from shardwright.engines.megatron.cpu import run_on_cpu  # noqa: E402
+from shardwright.engines.megatron.cpu import run_on_cpu
 
 run_on_cpu()
 
-import torch  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from torch import distributed as dist  # noqa: E402
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch import distributed as dist
 
-from shardwright.engines.megatron import build, prove, transformer_engine  # noqa: E402
-from shardwright.engines.megatron.families import configuration  # noqa: E402
-from shardwright.engines.megatron.states import States  # noqa: E402
-from shardwright.plan.serialize import plan_from_json  # noqa: E402
+from shardwright.engines.megatron import build, prove, transformer_engine
+from shardwright.engines.megatron.families import configuration
+from shardwright.engines.megatron.states import States
+from shardwright.plan.serialize import plan_from_json
 
 BUILD = build.build_model
 
@@ -43,11 +44,15 @@ def numbers(document: dict[str, Any]) -> dict[str, Any]:
     finally:
         build.build_model = BUILD
     layers = built[0].decoder.layers
-    return {"found": found, "classes": sorted({type(m).__name__ for layer in layers for m in layer.modules()})}
+    return {
+        "found": found,
+        "classes": sorted({type(m).__name__ for layer in layers for m in layer.modules()}),
+    }
 
 
 def chosen(document: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """What a rank of the plan takes, and Hugging Face's names with the elements that it holds of each, of both."""
+    """What a rank of the plan takes, and Hugging Face's names with the elements that it holds of
+    each, of both."""
     plan = plan_from_json(json.dumps(document))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -57,7 +62,9 @@ def chosen(document: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     held: list[dict[str, int]] = []
     for kind in taken, False:
         settings = build.transformer_config(named, params_dtype=torch.bfloat16, bf16=True)
-        (model,) = build.build_chunks(named, settings, None, length=16, pipeline_rank=0, transformer_engine=kind)
+        (model,) = build.build_chunks(
+            named, settings, None, length=16, pipeline_rank=0, transformer_engine=kind
+        )
         sizes: dict[str, int] = {}
         for piece in build.pieces(named, model, tensor_rank=0, tied={}):
             sizes[piece.name] = sizes.get(piece.name, 0) + piece.numel
@@ -68,7 +75,8 @@ def chosen(document: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Counts as Transformer Engine's and Apex's do: a group has no number before its first update."""
+    """Counts as Transformer Engine's and Apex's do: a group has no number before its first
+    update."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

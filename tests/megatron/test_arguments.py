@@ -1,4 +1,5 @@
-"""megatron_args.sh and the rules of `lint --for megatron` against Megatron-LM's own parser and Megatron-Core."""
+"""megatron_args.sh and the rules of `lint --for megatron` against Megatron-LM's own parser and
+Megatron-Core."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ REFUSED = {
 }
 """Code of a layout that the parser lets through -> what Megatron-Core says of it."""
 PARSER = {"SW4901", "SW4902", "SW4911", "SW4913"}
-"""Codes that the parser itself stands for. SW4912 stops the calculator of micro-batches, which comes behind it."""
+"""Codes that the parser itself stands for. SW4912 stops the calculator of micro-batches, which
+comes behind it."""
 SMALLEST: dict[str, str] = {
     "--num-layers": "32",
     "--hidden-size": "1024",
@@ -59,7 +61,14 @@ MODELS: tuple[dict[str, Any], ...] = (
     {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     {**LLAMA, "model_type": "qwen3", "head_dim": 64},
     {**LLAMA, "model_type": "mixtral", "num_local_experts": 8, **EXPERTS},
-    {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64, **EXPERTS},
+    {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "moe_intermediate_size": 512,
+        "head_dim": 64,
+        **EXPERTS,
+    },
     {
         **LLAMA,
         "model_type": "deepseek_v3",
@@ -91,7 +100,9 @@ PLANS = 30
 
 
 @pytest.mark.launch
-@pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"
+)
 def test_megatron_refuses_what_its_parser_lets_through() -> None:
     """The example of each rule; what is recommended instead gets further."""
     script = Path(__file__).with_name("refused_worker.py")
@@ -107,22 +118,32 @@ def test_megatron_refuses_what_its_parser_lets_through() -> None:
 def asked(questions: list[dict[str, Any]]) -> list[dict[str, str]]:
     command = [sys.executable, "-m", "tools.megatron_parser", str(unpacked()), "ask"]
     text = "".join(json.dumps(question) + "\n" for question in questions)
-    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, cwd=ROOT, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def whole(example: str) -> list[str]:
     words = shlex.split(example)
-    return [*(word for name, value in SMALLEST.items() if name not in words for word in (name, value)), *words]
+    return [
+        *(word for name, value in SMALLEST.items() if name not in words for word in (name, value)),
+        *words,
+    ]
 
 
 @pytest.mark.prove
 def test_the_parser_takes_and_refuses_what_the_rules_say(proved: Callable[..., None]) -> None:
     entries = [e for e in argument_texts().values() if e.example and e.code != "SW4912"]
-    cases = [(e.code, which, e.world_size or 16) for e in entries for which in ("example", "instead")]
+    cases = [
+        (e.code, which, e.world_size or 16) for e in entries for which in ("example", "instead")
+    ]
     told = asked(
-        [{"world": world, "args": whole(getattr(argument_texts()[code], which))} for code, which, world in cases]
+        [
+            {"world": world, "args": whole(getattr(argument_texts()[code], which))}
+            for code, which, world in cases
+        ]
     )
     for (code, which, _), answer in zip(cases, told, strict=True):
         assert bool(answer) == (which == "example" and code in PARSER), (code, which, answer)
@@ -150,7 +171,11 @@ def test_the_parser_takes_random_plans(
     answers = asked(questions)
     assert answers == [{}] * PLANS, [(q, a) for q, a in zip(questions, answers, strict=True) if a]
     worlds = sorted({q["world"] for q in questions})
-    proved("megatron-args", "plans", {"accepted": len(answers), "smallest": worlds[0], "largest": worlds[-1]})
+    proved(
+        "megatron-args",
+        "plans",
+        {"accepted": len(answers), "smallest": worlds[0], "largest": worlds[-1]},
+    )
 
 
 def random_plans(
@@ -177,7 +202,11 @@ def random_plans(
 
 def random_recipe(draw: random.Random) -> dict[str, Any]:
     nodes, virtual = draw.choice((1, 2, 16)), draw.choice((1, 1, 2))
-    tensor, pipeline, context = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4)), draw.choice((1, 1, 2))
+    tensor, pipeline, context = (
+        draw.choice((1, 2, 4, 8)),
+        draw.choice((1, 2, 4)),
+        draw.choice((1, 1, 2)),
+    )
     model = draw.choice(MODELS)
     has_experts = "num_experts_per_tok" in model
     scheduler = {"name": "cosine", "warmup_steps": 10, "min_lr": 0}
@@ -192,7 +221,13 @@ def random_recipe(draw: random.Random) -> dict[str, Any]:
             "global_batch_size": 512,
             "steps": 100,
             "precision": draw.choice(("bf16", "bf16", "fp32")),
-            "optimizer": {"name": "adamw", "lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+            "optimizer": {
+                "name": "adamw",
+                "lr": 3e-4,
+                "betas": [0.9, 0.95],
+                "eps": 1e-8,
+                "weight_decay": 0.1,
+            },
             "scheduler": draw.choice((scheduler, {**scheduler, "name": "wsd", "decay_steps": 20})),
         },
         "data": {"kind": "synthetic"},

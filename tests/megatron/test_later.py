@@ -1,4 +1,5 @@
-"""Megatron-Core 0.19, under the Python that it wants: `make prove-megatron`. Elsewhere these are left out."""
+"""Megatron-Core 0.19, under the Python that it wants: `make prove-megatron`. Elsewhere these are
+left out."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def _installed() -> str:
 
 pytestmark = [
     pytest.mark.launch,
-    pytest.mark.skipif(not _installed().startswith("0.19"), reason="megatron-core 0.19 wants Python 3.12"),
+    pytest.mark.skipif(
+        not _installed().startswith("0.19"), reason="megatron-core 0.19 wants Python 3.12"
+    ),
 ]
 AGAIN = (
     *("tp2-sequence", "dp2", "cp2-pp2", "tied-pp2-dp2", "vpp2-pp2-tp2-sequence"),
@@ -37,13 +40,18 @@ def test_layouts_train_as_one_plain_process(tmp_path: Path) -> None:
         check(CASES[name], found)
 
 
-def test_random_plans_are_accepted_and_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """megatron_args.sh by validate_args at its world size; the ranks as real modules on a group that sends nothing."""
+def test_random_plans_are_accepted_and_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron_args.sh by validate_args at its world size; the ranks as real modules on a group
+    that sends nothing."""
     plans = random_plans(tmp_path, monkeypatch)
     answers = asked([question for question, _, _ in plans])
     assert answers == [{}] * PLANS, answers
     script = Path(__file__).with_name("proof_worker.py")
     text = json.dumps([["", config, plan] for _, config, plan in plans])
-    done = subprocess.run([sys.executable, script], input=text, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, script], input=text, capture_output=True, text=True, timeout=900
+    )
     built = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert built == [{}] * PLANS, (built, done.stderr[-2000:])

@@ -1,4 +1,5 @@
-"""One recipe under both engines, through the commands: compiled, run by the launcher, resumed across, exported."""
+"""One recipe under both engines, through the commands: compiled, run by the launcher, resumed
+across, exported."""
 
 from __future__ import annotations
 
@@ -31,11 +32,17 @@ from tests.parity.harness import (
 
 pytestmark = [
     pytest.mark.launch,
-    pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"),
+    pytest.mark.skipif(
+        not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"
+    ),
 ]
 READY = Path(__file__).resolve().parents[2] / "recipes" / "tiny-llama-megatron-cpu.yaml"
 SHORT = ("training.steps=5", "training.scheduler.warmup_steps=2")
-AS_DEEPSPEED = ("target=deepspeed", "parallelism.virtual_stages=1", "parallelism.sequence_parallel=false")
+AS_DEEPSPEED = (
+    "target=deepspeed",
+    "parallelism.virtual_stages=1",
+    "parallelism.sequence_parallel=false",
+)
 HALF = STEPS - 5
 CASE = Case(model="llama", tensor=2, pipeline=2, sequence_parallel=True, target="megatron")
 
@@ -85,8 +92,8 @@ SAMPLE = [("dp2-zero2-to-pp2-tp2", "deepspeed"), ("dp2-zero2-to-pp2-tp2", "megat
 
 
 def goes_on(name: str, first: str, folder: Path) -> dict[str, float]:
-    """How far the losses of a run that changes engine and layout in its middle are from those of the uninterrupted run,
-    and the weights that both export."""
+    """How far the losses of a run that changes engine and layout in its middle are from those of
+    the uninterrupted run, and the weights that both export."""
     cases = {case.target: case for case in PAIRS[name]}
     (second,) = cases.keys() - {first}
     whole = compiled(cases[first], folder / "first", STEPS)
@@ -102,7 +109,11 @@ def goes_on(name: str, first: str, folder: Path) -> dict[str, float]:
 
 def exported_weights(run: Path, folder: Path) -> dict[str, torch.Tensor]:
     must(shardwright("export", newest_checkpoint(run), "-o", folder))
-    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+    return {
+        key: value
+        for path in folder.glob("*.safetensors")
+        for key, value in load_file(path).items()
+    }
 
 
 def check_pair(found: dict[str, float]) -> None:
@@ -117,14 +128,17 @@ def test_a_checkpoint_goes_on_under_the_other_engine(name: str, first: str, tmp_
 
 @pytest.mark.prove
 @pytest.mark.parametrize(("name", "first"), ORDERS)
-def test_every_pair_goes_on(name: str, first: str, tmp_path: Path, proved: Callable[..., None]) -> None:
+def test_every_pair_goes_on(
+    name: str, first: str, tmp_path: Path, proved: Callable[..., None]
+) -> None:
     found = goes_on(name, first, tmp_path)
     check_pair(found)
     proved("megatron-resume", f"{name}, from {first}", found)
 
 
 def test_the_ready_recipe_trains_alike_under_both_engines(tmp_path: Path) -> None:
-    """Pipeline 2 x 2 virtual stages x tensor 2 with the sequence cut, and DeepSpeed's 1F1B: the same losses."""
+    """Pipeline 2 x 2 virtual stages x tensor 2 with the sequence cut, and DeepSpeed's 1F1B: the
+    same losses."""
     found: dict[str, list[dict[str, float]]] = {}
     for name, changes in {"megatron": (), "deepspeed": AS_DEEPSPEED}.items():
         sets = [word for change in (*SHORT, *changes) for word in ("--set", change)]
@@ -132,7 +146,16 @@ def test_the_ready_recipe_trains_alike_under_both_engines(tmp_path: Path) -> Non
         must(shardwright("run", tmp_path / name))
         found[name] = metrics(tmp_path / name)
     plan = json.loads((tmp_path / "megatron" / "plan.json").read_text())
-    assert (plan["target"], len(plan["stages"])) == ("megatron", 4) and plan["strategy"]["sequence_parallel"]
-    for key, relative, bound in (("loss", False, LOSS_ABSOLUTE), ("grad_norm", True, NORM_RELATIVE)):
+    assert (plan["target"], len(plan["stages"])) == ("megatron", 4) and plan["strategy"][
+        "sequence_parallel"
+    ]
+    for key, relative, bound in (
+        ("loss", False, LOSS_ABSOLUTE),
+        ("grad_norm", True, NORM_RELATIVE),
+    ):
         ours, theirs = ([line[key] for line in found[name]] for name in ("megatron", "deepspeed"))
-        assert len(ours) == 5 and series_apart(ours, theirs, relative=relative) <= bound, (key, ours, theirs)
+        assert len(ours) == 5 and series_apart(ours, theirs, relative=relative) <= bound, (
+            key,
+            ours,
+            theirs,
+        )

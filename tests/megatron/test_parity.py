@@ -1,4 +1,5 @@
-"""target: megatron trains as one plain Hugging Face process does, in every layout that it runs; many in one launch."""
+"""target: megatron trains as one plain Hugging Face process does, in every layout that it runs;
+many in one launch."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, WE
 
 pytestmark = [
     pytest.mark.launch,
-    pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"),
+    pytest.mark.skipif(
+        not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"
+    ),
 ]
 
 
@@ -31,19 +34,32 @@ def launched(cases: dict[str, Case], out: Path) -> dict[str, dict[str, float]]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            [
+                str(Path(__file__).resolve().parents[2]),
+                *filter(None, [os.environ.get("PYTHONPATH")]),
+            ]
         ),
         "SHARDWRIGHT_CASES_OUT": str(out),
-        "SHARDWRIGHT_CASES": json.dumps({name: dataclasses.asdict(case) for name, case in cases.items()}),
+        "SHARDWRIGHT_CASES": json.dumps(
+            {name: dataclasses.asdict(case) for name, case in cases.items()}
+        ),
     }
     script = Path(__file__).with_name("worker.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=1800
+    )
     found: dict[str, list[dict[str, Any]]] = {}
-    for line in (json.loads(text) for file in out.glob("rank-*.jsonl") for text in file.read_text().splitlines()):
+    for line in (
+        json.loads(text)
+        for file in out.glob("rank-*.jsonl")
+        for text in file.read_text().splitlines()
+    ):
         name = line.pop("case")
         assert "error" not in line, f"{name}: {line['error']}"
         found.setdefault(name, []).append(line)
-    assert set(found) == set(cases) and done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert set(found) == set(cases) and done.returncode == 0, (
+        done.stdout[-3000:] + done.stderr[-3000:]
+    )
     return {name: worst_of_ranks(ranks, cases[name].world) for name, ranks in found.items()}
 
 
@@ -79,4 +95,13 @@ def test_the_table_has_each_axis_alone_in_pairs_and_all_at_once() -> None:
     assert sum(case.world == 8 for case in CASES.values()) >= 5
 
 
-MODELS = ("llama", "llama-tied", "llama-rope", "qwen3", "gpt2-plain", "mixtral", "deepseek_v3", "gpt_oss")
+MODELS = (
+    "llama",
+    "llama-tied",
+    "llama-rope",
+    "qwen3",
+    "gpt2-plain",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+)

@@ -1,4 +1,5 @@
-"""What a compile proves: the right model passes, each wrong one is told by its difference, at any number of ranks."""
+"""What a compile proves: the right model passes, each wrong one is told by its difference, at any
+number of ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +21,26 @@ from tests.conftest import SMALL_RECIPE
 
 pytestmark = [
     pytest.mark.launch,
-    pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"),
+    pytest.mark.skipif(
+        not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"
+    ),
 ]
 LLAMA: dict[str, Any] = SMALL_RECIPE["model"]["config"]
 ROPE = {"rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-LLAMA3 = {**ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.0}  # not those of Llama 3.1
+LLAMA3 = {
+    **ROPE,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+}  # not those of Llama 3.1
 YARN = {**ROPE, "rope_type": "yarn"}
 HALF = 8  # of a head's features
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * HALF, "short_factor": [1.0] * HALF}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "long_factor": [2.0] * HALF,
+    "short_factor": [1.0] * HALF,
+}
 SHARED = {
     **LLAMA,
     "num_key_value_heads": 4,
@@ -78,7 +91,13 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "one expert a token, its weight as the router gives it": (
         "",
-        {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": False},
+        {
+            **LLAMA,
+            **EXPERTS,
+            "model_type": "qwen3_moe",
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+        },
         {},
     ),
     "yarn": ("", {**LLAMA, "rope_parameters": YARN}, {}),
@@ -93,12 +112,30 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "arcee": ("", {**LLAMA, "model_type": "arcee", "hidden_act": "relu2"}, {}),
     "phi3": ("", {**LLAMA, "model_type": "phi3", "pad_token_id": 0}, {}),
     "stablelm": ("", {**LLAMA, "model_type": "stablelm", "use_qkv_bias": True}, {}),
-    "nemotron": ("", {**LLAMA, "model_type": "nemotron", "hidden_act": "relu2", "head_dim": 16}, {}),
-    "starcoder2": ("", {**LLAMA, **DROPOUTS, "model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh"}, {}),
-    "qwen2_moe": ("", {**LLAMA, **EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}, {}),
+    "nemotron": (
+        "",
+        {**LLAMA, "model_type": "nemotron", "hidden_act": "relu2", "head_dim": 16},
+        {},
+    ),
+    "starcoder2": (
+        "",
+        {**LLAMA, **DROPOUTS, "model_type": "starcoder2", "hidden_act": "gelu_pytorch_tanh"},
+        {},
+    ),
+    "qwen2_moe": (
+        "",
+        {**LLAMA, **EXPERTS, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 64},
+        {},
+    ),
     "dense layers before experts": (
         "",
-        {**LLAMA, **EXPERTS, "model_type": "qwen3_moe", "num_hidden_layers": 4, "mlp_only_layers": [0]},
+        {
+            **LLAMA,
+            **EXPERTS,
+            "model_type": "qwen3_moe",
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [0],
+        },
         {},
     ),
     "gpt_oss": (
@@ -117,7 +154,11 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "deepseek_v3": ("", LATENT, {}),
     "deepseek_v3 by yarn": ("", {**LATENT, "rope_parameters": MSCALE}, {}),
     "deepseek_v3 without low-rank queries": ("", {**LATENT, "q_lora_rank": None}, {}),
-    "deepseek_v2": ("", {**LATENT, "model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": False}, {}),
+    "deepseek_v2": (
+        "",
+        {**LATENT, "model_type": "deepseek_v2", "topk_method": "greedy", "norm_topk_prob": False},
+        {},
+    ),
     "glm4_moe": ("", {**SHARED, "model_type": "glm4_moe", "head_dim": 16, "use_qk_norm": True}, {}),
     "dots1": ("", {**SHARED, "model_type": "dots1", "head_dim": 16}, {}),
     "no layer with experts": (
@@ -147,7 +188,11 @@ def test_what_it_finds(write_recipe: Callable[..., Path], monkeypatch: pytest.Mo
     asked = [*questions, ["", LLAMA, plan], ["", LLAMA, wrong]]
     script = Path(__file__).with_name("proof_worker.py")
     done = subprocess.run(
-        [sys.executable, script], input=json.dumps(asked), capture_output=True, text=True, timeout=600
+        [sys.executable, script],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(asked), done.stderr[-3000:]

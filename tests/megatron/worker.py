@@ -1,6 +1,8 @@
-"""Many parity cases under Megatron-Core: compiled and trained plainly first, then its ranks, forked after one import.
+"""Many parity cases under Megatron-Core: compiled and trained plainly first, then its ranks, forked
+after one import.
 
-SHARDWRIGHT_CASES_OUT names the folder for results, SHARDWRIGHT_CASES is JSON: name -> the case's fields.
+SHARDWRIGHT_CASES_OUT names the folder for results, SHARDWRIGHT_CASES is JSON: name -> the case's
+fields.
 """
 
 from __future__ import annotations
@@ -29,13 +31,18 @@ SPLIT = 20
 
 
 def prepared(case: Case, folder: Path) -> tuple[Case, Plan, Any]:
-    """Compiled, without the proof that each compile makes in a process of its own, and trained in one plain process."""
+    """Compiled, without the proof that each compile makes in a process of its own, and trained in
+    one plain process."""
     tokens = write_inputs(case, folder)
     made = compile_recipe(load_recipe(folder / "recipe.yaml"))
     for name, content in made.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    return case, made.plan, reference(case, tokens, torch.float32 if case.precision == "fp32" else torch.bfloat16)
+    return (
+        case,
+        made.plan,
+        reference(case, tokens, torch.float32 if case.precision == "fp32" else torch.bfloat16),
+    )
 
 
 def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, float]:
@@ -92,7 +99,10 @@ def masters_apart(plan: Plan, trainer: Any, wanted: Any) -> float:
 
     shards = Shards(plan, Trained(wanted.weights), trainer.transposed)
     return worst(
-        tensor_apart(f.states["fp32"], shards.read(f.name).reshape(-1).narrow(0, f.start, f.states["fp32"].numel()))
+        tensor_apart(
+            f.states["fp32"],
+            shards.read(f.name).reshape(-1).narrow(0, f.start, f.states["fp32"].numel()),
+        )
         for f in trainer.owned()
         if "fp32" in f.states
     )
@@ -109,17 +119,22 @@ def packed_batches(case: Case, data_rank: int) -> Packed:
     from shardwright.modules.batches import MicroBatch
 
     draw = torch.Generator().manual_seed(data_rank)
-    places = torch.cat([torch.arange(SPLIT), torch.arange(LENGTH - SPLIT)]).expand(case.micro, LENGTH)
+    places = torch.cat([torch.arange(SPLIT), torch.arange(LENGTH - SPLIT)]).expand(
+        case.micro, LENGTH
+    )
     found = Packed()
     for _ in range(case.accumulation):
-        ids = torch.randint(0, MODELS[case.model]["vocab_size"], (case.micro, LENGTH), generator=draw)
+        ids = torch.randint(
+            0, MODELS[case.model]["vocab_size"], (case.micro, LENGTH), generator=draw
+        )
         labels = torch.where(places == 0, IGNORED, ids)
         found.append(MicroBatch(input_ids=ids, labels=labels, position_ids=places))
     return found
 
 
 def packed_apart(case: Case, trainer: Any, wanted: Any, data_rank: int) -> float:
-    """Of the trained model's loss over packed rows, evaluated, from that of each document alone under Hugging Face."""
+    """Of the trained model's loss over packed rows, evaluated, from that of each document alone
+    under Hugging Face."""
     from shardwright.ir.apart import apart
 
     model = initial_model(MODELS[case.model], SEED)
@@ -130,7 +145,11 @@ def packed_apart(case: Case, trainer: Any, wanted: Any, data_rank: int) -> float
             for part in (slice(0, SPLIT), slice(SPLIT, LENGTH)):
                 ids = m.input_ids[:, part]
                 logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-                total += float(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="sum"))
+                total += float(
+                    torch.nn.functional.cross_entropy(
+                        logits.transpose(1, 2), ids[:, 1:], reduction="sum"
+                    )
+                )
                 count += ids[:, 1:].numel()
     loss, labels = trainer.evaluate(packed_batches(case, data_rank))
     assert labels == count, (labels, count)
@@ -144,10 +163,15 @@ def rank_of(rank: int, world: int, cases: dict[str, Any], out: Path) -> None:
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     store = dist.FileStore(str(out / f"store-{world}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+    )
     for name, (case, plan, wanted) in cases.items():
         try:
-            line: dict[str, Any] = {"case": name, **measure(case, plan, wanted, out / "work" / name)}
+            line: dict[str, Any] = {
+                "case": name,
+                **measure(case, plan, wanted, out / "work" / name),
+            }
         except BaseException:
             line = {"case": name, "error": traceback.format_exc()}
         with (out / f"rank-{world}-{rank}.jsonl").open("a") as file:

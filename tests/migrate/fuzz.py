@@ -1,5 +1,5 @@
-"""Mutated configurations and launch commands through `import`: a recipe or a refusal, no key dropped in silence, and a
-text that reads as what was meant, whatever stands in the file."""
+"""Mutated configurations and launch commands through `import`: a recipe or a refusal, no key
+dropped in silence, and a text that reads as what was meant, whatever stands in the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,19 @@ PIECES = (
     *("\x1b[31m", "#", ": ", "NaN", "1e999", "-1", "{}"),
 )
 # A recipe's text that does not read: import never writes one.
-READING = ("SW1001", "SW1003", "SW1004", "SW1005", "SW1006", "SW1007", "SW1008", "SW1009", "SW1010", "SW1012", "SW1015")
+READING = (
+    "SW1001",
+    "SW1003",
+    "SW1004",
+    "SW1005",
+    "SW1006",
+    "SW1007",
+    "SW1008",
+    "SW1009",
+    "SW1010",
+    "SW1012",
+    "SW1015",
+)
 
 
 def changed_command(rng: random.Random) -> str:
@@ -37,11 +49,14 @@ def changed_command(rng: random.Random) -> str:
 
 def deep(rng: random.Random) -> str:
     levels = rng.choice((60, 900, 5000, 100_000))
-    return rng.choice(("[" * levels, "[" * levels + "]" * levels, '{"a":' * levels + "1" + "}" * levels))
+    return rng.choice(
+        ("[" * levels, "[" * levels + "]" * levels, '{"a":' * levels + "1" + "}" * levels)
+    )
 
 
 def try_import(text: str, launch: str | None, folder: Path) -> list[str]:
-    """Keys that are dropped in silence; an AssertionError where the recipe does not read as it was meant."""
+    """Keys that are dropped in silence; an AssertionError where the recipe does not read as it was
+    meant."""
     file = folder / "ds_config.json"
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:

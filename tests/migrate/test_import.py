@@ -21,11 +21,12 @@ from tests.conftest import SMALL_RECIPE
 from tests.lint.test_rules import BAD, GOOD
 
 COMMAND = (
-    "NCCL_DEBUG=INFO HF_TOKEN=hf_secret deepspeed --num_nodes 1 --num_gpus 2 train.py --deepspeed ds.json "
-    "--model_name_or_path org/model --per_device_train_batch_size 4 --gradient_accumulation_steps 2 "
-    "--learning_rate 2e-5 --weight_decay 0.1 --adam_beta2 0.95 --num_train_epochs 2 --lr_scheduler_type cosine "
-    "--warmup_ratio 0.03 --bf16 True --gradient_checkpointing --max_seq_length 64 --max_grad_norm 0.5 --seed 7 "
-    "--save_steps 50 --save_total_limit 2 --report_to tensorboard wandb --dataset_name org/data --output_dir out "
+    "NCCL_DEBUG=INFO HF_TOKEN=hf_secret deepspeed --num_nodes 1 --num_gpus 2 train.py --deepspeed "
+    "ds.json --model_name_or_path org/model --per_device_train_batch_size 4 "
+    "--gradient_accumulation_steps 2 --learning_rate 2e-5 --weight_decay 0.1 --adam_beta2 0.95 "
+    "--num_train_epochs 2 --lr_scheduler_type cosine --warmup_ratio 0.03 --bf16 True "
+    "--gradient_checkpointing --max_seq_length 64 --max_grad_norm 0.5 --seed 7 --save_steps 50 "
+    "--save_total_limit 2 --report_to tensorboard wandb --dataset_name org/data --output_dir out "
     "--hub_token hf_another"
 )
 
@@ -48,11 +49,15 @@ def settings(section: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
 
 
 def unaccounted(found: Imported) -> list[str]:
-    """Keys of the file that are neither carried nor commented, themselves or by a section of theirs."""
+    """Keys of the file that are neither carried nor commented, themselves or by a section of
+    theirs."""
     assert found.document is not None
     known = {*found.draft.carried, *found.draft.left}
     paths = settings(dict(found.document.config))
-    prefixes = {".".join(p): {".".join(q[:n]) for q in (p, official(p)) for n in range(1, len(p) + 1)} for p in paths}
+    prefixes = {
+        ".".join(p): {".".join(q[:n]) for q in (p, official(p)) for n in range(1, len(p) + 1)}
+        for p in paths
+    }
     return [dotted for dotted, own in prefixes.items() if not own & known]
 
 
@@ -94,7 +99,8 @@ def test_a_file_with_faults_gives_a_recipe_or_a_refusal(path: Path) -> None:
 
 
 def compiled(found: Imported, folder: Path) -> dict[str, Any]:
-    """ds_config.json of the recipe, with what was to fill in filled in and a tiny Llama for the model."""
+    """ds_config.json of the recipe, with what was to fill in filled in and a tiny Llama for the
+    model."""
     world = found.draft.values["cluster.gpus_per_node"]
     gpus = int(str(world)) if world != FILL_IN else 2
     assert found.document is not None
@@ -133,7 +139,8 @@ def value_at(document: Any, dotted: str) -> Any:
 
 
 def same_values(path: Path, folder: Path) -> int:
-    """How many keys of the file stand in the compiled ds_config.json, all of them with the file's value."""
+    """How many keys of the file stand in the compiled ds_config.json, all of them with the file's
+    value."""
     found = imported(path, COMMAND.replace("--bf16 True", "") if "trainer" in path.stem else None)
     made = compiled(found, folder)
     assert found.document is not None
@@ -141,19 +148,25 @@ def same_values(path: Path, folder: Path) -> int:
     count = 0
     for dotted in found.draft.carried:
         given = value_at(file, dotted)
-        if given in (None, "auto") or dotted.startswith(("scheduler", "optimizer.type", "tensor", "wandb", "pipeline")):
+        if given in (None, "auto") or dotted.startswith(
+            ("scheduler", "optimizer.type", "tensor", "wandb", "pipeline")
+        ):
             continue
         there = value_at(made, ".".join(official(tuple(dotted.split(".")))))
         if dotted.endswith(".enabled") and given is False:
             there = bool(there)
-        if dotted.startswith(("zero_optimization.offload", "activation")) or isinstance(given, dict):
+        if dotted.startswith(("zero_optimization.offload", "activation")) or isinstance(
+            given, dict
+        ):
             continue
         assert there == given, (dotted, given, there)
         count += 1
     return count
 
 
-@pytest.mark.parametrize("path", [p for p in GOOD if p.stem.endswith(SAME)], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in GOOD if p.stem.endswith(SAME)], ids=lambda path: path.stem
+)
 def test_compiled_again_the_values_are_the_files(path: Path, tmp_path: Path) -> None:
     assert same_values(path, tmp_path) >= 2
 
@@ -165,8 +178,14 @@ def test_the_words_of_a_launch(tmp_path: Path) -> None:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+        },
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
     }
     (tmp_path / "ds.json").write_text(json.dumps(ds))
     draft = imported(tmp_path / "ds.json", COMMAND).draft
@@ -223,15 +242,26 @@ def test_the_words_of_a_launch(tmp_path: Path) -> None:
     ],
 )
 def test_where_a_command_runs(
-    launch: str, nodes: int | None, gpus: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: str,
+    nodes: int | None,
+    gpus: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("a slots=8\nb slots=8 # the second\n")
-    Path("acc.yaml").write_text("num_machines: 2\nnum_processes: 8\ndeepspeed_config: {zero_stage: 3}\n")
-    Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}')
+    Path("acc.yaml").write_text(
+        "num_machines: 2\nnum_processes: 8\ndeepspeed_config: {zero_stage: 3}\n"
+    )
+    Path("ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}'
+    )
     values = imported("ds.json", launch).draft.values
     assert values["training.precision"] == "fp32"
-    assert (values["cluster.nodes"], values["cluster.gpus_per_node"]) == (nodes or FILL_IN, gpus or FILL_IN)
+    assert (values["cluster.nodes"], values["cluster.gpus_per_node"]) == (
+        nodes or FILL_IN,
+        gpus or FILL_IN,
+    )
     batch = 6 * nodes * gpus if nodes and gpus else FILL_IN
     assert values["training.global_batch_size"] == batch
     assert values["parallelism.zero_stage"] == (3 if "acc.yaml" in launch else 0)
@@ -247,9 +277,18 @@ def test_accelerate_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "gradient_clipping": 2.0,
     }
     Path("acc.yaml").write_text(
-        json.dumps({"mixed_precision": "bf16", "num_machines": 1, "num_processes": 8, "deepspeed_config": section})
+        json.dumps(
+            {
+                "mixed_precision": "bf16",
+                "num_machines": 1,
+                "num_processes": 8,
+                "deepspeed_config": section,
+            }
+        )
     )
-    draft = convert(None, "accelerate launch --config_file acc.yaml train.py --learning_rate 1e-4", None, ".").draft
+    draft = convert(
+        None, "accelerate launch --config_file acc.yaml train.py --learning_rate 1e-4", None, "."
+    ).draft
     wanted = {
         "parallelism.zero_stage": 3,
         "parallelism.offload": "parameters",
@@ -258,10 +297,17 @@ def test_accelerate_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         "training.optimizer.lr": 1e-4,
     }
     assert {key: draft.values.get(key) for key in wanted} == wanted
-    Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 1}}')
-    Path("acc.yaml").write_text("num_processes: 8\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
+    Path("ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 1}}'
+    )
+    Path("acc.yaml").write_text(
+        "num_processes: 8\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+    )
     draft = convert(None, "accelerate launch --config_file acc.yaml train.py", None, ".").draft
-    assert (draft.values["parallelism.micro_batch_size"], draft.values["parallelism.zero_stage"]) == (3, 1)
+    assert (
+        draft.values["parallelism.micro_batch_size"],
+        draft.values["parallelism.zero_stage"],
+    ) == (3, 1)
 
 
 def test_schedulers(tmp_path: Path) -> None:
@@ -275,8 +321,13 @@ def test_schedulers(tmp_path: Path) -> None:
     assert found["training.scheduler.warmup_steps"] == 100 and found["training.steps"] == FILL_IN
     found = scheduled({"type": "WarmupDecayLR", "params": {**params, "total_num_steps": 1000}})
     assert found["training.scheduler.name"] == "linear" and found["training.steps"] == 1000
-    found = scheduled({"type": "WarmupCosineLR", "params": {"total_num_steps": 500, "cos_min_ratio": 0.1}})
-    assert found["training.scheduler.name"] == "cosine" and found["training.scheduler.min_lr_ratio"] == 0.1
+    found = scheduled(
+        {"type": "WarmupCosineLR", "params": {"total_num_steps": 500, "cos_min_ratio": 0.1}}
+    )
+    assert (
+        found["training.scheduler.name"] == "cosine"
+        and found["training.scheduler.min_lr_ratio"] == 0.1
+    )
     assert found["training.scheduler.warmup_steps"] == 1000
 
 
@@ -284,15 +335,20 @@ def test_what_is_nested_deeper_than_a_recipe_may_be_is_commented(tmp_path: Path)
     """A ds_config may be deeper: such a value would make a recipe that nothing reads."""
     for levels in (30, 46, 47, 60):
         value = "[" * levels + "]" * levels
-        (tmp_path / "ds.json").write_text(f'{{"train_batch_size": 8, "comms_logger": {{"prof_ops": {value}}}}}')
+        (tmp_path / "ds.json").write_text(
+            f'{{"train_batch_size": 8, "comms_logger": {{"prof_ops": {value}}}}}'
+        )
         found = imported(tmp_path / "ds.json")
         assert unaccounted(found) == []
         assert to_fill_in(text_of(found)) == found.draft.fill.keys()
         assert ("comms_logger.prof_ops" in found.draft.left) == (levels > 44)
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It writes one new file, and says exactly what is to be filled in; `check` then names the same keys."""
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes one new file, and says exactly what is to be filled in; `check` then names the same
+    keys."""
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text(GOOD[0].read_text())
     assert main(["import", "ds.json", "--model", "Qwen/Qwen3-8B", "-o", "recipe.yaml"]) == 0
@@ -329,7 +385,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     ],
 )
 def test_bad_input_is_refused(
-    arguments: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import os
 

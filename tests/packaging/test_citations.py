@@ -14,7 +14,8 @@ import shardwright
 PACKAGE = Path(shardwright.__file__).parent
 ROOT = PACKAGE.parents[1]
 GONE = {"runtime"}
-"""Its modules are names for folders that earlier versions compiled; nothing is to be looked for there."""
+"""Its modules are names for folders that earlier versions compiled; nothing is to be looked for
+there."""
 PATHS = re.compile(r"(?<![\w/.{}*<-])((?:\w+/)+\w+\.py)\b(?!\.)")
 FOLDERS = re.compile(r"`(?:shardwright/)?([a-z_]+(?:/[a-z_]+)*)/`")
 NO_ROOMS = {"accelerate", "checkpoints", "expected", "run", "src", "tokenizer"}
@@ -25,7 +26,15 @@ MEGATRON = importlib.util.find_spec("megatron")
 LATER = "megatron/training/"
 """In its wheels from 0.17 on, which want a later Python than the oldest that is tested here."""
 _MEGATRON = [Path(MEGATRON.submodule_search_locations[0]).parent] if MEGATRON else []  # type: ignore[index]
-BASES = (*_MEGATRON, ROOT, ROOT / "compiler", PACKAGE, DEEPSPEED.parent, DEEPSPEED, DEEPSPEED / "runtime")
+BASES = (
+    *_MEGATRON,
+    ROOT,
+    ROOT / "compiler",
+    PACKAGE,
+    DEEPSPEED.parent,
+    DEEPSPEED,
+    DEEPSPEED / "runtime",
+)
 MADE_UP = {
     "tests/packaging/test_citations.py",
     "tests/unit/prove/test_pieces.py",
@@ -38,13 +47,17 @@ MADE_UP = {
 def prose() -> list[Path]:
     """What cites files: pages, comments and docstrings."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
-    code = [path for folder in ("compiler", "tests", "tools") for path in (ROOT / folder).rglob("*")]
+    code = [
+        path for folder in ("compiler", "tests", "tools") for path in (ROOT / folder).rglob("*")
+    ]
     kinds = (".py", ".md", ".toml")
     left_out = [ROOT / "CHANGELOG.md", *(ROOT / name for name in MADE_UP)]
     return [
         path
         for path in [*pages, *code]
-        if path.suffix in kinds and path not in left_out and not path.is_relative_to(ROOT / "tests/launch/old_folder")
+        if path.suffix in kinds
+        and path not in left_out
+        and not path.is_relative_to(ROOT / "tests/launch/old_folder")
     ]
 
 
@@ -57,13 +70,16 @@ def there(path: str, beside: Path) -> bool:
 
 
 def cited(path: Path) -> list[str]:
-    """The Python files, and of the package's own pages the rooms, that a text names and that are not there."""
+    """The Python files, and of the package's own pages the rooms, that a text names and that are
+    not there."""
     text = path.read_text(encoding="utf-8")
     missing = [name for name in PATHS.findall(text) if not there(name, path)]
     if path.suffix == ".md" and path.is_relative_to(ROOT / "compiler"):
         named = {name: name.split("/")[0] for name in FOLDERS.findall(text)}
         missing += [
-            f"{name}/" for name, first in named.items() if first in GONE or not (first in NO_ROOMS or there(name, path))
+            f"{name}/"
+            for name, first in named.items()
+            if first in GONE or not (first in NO_ROOMS or there(name, path))
         ]
     return missing
 
@@ -76,7 +92,11 @@ def test_no_file_or_room_is_cited_that_is_not_there() -> None:
     ("name", "text", "missing"),
     [
         ("compiler/README.md", "`cost/` and cost/shapes.py", []),
-        ("compiler/README.md", "`runtime/` and runtime/launcher.py", ["runtime/launcher.py", "runtime/"]),
+        (
+            "compiler/README.md",
+            "`runtime/` and runtime/launcher.py",
+            ["runtime/launcher.py", "runtime/"],
+        ),
         ("docs/x.md", "DeepSpeed's runtime/pipe/engine.py and pipe/engine.py", []),
         ("docs/x.md", "tests/nothing/test_here.py", ["tests/nothing/test_here.py"]),
     ],

@@ -14,14 +14,21 @@ from shardwright.engines.table import ENGINES
 
 PACKAGE = Path(shardwright.__file__).parent
 ROOMS = ("plan", "cost", "rules", "search", "partition", "layout", "lower")
-MODULES = sorted([PACKAGE / "compile.py", *(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))])
+MODULES = sorted(
+    [PACKAGE / "compile.py", *(path for room in ROOMS for path in (PACKAGE / room).rglob("*.py"))]
+)
 
 
 def engines_named(source: str) -> Iterator[str]:
-    """Identifiers, modules and keys. Sentences (docstrings, messages) may name engines: what has a space in it."""
+    """Identifiers, modules and keys. Sentences (docstrings, messages) may name engines: what has a
+    space in it."""
     for node in ast.walk(ast.parse(source)):
         names: tuple[str, ...] = ()
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value.strip():
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and " " not in node.value.strip()
+        ):
             names = (node.value,)
         elif isinstance(node, ast.Name):
             names = (node.id,)
@@ -38,7 +45,8 @@ def engines_named(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_engine_is_named(path: Path) -> None:
-    """The constants that the fit has for one engine's kernels are called after it, as in constants.json."""
+    """The constants that the fit has for one engine's kernels are called after it, as in
+    constants.json."""
     found = set(engines_named(path.read_text(encoding="utf-8"))) - constant_entries().keys()
     assert not found, f"{path.relative_to(PACKAGE)} names {sorted(found)}: ask engines/table.py"
 

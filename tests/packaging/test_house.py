@@ -27,15 +27,21 @@ def test_ci_runs_every_python_that_pyproject_names() -> None:
     named = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     light = re.findall(r"\bpython(3\.\d+)", (ROOT / ".ci/run").read_text())
     assert named == ["3.11", *light] and len(light) == 2
-    steps = {f'python: "{version}", run: make lint-light test-light PYTHON=python{version}' for version in light}
+    steps = {
+        f'python: "{version}", run: make lint-light test-light PYTHON=python{version}'
+        for version in light
+    }
     steps.add('python: "3.11", run: .ci/run')
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     assert set(re.findall(r'python: "3\.\d+", run: [^}]*', workflow)) == steps
 
 
 def test_each_test_is_in_one_part_of_the_sample() -> None:
-    """`make test` and the two of `make test-more`; what is marked prove or hosts is in none of them."""
-    parts = dict(re.findall(r"^(QUICK|MORE|ALONE) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    """`make test` and the two of `make test-more`; what is marked prove or hosts is in none of
+    them."""
+    parts = dict(
+        re.findall(r"^(QUICK|MORE|ALONE) := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    )
     assert len(parts) == 3
     marks = ("launch", "browser", "alone", "prove", "hosts")
     for chosen in itertools.product((False, True), repeat=len(marks)):
@@ -47,8 +53,12 @@ def test_each_test_is_in_one_part_of_the_sample() -> None:
 def test_the_light_tests_are_those_that_import_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(light, "_is_there", lambda package: package not in light.HEAVY)
     names = light.light_tests()
-    assert "tests/unit/recipe/test_load.py" in names and "tests/unit/modules/test_loss.py" not in names
-    assert [name for name in light.COMMANDS | light.REACHED_BY_NONE if not (ROOT / name).exists()] == []
+    assert (
+        "tests/unit/recipe/test_load.py" in names and "tests/unit/modules/test_loss.py" not in names
+    )
+    assert [
+        name for name in light.COMMANDS | light.REACHED_BY_NONE if not (ROOT / name).exists()
+    ] == []
 
 
 def test_make_targets_exist() -> None:
@@ -78,7 +88,9 @@ def test_make_targets_exist() -> None:
 
 def test_every_recipe_is_in_the_index() -> None:
     index = (ROOT / "recipes/README.md").read_text()
-    assert set(re.findall(r"\]\(([^)]+\.yaml)\)", index)) == {p.name for p in (ROOT / "recipes").glob("*.yaml")}
+    assert set(re.findall(r"\]\(([^)]+\.yaml)\)", index)) == {
+        p.name for p in (ROOT / "recipes").glob("*.yaml")
+    }
 
 
 def test_decisions_are_numbered_without_gaps() -> None:

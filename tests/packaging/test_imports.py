@@ -16,7 +16,8 @@ HEAVY = {"torch", "transformers", "deepspeed"}
 FREE = {"checkpoint", "engines", "hf", "model", "modules", "train"}
 _MEASURING = ("clock", "collectives", "engine_times", "kernels", "layers")
 FREE_FILES = {"launch/doctor/links.py", *(f"calibrate/{name}.py" for name in _MEASURING)}
-# `run` talks to the launcher from the user's shell: these import no torch either, as launch/ and watch/.
+# `run` talks to the launcher from the user's shell: these import no torch either, as launch/ and
+# watch/.
 LIGHT_RUNTIME = {
     "checkpoint/index.py",
     "checkpoint/manifest.py",
@@ -36,7 +37,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def module_level_imports(tree: ast.Module) -> Iterator[str]:
-    """Top names of the packages that importing the module imports: function bodies and TYPE_CHECKING are skipped."""
+    """Top names of the packages that importing the module imports: function bodies and
+    TYPE_CHECKING are skipped."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -53,14 +55,18 @@ def module_level_imports(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_heavy_imports(path: Path) -> None:
     name = path.relative_to(PACKAGE).as_posix()
-    if name in FREE_FILES or (name.split("/")[0] in FREE and name not in LIGHT_RUNTIME | LIGHT_MODEL):
+    if name in FREE_FILES or (
+        name.split("/")[0] in FREE and name not in LIGHT_RUNTIME | LIGHT_MODEL
+    ):
         return
     found = HEAVY & set(module_level_imports(ast.parse(path.read_text(encoding="utf-8"))))
     assert not found, f"{path} imports {found} at module level"
 
 
 def test_the_light_files_are_there() -> None:
-    assert {path.relative_to(PACKAGE).as_posix() for path in MODULES} >= FREE_FILES | LIGHT_RUNTIME | LIGHT_MODEL
+    assert {
+        path.relative_to(PACKAGE).as_posix() for path in MODULES
+    } >= FREE_FILES | LIGHT_RUNTIME | LIGHT_MODEL
 
 
 def test_the_check_sees_what_it_should() -> None:

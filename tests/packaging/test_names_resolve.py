@@ -1,5 +1,6 @@
-"""Every name of this repository that code imports is there, also inside functions, in the programs that tests write as
-text, and in the texts that monkeypatch and import_module take. Nothing is imported: a move is checked in a second."""
+"""Every name of this repository that code imports is there, also inside functions, in the programs
+that tests write as text, and in the texts that monkeypatch and import_module take. Nothing is
+imported: a move is checked in a second."""
 
 from __future__ import annotations
 
@@ -57,7 +58,12 @@ def resolves(module: str, name: str = "") -> bool:
     path = file_of(module)
     if path is None:
         return False
-    return not name or name == "*" or bool({name, "*"} & names_in(path)) or file_of(f"{module}.{name}") is not None
+    return (
+        not name
+        or name == "*"
+        or bool({name, "*"} & names_in(path))
+        or file_of(f"{module}.{name}") is not None
+    )
 
 
 def text_resolves(dotted: str) -> bool:
@@ -77,8 +83,12 @@ def wanted(path: Path) -> Iterator[tuple[str, str]]:
         return
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] in HOMES)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in HOMES:
+            yield from (
+                (alias.name, "") for alias in node.names if alias.name.split(".")[0] in HOMES
+            )
+        elif (
+            isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in HOMES
+        ):
             yield from ((node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if DOTTED.fullmatch(node.value):
@@ -97,13 +107,18 @@ def missing(path: Path) -> list[str]:
     return [
         f"{module} {name}".strip(" ?")
         for module, name in wanted(path)
-        if module not in NOT_NAMES and not (text_resolves(module) if name == "?" else resolves(module, name))
+        if module not in NOT_NAMES
+        and not (text_resolves(module) if name == "?" else resolves(module, name))
     ]
 
 
 def files() -> list[Path]:
-    code = [path for folder in ("compiler", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
-    texts = [path for folder in ("compiler", "docs", "templates") for path in (ROOT / folder).rglob("*")]
+    code = [
+        path for folder in ("compiler", "tests", "tools") for path in (ROOT / folder).rglob("*.py")
+    ]
+    texts = [
+        path for folder in ("compiler", "docs", "templates") for path in (ROOT / folder).rglob("*")
+    ]
     texts += [*ROOT.glob("*.md"), *ROOT.glob("*.toml")]
     return [*code, *(path for path in texts if path.suffix in TEXTS)]
 
@@ -111,18 +126,24 @@ def files() -> list[Path]:
 def test_every_name_that_is_imported_is_there() -> None:
     left_out = {Path(__file__), *(ROOT / name for name in MADE_UP)}
     found = {
-        str(path.relative_to(ROOT)): names for path in files() if path not in left_out and (names := missing(path))
+        str(path.relative_to(ROOT)): names
+        for path in files()
+        if path not in left_out and (names := missing(path))
     }
     assert found == {}
 
 
 def test_import_linter_and_mypy_name_what_is_there() -> None:
-    named = re.findall(r'"(shardwright(?:\.\w+)+)(?:\.\*)?"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    named = re.findall(
+        r'"(shardwright(?:\.\w+)+)(?:\.\*)?"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    )
     assert named and [name for name in named if file_of(name) is None] == []
 
 
 def test_make_runs_what_is_there() -> None:
-    modules = re.findall(rf"-m ((?:{OURS})(?:\.\w+)*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    modules = re.findall(
+        rf"-m ((?:{OURS})(?:\.\w+)*)", (ROOT / "Makefile").read_text(encoding="utf-8")
+    )
     assert modules and [name for name in modules if file_of(name) is None] == []
 
 
@@ -130,7 +151,10 @@ def test_make_runs_what_is_there() -> None:
     ("source", "named"),
     [
         ("import shardwright.runtime.nothing", ["shardwright.runtime.nothing"]),
-        ("def f():\n    from shardwright.cost.shapes import nothing", ["shardwright.cost.shapes nothing"]),
+        (
+            "def f():\n    from shardwright.cost.shapes import nothing",
+            ["shardwright.cost.shapes nothing"],
+        ),
         ("from shardwright.cost import shapes", []),
         ("from shardwright import Session", []),
         ("p = 'tests.figures.nothing'", ["tests.figures.nothing"]),

@@ -1,4 +1,5 @@
-"""What the pages show of messages that need hosts or faults to come up: made by the code that says them."""
+"""What the pages show of messages that need hosts or faults to come up: made by the code that says
+them."""
 
 from __future__ import annotations
 
@@ -27,14 +28,17 @@ RECIPE = ROOT / "recipes/tiny-llama-cpu.yaml"
 
 
 def killed_rank(folder: Path) -> str:
-    """From a launcher's output: rank 3 is gone, and signal 9 ended a rank of host b. A checkpoint is there."""
+    """From a launcher's output: rank 3 is gone, and signal 9 ended a rank of host b. A checkpoint
+    is there."""
     plan = compile_recipe(load_recipe(RECIPE)).plan
     out = folder / "DIR"
     for name in ("run/logs/rank-00003.log", "checkpoints/step-00000500/plan.json"):
         (out / name).parent.mkdir(parents=True)
         (out / name).touch()
     lost = EVENT + json.dumps({"kind": "lost", "rank": 3, "host": "b", "stage": 1, "pid": 7})
-    (out / "run" / "launcher.log").write_text(f"a: {lost}\nb: ['train.py'] exits with return code = -9\n")
+    (out / "run" / "launcher.log").write_text(
+        f"a: {lost}\nb: ['train.py'] exits with return code = -9\n"
+    )
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
         assert report_failure(plan, out, 1, 1) == 3
@@ -44,14 +48,21 @@ def killed_rank(folder: Path) -> str:
 def stalled_rank(folder: Path) -> str:
     """Rank 1 reads while rank 0 waits for it."""
     places = {0: ("comm.py:9 in recv", "recv"), 1: ("/data/loader.py:88 in read", None)}
-    stacks = {r: Stack(step=2, phase="in step 3", where=at, waits_in=w, counts={}) for r, (at, w) in places.items()}
+    stacks = {
+        r: Stack(step=2, phase="in step 3", where=at, waits_in=w, counts={})
+        for r, (at, w) in places.items()
+    }
     return f"warning[SW6303]: {describe(stacks, culprits(stacks, (0, 1)), {0: 'a', 1: 'b'}, 600)}\n"
 
 
 def untrusted_code(folder: Path) -> str:
     """Of two empty files."""
-    files = tuple((name, hashlib.sha256(b"").hexdigest()) for name in ("configuration_x.py", "modeling_x.py"))
-    code = OwnCode(config_class="configuration_x.X", model_class="modeling_x.XForCausalLM", files=files)
+    files = tuple(
+        (name, hashlib.sha256(b"").hexdigest()) for name in ("configuration_x.py", "modeling_x.py")
+    )
+    code = OwnCode(
+        config_class="configuration_x.X", model_class="modeling_x.XForCausalLM", files=files
+    )
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
         try:
@@ -91,6 +102,9 @@ SAMPLES: dict[tuple[str, str], Callable[[Path], str]] = {
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("README.md", "recipe.yaml"): "a picture; its stages are those of compiler/README.md",
     ("docs/data.md", '{"messages"'): "tests/unit/data/test_pictures.py takes its conversations",
-    **{("docs/rules.md", word): "tests/pages/test_pages.py compares the whole page" for word in ("error", "warning")},
+    **{
+        ("docs/rules.md", word): "tests/pages/test_pages.py compares the whole page"
+        for word in ("error", "warning")
+    },
 }
 """(page, first word up to a bracket) -> what tries the block besides."""

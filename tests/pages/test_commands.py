@@ -1,4 +1,5 @@
-"""Every fenced block of every page: commands run and print what is shown, scripts train, recipes load."""
+"""Every fenced block of every page: commands run and print what is shown, scripts train, recipes
+load."""
 
 from __future__ import annotations
 
@@ -39,12 +40,16 @@ def follow(page: str, folder: Path, *, thorough: bool) -> None:
                     continue
                 run, shown = instead.part, part_of(shown or "")
             elif run.startswith("make"):
-                run = run.replace("make", "make -o .venv/.installed", 1)  # it is set up: the tests run
+                run = run.replace(
+                    "make", "make -o .venv/.installed", 1
+                )  # it is set up: the tests run
             code, printed = session.run(run)
             expected = 1 if instead is not None and instead.how == "refused" else exit_code(shown)
             assert code == expected, f"{block}: `{run}` ended with {code}\n{printed[-3000:]}"
             if shown is not None:
-                assert same(shown, printed), f"{block}: `{run}` prints other than shown (`make readme`):\n{printed}"
+                assert same(shown, printed), (
+                    f"{block}: `{run}` prints other than shown (`make readme`):\n{printed}"
+                )
 
 
 @pytest.mark.launch
@@ -55,13 +60,17 @@ def test_the_commands_of_a_page(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.prove
 @pytest.mark.launch
-@pytest.mark.parametrize("page", sorted({page for (page, _), way in EXCEPTIONS.items() if way.how == "prove"}))
+@pytest.mark.parametrize(
+    "page", sorted({page for (page, _), way in EXCEPTIONS.items() if way.how == "prove"})
+)
 def test_all_commands_of_a_page(page: str, tmp_path: Path) -> None:
     follow(page, tmp_path, thorough=True)
 
 
 def test_no_exception_is_for_a_command_that_is_gone() -> None:
-    assert EXCEPTIONS.keys() <= {(block.page, command.text) for block in BLOCKS for command in commands(block)}
+    assert EXCEPTIONS.keys() <= {
+        (block.page, command.text) for block in BLOCKS for command in commands(block)
+    }
     assert all(way.reason for way in EXCEPTIONS.values())
 
 
@@ -94,13 +103,19 @@ def test_no_sample_is_for_a_block_that_is_gone() -> None:
 
 
 def test_the_stages_of_the_picture() -> None:
-    (picture,) = (block.text for block in BLOCKS if first_word(block) == ("README.md", "recipe.yaml"))
+    (picture,) = (
+        block.text for block in BLOCKS if first_word(block) == ("README.md", "recipe.yaml")
+    )
     table = (ROOT / "compiler/README.md").read_text(encoding="utf-8")
-    assert re.findall(r"(\d) (\w+)  ", picture) == re.findall(r"^\| (\d) (\w+) \|", table, re.MULTILINE)
+    assert re.findall(r"(\d) (\w+)  ", picture) == re.findall(
+        r"^\| (\d) (\w+) \|", table, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
-def test_a_part_of_a_recipe_loads(block: Block, small_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_a_part_of_a_recipe_loads(
+    block: Block, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
     part = YAML(typ="safe").load(block.text)
     for section, keys in part.items():
         alone = section == "data" or "source" in keys  # instead of what the small recipe has
@@ -122,11 +137,15 @@ def test_a_forgotten_or_wrong_block_is_found(tmp_path: Path) -> None:
     """The collection itself: prompts, here-documents, comments, elisions."""
     page = tmp_path / "page.md"
     page.write_text(
-        "```sh\ncat <<'E' # two\n$ no\nE\ntrue\n```\n\n```console\n$ a <<'E'\n> b # c\n> E\n1\n$ d # e\n```\n"
+        "```sh\ncat <<'E' # two\n$ no\nE\ntrue\n```\n\n```console\n$ a <<'E'\n> b # c\n> E\n1\n$ d "
+        "# e\n```\n"
     )
     script, session = blocks(str(page))
     assert [c.text for c in commands(script)] == ["cat <<'E'\n$ no\nE", "true"]
-    assert [(c.text, c.shown) for c in commands(session)] == [("a <<'E'\nb # c\nE", "1\n"), ("d", "")]
+    assert [(c.text, c.shown) for c in commands(session)] == [
+        ("a <<'E'\nb # c\nE", "1\n"),
+        ("d", ""),
+    ]
     assert same("a\n...\nsearched in 1.2 s\n", "a\nb\nc\nsearched in 3 s\n")
     assert not same("a\n...\nd\n", "a\nb\nc\n")
     assert exit_code("error[SW1102]: no\n") == 1 and exit_code("step 1\n") == 0

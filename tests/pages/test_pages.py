@@ -32,18 +32,52 @@ def test_every_key_has_a_row() -> None:
             return set().union(*map(keys, schema)) if schema else set()
         if not isinstance(schema, dict):
             return set()
-        own = set(schema.get("properties", {})) if isinstance(schema.get("properties"), dict) else set()
-        return own.union(*(keys(value) for name, value in schema.items() if name not in ("if", "config")))
+        own = (
+            set(schema.get("properties", {}))
+            if isinstance(schema.get("properties"), dict)
+            else set()
+        )
+        return own.union(
+            *(keys(value) for name, value in schema.items() if name not in ("if", "config"))
+        )
 
-    named = set(re.findall(r"[\w\[\]]+", " ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))))
-    sections = {"model", "cluster", "training", "data", "parallelism", "launch", "checkpoint", "assume"}
-    assert keys(recipe_schema()) - named - sections <= {"optimizer", "scheduler", "slurm", "kubernetes", "model_type"}
+    named = set(
+        re.findall(r"[\w\[\]]+", " ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)))
+    )
+    sections = {
+        "model",
+        "cluster",
+        "training",
+        "data",
+        "parallelism",
+        "launch",
+        "checkpoint",
+        "assume",
+    }
+    assert keys(recipe_schema()) - named - sections <= {
+        "optimizer",
+        "scheduler",
+        "slurm",
+        "kubernetes",
+        "model_type",
+    }
 
 
 def test_every_rule_says_something() -> None:
-    """SW3113 needs a model that drops layers, SW1431, SW3123 and SW3124 types that are not shipped, SW3171 and SW3172
-    one that sees, SW3160 one whose configuration asks for router logits."""
-    rare = {"SW1431", "SW3113", "SW3123", "SW3124", "SW3126", "SW3130", "SW3131", "SW3160", "SW3171", "SW3172"}
+    """SW3113 needs a model that drops layers, SW1431, SW3123 and SW3124 types that are not shipped,
+    SW3171 and SW3172 one that sees, SW3160 one whose configuration asks for router logits."""
+    rare = {
+        "SW1431",
+        "SW3113",
+        "SW3123",
+        "SW3124",
+        "SW3126",
+        "SW3130",
+        "SW3131",
+        "SW3160",
+        "SW3171",
+        "SW3172",
+    }
     rare |= {"SW3181", "SW3182", "SW3183"}  # a model that learns from pairs
     rare |= {"SW3125"}  # a state space model on packed documents
     rare |= {"SW3136", "SW3220"}  # a longrope model on packed documents; a run of few steps
@@ -53,7 +87,9 @@ def test_every_rule_says_something() -> None:
 @pytest.mark.parametrize("name", WRITTEN_BY_HAND)
 def test_what_a_page_names_is_there(name: str) -> None:
     text = (DOCS / name).read_text(encoding="utf-8")
-    paths = re.findall(r"`((?:compiler|tests|tools|benchmarks|templates|recipes|docs)/[\w./*-]+)`", text)
+    paths = re.findall(
+        r"`((?:compiler|tests|tools|benchmarks|templates|recipes|docs)/[\w./*-]+)`", text
+    )
     assert paths
     for path in paths:
         assert list(ROOT.glob(path.rstrip("/"))), f"{name} names {path}"

@@ -1,4 +1,5 @@
-"""Threads of other people's trouble that docs/troubleshooting.md answers, and what shows that the answer holds."""
+"""Threads of other people's trouble that docs/troubleshooting.md answers, and what shows that the
+answer holds."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Try = Callable[[Path], str]
 
 @dataclass(frozen=True)
 class Thread:
-    """One row of the page. says: a code or words of the answer, on the page and in what `tried` returns."""
+    """One row of the page. says: a code or words of the answer, on the page and in what `tried`
+    returns."""
 
     threads: tuple[str, ...]
     says: str
@@ -49,7 +51,11 @@ def resumed_on_more(folder: Path) -> str:
 
 
 def recipe(path: Path, parallelism: dict[str, Any], **cluster: object) -> Path:
-    document = {**SMALL_RECIPE, "cluster": {**SMALL_RECIPE["cluster"], **cluster}, "parallelism": parallelism}
+    document = {
+        **SMALL_RECIPE,
+        "cluster": {**SMALL_RECIPE["cluster"], **cluster},
+        "parallelism": parallelism,
+    }
     path.write_text(json.dumps(document))
     return path
 
@@ -68,14 +74,28 @@ THREADS = (
         ("DeepSpeed#6914",),
         "SW4202",
         linted(
-            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            {
+                "train_batch_size": 32,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+            },
             "--world-size",
             "16",
         ),
     ),
-    Thread(("DeepSpeed#1629", "DeepSpeed#3589"), "SW3108", estimated({**IN_STAGES, "zero_stage": 2})),
-    Thread(("DeepSpeed#3866",), "SW3127", estimated({**IN_STAGES, "zero_stage": 1, "offload": "optimizer"})),
-    Thread(("DeepSpeed#1809",), "SW4112", linted({"train_batch_size": 8, "zero_optimisation": {"stage": 2}})),
+    Thread(
+        ("DeepSpeed#1629", "DeepSpeed#3589"), "SW3108", estimated({**IN_STAGES, "zero_stage": 2})
+    ),
+    Thread(
+        ("DeepSpeed#3866",),
+        "SW3127",
+        estimated({**IN_STAGES, "zero_stage": 1, "offload": "optimizer"}),
+    ),
+    Thread(
+        ("DeepSpeed#1809",),
+        "SW4112",
+        linted({"train_batch_size": 8, "zero_optimisation": {"stage": 2}}),
+    ),
     Thread(
         ("accelerate#1644", "DeepSpeed#1270"),
         "SW4119",

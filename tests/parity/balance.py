@@ -1,5 +1,5 @@
-"""DeepSeek-V3's balance loss in a plain process, row by row and layer by layer (arXiv 2412.19437, equations 17 to 20):
-written from the paper, apart from what is tested."""
+"""DeepSeek-V3's balance loss in a plain process, row by row and layer by layer (arXiv 2412.19437,
+equations 17 to 20): written from the paper, apart from what is tested."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import torch
 
 
 def add_balance(model: torch.nn.Module, coefficient: float) -> None:
-    """To the gradients of the model's own loss, whose value stays: logs have the cross-entropy alone."""
+    """To the gradients of the model's own loss, whose value stays: logs have the cross-entropy
+    alone."""
     routed: list[tuple[torch.Tensor, torch.Tensor]] = []
-    gates = [m for name, m in model.named_modules() if name.endswith((".mlp.gate", ".block_sparse_moe.gate"))]
+    gates = [
+        m
+        for name, m in model.named_modules()
+        if name.endswith((".mlp.gate", ".block_sparse_moe.gate"))
+    ]
     assert gates
     for gate in gates:
         gate.register_forward_hook(lambda _m, _a, output: routed.append((output[0], output[2])))
@@ -29,7 +34,9 @@ def add_balance(model: torch.nn.Module, coefficient: float) -> None:
     model.forward = forward
 
 
-def row_loss(logits: torch.Tensor, chosen: torch.Tensor, rows: int, row: int, sigmoid: bool) -> torch.Tensor:
+def row_loss(
+    logits: torch.Tensor, chosen: torch.Tensor, rows: int, row: int, sigmoid: bool
+) -> torch.Tensor:
     logits, chosen = (x.unflatten(0, (rows, -1))[row] for x in (logits, chosen))
     tokens, experts = logits.shape
     affinity = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, dim=-1)

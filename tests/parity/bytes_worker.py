@@ -1,5 +1,6 @@
-"""Under the `deepspeed` launcher: the bytes that a step hands to collectives, counted by wrapping torch's, beside the
-planner's count of them. SHARDWRIGHT_CASES_OUT, SHARDWRIGHT_CASES: as of cases_worker.py."""
+"""Under the `deepspeed` launcher: the bytes that a step hands to collectives, counted by wrapping
+torch's, beside the planner's count of them. SHARDWRIGHT_CASES_OUT, SHARDWRIGHT_CASES: as of
+cases_worker.py."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ import torch
 from torch import distributed as dist
 
 SCALARS = 8
-"""Calls of so few numbers are not in the planner's count: losses, norms, overflows, and the single elements that pad a
-stage's groups of parameters."""
+"""Calls of so few numbers are not in the planner's count: losses, norms, overflows, and the single
+elements that pad a stage's groups of parameters."""
 A_TOKEN = 2
-"""Nor are calls of so many numbers a token over tensor ranks: the cross-entropy's maxima and sums."""
+"""Nor are calls of so many numbers a token over tensor ranks: the cross-entropy's maxima and
+sums."""
 
 
 class Call(NamedTuple):
@@ -39,9 +41,15 @@ def _count(what: str, place: int) -> None:
     plain: Callable[..., Any] = getattr(dist, what)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        given = args[place] if len(args) > place else next(v for v in kwargs.values() if not isinstance(v, str))
+        given = (
+            args[place]
+            if len(args) > place
+            else next(v for v in kwargs.values() if not isinstance(v, str))
+        )
         tensors = given if isinstance(given, list) else [given]
-        group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+        group = kwargs.get("group") or next(
+            (a for a in args if isinstance(a, dist.ProcessGroup)), None
+        )
         _add(what, tensors, frozenset(dist.get_process_group_ranks(group or dist.group.WORLD)))
         return plain(*args, **kwargs)
 
@@ -82,23 +90,24 @@ for _what, _place in _PLACES.items():
     _count(_what, _place)  # before DeepSpeed takes hold of them
 _count_sends()
 
-from shardwright.compile import read_problem  # noqa: E402
-from shardwright.cost import whole  # noqa: E402
-from shardwright.cost.traffic import step_traffic  # noqa: E402
-from shardwright.data.dataset import open_dataset  # noqa: E402
-from shardwright.engines.deepspeed import zero  # noqa: E402
-from shardwright.engines.deepspeed.trainer import build_trainer  # noqa: E402
-from shardwright.layout.buckets import LIVE_NUMEL, PREFETCH_NUMEL  # noqa: E402
-from shardwright.modules.batches import Batches  # noqa: E402
-from shardwright.modules.context.ranks import CONTEXT  # noqa: E402
-from shardwright.plan.plan import Plan  # noqa: E402
-from shardwright.recipe.load import load_recipe  # noqa: E402
-from shardwright.search.settle import as_planned  # noqa: E402
-from tests.parity.cases_worker import compiled, main  # noqa: E402
-from tests.parity.harness import Case  # noqa: E402
+from shardwright.compile import read_problem
+from shardwright.cost import whole
+from shardwright.cost.traffic import step_traffic
+from shardwright.data.dataset import open_dataset
+from shardwright.engines.deepspeed import zero
+from shardwright.engines.deepspeed.trainer import build_trainer
+from shardwright.layout.buckets import LIVE_NUMEL, PREFETCH_NUMEL
+from shardwright.modules.batches import Batches
+from shardwright.modules.context.ranks import CONTEXT
+from shardwright.plan.plan import Plan
+from shardwright.recipe.load import load_recipe
+from shardwright.search.settle import as_planned
+from tests.parity.cases_worker import compiled, main
+from tests.parity.harness import Case
 
 LIVE = "live-"
-"""Cases of this name go on with a number of elements: LIVE_NUMEL for a model of that size, nothing fetched ahead."""
+"""Cases of this name go on with a number of elements: LIVE_NUMEL for a model of that size, nothing
+fetched ahead."""
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
@@ -130,12 +139,15 @@ def _measure(case: Case, folder: Path) -> dict[str, float]:
 
 
 def by_purpose(plan: Plan, calls: list[Call]) -> Counter[str]:
-    """By what a collective is and the group that it runs over: groups of one rank move nothing, and some engines call
-    them. Rows, which routers share out unevenly, are the mean over the ranks that hold the same layers; of parameters,
-    whose vocabulary tensor ranks may share unevenly, the fullest rank's count."""
+    """By what a collective is and the group that it runs over: groups of one rank move nothing, and
+    some engines call them. Rows, which routers share out unevenly, are the mean over the ranks that
+    hold the same layers; of parameters, whose vocabulary tensor ranks may share unevenly, the
+    fullest rank's count."""
     here = plan.ranks[dist.get_rank()]
     tensor, data = (
-        frozenset(r.rank for r in plan.ranks if all(getattr(r, k) == getattr(here, k) for k in alike))
+        frozenset(
+            r.rank for r in plan.ranks if all(getattr(r, k) == getattr(here, k) for k in alike)
+        )
         for alike in (("pipeline", "data", "context"), ("pipeline", "tensor"))
     )
     tokens = plan.strategy.micro_batch_size * plan.training.sequence_length // plan.strategy.context

@@ -36,9 +36,24 @@ _LAYOUTS: dict[str, dict[str, object]] = {
     "bf16-offload-pp2": {"pipeline": 2, "offload": "optimizer", "precision": "bf16"},
     "offload-dp2-zero2": {"data": 2, "zero_stage": 2, "offload": "optimizer"},
     "offload-dp2-zero3": {"data": 2, "zero_stage": 3, "offload": "optimizer"},
-    "offload-parameters-tp2-dp2": {"tensor": 2, "data": 2, "zero_stage": 3, "offload": "parameters"},
-    "bf16-offload-dp2-zero2": {"data": 2, "zero_stage": 2, "offload": "optimizer", "precision": "bf16"},
-    "bf16-offload-parameters-dp2": {"data": 2, "zero_stage": 3, "offload": "parameters", "precision": "bf16"},
+    "offload-parameters-tp2-dp2": {
+        "tensor": 2,
+        "data": 2,
+        "zero_stage": 3,
+        "offload": "parameters",
+    },
+    "bf16-offload-dp2-zero2": {
+        "data": 2,
+        "zero_stage": 2,
+        "offload": "optimizer",
+        "precision": "bf16",
+    },
+    "bf16-offload-parameters-dp2": {
+        "data": 2,
+        "zero_stage": 3,
+        "offload": "parameters",
+        "precision": "bf16",
+    },
     # Other layouts of the chunked loss: test_chunked.py, many in one launch.
     "chunked-pp2": {"pipeline": 2, "loss": "chunked"},
     "chunked-dp2-zero3": {"data": 2, "zero_stage": 3, "loss": "chunked"},
@@ -60,7 +75,8 @@ CASES: dict[str, Case] = {
     "llama-tied-pp2-tp2": Case(model="llama-tied", pipeline=2, tensor=2),
     "llama-tied-tp2-dp2-zero3": Case(model="llama-tied", tensor=2, data=2, zero_stage=3),
     "qwen2-pp2-tp2": Case(model="qwen2", pipeline=2, tensor=2),
-    # transformers stacks a layer's experts in one parameter, which ZeRO-3 gathers whole: no leaf modules are needed.
+    # transformers stacks a layer's experts in one parameter, which ZeRO-3 gathers whole: no leaf
+    # modules are needed.
     "mixtral-dp2-zero3": Case(model="mixtral", data=2, zero_stage=3, micro=1),
     "qwen3_moe-dp2-zero3": Case(model="qwen3_moe", data=2, zero_stage=3, micro=1),
     "gpt2-untied-pp2-tp2": Case(model="gpt2-untied", pipeline=2, tensor=2),

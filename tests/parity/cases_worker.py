@@ -1,6 +1,8 @@
-"""Under the `deepspeed` launcher: many parity cases of one world size in one launch, on the real engines.
+"""Under the `deepspeed` launcher: many parity cases of one world size in one launch, on the real
+engines.
 
-SHARDWRIGHT_CASES_OUT names the folder for results, SHARDWRIGHT_CASES is JSON: name -> the case's fields.
+SHARDWRIGHT_CASES_OUT names the folder for results, SHARDWRIGHT_CASES is JSON: name -> the case's
+fields.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     check_masters(trainer.owned())
     everyone: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
-    assert all(other == results for other in everyone), everyone  # what a rank decides by its loss, all decide
+    assert all(other == results for other in everyone), (
+        everyone
+    )  # what a rank decides by its loss, all decide
     return {**difference(case, folder, results), "positions": max(widest, default=0)}
 
 
@@ -76,7 +80,9 @@ def train(plan: Plan, folder: Path, trainer: Trainer, first: int, last: int) -> 
     results = []
     for step in range(first, last + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
-        results.append(trainer.step(batches.micro_batches(step, plan.ranks[dist.get_rank()].data), rate))
+        results.append(
+            trainer.step(batches.micro_batches(step, plan.ranks[dist.get_rank()].data), rate)
+        )
     return results
 
 

@@ -1,4 +1,5 @@
-"""Under the `deepspeed` launcher: cases under `kernels: compile`, and how many graphs torch.compile made for them."""
+"""Under the `deepspeed` launcher: cases under `kernels: compile`, and how many graphs torch.compile
+made for them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""CLIP and SigLIP against plain Hugging Face: its own processor, its own loss (return_loss) over the whole batch in one
-process."""
+"""CLIP and SigLIP against plain Hugging Face: its own processor, its own loss (return_loss) over
+the whole batch in one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "text_config": {**TEXT, "bos_token_id": 256, "eos_token_id": 257},
         "vision_config": TOWER,
     },
-    "siglip": {"text_config": {**TEXT, "bos_token_id": 256, "eos_token_id": 257}, "vision_config": TOWER},
+    "siglip": {
+        "text_config": {**TEXT, "bos_token_id": 256, "eos_token_id": 257},
+        "vision_config": TOWER,
+    },
 }
 
 
@@ -69,12 +72,17 @@ def write_pairs(folder: Path, rows: int = ROWS) -> list[dict[str, str]]:
         shape, size = ("circle", "square")[row % 2], sizes[row % 4]
         color = tuple((row * 37 + c * 53) % 256 for c in range(3))
         image = Image.new("RGB", size, color)
-        draw, box = ImageDraw.Draw(image), tuple(x * side // 4 for x, side in zip((1, 1, 3, 3), size * 2, strict=True))
+        draw, box = (
+            ImageDraw.Draw(image),
+            tuple(x * side // 4 for x, side in zip((1, 1, 3, 3), size * 2, strict=True)),
+        )
         (draw.ellipse if shape == "circle" else draw.rectangle)(box, fill=(255, 255, 255))
         image.save(folder / "pictures" / f"{row}.png")
         caption = f"{shape} {row}" + " on a coloured ground" * (row % 3)
         records.append({"caption": caption, "image": f"pictures/{row}.png"})
-    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+    )
     return records
 
 
@@ -94,7 +102,13 @@ def recipe(case: PairCase) -> dict[str, Any]:
             "steps": case.steps,
             "precision": case.precision,
             "seed": SEED,
-            "optimizer": {"name": "adamw", "lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
+            "optimizer": {
+                "name": "adamw",
+                "lr": LR,
+                "betas": list(BETAS),
+                "eps": EPS,
+                "weight_decay": DECAY,
+            },
             "scheduler": {"name": "cosine", "warmup_steps": WARMUP},
             "gradient_clipping": CLIPPING,
         },
@@ -116,7 +130,9 @@ def recipe(case: PairCase) -> dict[str, Any]:
 
 
 @functools.cache
-def reference(model: str, folder: Path, processor: Path, steps: int = STEPS, freeze: tuple[str, ...] = ()) -> Reference:
+def reference(
+    model: str, folder: Path, processor: Path, steps: int = STEPS, freeze: tuple[str, ...] = ()
+) -> Reference:
     """folder: of write_pairs. processor: of any compiled folder of the model."""
     document = copy.deepcopy(MODELS[model])
     torch.manual_seed(SEED)
@@ -138,7 +154,9 @@ def reference(model: str, folder: Path, processor: Path, steps: int = STEPS, fre
             max_length=LENGTH,
             return_tensors="pt",
         )
-        if model == "siglip":  # it has learned to read what fills a row up: no mask (transformers, SiglipTokenizer)
+        if (
+            model == "siglip"
+        ):  # it has learned to read what fills a row up: no mask (transformers, SiglipTokenizer)
             inputs.pop("attention_mask", None)
         loss = plain(**inputs, return_loss=True).loss
         loss.backward()
@@ -152,6 +170,6 @@ def reference(model: str, folder: Path, processor: Path, steps: int = STEPS, fre
 
 
 def without_gradient(name: str) -> bool:
-    """Keys' biases add the same to all scores of a query, which softmax takes away: their gradient is rounding alone,
-    and AdamW makes steps of it."""
+    """Keys' biases add the same to all scores of a query, which softmax takes away: their gradient
+    is rounding alone, and AdamW makes steps of it."""
     return name.endswith("k_proj.bias")

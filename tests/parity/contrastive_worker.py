@@ -1,4 +1,5 @@
-"""Under the `deepspeed` launcher: the cases of tests/parity/test_contrastive.py of one world size, in one launch."""
+"""Under the `deepspeed` launcher: the cases of tests/parity/test_contrastive.py of one world size,
+in one launch."""
 
 from __future__ import annotations
 
@@ -20,15 +21,19 @@ def measure(case: PairCase, folder: Path) -> dict[str, float]:
     pictures = folder.parents[1] / "pairs"
     _, trainer, results = trained(recipe(case), folder, pictures, write_pairs)
     wanted = reference(
-        case.model, pictures, folder / "tokenizer", case.steps, tuple("vision_model" for _ in case.freeze)
+        case.model,
+        pictures,
+        folder / "tokenizer",
+        case.steps,
+        tuple("vision_model" for _ in case.freeze),
     )
     figures = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**figures, "weights": weights_of_ranks(trainer, wanted)}
 
 
 def weights_of_ranks(trainer: Trainer, wanted: Reference) -> float:
-    """Collective. How far the parameters that the ranks own are from one process's, keys' biases apart; infinite where
-    one is owned nowhere."""
+    """Collective. How far the parameters that the ranks own are from one process's, keys' biases
+    apart; infinite where one is owned nowhere."""
     apart, found = [0.0], set()
     for fragment in trainer.owned():
         if fragment.name not in wanted.weights:
@@ -37,7 +42,9 @@ def weights_of_ranks(trainer: Trainer, wanted: Reference) -> float:
         if without_gradient(fragment.name):
             continue
         own = fragment.states["fp32"] if "fp32" in fragment.states else fragment.states["value"]
-        value = wanted.weights[fragment.name].reshape(-1)[fragment.start : fragment.start + own.numel()]
+        value = wanted.weights[fragment.name].reshape(-1)[
+            fragment.start : fragment.start + own.numel()
+        ]
         apart.append(tensor_apart(own.view(-1), value))
     everyone: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everyone, found)

@@ -1,4 +1,5 @@
-"""Under `deepspeed --num_gpus 4`: what dropout does across ranks, and under recomputation. Rank 0 writes the figures.
+"""Under `deepspeed --num_gpus 4`: what dropout does across ranks, and under recomputation. Rank 0
+writes the figures.
 
 Eager attention, so that every mask goes through torch.nn.functional.dropout and can be looked at.
 """
@@ -33,7 +34,9 @@ from tests.parity.groups import share_groups
 STEPS, LENGTH, BATCH = 2, 16, 4
 
 
-def compiled(config: dict[str, Any], layout: dict[str, int], checkpointing: str, folder: Path) -> Plan:
+def compiled(
+    config: dict[str, Any], layout: dict[str, int], checkpointing: str, folder: Path
+) -> Plan:
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
         tokens = np.random.default_rng(0).integers(3, 250, (STEPS * BATCH, LENGTH))
@@ -76,7 +79,9 @@ class Masks:
     """Records every dropout mask by the shape of its tensor, and every decoder layer's output."""
 
     def __init__(self, trainer: Trainer, stack: str) -> None:
-        self.whole: list[str] = []  # (B, S, H) and the like: hidden states, held whole by every tensor rank
+        self.whole: list[
+            str
+        ] = []  # (B, S, H) and the like: hidden states, held whole by every tensor rank
         self.cut: list[str] = []  # (B, heads/t, S, S): attention weights of a rank's own heads
         self.outputs: list[str] = []
         self._plain = F.dropout
@@ -90,7 +95,9 @@ class Masks:
         self.outputs.append(digest(hidden))
 
     def __enter__(self) -> Masks:
-        def recording(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        def recording(
+            x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> torch.Tensor:
             mask = self._plain(torch.ones_like(x), p, training)
             (self.cut if x.ndim == 4 else self.whole).append(digest(mask))
             return x * mask
@@ -113,7 +120,8 @@ def gathered(value: object) -> list[Any]:
 
 
 def trained(plan: Plan, folder: Path, record: bool) -> tuple[list[float], str, Masks | None]:
-    """Losses and norms of the steps, a digest of the final parameters, and what was recorded in the first step."""
+    """Losses and norms of the steps, a digest of the final parameters, and what was recorded in the
+    first step."""
     trainer = build_trainer(plan, folder)
     seed_dropout(plan, dist.get_rank())
     batches = Batches(plan, open_dataset(plan, folder))
@@ -126,7 +134,9 @@ def trained(plan: Plan, folder: Path, record: bool) -> tuple[list[float], str, M
                 results.append(trainer.step(micro_batches, 1e-3))
         else:
             results.append(trainer.step(micro_batches, 1e-3))
-    assert all(p.isfinite().all() for p in trainer.engine.module.parameters()), "equal bytes of NaN are no proof"
+    assert all(p.isfinite().all() for p in trainer.engine.module.parameters()), (
+        "equal bytes of NaN are no proof"
+    )
     weights = "".join(digest(p) for p in trainer.engine.module.parameters())
     return [x for r in results for x in (r.loss, r.grad_norm)], weights, masks
 

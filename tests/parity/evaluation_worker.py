@@ -1,5 +1,6 @@
-"""Under the `deepspeed` launcher: validation of held-out rows, fewer, as many and more than the accumulation takes, and
-the training behind it. A case whose folder's name ends in "packed" holds out packed documents."""
+"""Under the `deepspeed` launcher: validation of held-out rows, fewer, as many and more than the
+accumulation takes, and the training behind it. A case whose folder's name ends in "packed" holds
+out packed documents."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ BETWEEN = 3
 
 
 def row_counts(case: Case) -> list[int]:
-    """Held-out rows that fill less than one micro-batch of each data rank, just the accumulation's, and more."""
+    """Held-out rows that fill less than one micro-batch of each data rank, just the accumulation's,
+    and more."""
     return [1, case.batch, 2 * case.batch + 1]
 
 
@@ -69,15 +71,20 @@ def write_held_out(case: Case, folder: Path) -> tuple[dict[str, object], list[li
     return {"kind": "text", "path": "held-out/*.txt", "tokenizer": "byte", "packing": True}, rows
 
 
-def plain_loss(weights: dict[str, torch.Tensor], case: Case, rows: list[list[list[int]]]) -> tuple[float, int]:
-    """(mean over the predicted tokens, their number) of pieces that each go through the plain model alone."""
+def plain_loss(
+    weights: dict[str, torch.Tensor], case: Case, rows: list[list[list[int]]]
+) -> tuple[float, int]:
+    """(mean over the predicted tokens, their number) of pieces that each go through the plain model
+    alone."""
     model = initial_model(MODELS[case.model], SEED).eval()
     model.load_state_dict(weights, strict=False)
     total, count = 0.0, 0
     for piece in (piece for row in rows for piece in row if len(piece) > 1):
         ids = torch.tensor([piece])
         with torch.no_grad(), CONTEXT.aside():
-            total += float(model(input_ids=ids, labels=ids, use_cache=False).loss) * (len(piece) - 1)
+            total += float(model(input_ids=ids, labels=ids, use_cache=False).loss) * (
+                len(piece) - 1
+            )
         count += len(piece) - 1
     return total / count, count
 
@@ -103,17 +110,27 @@ class _NoStop:
 
 
 def failing(case: Case, folder: Path) -> dict[str, float]:
-    """Validations that fail, in the middle and at the end: the step is saved, and whoever goes on from there makes the
-    line that is missing, once."""
+    """Validations that fail, in the middle and at the end: the step is saved, and whoever goes on
+    from there makes the line that is missing, once."""
     section, _ = write_held_out(case, folder)
     every = STEPS // 2
-    plan = compiled(case, folder, validation={**section, "every_steps": every}, checkpoint={"every_steps": every})
+    plan = compiled(
+        case,
+        folder,
+        validation={**section, "every_steps": every},
+        checkpoint={"every_steps": every},
+    )
     attempt, evaluated = Attempt(number=1, resume=None, step=0, line=Line(run="one")), []
     for saved in (every, STEPS, STEPS):
         session = Session(plan, folder, dist.get_rank(), attempt)
         plain = session._trainer.evaluate
 
-        def fail_once(held_out: HeldOut, plain: Any = plain, at: int = session.done, session: Session = session) -> Any:
+        def fail_once(
+            held_out: HeldOut,
+            plain: Any = plain,
+            at: int = session.done,
+            session: Session = session,
+        ) -> Any:
             if session.done > at:
                 raise ArithmeticError("planted")
             return plain(held_out)
@@ -128,14 +145,17 @@ def failing(case: Case, folder: Path) -> dict[str, float]:
         assert steps[-1][0] == saved, steps
         attempt = replace(attempt, number=attempt.number + 1, resume=str(steps[-1][1]), step=saved)
         dist.barrier()
-        evaluated.append([json.loads(line)["step"] for line in (folder / "run/evaluation.jsonl").open()])
+        evaluated.append(
+            [json.loads(line)["step"] for line in (folder / "run/evaluation.jsonl").open()]
+        )
         dist.barrier()
     assert evaluated == [[], [every], [every, STEPS]], evaluated
     return {"loss": 0.0, "tokens": 0, "steps": 0}
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
-    """loss: from the plain model. tokens, steps: how many counts of labels are wrong, how many steps another."""
+    """loss: from the plain model. tokens, steps: how many counts of labels are wrong, how many
+    steps another."""
     if folder.name == FAILING:
         return failing(case, folder)
     section, rows = write_held_out(case, folder)
@@ -175,10 +195,15 @@ def evaluated(
     }
 
 
-def beside_dropout(plan: Plan, folder: Path, case: Case, rows: list[list[list[int]]]) -> dict[str, float]:
-    """One process would draw other numbers, so that the weights stay what they were: before the first step, and behind
-    steps whose rate is 0."""
-    trainer, initial = build_trainer(plan, folder), initial_model(MODELS[case.model], SEED).state_dict()
+def beside_dropout(
+    plan: Plan, folder: Path, case: Case, rows: list[list[list[int]]]
+) -> dict[str, float]:
+    """One process would draw other numbers, so that the weights stay what they were: before the
+    first step, and behind steps whose rate is 0."""
+    trainer, initial = (
+        build_trainer(plan, folder),
+        initial_model(MODELS[case.model], SEED).state_dict(),
+    )
     before = evaluated(plan, folder, trainer, case, rows, initial)
     batches = Batches(plan, open_dataset(plan, folder))
     for step in (1, 2):

@@ -1,4 +1,5 @@
-"""One parity case: a recipe through `shardwright compile` and `run`, against the plain Hugging Face run."""
+"""One parity case: a recipe through `shardwright compile` and `run`, against the plain Hugging Face
+run."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ BF16_RELATIVE = 2e-2
 
 @dataclass(frozen=True)
 class Case:
-    """accumulation x data x micro = the global batch. `training` overrides keys of the recipe's training section."""
+    """accumulation x data x micro = the global batch. `training` overrides keys of the recipe's
+    training section."""
 
     model: str
     tensor: int = 1
@@ -94,7 +96,13 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "steps": STEPS,
             "precision": case.precision,
             "gradient_accumulation_dtype": case.accumulation_dtype,
-            "optimizer": {"name": "adamw", "lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
+            "optimizer": {
+                "name": "adamw",
+                "lr": LR,
+                "betas": list(BETAS),
+                "eps": EPS,
+                "weight_decay": DECAY,
+            },
             "scheduler": {"name": "cosine", "warmup_steps": WARMUP, "min_lr": 0},
             "gradient_clipping": case.clipping,
             "seed": SEED,
@@ -116,7 +124,9 @@ def recipe(case: Case, folder: Path) -> dict[str, Any]:
             "virtual_stages": case.virtual_stages,
         },
         "launch": {"launcher": case.launcher},
-        "lora": {"rank": case.lora_rank, "alpha": LORA_ALPHA, "dropout": case.lora_dropout} if case.lora_rank else None,
+        "lora": {"rank": case.lora_rank, "alpha": LORA_ALPHA, "dropout": case.lora_dropout}
+        if case.lora_rank
+        else None,
     }
 
 
@@ -132,12 +142,16 @@ def shardwright(*arguments: object, timeout: float = 600) -> subprocess.Complete
 
 
 def must(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
-    assert result.returncode == 0, f"{result.args}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    assert result.returncode == 0, (
+        f"{result.args}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    )
     return result
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def newest_checkpoint(folder: Path) -> Path:
@@ -145,10 +159,13 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def write_inputs(case: Case, folder: Path) -> np.ndarray:
-    """tokens.npy, recipe.yaml and, for pretrained weights, a Hugging Face folder; returns the tokens."""
+    """tokens.npy, recipe.yaml and, for pretrained weights, a Hugging Face folder; returns the
+    tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = MODELS[case.model]["vocab_size"]
-    tokens = np.random.default_rng(SEED).integers(0, vocabulary, (STEPS * case.batch, LENGTH), dtype=np.int32)
+    tokens = np.random.default_rng(SEED).integers(
+        0, vocabulary, (STEPS * case.batch, LENGTH), dtype=np.int32
+    )
     np.save(folder / "tokens.npy", tokens)
     (folder / "recipe.yaml").write_text(json.dumps(recipe(case, folder), indent=1))
     if case.pretrained:
@@ -163,7 +180,8 @@ def run_here(out: Path) -> None:
 def run_case(
     case: Case, folder: Path, start: Callable[[Path], None] = run_here
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """compile, start, export: the metrics and the trained weights. start: trains the compiled folder."""
+    """compile, start, export: the metrics and the trained weights. start: trains the compiled
+    folder."""
     must(shardwright("compile", folder / "recipe.yaml", "-o", folder / "out"))
     start(folder / "out")
     must(shardwright("export", newest_checkpoint(folder / "out"), "-o", folder / "hf"))
@@ -172,7 +190,8 @@ def run_case(
 
 
 def check_live_split(folder: Path) -> None:
-    """Every rank holds, byte for byte, what plan.json says, and tensor parallelism really cuts the layers."""
+    """Every rank holds, byte for byte, what plan.json says, and tensor parallelism really cuts the
+    layers."""
     plan = json.loads((folder / "plan.json").read_text())
     for rank in plan["ranks"]:
         live = json.loads((folder / "run" / "ranks" / f"rank-{rank['rank']:05d}.json").read_text())
@@ -180,12 +199,17 @@ def check_live_split(folder: Path) -> None:
     degree = plan["tensor_parallel"]["degree"]
     if degree == 1:
         return
-    whole = {p["name"]: p["shape"] for m in plan["tensor_parallel"]["modules"] for p in m["parameters"]}
+    whole = {
+        p["name"]: p["shape"] for m in plan["tensor_parallel"]["modules"] for p in m["parameters"]
+    }
     layers, experts = plan["model"]["cut"]["stack"] + ".", plan["strategy"]["expert"]
     cut = total = 0
     for path in (folder / "run" / "ranks").iterdir():
         for name, shape in json.loads(path.read_text())["shapes"].items():
-            if name.startswith(layers) and len(shape) in (2, 3):  # a matrix, or a stack of experts' matrices
+            if name.startswith(layers) and len(shape) in (
+                2,
+                3,
+            ):  # a matrix, or a stack of experts' matrices
                 ranks = degree * (experts if len(shape) == 3 else 1)
                 total += np.prod(whole[name])
                 cut += np.prod(whole[name]) * (np.prod(shape) * ranks == np.prod(whole[name]))
@@ -205,7 +229,10 @@ def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32
     if case.lora_dropout:
         draw_in_turns(model, case.data)
         blocks = [
-            [{n: x[i : i + case.micro] for n, x in b.items()} for i in range(0, case.batch, case.micro)]
+            [
+                {n: x[i : i + case.micro] for n, x in b.items()}
+                for i in range(0, case.batch, case.micro)
+            ]
             for [b] in blocks
         ]
     return train(
@@ -222,12 +249,14 @@ def reference(case: Case, tokens: np.ndarray, dtype: torch.dtype = torch.float32
 
 
 def with_adapters(model: torch.nn.Module, case: Case) -> torch.nn.Module:
-    """As a plain peft run has it: every linear of the decoder layers. Of a mixture of experts, whose dense and shared
-    layers peft leaves out, by forward hooks."""
+    """As a plain peft run has it: every linear of the decoder layers. Of a mixture of experts,
+    whose dense and shared layers peft leaves out, by forward hooks."""
     from peft import LoraConfig, get_peft_model
 
     if case.model in MIXTURES:
-        add_plain_adapters(model, "model.layers", None, rank=case.lora_rank, alpha=LORA_ALPHA, seed=SEED)
+        add_plain_adapters(
+            model, "model.layers", None, rank=case.lora_rank, alpha=LORA_ALPHA, seed=SEED
+        )
         return model
     torch.manual_seed(SEED)
     turned = MODELS[case.model]["model_type"] == "gpt2"
@@ -243,7 +272,8 @@ def with_adapters(model: torch.nn.Module, case: Case) -> torch.nn.Module:
 
 
 def draw_in_turns(model: torch.nn.Module, ranks: int) -> None:
-    """Each data rank draws from a stream of its own; here the micro-batches of all ranks follow each other."""
+    """Each data rank draws from a stream of its own; here the micro-batches of all ranks follow
+    each other."""
     states, count = [], itertools.count()
     for rank in range(ranks):
         torch.manual_seed(SEED + 1 + rank)
@@ -272,7 +302,8 @@ class Difference:
 
 
 def compare(case: Case, folder: Path, start: Callable[[Path], None] = run_here) -> Difference:
-    """Runs the case and raises AssertionError where it trains otherwise than the plain process, too far."""
+    """Runs the case and raises AssertionError where it trains otherwise than the plain process, too
+    far."""
     tokens = write_inputs(case, folder)
     lines, weights = run_case(case, folder, start)
     check_live_split(folder / "out")
@@ -294,14 +325,19 @@ def compare(case: Case, folder: Path, start: Callable[[Path], None] = run_here) 
 def check_half_precision(lines: list[dict[str, Any]], wanted: Reference, low: Reference) -> None:
     """wanted, low: the plain runs in fp32 and in bf16."""
     losses = [m["loss"] for m in lines]
-    assert series_apart(losses, wanted.losses, relative=True) <= BF16_RELATIVE, (losses, wanted.losses)
+    assert series_apart(losses, wanted.losses, relative=True) <= BF16_RELATIVE, (
+        losses,
+        wanted.losses,
+    )
     assert series_apart(losses, low.losses, relative=True) <= BF16_RELATIVE, (losses, low.losses)
     for m, full, half in zip(lines, wanted.grad_norms, low.grad_norms, strict=True):
         nearest = min(apart(m["grad_norm"], plain, relative=True) for plain in (full, half))
         assert nearest <= BF16_RELATIVE, (m, full, half)
 
 
-def difference_of(lines: list[dict[str, Any]], weights: dict[str, torch.Tensor], wanted: Reference) -> Difference:
+def difference_of(
+    lines: list[dict[str, Any]], weights: dict[str, torch.Tensor], wanted: Reference
+) -> Difference:
     off = lines_apart(lines, wanted)
     return Difference(
         loss_absolute=off["loss"],

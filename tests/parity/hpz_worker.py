@@ -1,6 +1,8 @@
-"""Under `deepspeed --num_gpus 4`: hpZ's second copy of the weights over two nodes of two ranks, as the plan has them.
+"""Under `deepspeed --num_gpus 4`: hpZ's second copy of the weights over two nodes of two ranks, as
+the plan has them.
 
-SHARDWRIGHT_CASES_OUT: folder for figures-RANK.json. SHARDWRIGHT_CASES is JSON: name -> the case's fields.
+SHARDWRIGHT_CASES_OUT: folder for figures-RANK.json. SHARDWRIGHT_CASES is JSON: name -> the case's
+fields.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def _gather(shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) 
 
 
 def measure(case: Case, folder: Path) -> dict[str, float]:
-    """far, near: elements that the last step gathers over all ranks and inside a node, a parameter of the model."""
+    """far, near: elements that the last step gathers over all ranks and inside a node, a parameter
+    of the model."""
     plan = compiled(case, folder)
     trainer = build_trainer(plan, folder)
     results = train(plan, folder, trainer, 1, STEPS - 1)
@@ -64,8 +67,8 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
 
 
 def _weight_difference(case: Case, plan: Plan, folder: Path, trainer: Trainer) -> float:
-    """Largest, of what this rank's optimizer holds after the last step. 0 where one process does not hold the same:
-    shards, adapters, other precisions."""
+    """Largest, of what this rank's optimizer holds after the last step. 0 where one process does
+    not hold the same: shards, adapters, other precisions."""
     if case.tensor > 1 or case.lora_rank or case.precision != "fp32":
         return 0.0
     wanted = reference(case, np.load(folder / "tokens.npy")).weights
@@ -85,9 +88,13 @@ def fragments_apart(
 
 
 def under_tensor_parallelism(folder: Path) -> list[float]:
-    """How far gradient norms are off those without hpZ where the group is ours, and where it is the one that DeepSpeed
-    makes: 2 tensor x 2 data ranks, so that its consecutive ranks are those of one tensor group."""
-    MODELS["llama-even"] = {**LLAMA, "vocab_size": 256}  # an uneven cut is an abort there, an even one is silent
+    """How far gradient norms are off those without hpZ where the group is ours, and where it is the
+    one that DeepSpeed makes: 2 tensor x 2 data ranks, so that its consecutive ranks are those of
+    one tensor group."""
+    MODELS["llama-even"] = {
+        **LLAMA,
+        "vocab_size": 256,
+    }  # an uneven cut is an abort there, an even one is silent
     case = Case(model="llama-even", tensor=2, data=2, zero_stage=3)
     plan = compiled(case, folder)
     wanted = [r.grad_norm for r in train(plan, folder, build_trainer(plan, folder), 1, 2)]
@@ -99,7 +106,9 @@ def under_tensor_parallelism(folder: Path) -> list[float]:
     own, off = engine.secondary_group, []
     for group in (own, _deepspeeds_group):
         engine.secondary_group = group
-        norms = [r.grad_norm for r in train(plan, folder, build_trainer(plan, folder), 1, len(wanted))]
+        norms = [
+            r.grad_norm for r in train(plan, folder, build_trainer(plan, folder), 1, len(wanted))
+        ]
         off.append(series_apart(norms, wanted, relative=True))
     engine.secondary_group = own
     return off
@@ -112,8 +121,9 @@ def _deepspeeds_group(plan: Plan) -> dist.ProcessGroup:
 
 
 def resumed(folder: Path) -> dict[str, list[float]]:
-    """A held-out loss at the checkpoint and the losses of the steps after it: uninterrupted, resumed, and resumed with
-    the second copies left as they were. Adapters: frozen weights beside trained ones."""
+    """A held-out loss at the checkpoint and the losses of the steps after it: uninterrupted,
+    resumed, and resumed with the second copies left as they were. Adapters: frozen weights beside
+    trained ones."""
     case = Case(model="gpt2", data=4, zero_stage=3, nodes=2, lora_rank=4, precision="bf16")
     plan = compiled(case, folder)
     first = build_trainer(plan, folder)
@@ -144,7 +154,9 @@ def main() -> None:
     partition_parameters._dist_allgather_fn = _gather
     out = Path(os.environ["SHARDWRIGHT_CASES_OUT"])
     cases = json.loads(os.environ["SHARDWRIGHT_CASES"])
-    figures: dict[str, object] = {name: measure(Case(**fields), out / name) for name, fields in cases.items()}
+    figures: dict[str, object] = {
+        name: measure(Case(**fields), out / name) for name, fields in cases.items()
+    }
     if dist.get_world_size() == 4:
         figures["tensor"] = under_tensor_parallelism(out / "tensor")
         figures["resumed"] = resumed(out / "resumed")

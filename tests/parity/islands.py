@@ -22,7 +22,18 @@ from shardwright.hf.plain_optimizer import PlainOptimizer
 from shardwright.hf.reference import cosine, mean_loss
 from shardwright.watch.rounds import read_rounds, standing
 from tests.parity import harness
-from tests.parity.harness import BETAS, DECAY, EPS, LR, MODELS, SEED, WARMUP, Case, must, shardwright
+from tests.parity.harness import (
+    BETAS,
+    DECAY,
+    EPS,
+    LR,
+    MODELS,
+    SEED,
+    WARMUP,
+    Case,
+    must,
+    shardwright,
+)
 from tests.parity.reference import initial_model, token_rows
 
 EVERY, STEPS, ISLANDS = 4, 12, 2
@@ -68,9 +79,18 @@ def write_inputs(
     )
     np.save(folder / "tokens.npy", tokens)
     recipe = json.loads((folder / "recipe.yaml").read_text())
-    recipe["cluster"] |= {"nodes": case.nodes * islands, "islands": islands, "inter_island_gbits_per_second": 1}
+    recipe["cluster"] |= {
+        "nodes": case.nodes * islands,
+        "islands": islands,
+        "inter_island_gbits_per_second": 1,
+    }
     recipe["training"] |= {"global_batch_size": case.batch * islands, "steps": STEPS}
-    recipe["training"]["outer"] = {"every_steps": EVERY, "precision": "fp32", "deadline_seconds": deadline, **outer}
+    recipe["training"]["outer"] = {
+        "every_steps": EVERY,
+        "precision": "fp32",
+        "deadline_seconds": deadline,
+        **outer,
+    }
     recipe["launch"]["outer_store"] = f"127.0.0.1:{free_port()}"
     recipe["checkpoint"] = {"every_steps": save_every}
     for section, values in changes.items():
@@ -97,8 +117,8 @@ def simulate(
     *,
     islands: int = ISLANDS,
 ) -> Simulation:
-    """members: of each outer step, as the store wrote them down; others take the first member's state when it is
-    through. None: all of them in each."""
+    """members: of each outer step, as the store wrote them down; others take the first member's
+    state when it is through. None: all of them in each."""
     models = [initial_model(MODELS[case.model], SEED) for _ in range(islands)]
     for name, parameter in (each for model in models for each in model.named_parameters()):
         parameter.requires_grad_(not any(fnmatchcase(name, each) for each in case.freeze))
@@ -122,7 +142,9 @@ def simulate(
             taking = list(next(recorded))
             deltas = [moved(models[k], anchor, outer) for k in taking]
             last = step == STEPS
-            on_its_way = _Round(taking, deltas, step if last else step + outer.get("overlap_steps", 0))
+            on_its_way = _Round(
+                taking, deltas, step if last else step + outer.get("overlap_steps", 0)
+            )
         if on_its_way is not None and step == on_its_way.lands:
             outer_step(on_its_way.deltas, anchor, momentum, outer)
             taking, share = on_its_way.members, 1.0
@@ -134,12 +156,16 @@ def simulate(
                 models[k].load_state_dict(models[taking[0]].state_dict())
                 optimizers[k] = plain(models[k], case)
                 # A copy: load_state_dict would let both islands go on with the same moments.
-                optimizers[k].adamw.load_state_dict(copy.deepcopy(optimizers[taking[0]].adamw.state_dict()))
+                optimizers[k].adamw.load_state_dict(
+                    copy.deepcopy(optimizers[taking[0]].adamw.state_dict())
+                )
     return Simulation(losses, anchor)
 
 
 @torch.no_grad()
-def moved(model: nn.Module, anchor: dict[str, torch.Tensor], outer: dict[str, Any]) -> dict[str, torch.Tensor]:
+def moved(
+    model: nn.Module, anchor: dict[str, torch.Tensor], outer: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     """An island's deltas, as they are sent."""
     return {name: as_sent(anchor[name] - p, outer) for name, p in model.named_parameters()}
 
@@ -166,7 +192,9 @@ def outer_step(
     outer: dict[str, Any],
 ) -> None:
     """As torch.optim.SGD makes it."""
-    mean = {name: as_sent(sum(each[name] for each in deltas) / len(deltas), outer) for name in anchor}
+    mean = {
+        name: as_sent(sum(each[name] for each in deltas) / len(deltas), outer) for name in anchor
+    }
     if outer["optimizer"] == "average":
         for name, p in anchor.items():
             p -= mean[name]
@@ -199,12 +227,15 @@ def weights(folder: Path, island: int, into: Path) -> dict[str, torch.Tensor]:
 def masters(folder: Path, island: int) -> dict[str, torch.Tensor]:
     """As the newest checkpoint has them."""
     with CheckpointReader(harness.newest_checkpoint(folder / f"island-{island}")) as reader:
-        trained = [name for name, tensor in reader.manifest.tensors.items() if "fp32" in tensor.states]
+        trained = [
+            name for name, tensor in reader.manifest.tensors.items() if "fp32" in tensor.states
+        ]
         return {name: reader.whole(name, "fp32") for name in trained}
 
 
 def one_island(**changes: Any) -> Case:
     """Two ranks unless said otherwise."""
     return dataclasses.replace(
-        Case(model="llama", tensor=1, pipeline=1, data=2, zero_stage=1, micro=1, accumulation=2), **changes
+        Case(model="llama", tensor=1, pipeline=1, data=2, zero_stage=1, micro=1, accumulation=2),
+        **changes,
     )

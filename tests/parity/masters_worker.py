@@ -1,7 +1,9 @@
-"""Under the `deepspeed` launcher: what a save makes of masters that are not the live weights, on every kind of engine.
+"""Under the `deepspeed` launcher: what a save makes of masters that are not the live weights, on
+every kind of engine.
 
-A case whose folder's name ends in "round-robin" has DeepSpeed rearrange them; in the others one element is planted. Of
-pretrained weights the masters are, before the first step, the file's numbers bit for bit.
+A case whose folder's name ends in "round-robin" has DeepSpeed rearrange them; in the others one
+element is planted. Of pretrained weights the masters are, before the first step, the file's numbers
+bit for bit.
 """
 
 from __future__ import annotations
@@ -38,16 +40,22 @@ def refused(plan: Plan, folder: Path, trainer: Trainer) -> str:
 
 
 def saved_as_stored(plan: Plan, folder: Path, trainer: Trainer) -> dict[str, float]:
-    """A checkpoint before the first step, gathered, against the file; live weights are the file's, rounded once."""
+    """A checkpoint before the first step, gathered, against the file; live weights are the file's,
+    rounded once."""
     save_checkpoint(plan, folder, trainer, 1)
     dist.barrier()
-    stored = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32).state_dict()
+    stored = AutoModelForCausalLM.from_pretrained(
+        folder / "weights", dtype=torch.float32
+    ).state_dict()
     rounded = 0
     with CheckpointReader(folder / "checkpoints" / "step-00000001") as reader:
         assert set(reader.manifest.tensors) <= set(stored)
         for name in reader.manifest.tensors:
             gathered = reader.whole(name, "fp32")
-            assert torch.equal(gathered, stored[name]), (name, (gathered - stored[name]).abs().max())
+            assert torch.equal(gathered, stored[name]), (
+                name,
+                (gathered - stored[name]).abs().max(),
+            )
             rounded += int((gathered != gathered.bfloat16().float()).sum())
     assert rounded > 0, "the file holds nothing that is rounded"
     return {}
@@ -80,7 +88,9 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     if dist.get_rank() == 1:
         planted.states["fp32"][-1] += 1.0
     message = refused(plan, folder, trainer)
-    assert message.startswith("rank 1 would save other weights") and f"of {names[1]}, 1 of " in message, message
+    assert (
+        message.startswith("rank 1 would save other weights") and f"of {names[1]}, 1 of " in message
+    ), message
     return {}
 
 

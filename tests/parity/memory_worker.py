@@ -1,4 +1,5 @@
-"""One process on the CPU: two steps of a recipe with a large vocabulary, and how far its memory rose over them.
+"""One process on the CPU: two steps of a recipe with a large vocabulary, and how far its memory
+rose over them.
 
 argv: recipe, folder. Prints bytes.
 """

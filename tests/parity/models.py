@@ -48,7 +48,10 @@ MODELS = {
     "gpt2-deep": {**GPT2, "n_layer": 8},
     "gpt2-plain-deep": {**GPT2, "n_layer": 8, "scale_attn_by_inverse_layer_idx": False},
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
-    "llama-padding": {**LLAMA, "pad_token_id": 200},  # behind the first half: the second tensor rank's
+    "llama-padding": {
+        **LLAMA,
+        "pad_token_id": 200,
+    },  # behind the first half: the second tensor rank's
     "llama-tied-padding": {**LLAMA, "tie_word_embeddings": True, "pad_token_id": 5},
     "llama-rope": {
         **LLAMA,
@@ -97,8 +100,14 @@ MODELS = {
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 16},
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
-    # More experts than a rank's tokens choose in a step: each rank misses some, and others than its neighbour.
-    "mixtral": {**LLAMA, "model_type": "mixtral", "num_local_experts": 32, "num_experts_per_tok": 2},
+    # More experts than a rank's tokens choose in a step: each rank misses some, and others than its
+    # neighbour.
+    "mixtral": {
+        **LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 32,
+        "num_experts_per_tok": 2,
+    },
     "qwen3_moe": {
         **LLAMA,
         "model_type": "qwen3_moe",
@@ -109,8 +118,18 @@ MODELS = {
         "norm_topk_prob": True,
     },
     "olmoe": {**LLAMA, "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2},
-    "mixtral-odd": {**LLAMA, "model_type": "mixtral", "intermediate_size": 100, "num_local_experts": 4},
-    "mixtral-deep": {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 8, "num_local_experts": 4},
+    "mixtral-odd": {
+        **LLAMA,
+        "model_type": "mixtral",
+        "intermediate_size": 100,
+        "num_local_experts": 4,
+    },
+    "mixtral-deep": {
+        **LLAMA,
+        "model_type": "mixtral",
+        "num_hidden_layers": 8,
+        "num_local_experts": 4,
+    },
     # The first layers are dense: a stage has no experts.
     "dense-first": {
         **LLAMA,

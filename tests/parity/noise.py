@@ -1,5 +1,5 @@
-"""The layouts that the noise scale is proved in, and some that cut a model in every way in which parameters are held
-twice."""
+"""The layouts that the noise scale is proved in, and some that cut a model in every way in which
+parameters are held twice."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ MEASURED = 4
 
 @dataclass(frozen=True)
 class NoiseCase(Case):
-    """rows: of the recipe, tracking.noise_scale. packed: documents are kept apart, so that rows differ in labels."""
+    """rows: of the recipe, tracking.noise_scale. packed: documents are kept apart, so that rows
+    differ in labels."""
 
     rows: int = 64
     packed: bool = False
 
     @property
     def rows_are_comparable(self) -> bool:
-        """Whether every row is a micro-batch of its own that is measured, with as many labels as each other."""
+        """Whether every row is a micro-batch of its own that is measured, with as many labels as
+        each other."""
         return self.micro == 1 and self.rows >= self.batch and not self.packed
 
 

@@ -1,5 +1,6 @@
-"""Under the `deepspeed` launcher: the cases of tests/parity/test_noise_scale.py of one world size, in one launch. What
-the hooks add up, against the gradient of every row of a plain model in one process, on the same weights and rows."""
+"""Under the `deepspeed` launcher: the cases of tests/parity/test_noise_scale.py of one world size,
+in one launch. What the hooks add up, against the gradient of every row of a plain model in one
+process, on the same weights and rows."""
 
 from __future__ import annotations
 
@@ -51,8 +52,16 @@ def with_text(case: NoiseCase, folder: Path) -> Plan:
             text = (Path(os.__file__).parent / name).read_text(encoding="utf-8")
             (folder / "text" / name).write_text("".join(c for c in text if c.isascii()))
     dist.barrier()
-    data = {"kind": "text", "path": "text/*.py", "tokenizer": "byte", "packing": case.packed, "shuffle": True}
-    plan = compiled(case, folder, data=data, tracking={"noise_scale": {"every_steps": 1, "rows": case.rows}})
+    data = {
+        "kind": "text",
+        "path": "text/*.py",
+        "tokenizer": "byte",
+        "packing": case.packed,
+        "shuffle": True,
+    }
+    plan = compiled(
+        case, folder, data=data, tracking={"noise_scale": {"every_steps": 1, "rows": case.rows}}
+    )
     if dist.get_rank() == 0:
         prepare(plan, folder, limit_bytes=2**30)
     dist.barrier()
@@ -73,7 +82,9 @@ def trained(
         if measured is None:
             results.append(trainer.step(mine, rate))
             continue
-        result, noise = meter.measure(step, lambda mine=mine, rate=rate: trainer.step(mine, rate), mine)
+        result, noise = meter.measure(
+            step, lambda mine=mine, rate=rate: trainer.step(mine, rate), mine
+        )
         assert noise is not None, f"step {step} gave no figure"
         results.append(result)
         found.append(noise)
@@ -83,18 +94,28 @@ def trained(
 def same(one: Trainer, other: Trainer) -> bool:
     """Bit for bit, the optimizer's states too."""
     pairs = list(zip(one.owned(), other.owned(), strict=True))
-    return all(a.name == b.name and all(torch.equal(a.states[k], b.states[k]) for k in a.states) for a, b in pairs)
+    return all(
+        a.name == b.name and all(torch.equal(a.states[k], b.states[k]) for k in a.states)
+        for a, b in pairs
+    )
 
 
-def brute(case: NoiseCase, plan: Plan, batches: Batches, found: list[MeasuredNoise]) -> dict[str, float]:
-    """squares, whole: the largest relative differences of the sum over micro-batches and of the whole gradient.
-    variance, square: those of the two estimates, where rows are micro-batches with as many labels each: from the
-    rows' gradients less their mean."""
+def brute(
+    case: NoiseCase, plan: Plan, batches: Batches, found: list[MeasuredNoise]
+) -> dict[str, float]:
+    """squares, whole: the largest relative differences of the sum over micro-batches and of the
+    whole gradient. variance, square: those of the two estimates, where rows are micro-batches with
+    as many labels each: from the rows' gradients less their mean."""
     model = initial_model(MODELS[case.model], SEED)
     if case.lora_rank:
         model = with_adapters(model, case)
     optimizer = PlainOptimizer(
-        model, betas=BETAS, eps=EPS, weight_decay=DECAY, clipping=case.clipping, dtype=DTYPES[case.precision]
+        model,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=DECAY,
+        clipping=case.clipping,
+        dtype=DTYPES[case.precision],
     )
     steps = []
     for step, noise in enumerate(found, 1):
@@ -150,7 +171,10 @@ def gradient(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         loss = next_token_loss(model, ids, input_ids=ids)
     of = torch.autograd.grad(loss, parameters, allow_unused=True)
     return torch.cat(
-        [(torch.zeros_like(p) if g is None else g).double().flatten() for p, g in zip(parameters, of, strict=True)]
+        [
+            (torch.zeros_like(p) if g is None else g).double().flatten()
+            for p, g in zip(parameters, of, strict=True)
+        ]
     )
 
 

@@ -1,5 +1,6 @@
-"""Under the `deepspeed` launcher: conversations of many lengths, a row each or packed, with a balance loss. The plain
-process takes each row alone, its padding cut off (cases_worker.py tells how cases come in)."""
+"""Under the `deepspeed` launcher: conversations of many lengths, a row each or packed, with a
+balance loss. The plain process takes each row alone, its padding cut off (cases_worker.py tells how
+cases come in)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] + '\n' }}{% en
 def measure(case: Case, folder: Path) -> dict[str, float]:
     """Of a case whose name ends in "packed" the rows hold several conversations."""
     packed = folder.name.endswith("packed")
-    data = {"kind": "chat", "path": "talks.jsonl", "tokenizer": "byte", "template": TEMPLATE, "train_on": "all"}
+    data = {
+        "kind": "chat",
+        "path": "talks.jsonl",
+        "tokenizer": "byte",
+        "template": TEMPLATE,
+        "train_on": "all",
+    }
     if dist.get_rank() == 0:
         # None so short that two, or three, fill a row to its end.
         write_talks(folder, 4 * STEPS * case.batch, LENGTH // 3 if packed else 1)
@@ -79,7 +86,11 @@ def rows(block: TokenBlock) -> Iterator[dict[str, Any]]:
         starts = torch.from_numpy(block.starts[row, :length])
         places = torch.arange(int(length))
         begins = torch.where(starts, places, 0).cummax(dim=0).values
-        yield {"input_ids": ids, "labels": torch.where(starts, -100, ids), "position_ids": (places - begins)[None]}
+        yield {
+            "input_ids": ids,
+            "labels": torch.where(starts, -100, ids),
+            "position_ids": (places - begins)[None],
+        }
 
 
 if __name__ == "__main__":

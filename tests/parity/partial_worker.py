@@ -1,4 +1,5 @@
-"""Under the `deepspeed` launcher: cases that recompute some layers of each stage, and how often each layer ran."""
+"""Under the `deepspeed` launcher: cases that recompute some layers of each stage, and how often
+each layer ran."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     ran: Counter[str] = Counter()
 
     def count(module: nn.Module, _: object) -> None:
-        """A checkpoint calls a layer's forward pass past its hooks, and the attention inside with them."""
+        """A checkpoint calls a layer's forward pass past its hooks, and the attention inside with
+        them."""
         if type(module).__name__ in ("LlamaAttention", "GPT2Attention"):
             ran[f"{plan.model.cut.stack}.{module.layer_idx}"] += 1
 

@@ -10,16 +10,33 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.hf.reference import Reference, Rows, add_plain_adapters, cosine, next_token_loss, train
+from shardwright.hf.reference import (
+    Reference,
+    Rows,
+    add_plain_adapters,
+    cosine,
+    next_token_loss,
+    train,
+)
 
-__all__ = ["Reference", "add_plain_adapters", "cosine", "initial_model", "next_token_loss", "token_rows", "train"]
+__all__ = [
+    "Reference",
+    "add_plain_adapters",
+    "cosine",
+    "initial_model",
+    "next_token_loss",
+    "token_rows",
+    "train",
+]
 
 
 def initial_model(config: dict[str, Any], seed: int) -> nn.Module:
     config = dict(config)
     torch.manual_seed(seed)
     model: nn.Module = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32, trust_remote_code=False
+        AutoConfig.for_model(config.pop("model_type"), **config),
+        dtype=torch.float32,
+        trust_remote_code=False,
     )
     return model
 

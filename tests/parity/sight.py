@@ -1,4 +1,5 @@
-"""Models that see, against plain Hugging Face: its own processor, its own forward, a row at a time without padding."""
+"""Models that see, against plain Hugging Face: its own processor, its own forward, a row at a time
+without padding."""
 
 from __future__ import annotations
 
@@ -50,7 +51,12 @@ QWEN: dict[str, Any] = {
     "spatial_merge_size": 2,
     "out_hidden_size": 48,
 }
-QWEN_TOKENS = {"image_token_id": 256, "video_token_id": 257, "vision_start_token_id": 258, "vision_end_token_id": 259}
+QWEN_TOKENS = {
+    "image_token_id": 256,
+    "video_token_id": 257,
+    "vision_start_token_id": 258,
+    "vision_end_token_id": 259,
+}
 SECTIONS = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 2, 2]}
 MODELS: dict[str, dict[str, Any]] = {
     "llava": {
@@ -65,7 +71,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {
         **QWEN_TOKENS,
-        "vision_config": {**QWEN, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+        "vision_config": {
+            **QWEN,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 2],
+        },
         "text_config": {**TEXT, "rope_parameters": SECTIONS},
     },
     "gemma3": {
@@ -74,7 +84,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "eoi_token_index": 258,
         "mm_tokens_per_image": 4,
         "vision_config": {**TOWER, "vision_use_head": True},
-        "text_config": {**TEXT, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "text_config": {
+            **TEXT,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
     },
     "smolvlm": {
         "image_token_id": 256,
@@ -135,9 +149,17 @@ class SightCase:
 
 
 def template(model: str) -> str:
-    part = "{% if p.type == 'image' %}" + IMAGE.get(model, "<image>") + "{% else %}{{ p.text }}{% endif %}"
+    part = (
+        "{% if p.type == 'image' %}"
+        + IMAGE.get(model, "<image>")
+        + "{% else %}{{ p.text }}{% endif %}"
+    )
     each = "<{{ m.role }}>{% for p in m.content %}" + part + "{% endfor %}{{ '\\n' }}"
-    return "{% for m in messages %}" + each + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    return (
+        "{% for m in messages %}"
+        + each
+        + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
 
 
 def config(case: SightCase) -> dict[str, Any]:
@@ -147,7 +169,8 @@ def config(case: SightCase) -> dict[str, Any]:
 
 
 def write_pictures(folder: Path, rows: int = ROWS) -> list[dict[str, Any]]:
-    """Conversations about 0, 1 or 2 pictures of several sizes, in data.jsonl; two in the `images` convention."""
+    """Conversations about 0, 1 or 2 pictures of several sizes, in data.jsonl; two in the `images`
+    convention."""
     (folder / "pictures").mkdir()
     records, sizes = [], ((24, 24), (40, 20), (17, 33), (60, 44))
     for row in range(rows):
@@ -157,7 +180,10 @@ def write_pictures(folder: Path, rows: int = ROWS) -> list[dict[str, Any]]:
             color = tuple((row * 37 + place * 91 + c * 53) % 256 for c in range(3))
             image = Image.new("RGB", (width, height), color)
             shape = "circle" if (row + place) % 3 else "square"
-            draw, box = ImageDraw.Draw(image), (width // 4, height // 4, 3 * width // 4, 3 * height // 4)
+            draw, box = (
+                ImageDraw.Draw(image),
+                (width // 4, height // 4, 3 * width // 4, 3 * height // 4),
+            )
             (draw.ellipse if shape == "circle" else draw.rectangle)(box, fill=(255, 255, 255))
             name = f"pictures/{row}-{place}.png"
             image.save(folder / name)
@@ -170,12 +196,15 @@ def write_pictures(folder: Path, rows: int = ROWS) -> list[dict[str, Any]]:
         if row % 3 == 0:
             record["images"] = [name for name, _ in names]
         records.append(record)
-    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+    )
     return records
 
 
 def write_cutting(folder: Path, model: str = "smolvlm") -> Path:
-    """A model's folder without weights, whose processor cuts a picture into up to two by two tiles."""
+    """A model's folder without weights, whose processor cuts a picture into up to two by two
+    tiles."""
     document = config(SightCase(model))
     made = AutoConfig.for_model(document.pop("model_type"), **document)
     folder.mkdir()
@@ -206,7 +235,13 @@ def recipe(case: SightCase, cutting: Path | None = None) -> dict[str, Any]:
             "steps": case.steps,
             "precision": "fp32",
             "seed": SEED,
-            "optimizer": {"name": "adamw", "lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY},
+            "optimizer": {
+                "name": "adamw",
+                "lr": LR,
+                "betas": list(BETAS),
+                "eps": EPS,
+                "weight_decay": DECAY,
+            },
             "scheduler": {"name": "cosine", "warmup_steps": WARMUP},
             "gradient_clipping": 0.5,
         },
@@ -241,15 +276,17 @@ def reference(
     lora: bool = False,
     steps: int = STEPS,
 ) -> Reference:
-    """folder: of write_pictures. processor: of any compiled folder of the model. What it says of weights goes by
-    Hugging Face's names, adapters by peft's."""
+    """folder: of write_pictures. processor: of any compiled folder of the model. What it says of
+    weights goes by Hugging Face's names, adapters by peft's."""
     document = config(SightCase(model, tied=tied))
     torch.manual_seed(SEED)
     plain = AutoModelForImageTextToText.from_config(
         AutoConfig.for_model(document.pop("model_type"), **document), dtype=torch.float32
     )
     for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(not any(fnmatchcase(name, part) for entry in freeze for part in _patterns(entry)))
+        parameter.requires_grad_(
+            not any(fnmatchcase(name, part) for entry in freeze for part in _patterns(entry))
+        )
     if lora:
         _adapt(plain)
     records = [json.loads(line) for line in (folder / "data.jsonl").read_text("utf-8").splitlines()]
@@ -284,10 +321,14 @@ def _adapt(plain: Any) -> None:
         if ("language_model.layers." in f"{name}." and isinstance(module, torch.nn.Linear))
         or ("text_model.layers." in f"{name}." and isinstance(module, torch.nn.Linear))
     ]
-    inject_adapter_in_model(LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=paths), plain)
+    inject_adapter_in_model(
+        LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=paths), plain
+    )
 
 
-def _row(processor: Any, record: dict[str, Any], model: str, folder: Path) -> dict[str, torch.Tensor]:
+def _row(
+    processor: Any, record: dict[str, Any], model: str, folder: Path
+) -> dict[str, torch.Tensor]:
     """What Hugging Face's processor makes of a conversation, with the answer as its labels."""
     given = iter(record.get("images", []))
     parts = record["messages"][0]["content"]
@@ -300,14 +341,20 @@ def _row(processor: Any, record: dict[str, Any], model: str, folder: Path) -> di
     inputs = dict(processor(text=[text], images=[images] if images else None, return_tensors="pt"))
     inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     labels = torch.full_like(inputs["input_ids"], -100)
-    labels[0, -len(answer) - 1 : -1] = inputs["input_ids"][0, -len(answer) - 1 : -1]  # a token a byte; a line ends it
+    labels[0, -len(answer) - 1 : -1] = inputs["input_ids"][
+        0, -len(answer) - 1 : -1
+    ]  # a token a byte; a line ends it
     return {**inputs, "labels": labels}
 
 
-def _prefixed(processor: Any, text: str, answer: str, images: list[Image.Image]) -> dict[str, torch.Tensor]:
-    """PaliGemma's question is seen both ways, and the answer and all behind it as a causal suffix. Its processor's own
-    call wants a token for the beginning, which bytes have not."""
-    ids = processor.tokenizer(text.replace("<image>", "<image>" * TOKENS), return_tensors="pt")["input_ids"]
+def _prefixed(
+    processor: Any, text: str, answer: str, images: list[Image.Image]
+) -> dict[str, torch.Tensor]:
+    """PaliGemma's question is seen both ways, and the answer and all behind it as a causal suffix.
+    Its processor's own call wants a token for the beginning, which bytes have not."""
+    ids = processor.tokenizer(text.replace("<image>", "<image>" * TOKENS), return_tensors="pt")[
+        "input_ids"
+    ]
     places = torch.arange(ids.shape[1])[None]
     suffix = places >= ids.shape[1] - len(answer) - 1
     inputs = {
@@ -316,7 +363,9 @@ def _prefixed(processor: Any, text: str, answer: str, images: list[Image.Image])
         "labels": torch.where(suffix & (places < ids.shape[1] - 1), ids, -100),
     }
     if images:
-        inputs["pixel_values"] = processor.image_processor(images, return_tensors="pt")["pixel_values"]
+        inputs["pixel_values"] = processor.image_processor(images, return_tensors="pt")[
+            "pixel_values"
+        ]
     return inputs
 
 

@@ -1,4 +1,5 @@
-"""Under the `deepspeed` launcher: the cases of tests/parity/test_sight.py of one world size, in one launch."""
+"""Under the `deepspeed` launcher: the cases of tests/parity/test_sight.py of one world size, in one
+launch."""
 
 from __future__ import annotations
 
@@ -30,14 +31,22 @@ def measure(case: SightCase, folder: Path) -> dict[str, float]:
     pictures = folder.parents[1] / "pictures"
     document = recipe(case, pictures / CUTTING if case.tiles else None)
     plan, trainer, results = trained(document, folder, pictures, _write, ROWS)
-    wanted = reference(case.model, case.tied, pictures, folder / "tokenizer", tuple(case.freeze), case.lora, case.steps)
+    wanted = reference(
+        case.model,
+        case.tied,
+        pictures,
+        folder / "tokenizer",
+        tuple(case.freeze),
+        case.lora,
+        case.steps,
+    )
     figures = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
     return {**figures, "weights": weights_of_ranks(plan, trainer, wanted)}
 
 
 def weights_of_ranks(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
-    """Collective. How far the parameters that the ranks own are from one process's; infinite where one is owned
-    nowhere."""
+    """Collective. How far the parameters that the ranks own are from one process's; infinite where
+    one is owned nowhere."""
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
     at = plan.ranks[dist.get_rank()].tensor
     apart, found = [], set()
@@ -47,10 +56,17 @@ def weights_of_ranks(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
             continue  # a buffer
         value, split = weights[fragment.name], splits.get(fragment.name)
         if split is not None and split.dimension is not None:
-            value = torch.cat([value.narrow(split.dimension, *piece) for piece in split.pieces(at)], split.dimension)
+            value = torch.cat(
+                [value.narrow(split.dimension, *piece) for piece in split.pieces(at)],
+                split.dimension,
+            )
         states = fragment.states
         own = states["fp32"] if "fp32" in states else states["value"]
-        apart.append(tensor_apart(own.view(-1), value.reshape(-1)[fragment.start : fragment.start + own.numel()]))
+        apart.append(
+            tensor_apart(
+                own.view(-1), value.reshape(-1)[fragment.start : fragment.start + own.numel()]
+            )
+        )
         found.add(fragment.name)
     everyone: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everyone, found)

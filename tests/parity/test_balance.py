@@ -1,4 +1,5 @@
-"""The balance loss of a mixture's routers is the same under every layout, and that of one plain process."""
+"""The balance loss of a mixture's routers is the same under every layout, and that of one plain
+process."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from shardwright.ir.apart import apart, worst
-from tests.parity.harness import LOSS_ABSOLUTE, NORM_RELATIVE, Case, compare, reference, write_inputs
+from tests.parity.harness import (
+    LOSS_ABSOLUTE,
+    NORM_RELATIVE,
+    Case,
+    compare,
+    reference,
+    write_inputs,
+)
 from tests.parity.launched import launched
 
 COEFFICIENT = 0.5  # large enough to move the norm by percents
@@ -19,7 +27,9 @@ TWO: dict[str, Case] = {
         model="qwen3_moe", data=2, expert=2, zero_stage=3, checkpointing="full", balance=COEFFICIENT
     ),
     "sigmoid": Case(model="deepseek_v3", data=2, expert=2, zero_stage=2, balance=COEFFICIENT),
-    "context": Case(model="mixtral", context=2, loss="chunked", checkpointing="full", balance=COEFFICIENT),
+    "context": Case(
+        model="mixtral", context=2, loss="chunked", checkpointing="full", balance=COEFFICIENT
+    ),
     "pipeline": Case(model="mixtral", pipeline=2, micro=1, accumulation=4, balance=COEFFICIENT),
     "tensor": Case(model="mixtral", tensor=2, balance=COEFFICIENT),
 }
@@ -27,17 +37,31 @@ FOUR: dict[str, Case] = {
     "dense-first-pp2": Case(model="dense-first", data=2, expert=2, pipeline=2, balance=COEFFICIENT),
     "context-tp2": Case(model="mixtral", tensor=2, context=2, expert=2, balance=COEFFICIENT),
     "dualpipev": Case(
-        model="mixtral-deep", context=2, pipeline=2, schedule="dualpipev", accumulation=4, balance=COEFFICIENT
+        model="mixtral-deep",
+        context=2,
+        pipeline=2,
+        schedule="dualpipev",
+        accumulation=4,
+        balance=COEFFICIENT,
     ),
 }
 
 
 PADDED_TWO: dict[str, Case] = {
     "experts": Case(model="mixtral", data=2, expert=2, zero_stage=2, balance=COEFFICIENT),
-    "zero3-full": Case(model="qwen3_moe", data=2, zero_stage=3, checkpointing="full", balance=COEFFICIENT),
-    "context-chunked-full": Case(model="mixtral", context=2, loss="chunked", checkpointing="full", balance=COEFFICIENT),
+    "zero3-full": Case(
+        model="qwen3_moe", data=2, zero_stage=3, checkpointing="full", balance=COEFFICIENT
+    ),
+    "context-chunked-full": Case(
+        model="mixtral", context=2, loss="chunked", checkpointing="full", balance=COEFFICIENT
+    ),
     "pipeline-full": Case(
-        model="mixtral", pipeline=2, micro=1, accumulation=4, checkpointing="full", balance=COEFFICIENT
+        model="mixtral",
+        pipeline=2,
+        micro=1,
+        accumulation=4,
+        checkpointing="full",
+        balance=COEFFICIENT,
     ),
     "tensor-packed": Case(model="deepseek_v3", tensor=2, zero_stage=2, balance=COEFFICIENT),
     "context-packed": Case(model="mixtral", context=2, balance=COEFFICIENT),
@@ -83,7 +107,9 @@ def test_it_is_a_part_of_the_gradient(tmp_path: Path) -> None:
     """What the cases compare differs without it."""
     case = Case(model="mixtral", balance=COEFFICIENT)
     tokens = write_inputs(case, tmp_path)
-    with_it, without = (reference(each, tokens).grad_norms for each in (case, replace(case, balance=0.0)))
+    with_it, without = (
+        reference(each, tokens).grad_norms for each in (case, replace(case, balance=0.0))
+    )
     assert apart(with_it[0], without[0]) > 1000 * NORM_RELATIVE
 
 

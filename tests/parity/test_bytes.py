@@ -33,14 +33,20 @@ TWO: dict[str, Case] = {
     "context-selective": Case(model="llama", context=2, checkpointing="selective"),
 }
 REUSE: dict[str, Case] = {
-    f"{checkpointing}-live-{live}": Case(model="llama", data=2, zero_stage=3, checkpointing=checkpointing)
-    for checkpointing, numbers in {"none": (0, 20_000, 50_000, 100_000), "full": (0, 20_000, 75_000, 250_000)}.items()
+    f"{checkpointing}-live-{live}": Case(
+        model="llama", data=2, zero_stage=3, checkpointing=checkpointing
+    )
+    for checkpointing, numbers in {
+        "none": (0, 20_000, 50_000, 100_000),
+        "full": (0, 20_000, 75_000, 250_000),
+    }.items()
     for live in numbers
 }
 """Distances within which ZeRO-3 leaves weights whole, of a model of 156,352 elements."""
 ORDER = 0.08
-"""How far the gathers may be off where such a distance ends inside a layer: autograd decides which of two matrices that
-take the same input goes backward first, and the planner takes it for the last one."""
+"""How far the gathers may be off where such a distance ends inside a layer: autograd decides which
+of two matrices that take the same input goes backward first, and the planner takes it for the last
+one."""
 FOUR: dict[str, Case] = {
     "both": Case(model="mixtral", context=2, data=2, expert=2),
     "pipeline-both": Case(model="mixtral", context=2, expert=2, pipeline=2),
@@ -55,11 +61,19 @@ Record = Callable[[str, str, dict[str, Any]], None]
 
 
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
-def test_what_moves_is_what_was_planned(cases: dict[str, Case], tmp_path: Path, proved: Record) -> None:
+def test_what_moves_is_what_was_planned(
+    cases: dict[str, Case], tmp_path: Path, proved: Record
+) -> None:
     found = counted(cases, tmp_path, proved)
-    off = {name: {k: v for k, v in line.items() if k.endswith(" off") and v} for name, line in found.items()}
+    off = {
+        name: {k: v for k, v in line.items() if k.endswith(" off") and v}
+        for name, line in found.items()
+    }
     assert off == {name: {} for name in cases}, found
-    moved = {name: {k for k, v in line.items() if v and k.endswith(" counted")} for name, line in found.items()}
+    moved = {
+        name: {k for k, v in line.items() if v and k.endswith(" counted")}
+        for name, line in found.items()
+    }
     assert all(moved.values())
     for name, case in cases.items():
         assert ("rows counted" in moved[name]) == (case.expert > 1)

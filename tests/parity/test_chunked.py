@@ -1,5 +1,5 @@
-"""`loss: chunked` trains as one plain process that keeps its logits whole, under every kind of layout; many in one
-launch."""
+"""`loss: chunked` trains as one plain process that keeps its logits whole, under every kind of
+layout; many in one launch."""
 
 from __future__ import annotations
 
@@ -53,10 +53,17 @@ _HALF: dict[str, dict[str, Any]] = {
     "bf16-dp2-zero3": {"data": 2, "zero_stage": 3},
     "bf16-dualpipev-pp2": {"pipeline": 2, "schedule": "dualpipev", "accumulation": 4},
     "bf16-pp2-tp2": {"pipeline": 2, "tensor": 2},
-    "bf16-dualpipev-pp2-tp2": {"pipeline": 2, "tensor": 2, "schedule": "dualpipev", "accumulation": 4},
+    "bf16-dualpipev-pp2-tp2": {
+        "pipeline": 2,
+        "tensor": 2,
+        "schedule": "dualpipev",
+        "accumulation": 4,
+    },
 }
 CASES |= {
-    f"{model} {name}": dataclasses.replace(Case(model=model, loss="chunked", precision="bf16"), **layout)
+    f"{model} {name}": dataclasses.replace(
+        Case(model=model, loss="chunked", precision="bf16"), **layout
+    )
     for name, layout in _HALF.items()
     for model in ("llama", "gpt2", "llama-tied")
 }
@@ -78,7 +85,10 @@ def check(name: str, figures: dict[str, Any]) -> None:
     assert figures["loss"] <= (BF16_RELATIVE if half else LOSS_ABSOLUTE), (name, figures)
     assert figures["norm"] <= (BF16_RELATIVE if half else NORM_RELATIVE), (name, figures)
     # No rank ever held the logits of more than one chunk, and there were several.
-    assert figures["positions"] == chunk_length(CASES[name].micro, LENGTH) < LENGTH - 1, (name, figures)
+    assert figures["positions"] == chunk_length(CASES[name].micro, LENGTH) < LENGTH - 1, (
+        name,
+        figures,
+    )
 
 
 def test_chunks_train_like_whole_logits(tmp_path: Path) -> None:
@@ -88,7 +98,9 @@ def test_chunks_train_like_whole_logits(tmp_path: Path) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_layout(world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+def test_every_layout(
+    world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     cases = {name: case for name, case in CASES.items() if case.world == world}
     for name, figures in launched(cases, tmp_path).items():
         proved("chunked-parity", name, figures)
@@ -96,14 +108,26 @@ def test_every_layout(world: int, tmp_path: Path, proved: Callable[[str, str, di
 
 
 def peak_rise(loss: str, tmp_path: Path) -> float:
-    """Of the resident set in training, in fp32 logits of the micro-batch: 2048 tokens x 32,000 symbols, 250 MiB."""
+    """Of the resident set in training, in fp32 logits of the micro-batch: 2048 tokens x 32,000
+    symbols, 250 MiB."""
     tmp_path.mkdir()
     vocabulary, rows, length = 32_000, 4, 512
-    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, vocabulary, (2 * rows, length)))
+    np.save(
+        tmp_path / "tokens.npy",
+        np.random.default_rng(0).integers(0, vocabulary, (2 * rows, length)),
+    )
     case = Case(model="llama", loss=loss, micro=rows, accumulation=1)
     document = recipe(case, tmp_path)
-    document["model"]["config"] = {**LLAMA, "vocab_size": vocabulary, "max_position_embeddings": length}
-    document["training"] |= {"sequence_length": length, "steps": 2, "scheduler": {"name": "constant"}}
+    document["model"]["config"] = {
+        **LLAMA,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": length,
+    }
+    document["training"] |= {
+        "sequence_length": length,
+        "steps": 2,
+        "scheduler": {"name": "constant"},
+    }
     (tmp_path / "recipe.yaml").write_text(json.dumps(document))
     environment = {
         **os.environ,
@@ -114,7 +138,10 @@ def peak_rise(loss: str, tmp_path: Path) -> float:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            [
+                str(Path(__file__).resolve().parents[2]),
+                *filter(None, [os.environ.get("PYTHONPATH")]),
+            ]
         ),
     }
     worker = [sys.executable, str(Path(__file__).with_name("memory_worker.py"))]
@@ -131,6 +158,7 @@ def peak_rise(loss: str, tmp_path: Path) -> float:
 
 
 def test_peak_memory_of_a_real_run(tmp_path: Path) -> None:
-    """Whole logits stand in memory several times. The allocator adds up to half of one, more where cores are shared."""
+    """Whole logits stand in memory several times. The allocator adds up to half of one, more where
+    cores are shared."""
     full, chunked = (peak_rise(loss, tmp_path / loss) for loss in ("full", "chunked"))
     assert full - chunked > 0.75, (full, chunked)

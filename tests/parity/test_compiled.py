@@ -1,5 +1,5 @@
-"""`kernels: compile` trains as one plain process without torch.compile, and its layers are compiled indeed; many in one
-launch. The types here are those of model/compile_proved.json."""
+"""`kernels: compile` trains as one plain process without torch.compile, and its layers are compiled
+indeed; many in one launch. The types here are those of model/compile_proved.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ COMPILED = Case(model="llama", kernels="compile")
 ONE: dict[str, Case] = {
     "llama": COMPILED,
     "llama-full": dataclasses.replace(COMPILED, checkpointing="full"),
-    "llama-partial-chunked": dataclasses.replace(COMPILED, checkpointing={"full": 2}, loss="chunked"),
+    "llama-partial-chunked": dataclasses.replace(
+        COMPILED, checkpointing={"full": 2}, loss="chunked"
+    ),
     "llama-bf16": dataclasses.replace(COMPILED, precision="bf16"),
     "gpt2": dataclasses.replace(COMPILED, model="gpt2-plain"),
     "llama-hf": dataclasses.replace(COMPILED, kernels="hf"),
@@ -35,12 +37,37 @@ TWO: dict[str, Case] = {
     "mixtral-dp2-zero2": dataclasses.replace(COMPILED, model="mixtral", data=2, zero_stage=2),
 }
 _TYPES = (
-    *("mistral", "ministral3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo", "olmo2", "olmo3", "cohere"),
-    *("cohere2", "glm4", "smollm3", "stablelm", "starcoder2", "seed_oss", "gpt_neox", "qwen2", "qwen3", "granite"),
+    *(
+        "mistral",
+        "ministral3",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "phi",
+        "phi3",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "cohere",
+    ),
+    *(
+        "cohere2",
+        "glm4",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+        "seed_oss",
+        "gpt_neox",
+        "qwen2",
+        "qwen3",
+        "granite",
+    ),
     *("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"),
 )
 TYPES: dict[str, Case] = {name: dataclasses.replace(COMPILED, model=name) for name in _TYPES} | {
-    f"{name}-full-bf16": dataclasses.replace(COMPILED, model=name, checkpointing="full", precision="bf16")
+    f"{name}-full-bf16": dataclasses.replace(
+        COMPILED, model=name, checkpointing="full", precision="bf16"
+    )
     for name in ("qwen3", "gemma3_text", "mixtral", "deepseek_v3")
 }
 TYPES_PIPED: dict[str, Case] = {
@@ -64,4 +91,6 @@ def test_compiled_layers_train_as_one_plain_process(cases: dict[str, Case], tmp_
 
 def test_each_type_is_among_the_cases() -> None:
     cases = (*ONE.values(), *TWO.values(), *TYPES.values())
-    assert compiled_types() == {MODELS[case.model]["model_type"] for case in cases if case.kernels == "compile"}
+    assert compiled_types() == {
+        MODELS[case.model]["model_type"] for case in cases if case.kernels == "compile"
+    }

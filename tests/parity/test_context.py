@@ -1,5 +1,5 @@
-"""Rows cut over context ranks train as the plain process does, under every engine of DeepSpeed's, many layouts in one
-launch."""
+"""Rows cut over context ranks train as the plain process does, under every engine of DeepSpeed's,
+many layouts in one launch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ FOUR: dict[str, Case] = {
     "llama-pp2": Case(model="llama", context=2, pipeline=2),
     "llama-tied-pp2-chunked": Case(model="llama-tied", context=2, pipeline=2, loss="chunked"),
     "gpt2-pp2-full": Case(model="gpt2", context=2, pipeline=2, checkpointing="full"),
-    "gpt2-dualpipev-pp2": Case(model="gpt2", context=2, pipeline=2, schedule="dualpipev", accumulation=4),
+    "gpt2-dualpipev-pp2": Case(
+        model="gpt2", context=2, pipeline=2, schedule="dualpipev", accumulation=4
+    ),
     "llama-tp2": Case(model="llama", context=2, tensor=2),
     "gpt2-tp2-zero3": Case(model="gpt2", context=2, tensor=2, zero_stage=3),
     "llama-dp2-zero3": Case(model="llama", context=2, data=2, zero_stage=3),
@@ -43,7 +45,12 @@ FOUR: dict[str, Case] = {
 EVALUATED: dict[str, Case] = {
     "1f1b-packed": Case(model="llama-tied", context=2, pipeline=2, accumulation=3),
     "dualpipev-chunked-packed": Case(
-        model="llama-tied", context=2, pipeline=2, schedule="dualpipev", accumulation=4, loss="chunked"
+        model="llama-tied",
+        context=2,
+        pipeline=2,
+        schedule="dualpipev",
+        accumulation=4,
+        loss="chunked",
     ),
     "tensor-packed": Case(model="llama", context=2, tensor=2),
     "data-whole": Case(model="gpt2", context=2, data=2),

@@ -1,4 +1,5 @@
-"""CLIP and SigLIP over data ranks train as one process does on the whole batch: losses, norms and weights."""
+"""CLIP and SigLIP over data ranks train as one process does on the whole batch: losses, norms and
+weights."""
 
 from __future__ import annotations
 
@@ -31,7 +32,12 @@ def cases(data: int) -> dict[str, PairCase]:
         for model in MODELS
         for stage in range(4)
     }
-    return {**found, f"clip dp{data} zero2 tower frozen": PairCase("clip", data=data, zero_stage=2, freeze=("vision",))}
+    return {
+        **found,
+        f"clip dp{data} zero2 tower frozen": PairCase(
+            "clip", data=data, zero_stage=2, freeze=("vision",)
+        ),
+    }
 
 
 def check(cases: dict[str, PairCase], out: Path) -> dict[str, dict[str, float]]:
@@ -44,11 +50,16 @@ def check(cases: dict[str, PairCase], out: Path) -> dict[str, dict[str, float]]:
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    check({name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in SAMPLE.items()}, tmp_path)
+    check(
+        {name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in SAMPLE.items()},
+        tmp_path,
+    )
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("data", [2, 4])
-def test_every_stage(data: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+def test_every_stage(
+    data: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     for name, figures in check(cases(data), tmp_path).items():
         proved("contrastive-parity", name, figures)

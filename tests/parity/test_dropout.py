@@ -1,5 +1,6 @@
 """Dropout under tensor parallelism, on the real engines: who shares a mask with whom, and that
-recomputation draws the same numbers again. That a resumed run draws them too is tests/launch and `make prove`."""
+recomputation draws the same numbers again. That a resumed run draws them too is tests/launch and
+`make prove`."""
 
 from __future__ import annotations
 
@@ -29,13 +30,28 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join(
-            [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            [
+                str(Path(__file__).resolve().parents[2]),
+                *filter(None, [os.environ.get("PYTHONPATH")]),
+            ]
         ),
         "SHARDWRIGHT_DROPOUT_OUT": str(out),
         "SHARDWRIGHT_DROPOUT_MODELS": ",".join(MODELS),
     }
-    program, worker = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("dropout_worker.py")
-    launch = [str(program), "--hostfile", "none", "--num_gpus", "4", "--master_port", str(free_port()), str(worker)]
+    program, worker = (
+        Path(sys.executable).parent / "deepspeed",
+        Path(__file__).with_name("dropout_worker.py"),
+    )
+    launch = [
+        str(program),
+        "--hostfile",
+        "none",
+        "--num_gpus",
+        "4",
+        "--master_port",
+        str(free_port()),
+        str(worker),
+    ]
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=600)
     assert (out / "figures.json").exists(), result.stdout[-3000:] + result.stderr[-3000:]
     figures: dict[str, dict[str, Any]] = json.loads((out / "figures.json").read_text())
@@ -48,7 +64,9 @@ CASES = [f"{model} {layout}" for model in MODELS for layout in LAYOUTS]
 @pytest.mark.parametrize("case", CASES)
 def test_recomputation_draws_the_same_numbers(found: dict[str, dict[str, Any]], case: str) -> None:
     for numbers, weights in zip(found[case]["numbers"], found[case]["weights"], strict=True):
-        assert same(numbers["selective"], numbers["none"]) and same(numbers["full"], numbers["none"])
+        assert same(numbers["selective"], numbers["none"]) and same(
+            numbers["full"], numbers["none"]
+        )
         assert weights["selective"] == weights["none"] == weights["full"]
 
 

@@ -1,5 +1,6 @@
-"""Validation under both pipeline schedules: the plain model's loss over the held-out rows, however many there are, and
-a training that goes on as if it had not been interrupted. Many cases in one launch."""
+"""Validation under both pipeline schedules: the plain model's loss over the held-out rows, however
+many there are, and a training that goes on as if it had not been interrupted. Many cases in one
+launch."""
 
 from __future__ import annotations
 
@@ -41,15 +42,25 @@ _WIDE: dict[str, Case] = {
 CASES |= {f"{name}-{rows}": case for name, case in _WIDE.items() for rows in ("whole", "packed")}
 CASES |= {
     "dropout-1f1b-pp2": Case(model="opt-dropout", pipeline=2, accumulation=3),
-    "dropout-1f1b-pp2-full": Case(model="gpt2-dropout", pipeline=2, accumulation=3, checkpointing="full"),
-    "dropout-dualpipev-pp2": Case(model="gpt2-dropout", pipeline=2, schedule="dualpipev", accumulation=4),
+    "dropout-1f1b-pp2-full": Case(
+        model="gpt2-dropout", pipeline=2, accumulation=3, checkpointing="full"
+    ),
+    "dropout-dualpipev-pp2": Case(
+        model="gpt2-dropout", pipeline=2, schedule="dualpipev", accumulation=4
+    ),
     "dropout-zero3": Case(model="gpt2-dropout", data=2, zero_stage=3, checkpointing="selective"),
     "dropout-1f1b-pp2-tp2": Case(model="opt-dropout", pipeline=2, tensor=2, accumulation=3),
     "dropout-dualpipev-pp2-tp2-full": Case(
-        model="gpt2-dropout", pipeline=2, tensor=2, schedule="dualpipev", accumulation=4, checkpointing="full"
+        model="gpt2-dropout",
+        pipeline=2,
+        tensor=2,
+        schedule="dualpipev",
+        accumulation=4,
+        checkpointing="full",
     ),
 }
-"""Evaluations drop nothing out, and the steps behind them draw the numbers that they would have drawn."""
+"""Evaluations drop nothing out, and the steps behind them draw the numbers that they would have
+drawn."""
 SAMPLE = (
     "dropout-1f1b-pp2",
     "dropout-dualpipev-pp2",
@@ -74,8 +85,12 @@ def test_fewer_as_many_and_more_than_the_accumulation(tmp_path: Path) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_case(world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
-    found = launched({n: c for n, c in CASES.items() if c.world == world}, tmp_path, "evaluation_worker.py")
+def test_every_case(
+    world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
+    found = launched(
+        {n: c for n, c in CASES.items() if c.world == world}, tmp_path, "evaluation_worker.py"
+    )
     for name, figures in found.items():
         proved("evaluation", name, figures)
     check(found)

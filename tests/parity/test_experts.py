@@ -1,5 +1,5 @@
-"""Experts shared out over ranks train as the plain process does, under every engine of DeepSpeed's, many layouts in one
-launch."""
+"""Experts shared out over ranks train as the plain process does, under every engine of DeepSpeed's,
+many layouts in one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.parity.launched import launched
 TWO: dict[str, Case] = {
     "mixtral-zero1": Case(model="mixtral", data=2, expert=2),
     "mixtral-zero2": Case(model="mixtral", data=2, expert=2, zero_stage=2),
-    "qwen3-moe-zero3-full": Case(model="qwen3_moe", data=2, expert=2, zero_stage=3, checkpointing="full"),
+    "qwen3-moe-zero3-full": Case(
+        model="qwen3_moe", data=2, expert=2, zero_stage=3, checkpointing="full"
+    ),
     "mixtral-context-chunked": Case(model="mixtral", context=2, expert=2, loss="chunked"),
     "mixtral-offload": Case(model="mixtral", data=2, expert=2, zero_stage=2, offload="optimizer"),
 }
@@ -25,7 +27,9 @@ FOUR: dict[str, Case] = {
     "qwen3-moe-tp2-zero3": Case(model="qwen3_moe", data=2, expert=2, tensor=2, zero_stage=3),
     "mixtral-4-of-2": Case(model="mixtral", data=4, expert=2),
     "mixtral-4-zero3": Case(model="mixtral", data=4, expert=4, zero_stage=3),
-    "mixtral-dualpipev": Case(model="mixtral-deep", data=2, expert=2, pipeline=2, schedule="dualpipev", accumulation=4),
+    "mixtral-dualpipev": Case(
+        model="mixtral-deep", data=2, expert=2, pipeline=2, schedule="dualpipev", accumulation=4
+    ),
 }
 BF16: dict[str, Case] = {
     "mixtral-tp2": Case(model="mixtral", data=2, expert=2, tensor=2, precision="bf16"),

@@ -1,5 +1,5 @@
-"""Experts that are frozen under expert ranks, and experts of sizes that torch's grouped_mm does not take: both train as
-one plain process, in one launch."""
+"""Experts that are frozen under expert ranks, and experts of sizes that torch's grouped_mm does not
+take: both train as one plain process, in one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ EXPERTS = ("model.layers.*.mlp.experts.*",)
 SOME = ("model.layers.0.mlp.experts.*",)
 CASES = {
     **{
-        f"frozen-zero{stage}": Case(model="mixtral", data=2, expert=2, zero_stage=stage, freeze=EXPERTS)
+        f"frozen-zero{stage}": Case(
+            model="mixtral", data=2, expert=2, zero_stage=stage, freeze=EXPERTS
+        )
         for stage in (1, 2, 3)
     },
     "some-frozen-zero1": Case(model="mixtral", data=2, expert=2, freeze=SOME),

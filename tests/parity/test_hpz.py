@@ -1,5 +1,5 @@
-"""hpZ: ZeRO-3 over several nodes with a second copy of the weights inside each trains as one plain process does, and
-gathers over the nodes once a step."""
+"""hpZ: ZeRO-3 over several nodes with a second copy of the weights inside each trains as one plain
+process does, and gathers over the nodes once a step."""
 
 from __future__ import annotations
 
@@ -31,13 +31,21 @@ _ON_FOUR: dict[str, dict[str, Any]] = {
     "bf16-full": {"precision": "bf16", "checkpointing": "full", "accumulation": 3},
 }
 CASES: dict[str, Case] = {
-    f"{model}-{name}": dataclasses.replace(Case(model=model, data=4, zero_stage=3, nodes=2), **fields)
+    f"{model}-{name}": dataclasses.replace(
+        Case(model=model, data=4, zero_stage=3, nodes=2), **fields
+    )
     for model in ("llama", "gpt2", "llama-tied")
     for name, fields in _ON_FOUR.items()
 } | {
-    f"{model}-tp2-{name}": dataclasses.replace(Case(model=model, tensor=2, data=4, zero_stage=3, nodes=2), **fields)
+    f"{model}-tp2-{name}": dataclasses.replace(
+        Case(model=model, tensor=2, data=4, zero_stage=3, nodes=2), **fields
+    )
     for model in ("llama", "gpt2")
-    for name, fields in {"plain": {}, "full": {"checkpointing": "full"}, "bf16": {"precision": "bf16"}}.items()
+    for name, fields in {
+        "plain": {},
+        "full": {"checkpointing": "full"},
+        "bf16": {"precision": "bf16"},
+    }.items()
 }
 SAMPLE = ("gpt2-accumulation4",)
 
@@ -58,13 +66,16 @@ def check(name: str, found: dict[str, Any]) -> None:
     assert found["weight"] <= WEIGHT_ABSOLUTE, (name, found)
     assert found["hpz"] == 2, (name, found)
     # Each weight once over the nodes, after the update; a frozen one never.
-    assert found["far"] == pytest.approx(1.0) if not case.lora_rank else found["far"] < 0.2, (name, found)
+    assert found["far"] == pytest.approx(1.0) if not case.lora_rank else found["far"] < 0.2, (
+        name,
+        found,
+    )
     assert found["near"] >= case.accumulation - 1, (name, found)
 
 
 def test_it_trains_like_one_process(tmp_path: Path) -> None:
-    """Also under tensor parallelism, where DeepSpeed's own groups mix the shards up; and over a checkpoint, where it
-    keeps the second copy of frozen weights."""
+    """Also under tensor parallelism, where DeepSpeed's own groups mix the shards up; and over a
+    checkpoint, where it keeps the second copy of frozen weights."""
     for found in figures({name: CASES[name] for name in SAMPLE}, tmp_path):
         for name in SAMPLE:
             check(name, found[name])
@@ -77,7 +88,9 @@ def test_it_trains_like_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("world", [4, 8])
-def test_every_layout(world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+def test_every_layout(
+    world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     cases = {name: case for name, case in CASES.items() if case.world == world}
     ranks = figures(cases, tmp_path)
     for name in cases:

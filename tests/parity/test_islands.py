@@ -55,26 +55,37 @@ TABLE = [
 
 
 def compare(layout: str, outer: str, folder: Path) -> dict[str, float]:
-    """The largest differences from the simulation. The islands' weights are the same, bit for bit. Of deltas in bf16,
-    also those of losses from a simulation in fp32, as shares; and how far weights are on average from the one that
-    rounds, as a share of how far they are from the one in fp32."""
+    """The largest differences from the simulation. The islands' weights are the same, bit for bit.
+    Of deltas in bf16, also those of losses from a simulation in fp32, as shares; and how far
+    weights are on average from the one that rounds, as a share of how far they are from the one in
+    fp32."""
     islands, case = LAYOUTS[layout]
     tokens = write_inputs(case, folder, OUTER[outer], islands=islands)
     out = folder / "out"
     must(shardwright("run", out, "--island", "all", timeout=500))
     wanted = simulate(case, tokens, OUTER[outer], islands=islands)
     everyone = list(range(islands))
-    assert [(r["step"], r["members"]) for r in rounds(out)] == [(4, everyone), (8, everyone), (12, everyone)]
+    assert [(r["step"], r["members"]) for r in rounds(out)] == [
+        (4, everyone),
+        (8, everyone),
+        (12, everyone),
+    ]
     first, *others = (masters(out, island) for island in everyone)
     assert first and all(torch.equal(p, each[name]) for each in others for name, p in first.items())
     trained = weights(out, 0, folder / "hf")
     found = [island_losses(out, island) for island in everyone]
     assert all(list(losses) == list(range(1, STEPS + 1)) for losses in found)
-    loss = max(abs(found[k][step] - loss) for k in everyone for step, loss in wanted.losses[k].items())
+    loss = max(
+        abs(found[k][step] - loss) for k in everyone for step, loss in wanted.losses[k].items()
+    )
     apart = {"loss": loss, "weight": weights_apart(trained, wanted.weights)}
     if OUTER[outer].get("precision") == "bf16":
         exact = simulate(case, tokens, {**OUTER[outer], "precision": "fp32"}, islands=islands)
-        shares = (abs(found[k][step] / loss - 1) for k in everyone for step, loss in exact.losses[k].items())
+        shares = (
+            abs(found[k][step] / loss - 1)
+            for k in everyone
+            for step, loss in exact.losses[k].items()
+        )
         rounded, plain = (_mean_apart(trained, each.weights) for each in (wanted, exact))
         apart |= {"loss_share_from_fp32": max(shares), "rounding_unexplained": rounded / plain}
     return apart
@@ -105,4 +116,8 @@ def test_every_layout(
 ) -> None:
     found = compare(layout, outer, tmp_path)
     check(found)
-    proved("islands", f"{layout}-{outer}", {**found, "islands": LAYOUTS[layout][0], "verdict": "proved"})
+    proved(
+        "islands",
+        f"{layout}-{outer}",
+        {**found, "islands": LAYOUTS[layout][0], "verdict": "proved"},
+    )

@@ -1,4 +1,5 @@
-"""LoRA trains as one plain process under peft does; its checkpoints resume bit for bit and export what peft loads."""
+"""LoRA trains as one plain process under peft does; its checkpoints resume bit for bit and export
+what peft loads."""
 
 from __future__ import annotations
 
@@ -54,7 +55,13 @@ CASES: dict[str, Case] = {
         "chunked-zero3": {"zero_stage": 3, "loss": "chunked"},
     }.items()
 }
-SAMPLE = ("llama zero0", "gpt2 zero1", "llama-tied full-zero3", "qwen2 chunked-zero2", "deepseek_v3 zero1")
+SAMPLE = (
+    "llama zero0",
+    "gpt2 zero1",
+    "llama-tied full-zero3",
+    "qwen2 chunked-zero2",
+    "deepseek_v3 zero1",
+)
 
 
 def check(name: str, figures: dict[str, Any]) -> None:
@@ -68,7 +75,9 @@ def test_adapters_train_as_under_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-def test_every_zero_stage(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+def test_every_zero_stage(
+    tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     for name, figures in launched(CASES, tmp_path).items():
         proved("lora", name, figures)
         check(name, figures)
@@ -83,7 +92,10 @@ def trained_lines(case: Case, folder: Path) -> list[dict[str, Any]]:
 def test_dropout_is_drawn_as_in_one_process(tmp_path: Path) -> None:
     case = Case(model="llama", data=2, zero_stage=2, lora_rank=4, lora_dropout=0.2)
     tokens = write_inputs(case, tmp_path)
-    wanted, never = reference(case, tokens), reference(dataclasses.replace(case, lora_dropout=0.0), tokens)
+    wanted, never = (
+        reference(case, tokens),
+        reference(dataclasses.replace(case, lora_dropout=0.0), tokens),
+    )
     check("dropout", lines_apart(trained_lines(case, tmp_path), wanted))
     difference = apart(wanted.losses[-1], never.losses[-1])
     assert 10 * LOSS_ABSOLUTE < difference < math.inf, "dropout makes a difference"
@@ -135,7 +147,10 @@ def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
     check("from a checkpoint", lines_apart(first, wanted))
     assert len(first) == STEPS
     adapters = {n.replace(".default", ""): p for n, p in wanted.weights.items() if "lora_" in n}
-    assert weights_apart(load_file(tmp_path / "adapters" / "adapter_model.safetensors"), adapters) <= WEIGHT_ABSOLUTE
+    assert (
+        weights_apart(load_file(tmp_path / "adapters" / "adapter_model.safetensors"), adapters)
+        <= WEIGHT_ABSOLUTE
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,14 +158,19 @@ def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
     [
         ("deepseek_v3", 3, {"data": 1, "zero_stage": 0}),
         *(
-            pytest.param(model, stage, {"data": 2, "zero_stage": (stage + 2) % 4}, marks=pytest.mark.prove)
+            pytest.param(
+                model, stage, {"data": 2, "zero_stage": (stage + 2) % 4}, marks=pytest.mark.prove
+            )
             for model in MIXTURES
             for stage in range(4)
         ),
     ],
 )
-def test_a_mixture_resumes_and_merges(model: str, stage: int, second: dict[str, Any], tmp_path: Path) -> None:
-    """On its own layout bit for bit, on another one within the rounding; merged by hand: W + alpha / r B A."""
+def test_a_mixture_resumes_and_merges(
+    model: str, stage: int, second: dict[str, Any], tmp_path: Path
+) -> None:
+    """On its own layout bit for bit, on another one within the rounding; merged by hand: W + alpha
+    / r B A."""
     case = Case(model=model, data=2, zero_stage=stage, lora_rank=4, pretrained=True)
     tokens = write_inputs(case, tmp_path)
     recipe = json.loads((tmp_path / "recipe.yaml").read_text()) | {"checkpoint": {"every_steps": 3}}
@@ -158,7 +178,11 @@ def test_a_mixture_resumes_and_merges(model: str, stage: int, second: dict[str, 
     other = {
         **recipe,
         "cluster": {**recipe["cluster"], "gpus_per_node": second["data"]},
-        "parallelism": {**recipe["parallelism"], **second, "micro_batch_size": case.batch // second["data"] // 2},
+        "parallelism": {
+            **recipe["parallelism"],
+            **second,
+            "micro_batch_size": case.batch // second["data"] // 2,
+        },
     }
     (tmp_path / "second.yaml").write_text(json.dumps(other))
     out, elsewhere = tmp_path / "out", tmp_path / "second"
@@ -168,15 +192,25 @@ def test_a_mixture_resumes_and_merges(model: str, stage: int, second: dict[str, 
     first, trained = metrics(out), adapters_of(newest_checkpoint(out))
     wanted = reference(case, tokens)
     check(model, lines_apart(first, wanted))
-    assert weights_apart(trained, {n: p for n, p in wanted.weights.items() if ".lora_" in n}) <= WEIGHT_ABSOLUTE
+    assert (
+        weights_apart(trained, {n: p for n, p in wanted.weights.items() if ".lora_" in n})
+        <= WEIGHT_ABSOLUTE
+    )
     for rank in range(2):
         live = json.loads((out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text())
         assert live["trained"]["tensors"] == len(trained)
         assert live["frozen"]["tensors"] == len(wanted.weights) - len(trained)
 
     must(shardwright("export", newest_checkpoint(out), "-o", tmp_path / "merged", "--merge"))
-    found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).named_parameters())
-    merged = {name: p.detach().clone() for name, p in initial_model(MODELS[model], SEED).named_parameters()}
+    found = dict(
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "merged", dtype=torch.float32
+        ).named_parameters()
+    )
+    merged = {
+        name: p.detach().clone()
+        for name, p in initial_model(MODELS[model], SEED).named_parameters()
+    }
     for name in (n.removesuffix(".lora_A.default.weight") for n in trained if ".lora_A." in n):
         a, b = (trained[f"{name}.lora_{x}.default.weight"] for x in "AB")
         merged[f"{name}.weight"] += LORA_ALPHA / 4 * b @ a
@@ -189,10 +223,15 @@ def test_a_mixture_resumes_and_merges(model: str, stage: int, second: dict[str, 
     again, there = metrics(out), metrics(elsewhere)
     assert same([m["loss"] for m in again], [m["loss"] for m in first])
     assert weights_apart(adapters_of(newest_checkpoint(out)), trained) == 0
-    assert series_apart([m["loss"] for m in there[-5:]], [m["loss"] for m in first[-5:]]) <= LOSS_ABSOLUTE
+    assert (
+        series_apart([m["loss"] for m in there[-5:]], [m["loss"] for m in first[-5:]])
+        <= LOSS_ABSOLUTE
+    )
     assert weights_apart(adapters_of(newest_checkpoint(elsewhere)), trained) <= WEIGHT_ABSOLUTE
 
 
 def adapters_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     with CheckpointReader(checkpoint) as reader:
-        return {name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name}
+        return {
+            name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name
+        }

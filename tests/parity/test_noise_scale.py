@@ -1,4 +1,5 @@
-"""The gradient noise scale against the gradient of every row, in each layout that has it. Many in one launch."""
+"""The gradient noise scale against the gradient of every row, in each layout that has it. Many in
+one launch."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def check(found: dict[str, dict[str, Any]]) -> None:
         limit = BF16_RELATIVE if CASES[name].precision == "bf16" else RELATIVE
         assert figures["path"] == 0.0, (name, "the hooks changed what is trained")
         assert figures["labels"] == 0.0, (name, figures)
-        compared = ("squares", "whole", *(("variance", "square") if CASES[name].rows_are_comparable else ()))
+        compared = (
+            "squares",
+            "whole",
+            *(("variance", "square") if CASES[name].rows_are_comparable else ()),
+        )
         assert all(figures[key] <= limit for key in compared), (name, figures)
 
 
@@ -54,13 +59,21 @@ def test_a_run_that_resumes_tells_of_all_its_measured_steps(tmp_path: Path) -> N
     last = again[-1]["noise_scale"]
     assert (last["rows"], last["steps"]) == (4, 6)
     found = json.loads(must(shardwright("status", out, "--json")).stdout)["noise_scale"]
-    assert found == {**{key: last[key] for key in ("value", "low", "high", "steps", "rows")}, "batch": 8, "step": 12}
+    assert found == {
+        **{key: last[key] for key in ("value", "low", "high", "steps", "rows")},
+        "batch": 8,
+        "step": 12,
+    }
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_layout(world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
-    found = launched({n: c for n, c in CASES.items() if c.world == world}, tmp_path, "noise_worker.py")
+def test_every_layout(
+    world: int, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
+    found = launched(
+        {n: c for n, c in CASES.items() if c.world == world}, tmp_path, "noise_worker.py"
+    )
     for name, figures in found.items():
         proved("noise-scale", name, figures)
     check(found)
@@ -72,7 +85,9 @@ def test_measuring_takes_little_time(
     name: str, tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
 ) -> None:
     """Measured and unmeasured steps by turns in one run."""
-    document = recipe(dataclasses.replace(CASES[name], micro=2), tmp_path) | {"data": {"kind": "synthetic"}}
+    document = recipe(dataclasses.replace(CASES[name], micro=2), tmp_path) | {
+        "data": {"kind": "synthetic"}
+    }
     document["model"] = {"config": MODEL, "weights": "random"}
     document["training"] |= {"sequence_length": 128, "steps": 30}
     document["tracking"] = {"noise_scale": {"every_steps": 2, "rows": 32}}
@@ -85,6 +100,10 @@ def test_measuring_takes_little_time(
     pairs = list(zip(seconds[::2], seconds[1::2], strict=True))[WARM_UP:]
     ratio = statistics.median(measured / plain for plain, measured in pairs)
     share = (ratio - 1) / EVERY
-    figures = {"pairs": len(pairs), "measured_to_plain": round(ratio, 4), "share_every_50": round(share, 6)}
+    figures = {
+        "pairs": len(pairs),
+        "measured_to_plain": round(ratio, 4),
+        "share_every_50": round(share, 6),
+    }
     proved("noise-scale", f"seconds-{name}", figures)
     assert share <= MOST_OVERHEAD, figures

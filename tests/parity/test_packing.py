@@ -1,4 +1,5 @@
-"""Packed documents train as if each piece went through the plain model alone; counts differ between micro-batches."""
+"""Packed documents train as if each piece went through the plain model alone; counts differ between
+micro-batches."""
 
 from __future__ import annotations
 
@@ -42,15 +43,19 @@ def write_documents(folder: Path, total: int) -> list[bytes]:
 
 
 def run_with_flash(compiled: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own way through flash attention, its kernels' sums by plain PyTorch: a CPU has none, and compile
-    refuses the attention there."""
+    """transformers' own way through flash attention, its kernels' sums by plain PyTorch: a CPU has
+    none, and compile refuses the attention there."""
     plan = json.loads((compiled / "plan.json").read_text())
     plan["model"]["attention"] = FLASH
     (compiled / "plan.json").write_text(json.dumps(plan))
     (stand_in / "flash_attn").mkdir(parents=True)
     (stand_in / "flash_attn" / "__init__.py").touch()
-    start = "import os\nif 'RANK' in os.environ:\n    from shardwright.hf.flash import flash_stand_in\n"
-    (stand_in / "sitecustomize.py").write_text(start + "    kept = flash_stand_in()\n    kept.__enter__()\n")
+    start = (
+        "import os\nif 'RANK' in os.environ:\n    from shardwright.hf.flash import flash_stand_in\n"
+    )
+    (stand_in / "sitecustomize.py").write_text(
+        start + "    kept = flash_stand_in()\n    kept.__enter__()\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(stand_in), prepend=os.pathsep)
 
 
@@ -73,11 +78,19 @@ SINGLE = Case(model="gpt2", tensor=2, zero_stage=0)
 """On one stage: the Hugging Face model's own forward."""
 WIDE: dict[str, Case] = {
     "llama-s2-tp2-zero3": Case(model="llama", context=2, tensor=2, zero_stage=3),
-    "llama-s2-dualpipev": Case(model="llama", context=2, pipeline=2, schedule="dualpipev", accumulation=4),
-    "mixtral-e2-zero2-chunked": Case(model="mixtral", data=2, expert=2, zero_stage=2, loss="chunked"),
+    "llama-s2-dualpipev": Case(
+        model="llama", context=2, pipeline=2, schedule="dualpipev", accumulation=4
+    ),
+    "mixtral-e2-zero2-chunked": Case(
+        model="mixtral", data=2, expert=2, zero_stage=2, loss="chunked"
+    ),
     "mixtral-e2-pp2-tp2": Case(model="mixtral", data=2, expert=2, pipeline=2, tensor=2),
-    "qwen3-moe-e2-s2-tp2-zero3": Case(model="qwen3_moe", context=2, expert=2, tensor=2, zero_stage=3),
-    "qwen3-moe-e2-s2-pp2-full": Case(model="qwen3_moe", context=2, expert=2, pipeline=2, checkpointing="full"),
+    "qwen3-moe-e2-s2-tp2-zero3": Case(
+        model="qwen3_moe", context=2, expert=2, tensor=2, zero_stage=3
+    ),
+    "qwen3-moe-e2-s2-pp2-full": Case(
+        model="qwen3_moe", context=2, expert=2, pipeline=2, checkpointing="full"
+    ),
 }
 """Documents that lie across context ranks, and rows that meet at experts of other ranks."""
 OWN_MASKS: dict[str, Case] = {
@@ -88,7 +101,8 @@ OWN_MASKS: dict[str, Case] = {
     "opt-pp2-dualpipev": Case(model="opt", pipeline=2, schedule="dualpipev", accumulation=4),
     "bloom-pp2-dp2": Case(model="bloom", pipeline=2, data=2),
 }
-"""Types whose code hands its masks no positions, or a mask of ones; gpt_oss has windows in every second layer."""
+"""Types whose code hands its masks no positions, or a mask of ones; gpt_oss has windows in every
+second layer."""
 
 
 @pytest.mark.launch
@@ -103,7 +117,10 @@ OWN_MASKS: dict[str, Case] = {
         pytest.param(SINGLE, True, marks=pytest.mark.prove),
         *(pytest.param(case, False, marks=pytest.mark.prove) for case in WIDE.values()),
         (OWN_MASKS["gpt-oss-pp2-tp2"], False),
-        *(pytest.param(case, False, marks=pytest.mark.prove) for case in list(OWN_MASKS.values())[1:]),
+        *(
+            pytest.param(case, False, marks=pytest.mark.prove)
+            for case in list(OWN_MASKS.values())[1:]
+        ),
     ],
     ids=[
         "llama-pp2-dp2-full",
@@ -121,7 +138,13 @@ def test_packed_documents_do_not_see_each_other(
 ) -> None:
     documents = write_documents(tmp_path / "corpus", (STEPS * case.batch + 2) * LENGTH)
     document = recipe(case, tmp_path)
-    document["data"] = {"kind": "text", "path": "corpus/*.txt", "tokenizer": "byte", "packing": True, "shuffle": False}
+    document["data"] = {
+        "kind": "text",
+        "path": "corpus/*.txt",
+        "tokenizer": "byte",
+        "packing": True,
+        "shuffle": False,
+    }
     (tmp_path / "recipe.yaml").write_text(json.dumps(document))
     must(shardwright("compile", tmp_path / "recipe.yaml", "-o", tmp_path / "out"))
     if flash:

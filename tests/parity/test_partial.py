@@ -1,5 +1,5 @@
-"""`activation_checkpointing: {full: N}` trains as one plain process, under every kind of layout, and runs again the
-layers that it names and no others; many in one launch."""
+"""`activation_checkpointing: {full: N}` trains as one plain process, under every kind of layout,
+and runs again the layers that it names and no others; many in one launch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,16 @@ CASES = {
     "pp2": Case(model="llama-deep", pipeline=2, checkpointing=ONE),
     "tp2": Case(model="gpt2", tensor=2, checkpointing=ONE),
     "dp2-zero3": Case(model="llama", data=2, zero_stage=3, checkpointing=ONE),
-    "dualpipev-pp2": Case(model="llama-deep", pipeline=2, schedule="dualpipev", accumulation=4, checkpointing=ONE),
-    "gpt2-dualpipev-pp2": Case(model="gpt2-deep", pipeline=2, schedule="dualpipev", accumulation=4, checkpointing=ONE),
+    "dualpipev-pp2": Case(
+        model="llama-deep", pipeline=2, schedule="dualpipev", accumulation=4, checkpointing=ONE
+    ),
+    "gpt2-dualpipev-pp2": Case(
+        model="gpt2-deep", pipeline=2, schedule="dualpipev", accumulation=4, checkpointing=ONE
+    ),
     "chunked-pp2": Case(model="gpt2-deep", pipeline=2, loss="chunked", checkpointing=ONE),
-    "lora-dp2-zero3": Case(model="llama", data=2, zero_stage=3, lora_rank=4, checkpointing={"full": 2}),
+    "lora-dp2-zero3": Case(
+        model="llama", data=2, zero_stage=3, lora_rank=4, checkpointing={"full": 2}
+    ),
     "bf16-pp2": Case(model="llama-deep", pipeline=2, precision="bf16", checkpointing=ONE),
     "offload-parameters-dp2": Case(
         model="llama", data=2, zero_stage=3, offload="parameters", checkpointing={"full": 2}

@@ -22,18 +22,26 @@ Record = Callable[[str, str, dict[str, Any]], None]
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, tmp_path: Path, proved: Record) -> None:
     case = CASES[name]
-    proved("parity", name, {**dataclasses.asdict(case), **dataclasses.asdict(compare(case, tmp_path))})
+    proved(
+        "parity", name, {**dataclasses.asdict(case), **dataclasses.asdict(compare(case, tmp_path))}
+    )
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_parity(name: str, tmp_path: Path, proved: Record) -> None:
     """Expert ranks and context ranks beside all else that a layout has."""
     case = WIDE[name]
-    proved("parity-wide", name, {**dataclasses.asdict(case), **dataclasses.asdict(compare(case, tmp_path))})
+    proved(
+        "parity-wide",
+        name,
+        {**dataclasses.asdict(case), **dataclasses.asdict(compare(case, tmp_path))},
+    )
 
 
 RESUMES = {
-    "gpt2-dropout-pp2-tp2": Case(model="gpt2-dropout", pipeline=2, tensor=2, checkpointing="selective"),
+    "gpt2-dropout-pp2-tp2": Case(
+        model="gpt2-dropout", pipeline=2, tensor=2, checkpointing="selective"
+    ),
     "gpt2-zero0": Case(model="gpt2", data=2, zero_stage=0),
     "llama-dp2-zero1": Case(model="llama", data=2),
     "llama-dp2-zero2": Case(model="llama", data=2, zero_stage=2),

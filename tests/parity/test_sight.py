@@ -1,5 +1,5 @@
-"""Models that see train as plain Hugging Face does, with none, one or two pictures of several sizes in a row: in a
-pipeline, and over data ranks of which some have no picture in a micro-batch."""
+"""Models that see train as plain Hugging Face does, with none, one or two pictures of several sizes
+in a row: in a pipeline, and over data ranks of which some have no picture in a micro-batch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,12 @@ SAMPLE = {
     "qwen3_vl pp2": SightCase("qwen3_vl", pipeline=2, micro=2, checkpointing="full"),
     "gemma3 pp2 tied": SightCase("gemma3", pipeline=2, tied=True),
     "llava dp2 zero3": SightCase("llava", data=2, zero_stage=3),
-    "qwen3_vl pp2 tower frozen": SightCase("qwen3_vl", pipeline=2, micro=2, freeze=("vision", "projector")),
-    "gemma3 dp2 zero3 projector alone": SightCase("gemma3", data=2, zero_stage=3, freeze=("vision", "text")),
+    "qwen3_vl pp2 tower frozen": SightCase(
+        "qwen3_vl", pipeline=2, micro=2, freeze=("vision", "projector")
+    ),
+    "gemma3 dp2 zero3 projector alone": SightCase(
+        "gemma3", data=2, zero_stage=3, freeze=("vision", "text")
+    ),
     "llava pp2 head alone": SightCase(
         "llava", pipeline=2, micro=2, freeze=("vision", "projector", "model.language_model.*")
     ),
@@ -85,14 +89,21 @@ def check(cases: dict[str, SightCase], out: Path, proved: Record | None = None) 
 
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    check({name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in SAMPLE.items()}, tmp_path)
+    check(
+        {name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in SAMPLE.items()},
+        tmp_path,
+    )
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_of_two_ranks(model: str, tmp_path: Path, proved: Record) -> None:
     layouts = {**EVERY, **(MORE if model in BOTH else {})}
-    check({f"{model} {name}": SightCase(model, **fields) for name, fields in layouts.items()}, tmp_path, proved)
+    check(
+        {f"{model} {name}": SightCase(model, **fields) for name, fields in layouts.items()},
+        tmp_path,
+        proved,
+    )
 
 
 TENSOR = {
@@ -110,7 +121,10 @@ def test_a_text_part_without_sdpa(tmp_path: Path) -> None:
 
 
 def test_tensor_ranks_and_adapters(tmp_path: Path) -> None:
-    check({name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in TENSOR.items()}, tmp_path)
+    check(
+        {name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in TENSOR.items()},
+        tmp_path,
+    )
 
 
 CUT = {
@@ -120,7 +134,9 @@ CUT = {
 
 
 def test_pictures_that_are_cut_into_tiles(tmp_path: Path) -> None:
-    check({name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in CUT.items()}, tmp_path)
+    check(
+        {name: dataclasses.replace(case, steps=FEW_STEPS) for name, case in CUT.items()}, tmp_path
+    )
 
 
 @pytest.mark.prove
@@ -131,7 +147,11 @@ def test_tiles_in_every_step(tmp_path: Path, proved: Record) -> None:
 @pytest.mark.prove
 def test_four_ranks(tmp_path: Path, proved: Record) -> None:
     check(
-        {f"{model} {name}": SightCase(model, **fields) for model in BOTH for name, fields in FOUR.items()},
+        {
+            f"{model} {name}": SightCase(model, **fields)
+            for model in BOTH
+            for name, fields in FOUR.items()
+        },
         tmp_path,
         proved,
     )
@@ -140,14 +160,24 @@ def test_four_ranks(tmp_path: Path, proved: Record) -> None:
 def test_checkpoints_go_on_in_another_layout_and_export(tmp_path: Path) -> None:
     """Four steps in a pipeline, four over data ranks at ZeRO-3: as one process trains all eight."""
     write_pictures(tmp_path)
-    first, second = SightCase("llava", pipeline=2, micro=2), SightCase("llava", data=2, zero_stage=3)
+    first, second = (
+        SightCase("llava", pipeline=2, micro=2),
+        SightCase("llava", data=2, zero_stage=3),
+    )
     for name, case in (("first", first), ("second", second)):
         document = recipe(case)
         document["checkpoint"]["every_steps"] = 4
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
         must(shardwright("compile", tmp_path / f"{name}.json", "-o", tmp_path / name))
     must(shardwright("run", tmp_path / "first"))
-    must(shardwright("run", tmp_path / "second", "--resume", tmp_path / "first" / "checkpoints" / "step-00000004"))
+    must(
+        shardwright(
+            "run",
+            tmp_path / "second",
+            "--resume",
+            tmp_path / "first" / "checkpoints" / "step-00000004",
+        )
+    )
     wanted = reference("llava", False, tmp_path, tmp_path / "first" / "tokenizer")
     before, after = metrics(tmp_path / "first"), metrics(tmp_path / "second")
     assert [line["step"] for line in after] == [5, 6, 7, 8]
@@ -160,11 +190,17 @@ def test_checkpoints_go_on_in_another_layout_and_export(tmp_path: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32)
     assert weights_apart(dict(model.named_parameters()), wanted.weights) <= WEIGHT_ABSOLUTE
     processor = AutoProcessor.from_pretrained(hf)
-    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+    question = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    ]
     text = processor.apply_chat_template(question, add_generation_prompt=True)
     assert text == "<user><image>What is it?\n<assistant>"
     (name, *_) = sorted((tmp_path / "pictures").iterdir())
     inputs = processor(text=[text], images=[Image.open(name).convert("RGB")], return_tensors="pt")
     assert model(**inputs).logits.isfinite().all()
-    said = must(shardwright("generate", hf, "--prompt", "What is it?", "--image", name, "--tokens", 4, "--json"))
+    said = must(
+        shardwright(
+            "generate", hf, "--prompt", "What is it?", "--image", name, "--tokens", 4, "--json"
+        )
+    )
     assert json.loads(said.stdout)["prompt_tokens"] == inputs["input_ids"].shape[1]

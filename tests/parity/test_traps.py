@@ -1,6 +1,8 @@
-"""Each trap of DeepSpeed that the runtime works around: the workaround holds, and without it things go wrong.
+"""Each trap of DeepSpeed that the runtime works around: the workaround holds, and without it things
+go wrong.
 
-The second half of each test runs DeepSpeed's own code; when it stops failing there, the workaround can go.
+The second half of each test runs DeepSpeed's own code; when it stops failing there, the workaround
+can go.
 """
 
 from __future__ import annotations
@@ -32,7 +34,16 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]
     program = Path(sys.executable).parent / "deepspeed"
     worker = Path(__file__).with_name("traps_worker.py")
     result = subprocess.run(
-        [str(program), "--hostfile", "none", "--num_gpus", "2", "--master_port", str(free_port()), str(worker)],
+        [
+            str(program),
+            "--hostfile",
+            "none",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            str(free_port()),
+            str(worker),
+        ],
         env=environment,
         capture_output=True,
         text=True,
@@ -43,14 +54,18 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]
 
 
 @pytest.mark.launch
-def test_column_parallel_backward_keeps_its_all_reduce_for_strided_gradients(two_ranks: dict[str, list[float]]) -> None:
+def test_column_parallel_backward_keeps_its_all_reduce_for_strided_gradients(
+    two_ranks: dict[str, list[float]],
+) -> None:
     ours, deepspeed = two_ranks["column_backward_error"]
     assert ours < 1e-6
     assert 1e-3 < deepspeed < math.inf
 
 
 @pytest.mark.launch
-def test_row_parallel_forward_keeps_its_all_reduce_for_strided_outputs(two_ranks: dict[str, list[float]]) -> None:
+def test_row_parallel_forward_keeps_its_all_reduce_for_strided_outputs(
+    two_ranks: dict[str, list[float]],
+) -> None:
     ours, deepspeed = two_ranks["row_forward_error"]
     assert ours < 1e-6
     assert 1e-3 < deepspeed < math.inf
@@ -72,13 +87,15 @@ def test_gradient_norm_counts_every_shard(two_ranks: dict[str, list[float]]) -> 
 
 @pytest.mark.launch
 def test_zero0_norm_is_partial_in_a_pipeline(two_ranks: dict[str, list[float]]) -> None:
-    """Why the rules refuse pipeline x ZeRO-0: DeepSpeed clips by a norm that misses the later stages."""
+    """Why the rules refuse pipeline x ZeRO-0: DeepSpeed clips by a norm that misses the later
+    stages."""
     whole, partial = two_ranks["pipeline_zero0_norm"]
     assert partial < whole * (1 - 1e-3)
 
 
 def test_recomputation_needs_no_gradient_at_its_input() -> None:
-    """The embedding stage: ids ask for no gradient, so re-entrant checkpointing detaches everything behind them."""
+    """The embedding stage: ids ask for no gradient, so re-entrant checkpointing detaches everything
+    behind them."""
     table, ids = nn.Embedding(8, 4), torch.arange(4)
     recompute_forward(table)
     table(ids).sum().backward()
@@ -90,7 +107,8 @@ def test_recomputation_needs_no_gradient_at_its_input() -> None:
 
 
 def test_recomputation_passes_keyword_arguments() -> None:
-    """Hugging Face layers call their attention with keywords; re-entrant checkpointing refuses them."""
+    """Hugging Face layers call their attention with keywords; re-entrant checkpointing refuses
+    them."""
     bilinear = nn.Bilinear(3, 3, 2)
     a, b = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
     wanted = torch.autograd.grad(bilinear(input1=a, input2=b).sum(), a)[0]
@@ -104,10 +122,21 @@ def test_warm_up_is_linear() -> None:
     """DeepSpeed's WarmupLR warms up on a log curve unless told otherwise."""
     from deepspeed.runtime.lr_schedules import WarmupLR
 
-    optimizer = OptimizerSection(name="adamw", lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = OptimizerSection(
+        name="adamw", lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+    )
     scheduler = PlanScheduler(name="constant", warmup_steps=10, min_lr=0.0, decay_steps=None)
-    assert [learning_rate(optimizer, scheduler, 100, k) for k in (1, 5, 10, 11)] == [0.1, 0.5, 1.0, 1.0]
-    theirs = WarmupLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), warmup_max_lr=1.0, warmup_num_steps=10)
+    assert [learning_rate(optimizer, scheduler, 100, k) for k in (1, 5, 10, 11)] == [
+        0.1,
+        0.5,
+        1.0,
+        1.0,
+    ]
+    theirs = WarmupLR(
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0),
+        warmup_max_lr=1.0,
+        warmup_num_steps=10,
+    )
     for _ in range(5):
         theirs.step()
     assert abs(theirs.get_last_lr()[0] - 0.5) > 0.1

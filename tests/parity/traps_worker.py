@@ -1,4 +1,5 @@
-"""Runs under `deepspeed --num_gpus 2`: measures each trap with the runtime's workaround and without it."""
+"""Runs under `deepspeed --num_gpus 2`: measures each trap with the runtime's workaround and without
+it."""
 
 from __future__ import annotations
 
@@ -31,14 +32,22 @@ def ours(style: str) -> Layer:
     """What the runtime makes of a plain linear."""
 
     def cut(linear: nn.Linear, group: dist.ProcessGroup) -> nn.Module:
-        dimensions = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1, "bias": None}}[style]
+        dimensions = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1, "bias": None}}[
+            style
+        ]
         splits = []
         for leaf, parameter in linear.named_parameters():
             shape, dimension = tuple(parameter.shape), dimensions[leaf]
             blocks = () if dimension is None else (shape[dimension],)
-            sizes = () if dimension is None else shard_sizes(shape[dimension], dist.get_world_size(group))
+            sizes = (
+                ()
+                if dimension is None
+                else shard_sizes(shape[dimension], dist.get_world_size(group))
+            )
             splits.append(
-                ParameterSplit(name=f"0.{leaf}", shape=shape, dimension=dimension, blocks=blocks, sizes=sizes)
+                ParameterSplit(
+                    name=f"0.{leaf}", shape=shape, dimension=dimension, blocks=blocks, sizes=sizes
+                )
             )
         split = ModuleSplit(module="0", style=style, parameters=tuple(splits))
         TensorSplitter(nn.Sequential(linear), (split,), frozenset(), group).split(split)
@@ -70,7 +79,8 @@ def column_backward_error(group: dist.ProcessGroup, kind: Layer, plain: nn.Linea
     layer = kind(copy.deepcopy(plain), group)
     x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
     wanted = torch.autograd.grad(plain(x).square().sum(), x)[0]
-    # F.linear's own backward yields a contiguous dX; a strided one is what HF's transposed views produce.
+    # F.linear's own backward yields a contiguous dX; a strided one is what HF's transposed views
+    # produce.
     linear, matmul = F.linear, torch.matmul
     F.linear = lambda a, w, b=None: linear(_StridedGradient.apply(a), w, b)
     torch.matmul = lambda a, b: matmul(_StridedGradient.apply(a), b)
@@ -105,7 +115,9 @@ def requires_grad(group: dist.ProcessGroup, kind: Layer) -> float:
 
 def gradient_norms(group: dist.ProcessGroup, plain: nn.Linear) -> list[float]:
     """Single process; cut with the marks of the parallel layer; cut without them."""
-    grid = PipelineParallelGrid(topology=PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1))
+    grid = PipelineParallelGrid(
+        topology=PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+    )
     deepspeed.utils.groups.mpu = grid
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
     plain.zero_grad()
@@ -121,9 +133,12 @@ def gradient_norms(group: dist.ProcessGroup, plain: nn.Linear) -> list[float]:
 
 
 def pipeline_zero0_norm() -> list[float]:
-    """The whole norm, and the one that DeepSpeed's fp32 ZeRO-0 clips by, of a two-stage pipeline."""
+    """The whole norm, and the one that DeepSpeed's fp32 ZeRO-0 clips by, of a two-stage
+    pipeline."""
     torch.manual_seed(4)
-    module = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(2)], num_stages=2, loss_fn=nn.MSELoss())
+    module = PipelineModule(
+        [LayerSpec(nn.Linear, 8, 8) for _ in range(2)], num_stages=2, loss_fn=nn.MSELoss()
+    )
     x = torch.ones(2, 8)
     module.forward_funcs[0](x).square().sum().backward()
     mine = sum(p.grad.square().sum() for p in module.parameters() if p.grad is not None)
@@ -141,8 +156,12 @@ def main() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(8, 8)
     figures = {
-        "column_backward_error": [column_backward_error(group, k, plain) for k in (column, ds_layers.LinearLayer)],
-        "row_forward_error": [row_forward_error(group, k, plain) for k in (row, ds_layers.LinearAllreduce)],
+        "column_backward_error": [
+            column_backward_error(group, k, plain) for k in (column, ds_layers.LinearLayer)
+        ],
+        "row_forward_error": [
+            row_forward_error(group, k, plain) for k in (row, ds_layers.LinearAllreduce)
+        ],
         "requires_grad": [requires_grad(group, k) for k in (column, ds_layers.LinearLayer)],
         "gradient_norm": gradient_norms(group, plain),
         "pipeline_zero0_norm": pipeline_zero0_norm(),

@@ -1,4 +1,5 @@
-"""The layouts of expert ranks and of context ranks that parity is proved over: all that 8 ranks hold."""
+"""The layouts of expert ranks and of context ranks that parity is proved over: all that 8 ranks
+hold."""
 
 from __future__ import annotations
 

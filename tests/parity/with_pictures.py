@@ -1,4 +1,5 @@
-"""Under the `deepspeed` launcher: one case whose rows have pictures, compiled and trained as the other cases are.
+"""Under the `deepspeed` launcher: one case whose rows have pictures, compiled and trained as the
+other cases are.
 
 All cases of a launch share one folder of pictures.
 """
@@ -24,10 +25,14 @@ from shardwright.recipe.load import load_recipe
 
 
 def trained(
-    document: dict[str, Any], folder: Path, pictures: Path, write: Callable[[Path], object], rows: int | None = None
+    document: dict[str, Any],
+    folder: Path,
+    pictures: Path,
+    write: Callable[[Path], object],
+    rows: int | None = None,
 ) -> tuple[Plan, Trainer, list[StepResult]]:
-    """Collective. write: the pictures and data.jsonl, once a launch; rows: that the training has, where none may be
-    left out."""
+    """Collective. write: the pictures and data.jsonl, once a launch; rows: that the training has,
+    where none may be left out."""
     rank = dist.get_rank()
     if rank == 0:
         folder.mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""Draws recipes that a user could write: a model, its settings, a layout, data, adapters, a second layout to resume on.
+"""Draws recipes that a user could write: a model, its settings, a layout, data, adapters, a second
+layout to resume on.
 
 A seed is a case. Nothing here asks what is supported: what the compiler refuses is counted by code.
 """
@@ -14,17 +15,60 @@ from tests.zoo.configs import RUNNABLE, tiny_config
 Json = dict[str, Any]
 
 POPULAR = (
-    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "opt", "bloom", "falcon"),
-    *("olmo2", "granite", "starcoder2", "cohere2", "nemotron", "gpt_neox", "stablelm", "glm4", "smollm3"),
+    *(
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "gpt2",
+        "opt",
+        "bloom",
+        "falcon",
+    ),
+    *(
+        "olmo2",
+        "granite",
+        "starcoder2",
+        "cohere2",
+        "nemotron",
+        "gpt_neox",
+        "stablelm",
+        "glm4",
+        "smollm3",
+    ),
 )
 EXPERTS = (
-    *("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "gpt_oss", "olmoe", "granitemoe"),
+    *(
+        "mixtral",
+        "qwen3_moe",
+        "qwen2_moe",
+        "deepseek_v3",
+        "deepseek_v2",
+        "glm4_moe",
+        "gpt_oss",
+        "olmoe",
+        "granitemoe",
+    ),
     *("ernie4_5_moe", "dots1", "qwen3_next", "minimax_m2", "llama4_text"),
 )
 ADAPTED = ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma2", "olmo2")
 ADAPTED_MIXTURES = ("deepseek_v3", "glm4_moe", "qwen3_moe", "deepseek_v2", "dots1", "mixtral")
-"""One seed in three of the theme has one of these in place of what it drew: the others stay what they were."""
-MEGATRON = ("llama", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "mistral", "qwen2")
+"""One seed in three of the theme has one of these in place of what it drew: the others stay what
+they were."""
+MEGATRON = (
+    "llama",
+    "qwen3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "mistral",
+    "qwen2",
+)
 BALANCED = ("mixtral", "qwen3_moe", "deepseek_v3")
 DROPPED = ("gpt2", "llama", "opt", "mixtral", "gpt_neox")
 THEMES: dict[str, int] = {
@@ -45,16 +89,18 @@ THEMES: dict[str, int] = {
 """Theme -> its share of the cases."""
 
 STEPS, SAVED = 4, 2
-"""Optimizer steps, and the one behind which a checkpoint is saved and resumed on a second layout."""
+"""Optimizer steps, and the one behind which a checkpoint is saved and resumed on a second
+layout."""
 TEXT_IDS = 250
-"""Ids from here up stand for images in the tiny configurations of multimodal types: no text holds them."""
+"""Ids from here up stand for images in the tiny configurations of multimodal types: no text holds
+them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """config: of the model. recipe: without `model.source` and data files, which the worker writes. second: the
-    `parallelism` that the run is resumed on, or None. compares_training: False where dropout draws other numbers than
-    one process, so that only evaluations are compared."""
+    """config: of the model. recipe: without `model.source` and data files, which the worker writes.
+    second: the `parallelism` that the run is resumed on, or None. compares_training: False where
+    dropout draws other numbers than one process, so that only evaluations are compared."""
 
     seed: int
     theme: str
@@ -70,8 +116,15 @@ class Case:
 
     def words(self) -> str:
         """One line that says what was drawn."""
-        p = {k: v for k, v in self.recipe["parallelism"].items() if v not in (1, "none", "1f1b", "tensor")}
-        return f"{self.seed} {self.theme} {self.config['model_type']} {self.recipe['data'].get('kind', 'mixture')} {p}"
+        p = {
+            k: v
+            for k, v in self.recipe["parallelism"].items()
+            if v not in (1, "none", "1f1b", "tensor")
+        }
+        return (
+            f"{self.seed} {self.theme} {self.config['model_type']} "
+            f"{self.recipe['data'].get('kind', 'mixture')} {p}"
+        )
 
 
 def draw(seed: int) -> Case:
@@ -87,7 +140,9 @@ def draw(seed: int) -> Case:
     second = None
     if theme not in ("dropout", "reference") and world > 1 and r.random() < 0.5:
         second = _second_layout(r, theme, world, target, moe, batch)
-    length = r.choice((24, 32, 48)) if theme == "context" else r.choice((16, 17, 23, 24, 31, 32, 40))
+    length = (
+        r.choice((24, 32, 48)) if theme == "context" else r.choice((16, 17, 23, 24, 31, 32, 40))
+    )
     if first["context"] > 1 or (second or {}).get("context", 1) > 1:
         length = r.choice((16, 24, 32, 40))
     recipe: Json = {
@@ -105,13 +160,21 @@ def draw(seed: int) -> Case:
     if theme == "adapters":
         recipe["lora"] = {"rank": r.choice((1, 2, 3, 5)), "alpha": r.choice((1, 4, 12.5))}
     if theme == "freeze":
-        norm, embedding = ("*ln_*", "*wte*") if config["model_type"] == "gpt2" else ("*norm*", "*embed*")
-        recipe["model"]["freeze"] = r.choice(([embedding], [norm], ["*.0.*"], ["*.mlp.*"], [norm, embedding]))
+        norm, embedding = (
+            ("*ln_*", "*wte*") if config["model_type"] == "gpt2" else ("*norm*", "*embed*")
+        )
+        recipe["model"]["freeze"] = r.choice(
+            ([embedding], [norm], ["*.0.*"], ["*.mlp.*"], [norm, embedding])
+        )
     if config["model_type"] in BALANCED and theme == "experts":
         recipe["model"]["router_aux_loss"] = r.choice((0.01, 0.5))
     if theme == "dropout" or r.random() < 0.3:
         recipe["validation"] = _validation(r, recipe["data"])
-    compares = theme != "dropout" or (first["tensor"], first["pipeline"], first["context"]) == (1, 1, 1)
+    compares = theme != "dropout" or (first["tensor"], first["pipeline"], first["context"]) == (
+        1,
+        1,
+        1,
+    )
     return Case(
         seed=seed,
         theme=theme,
@@ -136,21 +199,40 @@ def _config(r: random.Random, theme: str, seed: int) -> Json:
         "megatron": MEGATRON,
         "dropout": DROPPED,
         "ropes": ("llama", "phi3", "qwen2", "mistral", "qwen3_moe"),
-        "freeze": ("llama", "qwen2", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "deepseek_v3"),
+        "freeze": (
+            "llama",
+            "qwen2",
+            "qwen3",
+            "gpt2",
+            "mistral",
+            "gemma2",
+            "olmo2",
+            "mixtral",
+            "deepseek_v3",
+        ),
     }
     model_type = r.choice(kinds.get(theme, (*POPULAR, *EXPERTS)))
     if theme == "adapters" and seed % 3 == 0:
         model_type = ADAPTED_MIXTURES[seed // 3 % len(ADAPTED_MIXTURES)]
     config = tiny_config(model_type, seed=r.randrange(1000))
     if theme == "adapters" and seed % 3 == 0:
-        config |= {k: v for k, v in (("first_k_dense_replace", 1), ("mlp_only_layers", [0])) if k in config}
+        config |= {
+            k: v for k, v in (("first_k_dense_replace", 1), ("mlp_only_layers", [0])) if k in config
+        }
     kind = config["model_type"]
     if kind in MEGATRON and theme == "megatron":
         config |= {k: v for k, v in _plain_switches(config).items() if k in config}
     if theme == "ropes":
         config |= _rope(r, kind)
     if theme == "dropout":
-        for name in ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "hidden_dropout"):
+        for name in (
+            "attention_dropout",
+            "attn_pdrop",
+            "resid_pdrop",
+            "embd_pdrop",
+            "dropout",
+            "hidden_dropout",
+        ):
             if name in config:
                 config[name] = r.choice((0.0, 0.1, 0.3))
     if theme in ("settings", "layouts", "data", "context", "megatron", "bf16"):
@@ -174,7 +256,8 @@ def _plain_switches(config: Json) -> Json:
 
 
 def _rope(r: random.Random, kind: str) -> Json:
-    """Rotary tables that depend on the length, with their switch inside and outside of the sequences."""
+    """Rotary tables that depend on the length, with their switch inside and outside of the
+    sequences."""
     half, before = (8, r.choice((8, 16, 20, 64)))
     base: Json = {"rope_theta": 5000.0}
     tables: list[Json] = [
@@ -207,7 +290,11 @@ def _rope(r: random.Random, kind: str) -> Json:
 
 
 def _odd_settings(r: random.Random, config: Json) -> None:
-    if "vocab_size" in config and r.random() < 0.5 and not any(k.endswith("_config") for k in config):
+    if (
+        "vocab_size" in config
+        and r.random() < 0.5
+        and not any(k.endswith("_config") for k in config)
+    ):
         config["vocab_size"] = r.choice((257, 259, 263, 271))
     if "intermediate_size" in config and r.random() < 0.3:
         config["intermediate_size"] = r.choice((100, 116, 136))
@@ -248,13 +335,17 @@ def _layout(r: random.Random, theme: str, world: int, target: str, moe: bool) ->
     found: Json = {**_split(r, world, axes)}
     found["zero_stage"] = _zero(r, found, target)
     shards = found["data"] * found["context"]
-    found["expert"] = r.choice([n for n in (1, 2, 4) if shards % n == 0]) if moe and theme != "adapters" else 1
+    found["expert"] = (
+        r.choice([n for n in (1, 2, 4) if shards % n == 0]) if moe and theme != "adapters" else 1
+    )
     found["schedule"] = "1f1b"
     found["micro"], found["accumulation"] = r.choice((1, 1, 2, 3)), r.choice((1, 2, 3, 4))
     if target == "deepspeed" and found["pipeline"] > 1 and r.random() < 0.25:
         found["schedule"] = "dualpipev"
         found["accumulation"] = 2 * found["pipeline"] + r.choice((0, 1, 2))
-    found["activation_checkpointing"] = r.choice(("none", "none", "none", "selective", "full", {"full": 1}))
+    found["activation_checkpointing"] = r.choice(
+        ("none", "none", "none", "selective", "full", {"full": 1})
+    )
     if theme == "layouts" and target == "deepspeed" and r.random() < 0.2:
         found["offload"] = r.choice(("optimizer", "optimizer", "parameters"))
     if target == "megatron":
@@ -273,7 +364,9 @@ def _zero(r: random.Random, sizes: dict[str, int], target: str) -> int:
     return r.choice((1, 1, 1, 1, 0) if sizes["pipeline"] > 1 else (1, 2, 3, 1, 2, 3, 0))
 
 
-def _second_layout(r: random.Random, theme: str, world: int, target: str, moe: bool, batch: int) -> Json | None:
+def _second_layout(
+    r: random.Random, theme: str, world: int, target: str, moe: bool, batch: int
+) -> Json | None:
     """Of the same global batch, or None where none was drawn."""
     for _ in range(50):
         found = _layout(r, theme, world, target, moe)
@@ -299,7 +392,8 @@ def _training(r: random.Random, theme: str, length: int, batch: int) -> Json:
             "name": "adamw",
             "lr": 1e-3,
             "betas": r.choice(([0.9, 0.95], [0.9, 0.999], [0.8, 0.9])),
-            "eps": 1e-3,  # a gradient that is nothing but rounding must not become a step of the full rate
+            # a gradient that is nothing but rounding must not become a step of the full rate
+            "eps": 1e-3,
             "weight_decay": r.choice((0, 0.1, 0.3)),
         },
         "scheduler": scheduler,
@@ -326,13 +420,20 @@ def _part(r: random.Random, kind: str, name: str) -> Json:
 
 def _data(r: random.Random, theme: str) -> Json:
     kinds = ("tokens", "text", "jsonl", "chat", "chat")
-    kind = r.choice(kinds) if theme in ("data", "experts", "ropes") else r.choice(("tokens",) * 3 + kinds)
+    kind = (
+        r.choice(kinds)
+        if theme in ("data", "experts", "ropes")
+        else r.choice(("tokens",) * 3 + kinds)
+    )
     if theme in ("dropout", "adapters"):
         kind = "tokens"  # in a packed row one process would draw other numbers
     shuffle = r.random() < 0.5
     if theme == "data" and r.random() < 0.2:
         packing = r.random() < 0.5
-        parts = [{**_part(r, k, f"part-{k}"), "weight": w, "packing": packing} for k, w in (("jsonl", 2), ("chat", 1))]
+        parts = [
+            {**_part(r, k, f"part-{k}"), "weight": w, "packing": packing}
+            for k, w in (("jsonl", 2), ("chat", 1))
+        ]
         return {"mixture": parts, "shuffle": shuffle}
     return {**_part(r, kind, "data"), "shuffle": shuffle}
 

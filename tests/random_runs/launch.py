@@ -1,4 +1,5 @@
-"""Many random runs in few launches of worker.py, and what came of each: `python -m tests.random_runs.launch SEED...`"""
+"""Many random runs in few launches of worker.py, and what came of each: `python -m
+tests.random_runs.launch SEED...`"""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ from tests.random_runs.draw import Case, draw
 ROOT = Path(__file__).resolve().parents[2]
 RUNS_A_LAUNCH = 25
 EXACT = {"loss": 1e-5, "norm": 1e-4, "weights": 2e-5, "held_out": 1e-5, "rate": 1e-12}
-"""What an fp32 run may differ by: absolute, the gradient norm relative. The same behind a resume."""
+"""What an fp32 run may differ by: absolute, the gradient norm relative. The same behind a
+resume."""
 HALF = {"loss": 0.05, "norm": 0.05, "held_out": 0.05, "rate": 1e-12}
-"""What a bf16 run may differ by from a plain bf16 loop: losses of 5 to 7 within one percent, norms relative."""
+"""What a bf16 run may differ by from a plain bf16 loop: losses of 5 to 7 within one percent, norms
+relative."""
 
 
 def run(seeds: Iterable[int], out: Path) -> dict[int, dict[str, Any]]:
@@ -29,11 +32,16 @@ def run(seeds: Iterable[int], out: Path) -> dict[int, dict[str, Any]]:
     cases = {seed: draw(seed) for seed in seeds}
     groups: dict[tuple[str, int], list[int]] = {}
     for seed, case in cases.items():
-        groups.setdefault(("megatron" if case.engine == "megatron" else "deepspeed", case.world), []).append(seed)
+        groups.setdefault(
+            ("megatron" if case.engine == "megatron" else "deepspeed", case.world), []
+        ).append(seed)
     found: dict[int, dict[str, Any]] = {}
     for (engine, world), members in sorted(groups.items()):
         found |= _launched(members, world, out / f"{engine}-{world}")
-    return {seed: {"words": cases[seed].words(), **_judged(cases[seed], line)} for seed, line in found.items()}
+    return {
+        seed: {"words": cases[seed].words(), **_judged(cases[seed], line)}
+        for seed, line in found.items()
+    }
 
 
 def _launched(seeds: list[int], world: int, out: Path) -> dict[int, dict[str, Any]]:
@@ -50,9 +58,22 @@ def _launched(seeds: list[int], world: int, out: Path) -> dict[int, dict[str, An
             "SHARDWRIGHT_RANDOM_SEEDS": ",".join(map(str, left[:RUNS_A_LAUNCH])),
             "SHARDWRIGHT_CACHE": "off",
         }
-        program, script = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name("worker.py")
-        launch = [str(program), "--hostfile", "none", "--num_gpus", str(world), "--master_port", str(free_port())]
-        done = subprocess.run([*launch, str(script)], env=environment, capture_output=True, text=True, timeout=3000)
+        program, script = (
+            Path(sys.executable).parent / "deepspeed",
+            Path(__file__).with_name("worker.py"),
+        )
+        launch = [
+            str(program),
+            "--hostfile",
+            "none",
+            "--num_gpus",
+            str(world),
+            "--master_port",
+            str(free_port()),
+        ]
+        done = subprocess.run(
+            [*launch, str(script)], env=environment, capture_output=True, text=True, timeout=3000
+        )
         read = _read(out, world)
         if not set(read) & set(left):
             read[left[0]] = {"outcome": "error", "error": done.stdout[-2000:] + done.stderr[-3000:]}
@@ -62,7 +83,8 @@ def _launched(seeds: list[int], world: int, out: Path) -> dict[int, dict[str, An
 
 
 def _read(out: Path, world: int) -> dict[int, dict[str, Any]]:
-    """Seeds that every rank has reported, or one an error of; what a rank says because another failed is no cause."""
+    """Seeds that every rank has reported, or one an error of; what a rank says because another
+    failed is no cause."""
     reported: dict[int, list[dict[str, Any]]] = {}
     for file in sorted(out.glob("rank-*.jsonl")):
         for line in map(json.loads, file.read_text().splitlines()):
@@ -91,5 +113,7 @@ def _judged(case: Case, line: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        for seed, line in sorted(run(map(int, sys.argv[1:]), Path(os.environ.get("OUT", folder))).items()):
+        for seed, line in sorted(
+            run(map(int, sys.argv[1:]), Path(os.environ.get("OUT", folder))).items()
+        ):
             print(json.dumps({"seed": seed, **line}), flush=True)

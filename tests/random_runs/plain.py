@@ -1,8 +1,8 @@
-"""The plain loop that a random run is compared with: a Hugging Face model, torch's AdamW, one process, nothing of the
-package but the rows that were drawn from the data.
+"""The plain loop that a random run is compared with: a Hugging Face model, torch's AdamW, one
+process, nothing of the package but the rows that were drawn from the data.
 
-A packed document goes through the model alone; padding behind a sequence is cut off. The learning rate, the decay
-groups, the norm and the clipping are written out from docs/recipe.md.
+A packed document goes through the model alone; padding behind a sequence is cut off. The learning
+rate, the decay groups, the norm and the clipping are written out from docs/recipe.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tests.parity.balance import row_loss
 from tests.random_runs.draw import STEPS, Case
 
 Sequences = list[tuple[torch.Tensor, torch.Tensor]]
-"""(ids, labels) of each sequence that goes through the model alone, both (S,); label -100 is not predicted."""
+"""(ids, labels) of each sequence that goes through the model alone, both (S,); label -100 is not
+predicted."""
 IGNORED = -100
 
 
@@ -40,7 +41,8 @@ class Plain:
 
 
 def rate_of(training: dict[str, Any], update: int) -> float:
-    """Update k from 1 of STEPS: lr x min(1, k / warmup), then the curve, which reaches min_lr at the last one."""
+    """Update k from 1 of STEPS: lr x min(1, k / warmup), then the curve, which reaches min_lr at
+    the last one."""
     lr, s = training["optimizer"]["lr"], training["scheduler"]
     warmup, low = s["warmup_steps"], s.get("min_lr", 0)
     if update <= warmup:
@@ -56,9 +58,11 @@ def rate_of(training: dict[str, Any], update: int) -> float:
 
 
 def sequences(block: TokenBlock, *, padded: bool = False) -> Sequences:
-    """Each document of a packed row, or each row; a document's first token is no label, nor what is not trained on.
+    """Each document of a packed row, or each row; a document's first token is no label, nor what is
+    not trained on.
 
-    padded: rows keep the padding behind their last label, whose length some rotary tables depend on."""
+    padded: rows keep the padding behind their last label, whose length some rotary tables depend
+    on."""
     found: Sequences = []
     for row in range(len(block.tokens)):
         ids = torch.from_numpy(block.tokens[row].astype(np.int64))
@@ -80,43 +84,59 @@ def sequences(block: TokenBlock, *, padded: bool = False) -> Sequences:
 
 
 def batched_rows(block: TokenBlock, micro: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(ids, labels), (B, S) each, of the micro-batches in turn: as the ranks compute them, where dropout draws by
-    shape."""
+    """(ids, labels), (B, S) each, of the micro-batches in turn: as the ranks compute them, where
+    dropout draws by shape."""
     ids = torch.from_numpy(block.tokens.astype(np.int64))
-    labels = ids if block.trained is None else torch.where(torch.from_numpy(block.trained), ids, IGNORED)
+    labels = (
+        ids if block.trained is None else torch.where(torch.from_numpy(block.trained), ids, IGNORED)
+    )
     labels = torch.cat([torch.full_like(labels[:, :1], IGNORED), labels[:, 1:]], dim=1)
     for at in range(0, len(ids), micro):
         yield ids[at : at + micro], labels[at : at + micro]
 
 
-def summed_loss(model: nn.Module, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, int]:
+def summed_loss(
+    model: nn.Module, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, int]:
     """(sum of the cross-entropy in fp32 over all labels, their number)."""
     total, count = torch.zeros(()), 0
     for ids, labels in batches:
         logits = model(input_ids=ids, use_cache=False).logits.float()
         total = total + nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+            logits[:, :-1].flatten(0, 1),
+            labels[:, 1:].flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
         )
         count += int((labels[:, 1:] != IGNORED).sum())
     return total, count
 
 
 class Routers:
-    """DeepSeek-V3's balance loss (arXiv 2412.19437, equations 17 to 20) of the rows that went through a model, whose
-    documents went through alone."""
+    """DeepSeek-V3's balance loss (arXiv 2412.19437, equations 17 to 20) of the rows that went
+    through a model, whose documents went through alone."""
 
     def __init__(self, model: nn.Module, sigmoid: bool) -> None:
         self.sigmoid = sigmoid
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        gates = [m for name, m in model.named_modules() if name.endswith((".mlp.gate", ".block_sparse_moe.gate"))]
+        gates = [
+            m
+            for name, m in model.named_modules()
+            if name.endswith((".mlp.gate", ".block_sparse_moe.gate"))
+        ]
         assert gates
         self.gates = len(gates)
         for gate in gates:
-            gate.register_forward_hook(lambda _m, _a, output: self.layers.append((output[0], output[2])))
+            gate.register_forward_hook(
+                lambda _m, _a, output: self.layers.append((output[0], output[2]))
+            )
 
     def take(self, documents: list[int]) -> torch.Tensor:
-        """The mean over layers and rows since the last call. documents: of each row, how many went through."""
-        passes = iter([self.layers[at : at + self.gates] for at in range(0, len(self.layers), self.gates)])
+        """The mean over layers and rows since the last call. documents: of each row, how many went
+        through."""
+        passes = iter(
+            [self.layers[at : at + self.gates] for at in range(0, len(self.layers), self.gates)]
+        )
         losses = []
         for n in documents:
             for layer in zip(*itertools.islice(passes, n), strict=True):
@@ -129,7 +149,11 @@ class Routers:
 
 def documents(block: TokenBlock) -> list[Sequences]:
     """Each row's documents in full, those without a label too; no padding."""
-    lengths = [block.tokens.shape[1]] * len(block.tokens) if block.lengths is None else block.lengths.tolist()
+    lengths = (
+        [block.tokens.shape[1]] * len(block.tokens)
+        if block.lengths is None
+        else block.lengths.tolist()
+    )
     found = []
     for row, length in enumerate(lengths):
         ids = torch.from_numpy(block.tokens[row, :length].astype(np.int64))
@@ -150,8 +174,8 @@ def alone(block: TokenBlock, padded: bool = False) -> Iterator[tuple[torch.Tenso
 
 
 def chooses_keys(config: dict[str, Any]) -> bool:
-    """Whether attention looks at some keys alone, of which many have a score of exactly 0: which of those are taken
-    depends on the row's length, in transformers too."""
+    """Whether attention looks at some keys alone, of which many have a score of exactly 0: which of
+    those are taken depends on the row's length, in transformers too."""
     return any("index_topk" in part for part in (config, config.get("text_config", {})))
 
 
@@ -162,14 +186,17 @@ def train(
     held_out: TokenBlock | None,
     begin: Callable[[nn.Module], None] = lambda model: None,
 ) -> Plain:
-    """Train as the recipe says. read: rows of step k, in the order of the global batch. begin: called with the model
-    before the first step."""
+    """Train as the recipe says. read: rows of step k, in the order of the global batch. begin:
+    called with the model before the first step."""
     training, validation = case.recipe["training"], case.recipe.get("validation")
     for pattern in case.recipe["model"].get("freeze", ()):
         for name, p in model.named_parameters():
             if fnmatch.fnmatchcase(name, pattern):
                 p.requires_grad_(False)
-    half, padded = training["precision"] == "bf16", case.theme == "ropes" or chooses_keys(case.config)
+    half, padded = (
+        training["precision"] == "bf16",
+        case.theme == "ropes" or chooses_keys(case.config),
+    )
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: p.detach().clone() if half else p for name, p in live.items()}
     if half:
@@ -179,13 +206,19 @@ def train(
         {"params": [p for p in masters.values() if p.ndim >= 2], "weight_decay": o["weight_decay"]},
         {"params": [p for p in masters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=tuple(o["betas"]), eps=o["eps"])
+    adamw = torch.optim.AdamW(
+        [g for g in groups if g["params"]], betas=tuple(o["betas"]), eps=o["eps"]
+    )
     losses, norms, rates, used = [], [], [], set()
     evaluations: dict[int, float] = {}
 
     def evaluate(step: int) -> None:
         """Where the recipe says so, and before the first step."""
-        if validation is None or held_out is None or (step % validation["every_steps"] and step != STEPS):
+        if (
+            validation is None
+            or held_out is None
+            or (step % validation["every_steps"] and step != STEPS)
+        ):
             return
         model.eval()
         with torch.no_grad():
@@ -195,7 +228,9 @@ def train(
 
     evaluate(0)
     coefficient = case.recipe["model"].get("router_aux_loss", 0.0)
-    routers = Routers(model, case.config["model_type"].startswith("deepseek")) if coefficient else None
+    routers = (
+        Routers(model, case.config["model_type"].startswith("deepseek")) if coefficient else None
+    )
     model.train()
     begin(model)
     for step in range(1, STEPS + 1):
@@ -207,7 +242,9 @@ def train(
             batches = ((ids[None], labels[None]) for row in rows for ids, labels in row)
         total, count = summed_loss(model, batches)
         loss = total / count
-        balance = coefficient * routers.take([len(row) for row in rows]) if routers else torch.zeros(())
+        balance = (
+            coefficient * routers.take([len(row) for row in rows]) if routers else torch.zeros(())
+        )
         (loss + balance).backward()  # type: ignore[no-untyped-call]
         for name, p in live.items():
             if p.grad is not None:

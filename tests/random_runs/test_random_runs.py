@@ -26,16 +26,21 @@ RUNS = 300
 
 
 def check(found: dict[int, dict[str, Any]]) -> None:
-    bad = {seed: line for seed, line in found.items() if line["outcome"] not in ("equal", "refused")}
+    bad = {
+        seed: line for seed, line in found.items() if line["outcome"] not in ("equal", "refused")
+    }
     assert bad == {}, "\n".join(f"{seed}: {line}" for seed, line in bad.items())
 
 
 PADDING = (119, 1045)
-"""Megatron-Core on data that holds the padding id, whose row of the embedding Hugging Face keeps still."""
+"""Megatron-Core on data that holds the padding id, whose row of the embedding Hugging Face keeps
+still."""
 
 
 @pytest.mark.launch
-@pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"
+)
 def test_the_padding_row_is_kept_still(tmp_path: Path) -> None:
     found = run(PADDING, tmp_path)
     check(found)
@@ -43,11 +48,13 @@ def test_the_padding_row_is_kept_still(tmp_path: Path) -> None:
 
 
 WITHOUT_DROPOUT = (2207, 4186)
-"""Validations in a pipeline whose training drops out: DualPipeV, and 1F1B of a type that drops out of its embedding."""
+"""Validations in a pipeline whose training drops out: DualPipeV, and 1F1B of a type that drops out
+of its embedding."""
 
 
 LENGTHS = (5069, 5187, 5311)
-"""Rotary embeddings of type longrope and dynamic over context ranks, their switch inside of the sequence."""
+"""Rotary embeddings of type longrope and dynamic over context ranks, their switch inside of the
+sequence."""
 
 
 @pytest.mark.launch
@@ -78,7 +85,9 @@ def test_random_runs(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]]
     for seed, line in found.items():
         proved("random-runs", str(seed), {k: v for k, v in line.items() if k != "error"})
     check(found)
-    codes = Counter(code for line in found.values() for code in (line.get("code"), line.get("second")) if code)
+    codes = Counter(
+        code for line in found.values() for code in (line.get("code"), line.get("second")) if code
+    )
     proved("random-runs", "refusals by code", dict(codes))
     assert sum(line["outcome"] == "equal" for line in found.values()) >= RUNS
 
@@ -102,9 +111,16 @@ def test_a_seed_is_the_same_case_everywhere() -> None:
 
 
 def test_documents_of_a_packed_row_are_alone() -> None:
-    starts, trained = np.array([[1, 0, 0, 1, 0, 1]], dtype=bool), np.array([[1, 1, 1, 1, 0, 1]], dtype=bool)
+    starts, trained = (
+        np.array([[1, 0, 0, 1, 0, 1]], dtype=bool),
+        np.array([[1, 1, 1, 1, 0, 1]], dtype=bool),
+    )
     block = TokenBlock(tokens=np.array([[5, 6, 7, 8, 9, 4]]), starts=starts, trained=trained)
     # The second document has no label behind its first token, the third has one token.
-    assert [(ids.tolist(), labels.tolist()) for ids, labels in sequences(block)] == [([5, 6, 7], [-100, 6, 7])]
+    assert [(ids.tolist(), labels.tolist()) for ids, labels in sequences(block)] == [
+        ([5, 6, 7], [-100, 6, 7])
+    ]
     whole = TokenBlock(tokens=block.tokens, starts=None, trained=trained)
-    assert [(i.tolist(), n.tolist()) for i, n in sequences(whole)] == [([5, 6, 7, 8, 9, 4], [-100, 6, 7, 8, -100, 4])]
+    assert [(i.tolist(), n.tolist()) for i, n in sequences(whole)] == [
+        ([5, 6, 7, 8, 9, 4], [-100, 6, 7, 8, -100, 4])
+    ]

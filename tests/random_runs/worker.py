@@ -1,7 +1,9 @@
-"""Under the `deepspeed` launcher: random runs of one engine and world size, each compared with a plain loop.
+"""Under the `deepspeed` launcher: random runs of one engine and world size, each compared with a
+plain loop.
 
-SHARDWRIGHT_RANDOM_OUT names the folder for results, SHARDWRIGHT_RANDOM_SEEDS the seeds. A rank that fails ends its
-launch, since others may wait for it in a collective; the next launch goes on behind that seed.
+SHARDWRIGHT_RANDOM_OUT names the folder for results, SHARDWRIGHT_RANDOM_SEEDS the seeds. A rank that
+fails ends its launch, since others may wait for it in a collective; the next launch goes on behind
+that seed.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ OUT = Path(os.environ.get("SHARDWRIGHT_RANDOM_OUT", "."))
 
 
 def tokens_of(case: Case, r: random.Random, rows: int) -> np.ndarray:
-    """(rows, S) ids; one in six is a special id of the configuration, the first id or the last one."""
+    """(rows, S) ids; one in six is a special id of the configuration, the first id or the last
+    one."""
     vocabulary = case.config.get("vocab_size") or 260
     composite = any(isinstance(v, dict) and "model_type" in v for v in case.config.values())
     placeholders = composite or any(
@@ -45,7 +48,10 @@ def tokens_of(case: Case, r: random.Random, rows: int) -> np.ndarray:
     ids = [0, last - 1, *(n for n in special if isinstance(n, int) and n < last)]
     length = case.recipe["training"]["sequence_length"]
     return np.array(
-        [[r.choice(ids) if r.random() < 1 / 6 else r.randrange(last) for _ in range(length)] for _ in range(rows)],
+        [
+            [r.choice(ids) if r.random() < 1 / 6 else r.randrange(last) for _ in range(length)]
+            for _ in range(rows)
+        ],
         dtype=np.int32,
     )
 
@@ -90,7 +96,9 @@ def write_inputs(case: Case, folder: Path) -> None:
     document = {**case.recipe, "model": {**case.recipe["model"], "source": "./weights"}}
     (folder / "recipe.yaml").write_text(json.dumps(document, indent=1))
     if case.second is not None:
-        (folder / "second.yaml").write_text(json.dumps({**document, "parallelism": case.second}, indent=1))
+        (folder / "second.yaml").write_text(
+            json.dumps({**document, "parallelism": case.second}, indent=1)
+        )
 
 
 def initial(case: Case) -> Any:
@@ -125,7 +133,13 @@ def compiled(folder: Path, recipe: str, out: str) -> dict[str, Any]:
             d = refusal.diagnostics[0]
             said = [{"outcome": "refused", "code": d.code, "reason": d.message}]
         except Exception:
-            said = [{"outcome": "error", "where": f"compile of {recipe}", "error": traceback.format_exc()}]
+            said = [
+                {
+                    "outcome": "error",
+                    "where": f"compile of {recipe}",
+                    "error": traceback.format_exc(),
+                }
+            ]
     dist.broadcast_object_list(said, src=0)
     return said[0]
 
@@ -156,7 +170,8 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def trained(case: Case, out: Path, steps: range, resume: Path | None) -> dict[str, list[Any]]:
-    """Losses, norms, rates and evaluations of these steps, on the engine; saved behind step SAVED and the last."""
+    """Losses, norms, rates and evaluations of these steps, on the engine; saved behind step SAVED
+    and the last."""
     from shardwright.checkpoint.load import load_checkpoint
     from shardwright.checkpoint.step_folders import step_name
     from shardwright.checkpoint.write import save_checkpoint
@@ -188,7 +203,9 @@ def trained(case: Case, out: Path, steps: range, resume: Path | None) -> dict[st
         found["rates"].append(rate)
         v = plan.validation
         if v is not None and data.validation and (step % v.every_steps == 0 or step == STEPS):
-            found["held_out"].append([step, trainer.evaluate(HeldOut(plan, data.validation, at))[0]])
+            found["held_out"].append(
+                [step, trainer.evaluate(HeldOut(plan, data.validation, at))[0]]
+            )
         if step in (SAVED, STEPS):
             save_checkpoint(plan, out, trainer, step)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -217,23 +234,33 @@ def plain_run(case: Case, plan: Any, folder: Path) -> plain.Plain:
     from shardwright.modules.context.ranks import CONTEXT
 
     data = open_dataset(plan, folder / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "weights", dtype=torch.float32
+    )
     if case.config["model_type"] == "youtu":  # from_pretrained empties the padding id's row
         model.load_state_dict(load_file(folder / "weights" / "model.safetensors"), strict=False)
     if "lora" in case.recipe:
         model = with_adapters(model, case)
-    held_out = None if data.validation is None else data.validation.read(np.arange(len(data.validation)))
+    held_out = (
+        None if data.validation is None else data.validation.read(np.arange(len(data.validation)))
+    )
     begin = (lambda m: draw_in_turns(m, case)) if case.theme == "dropout" else (lambda m: None)
     with CONTEXT.aside():
-        return plain.train(case, model, lambda step: data.train.read(data.order.indices(step)), held_out, begin)
+        return plain.train(
+            case, model, lambda step: data.train.read(data.order.indices(step)), held_out, begin
+        )
 
 
 def with_adapters(model: Any, case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
 
     lora, seed = case.recipe["lora"], case.recipe["training"]["seed"]
-    if case.config["model_type"] in ADAPTED_MIXTURES:  # whose dense and shared experts peft leaves out
-        add_plain_adapters(model, "model.layers", None, rank=lora["rank"], alpha=lora["alpha"], seed=seed)
+    if (
+        case.config["model_type"] in ADAPTED_MIXTURES
+    ):  # whose dense and shared experts peft leaves out
+        add_plain_adapters(
+            model, "model.layers", None, rank=lora["rank"], alpha=lora["alpha"], seed=seed
+        )
         return model
     torch.manual_seed(seed)
     config = LoraConfig(
@@ -247,7 +274,8 @@ def with_adapters(model: Any, case: Case) -> Any:
 
 
 def draw_in_turns(model: torch.nn.Module, case: Case) -> None:
-    """Each data rank draws dropout from a stream of its own; here the micro-batches of all ranks follow each other."""
+    """Each data rank draws dropout from a stream of its own; here the micro-batches of all ranks
+    follow each other."""
     ranks, states, count = case.recipe["parallelism"]["data"], [], itertools.count()
     for rank in range(ranks):
         torch.manual_seed(case.recipe["training"]["seed"] + 1 + rank)
@@ -280,7 +308,10 @@ def compared(
     from shardwright.checkpoint.step_folders import step_name
     from shardwright.ir.apart import series_apart
 
-    found: dict[str, Any] = {"outcome": "ran", "rate": series_apart(first["rates"], wanted.learning_rates)}
+    found: dict[str, Any] = {
+        "outcome": "ran",
+        "rate": series_apart(first["rates"], wanted.learning_rates),
+    }
     if case.compares_training:
         found["loss"] = series_apart(first["losses"], wanted.losses)
         found["norm"] = series_apart(first["norms"], wanted.grad_norms, relative=True)
@@ -289,26 +320,40 @@ def compared(
         assert set(got) == set(plainly), (got, plainly)
         if not case.compares_training:  # of the weights that came of it, then
             plainly = {0: plainly[0], STEPS: evaluated_saved(case, plan, folder)}
-        found["held_out"] = series_apart([got[k] for k in sorted(plainly)], [plainly[k] for k in sorted(plainly)])
-    full = "lora" not in case.recipe  # adapters have other names in a checkpoint than in peft's model
+        found["held_out"] = series_apart(
+            [got[k] for k in sorted(plainly)], [plainly[k] for k in sorted(plainly)]
+        )
+    full = (
+        "lora" not in case.recipe
+    )  # adapters have other names in a checkpoint than in peft's model
     if case.compares_training and case.recipe["training"]["precision"] == "fp32" and full:
         found["weights"] = weights_off(folder / "out" / "checkpoints" / step_name(STEPS), wanted)
     if resumed is not None:
         found["loss_resumed"] = series_apart(resumed["losses"], wanted.losses[SAVED:])
-        found["norm_resumed"] = series_apart(resumed["norms"], wanted.grad_norms[SAVED:], relative=True)
+        found["norm_resumed"] = series_apart(
+            resumed["norms"], wanted.grad_norms[SAVED:], relative=True
+        )
         if full:
-            found["weights_resumed"] = weights_off(folder / "second" / "checkpoints" / step_name(STEPS), wanted)
+            found["weights_resumed"] = weights_off(
+                folder / "second" / "checkpoints" / step_name(STEPS), wanted
+            )
     return found
 
 
 def evaluated_saved(case: Case, plan: Any, folder: Path) -> float:
-    """The validation loss of the last checkpoint's weights, under Hugging Face's model in one process."""
+    """The validation loss of the last checkpoint's weights, under Hugging Face's model in one
+    process."""
     from shardwright.checkpoint.read import CheckpointReader
     from shardwright.checkpoint.step_folders import step_name
     from shardwright.data.dataset import open_dataset
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
-    with CheckpointReader(folder / "out" / "checkpoints" / step_name(STEPS)) as reader, torch.no_grad():
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "weights", dtype=torch.float32
+    )
+    with (
+        CheckpointReader(folder / "out" / "checkpoints" / step_name(STEPS)) as reader,
+        torch.no_grad(),
+    ):
         for name, p in model.named_parameters():
             p.copy_(reader.whole(name, "fp32" if "fp32" in reader.saved(name).states else "value"))
         rows = open_dataset(plan, folder / "out").validation
@@ -319,7 +364,8 @@ def evaluated_saved(case: Case, plan: Any, folder: Path) -> float:
 
 
 def weights_off(checkpoint: Path, wanted: plain.Plain) -> float:
-    """Of the saved weights from the plain loop's; parameters that no loss reaches are left out: ZeRO decays them."""
+    """Of the saved weights from the plain loop's; parameters that no loss reaches are left out:
+    ZeRO decays them."""
     from shardwright.checkpoint.read import CheckpointReader
     from shardwright.ir.apart import tensor_apart, worst
 
@@ -344,7 +390,8 @@ def begin(engine: str) -> None:
 
     # What the layers cost is no matter here, and takes longer than the steps.
     graph.trace_model = lambda model, cut, attention: Traced(
-        layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=()
+        layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2),
+        context=(),
     )
     if engine == "megatron":
         from shardwright.engines.megatron.cpu import run_on_cpu

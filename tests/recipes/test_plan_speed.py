@@ -1,6 +1,6 @@
-"""`plan` of any model that comes with the package, on any GPU that does, takes 2 s at most: the whole command, the
-interpreter's start included, on a machine that does nothing else. Nothing of the model is on it beforehand; the
-package's bytecode is, as pip leaves it."""
+"""`plan` of any model that comes with the package, on any GPU that does, takes 2 s at most: the
+whole command, the interpreter's start included, on a machine that does nothing else. Nothing of the
+model is on it beforehand; the package's bytecode is, as pip leaves it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ GPUS = tuple(name for name in catalogue()["gpus"] if name != "cpu")
 
 @pytest.mark.prove
 @pytest.mark.parametrize("gpu", GPUS)
-def test_any_model_is_planned_in_two_seconds(gpu: str, tmp_path: Path, proved: Callable[..., None]) -> None:
+def test_any_model_is_planned_in_two_seconds(
+    gpu: str, tmp_path: Path, proved: Callable[..., None]
+) -> None:
     models = unlike_models()
     plan_seconds(models[0], gpu, tmp_path)  # writes the bytecode
     found = {model: best_of_rounds(model, gpu, tmp_path) for model in models}
@@ -47,11 +49,14 @@ def test_any_model_is_planned_in_two_seconds(gpu: str, tmp_path: Path, proved: C
 def unlike_models() -> list[str]:
     """One of each configuration: an instruct model plans as its base does."""
     shapes = {name: {**(shipped_config(name) or {}), **NO_SHAPE} for name in shipped_ids()}
-    return sorted({json.dumps(shape, sort_keys=True): name for name, shape in shapes.items()}.values())
+    return sorted(
+        {json.dumps(shape, sort_keys=True): name for name, shape in shapes.items()}.values()
+    )
 
 
 def best_of_rounds(model: str, gpu: str, folder: Path) -> tuple[float, float]:
-    """Again where it took too long: other work on the machine makes it slower. Of the round that took least."""
+    """Again where it took too long: other work on the machine makes it slower. Of the round that
+    took least."""
     found = (math.inf, math.inf)
     for _ in range(ROUNDS):
         found = min(found, plan_seconds(model, gpu, folder))
@@ -61,7 +66,8 @@ def best_of_rounds(model: str, gpu: str, folder: Path) -> tuple[float, float]:
 
 
 def plan_seconds(model: str, gpu: str, folder: Path) -> tuple[float, float]:
-    """Of the clock, and of processors. 1 is an answer, too: no layout of the model runs on so many of these GPUs."""
+    """Of the clock, and of processors. 1 is an answer, too: no layout of the model runs on so many
+    of these GPUs."""
     words = ["plan", model, "--gpu", gpu, "--nodes", str(NODES)]
     environment = {
         **os.environ,
@@ -73,9 +79,17 @@ def plan_seconds(model: str, gpu: str, folder: Path) -> tuple[float, float]:
     }
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "shardwright", *words], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "shardwright", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, (model, gpu, done.stderr[-2000:])
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, (
+        model,
+        gpu,
+        done.stderr[-2000:],
+    )
     of_processors = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     return round(seconds, 2), round(of_processors, 2)

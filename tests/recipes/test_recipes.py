@@ -1,4 +1,5 @@
-"""Every ready recipe: its plan is the golden one, its page in recipes/README.md is fresh, and `check` takes it."""
+"""Every ready recipe: its plan is the golden one, its page in recipes/README.md is fresh, and
+`check` takes it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_the_plan_is_the_golden_one(name: str) -> None:
     found = planned(name)
     assert found.recipe.name == name
     assert found.best.feasible
-    assert found.text == (EXPECTED / f"{name}.txt").read_text(encoding="utf-8"), "`make recipes` writes it anew"
+    assert found.text == (EXPECTED / f"{name}.txt").read_text(encoding="utf-8"), (
+        "`make recipes` writes it anew"
+    )
 
 
 def test_no_golden_plan_is_left_over() -> None:
@@ -54,7 +57,8 @@ def test_check_takes_them_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_published_layouts_are_priced() -> None:
-    """Within what the cost model is known to be off by, where a step time or a rate was reported."""
+    """Within what the cost model is known to be off by, where a step time or a rate was
+    reported."""
     reported = {
         ("bloom-176b-48x8a100", 1): ("step_seconds", 105.2, 0.10),
         ("gpt3-175b-96x8a100", 0): ("hardware_tflops_per_gpu", 149, 0.10),
@@ -67,7 +71,9 @@ def test_the_published_layouts_are_priced() -> None:
 
 def test_interleaved_schedules_are_priced() -> None:
     """Those of SC'21's first table and of Korthikanti et al., within a tenth."""
-    rows = [run for run in published() if run["source"].startswith(("SC'21, table 1: ", "Korthikanti"))]
+    rows = [
+        run for run in published() if run["source"].startswith(("SC'21, table 1: ", "Korthikanti"))
+    ]
     assert len(rows) == 9 and all(run["layout"]["virtual_stages"] > 1 for run in rows)
     for run in rows:
         time, value = priced(run).time, float(run["measured"].split()[0])
@@ -85,7 +91,11 @@ def test_each_argument_is_of_the_layout_that_is_planned() -> None:
 @pytest.mark.prove
 @pytest.mark.parametrize(
     "name",
-    [n for n in NAMES if n not in ESTIMATED_ONLY and "weights: random" in Path(RECIPES, f"{n}.yaml").read_text()],
+    [
+        n
+        for n in NAMES
+        if n not in ESTIMATED_ONLY and "weights: random" in Path(RECIPES, f"{n}.yaml").read_text()
+    ],
 )
 def test_it_compiles(name: str, proved: Callable[..., None]) -> None:
     compiled = compile_recipe(load_recipe(RECIPES / f"{name}.yaml"))

@@ -1,4 +1,5 @@
-"""A page in Debian's Chromium, headless: what it asks the network for, what it logs, and what its charts hold."""
+"""A page in Debian's Chromium, headless: what it asks the network for, what it logs, and what its
+charts hold."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ from selenium.webdriver.chrome.service import Service
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 needs_browser = pytest.mark.skipif(
     bool(MISSING),
-    reason=f"NO BROWSER: the report is NOT tested: apt-get install chromium chromium-driver ({', '.join(MISSING)})",
+    reason=(
+        "NO BROWSER: the report is NOT tested: apt-get install chromium chromium-driver "
+        f"({', '.join(MISSING)})"
+    ),
 )
 
 
 class Page:
-    """One page that was opened; opened_seconds: until every chart stood. busy_seconds: processor time of the page's
-    main thread until then, which other programs do not lengthen."""
+    """One page that was opened; opened_seconds: until every chart stood. busy_seconds: processor
+    time of the page's main thread until then, which other programs do not lengthen."""
 
     def __init__(self, driver: webdriver.Chrome, path: Path) -> None:
         self.driver = driver
@@ -48,18 +52,31 @@ class Page:
             time.sleep(0.02)
 
     def console(self) -> list[str]:
-        return [e["message"] for e in self.driver.get_log("browser") if e["level"] in ("SEVERE", "WARNING")]
+        return [
+            e["message"]
+            for e in self.driver.get_log("browser")
+            if e["level"] in ("SEVERE", "WARNING")
+        ]
 
     def requests(self) -> list[str]:
         """Every address that the page asked for, but the file itself and data in the page."""
         events = (json.loads(e["message"])["message"] for e in self.driver.get_log("performance"))
-        asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
-        return [url for url in asked if not url.startswith(("data:", "blob:")) and not url.endswith(".html")]
+        asked = [
+            e["params"]["request"]["url"]
+            for e in events
+            if e["method"] == "Network.requestWillBeSent"
+        ]
+        return [
+            url
+            for url in asked
+            if not url.startswith(("data:", "blob:")) and not url.endswith(".html")
+        ]
 
     def settle(self) -> None:
         """Two frames later everything that was asked for is drawn."""
         self.driver.execute_async_script(
-            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 150)))"
+            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => "
+            "setTimeout(done, 150)))"
         )
 
     def screenshot(self, path: Path) -> Path:
@@ -67,7 +84,9 @@ class Page:
         self.settle()
         size = self.driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
+        shot = self.driver.execute_cdp_cmd(
+            "Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip}
+        )
         import base64
 
         path.write_bytes(base64.b64decode(shot["data"]))

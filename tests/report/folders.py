@@ -27,8 +27,18 @@ LARGEST: dict[str, Any] = {
     "version": 1,
     "name": "llama-405b-2048x8h100",
     "model": {"config": LLAMA_405B, "weights": "random"},
-    "cluster": {"nodes": 2048, "gpus_per_node": 8, "gpu": "h100-sxm-80gb", "price_per_gpu_hour": 2.5},
-    "training": {"sequence_length": 8192, "global_batch_size": 2048, "tokens": 15.6e12, "precision": "bf16"},
+    "cluster": {
+        "nodes": 2048,
+        "gpus_per_node": 8,
+        "gpu": "h100-sxm-80gb",
+        "price_per_gpu_hour": 2.5,
+    },
+    "training": {
+        "sequence_length": 8192,
+        "global_batch_size": 2048,
+        "tokens": 15.6e12,
+        "precision": "bf16",
+    },
     "data": {"kind": "synthetic"},
     "parallelism": {"tensor": 8, "pipeline": 16},
 }
@@ -49,17 +59,31 @@ def compiled(document: dict[str, Any], folder: Path) -> Path:
 def with_validation(folder: Path, steps: tuple[int, ...]) -> Path:
     """Beside what with_run leaves."""
     lines = [
-        {"step": k, "loss": 3 - k / 40, "perplexity": math.exp(3 - k / 40), "tokens": 9, "seconds": 1.0, "attempt": 1}
+        {
+            "step": k,
+            "loss": 3 - k / 40,
+            "perplexity": math.exp(3 - k / 40),
+            "tokens": 9,
+            "seconds": 1.0,
+            "attempt": 1,
+        }
         for k in steps
     ]
-    (folder / "run" / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "run" / "evaluation.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     return folder
 
 
 def two_islands(document: dict[str, Any]) -> dict[str, Any]:
     """The recipe, of two islands of its size."""
     cluster, training = document["cluster"], document["training"]
-    cluster = {**cluster, "nodes": 2 * cluster["nodes"], "islands": 2, "inter_island_gbits_per_second": 0.1}
+    cluster = {
+        **cluster,
+        "nodes": 2 * cluster["nodes"],
+        "islands": 2,
+        "inter_island_gbits_per_second": 0.1,
+    }
     outer = {"every_steps": 10}
     training = {**training, "global_batch_size": 2 * training["global_batch_size"], "outer": outer}
     return {**document, "cluster": cluster, "training": training}
@@ -69,11 +93,21 @@ def with_islands_run(folder: Path, steps: int = 60) -> Path:
     """As two islands would have left it; the second one died after step 45."""
     for k, done in ((0, steps), (1, 45)):
         own = with_run(folder / f"island-{k}", done, cause="killed (signal 9)" if k else "")
-        waits = [{"step": s, "members": [0, 1] if s < 50 else [0], "seconds": 0.2} for s in range(10, done + 1, 10)]
-        (own / "run" / "outer.jsonl").write_text("".join(json.dumps(line) + "\n" for line in waits) + '{"st')
-    rounds = [{"step": s, "members": [0, 1] if s < 50 else [0], "joined": []} for s in range(10, steps + 1, 10)]
+        waits = [
+            {"step": s, "members": [0, 1] if s < 50 else [0], "seconds": 0.2}
+            for s in range(10, done + 1, 10)
+        ]
+        (own / "run" / "outer.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in waits) + '{"st'
+        )
+    rounds = [
+        {"step": s, "members": [0, 1] if s < 50 else [0], "joined": []}
+        for s in range(10, steps + 1, 10)
+    ]
     (folder / "run").mkdir(exist_ok=True)
-    (folder / "run" / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rounds))
+    (folder / "run" / "rounds.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in rounds)
+    )
     return folder
 
 
@@ -95,8 +129,12 @@ def with_run(folder: Path, steps: int, cause: str = "") -> Path:
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "run" / "metrics.jsonl").write_text(text + '{"step": 99')
-    (folder / "run" / "status.json").write_text(json.dumps({"status": "failed" if cause else "done", "cause": cause}))
-    (folder / "run" / "summary.json").write_text(json.dumps({"measured": {"peak_bytes": 3 * 2**30, "mfu": None}}))
+    (folder / "run" / "status.json").write_text(
+        json.dumps({"status": "failed" if cause else "done", "cause": cause})
+    )
+    (folder / "run" / "summary.json").write_text(
+        json.dumps({"measured": {"peak_bytes": 3 * 2**30, "mfu": None}})
+    )
     return folder
 
 

@@ -1,4 +1,5 @@
-"""The page in Chromium: no error, no request, on a phone and a desk, light and dark; hover, zoom and switches work."""
+"""The page in Chromium: no error, no request, on a phone and a desk, light and dark; hover, zoom
+and switches work."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from selenium.webdriver.common.actions.mouse_button import MouseButton
 from shardwright.report.write import write_report
 from tests.conftest import SMALL_RECIPE
 from tests.report.browser import Page, browser, needs_browser
-from tests.report.folders import LARGEST, compiled, two_islands, with_islands_run, with_run, with_validation
+from tests.report.folders import (
+    LARGEST,
+    compiled,
+    two_islands,
+    with_islands_run,
+    with_run,
+    with_validation,
+)
 
 pytestmark = [needs_browser, pytest.mark.browser]
 
@@ -51,7 +59,8 @@ def tooltip(page: Page) -> str:
         """
         const texts = []
         const look = node => {
-          if (node.nodeType == 1 && node.classList.contains("bk-Tooltip") && getComputedStyle(node).display != "none")
+          if (node.nodeType == 1 && node.classList.contains("bk-Tooltip")
+              && getComputedStyle(node).display != "none")
             texts.push((node.shadowRoot ?? node).textContent)
           for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) look(child)
         }
@@ -72,7 +81,9 @@ def move(page: Page, at: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("width", [360, 1440])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_it_renders_without_error_or_request(page_file: Path, tmp_path: Path, width: int, dark: bool) -> None:
+def test_it_renders_without_error_or_request(
+    page_file: Path, tmp_path: Path, width: int, dark: bool
+) -> None:
     with browser(width, dark=dark) as driver:
         page = Page(driver, page_file)
         assert page.console() == []
@@ -84,14 +95,20 @@ def test_it_renders_without_error_or_request(page_file: Path, tmp_path: Path, wi
                 "return [b.left, b.right, b.height]"
             )
             assert size[0] >= 0 and size[1] <= width and size[2] > 80, (chart, size)
-        paper = page.script("return getComputedStyle(document.querySelector('#memory')).backgroundColor")
+        paper = page.script(
+            "return getComputedStyle(document.querySelector('#memory')).backgroundColor"
+        )
         assert (paper == "rgb(255, 255, 255)") == (not dark)
         text = page.script("return plots.memory.below[0].major_label_text_color")
         assert text == ("#a2acb9" if dark else "#5b6573")
         page.script("document.getElementById('theme').click()")
-        after = page.script("return getComputedStyle(document.querySelector('#memory')).backgroundColor")
+        after = page.script(
+            "return getComputedStyle(document.querySelector('#memory')).backgroundColor"
+        )
         assert after != paper
-        assert page.script("return plots.memory.below[0].major_label_text_color") == ("#5b6573" if dark else "#a2acb9")
+        assert page.script("return plots.memory.below[0].major_label_text_color") == (
+            "#5b6573" if dark else "#a2acb9"
+        )
         assert page.screenshot(tmp_path / "page.png").stat().st_size > 50_000
 
 
@@ -100,7 +117,9 @@ def test_hover_zoom_switches_and_peers(page_file: Path) -> None:
         page = Page(driver, page_file)
         move(page, place(page, "cluster", 1, 0))
         told = tooltip(page)
-        assert "rank 1" in told and "node 0, slot 1" in told and "pipeline 0, tensor 1, data 0" in told, told
+        assert (
+            "rank 1" in told and "node 0, slot 1" in told and "pipeline 0, tensor 1, data 0" in told
+        ), told
         assert "embedding … model.layers.1" in told and "GiB" in told, told
         page.script("document.querySelector('[data-axis=tensor]').click()")
         field = "return plots.cluster.renderers.find(r => r.name == 'cells').glyph.fill_color.field"
@@ -108,7 +127,8 @@ def test_hover_zoom_switches_and_peers(page_file: Path) -> None:
         ActionChains(driver).click().perform()  # where the pointer is: rank 1 of 2 x 2
         page.settle()
         selected = page.script(
-            "return plots.cluster.renderers.find(r => r.name == 'cells').data_source.selected.indices"
+            "return plots.cluster.renderers.find(r => r.name == "
+            "'cells').data_source.selected.indices"
         )
         assert sorted(selected) == [0, 1, 3]  # its tensor and its pipeline neighbour
 
@@ -128,7 +148,9 @@ def test_hover_zoom_switches_and_peers(page_file: Path) -> None:
         mouse.perform()
         page.settle()
         after = page.script("return [plots.timeline.x_range.start, plots.timeline.x_range.end]")
-        assert after[0] == pytest.approx(half * 0.5, rel=0.05) and after[1] == pytest.approx(half, rel=0.05)
+        assert after[0] == pytest.approx(half * 0.5, rel=0.05) and after[1] == pytest.approx(
+            half, rel=0.05
+        )
 
         chosen = page.script(
             "const d = plots.space.renderers.find(r => r.name == 'chosen').data_source.data; "
@@ -136,8 +158,12 @@ def test_hover_zoom_switches_and_peers(page_file: Path) -> None:
         )
         move(page, place(page, "space", *chosen))
         assert "tensor=2 pipeline=2" in tooltip(page) and "chosen" in tooltip(page)
-        page.script("document.querySelector('[data-chart=space][data-series=\"ruled out\"]').click()")
-        shown = "return plots.space.renderers.filter(r => r.name == 'ruled out').map(r => r.visible)"
+        page.script(
+            "document.querySelector('[data-chart=space][data-series=\"ruled out\"]').click()"
+        )
+        shown = (
+            "return plots.space.renderers.filter(r => r.name == 'ruled out').map(r => r.visible)"
+        )
         assert page.script(shown) == [False]
         assert page.console() == []
 
@@ -151,10 +177,16 @@ def test_the_validation_curve_stands_beside_the_training_loss(page_file: Path) -
         )
         assert drawn == [[[20, 40], [2.5, 2.0]]] * 2  # the line and its points
         move(page, place(page, "loss", 40, 2.0))
-        assert "validation 2.0000" in tooltip(page) and "perplexity 7.39" in tooltip(page), tooltip(page)
+        assert "validation 2.0000" in tooltip(page) and "perplexity 7.39" in tooltip(page), tooltip(
+            page
+        )
         shown = "return plots.loss.renderers.map(r => [r.name, r.visible])"
         page.script("document.querySelector('[data-chart=loss][data-series=validation]').click()")
-        assert page.script(shown) == [["training", True], ["validation", False], ["validation", False]]
+        assert page.script(shown) == [
+            ["training", True],
+            ["validation", False],
+            ["validation", False],
+        ]
         assert page.console() == []
 
 
@@ -174,7 +206,8 @@ def test_islands_are_drawn_and_switched(tmp_path: Path) -> None:
             move(page, place(page, "islands-loss", 55, 4))
             assert "step 55" in tooltip(page) and "islands 0" in tooltip(page)
             labels = page.script(
-                "return [...document.querySelectorAll('[data-chart=islands-loss]')].map(b => b.textContent)"
+                "return [...document.querySelectorAll('[data-chart=islands-loss]')].map(b => "
+                "b.textContent)"
             )
             assert labels == ["island 0", "island 1", "all islands"]
             move(page, place(page, "cluster", 0, 0))
@@ -197,9 +230,14 @@ def test_it_prints_whole_and_light(page_file: Path) -> None:
         page = Page(driver, page_file)
         picture = "Bokeh.index.find_one(plots.memory).canvas_view.primary.canvas.toDataURL()"
         # In one turn of the event loop: paper does not wait for the next frame.
-        assert page.script(f"const dark = {picture}; dispatchEvent(new Event('beforeprint')); return dark != {picture}")
+        assert page.script(
+            f"const dark = {picture}; dispatchEvent(new Event('beforeprint')); return dark != "
+            f"{picture}"
+        )
         assert page.script("return document.documentElement.classList.contains('dark')") is False
-        printed: dict[str, Any] = driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+        printed: dict[str, Any] = driver.execute_cdp_cmd(
+            "Page.printToPDF", {"printBackground": True}
+        )
         assert len(printed["data"]) > 50_000
 
 
@@ -209,7 +247,10 @@ def test_the_largest_plan_opens_at_once(tmp_path: Path) -> None:
     assert size < 6_000_000
     with browser(1440) as driver:
         page = Page(driver, path)
-        cells = page.script("return plots.cluster.renderers.find(r => r.name == 'cells').data_source.data.rank.length")
+        cells = page.script(
+            "return plots.cluster.renderers.find(r => r.name == "
+            "'cells').data_source.data.rank.length"
+        )
         assert cells == 16_384
         move(page, place(page, "cluster", 0, 0))
         assert "rank 0" in tooltip(page)

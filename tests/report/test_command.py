@@ -1,4 +1,5 @@
-"""The `report` command: it needs a folder alone, no network, no torch and no code of the model's."""
+"""The `report` command: it needs a folder alone, no network, no torch and no code of the
+model's."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(SMALL_RECIPE, tmp_path_factory.mktemp("small"))
 
 
-def test_the_command_is_deterministic_offline_and_without_torch(small: Path, tmp_path: Path) -> None:
+def test_the_command_is_deterministic_offline_and_without_torch(
+    small: Path, tmp_path: Path
+) -> None:
     moved = Path(shutil.copytree(small, tmp_path / "elsewhere"))
     code = (
         "import sys, socket\n"
@@ -37,10 +40,14 @@ def test_the_command_is_deterministic_offline_and_without_torch(small: Path, tmp
     pages = []
     for name in ("a.html", "b.html"):
         arguments = ["report", str(moved), "-o", str(tmp_path / name), "--json"]
-        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         written = json.loads(done.stdout)["files"]
-        assert written == [{"path": str(tmp_path / name), "bytes": (tmp_path / name).stat().st_size}]
+        assert written == [
+            {"path": str(tmp_path / name), "bytes": (tmp_path / name).stat().st_size}
+        ]
         pages.append((tmp_path / name).read_bytes())
     assert pages[0] == pages[1]
     assert str(tmp_path).encode() not in pages[0]
@@ -55,10 +62,17 @@ def test_the_folder_suffices_without_the_model_that_it_came_from(tmp_path: Path)
     folder = compiled(document, tmp_path / "made")
     shutil.rmtree(source)
     subject = read_folder(folder)
-    assert not subject.is_predicted_anew and subject.graph.config_hash == subject.plan.model.config_hash
+    assert (
+        not subject.is_predicted_anew
+        and subject.graph.config_hash == subject.plan.model.config_hash
+    )
     for name in ("model/config.json", "model_graph.json"):
         text = (folder / name).read_text()
-        for damaged in (text.replace('"intermediate_size": 96', '"intermediate_size": 80'), text[:-9], "[" * 10**5):
+        for damaged in (
+            text.replace('"intermediate_size": 96', '"intermediate_size": 80'),
+            text[:-9],
+            "[" * 10**5,
+        ):
             assert damaged != text
             (folder / name).write_text(damaged)
             with pytest.raises(Refusal) as refusal:
@@ -83,7 +97,9 @@ def test_no_torch_and_no_code_of_the_models_own(tmp_path: Path) -> None:
         "sys.exit(main(sys.argv[1:]))"
     )
     page = tmp_path / "page.html"
-    done = subprocess.run([sys.executable, "-c", code, "report", folder, "-o", page], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", folder, "-o", page], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "TinyForCausalLM" in page.read_text()
 

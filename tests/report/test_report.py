@@ -1,4 +1,5 @@
-"""The page's figures are the plan's, its timeline is the planner's step, and what it cannot read it says."""
+"""The page's figures are the plan's, its timeline is the planner's step, and what it cannot read it
+says."""
 
 from __future__ import annotations
 
@@ -94,7 +95,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LAYOUTS = {
     "1f1b": SMALL_RECIPE,
-    "dualpipev": small_with({"pipeline": 2, "data": 2, "schedule": "dualpipev", "micro_batch_size": 1}),
+    "dualpipev": small_with(
+        {"pipeline": 2, "data": 2, "schedule": "dualpipev", "micro_batch_size": 1}
+    ),
     "zero3": small_with({"data": 4, "zero_stage": 3, "micro_batch_size": 1}),
     "tensor": small_with({"tensor": 4}, global_batch_size=12),
     "auto": small_with({}),
@@ -133,7 +136,10 @@ def test_bars_of_a_rank_do_not_overlap(small: Path) -> None:
     subject = read_folder(small)
     timeline = step_timeline(subject.layout, subject.plan.predicted.time)
     for rank in range(subject.plan.strategy.pipeline):
-        bars = sorted((b for b in timeline.bars if b.rank == rank), key=lambda b: (b.start_seconds, b.stop_seconds))
+        bars = sorted(
+            (b for b in timeline.bars if b.rank == rank),
+            key=lambda b: (b.start_seconds, b.stop_seconds),
+        )
         for before, after in itertools.pairwise(bars):
             assert after.start_seconds >= before.stop_seconds - 1e-12
 
@@ -158,12 +164,17 @@ def test_the_space_holds_what_the_search_ranks(small: Path) -> None:
     assert set(running) == {e.strategy for e in ranked}
     for estimate in ranked:
         point = running[estimate.strategy]
-        assert (point.step_seconds, point.peak_bytes) == (estimate.time.step_seconds, estimate.memory.peak_bytes)
+        assert (point.step_seconds, point.peak_bytes) == (
+            estimate.time.step_seconds,
+            estimate.memory.peak_bytes,
+        )
     assert subject.plan.strategy in running
     assert set(space.pins) == {"tensor", "pipeline", "data", "schedule", "micro_batch_size"}
     assert len(space.points) == space.legal + space.forbidden
     assert all(
-        p.code.startswith("SW3") and p.reason for p in space.points if p.verdict in ("ruled out", "does not fit")
+        p.code.startswith("SW3") and p.reason
+        for p in space.points
+        if p.verdict in ("ruled out", "does not fit")
     )
 
 
@@ -174,11 +185,16 @@ def test_a_trace_that_perfetto_reads(small: Path, tmp_path: Path) -> None:
     events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert {e["tid"] for e in events} == {0, 1}
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(step * 1e6, rel=1e-6)
-    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "M"} == {"process_name", "thread_name"}
+    assert {e["name"] for e in trace["traceEvents"] if e["ph"] == "M"} == {
+        "process_name",
+        "thread_name",
+    }
 
 
 def test_a_run_is_compared_and_its_text_is_only_text(small: Path, tmp_path: Path) -> None:
-    folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60, cause="<script>alert('x')</script>")
+    folder = with_run(
+        Path(shutil.copytree(small, tmp_path / "out")), 60, cause="<script>alert('x')</script>"
+    )
     page, _ = render_page(read_folder(folder))
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     assert "LlamaForCausalLM, weights random (from scratch), on" in page
@@ -191,7 +207,11 @@ def test_a_run_is_compared_and_its_text_is_only_text(small: Path, tmp_path: Path
 def test_islands_and_the_whole(tmp_path: Path) -> None:
     folder = compiled(two_islands(SMALL_RECIPE), tmp_path)
     plain, _ = render_page(read_folder(folder))
-    assert 'id="chart-islands-loss"' not in plain and "take islands" in plain and "arXiv 2503.09799: theirs" in plain
+    assert (
+        'id="chart-islands-loss"' not in plain
+        and "take islands" in plain
+        and "arXiv 2503.09799: theirs" in plain
+    )
     with_islands_run(folder)
     page, timeline = render_page(read_folder(folder))
     found = Figures(page).scripts["items"]
@@ -199,7 +219,10 @@ def test_islands_and_the_whole(tmp_path: Path) -> None:
     cells = columns_with(found["cluster"], "island")
     assert list(cells["island"]) == [0] * len(plan.ranks) + [1] * len(plan.ranks)
     assert list(cells["rank"]) == 2 * [rank.rank for rank in plan.ranks]
-    assert all(rank.outer_comm_seconds == plan.predicted.time.outer_comm_seconds > 0 for rank in timeline.ranks)
+    assert all(
+        rank.outer_comm_seconds == plan.predicted.time.outer_comm_seconds > 0
+        for rank in timeline.ranks
+    )
     whole = columns_with(found["islands-loss"], "islands")
     assert whole["step"] == list(range(1, 61))
     assert whole["islands"][40:] == ["0"] * 20 and whole["islands"][:40] == ["0, 1"] * 40
@@ -216,7 +239,10 @@ def test_no_text_of_a_folder_ends_a_script(small: Path, tmp_path: Path) -> None:
     (folder / "plan.json").write_text(json.dumps({**plan, "name": bad}))
     plain, page = (render_page(read_folder(out))[0] for out in (small, folder))
     found = Figures(page)
-    assert found.scripts["plan-figures"]["name"] == bad and found.scripts.keys() == Figures(plain).scripts.keys()
+    assert (
+        found.scripts["plan-figures"]["name"] == bad
+        and found.scripts.keys() == Figures(plain).scripts.keys()
+    )
     assert bad not in page and page.count("</script>") == plain.count("</script>")
 
 
@@ -234,9 +260,9 @@ def test_a_run_whose_loss_is_no_number_any_more(small: Path, tmp_path: Path) -> 
 
 def words(page: str) -> str:
     """The text of the page's body, without its scripts."""
-    return " ".join(re.sub(r"<[^>]+>", " ", page.partition("<script")[0].partition("<body>")[2]).split()).replace(
-        " ,", ","
-    )
+    return " ".join(
+        re.sub(r"<[^>]+>", " ", page.partition("<script")[0].partition("<body>")[2]).split()
+    ).replace(" ,", ",")
 
 
 def test_no_error_is_told_where_none_was_measured(small: Path, tmp_path: Path) -> None:
@@ -244,9 +270,14 @@ def test_no_error_is_told_where_none_was_measured(small: Path, tmp_path: Path) -
     text = words(render_page(read_folder(folder))[0])
     assert "±" not in text, text.partition("±")
     assert "a step, not calibrated" in text and "of 8.0, not calibrated" in text
-    assert "not calibrated (a CPU): fewer than 20 published runs of 2 sources are of that kind" in text
+    assert (
+        "not calibrated (a CPU): fewer than 20 published runs of 2 sources are of that kind" in text
+    )
     assert "predictions of 20" not in text and "one prediction in twenty" not in text
-    document = {**small_with({}), "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "a100-sxm4-80gb"}}
+    document = {
+        **small_with({}),
+        "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "a100-sxm4-80gb"},
+    }
     document["training"] |= {"precision": "bf16"}
     document["parallelism"] = {"zero_stage": 1, "data": 4, "micro_batch_size": 1}
     folder = compiled(document, tmp_path / "a100")
@@ -254,7 +285,10 @@ def test_no_error_is_told_where_none_was_measured(small: Path, tmp_path: Path) -
     text = words(render_page(read_folder(folder))[0])
     assert error.step_time is not None and error.memory is not None
     assert f"a step, ± {error.step_time:.1%}" in text
-    assert f"the step ± {error.step_time:.1%} ({error.step_time_regime}); the memory ± {error.memory:.1%}" in text
+    assert (
+        f"the step ± {error.step_time:.1%} ({error.step_time_regime}); the memory ± "
+        f"{error.memory:.1%}"
+    ) in text
     assert re.search(r"±: holds 80 % of the regime.+ published runs, of \d+ of \d+ projects", text)
 
 
@@ -269,7 +303,9 @@ def test_epochs_have_steps_once_the_data_is_prepared(tmp_path: Path) -> None:
     text = words(page)
     assert "3 epochs, in steps that are known once the data is prepared" in text
     assert "0 seconds" not in text and "0 steps" not in text
-    assert not {"training.steps", "predicted.training.days"} & {key for key, _ in Figures(page).values}
+    assert not {"training.steps", "predicted.training.days"} & {
+        key for key, _ in Figures(page).values
+    }
     _, data = resolve(read_plan(folder), prepared(folder))
     text = words(render_page(read_folder(with_run(folder, 60)))[0])
     steps, step = data.steps, read_plan(folder).predicted.time.step_seconds
@@ -285,17 +321,25 @@ def prepared(folder: Path) -> Path:
 def test_the_validation_curve_is_drawn(small: Path, tmp_path: Path) -> None:
     folder = with_run(Path(shutil.copytree(small, tmp_path / "out")), 60)
     lines = [
-        {"step": k, "loss": 3 - k / 40, "perplexity": 2.0, "tokens": 9, "seconds": 1, "attempt": 1} for k in (20, 40)
+        {"step": k, "loss": 3 - k / 40, "perplexity": 2.0, "tokens": 9, "seconds": 1, "attempt": 1}
+        for k in (20, 40)
     ]
-    lines += [{**lines[0], "step": 60, "loss": None, "perplexity": None, "finite": False}, {"step": "half"}]
-    (folder / "run" / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
+    lines += [
+        {**lines[0], "step": 60, "loss": None, "perplexity": None, "finite": False},
+        {"step": "half"},
+    ]
+    (folder / "run" / "evaluation.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"st'
+    )
     subject = read_folder(folder)
     run = read_run(folder, subject.plan)
     assert run is not None
     assert [(e.step, e.loss) for e in run.evaluations[:2]] == [(20, 2.5), (40, 2.0)]
     assert run.evaluations[2].step == 60 and math.isnan(run.evaluations[2].loss)
     page, _ = render_page(subject)
-    assert 'data-series="validation"' in page and "validation loss, first and last 2.5000" in words(page)
+    assert 'data-series="validation"' in page and "validation loss, first and last 2.5000" in words(
+        page
+    )
     chart = json.dumps(Figures(page).scripts["items"]["loss"])
     assert '"perplexity"' in chart and '"name": "validation"' in chart
     (folder / "run" / "evaluation.jsonl").unlink()
@@ -322,4 +366,6 @@ def test_saves_are_shown_beside_the_prediction(small: Path, tmp_path: Path) -> N
     line = {"step": 10, "seconds": 0.25, "bytes": 10**9, "node_bytes": 10**9, "attempt": 1}
     (folder / "run" / "saves.jsonl").write_text(json.dumps(line) + "\n")
     text = words(render_page(read_folder(folder))[0])
-    assert "seconds a save (median of 1)" in text and "GB/s of a node's saves 0.98 4 +308.2%" in text
+    assert (
+        "seconds a save (median of 1)" in text and "GB/s of a node's saves 0.98 4 +308.2%" in text
+    )

@@ -1,4 +1,5 @@
-"""Cases for the sleeping engines, their measurement, and the simulation's answer to the same case."""
+"""Cases for the sleeping engines, their measurement, and the simulation's answer to the same
+case."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ from shardwright.search.settle import place
 from tests.unit.model.factory import model_section, problem_of, recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ("meta-llama/Llama-3.2-3B", "google/gemma-2-9b", "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B")
+MODELS = (
+    "meta-llama/Llama-3.2-3B",
+    "google/gemma-2-9b",
+    "Qwen/Qwen2.5-7B",
+    "meta-llama/Llama-3.1-8B",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +59,11 @@ def case(name: str, schedule: str, micro_batches: int, forward: list[float]) -> 
     )
 
 
-def measured(cases: list[Case], folder: Path, repeats: int, timeout_seconds: float) -> list[list[float]]:
-    """Seconds of each case, each repeat a round over all of them, so that what disturbs the machine disturbs all.
+def measured(
+    cases: list[Case], folder: Path, repeats: int, timeout_seconds: float
+) -> list[list[float]]:
+    """Seconds of each case, each repeat a round over all of them, so that what disturbs the machine
+    disturbs all.
 
     Cases of one number of ranks share their processes.
     """
@@ -66,19 +75,33 @@ def measured(cases: list[Case], folder: Path, repeats: int, timeout_seconds: flo
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "tests.schedule.sleepers", str(ranks), str(port), str(file), str(out)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.schedule.sleepers",
+            str(ranks),
+            str(port),
+            str(file),
+            str(out),
+        ]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds
+        )
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} exited {done.returncode}:\n{done.stderr[-4000:]}")
+            raise RuntimeError(
+                f"{' '.join(command)} exited {done.returncode}:\n{done.stderr[-4000:]}"
+            )
         for i, seconds in zip(mine, json.loads(out.read_text()), strict=True):
             found[i].append(seconds)
     return found
 
 
 def simulated(c: Case, per_call_seconds: float) -> float:
-    """A call is one pass: the engine's own work around it, which the stages' sleep does not hold."""
+    """A call is one pass: the engine's own work around it, which the stages' sleep does not
+    hold."""
     forward, backward = (
-        tuple(x + per_call_seconds for x in seconds) for seconds in (c.forward_seconds, c.backward_seconds)
+        tuple(x + per_call_seconds for x in seconds)
+        for seconds in (c.forward_seconds, c.backward_seconds)
     )
     return step_seconds(c.schedule, c.micro_batches, forward, backward, 0.0)
 
@@ -90,12 +113,15 @@ def errors(cases: list[Case], seconds: list[float], per_call_seconds: float) -> 
 
 def fitted_per_call_seconds(cases: list[Case], seconds: list[float]) -> float:
     """The one constant, to 10 microseconds: least sum of absolute relative errors."""
-    return min((i * 1e-5 for i in range(2001)), key=lambda x: sum(map(abs, errors(cases, seconds, x))))
+    return min(
+        (i * 1e-5 for i in range(2001)), key=lambda x: sum(map(abs, errors(cases, seconds, x)))
+    )
 
 
 @functools.cache
 def layout_of(model: str, pipeline: int, micro_batches: int) -> Layout:
-    """On H100s, sequences of 4096, full recomputation; memory ignored, as DeepSpeed's methods do."""
+    """On H100s, sequences of 4096, full recomputation; memory ignored, as DeepSpeed's methods
+    do."""
     recipe = recipe_of(training={"sequence_length": 4096}, assume={"ignore_memory": True})
     graph = build_model_graph(model_section(source=model))
     s = Strategy(
@@ -113,7 +139,8 @@ def layout_of(model: str, pipeline: int, micro_batches: int) -> Layout:
 
 
 def partitions(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Boundaries over the layers: ours, and those of DeepSpeed's partition_method by its own functions."""
+    """Boundaries over the layers: ours, and those of DeepSpeed's partition_method by its own
+    functions."""
     ours = (*(blocks[0].start for blocks in layout.ranks), len(layout.graph.layers))
     return {"ours": ours, **deepspeeds(layout.graph, layout.strategy.stages)}
 
@@ -129,8 +156,11 @@ def deepspeeds(graph: ModelGraph, stages: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def partition_case(name: str, layout: Layout, cut: tuple[int, ...], mean_stage_seconds: float) -> Case:
-    """The layers' seconds by the cost model, scaled to this much per stage and micro-batch, forward and backward."""
+def partition_case(
+    name: str, layout: Layout, cut: tuple[int, ...], mean_stage_seconds: float
+) -> Case:
+    """The layers' seconds by the cost model, scaled to this much per stage and micro-batch, forward
+    and backward."""
     found = passes(layout)
     whole = found.forward_compute[-1] + found.backward_compute[-1]
     scale = mean_stage_seconds * layout.strategy.stages / whole

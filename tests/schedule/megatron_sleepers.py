@@ -1,8 +1,8 @@
-"""Megatron-Core's own interleaved schedule on this machine's CPU, with chunks that sleep: `python -m
-tests.schedule.megatron_sleepers RANKS CASES OUT`.
+"""Megatron-Core's own interleaved schedule on this machine's CPU, with chunks that sleep: `python
+-m tests.schedule.megatron_sleepers RANKS CASES OUT`.
 
-Reads a JSON list of cases from a file and writes the seconds of each, measured on the slowest rank. Sleeping ranks
-overlap truly however few the cores. One group of ranks serves all cases.
+Reads a JSON list of cases from a file and writes the seconds of each, measured on the slowest rank.
+Sleeping ranks overlap truly however few the cores. One group of ranks serves all cases.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ class SleepingChunk(nn.Module):
 
     def __init__(self, config: Any, forward_seconds: float, backward_seconds: float) -> None:
         super().__init__()
-        self.config, self.forward_seconds, self.backward_seconds = config, forward_seconds, backward_seconds
+        self.config, self.forward_seconds, self.backward_seconds = (
+            config,
+            forward_seconds,
+            backward_seconds,
+        )
         self.model_type = ModelType.encoder_or_decoder
         self.vp_stage: int | None = None
         self.scale = nn.Parameter(torch.ones(WIDTH))
@@ -75,7 +79,10 @@ def measure(case: dict[str, Any], rank: int, ranks: int) -> float:
         calculate_per_token_loss=True,
     )
     parts = range(rank, ranks * virtual, ranks)
-    chunks = [SleepingChunk(config, case["forward_seconds"][p], case["backward_seconds"][p]) for p in parts]
+    chunks = [
+        SleepingChunk(config, case["forward_seconds"][p], case["backward_seconds"][p])
+        for p in parts
+    ]
     dist.barrier()
     start = time.perf_counter()
     get_forward_backward_func()(
@@ -95,9 +102,13 @@ def measure(case: dict[str, Any], rank: int, ranks: int) -> float:
 def run_rank(rank: int, ranks: int, cases: list[dict[str, Any]], out: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(out.with_suffix(f".store-{ranks}")), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=2,
+        create_gloo_process_groups=False,
     )
     seconds = []
     for case in cases:

@@ -1,8 +1,10 @@
-"""DeepSpeed's own pipeline engines on this machine's CPU, with stages that sleep: `python -m tests.schedule.sleepers`.
+"""DeepSpeed's own pipeline engines on this machine's CPU, with stages that sleep: `python -m
+tests.schedule.sleepers`.
 
-Reads a JSON list of cases from a file and writes the seconds of each, measured on the slowest rank. Sleeping ranks
-overlap truly however few the cores, so ratios of steps are sound where a stage takes 100 ms or more a micro-batch.
-One engine a schedule serves all cases: each makes gloo groups whose threads poll, and slow down what is measured.
+Reads a JSON list of cases from a file and writes the seconds of each, measured on the slowest rank.
+Sleeping ranks overlap truly however few the cores, so ratios of steps are sound where a stage takes
+100 ms or more a micro-batch. One engine a schedule serves all cases: each makes gloo groups whose
+threads poll, and slow down what is measured.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def build(schedule: str, ranks: int, micro_batches: int) -> Any:
         partition_method="uniform",
     )
     config = CONFIG | {"gradient_accumulation_steps": micro_batches}
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=module.parameters(), config=config
+    )
     return engine
 
 
@@ -87,7 +91,9 @@ def run_rank(rank: int, ranks: int, port: int, cases: list[dict[str, Any]], out:
     }
     torch.set_num_threads(1)
     ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a JIT build that nothing here calls
-    deepspeed.init_distributed(dist_backend="gloo", dist_init_required=True, auto_mpi_discovery=False)
+    deepspeed.init_distributed(
+        dist_backend="gloo", dist_init_required=True, auto_mpi_discovery=False
+    )
     made: dict[frozenset[int], Any] = {}
     new_group = torch.distributed.new_group
 
@@ -121,7 +127,9 @@ def main(ranks: int, port: int, file: Path, out: Path) -> int:
     """Forked ranks share one import of torch and DeepSpeed."""
     cases = json.loads(file.read_text())
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=run_rank, args=(r, ranks, port, cases, out)) for r in range(ranks)]
+    processes = [
+        context.Process(target=run_rank, args=(r, ranks, port, cases, out)) for r in range(ranks)
+    ]
     for process in processes:
         process.start()
     for process in processes:

@@ -1,4 +1,5 @@
-"""The simulation against DeepSpeed's own engines on sleeping stages: a sample here, all of it under `make prove`."""
+"""The simulation against DeepSpeed's own engines on sleeping stages: a sample here, all of it under
+`make prove`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from shardwright.ir.apart import worst
-from tests.schedule.engine import MODELS, case, errors, fitted_per_call_seconds, layout_of, measured, partitions
+from tests.schedule.engine import (
+    MODELS,
+    case,
+    errors,
+    fitted_per_call_seconds,
+    layout_of,
+    measured,
+    partitions,
+)
 from tools import bench_schedule as bench
 
 

@@ -13,7 +13,8 @@ from tests.conftest import SMALL_RECIPE
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the small recipe, once for each file of tests: copy it before you write into it."""
+    """A folder of the small recipe, once for each file of tests: copy it before you write into
+    it."""
     folder = tmp_path_factory.mktemp("compiled")
     (folder / "recipe.json").write_text(json.dumps(SMALL_RECIPE))
     assert cli.main(["compile", str(folder / "recipe.json"), "-o", str(folder / "out")]) == 0

@@ -1,4 +1,5 @@
-"""`make bench-gpu` where there is no GPU: its layouts, the names of GPUs, and how a piece goes on."""
+"""`make bench-gpu` where there is no GPU: its layouts, the names of GPUs, and how a piece goes
+on."""
 
 from __future__ import annotations
 
@@ -20,9 +21,22 @@ from tools.bench_gpu.layouts import FAMILIES, LAYOUTS, gpu_called, recipe
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(LAYOUTS) >= 12 and {layout.family for layout in LAYOUTS.values()} == set(FAMILIES) and len(FAMILIES) == 3
-    keys = {key for each in LAYOUTS.values() for key in (*each.model, *each.training, *each.parallelism)}
-    assert {"loss", "attention", "kernels", "precision", "activation_checkpointing", "offload"} <= keys
+    assert (
+        len(LAYOUTS) >= 12
+        and {layout.family for layout in LAYOUTS.values()} == set(FAMILIES)
+        and len(FAMILIES) == 3
+    )
+    keys = {
+        key for each in LAYOUTS.values() for key in (*each.model, *each.training, *each.parallelism)
+    }
+    assert {
+        "loss",
+        "attention",
+        "kernels",
+        "precision",
+        "activation_checkpointing",
+        "offload",
+    } <= keys
     assert len({each.micro for each in LAYOUTS.values()}) > 3
 
 
@@ -30,7 +44,11 @@ def test_there_are_enough_of_them() -> None:
 def test_each_runs_on_a_card_of_today(name: str) -> None:
     document = recipe(LAYOUTS[name], "h200-sxm-141gb")
     made = check_document(document, "/", Source(file="bench"))
-    problem = Problem(recipe=made, graph=graph_of(document["model"]["config"]), cluster=resolve_cluster(made.cluster))
+    problem = Problem(
+        recipe=made,
+        graph=graph_of(document["model"]["config"]),
+        cluster=resolve_cluster(made.cluster),
+    )
     found = pinned_estimate(problem)
     assert found.feasible, found.diagnostics
     assert found.memory.peak_bytes > 8 * 2**30 and found.time.step_seconds < 15
@@ -58,10 +76,16 @@ def test_a_gpu_that_is_not_in_the_catalogue_is_asked_for() -> None:
         gpu_called("NVIDIA T4")
 
 
-def test_a_piece_goes_on_with_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_goes_on_with_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[str] = []
     figures: dict[str, Any] = {"measured_step_seconds": 1.0, "step_error": -0.1, "peak_error": 0.2}
-    figures |= {"measured_peak_bytes": 2**30, "tokens_per_second": 30.0, "trainer": {"tokens_per_second": 20.0}}
+    figures |= {
+        "measured_peak_bytes": 2**30,
+        "tokens_per_second": 30.0,
+        "trainer": {"tokens_per_second": 20.0},
+    }
 
     def case(layout: object, gpu: str, say: object) -> dict[str, Any]:
         ran.append(next(name for name, each in LAYOUTS.items() if each is layout))
@@ -71,7 +95,9 @@ def test_a_piece_goes_on_with_the_one_before(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(bench_module, "attention", lambda family, gpu: {"eager": {"loss": 0.0}})
     file, said = tmp_path / "gpu.json", list[str]()
     first = list(LAYOUTS)[:3]
-    assert bench(file, "h200-sxm-141gb", "NVIDIA H200", 600, said.append, first) == [] and ran == first
+    assert (
+        bench(file, "h200-sxm-141gb", "NVIDIA H200", 600, said.append, first) == [] and ran == first
+    )
     assert "1.50 x the Trainer" in said[0] and "it broke" in said[2]
     assert summary(file) == {
         "layouts": 3,
@@ -81,7 +107,10 @@ def test_a_piece_goes_on_with_the_one_before(tmp_path: Path, monkeypatch: pytest
         "median_over_trainer": 1.5,
     }
     # No time left: nothing begins, and what is left is named.
-    assert bench(file, "h200-sxm-141gb", "NVIDIA H200", -1, said.append) == list(LAYOUTS)[3:] and ran == first
+    assert (
+        bench(file, "h200-sxm-141gb", "NVIDIA H200", -1, said.append) == list(LAYOUTS)[3:]
+        and ran == first
+    )
     assert bench(file, "h200-sxm-141gb", "NVIDIA H200", 600, said.append) == []
     assert ran == list(LAYOUTS) and set(json.loads(file.read_text())["attention"]) == set(FAMILIES)
     # Another card, another file; and another recipe is run anew.

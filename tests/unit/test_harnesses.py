@@ -1,5 +1,5 @@
-"""What the proofs stand on: each harness sees a NaN that does not come first, a value that is missing, a rank that is
-silent. The harnesses' own comparisons, on results that were planted."""
+"""What the proofs stand on: each harness sees a NaN that does not come first, a value that is
+missing, a rank that is silent. The harnesses' own comparisons, on results that were planted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ from shardwright.hf.reference import Reference
 from tests.figures import as_json, lines_apart, same, training_apart, worst_of_cases, worst_of_ranks
 from tests.launch import resume, resume_matrix, test_autotp, test_roundtrip
 from tests.lint import probes
-from tests.parity import cases_worker, harness, hpz_worker, launched, test_chunked, test_hpz, test_lora, traps_worker
+from tests.parity import (
+    cases_worker,
+    harness,
+    hpz_worker,
+    launched,
+    test_chunked,
+    test_hpz,
+    test_lora,
+    traps_worker,
+)
 from tests.parity.harness import Case
 from tests.zoo import launch as zoo
 
@@ -29,11 +38,16 @@ WEIGHTS = {"first": torch.ones(2, 3), "second": torch.full((4,), 2.0)}
 
 
 def plain() -> Reference:
-    return Reference(list(GOOD), list(GOOD), list(GOOD), {n: w.clone() for n, w in WEIGHTS.items()}, frozenset())
+    return Reference(
+        list(GOOD), list(GOOD), list(GOOD), {n: w.clone() for n, w in WEIGHTS.items()}, frozenset()
+    )
 
 
 def lines(losses: list[Any] = GOOD, norms: list[Any] = GOOD) -> list[dict[str, Any]]:
-    return [{"step": i, "loss": a, "grad_norm": b} for i, (a, b) in enumerate(zip(losses, norms, strict=True), 1)]
+    return [
+        {"step": i, "loss": a, "grad_norm": b}
+        for i, (a, b) in enumerate(zip(losses, norms, strict=True), 1)
+    ]
 
 
 def planted_weights(name: str, value: float) -> dict[str, torch.Tensor]:
@@ -69,10 +83,15 @@ def test_parity(bad: list[Any]) -> None:
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_weight(name: str, value: float) -> None:
     """The last element, of the first and of the second weight."""
-    assert harness.difference_of(lines(), planted_weights(name, value), plain()).weight_absolute == INF
+    assert (
+        harness.difference_of(lines(), planted_weights(name, value), plain()).weight_absolute == INF
+    )
     other = next(n for n in WEIGHTS if n != name)
     assert harness.difference_of(lines(), {other: WEIGHTS[other]}, plain()).weight_absolute == INF
-    assert harness.difference_of(lines(), {**WEIGHTS, "third": torch.ones(1)}, plain()).weight_absolute == INF
+    assert (
+        harness.difference_of(lines(), {**WEIGHTS, "third": torch.ones(1)}, plain()).weight_absolute
+        == INF
+    )
 
 
 def results(losses: list[float], norms: list[float]) -> list[Any]:
@@ -104,7 +123,9 @@ def test_one_rank_of_a_launch(harness_name: str, tmp_path: Path) -> None:
 
     def told(*ranks: dict[str, Any]) -> dict[str, Any]:
         for rank in (0, 1):
-            text = "".join(json.dumps({"case": name, **figures}) for figures in ranks[rank : rank + 1])
+            text = "".join(
+                json.dumps({"case": name, **figures}) for figures in ranks[rank : rank + 1]
+            )
             (tmp_path / f"rank-{rank}.jsonl").write_text(text)
         return launched.read(cases, tmp_path)[name]
 
@@ -126,7 +147,9 @@ def test_worst_of_ranks() -> None:
 def test_hpz_fragments() -> None:
     def off(mine: torch.Tensor) -> float:
         last = SimpleNamespace(name="second", start=2, states={"fp32": mine})
-        first = SimpleNamespace(name="first", start=0, states={"fp32": WEIGHTS["first"].t().reshape(-1)})
+        first = SimpleNamespace(
+            name="first", start=0, states={"fp32": WEIGHTS["first"].t().reshape(-1)}
+        )
         fragments: Any = [first, last]
         return hpz_worker.fragments_apart(fragments, {"first"}, WEIGHTS)
 
@@ -135,7 +158,9 @@ def test_hpz_fragments() -> None:
 
 
 def zoo_rank(out: Path, rank: int, *found: dict[str, Any]) -> None:
-    (out / f"rank-{rank}.jsonl").write_text("".join(json.dumps(figures) + "\n" for figures in found))
+    (out / f"rank-{rank}.jsonl").write_text(
+        "".join(json.dumps(figures) + "\n" for figures in found)
+    )
 
 
 def test_the_zoo(tmp_path: Path) -> None:
@@ -175,7 +200,9 @@ def test_resumes() -> None:
     losses = {"a": GOOD, "a -> b": list(GOOD)}
     assert resume_matrix.differences(losses, [("a", "b")]) == {("a", "b"): 0}
     for bad in ([4.0, NAN, 2.0], GOOD[:2]):
-        assert resume_matrix.differences({**losses, "a -> b": bad}, [("a", "b")]) == {("a", "b"): INF}
+        assert resume_matrix.differences({**losses, "a -> b": bad}, [("a", "b")]) == {
+            ("a", "b"): INF
+        }
     # Both runs diverged alike: Python's == takes the NaN that json reads for equal to itself.
     diverged = json.loads(json.dumps(lines(losses=[4.0, NAN, 2.0])))
     assert resume.same_numbers(lines(), lines()) and not resume.same_numbers(diverged, diverged)
@@ -184,7 +211,11 @@ def test_resumes() -> None:
 
 def test_same() -> None:
     assert same({"a": [1.0, "x"]}, {"a": [1.0, "x"]}) and not same([1.0], [2.0])
-    assert not same({"a": [1.0, NAN]}, {"a": [1.0, NAN]}) and not same([None], [None]) and not same([INF], [INF])
+    assert (
+        not same({"a": [1.0, NAN]}, {"a": [1.0, NAN]})
+        and not same([None], [None])
+        and not same([INF], [INF])
+    )
 
 
 def test_roundtrips() -> None:
@@ -199,13 +230,18 @@ def test_autotp_in_a_users_script(tmp_path: Path) -> None:
     split = SimpleNamespace(name="layers.0.w", shard_shape=lambda rank: (2, 4))
     module = SimpleNamespace(style="colwise", parameters=[split])
     plan = SimpleNamespace(
-        tensor_parallel=SimpleNamespace(modules=[module]), model=SimpleNamespace(cut=SimpleNamespace(stack="layers"))
+        tensor_parallel=SimpleNamespace(modules=[module]),
+        model=SimpleNamespace(cut=SimpleNamespace(stack="layers")),
     )
     compiled: Any = SimpleNamespace(plan=plan)
     shapes = {"shapes": {"layers.0.w": [2, 4]}, "whole": {"layers.0.w": [4, 4]}}
     for losses, wanted in ((GOOD, 0), ([4.0, NAN, 2.0], INF), (GOOD[:2], INF)):
-        (tmp_path / "result-0.json").write_text(json.dumps({"losses": GOOD, "plain": GOOD, **shapes}))
-        (tmp_path / "result-1.json").write_text(json.dumps({"losses": losses, "plain": GOOD, **shapes}))
+        (tmp_path / "result-0.json").write_text(
+            json.dumps({"losses": GOOD, "plain": GOOD, **shapes})
+        )
+        (tmp_path / "result-1.json").write_text(
+            json.dumps({"losses": losses, "plain": GOOD, **shapes})
+        )
         assert test_autotp.measure(tmp_path, compiled) == {"loss": wanted, "sharded": 1.0}
 
 
@@ -229,8 +265,12 @@ def test_traps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_published_figures_are_json() -> None:
-    document = as_json({"cases": {"a": {"loss": NAN, "norm": [1.0, -INF], "kind": "x", "good": True}}})
-    assert document == {"cases": {"a": {"loss": None, "norm": [1.0, None], "kind": "x", "good": True}}}
+    document = as_json(
+        {"cases": {"a": {"loss": NAN, "norm": [1.0, -INF], "kind": "x", "good": True}}}
+    )
+    assert document == {
+        "cases": {"a": {"loss": None, "norm": [1.0, None], "kind": "x", "good": True}}
+    }
     json.dumps(document, allow_nan=False)
     assert worst_of_cases([{"loss": 1.0}, {"loss": None}, {"loss": 0.5}], "loss") == INF
     assert worst_of_cases([{"loss": 1.0}, {"loss": NAN}, {"loss": 0.5}], "loss") == INF

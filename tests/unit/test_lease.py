@@ -1,4 +1,5 @@
-"""One owner of a folder at a time: on this machine by its process, from elsewhere by what it touches."""
+"""One owner of a folder at a time: on this machine by its process, from elsewhere by what it
+touches."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def beating(path: Path) -> Iterator[Lease]:
 
 
 def test_one_at_a_time(path: Path) -> None:
-    first, second = (Lease([path, path.with_name("other")], this_process("ranks", path.parent)) for _ in range(2))
+    first, second = (
+        Lease([path, path.with_name("other")], this_process("ranks", path.parent)) for _ in range(2)
+    )
     assert first.take() == []
     with pytest.raises(Held) as held:
         second.take()
@@ -78,7 +81,9 @@ def test_what_cannot_be_taken_whole_is_not_taken(path: Path) -> None:
 
 
 def test_a_killed_owner_is_known_at_once(path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "taken\n"
     owner = holder(path)
     assert owner is not None and owner.pid == process.pid
@@ -98,7 +103,9 @@ def test_the_number_of_a_process_that_was_given_again(path: Path) -> None:
 
 
 @pytest.mark.parametrize("jump_seconds", [0.0, DAY_SECONDS, -DAY_SECONDS])
-def test_an_owner_on_another_host_lives_while_it_beats(jump_seconds: float, path: Path, beating: Lease) -> None:
+def test_an_owner_on_another_host_lives_while_it_beats(
+    jump_seconds: float, path: Path, beating: Lease
+) -> None:
     """However far the clock that its beats are told by has jumped."""
     os.utime(path, (time.time() - jump_seconds,) * 2)
     assert holder(path) == beating.owner

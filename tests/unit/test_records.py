@@ -33,7 +33,11 @@ class Tree:
 
 
 WHOLE = {
-    "leaf": {"name": "x", "sizes": [1, 2], "children": [{"name": "y", "sizes": [], "children": []}]},
+    "leaf": {
+        "name": "x",
+        "sizes": [1, 2],
+        "children": [{"name": "y", "sizes": [], "children": []}],
+    },
     "rate": 2,
     "pair": [1, "one"],
     "word": "b",
@@ -81,6 +85,9 @@ def test_a_refusal_is_named(change: dict[str, object], message: str) -> None:
 def test_what_is_missing() -> None:
     with pytest.raises(RecordError, match="it lacks leaf, rate, pair"):
         read_record(Tree, {})
-    assert read_record(Tree, {"rate": 1, "pair": [1, "a"]}, leaf=Leaf(name="given")).leaf.name == "given"
+    assert (
+        read_record(Tree, {"rate": 1, "pair": [1, "a"]}, leaf=Leaf(name="given")).leaf.name
+        == "given"
+    )
     with pytest.raises(RecordError, match="'leaf'"):
         read_record(Tree, WHOLE, leaf=Leaf(name="given"))

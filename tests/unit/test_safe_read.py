@@ -1,4 +1,5 @@
-"""What a stranger wrote: pipes, devices, large files, nesting without end, thousands of wrong keys."""
+"""What a stranger wrote: pipes, devices, large files, nesting without end, thousands of wrong
+keys."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def pipe(tmp_path: Path) -> Path:
 
 def test_only_regular_files_are_read(tmp_path: Path, pipe: Path) -> None:
     """Without a wait: nobody writes into the pipe."""
-    for path, words in ((pipe, "pipe or a device"), (Path("/dev/zero"), "pipe or a device"), (tmp_path, "folder")):
+    for path, words in (
+        (pipe, "pipe or a device"),
+        (Path("/dev/zero"), "pipe or a device"),
+        (tmp_path, "folder"),
+    ):
         with pytest.raises(OSError, match=words):
             read_regular(path)
     (tmp_path / "large").write_bytes(b"x" * 2049)
@@ -60,7 +65,8 @@ def test_pipes_are_refused_by_every_command(
     (pipe.parent / "model").mkdir()
     os.mkfifo(pipe.parent / "model" / "config.json")
     here = write_recipe(
-        {"cluster.nodes": 2, "parallelism": {}, "launch": {"hostfile": name, "setup_script": name}}, "pipes.json"
+        {"cluster.nodes": 2, "parallelism": {}, "launch": {"hostfile": name, "setup_script": name}},
+        "pipes.json",
     )
     model = write_recipe({"model": {"source": "./model", "weights": "random"}}, "model.json")
     for arguments, code in (
@@ -86,7 +92,10 @@ def test_deep_files_are_refused_by_every_command(
     model = write_recipe({"model": {"source": "./model", "weights": "random"}}, "model.json")
     for arguments, code in (
         (["check", str(tmp_path / "deep.json")], "SW1011"),
-        (["lint", str(tmp_path / "ds.json")], "SW4009" if text.endswith(("}", "]")) or "{" not in text else "SW4"),
+        (
+            ["lint", str(tmp_path / "ds.json")],
+            "SW4009" if text.endswith(("}", "]")) or "{" not in text else "SW4",
+        ),
         (["estimate", str(model)], "SW2002"),
     ):
         assert main(arguments) == 1

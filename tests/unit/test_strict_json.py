@@ -11,7 +11,14 @@ import pytest
 
 from shardwright.launch.progress import TrainingProgress
 from shardwright.strict_json import strict_json
-from shardwright.watch.journal import PROGRESS, Evaluations, Metrics, evaluated_step, read_json, write_json
+from shardwright.watch.journal import (
+    PROGRESS,
+    Evaluations,
+    Metrics,
+    evaluated_step,
+    read_json,
+    write_json,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -37,7 +44,9 @@ def test_finite_or_null(value: object, wanted: object) -> None:
 
 
 def test_a_runs_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_json(tmp_path / "run" / "status.json", {"status": "failed", "loss": {"first": 2.0, "last": NAN}})
+    write_json(
+        tmp_path / "run" / "status.json", {"status": "failed", "loss": {"first": 2.0, "last": NAN}}
+    )
     status = strict((tmp_path / "run" / "status.json").read_text())
     assert status == {"status": "failed", "loss": {"first": 2.0, "last": None, "finite": False}}
     assert read_json(tmp_path / "run" / "status.json") == status

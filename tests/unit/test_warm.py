@@ -1,4 +1,5 @@
-"""A command that starts warm takes its asker's place: words, environment, folder, files, signals and end."""
+"""A command that starts warm takes its asker's place: words, environment, folder, files, signals
+and end."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ print(json.dumps([sys.argv, os.getcwd(), os.environ["OWN"], sys.stdin.read(), "t
 print("aside", file=sys.stderr)
 os.write(int(sys.argv[1]), b"through a file")
 sys.exit(7)
-"""
+"""  # noqa: E501
 
 
 def started(script: Path, *words: str, **keywords: object) -> subprocess.Popen[str]:
@@ -44,7 +45,12 @@ def test_it_is_as_if_the_asker_had_run_it(tmp_path: Path) -> None:
     os.close(theirs)
     said, aside = process.communicate("asked", timeout=60)
     words, folder, own, read, is_warm, first_path = json.loads(said)
-    assert (words, folder, own, read) == ([str(script), str(theirs), "b"], str(tmp_path), "this one's", "asked")
+    assert (words, folder, own, read) == (
+        [str(script), str(theirs), "b"],
+        str(tmp_path),
+        "this one's",
+        "asked",
+    )
     assert is_warm and first_path == str(tmp_path)
     assert aside == "aside\n"
     with open(ours) as file:
@@ -53,7 +59,9 @@ def test_it_is_as_if_the_asker_had_run_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_it_ends_with_the_signal_that_its_asker_gets(tmp_path: Path, number: signal.Signals) -> None:
+def test_it_ends_with_the_signal_that_its_asker_gets(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     script = tmp_path / "wait.py"
     script.write_text("import os, time\nprint(os.getpid())\ntime.sleep(600)\n")
     process = started(script)

@@ -184,19 +184,25 @@ FEATURES: dict[str, tuple[str, Pins, dict[str, Any], str]] = {
     "validation": (
         "openai-community/gpt2",
         {"pipeline": 4, "schedule": "dualpipev"},
-        {"data": {**DOCUMENTS, "packing": False}, "validation": {"fraction": 0.01, "every_steps": 100}},
+        {
+            "data": {**DOCUMENTS, "packing": False},
+            "validation": {"fraction": 0.01, "every_steps": 100},
+        },
         """
 import numpy as np
 from shardwright.modules import batches
 def every_row_counts(self):
     return (batches._micro_batch(self._rows.read(np.maximum(n, 0)), self._packed) for n in self._numbers)
 batches.HeldOut.__iter__ = every_row_counts
-""",
+""",  # noqa: E501
     ),
     "dropout": (
         "openai-community/gpt2",
         {"pipeline": 4, "activation_checkpointing": "full"},
-        {"data": {**DOCUMENTS, "packing": False}, "validation": {"fraction": 0.01, "every_steps": 100}},
+        {
+            "data": {**DOCUMENTS, "packing": False},
+            "validation": {"fraction": 0.01, "every_steps": 100},
+        },
         """
 from shardwright.engines.deepspeed.pipeline import Stages
 from deepspeed.pipe import PipelineModule
@@ -248,7 +254,7 @@ def joined(block, *how):
     m = plain(block, *how)
     return dataclasses.replace(m, position_ids=torch.arange(m.input_ids.shape[1]).expand_as(m.input_ids).contiguous())
 batches._micro_batch = joined
-""",
+""",  # noqa: E501
     ),
     "chunked loss": (
         "Qwen/Qwen3-8B",
@@ -258,7 +264,7 @@ batches._micro_batch = joined
 from shardwright.modules.loss import ChunkedLoss
 plain = ChunkedLoss._chunk
 ChunkedLoss._chunk = lambda self, hidden, target: plain(self, (hidden + hidden.detach()) / 2, target)
-""",
+""",  # noqa: E501
     ),
     "offload": (
         "openai-community/gpt2",
@@ -281,7 +287,7 @@ import dataclasses
 from shardwright.hf import lora
 plain = lora.lora_config
 lora.lora_config = lambda plan, **more: plain(dataclasses.replace(plan, alpha=2 * plan.alpha), **more)
-""",
+""",  # noqa: E501
     ),
     "lora on a mixture": (
         "deepseek-ai/DeepSeek-V3",
@@ -333,7 +339,9 @@ def recipe(source: str, parallelism: Pins, more: dict[str, Any] | None = None) -
         "model": model,
         "cluster": {
             "nodes": 1,
-            "gpus_per_node": math.prod(int(degrees[key]) for key in ("tensor", "pipeline", "data", "context")),
+            "gpus_per_node": math.prod(
+                int(degrees[key]) for key in ("tensor", "pipeline", "data", "context")
+            ),
             "gpu": "h200-sxm-141gb",
         },
         "training": {**training, **more.pop("training", {})},

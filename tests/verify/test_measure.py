@@ -24,7 +24,9 @@ Rows = list[dict[str, Any]]
 
 
 def rows() -> Rows:
-    return [{"step": k, "loss": x, "grad_norm": x, "learning_rate": x} for k, x in enumerate(STEPS, 1)]
+    return [
+        {"step": k, "loss": x, "grad_norm": x, "learning_rate": x} for k, x in enumerate(STEPS, 1)
+    ]
 
 
 def measured(
@@ -41,13 +43,17 @@ def measured(
     monkeypatch.setattr(verify, "_metrics", lambda out: next(runs))
     monkeypatch.setattr(verify, "_exported", lambda plan, out, target: next(exports))
     monkeypatch.setattr(verify.shutil, "rmtree", lambda path: None)
-    plan: Any = SimpleNamespace(ranks=(), lora=None, checkpoint=SimpleNamespace(directory="checkpoints"))
+    plan: Any = SimpleNamespace(
+        ranks=(), lora=None, checkpoint=SimpleNamespace(directory="checkpoints")
+    )
     frozen = {**WEIGHTS, "unused": torch.ones(1)}
     wanted = Reference(STEPS, STEPS, STEPS, frozen, frozenset({"unused"}))
     if held_out is not None:
         wanted = dataclasses.replace(wanted, held_out={3: 2.5, 6: 1.5})
     checks = verify._measure(Path("folder"), plan, wanted, lambda stage: None)
-    return Verdict(architecture="a", parameters=1, layout="", verified="", checks=checks, seconds=0.0)
+    return Verdict(
+        architecture="a", parameters=1, layout="", verified="", checks=checks, seconds=0.0
+    )
 
 
 def value(key: str, bad: float | None) -> Callable[[Rows], Rows]:
@@ -61,9 +67,12 @@ def test_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
 @pytest.mark.parametrize(
-    ("key", "name"), [("loss", "losses"), ("grad_norm", "gradient norms"), ("learning_rate", "learning rates")]
+    ("key", "name"),
+    [("loss", "losses"), ("grad_norm", "gradient norms"), ("learning_rate", "learning rates")],
 )
-def test_the_second_step(key: str, name: str, bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_step(
+    key: str, name: str, bad: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     verdict = measured(monkeypatch, [value(key, bad)(rows())], [WEIGHTS])
     assert [check.name for check in verdict.checks if not check.passed] == [name]
 
@@ -80,7 +89,13 @@ def planted(name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "weights", [planted("first"), planted("second"), {"first": WEIGHTS["first"]}, {**WEIGHTS, "third": torch.ones(1)}]
+    "weights",
+    [
+        planted("first"),
+        planted("second"),
+        {"first": WEIGHTS["first"]},
+        {**WEIGHTS, "third": torch.ones(1)},
+    ],
 )
 def test_weights(weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = measured(monkeypatch, [rows()], [weights])
@@ -106,12 +121,20 @@ def test_held_out_losses(bad: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = measured(monkeypatch, [rows()], [WEIGHTS], [bad])
     assert [check.name for check in verdict.checks if not check.passed] == ["held-out losses"]
     verdict = measured(monkeypatch, [rows(), rows()], [WEIGHTS, WEIGHTS], [EVALUATED, bad])
-    assert [check.name for check in verdict.checks if not check.passed] == ["resumed held-out losses"]
+    assert [check.name for check in verdict.checks if not check.passed] == [
+        "resumed held-out losses"
+    ]
 
 
 def test_infinity_in_print() -> None:
     check = Comparison(name="losses", what="of 6 steps", worst=math.inf, limit=1e-5)
-    verdict = Verdict(architecture="a", parameters=1, layout="", verified="", checks=(check,), seconds=0.0)
+    verdict = Verdict(
+        architecture="a", parameters=1, layout="", verified="", checks=(check,), seconds=0.0
+    )
     document = json.loads(_as_json("r", verdict), parse_constant=pytest.fail)
-    assert document["checks"][0]["worst"] is None and not document["checks"][0]["passed"] and not document["same"]
+    assert (
+        document["checks"][0]["worst"] is None
+        and not document["checks"][0]["passed"]
+        and not document["same"]
+    )
     assert "off by inf" in _as_text("r", verdict)

@@ -1,4 +1,5 @@
-"""The plain run that `verify` compares with: adapters at exact paths, and what the recipe freezes."""
+"""The plain run that `verify` compares with: adapters at exact paths, and what the recipe
+freezes."""
 
 from __future__ import annotations
 
@@ -18,9 +19,13 @@ from tests.zoo.configs import tiny_config
 IDS = torch.arange(3, 19)[None]
 
 
-def adapted(model_type: str, lora: LoraSection | None, freeze: tuple[str, ...] = (), **config: Any) -> nn.Module:
+def adapted(
+    model_type: str, lora: LoraSection | None, freeze: tuple[str, ...] = (), **config: Any
+) -> nn.Module:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**tiny_config(model_type), **config}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**{**tiny_config(model_type), **config})
+    )
     stack = "transformer.h" if model_type == "gpt2" else "model.layers"
     plan: Any = SimpleNamespace(model=SimpleNamespace(cut=SimpleNamespace(stack=stack)))
     verify._freeze_and_adapt(model.eval(), plan, SimpleNamespace(lora=lora), freeze)  # type: ignore[arg-type]
@@ -28,13 +33,18 @@ def adapted(model_type: str, lora: LoraSection | None, freeze: tuple[str, ...] =
 
 
 @pytest.mark.parametrize(
-    ("model_type", "config"), [("deepseek_v3", {"first_k_dense_replace": 1}), ("qwen3_moe", {}), ("gpt2", {})]
+    ("model_type", "config"),
+    [("deepseek_v3", {"first_k_dense_replace": 1}), ("qwen3_moe", {}), ("gpt2", {})],
 )
-def test_each_linear_has_an_adapter_and_nothing_else(model_type: str, config: dict[str, Any]) -> None:
+def test_each_linear_has_an_adapter_and_nothing_else(
+    model_type: str, config: dict[str, Any]
+) -> None:
     lora = LoraSection(rank=2, alpha=6, dropout=0.0, target_modules=None)
     model = adapted(model_type, lora, **config)
     kinds = ("Linear", "Conv1D")
-    linears = {n for n, m in model.named_modules() if type(m).__name__ in kinds and ".lora_" not in n} - {"lm_head"}
+    linears = {
+        n for n, m in model.named_modules() if type(m).__name__ in kinds and ".lora_" not in n
+    } - {"lm_head"}
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert trained.keys() == {f"{n}.lora_{x}.default.weight" for n in linears for x in "AB"}
     with torch.no_grad():
@@ -54,7 +64,9 @@ def test_what_the_recipe_freezes_is_frozen() -> None:
     model = adapted("llama", None, ("*norm*", "model.layers.1", "model.embed_tokens.weight"))
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {
-        n for n, _ in model.named_parameters() if "norm" in n or ".layers.1." in n or n == "model.embed_tokens.weight"
+        n
+        for n, _ in model.named_parameters()
+        if "norm" in n or ".layers.1." in n or n == "model.embed_tokens.weight"
     }
 
 
@@ -70,5 +82,8 @@ def test_the_tiny_copy_is_frozen_at_the_same_share_of_its_depth() -> None:
     names = ("model.embed.weight", *(f"model.layers.{n}.mlp.weight" for n in range(4)))
     half = tuple(f"model.layers.{n}.*" for n in range(16))
     assert tiny.tiny_freeze(graph, half, names) == names[1:3]
-    assert tiny.tiny_freeze(graph, ("model.embed", "*.mlp.*"), names) == (names[0], "model.layers.*.mlp.weight")
+    assert tiny.tiny_freeze(graph, ("model.embed", "*.mlp.*"), names) == (
+        names[0],
+        "model.layers.*.mlp.weight",
+    )
     assert tiny.tiny_freeze(graph, (), names) == ()

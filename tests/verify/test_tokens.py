@@ -1,4 +1,5 @@
-"""The tiny copy's data: documents as the plain model and the runtime see them, and what of a recipe it takes over."""
+"""The tiny copy's data: documents as the plain model and the runtime see them, and what of a recipe
+it takes over."""
 
 from __future__ import annotations
 
@@ -37,12 +38,18 @@ def test_documents_are_what_the_runtime_reads(tmp_path: Path) -> None:
         assert [piece["input_ids"][0].tolist() for piece in tokens.rows(row, row + 1)] == wanted
     every = [piece["input_ids"] for piece in tokens.rows(0, ROWS)]
     assert any(piece.shape[1] == LENGTH for piece in every) or len(every) > ROWS
-    assert sum(piece.shape[1] - 1 for piece in every) < ROWS * (LENGTH - 1), "a document's first token is no label"
+    assert sum(piece.shape[1] - 1 for piece in every) < ROWS * (LENGTH - 1), (
+        "a document's first token is no label"
+    )
 
 
 def test_without_documents_rows_stay_whole(tmp_path: Path) -> None:
     tokens = random_tokens(1, ROWS, LENGTH, VOCABULARY, packed=False)
-    assert tokens.write(tmp_path / "tokens") == {"kind": "tokens", "path": "tokens.npy", "packing": False}
+    assert tokens.write(tmp_path / "tokens") == {
+        "kind": "tokens",
+        "path": "tokens.npy",
+        "packing": False,
+    }
     assert np.array_equal(np.load(tmp_path / "tokens.npy"), tokens.ids)
     (block,) = tokens.rows(2, 4)
     assert torch.equal(block["input_ids"], torch.from_numpy(tokens.ids[2:4].astype(np.int64)))
@@ -54,19 +61,28 @@ def with_data(
 ) -> Recipe:
     data = DataSection(kind=kind, path="x", tokenizer=None, packing=packing, shuffle=True)
     validated = held_out is not None or fraction is not None
-    section = ValidationSection(every_steps=7, fraction=fraction, data=held_out) if validated else None
+    section = (
+        ValidationSection(every_steps=7, fraction=fraction, data=held_out) if validated else None
+    )
     return dataclasses.replace(recipe_of(), data=data, validation=section)
 
 
 @pytest.mark.parametrize(
     ("kind", "packing", "packed"),
-    [("text", True, True), ("text", False, False), ("tokens", True, False), ("megatron", True, True)],
+    [
+        ("text", True, True),
+        ("text", False, False),
+        ("tokens", True, False),
+        ("megatron", True, True),
+    ],
 )
 def test_it_packs_where_the_recipe_does(kind: str, packing: bool, packed: bool) -> None:
     assert packs(with_data(kind, packing)) == packed
     documents = DataSection(kind="text", path="x", tokenizer="byte", packing=True, shuffle=False)
     assert packs(with_data(kind, packing, held_out=documents)), "held-out documents are packed, too"
-    mixed = dataclasses.replace(with_data(kind, packing).data or documents, kind="mixture", mixture=(documents,))
+    mixed = dataclasses.replace(
+        with_data(kind, packing).data or documents, kind="mixture", mixture=(documents,)
+    )
     assert packs(dataclasses.replace(recipe_of(), data=mixed))
 
 
@@ -74,13 +90,18 @@ def test_it_packs_where_the_recipe_does(kind: str, packing: bool, packed: bool) 
     "strategy", [BASE, dataclasses.replace(BASE, loss="chunked", offload="optimizer", zero_stage=2)]
 )
 @pytest.mark.parametrize("fraction", [None, 0.1])
-def test_the_tiny_recipe_asks_for_the_same(fraction: float | None, strategy: Strategy, tmp_path: Path) -> None:
+def test_the_tiny_recipe_asks_for_the_same(
+    fraction: float | None, strategy: Strategy, tmp_path: Path
+) -> None:
     small = tiny.tiny_strategy(strategy)
     named = random_tokens(1, ROWS, LENGTH, VOCABULARY, packed=True).write(tmp_path / "tokens")
     document: Any = tiny.tiny_recipe(
         with_data("text", True, fraction=fraction), small, named, named if fraction else None
     )
-    assert document["parallelism"]["offload"] == strategy.offload and document["model"]["loss"] == strategy.loss
+    assert (
+        document["parallelism"]["offload"] == strategy.offload
+        and document["model"]["loss"] == strategy.loss
+    )
     assert document["data"] == {**named, "shuffle": False}
     assert document["validation"] == ({**named, "every_steps": tiny.EVERY} if fraction else None)
     assert tiny.held_out_rows(small) % (small.data * small.micro_batch_size)

@@ -1,4 +1,5 @@
-"""`shardwright verify`: right layouts pass, planted faults do not, and what cannot be tried says so."""
+"""`shardwright verify`: right layouts pass, planted faults do not, and what cannot be tried says
+so."""
 
 from __future__ import annotations
 
@@ -32,7 +33,15 @@ from tests.verify.cases import (
 )
 
 Record = Callable[[str, str, dict[str, Any]], None]
-CHECKS = ["losses", "gradient norms", "learning rates", "weights", "split", "resume", "resumed weights"]
+CHECKS = [
+    "losses",
+    "gradient norms",
+    "learning rates",
+    "weights",
+    "split",
+    "resume",
+    "resumed weights",
+]
 HELD_OUT = ["held-out losses", "resumed held-out losses"]
 
 
@@ -59,13 +68,20 @@ def passes(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def is_found(document: dict[str, Any], fault: str, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+def is_found(
+    document: dict[str, Any], fault: str, folder: Path, patch: pytest.MonkeyPatch
+) -> dict[str, Any]:
     """The fault changes a loss or a norm by far more than the limit."""
     planted = folder / "planted"
     planted.mkdir()
-    (planted / "sitecustomize.py").write_text(IN_RANKS + textwrap.indent(fault.strip(), "    ") + "\n")
+    (planted / "sitecustomize.py").write_text(
+        IN_RANKS + textwrap.indent(fault.strip(), "    ") + "\n"
+    )
     with patch.context() as context:
-        context.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(planted), os.environ.get("PYTHONPATH")))))
+        context.setenv(
+            "PYTHONPATH",
+            os.pathsep.join(filter(None, (str(planted), os.environ.get("PYTHONPATH")))),
+        )
         code, found, errors = verified(document, folder)
     assert (code, found.get("same")) == (1, False), f"{found}\n{errors}"
     assert "error[SW5401]" in errors and "Do not pay for this run" in errors
@@ -111,7 +127,9 @@ def test_adapters_pass(name: str, tmp_path: Path, proved: Record) -> None:
 @pytest.mark.prove
 @pytest.mark.launch
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proved: Record) -> None:
+def test_every_fault_is_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proved: Record
+) -> None:
     source, parallelism, fault = FAULTS[name]
     found = is_found(recipe(source, parallelism), fault, tmp_path, monkeypatch)
     proved("verify", f"fault: {name}", _figures(source, found))
@@ -143,8 +161,19 @@ def _figures(source: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def strategy(**values: Any) -> Strategy:
-    plain = {"tensor": 1, "pipeline": 1, "data": 1, "zero_stage": 1, "micro_batch_size": 4, "schedule": "1f1b"}
-    plain |= {"gradient_accumulation_steps": 16, "activation_checkpointing": "none", "offload": "none"}
+    plain = {
+        "tensor": 1,
+        "pipeline": 1,
+        "data": 1,
+        "zero_stage": 1,
+        "micro_batch_size": 4,
+        "schedule": "1f1b",
+    }
+    plain |= {
+        "gradient_accumulation_steps": 16,
+        "activation_checkpointing": "none",
+        "offload": "none",
+    }
     return Strategy(**{**plain, **values})
 
 
@@ -154,36 +183,69 @@ def test_the_tiny_layout_keeps_every_kind_of_parallelism() -> None:
     assert (small.micro_batch_size, small.gradient_accumulation_steps) == (2, 2)
     assert tiny_strategy(strategy(zero_stage=3, data=64)).zero_stage == 3
     assert tiny_strategy(strategy(gradient_accumulation_steps=1)).gradient_accumulation_steps == 1
-    assert tiny_strategy(strategy(pipeline=8, schedule="dualpipev")).gradient_accumulation_steps == 4
+    assert (
+        tiny_strategy(strategy(pipeline=8, schedule="dualpipev")).gradient_accumulation_steps == 4
+    )
 
 
 def test_the_tiny_model_keeps_what_tensor_ranks_do_apart_from_sizes() -> None:
-    config = {"model_type": "llama", "vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
     even = tiny_config(config, strategy(tensor=8), 512)
     assert (even["vocab_size"], even["num_key_value_heads"]) == (VOCABULARY, 2)
-    assert tiny_config({**config, "vocab_size": 50257}, strategy(tensor=4), 512)["vocab_size"] == ODD_VOCABULARY
+    assert (
+        tiny_config({**config, "vocab_size": 50257}, strategy(tensor=4), 512)["vocab_size"]
+        == ODD_VOCABULARY
+    )
     assert tiny_config({**config, "vocab_size": 50257}, strategy(), 512)["vocab_size"] == VOCABULARY
-    assert tiny_config({**config, "num_key_value_heads": 2}, strategy(tensor=8), 512)["num_key_value_heads"] == 1
+    assert (
+        tiny_config({**config, "num_key_value_heads": 2}, strategy(tensor=8), 512)[
+            "num_key_value_heads"
+        ]
+        == 1
+    )
 
 
 @pytest.mark.parametrize(("length", "inside"), [(4096, False), (4097, True)])
-def test_the_tiny_model_is_on_the_recipes_side_of_a_rotary_switch(length: int, inside: bool) -> None:
+def test_the_tiny_model_is_on_the_recipes_side_of_a_rotary_switch(
+    length: int, inside: bool
+) -> None:
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     config: dict[str, Any] = {"model_type": "phi3", "hidden_size": 3072, "num_attention_heads": 32}
     config |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     small: Any = tiny_config({**config, "rope_parameters": rope}, strategy(), length)
     assert small["rope_parameters"]["rope_type"] == "longrope"
     assert (small["original_max_position_embeddings"] < tiny.LENGTH) == inside
-    dynamic = {**config, "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
+    dynamic = {
+        **config,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
+    }
     small = tiny_config(dynamic, strategy(), length)
     assert (small["max_position_embeddings"] < tiny.LENGTH) == inside
 
 
 def test_dropout_is_that_of_the_model() -> None:
-    config: dict[str, Any] = {"resid_pdrop": 0.1, "text_config": {"dropout": 0.2, "layerdrop": 0.3}, "drop": True}
-    small: dict[str, Any] = {"resid_pdrop": 0.0, "text_config": {"dropout": 0.0, "layerdrop": 0.0}, "drop": True}
+    config: dict[str, Any] = {
+        "resid_pdrop": 0.1,
+        "text_config": {"dropout": 0.2, "layerdrop": 0.3},
+        "drop": True,
+    }
+    small: dict[str, Any] = {
+        "resid_pdrop": 0.0,
+        "text_config": {"dropout": 0.0, "layerdrop": 0.0},
+        "drop": True,
+    }
     made = tiny.with_dropout(small, config)
-    assert made == {"resid_pdrop": 0.1, "text_config": {"dropout": 0.2, "layerdrop": 0.0}, "drop": True}
+    assert made == {
+        "resid_pdrop": 0.1,
+        "text_config": {"dropout": 0.2, "layerdrop": 0.0},
+        "drop": True,
+    }
 
 
 def test_a_number_that_is_none_does_not_pass() -> None:

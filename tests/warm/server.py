@@ -1,7 +1,8 @@
-"""Imports what ranks and commands import, then forks one process for each that asks (path/sitecustomize.py).
+"""Imports what ranks and commands import, then forks one process for each that asks
+(path/sitecustomize.py).
 
-A child takes over the asker's command, environment, folder and open files. When the asker dies, so does its child with
-its process group; when the tests end, the server's stdin closes and all end.
+A child takes over the asker's command, environment, folder and open files. When the asker dies, so
+does its child with its process group; when the tests end, the server's stdin closes and all end.
 """
 
 from __future__ import annotations
@@ -81,7 +82,11 @@ def serve(listener: socket.socket) -> dict[str, Any]:
                 if pid == 0:
                     for other in (listener, connection, *children.values()):
                         other.close()
-                    for process in [key.fd for key in selector.get_map().values() if isinstance(key.fileobj, int)]:
+                    for process in [
+                        key.fd
+                        for key in selector.get_map().values()
+                        if isinstance(key.fileobj, int)
+                    ]:
                         os.close(process)
                     selector.close()
                     take_files(request.pop("files"), files)
@@ -140,9 +145,13 @@ def take_files(numbers: list[int], files: list[int]) -> None:
 def open_streams(unbuffered: bool) -> None:
     """The server's own have kept what kind of file was behind them."""
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), line_buffering=unbuffered)
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(1, "w", closefd=False)), line_buffering=unbuffered
+    )
     sys.stderr = io.TextIOWrapper(
-        io.BufferedWriter(io.FileIO(2, "w", closefd=False)), errors="backslashreplace", line_buffering=True
+        io.BufferedWriter(io.FileIO(2, "w", closefd=False)),
+        errors="backslashreplace",
+        line_buffering=True,
     )
 
 
@@ -159,7 +168,11 @@ def run(command: list[str], folder: str, environment: dict[str, str], parent: in
     while words[0].startswith("-") and words[0] != "-m":
         flags.add(words.pop(0))
     open_streams(unbuffered="-u" in flags)
-    sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry not in sys.path]
+    sys.path[:0] = [
+        entry
+        for entry in environment.get("PYTHONPATH", "").split(os.pathsep)
+        if entry not in sys.path
+    ]
     import huggingface_hub.constants
     import torch
 

@@ -1,4 +1,5 @@
-"""Whether the loss of a type can be computed chunk by chunk: what stands in the compiler's table as proved."""
+"""Whether the loss of a type can be computed chunk by chunk: what stands in the compiler's table as
+proved."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ TOLERANCE = 1e-6
 
 
 def why_not_chunked(model: nn.Module, input_ids: torch.Tensor) -> str:
-    """ "" where chunks give the model's own logits and gradients. model: tiny, nothing random; input_ids (B, S)."""
+    """ "" where chunks give the model's own logits and gradients. model: tiny, nothing random;
+    input_ids (B, S)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     whole = model(input_ids=input_ids, use_cache=False).logits
     try:
@@ -24,7 +26,10 @@ def why_not_chunked(model: nn.Module, input_ids: torch.Tensor) -> str:
         cuts = range(0, hidden.shape[1], 5)
         chunks = torch.cat([tail.logits(hidden[:, at : at + 5]) for at in cuts], dim=1)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        return f"its head cannot be run alone: {(str(error).strip().splitlines() or [type(error).__name__])[0][:150]}"
+        return (
+            "its head cannot be run alone: "
+            f"{(str(error).strip().splitlines() or [type(error).__name__])[0][:150]}"
+        )
     if chunks.shape != whole.shape:
         return f"the logits of its chunks are {tuple(chunks.shape)}, not {tuple(whole.shape)}"
     off = share_apart(chunks, whole, least=1.0)

@@ -1,8 +1,9 @@
 """A tiny configuration for every causal-LM type of the installed transformers.
 
-One shrinker reads the defaults of a type's own config class and sets what it finds by attribute name: small sizes
-(SIZES), bounded mixtures of layer kinds, and values that differ from the defaults (FLAGS, SCALES), so that a wrong
-multiplier, bias or window shows in a comparison. What a type needs beside that is in OVERRIDES.
+One shrinker reads the defaults of a type's own config class and sets what it finds by attribute
+name: small sizes (SIZES), bounded mixtures of layer kinds, and values that differ from the defaults
+(FLAGS, SCALES), so that a wrong multiplier, bias or window shows in a comparison. What a type needs
+beside that is in OVERRIDES.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ RUNNABLE: tuple[str, ...] = tuple(t for t in TYPES if t not in IMPOSSIBLE)
 
 VOCABULARY = 260
 TEXT_VOCABULARY = 250
-"""Ids from here up are image, audio and video placeholders of the multimodal types: text uses only the ids below."""
+"""Ids from here up are image, audio and video placeholders of the multimodal types: text uses only
+the ids below."""
 
 LAYERS = 4
 
@@ -34,12 +36,22 @@ SIZES: dict[str, Json] = {
     "vocab_size_per_layer_input": VOCABULARY,
     "type_vocab_size": 2,
     **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length", "model_max_length"), 64
+        (
+            "max_position_embeddings",
+            "n_positions",
+            "n_ctx",
+            "max_seq_len",
+            "context_length",
+            "model_max_length",
+        ),
+        64,
     ),
     **dict.fromkeys(("max_target_positions", "max_source_positions"), 64),
     "original_max_position_embeddings": 32,
     # width
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "lru_width"), 64),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "lru_width"), 64
+    ),
     **dict.fromkeys(("embedding_size", "input_embedding_size"), 48),  # a projection follows
     **dict.fromkeys(("attention_hidden_size", "word_embed_proj_dim"), 64),
     "output_embedding_size": 80,
@@ -58,11 +70,17 @@ SIZES: dict[str, Json] = {
     ),
     **dict.fromkeys(("encoder_layers", "num_encoder_layers"), 2),
     # heads
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4
+    ),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads", "swa_num_attention_heads"), 4),
+    **dict.fromkeys(
+        ("num_decoder_attention_heads", "num_encoder_attention_heads", "swa_num_attention_heads"), 4
+    ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "d_head", "dim_head", "swa_head_dim", "kv_channels", "attention_head_size"), 16),
+    **dict.fromkeys(
+        ("head_dim", "d_head", "dim_head", "swa_head_dim", "kv_channels", "attention_head_size"), 16
+    ),
     "rotary_dim": 8,
     # multi-head latent attention and sparse indexers
     "q_lora_rank": 20,
@@ -76,15 +94,22 @@ SIZES: dict[str, Json] = {
     "index_head_dim": 16,
     "index_n_heads": 4,
     # feed-forward
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim"), 112),
-    **dict.fromkeys(("n_inner", "dff", "dim_ff", "d_inner", "feed_forward_size", "intermediate_size_mlp"), 112),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "encoder_ffn_dim"),
+        112,
+    ),
+    **dict.fromkeys(
+        ("n_inner", "dff", "dim_ff", "d_inner", "feed_forward_size", "intermediate_size_mlp"), 112
+    ),
     **dict.fromkeys(("dense_intermediate_size", "prefix_dense_intermediate_size"), 112),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 96),
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_experts_intermediate_size"), 104),
     **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size"), 104),
     # experts
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2
+    ),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
     "n_group": 2,
     "num_expert_group": 2,
@@ -92,7 +117,9 @@ SIZES: dict[str, Json] = {
     "zero_expert_num": 2,
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
     # windows, far below the 24 tokens of a test
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "sliding_window_size"), 8),
+    **dict.fromkeys(
+        ("sliding_window", "window_size", "attention_window_size", "sliding_window_size"), 8
+    ),
     "attention_chunk_size": 8,
     # image towers: built, never run
     "image_size": 28,
@@ -100,7 +127,9 @@ SIZES: dict[str, Json] = {
     # state space, convolutions, linear attention
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 8),
     **dict.fromkeys(("conv_kernel", "mamba_d_conv", "conv1d_width", "linear_conv_kernel_dim"), 3),
-    **dict.fromkeys(("short_conv_kernel_size", "conv_L_cache", "conv_kernel_size", "ple_conv_kernel_size"), 3),
+    **dict.fromkeys(
+        ("short_conv_kernel_size", "conv_L_cache", "conv_kernel_size", "ple_conv_kernel_size"), 3
+    ),
     **dict.fromkeys(("expand", "mamba_expand"), 2),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
@@ -121,12 +150,21 @@ SIZES: dict[str, Json] = {
 
 # Switches that add parameters or code paths.
 FLAGS: dict[str, Json] = {
-    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "lm_head_bias"), True),
-    **dict.fromkeys(("attention_out_bias", "decoder_bias", "norm_bias", "bias", "add_bias_linear", "conv_bias"), True),
-    **dict.fromkeys(("projectors_bias", "mamba_proj_bias", "mamba_conv_bias", "use_conv_bias"), True),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "lm_head_bias"), True
+    ),
+    **dict.fromkeys(
+        ("attention_out_bias", "decoder_bias", "norm_bias", "bias", "add_bias_linear", "conv_bias"),
+        True,
+    ),
+    **dict.fromkeys(
+        ("projectors_bias", "mamba_proj_bias", "mamba_conv_bias", "use_conv_bias"), True
+    ),
     **dict.fromkeys(("use_qk_norm", "qk_layernorm", "norm_topk_prob", "scale_embedding"), True),
     **dict.fromkeys(("use_sliding_window", "is_decoder", "causal"), True),
-    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "is_encoder", "output_router_logits"), False),
+    **dict.fromkeys(
+        ("is_encoder_decoder", "add_cross_attention", "is_encoder", "output_router_logits"), False
+    ),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"), 5.0),
     **dict.fromkeys(("output_logit_soft_cap", "gate_soft_cap"), 5.0),
     "clip_qkv": 0.5,
@@ -172,16 +210,20 @@ def defaults(model_type: str) -> dict[str, Json]:
 
 
 def tiny_config(model_type: str, seed: int = 0) -> dict[str, Json]:
-    """A plain JSON document with "model_type" for AutoConfig.for_model(**document). Only what differs is in it.
+    """A plain JSON document with "model_type" for AutoConfig.for_model(**document). Only what
+    differs is in it.
 
-    The seed moves the multipliers only, never a shape. Raises KeyError for a type in IMPOSSIBLE or an unknown one.
+    The seed moves the multipliers only, never a shape. Raises KeyError for a type in IMPOSSIBLE or
+    an unknown one.
     """
     if model_type in VARIANTS:
         return {**tiny_config(base_type(model_type), seed), **VARIANTS[model_type]}
     if model_type in IMPOSSIBLE or model_type not in TYPES:
         raise KeyError(f"{model_type}: {IMPOSSIBLE.get(model_type, 'not a causal-LM type')}")
     # A copy: configuration classes write into the nested dictionaries that they are given.
-    return copy.deepcopy(_shrink(model_type, defaults(model_type), random.Random(f"{model_type} {seed}")))
+    return copy.deepcopy(
+        _shrink(model_type, defaults(model_type), random.Random(f"{model_type} {seed}"))
+    )
 
 
 def base_type(name: str) -> str:
@@ -202,7 +244,11 @@ def _shrink(model_type: str, default: dict[str, Json], draw: random.Random) -> d
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             out[name] = 0.0
         elif name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            out[name] = None if value is None else ("pad_token_id", "bos_token_id", "eos_token_id").index(name)
+            out[name] = (
+                None
+                if value is None
+                else ("pad_token_id", "bos_token_id", "eos_token_id").index(name)
+            )
         elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
             out[name] = next(placeholders)
         elif name == "rope_parameters" and isinstance(value, dict) and value:
@@ -221,19 +267,28 @@ def _shrink(model_type: str, default: dict[str, Json], draw: random.Random) -> d
 
 
 def _merge(base: dict[str, Json], extra: dict[str, Json]) -> dict[str, Json]:
-    """`extra` over `base`; nested configurations merge, everything else is replaced, `...` is removed."""
+    """`extra` over `base`; nested configurations merge, everything else is replaced, `...` is
+    removed."""
     out = dict(base)
     for name, value in extra.items():
-        nested = name.endswith("_config") and isinstance(value, dict) and name in base and name != "per_layer_config"
+        nested = (
+            name.endswith("_config")
+            and isinstance(value, dict)
+            and name in base
+            and name != "per_layer_config"
+        )
         out[name] = _merge(base[name], value) if nested else value
     return {name: value for name, value in out.items() if value is not ...}
 
 
 def _rope(value: dict[str, Json]) -> dict[str, Json]:
-    """The type's own kind of rotary table, with another base, half of the head where partial, and a short history."""
+    """The type's own kind of rotary table, with another base, half of the head where partial, and a
+    short history."""
     if "rope_type" not in value:  # one table per layer kind, each with a base of its own
         return {
-            kind: {**_rope(table), "rope_theta": 5000.0 + 2000.0 * index} if isinstance(table, dict) else table
+            kind: {**_rope(table), "rope_theta": 5000.0 + 2000.0 * index}
+            if isinstance(table, dict)
+            else table
             for index, (kind, table) in enumerate(value.items())
         }
     out = {**value, "rope_theta": 5000.0}
@@ -253,7 +308,8 @@ def _mixture(value: Json) -> Json:
 
 
 def _first_then_rest(value: Json) -> Json:
-    """Each kind once in the order of the default, the last one up to LAYERS: one dense layer, then experts."""
+    """Each kind once in the order of the default, the last one up to LAYERS: one dense layer, then
+    experts."""
     if not isinstance(value, list) or not value:
         return value
     kinds = list(dict.fromkeys(value))
@@ -271,18 +327,21 @@ def build(model_type: str, seed: int = 0) -> torch.nn.Module:
 
 
 def inputs(model_type: str, ids: torch.Tensor) -> dict[str, Json]:
-    """Keyword arguments of a training step on token ids of shape (batch, sequence): labels as the type wants them."""
+    """Keyword arguments of a training step on token ids of shape (batch, sequence): labels as the
+    type wants them."""
     batch: dict[str, Json] = {"input_ids": ids, "labels": ids, "use_cache": False}
     if model_type in CODEBOOK_TYPES:
         batch["labels"] = ids[..., None]
     elif model_type == "git":
-        # The loss skips as many logits as an image has tokens (one here) even where no image is given.
+        # The loss skips as many logits as an image has tokens (one here) even where no image is
+        # given.
         batch["shift_labels"] = torch.nn.functional.pad(ids[:, 2:], (0, 1), value=-100)
     return batch
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Adds normal(0, 0.05) to every parameter once, so that no bias is all zero and no norm weight all one."""
+    """Adds normal(0, 0.05) to every parameter once, so that no bias is all zero and no norm weight
+    all one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -15,8 +15,8 @@ from tests.figures import worst_of_ranks
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5
 GRADIENT_ABSOLUTE = 2e-5
-"""What a layout of the zoo may differ by from the plain process; an element of the first step's gradient, whose norm is
-clipped to 0.5, where experts or rows are shared out."""
+"""What a layout of the zoo may differ by from the plain process; an element of the first step's
+gradient, whose norm is clipped to 0.5, where experts or rows are shared out."""
 
 OFF = ("loss", "norm", "weights", "gradient")
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,11 +24,17 @@ TYPES_A_LAUNCH = 64
 
 
 def run_types(
-    types: list[str], layout: str, ranks: int, out: Path, kind: str = "", worker: str = "pipeline_worker.py"
+    types: list[str],
+    layout: str,
+    ranks: int,
+    out: Path,
+    kind: str = "",
+    worker: str = "pipeline_worker.py",
 ) -> dict[str, dict[str, Any]]:
     """Type -> its worst figures over the ranks, its refusal, or its error.
 
-    A rank that fails ends its launch, since others may wait for it in a collective; the next launch goes on behind it.
+    A rank that fails ends its launch, since others may wait for it in a collective; the next launch
+    goes on behind it.
     """
     out.mkdir(parents=True)
     found: dict[str, dict[str, Any]] = {}
@@ -45,13 +51,28 @@ def run_types(
             "SHARDWRIGHT_ZOO_KIND": kind,
             "SHARDWRIGHT_CACHE": "off",
         }
-        program, script = Path(sys.executable).parent / "deepspeed", Path(__file__).with_name(worker)
-        launch = [str(program), "--hostfile", "none", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-        result = subprocess.run([*launch, str(script)], env=environment, capture_output=True, text=True, timeout=1800)
+        program, script = (
+            Path(sys.executable).parent / "deepspeed",
+            Path(__file__).with_name(worker),
+        )
+        launch = [
+            str(program),
+            "--hostfile",
+            "none",
+            "--num_gpus",
+            str(ranks),
+            "--master_port",
+            str(free_port()),
+        ]
+        result = subprocess.run(
+            [*launch, str(script)], env=environment, capture_output=True, text=True, timeout=1800
+        )
         found = {**read(out, ranks), **died}
         rest = [t for t in left if t not in found]
         if len(rest) == len(left):
-            found[left[0]] = died[left[0]] = {"error": result.stdout[-2000:] + result.stderr[-2000:]}
+            found[left[0]] = died[left[0]] = {
+                "error": result.stdout[-2000:] + result.stderr[-2000:]
+            }
             rest = left[1:]
         left = rest
     return found
@@ -64,7 +85,8 @@ def read(out: Path, ranks: int) -> dict[str, dict[str, Any]]:
         for line in file.read_text().splitlines():
             figures = json.loads(line)
             if is_echo(figures.get("error", "")):
-                continue  # the other rank failed, maybe at the type before: this one gets a launch of its own
+                # the other rank failed, maybe at the type before: this one gets a launch of its own
+                continue
             reported.setdefault(figures.pop("type"), {})[file] = figures
     found = {}
     for model_type, by_rank in reported.items():
@@ -79,7 +101,9 @@ def _merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     if any("refused" in figures for figures in ranks):
         alike = all(figures == first for figures in ranks)
         return first if alike else {"error": f"not every rank refuses it: {ranks}"}
-    off = worst_of_ranks([{key: figures[key] for key in OFF if key in figures} for figures in ranks], len(ranks))
+    off = worst_of_ranks(
+        [{key: figures[key] for key in OFF if key in figures} for figures in ranks], len(ranks)
+    )
     return {**first, **off, "sharded": min(figures["sharded"] for figures in ranks)}
 
 
@@ -90,7 +114,9 @@ def verdict(figures: dict[str, Any]) -> str:
     if "refused" in figures:
         return "refused"
     good = (
-        figures["loss"] <= LOSS_ABSOLUTE and figures["norm"] <= NORM_RELATIVE and figures["weights"] <= WEIGHT_ABSOLUTE
+        figures["loss"] <= LOSS_ABSOLUTE
+        and figures["norm"] <= NORM_RELATIVE
+        and figures["weights"] <= WEIGHT_ABSOLUTE
     )
     good = good and figures.get("gradient", 0.0) <= GRADIENT_ABSOLUTE
     return "proved" if good else "wrong"

@@ -1,6 +1,7 @@
 """What a type needs beside the generic shrinker of configs.py: each entry says why.
 
-A nested configuration takes the entry of its own type first, then what the outer entry says of it. `...` removes a key.
+A nested configuration takes the entry of its own type first, then what the outer entry says of it.
+`...` removes a key.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ from typing import Any
 Json = Any
 
 IMPOSSIBLE: dict[str, str] = {
-    "gemma3n": "its vision tower is a timm model: timm and PIL are not dependencies; the text part is gemma3n_text",
+    "gemma3n": (
+        "its vision tower is a timm model: timm and PIL are not dependencies; the text part is "
+        "gemma3n_text"
+    ),
     "gemma4_assistant": "a drafter: every layer reads the keys and values of a target model",
-    "gemma4_unified_assistant": "a drafter: every layer reads the keys and values of a target model",
+    "gemma4_unified_assistant": (
+        "a drafter: every layer reads the keys and values of a target model"
+    ),
 }
 
 SLIDING_FIRST = ["sliding_attention", "full_attention"] * 2
@@ -36,7 +42,8 @@ DOTS_SLIDING = {
     "v_head_dim": 16,
 }
 
-# The class takes the decoder's configuration, the mapping hands it the composite one: the decoder's names go on top.
+# The class takes the decoder's configuration, the mapping hands it the composite one: the decoder's
+# names go on top.
 MUSICGEN = {
     "vocab_size": 260,
     "max_position_embeddings": 64,
@@ -60,7 +67,10 @@ MUSICGEN = {
 }
 
 OVERRIDES: dict[str, dict[str, Json]] = {
-    "afmoe": {"mup_enabled": True, "global_attn_every_n_layers": 2},  # the embedding multiplier hangs on it
+    "afmoe": {
+        "mup_enabled": True,
+        "global_attn_every_n_layers": 2,
+    },  # the embedding multiplier hangs on it
     "axk2": {"gated_norm_rank": 8},
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},  # no attention layer by default
@@ -68,20 +78,40 @@ OVERRIDES: dict[str, dict[str, Json]] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "bloom": {"apply_residual_connection_post_layernorm": True},
-    "blt": {"encoder_hash_byte_group_vocab": 50, "local_attention_window_len": 8},  # half a million rows otherwise
+    "blt": {
+        "encoder_hash_byte_group_vocab": 50,
+        "local_attention_window_len": 8,
+    },  # half a million rows otherwise
     "blt_local_encoder": {"hidden_size_global": 64, "num_hidden_layers": 2},
     "blt_local_decoder": {"hidden_size_global": 64},
-    "cohere2_moe": {"mlp_layer_types": DENSE_FIRST, "layer_types": SLIDING_FIRST},  # experts only by default
+    "cohere2_moe": {
+        "mlp_layer_types": DENSE_FIRST,
+        "layer_types": SLIDING_FIRST,
+    },  # experts only by default
     # No rotary table by default: it looks one up per layer kind and fails.
     "cohere_compass_text": {
         "layer_types": SLIDING_FIRST,
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]},
-            "full_attention": {"rope_type": "default", "rope_theta": 7000.0, "mrope_section": [2, 3, 3]},
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "mrope_section": [2, 3, 3],
+            },
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 7000.0,
+                "mrope_section": [2, 3, 3],
+            },
         },
     },
-    "cpmant": {"prompt_length": 4, "prompt_types": 4, "segment_types": 4, "position_bias_num_buckets": 16},
-    # The nested configurations have no type, so no rule reaches all of their names; rope_theta has no default.
+    "cpmant": {
+        "prompt_length": 4,
+        "prompt_types": 4,
+        "segment_types": 4,
+        "position_bias_num_buckets": 16,
+    },
+    # The nested configurations have no type, so no rule reaches all of their names; rope_theta has
+    # no default.
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 5000.0},
         "ffn_config": {"moe_top_k": 2, "ffn_hidden_size": 96},
@@ -112,7 +142,11 @@ OVERRIDES: dict[str, dict[str, Json]] = {
             "mlp_bias": False,
             "per_layer_config": ...,
         },
-        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 16},
+        "audio_config": {
+            "adapter_input_size": 64,
+            "adapter_out_dim": 64,
+            "downsample_hidden_size": 16,
+        },
     },
     "dots3_note_text": {
         "layer_types": ["indexed_attention", "sliding_attention"] * 2,
@@ -122,7 +156,10 @@ OVERRIDES: dict[str, dict[str, Json]] = {
     },
     "ernie4_5_moe": {"moe_layer_end_index": 3},  # beyond the last layer by default
     "exaone4": {"sliding_window_pattern": 2},
-    "falcon": {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2},  # the form with grouped keys
+    "falcon": {
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 2,
+    },  # the form with grouped keys
     "falcon_h1": {
         "mamba_d_ssm": 128,  # heads x their width
         "mlp_multipliers": [0.8, 1.2],
@@ -144,19 +181,28 @@ OVERRIDES: dict[str, dict[str, Json]] = {
         "hidden_size_per_layer_input": 16,
         "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}},
     },
-    "gemma4": {"text_config": {"enable_moe_block": True}},  # the variant with experts, gemma4_text is the one without
+    "gemma4": {
+        "text_config": {"enable_moe_block": True}
+    },  # the variant with experts, gemma4_text is the one without
     "gemma4_unified_text": {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}},
-    "git": {"vision_config": {"image_size": 8, "patch_size": 16}},  # one image token: the loss skips as many positions
+    "git": {
+        "vision_config": {"image_size": 8, "patch_size": 16}
+    },  # one image token: the loss skips as many positions
     "glm_moe_dsa": {"indexer_types": INDEXER_SHARED},  # no sharing by default
     "got_ocr2": {"vision_config": {"image_size": 32, "global_attn_indexes": [1, 3], "mlp_dim": 96}},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},  # has to name as many layers as there are
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 2]]
+    },  # has to name as many layers as there are
     "granite_swa": {"layer_rope_theta": [5000.0, 7000.0, 5000.0, 7000.0]},
     "granitemoe_swa": {"layer_rope_theta": [5000.0, 7000.0, 5000.0, 7000.0]},
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"] * 2,  # no attention by default
         "position_embedding_type": "rope",
     },
-    "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},  # stack x H_cycles x (L_cycles + 1)
+    "hrm_text": {
+        "num_layers_per_stack": 2,
+        "num_hidden_layers": 16,
+    },  # stack x H_cycles x (L_cycles + 1)
     "hy_v4": {"indexer_types": INDEXER_SHARED, "hc_mult": 2},
     "inkling2_text": {
         "rel_extent": 16,
@@ -168,8 +214,14 @@ OVERRIDES: dict[str, dict[str, Json]] = {
         "mlp_gate_softcap": 2.0,
         "mlp_up_softcap": 5.0,
     },
-    "inkling_text": {"rel_extent": 16, "d_rel": 8, "log_scaling_n_floor": 8, "mlp_layer_types": DENSE_FIRST},
-    # Both kinds of mixer with both kinds of feed-forward; the default periods are longer than four layers.
+    "inkling_text": {
+        "rel_extent": 16,
+        "d_rel": 8,
+        "log_scaling_n_floor": 8,
+        "mlp_layer_types": DENSE_FIRST,
+    },
+    # Both kinds of mixer with both kinds of feed-forward; the default periods are longer than four
+    # layers.
     "jamba": {
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
@@ -182,9 +234,14 @@ OVERRIDES: dict[str, dict[str, Json]] = {
         "mlp_layer_types": DENSE_FIRST,
         "moe_router_logit_softcapping": 5.0,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": ..., "block_multiple_of": 16},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"] * 2,
+        "full_attn_idxs": ...,
+        "block_multiple_of": 16,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},  # none by default
-    # Position-free and chunked layers, dense and expert ones, and a temperature that starts inside 24 tokens.
+    # Position-free and chunked layers, dense and expert ones, and a temperature that starts inside
+    # 24 tokens.
     "llama4_text": {
         "no_rope_layers": [1, 0, 1, 0],
         "layer_types": ["chunked_attention", "full_attention"] * 2,
@@ -278,8 +335,12 @@ OVERRIDES: dict[str, dict[str, Json]] = {
     # The layers have no single-module form, and only its encoder form exists, causal by a flag.
     "xlm": {"is_encoder": True},
     "xlnet": {"attn_type": "uni", "mem_len": None},
-    "xmod": {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"},  # no language by default
-    # The attention runs at twice the width, next to the embedding; its blocks are shared between layers.
+    "xmod": {
+        "languages": ["en_XX", "de_DE"],
+        "default_language": "de_DE",
+    },  # no language by default
+    # The attention runs at twice the width, next to the embedding; its blocks are shared between
+    # layers.
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
     "zamba2": {
         "attention_hidden_size": ...,
@@ -298,7 +359,11 @@ OVERRIDES: dict[str, dict[str, Json]] = {
 }
 
 VARIANTS: dict[str, dict[str, Json]] = {
-    "falcon/multi_query": {"new_decoder_architecture": False, "multi_query": True, "num_ln_in_parallel_attn": None},
+    "falcon/multi_query": {
+        "new_decoder_architecture": False,
+        "multi_query": True,
+        "num_ln_in_parallel_attn": None,
+    },
     "gpt_bigcode/heads": {"multi_query": False},
     "stablelm/plain": {"qk_layernorm": False},
 }

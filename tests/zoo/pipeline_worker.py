@@ -1,8 +1,9 @@
-"""Under the `deepspeed` launcher: many model types in one launch, each on the real engine, against a plain process.
+"""Under the `deepspeed` launcher: many model types in one launch, each on the real engine, against
+a plain process.
 
-SHARDWRIGHT_ZOO_TYPES names the types, SHARDWRIGHT_ZOO_LAYOUT keys of `parallelism` ("tensor=2"), SHARDWRIGHT_ZOO_OUT
-the folder for results. SHARDWRIGHT_ZOO_KIND, where set, is what is to be proved of tensor parallelism (sharded,
-fallback) instead of what is proved already.
+SHARDWRIGHT_ZOO_TYPES names the types, SHARDWRIGHT_ZOO_LAYOUT keys of `parallelism` ("tensor=2"),
+SHARDWRIGHT_ZOO_OUT the folder for results. SHARDWRIGHT_ZOO_KIND, where set, is what is to be proved
+of tensor parallelism (sharded, fallback) instead of what is proved already.
 """
 
 from __future__ import annotations
@@ -80,7 +81,13 @@ def recipe(model_type: str, folder: Path) -> dict[str, Any]:
             "global_batch_size": BATCH,
             "steps": STEPS,
             "precision": "fp32",
-            "optimizer": {"name": "adamw", "lr": 1e-3, "betas": list(BETAS), "eps": 1e-3, "weight_decay": 0.1},
+            "optimizer": {
+                "name": "adamw",
+                "lr": 1e-3,
+                "betas": list(BETAS),
+                "eps": 1e-3,
+                "weight_decay": 0.1,
+            },
             "scheduler": {"name": "cosine", "warmup_steps": 2},
             "gradient_clipping": CLIPPING,
         },
@@ -96,8 +103,8 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     if rank == 0:
         folder.mkdir(parents=True)
         build(model_type).save_pretrained(folder / "weights")
-        # The class of a composite type may keep its text part only, of a type that is no causal LM by name (emu3,
-        # mllama); a published checkpoint has the whole configuration.
+        # The class of a composite type may keep its text part only, of a type that is no causal LM
+        # by name (emu3, mllama); a published checkpoint has the whole configuration.
         AutoConfig.for_model(**tiny_config(model_type)).save_pretrained(folder / "weights")
         np.save(folder / "tokens.npy", tokens)
         (folder / "recipe.yaml").write_text(json.dumps(recipe(model_type, folder)))
@@ -108,7 +115,10 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     with CONTEXT.aside():  # the type before may have switched it on
         compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
     if KIND and compiled.plan.tensor_parallel.kind != KIND:
-        return {"refused": "SW3123", "reason": "transformers has no tensor-parallel plan for it, nor has this project"}
+        return {
+            "refused": "SW3123",
+            "reason": "transformers has no tensor-parallel plan for it, nor has this project",
+        }
     if rank == 0:
         for name, content in compiled.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +155,10 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
         **({"gradient": worst(gradient)} if shares(plan) else {}),
         "unused": len(wanted.unused),
         "sharded": cut / max(1, total),
-        "payload": [*plan.model.cut.payload, *(f"output {place}" for place in plan.model.cut.carried)],
+        "payload": [
+            *plan.model.cut.payload,
+            *(f"output {place}" for place in plan.model.cut.carried),
+        ],
         "together": [list(r) for r in plan.model.cut.together],
         "own_loss": plan.model.cut.loss,
         "causal": plan.model.cut.causal,
@@ -155,17 +168,21 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
 
 
 def shares(plan: Plan) -> bool:
-    """Whether ranks share out experts or rows. A wrong gradient of theirs may hardly show in the losses."""
+    """Whether ranks share out experts or rows. A wrong gradient of theirs may hardly show in the
+    losses."""
     return plan.strategy.expert > 1 or plan.strategy.context > 1
 
 
 def first_moments(fragments: Iterable[LiveFragment]) -> list[tuple[str, int, torch.Tensor]]:
-    """(name, first element of the flattened shard, Adam's mean of the gradients) of this rank's fragments."""
+    """(name, first element of the flattened shard, Adam's mean of the gradients) of this rank's
+    fragments."""
     trained = (f for f in fragments if "exp_avg" in f.states)
     return [(f.name, f.start, f.states["exp_avg"].detach().clone()) for f in trained]
 
 
-def plain_run(plan: Plan, folder: Path, tokens: np.ndarray) -> tuple[Reference, dict[str, torch.Tensor]]:
+def plain_run(
+    plan: Plan, folder: Path, tokens: np.ndarray
+) -> tuple[Reference, dict[str, torch.Tensor]]:
     """One process over all steps; and the gradients of the first one, clipped."""
     own_loss = plan.model.cut.loss == "next_token"
 
@@ -206,18 +223,28 @@ def own_part(plan: Plan, name: str, whole: torch.Tensor) -> torch.Tensor:
     split = next(p for m in plan.tensor_parallel.modules for p in m.parameters if p.name == name)
     if split.dimension is None:
         return part
-    return torch.cat([part.narrow(split.dimension, *piece) for piece in split.pieces(rank.tensor)], dim=split.dimension)
+    return torch.cat(
+        [part.narrow(split.dimension, *piece) for piece in split.pieces(rank.tensor)],
+        dim=split.dimension,
+    )
 
 
 def of_a_range(values: torch.Tensor, start: int, whole: torch.Tensor) -> float:
-    """How far values are from a flattened tensor's elements from `start`, the Conv1D's way round or not."""
+    """How far values are from a flattened tensor's elements from `start`, the Conv1D's way round or
+    not."""
     views = (whole, whole.t()) if whole.ndim == 2 else (whole,)
-    return min(tensor_apart(values, view.reshape(-1)[start : start + len(values)]) for view in views)
+    return min(
+        tensor_apart(values, view.reshape(-1)[start : start + len(values)]) for view in views
+    )
 
 
 def nearest(parameter: torch.Tensor, whole: torch.Tensor) -> float:
-    """The runtime keeps a Conv1D's weight transposed; a square one does not show it by its shape."""
-    return min(tensor_apart(parameter, view) for view in ((whole, whole.t()) if whole.ndim == 2 else (whole,)))
+    """The runtime keeps a Conv1D's weight transposed; a square one does not show it by its
+    shape."""
+    return min(
+        tensor_apart(parameter, view)
+        for view in ((whole, whole.t()) if whole.ndim == 2 else (whole,))
+    )
 
 
 def whole_patterns(plan: Plan) -> list[str]:
@@ -235,7 +262,10 @@ def whole_patterns(plan: Plan) -> list[str]:
 
 def untraced(model: torch.nn.Module, cut: Cut, attention_module: str) -> Traced:
     """What the layers cost is no matter here (test_flops.py), and takes longer than the steps."""
-    return Traced(layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2), context=())
+    return Traced(
+        layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2),
+        context=(),
+    )
 
 
 def main(measure: Callable[[str, Path], dict[str, Any]] = measure) -> None:
@@ -258,7 +288,9 @@ def main(measure: Callable[[str, Path], dict[str, Any]] = measure) -> None:
             file.write(json.dumps({"type": model_type, **figures}) + "\n")
         if "error" in figures:
             sys.stdout.flush()
-            os._exit(1)  # the other rank may be inside a collective: the next launch goes on behind this type
+            os._exit(
+                1
+            )  # the other rank may be inside a collective: the next launch goes on behind this type
     dist.barrier()
     dist.destroy_process_group()
     leave(0)

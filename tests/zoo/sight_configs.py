@@ -1,5 +1,6 @@
-"""A tiny configuration for every type that transformers maps to AutoModelForImageTextToText: the text part as the zoo
-of causal models has it (configs.py), and towers of few blocks on pictures of few patches.
+"""A tiny configuration for every type that transformers maps to AutoModelForImageTextToText: the
+text part as the zoo of causal models has it (configs.py), and towers of few blocks on pictures of
+few patches.
 
 What a type needs beside that is in sight_overrides.py.
 """
@@ -23,14 +24,19 @@ SIGHT_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 SEEING: tuple[str, ...] = tuple(t for t in SIGHT_TYPES if t not in BY_NATURE)
 
 WIDTH, BLOCKS, PATCH, SIDE = 64, 4, 4, 4
-"""Hidden size of all parts, blocks of a tower, pixels of a patch's side, patches of a picture's side."""
+"""Hidden size of all parts, blocks of a tower, pixels of a patch's side, patches of a picture's
+side."""
 TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 POSITIONS = 512
 
 TOWER_SIZES: dict[str, Json] = {
     **dict.fromkeys(("depth", "num_hidden_layers", "num_layers", "n_layers"), BLOCKS),
-    **dict.fromkeys(("embed_dim", "hidden_size", "d_model", "out_hidden_size", "projection_dim"), WIDTH),
-    **dict.fromkeys(("output_dim", "text_hidden_size", "adapter_out_dim", "vision_output_dim"), WIDTH),
+    **dict.fromkeys(
+        ("embed_dim", "hidden_size", "d_model", "out_hidden_size", "projection_dim"), WIDTH
+    ),
+    **dict.fromkeys(
+        ("output_dim", "text_hidden_size", "adapter_out_dim", "vision_output_dim"), WIDTH
+    ),
     **dict.fromkeys(("num_heads", "num_attention_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("num_position_embeddings", "num_patches"), SIDE * SIDE),
     **dict.fromkeys(("encoder_layers", "num_mel_bins"), 2),
@@ -40,12 +46,19 @@ TOWER_SIZES: dict[str, Json] = {
     "fullatt_block_indexes": [1],
     "deepstack_visual_indexes": [0, 2],
 }
-TO_TEXT = ("out_hidden_size", "projection_dim", "projection_hidden_size", "projector_hidden_size", "vision_hidden_size")
+TO_TEXT = (
+    "out_hidden_size",
+    "projection_dim",
+    "projection_hidden_size",
+    "projector_hidden_size",
+    "vision_hidden_size",
+)
 PIXELS = ("image_size", "image_resolution", "crop_size", "max_image_size")
 
 
 def sight_config(model_type: str) -> dict[str, Json]:
-    """A plain JSON document with "model_type". Raises KeyError for a type that is none of SEEING."""
+    """A plain JSON document with "model_type". Raises KeyError for a type that is none of
+    SEEING."""
     if model_type not in SEEING:
         raise KeyError(f"{model_type}: {BY_NATURE.get(model_type, 'not a type that sees')}")
     parts = {name: defaults(part) for name, part in PARTS.get(model_type, {}).items()}
@@ -55,8 +68,11 @@ def sight_config(model_type: str) -> dict[str, Json]:
     return copy.deepcopy(_merge(made, SIGHT_OVERRIDES.get(model_type, {})))
 
 
-def _towers(made: dict[str, Json], real: dict[str, Json], *, tower: bool = False) -> dict[str, Json]:
-    """`made` is `real` with the text's sizes made small: the towers' too. tower: this part is one."""
+def _towers(
+    made: dict[str, Json], real: dict[str, Json], *, tower: bool = False
+) -> dict[str, Json]:
+    """`made` is `real` with the text's sizes made small: the towers' too. tower: this part is
+    one."""
     out = dict(made)
     for name, value in real.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -64,7 +80,9 @@ def _towers(made: dict[str, Json], real: dict[str, Json], *, tower: bool = False
         elif tower and name in TOWER_SIZES and value is not None:
             out[name] = TOWER_SIZES[name]
         elif name in PIXELS and isinstance(value, int | list | tuple):
-            out[name] = [PATCH * SIDE] * len(value) if isinstance(value, list | tuple) else PATCH * SIDE
+            out[name] = (
+                [PATCH * SIDE] * len(value) if isinstance(value, list | tuple) else PATCH * SIDE
+            )
         elif name == "patch_size" and value is not None:
             out[name] = [PATCH] * len(value) if isinstance(value, list | tuple) else PATCH
         elif name == "window_size" and tower:

@@ -25,22 +25,32 @@ TIMM = "its tower is a timm model, and timm is no dependency"
 EVERY_CALL = "its forward wants pixels in every call"
 CODEBOOK = "its pictures become ids of a codebook, whose tower is not trained"
 NOT_PROVED: dict[str, str] = {
-    "blip": "its decoder takes the picture's features by cross-attention; no token stands for a picture",
+    "blip": (
+        "its decoder takes the picture's features by cross-attention; no token stands for a picture"
+    ),
     "blip-2": EVERY_CALL,
     "chameleon": CODEBOOK,
     "emu3": CODEBOOK,
     "fast_vlm": TIMM,
     "gemma3n": TIMM,
     "git": "the picture stands in front of the row: logits are not one a token",
-    "granite_docling": "its decoder scales what it is given, and with it the features that the adapter carries beside",
+    "granite_docling": (
+        "its decoder scales what it is given, and with it the features that the "
+        "adapter carries beside"
+    ),
     "granite4_vision": "its loop adds features behind layers all along the decoder",
     "idefics": EVERY_CALL,
-    "inkling2": "its loop collects hidden states for later layers, and the adapter knows the text type alone",
+    "inkling2": (
+        "its loop collects hidden states for later layers, and the adapter knows the text "
+        "type alone"
+    ),
     "inkling_mm_model": "its pictures have a shape of their own",
     "instructblip": EVERY_CALL,
     "instructblipvideo": "sees videos",
     "kosmos-2": "no token stands for a picture: it is told where pictures are by a mask of its own",
-    "kosmos-2.5": "no token stands for a picture: it is told where pictures are by a mask of its own",
+    "kosmos-2.5": (
+        "no token stands for a picture: it is told where pictures are by a mask of its own"
+    ),
     "mllama": "its layers look at the picture by cross-attention; no token stands for one",
     "perception_lm": TIMM,
 }
@@ -72,21 +82,37 @@ def sections(*parts: int) -> dict[str, Json]:
     return {"text_config": {"rope_parameters": table}}
 
 
-VQ = {"embed_dim": 8, "num_embeddings": 16, "latent_channels": 8, "base_channels": 32, "num_res_blocks": 1}
+VQ = {
+    "embed_dim": 8,
+    "num_embeddings": 16,
+    "latent_channels": 8,
+    "base_channels": 32,
+    "num_res_blocks": 1,
+}
 
 SIGHT_OVERRIDES: dict[str, dict[str, Json]] = {
     "aria": {"projector_patch_to_query_dict": {"16": 4}},
     "deepseek_ocr2": {
         "vision_config": {"sam_config": {"downsample_channels": [32, 64]}},
-        "text_config": {"mlp_layer_types": DENSE_FIRST, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        "text_config": {
+            "mlp_layer_types": DENSE_FIRST,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
     },
-    "ernie4_5_vl_moe": {"text_config": {**sections(3, 3, 2)["text_config"], "moe_intermediate_size": [96, 48]}},
+    "ernie4_5_vl_moe": {
+        "text_config": {**sections(3, 3, 2)["text_config"], "moe_intermediate_size": [96, 48]}
+    },
     "gemma4_unified": {"vision_config": {"model_patch_size": ...}},
     "glm46v": sections(2, 3, 3),
     "glm4v": sections(2, 3, 3),
     "glm4v_moe": {
         "text_config": {
-            "rope_parameters": {**sections(1, 1, 2)["text_config"]["rope_parameters"], "partial_rotary_factor": 0.5}
+            "rope_parameters": {
+                **sections(1, 1, 2)["text_config"]["rope_parameters"],
+                "partial_rotary_factor": 0.5,
+            }
         }
     },
     "glm_ocr": sections(2, 3, 3),
@@ -94,7 +120,10 @@ SIGHT_OVERRIDES: dict[str, dict[str, Json]] = {
     # No rotary part, and pools of positions that divide the chosen ones.
     "glm5_next": {"text_config": {"index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": 0}},
     "hunyuan_vl": sections(2, 2, 2, 2),
-    "janus": {"vision_config": {"use_qk_norm": False}, "vq_config": {**VQ, "channel_multiplier": [1, 1]}},
+    "janus": {
+        "vision_config": {"use_qk_norm": False},
+        "vq_config": {**VQ, "channel_multiplier": [1, 1]},
+    },
     "llama4": {
         "vision_config": {
             "intermediate_size": 256,  # hidden_size over the square of the shuffle's ratio
@@ -102,15 +131,32 @@ SIGHT_OVERRIDES: dict[str, dict[str, Json]] = {
             "projector_output_dim": 64,
         }
     },
-    "minicpm_ocr": {"image_token_id": 255, "vision_config": {"insert_layer_id": 1}, "insert_layer_id": 1},
-    "minicpmv4_6": {"image_token_id": 255, "vision_config": {"insert_layer_id": 1}, "insert_layer_id": 1},
-    "minicpmv4_7": {"image_token_id": 255, "vision_config": {"insert_layer_id": 1}, "insert_layer_id": 1},
+    "minicpm_ocr": {
+        "image_token_id": 255,
+        "vision_config": {"insert_layer_id": 1},
+        "insert_layer_id": 1,
+    },
+    "minicpmv4_6": {
+        "image_token_id": 255,
+        "vision_config": {"insert_layer_id": 1},
+        "insert_layer_id": 1,
+    },
+    "minicpmv4_7": {
+        "image_token_id": 255,
+        "vision_config": {"insert_layer_id": 1},
+        "insert_layer_id": 1,
+    },
     "molmo2": {"adapter_config": {"vision_feature_layer": [3, 1]}, "image_patch_id": 255},
     "muse_glimmer": {"out_hidden_size": 256},  # four patches of the tower
     "muse_spark": {"out_hidden_size": 256, "audio_config": {"hidden_sizes": [16, 32, 48, 64]}},
     "nemotron_h_omni": {
         "image_token_id": 255,
-        "vision_config": {"video_temporal_patch_size": 2, "max_img_size": 32, "patch_dim": 48, "video_patch_dim": 96},
+        "vision_config": {
+            "video_temporal_patch_size": 2,
+            "max_img_size": 32,
+            "patch_dim": 48,
+            "video_patch_dim": 96,
+        },
     },
     "paddleocr_vl": sections(2, 3, 3),
     "qwen2_5_omni_thinker": sections(2, 3, 3),

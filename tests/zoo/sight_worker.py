@@ -1,7 +1,8 @@
-"""Under the `deepspeed` launcher: many types that see in one launch, each on the real engine, against a plain process.
+"""Under the `deepspeed` launcher: many types that see in one launch, each on the real engine,
+against a plain process.
 
-The environment is pipeline_worker.py's. Each step has two micro-batches of two rows, which hold pictures of different
-number and, where the type's may differ, size; one micro-batch holds none.
+The environment is pipeline_worker.py's. Each step has two micro-batches of two rows, which hold
+pictures of different number and, where the type's may differ, size; one micro-batch holds none.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ from shardwright.recipe.load import load_recipe
 from shardwright.train.parameters import check_parameters
 from tests.figures import training_apart
 from tests.parity.reference import Reference, train
-from tests.zoo.pipeline_worker import BETAS, CLIPPING, LAYOUT, STEPS, clipped, first_moments, main, of_a_range
+from tests.zoo.pipeline_worker import (
+    BETAS,
+    CLIPPING,
+    LAYOUT,
+    STEPS,
+    clipped,
+    first_moments,
+    main,
+    of_a_range,
+)
 from tests.zoo.sight_configs import build_seeing, sight_config
 
 ROWS = (
@@ -46,7 +56,8 @@ SECONDS = 240
 IGNORED = -100
 
 MicroBatches = list[list[dict[str, dict[str, torch.Tensor]]]]
-"""For each step its micro-batches: inputs of the forward with their labels, and of a blank picture."""
+"""For each step its micro-batches: inputs of the forward with their labels, and of a blank
+picture."""
 
 
 def micro_batches(model_type: str) -> MicroBatches:
@@ -62,7 +73,9 @@ def micro_batches(model_type: str) -> MicroBatches:
             labels = torch.where(ids == made.token, IGNORED, ids)
             labels[:, :2] = IGNORED
             blank = {} if any(rows) else made.make(made.tower, ((1,),))
-            steps[-1].append({"inputs": {"input_ids": ids, "labels": labels, **beside}, "blank": blank})
+            steps[-1].append(
+                {"inputs": {"input_ids": ids, "labels": labels, **beside}, "blank": blank}
+            )
     return steps
 
 
@@ -70,14 +83,24 @@ def recipe(folder: Path, length: int) -> dict[str, Any]:
     return {
         "version": 1,
         "name": "zoo",
-        "model": {"source": str(folder / "weights"), "weights": "pretrained", "task": "image-text-to-text"},
+        "model": {
+            "source": str(folder / "weights"),
+            "weights": "pretrained",
+            "task": "image-text-to-text",
+        },
         "cluster": {"nodes": 1, "gpus_per_node": dist.get_world_size(), "gpu": "cpu"},
         "training": {
             "sequence_length": length,
             "global_batch_size": 4,
             "steps": STEPS,
             "precision": "fp32",
-            "optimizer": {"name": "adamw", "lr": 1e-3, "betas": list(BETAS), "eps": 1e-3, "weight_decay": 0.1},
+            "optimizer": {
+                "name": "adamw",
+                "lr": 1e-3,
+                "betas": list(BETAS),
+                "eps": 1e-3,
+                "weight_decay": 0.1,
+            },
             "scheduler": {"name": "cosine", "warmup_steps": 2},
             "gradient_clipping": CLIPPING,
         },
@@ -94,7 +117,8 @@ def recipe(folder: Path, length: int) -> dict[str, Any]:
 
 
 def measure(model_type: str, folder: Path) -> dict[str, Any]:
-    """Differences from the plain run, or the refusal. Ranks that wait for each other end the launch, and say where."""
+    """Differences from the plain run, or the refusal. Ranks that wait for each other end the
+    launch, and say where."""
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
         return _measured(model_type, folder)
@@ -109,7 +133,9 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
         build_seeing(model_type).save_pretrained(folder / "weights")
         AutoConfig.for_model(**sight_config(model_type)).save_pretrained(folder / "weights")
         byte_tokenizer().save(str(folder / "weights" / "tokenizer.json"))
-        (folder / "weights" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        (folder / "weights" / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+        )
         (folder / "data.jsonl").write_text("")  # its rows are made here
         steps = micro_batches(model_type)
         torch.save(steps, folder / "steps.pt")
@@ -134,7 +160,11 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
     results, moments = [], []
     for k, step in enumerate(steps, 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, k)
-        results.append(trainer.step([_batch(m) for m in step[plan.ranks[rank].data :: plan.strategy.data]], rate))
+        results.append(
+            trainer.step(
+                [_batch(m) for m in step[plan.ranks[rank].data :: plan.strategy.data]], rate
+            )
+        )
         moments += first_moments(trainer.owned()) if k == 1 else []
     wanted, gradients = plain_run(folder, [[m["inputs"] for m in step] for step in steps])
     trained = [f for f in trainer.owned() if "fp32" in f.states and f.name not in wanted.unused]
@@ -145,27 +175,40 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
     ]
     return {
         **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
-        "weights": worst(of_a_range(f.states["fp32"], f.start, wanted.weights[f.name]) for f in trained),
+        "weights": worst(
+            of_a_range(f.states["fp32"], f.start, wanted.weights[f.name]) for f in trained
+        ),
         "gradient": worst(gradient),
         "unused": len(wanted.unused),
         "sharded": 0.0,
-        "payload": [*plan.model.cut.payload, *(f"output {place}" for place in plan.model.cut.carried)],
+        "payload": [
+            *plan.model.cut.payload,
+            *(f"output {place}" for place in plan.model.cut.carried),
+        ],
         "tokens": plan.training.sequence_length,
-        "beside": sorted(name for name in steps[0][0]["inputs"] if name not in ("input_ids", "labels")),
+        "beside": sorted(
+            name for name in steps[0][0]["inputs"] if name not in ("input_ids", "labels")
+        ),
     }
 
 
 def _batch(made: dict[str, dict[str, torch.Tensor]]) -> MicroBatch:
     inputs = dict(made["inputs"])
     ids, labels = inputs.pop("input_ids"), inputs.pop("labels")
-    return MicroBatch(input_ids=ids, labels=labels, position_ids=None, beside=inputs, blank=made["blank"] or None)
+    return MicroBatch(
+        input_ids=ids, labels=labels, position_ids=None, beside=inputs, blank=made["blank"] or None
+    )
 
 
-def plain_run(folder: Path, blocks: list[list[dict[str, torch.Tensor]]]) -> tuple[Reference, dict[str, torch.Tensor]]:
+def plain_run(
+    folder: Path, blocks: list[list[dict[str, torch.Tensor]]]
+) -> tuple[Reference, dict[str, torch.Tensor]]:
     """One process over all steps; and the gradients of the first one, clipped."""
 
     def model() -> torch.nn.Module:
-        return AutoModelForImageTextToText.from_pretrained(folder / "weights", dtype=torch.float32).train()
+        return AutoModelForImageTextToText.from_pretrained(
+            folder / "weights", dtype=torch.float32
+        ).train()
 
     first = model()
     mean_loss(first, blocks[0], own_loss=False).backward()
@@ -185,7 +228,15 @@ def plain_run(folder: Path, blocks: list[list[dict[str, torch.Tensor]]]) -> tupl
 
 def untraced(model: torch.nn.Module, cut: Cut) -> Vision:
     """What the tower costs is no matter here."""
-    return Vision(patch=1, patches=0, patches_per_token=1.0, layers=(), tower=(), projector=(), untraced="not here")
+    return Vision(
+        patch=1,
+        patches=0,
+        patches_per_token=1.0,
+        layers=(),
+        tower=(),
+        projector=(),
+        untraced="not here",
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The chunked loss, each type's tiny copy: where chunks give the model's own logits and gradients is written into the
-table that the compiler reads."""
+"""The chunked loss, each type's tiny copy: where chunks give the model's own logits and gradients
+is written into the table that the compiler reads."""
 
 from __future__ import annotations
 
@@ -19,14 +19,28 @@ from tests.zoo.configs import RUNNABLE, TEXT_VOCABULARY, randomize, tiny_config
 
 Recorder = Callable[[str, str, dict[str, Any]], None]
 TABLE = Path(__file__).parents[2] / "compiler" / "shardwright" / "model" / "chunked_proved.json"
-SAMPLE = ("llama", "gpt2", "gemma2", "cohere", "granite", "qwen3_moe", "opt", "bloom", "mamba", "deepseek_v3", "bert")
+SAMPLE = (
+    "llama",
+    "gpt2",
+    "gemma2",
+    "cohere",
+    "granite",
+    "qwen3_moe",
+    "opt",
+    "bloom",
+    "mamba",
+    "deepseek_v3",
+    "bert",
+)
 
 
 def outcome(model_type: str) -> str:
     """ "" where it is proved, else the reason."""
     torch.manual_seed(0)
     try:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config(model_type)), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**tiny_config(model_type)), dtype=torch.float32
+        )
         randomize(model, 0)
         adapt(model.train())
         return why_not_chunked(model, torch.randint(3, TEXT_VOCABULARY, (2, 13)))
@@ -43,7 +57,9 @@ def test_a_sample_of_types() -> None:
 def test_a_tail_that_looks_at_other_tokens_is_found() -> None:
     """What the table stands for: a head that is not one token's own affair is not proved."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config("llama")), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**tiny_config("llama")), dtype=torch.float32
+    )
     head = model.lm_head.forward
     model.lm_head.forward = lambda hidden: head(hidden - hidden.mean(dim=1, keepdim=True))
     assert "differ" in why_not_chunked(model, torch.randint(3, TEXT_VOCABULARY, (2, 13)))

@@ -24,26 +24,38 @@ def _one_thread():
 
 
 def check(model_type: str) -> None:
-    """One type: plain JSON, finite loss, gradients, nothing random in train mode, no weight left at zero or one."""
+    """One type: plain JSON, finite loss, gradients, nothing random in train mode, no weight left at
+    zero or one."""
     json.dumps(configs.tiny_config(model_type), allow_nan=False)
     model = configs.build(model_type)
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) < 3_000_000, "not tiny"
     for name, parameter in model.named_parameters():
-        assert torch.isfinite(parameter).all() and parameter.std(unbiased=False) + (parameter.numel() < 2) > 0, name
+        assert (
+            torch.isfinite(parameter).all()
+            and parameter.std(unbiased=False) + (parameter.numel() < 2) > 0
+        ), name
 
-    ids = torch.randint(3, configs.TEXT_VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        3, configs.TEXT_VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(0)
+    )
     loss = model(**configs.inputs(model_type, ids)).loss
     assert torch.isfinite(loss)
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert gradients and all(torch.isfinite(g).all() for g in gradients)
-    assert torch.equal(loss, model(**configs.inputs(model_type, ids)).loss), "train mode is not deterministic"
+    assert torch.equal(loss, model(**configs.inputs(model_type, ids)).loss), (
+        "train mode is not deterministic"
+    )
 
 
 def test_every_type_is_here_once() -> None:
     assert set(configs.IMPOSSIBLE) <= set(configs.TYPES)
-    assert len(configs.TYPES) == len(set(configs.TYPES)) == len(configs.RUNNABLE) + len(configs.IMPOSSIBLE)
+    assert (
+        len(configs.TYPES)
+        == len(set(configs.TYPES))
+        == len(configs.RUNNABLE) + len(configs.IMPOSSIBLE)
+    )
     with pytest.raises(KeyError, match="timm"):
         configs.tiny_config("gemma3n")
     with pytest.raises(KeyError, match="not a causal-LM type"):
@@ -54,7 +66,12 @@ def test_seed_moves_multipliers_and_no_shape() -> None:
     first, second = configs.tiny_config("granite", 0), configs.tiny_config("granite", 1)
     assert first == configs.tiny_config("granite", 0)
     changed = {name for name in first if first[name] != second[name]}
-    assert changed == {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+    assert changed == {
+        "embedding_multiplier",
+        "residual_multiplier",
+        "attention_multiplier",
+        "logits_scaling",
+    }
 
 
 def test_building_leaves_the_table_as_it_was() -> None:

@@ -1,6 +1,8 @@
-"""The probe on real sizes: the default configuration of a type's own class is shrunk to a copy that runs.
+"""The probe on real sizes: the default configuration of a type's own class is shrunk to a copy that
+runs.
 
-No weights are made but the copy's. What transformers itself cannot run as it is stands in BROKEN, with the reason.
+No weights are made but the copy's. What transformers itself cannot run as it is stands in BROKEN,
+with the reason.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ BROKEN: dict[str, str] = {
     "hunyuan_v1_moe": "head_dim has no default",
     "lfm2_moe": "layer_types has no default",
     "ministral": "head_dim has no default",
-    "musicgen": "the class takes the decoder's configuration, the mapping hands it the composite one",
-    "musicgen_melody": "the class takes the decoder's configuration, the mapping hands it the composite one",
+    "musicgen": (
+        "the class takes the decoder's configuration, the mapping hands it the composite one"
+    ),
+    "musicgen_melody": (
+        "the class takes the decoder's configuration, the mapping hands it the composite one"
+    ),
     "nemotron": "num_key_value_heads has no default",
     "qwen4_exp": "the indexer has no default sizes",
     "qwen4_exp_text": "the indexer has no default sizes",
@@ -34,7 +40,9 @@ BROKEN: dict[str, str] = {
     "xmod": "default_language has no default",
 }
 NOT_CUT = {"hrm_text", "xlm"}
-SAMPLE = sorted(random.Random(3).sample([t for t in RUNNABLE if t not in BROKEN.keys() | NOT_CUT], 16))
+SAMPLE = sorted(
+    random.Random(3).sample([t for t in RUNNABLE if t not in BROKEN.keys() | NOT_CUT], 16)
+)
 
 
 def check(model_type: str) -> None:

@@ -1,4 +1,5 @@
-"""Traced FLOPs of every type that can be split, against torch's counter over the plain tiny model."""
+"""Traced FLOPs of every type that can be split, against torch's counter over the plain tiny
+model."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.zoo import configs
 SEED = 10
 SAMPLE = 8
 LENGTHS = (64, 32)
-"""Whole chunks of the linear attentions, of 64; positions that begin behind a padding index do not reach that far."""
+"""Whole chunks of the linear attentions, of 64; positions that begin behind a padding index do not
+reach that far."""
 
 COUNTED = {
     "blt": "patch sizes come from the entropies of its own predictions",
@@ -28,10 +30,13 @@ COUNTED = {
     "qwen4_exp_text": "lists the positions that its indexer chose",
     "xmod": "picks the tokens of each language",
 }
-"""Their own code asks for values, which fake tensors do not have: FLOPs are counted from the parameters' shapes."""
+"""Their own code asks for values, which fake tensors do not have: FLOPs are counted from the
+parameters' shapes."""
 
 
-CONSTANT = {"cpmant": "32 positions of its own before each text: a constant, which two lengths do not tell"}
+CONSTANT = {
+    "cpmant": "32 positions of its own before each text: a constant, which two lengths do not tell"
+}
 """Off by up to two percent at these short lengths."""
 
 
@@ -47,7 +52,9 @@ def difference(model_type: str) -> tuple[float, float] | None:
     model = configs.build(model_type)
     assert graph.total_parameters == sum(p.numel() for p in model.parameters())
     for length in LENGTHS:
-        ids = torch.randint(3, configs.TEXT_VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            3, configs.TEXT_VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0)
+        )
         try:
             with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
                 logits = model(input_ids=ids, use_cache=False).logits
@@ -61,8 +68,8 @@ def difference(model_type: str) -> tuple[float, float] | None:
 
 
 def check(model_type: str) -> None:
-    """Backward is looser: where heads differ in size the CPU has no fused attention, and does not compute its scores a
-    second time as a GPU does."""
+    """Backward is looser: where heads differ in size the CPU has no fused attention, and does not
+    compute its scores a second time as a GPU does."""
     found = difference(model_type)
     if found is not None and model_type not in COUNTED:
         limit = 0.02 if model_type in CONSTANT else 0.01
@@ -70,7 +77,8 @@ def check(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", sorted(random.Random(SEED).sample([t for t in configs.RUNNABLE if t not in COUNTED], SAMPLE))
+    "model_type",
+    sorted(random.Random(SEED).sample([t for t in configs.RUNNABLE if t not in COUNTED], SAMPLE)),
 )
 def test_sample(model_type: str) -> None:
     check(model_type)

@@ -1,7 +1,8 @@
-"""Model types that nobody wrote a line for train in a pipeline, and over tensor ranks, as one plain process does.
+"""Model types that nobody wrote a line for train in a pipeline, and over tensor ranks, as one plain
+process does.
 
-Tiny configurations with multipliers, soft caps, windows, partial rotary and biases that are not the defaults; three
-steps of two micro-batches on DeepSpeed's real engines.
+Tiny configurations with multipliers, soft caps, windows, partial rotary and biases that are not the
+defaults; three steps of two micro-batches on DeepSpeed's real engines.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ FALLBACK = sorted(t for t, v in TABLE.items() if v == "fallback")
 
 SEED = 7
 PIPELINE_SAMPLE = sorted(random.Random(SEED).sample(RUNNABLE, 14))
-TENSOR_SAMPLE = sorted({*random.Random(SEED).sample(SHARDED, 5), "qwen3", "olmo2", "falcon/multi_query", "mixtral"})
+TENSOR_SAMPLE = sorted(
+    {*random.Random(SEED).sample(SHARDED, 5), "qwen3", "olmo2", "falcon/multi_query", "mixtral"}
+)
 # camembert: its output matrix shares a bias that is listed under another module.
 FALLBACK_SAMPLE = sorted({*random.Random(SEED).sample(FALLBACK, 3), "camembert"})
 
@@ -50,10 +53,14 @@ FALLBACK_SAMPLE = sorted({*random.Random(SEED).sample(FALLBACK, 3), "camembert"}
 def test_a_sample_of_types(types: list[str], layout: str, ranks: int, tmp_path: Path) -> None:
     found = run_types(types, layout, ranks, tmp_path / "zoo")
     verdicts = {t: verdict(found[t]) for t in types}
-    assert set(verdicts.values()) <= {"proved", "refused"}, {t: found[t] for t, v in verdicts.items() if v != "refused"}
+    assert set(verdicts.values()) <= {"proved", "refused"}, {
+        t: found[t] for t, v in verdicts.items() if v != "refused"
+    }
     if layout.startswith("tensor"):
         assert set(verdicts.values()) == {"proved"}
-        assert all(figures["sharded"] >= WELL_SHARDED for t, figures in found.items() if t in TENSOR_SAMPLE)
+        assert all(
+            figures["sharded"] >= WELL_SHARDED for t, figures in found.items() if t in TENSOR_SAMPLE
+        )
     else:
         assert {t for t, v in verdicts.items() if v == "refused"} <= NOT_CUT
 
@@ -85,7 +92,9 @@ def test_what_every_type_gets_of_tensor_parallelism(tmp_path: Path, proved: Reco
     planned = run_types(everything, "tensor=2", 2, tmp_path / "sharded", kind="sharded")
     planned = {t: without_plan(figures) for t, figures in planned.items()}
     gathered = run_types(list(RUNNABLE), "tensor=2", 2, tmp_path / "fallback", kind="fallback")
-    gathered = {t: as_refusal(f) if verdict(f) in ("wrong", "error") else f for t, f in gathered.items()}
+    gathered = {
+        t: as_refusal(f) if verdict(f) in ("wrong", "error") else f for t, f in gathered.items()
+    }
     well = [t for t in everything if verdict(planned[t]) == "proved"]
     table: dict[str, Any] = {}
     whole: dict[str, list[str]] = {}
@@ -95,7 +104,11 @@ def test_what_every_type_gets_of_tensor_parallelism(tmp_path: Path, proved: Reco
             table[t] = "sharded"
             whole[t] = sorted({name for s in shapes for name in planned[s]["whole"]})
         else:
-            table[t] = "fallback" if verdict(gathered[t]) == "proved" else {"refused": gathered[t]["reason"]}
+            table[t] = (
+                "fallback"
+                if verdict(gathered[t]) == "proved"
+                else {"refused": gathered[t]["reason"]}
+            )
     (MODEL / "tensor_proved.json").write_text(json.dumps(table, indent=1) + "\n")
     (MODEL / "tensor_whole.json").write_text(json.dumps(whole, indent=1) + "\n")
     sharded = record("zoo-tensor", planned, proved)
@@ -119,7 +132,9 @@ def test_every_mixture_over_expert_ranks(tmp_path: Path, proved: Recorder) -> No
 @pytest.mark.prove
 def test_every_mixture_in_a_pipeline_of_expert_ranks(tmp_path: Path, proved: Recorder) -> None:
     """Every one of them that pipelines at all."""
-    found = run_types(list(RUNNABLE), "pipeline=2,data=2,expert=2,micro_batch_size=1", 4, tmp_path / "zoo")
+    found = run_types(
+        list(RUNNABLE), "pipeline=2,data=2,expert=2,micro_batch_size=1", 4, tmp_path / "zoo"
+    )
     assert record("zoo-pipeline-expert", found, proved) >= 50
 
 
@@ -136,8 +151,8 @@ def test_every_type_in_a_pipeline_of_context_ranks(tmp_path: Path, proved: Recor
 
 
 def without_plan(figures: dict[str, Any]) -> dict[str, Any]:
-    """What a type's plan is worth: proved, or refused where there is none, or where it does not train as one process
-    does. The compiler never takes such a plan."""
+    """What a type's plan is worth: proved, or refused where there is none, or where it does not
+    train as one process does. The compiler never takes such a plan."""
     if "refused" in figures:
         return figures
     if verdict(figures) == "proved" and figures["sharded"] >= WELL_SHARDED:
@@ -147,19 +162,28 @@ def without_plan(figures: dict[str, Any]) -> dict[str, Any]:
 
 def as_refusal(figures: dict[str, Any]) -> dict[str, Any]:
     if verdict(figures) == "proved":
-        return {"refused": "SW3123", "reason": f"its plan cuts only {figures['sharded']:.0%} of the layers' matrices"}
+        return {
+            "refused": "SW3123",
+            "reason": f"its plan cuts only {figures['sharded']:.0%} of the layers' matrices",
+        }
     cause = figures.get("error", "").strip().splitlines()[-1:] or [
         f"loss {figures.get('loss', 0):.1e}, gradient norm {figures.get('norm', 0):.1e}, weights "
         f"{figures.get('weights', 0):.1e} off"
     ]
-    return {"refused": "SW3123", "reason": f"cut this way it does not train as one process does: {cause[0][:200]}"}
+    return {
+        "refused": "SW3123",
+        "reason": f"cut this way it does not train as one process does: {cause[0][:200]}",
+    }
 
 
 def refusal(model_type: str) -> dict[str, Any]:
     """What a recipe hears of a type that no tiny copy can be made of."""
     with pytest.raises(Refusal) as caught:
         build_model_graph(model_section({"model_type": model_type}))
-    return {"refused": caught.value.diagnostics[0].code, "reason": caught.value.diagnostics[0].message}
+    return {
+        "refused": caught.value.diagnostics[0].code,
+        "reason": caught.value.diagnostics[0].message,
+    }
 
 
 def record(area: str, found: dict[str, dict[str, Any]], proved: Recorder) -> int:
@@ -167,6 +191,13 @@ def record(area: str, found: dict[str, dict[str, Any]], proved: Recorder) -> int
     found = {**found, **{t: refusal(t) for t in IMPOSSIBLE}}
     verdicts = {t: verdict(figures) for t, figures in found.items()}
     for t, figures in found.items():
-        proved(area, t, {"verdict": verdicts[t], **{k: v for k, v in figures.items() if k not in ("error", "whole")}})
+        proved(
+            area,
+            t,
+            {
+                "verdict": verdicts[t],
+                **{k: v for k, v in figures.items() if k not in ("error", "whole")},
+            },
+        )
     assert not {t: found[t] for t, v in verdicts.items() if v in ("wrong", "error")}
     return sum(verdicts[t] == "proved" for t in RUNNABLE)

@@ -1,4 +1,5 @@
-"""The support matrix is what the benchmarks measured, for every causal-LM type of the installed transformers."""
+"""The support matrix is what the benchmarks measured, for every causal-LM type of the installed
+transformers."""
 
 from __future__ import annotations
 
@@ -15,18 +16,30 @@ from tools import support_matrix as matrix
 
 def test_support_json_is_what_the_benchmarks_compose_to() -> None:
     assert support.support_text() == matrix.text(matrix.compose()), "run `make proof`"
-    assert support.support_text("image-text-to-text") == matrix.text(matrix.compose_sight()), "run `make proof`"
+    assert support.support_text("image-text-to-text") == matrix.text(matrix.compose_sight()), (
+        "run `make proof`"
+    )
 
 
 def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
     cases = {
         "llava": {"verdict": "proved", "loss": 1.234e-6, "norm": 1e-7, "weights": 1e-8},
-        "udop": {"verdict": "refused", "refused": "SW2017", "reason": "an encoder-decoder", "why": "it is"},
+        "udop": {
+            "verdict": "refused",
+            "refused": "SW2017",
+            "reason": "an encoder-decoder",
+            "why": "it is",
+        },
         "fuyu": {"verdict": "not proved", "reason": "no tower"},
     }
-    (tmp_path / "zoo-sight-zero.json").write_text(json.dumps({"date": "2026-01-02", "cases": cases}))
+    (tmp_path / "zoo-sight-zero.json").write_text(
+        json.dumps({"date": "2026-01-02", "cases": cases})
+    )
     document = matrix.compose_sight(tmp_path)
-    assert document["columns"]["zero"]["date"] == "2026-01-02" and set(document["types"]) == support.seeing_types()
+    assert (
+        document["columns"]["zero"]["date"] == "2026-01-02"
+        and set(document["types"]) == support.seeing_types()
+    )
     found = {t: document["types"][t]["zero"] for t in cases}
     assert found["llava"] == {"verdict": "proved", "loss": 1.2e-6, "norm": 1e-7, "weights": 1e-8}
     assert found["udop"] == {"verdict": "refused", "code": "SW2017", "reason": "an encoder-decoder"}
@@ -59,25 +72,41 @@ FIGURES = {"loss": 1.23456e-7, "norm": 0.0, "weights": 2e-8, "sharded": 1.0, "un
 
 def test_no_run_is_untested(tmp_path: Path) -> None:
     cells = composed(tmp_path, "zoo-zero", {"verdict": "proved", **FIGURES})
-    assert cells["zero"] == {"verdict": "proved", "loss": 1.2e-7, "norm": 0.0, "weights": 2e-8, "sharded": 1.0}
+    assert cells["zero"] == {
+        "verdict": "proved",
+        "loss": 1.2e-7,
+        "norm": 0.0,
+        "weights": 2e-8,
+        "sharded": 1.0,
+    }
     assert {cells[c]["verdict"] for c in support.COLUMNS[1:]} == {"untested"}
-    assert {c["zero"]["verdict"] for t, c in matrix.compose(tmp_path)["types"].items() if t != "llama"} == {"untested"}
+    assert {
+        c["zero"]["verdict"] for t, c in matrix.compose(tmp_path)["types"].items() if t != "llama"
+    } == {"untested"}
 
 
 def test_a_refusal_keeps_its_code_and_reason(tmp_path: Path) -> None:
-    cells = composed(tmp_path, "zoo-pipeline", {"verdict": "refused", "refused": "SW2016", "reason": "why"})
+    cells = composed(
+        tmp_path, "zoo-pipeline", {"verdict": "refused", "refused": "SW2016", "reason": "why"}
+    )
     assert cells["pipeline"] == {"verdict": "refused", "code": "SW2016", "reason": "why"}
 
 
 @pytest.mark.parametrize("verdict", ["wrong", "error"])
 def test_what_went_wrong_is_not_proved(verdict: str, tmp_path: Path) -> None:
-    cells = composed(tmp_path, "zoo-pipeline", {"verdict": verdict, **(FIGURES if verdict == "wrong" else {})})
-    assert cells["pipeline"]["verdict"] == "untested" and "its run" in str(cells["pipeline"]["reason"])
+    cells = composed(
+        tmp_path, "zoo-pipeline", {"verdict": verdict, **(FIGURES if verdict == "wrong" else {})}
+    )
+    assert cells["pipeline"]["verdict"] == "untested" and "its run" in str(
+        cells["pipeline"]["reason"]
+    )
 
 
 def test_a_type_that_is_cut_in_part_is_not_sharded(tmp_path: Path) -> None:
     cells = composed(tmp_path, "zoo-tensor", {"verdict": "proved", **FIGURES, "sharded": 0.5})
-    assert cells["tensor_sharded"]["verdict"] == "untested" and "50%" in str(cells["tensor_sharded"]["reason"])
+    assert cells["tensor_sharded"]["verdict"] == "untested" and "50%" in str(
+        cells["tensor_sharded"]["reason"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Packed documents, each type's tiny copy, with eager, sdpa and flash attention, as the compiler probes it."""
+"""Packed documents, each type's tiny copy, with eager, sdpa and flash attention, as the compiler
+probes it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Models that see: every type that transformers maps to AutoModelForImageTextToText comes apart bit for bit, trains in
-a pipeline and over data ranks as one plain process does, or is refused with a code.
+"""Models that see: every type that transformers maps to AutoModelForImageTextToText comes apart bit
+for bit, trains in a pipeline and over data ranks as one plain process does, or is refused with a
+code.
 
-Rows hold no, one or two pictures, of several sizes where a type's may differ; one micro-batch holds none.
+Rows hold no, one or two pictures, of several sizes where a type's may differ; one micro-batch holds
+none.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def apart(model_type: str, document: dict[str, Any]) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = probe_config(AutoConfig.for_model(model_type, **document), IMAGE_TEXT, "auto", ("model", "config"))
+        found = probe_config(
+            AutoConfig.for_model(model_type, **document), IMAGE_TEXT, "auto", ("model", "config")
+        )
     except Refusal as refusal:
         return {
             "verdict": "not proved",
@@ -47,7 +51,12 @@ def apart(model_type: str, document: dict[str, Any]) -> dict[str, Any]:
     finally:
         torch.set_num_threads(threads)
     payload = [*found.cut.payload, *(f"output {place}" for place in found.cut.carried)]
-    return {"verdict": "proved", "stack": found.cut.stack, "payload": payload, "untrained": len(found.cut.untrained)}
+    return {
+        "verdict": "proved",
+        "stack": found.cut.stack,
+        "payload": payload,
+        "untrained": len(found.cut.untrained),
+    }
 
 
 def tiny(model_type: str) -> dict[str, Any]:
@@ -60,7 +69,12 @@ def refused(model_type: str) -> dict[str, Any]:
     with pytest.raises(Refusal) as caught:
         build_model_graph(model_section({"model_type": model_type}, task="image-text-to-text"))
     found = caught.value.diagnostics[0]
-    return {"verdict": "refused", "refused": found.code, "reason": found.message, "why": BY_NATURE[model_type]}
+    return {
+        "verdict": "refused",
+        "refused": found.code,
+        "reason": found.message,
+        "why": BY_NATURE[model_type],
+    }
 
 
 def ran(types: Iterable[str], layout: str, out: Path) -> dict[str, dict[str, Any]]:
@@ -77,14 +91,17 @@ def record(area: str, found: dict[str, dict[str, Any]], proved: Recorder) -> dic
 
 
 def record_the_others(area: str, refused_here: dict[str, str], proved: Recorder) -> None:
-    """Of the types that are not run: those that are none for this task, and those that are not taken apart."""
+    """Of the types that are not run: those that are none for this task, and those that are not
+    taken apart."""
     others = {t: {"verdict": "not proved", "reason": why} for t, why in NOT_PROVED.items()}
     record(area, others | {t: refused(t) for t in BY_NATURE}, proved)
     assert len(APART) - len(refused_here) >= 50
 
 
 def test_every_type_is_here_once() -> None:
-    assert {*SEEING, *BY_NATURE} == set(SIGHT_TYPES) and len(SEEING) + len(BY_NATURE) == len(SIGHT_TYPES)
+    assert {*SEEING, *BY_NATURE} == set(SIGHT_TYPES) and len(SEEING) + len(BY_NATURE) == len(
+        SIGHT_TYPES
+    )
     assert set(NOT_PROVED) <= set(SEEING)
 
 
@@ -123,7 +140,9 @@ def test_what_is_not_proved_is_refused(model_type: str) -> None:
 def test_every_type_in_a_pipeline(part: int, tmp_path: Path, proved: Recorder) -> None:
     found = ran(APART[part::PARTS], "pipeline=2", tmp_path / "zoo")
     verdicts = record("zoo-sight-pipeline", found, proved)
-    assert verdicts == {t: "not proved" if t in NOT_IN_A_PIPELINE else "proved" for t in verdicts}, found
+    assert verdicts == {
+        t: "not proved" if t in NOT_IN_A_PIPELINE else "proved" for t in verdicts
+    }, found
     if part == 0:
         record_the_others("zoo-sight-pipeline", NOT_IN_A_PIPELINE, proved)
 
@@ -134,6 +153,8 @@ def test_every_type_in_a_pipeline(part: int, tmp_path: Path, proved: Recorder) -
 def test_every_type_over_data_ranks(part: int, tmp_path: Path, proved: Recorder) -> None:
     found = ran(APART[part::PARTS], "data=2,zero_stage=3", tmp_path / "zoo")
     verdicts = record("zoo-sight-zero", found, proved)
-    assert verdicts == {t: "not proved" if t in NOT_AT_ZERO_3 else "proved" for t in verdicts}, found
+    assert verdicts == {t: "not proved" if t in NOT_AT_ZERO_3 else "proved" for t in verdicts}, (
+        found
+    )
     if part == 0:
         record_the_others("zoo-sight-zero", NOT_AT_ZERO_3, proved)

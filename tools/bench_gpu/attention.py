@@ -1,4 +1,5 @@
-"""A training step's loss and gradients under each way of computing attention, against plain products in fp32."""
+"""A training step's loss and gradients under each way of computing attention, against plain
+products in fp32."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ SEED = 5
 
 
 def parity(family: str, device: str) -> dict[str, Any]:
-    """Way -> loss, relative, and gradients, by their norm, off the eager ones in fp32, the weights being those that
-    bf16 holds. Eager in bf16 stands among them: what bf16 alone is off by. A way that is not there says why."""
+    """Way -> loss, relative, and gradients, by their norm, off the eager ones in fp32, the weights
+    being those that bf16 holds. Eager in bf16 stands among them: what bf16 alone is off by. A way
+    that is not there says why."""
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
-        ids = torch.randint(0, 256, (ROWS, LENGTH if device == "cuda" else TINY_LENGTH), device=device)
+        ids = torch.randint(
+            0, 256, (ROWS, LENGTH if device == "cuda" else TINY_LENGTH), device=device
+        )
     wanted = _step(family, device, "eager", torch.float32, ids, nullcontext)
     found: dict[str, Any] = {}
     for name, attention, around in _ways():
@@ -59,14 +63,20 @@ def _step(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = dict(FAMILIES[family]) | (TINY[family] if device == "cpu" else {})
-    config["n_layer" if family == "gpt2" else "num_hidden_layers"] = LAYERS if device == "cuda" else 2
+    config["n_layer" if family == "gpt2" else "num_hidden_layers"] = (
+        LAYERS if device == "cuda" else 2
+    )
     kind = str(config.pop("model_type"))
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
-        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation=attention)
+        made = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **config), attn_implementation=attention
+        )
     model = made.to(torch.bfloat16).to(dtype).to(device).train()
     with around():
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-    gradients = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+    gradients = torch.cat(
+        [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+    )
     return float(loss.detach().float()), gradients

@@ -1,4 +1,5 @@
-"""One layout after the other, the results written after each, so that a run that ends early is gone on with."""
+"""One layout after the other, the results written after each, so that a run that ends early is gone
+on with."""
 
 from __future__ import annotations
 
@@ -33,11 +34,18 @@ ATTENTION = "attention"
 Say = Callable[[str], None]
 
 
-def bench(file: Path, gpu: str, device: str, seconds: float, say: Say, only: Sequence[str] = ()) -> list[str]:
-    """What is left of `only` (or of all) when the seconds are over; no case begins that would not end by then. device:
-    as torch calls it. A case that is in the file already, of this recipe on this machine, is left out."""
+def bench(
+    file: Path, gpu: str, device: str, seconds: float, say: Say, only: Sequence[str] = ()
+) -> list[str]:
+    """What is left of `only` (or of all) when the seconds are over; no case begins that would not
+    end by then. device: as torch calls it. A case that is in the file already, of this recipe on
+    this machine, is left out."""
     ends, document = time.monotonic() + seconds, _read(file, gpu, device)
-    due = [name for name in only or LAYOUTS if document["layouts"].get(name, {}).get("digest") != digest_of(name, gpu)]
+    due = [
+        name
+        for name in only or LAYOUTS
+        if document["layouts"].get(name, {}).get("digest") != digest_of(name, gpu)
+    ]
     longest = max((found["seconds"] for found in document["layouts"].values()), default=0.0)
     while due and time.monotonic() + longest < ends:
         name, began = due[0], time.monotonic()
@@ -98,20 +106,42 @@ def _ours(plan: Plan, out: Path) -> dict[str, Any]:
 
 
 def _trainer(plan: Plan, folder: Path) -> dict[str, Any]:
-    """The HF Trainer with DeepSpeed on accelerate/ds_config.trainer.json: the same model, batch, precision and ZeRO."""
+    """The HF Trainer with DeepSpeed on accelerate/ds_config.trainer.json: the same model, batch,
+    precision and ZeRO."""
     if not importlib.util.find_spec("accelerate"):
         return {"why": "accelerate is not installed"}
     out = folder / "trainer.json"
     worker = Path(__file__).with_name("trainer_worker.py")
     program = Path(sys.executable).parent / "deepspeed"
-    ranks = ["--hostfile", "none", "--num_gpus", "1", "--master_port", str(free_port()), "--no_local_rank"]
+    ranks = [
+        "--hostfile",
+        "none",
+        "--num_gpus",
+        "1",
+        "--master_port",
+        str(free_port()),
+        "--no_local_rank",
+    ]
     environment = {**os.environ, "PATH": program_path()}
     if plan.is_cpu:
         environment["DS_ACCELERATOR"] = "cpu"
-    command = [str(program), *ranks, str(worker), str(folder / "out"), str(STEPS + WARM_UP_STEPS), str(out)]
+    command = [
+        str(program),
+        *ranks,
+        str(worker),
+        str(folder / "out"),
+        str(STEPS + WARM_UP_STEPS),
+        str(out),
+    ]
     try:
         done = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=CASE_SECONDS, check=False
+            command,
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=CASE_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return {"why": f"given up after {CASE_SECONDS} s"}
@@ -120,7 +150,11 @@ def _trainer(plan: Plan, folder: Path) -> dict[str, Any]:
         return {"why": (last or [f"exit code {done.returncode}"])[-1][:300]}
     told = json.loads(out.read_text(encoding="utf-8"))
     step = statistics.median(told["step_seconds"][WARM_UP_STEPS:])
-    return {"step_seconds": step, "tokens_per_second": _tokens(plan) / step, "peak_bytes": told["peak_bytes"]}
+    return {
+        "step_seconds": step,
+        "tokens_per_second": _tokens(plan) / step,
+        "peak_bytes": told["peak_bytes"],
+    }
 
 
 def attention(family: str, gpu: str) -> dict[str, Any]:
@@ -142,7 +176,8 @@ def line(name: str, found: dict[str, Any]) -> str:
 
 
 def summary(file: Path) -> dict[str, float | int]:
-    """Mean absolute errors over the layouts that ran, and the median of ours over the Trainer's tokens a second."""
+    """Mean absolute errors over the layouts that ran, and the median of ours over the Trainer's
+    tokens a second."""
     found = json.loads(file.read_text(encoding="utf-8"))["layouts"].values()
     ran = [each for each in found if "step_error" in each]
     beside = [

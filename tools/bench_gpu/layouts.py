@@ -1,4 +1,5 @@
-"""The layouts of the bench on one GPU: three families of models, each as people fit one on a card."""
+"""The layouts of the bench on one GPU: three families of models, each as people fit one on a
+card."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any
 from shardwright.cluster.resolve import catalogue
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    # meta-llama/Llama-3.2-1B, Qwen/Qwen3-0.6B and openai-community/gpt2-large, by their configurations.
+    # meta-llama/Llama-3.2-1B, Qwen/Qwen3-0.6B and openai-community/gpt2-large, by their
+    # configurations.
     "llama": {
         "model_type": "llama",
         "hidden_size": 2048,
@@ -49,9 +51,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 TINY: dict[str, dict[str, int]] = {
-    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256},
-    "qwen3": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    "qwen3": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 64},
 }
@@ -60,8 +72,8 @@ TINY_LENGTH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """length: of a row. model, training, parallelism: keys of those sections. alone: not beside the HF Trainer, which
-    does not know it."""
+    """length: of a row. model, training, parallelism: keys of those sections. alone: not beside the
+    HF Trainer, which does not know it."""
 
     family: str
     length: int
@@ -83,14 +95,20 @@ LAYOUTS: dict[str, Layout] = {
     "llama-4": Layout(family="llama", length=4096, micro=4),
     "llama-8-full": Layout(family="llama", length=4096, micro=8, parallelism=_ALL),
     "llama-4-half": Layout(family="llama", length=4096, micro=4, parallelism=_full(8), alone=True),
-    "llama-4-chunked": Layout(family="llama", length=4096, micro=4, model={"loss": "chunked"}, alone=True),
+    "llama-4-chunked": Layout(
+        family="llama", length=4096, micro=4, model={"loss": "chunked"}, alone=True
+    ),
     "llama-1-fp32": Layout(family="llama", length=2048, micro=1, training={"precision": "fp32"}),
-    "llama-4-sums-bf16": Layout(family="llama", length=4096, micro=4, training={"gradient_accumulation_dtype": "bf16"}),
+    "llama-4-sums-bf16": Layout(
+        family="llama", length=4096, micro=4, training={"gradient_accumulation_dtype": "bf16"}
+    ),
     "llama-4-offload": Layout(
         family="llama", length=4096, micro=4, parallelism={"zero_stage": 2, "offload": "optimizer"}
     ),
     "llama-4-zero3": Layout(family="llama", length=4096, micro=4, parallelism={"zero_stage": 3}),
-    "llama-4-compile": Layout(family="llama", length=4096, micro=4, model={"kernels": "compile"}, alone=True),
+    "llama-4-compile": Layout(
+        family="llama", length=4096, micro=4, model={"kernels": "compile"}, alone=True
+    ),
     "qwen3-8": Layout(family="qwen3", length=2048, micro=8),
     "qwen3-16-full": Layout(family="qwen3", length=2048, micro=16, parallelism=_ALL),
     "qwen3-4-eager": Layout(family="qwen3", length=2048, micro=4, model={"attention": "eager"}),
@@ -98,7 +116,11 @@ LAYOUTS: dict[str, Layout] = {
     "gpt2-8": Layout(family="gpt2", length=1024, micro=8),
     "gpt2-32-full": Layout(family="gpt2", length=1024, micro=32, parallelism=_ALL),
     "gpt2-16-selective": Layout(
-        family="gpt2", length=1024, micro=16, parallelism={"activation_checkpointing": "selective"}, alone=True
+        family="gpt2",
+        length=1024,
+        micro=16,
+        parallelism={"activation_checkpointing": "selective"},
+        alone=True,
     ),
     "gpt2-8-fp16": Layout(family="gpt2", length=1024, micro=8, training={"precision": "fp16"}),
 }
@@ -116,7 +138,12 @@ def recipe(layout: Layout, gpu: str) -> dict[str, Any]:
         "version": 1,
         "name": "bench-gpu",
         "model": {"config": config, "weights": "random", **layout.model},
-        "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": gpu, **({} if tiny else {"host_memory_gib": 100})},
+        "cluster": {
+            "nodes": 1,
+            "gpus_per_node": 1,
+            "gpu": gpu,
+            **({} if tiny else {"host_memory_gib": 100}),
+        },
         "training": {
             "sequence_length": TINY_LENGTH if tiny else layout.length,
             "global_batch_size": layout.micro * layout.accumulation,
@@ -143,11 +170,15 @@ def digest(layout: Layout, gpu: str) -> str:
 
 
 def gpu_called(device: str) -> str:
-    """The catalogue's name of what torch calls e.g. "NVIDIA H200". Raises ValueError where it is none of them."""
+    """The catalogue's name of what torch calls e.g. "NVIDIA H200". Raises ValueError where it is
+    none of them."""
     words = device.lower().replace("geforce", "").replace("-", " ").split()
     names = [name for name in catalogue()["gpus"] if name != "cpu"]
     found = [name for name in names if name.split("-")[0] in ("".join(words[-2:]), *words)]
     sizes = [name for name in found if any(size in device.lower() for size in name.split("-")[-1:])]
     if len(sizes or found) != 1:
-        raise ValueError(f"{device!r} is no one GPU of the catalogue: name it with --gpu, one of {', '.join(names)}")
+        raise ValueError(
+            f"{device!r} is no one GPU of the catalogue: name it with --gpu, one of "
+            f"{', '.join(names)}"
+        )
     return (sizes or found)[0]

@@ -1,4 +1,5 @@
-"""Under the `deepspeed` launcher: the HF Trainer with DeepSpeed, on the settings of a compiled folder.
+"""Under the `deepspeed` launcher: the HF Trainer with DeepSpeed, on the settings of a compiled
+folder.
 
 Arguments: the folder, the number of steps, the file for {"step_seconds": [...], "peak_bytes": ...}.
 """
@@ -16,7 +17,13 @@ import torch
 import transformers
 from deepspeed import ops
 from torch.utils.data import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -85,7 +92,9 @@ def main(folder: Path, steps: int, out: Path) -> None:
     if not on_cpu:
         free, total = torch.cuda.mem_get_info()
         peak = total - free + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
-    out.write_text(json.dumps({"step_seconds": clock.seconds, "peak_bytes": peak}), encoding="utf-8")
+    out.write_text(
+        json.dumps({"step_seconds": clock.seconds, "peak_bytes": peak}), encoding="utf-8"
+    )
     torch.distributed.destroy_process_group()
 
 

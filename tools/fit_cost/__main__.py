@@ -1,4 +1,5 @@
-"""`make fit-cost`: fits the constants to the published rows and writes compiler/shardwright/cost/constants.json.
+"""`make fit-cost`: fits the constants to the published rows and writes
+compiler/shardwright/cost/constants.json.
 
 From the priors, so that the same rows give the same file.
 """
@@ -36,7 +37,10 @@ def document(cases: list[Case], c: Constants) -> dict[str, object]:
     values = dataclasses.asdict(c)
     fitted = {*fitted_names(memory=False), *fitted_names(memory=True)}
     constants = {
-        name: {**entry, "value": float(f"{values[name]:.{DIGITS}g}") if name in fitted else values[name]}
+        name: {
+            **entry,
+            "value": float(f"{values[name]:.{DIGITS}g}") if name in fitted else values[name],
+        }
         for name, entry in constant_entries().items()
     }
     timed = [case for case in cases if time_target(case) is not None]
@@ -57,7 +61,10 @@ def main() -> None:
     FILE.write_text(json.dumps(document(cases, c), indent=1) + "\n")
     for name in (*fitted_names(memory=False), *fitted_names(memory=True), "memory_headroom"):
         entry = constant_entries()[name]
-        print(f"{name:30s} {entry['prior']:10.4g} prior  {getattr(before, name):10.4g} -> {getattr(c, name):10.4g}")
+        print(
+            f"{name:30s} {entry['prior']:10.4g} prior  {getattr(before, name):10.4g} -> "
+            f"{getattr(c, name):10.4g}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""`make bench-cost`: the cost model against published runs, per project, left out of the fit and in it.
+"""`make bench-cost`: the cost model against published runs, per project, left out of the fit and in
+it.
 
-Two sets: rows.json, and engines.json of other engines and of DeepSpeed itself. Each project, each engine and each
-generation of GPUs is left out of the fit in turn. Prints the tables and writes benchmarks/cost.json, and the errors by
-regime that `plan` prints to cost/measured.json.
+Two sets: rows.json, and engines.json of other engines and of DeepSpeed itself. Each project, each
+engine and each generation of GPUs is left out of the fit in turn. Prints the tables and writes
+benchmarks/cost.json, and the errors by regime that `plan` prints to cost/measured.json.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ from tools.prove.ledger import stamp
 FILE = Path(__file__).parents[2] / "benchmarks" / "cost.json"
 # What `plan` prints beside its figures.
 PACKAGED = Path(shardwright.cost.__file__).with_name("measured.json")
-# What others reach on the same rows (shares; regret and Spearman where their answers could be ranked).
+# What others reach on the same rows (shares; regret and Spearman where their answers could be
+# ranked).
 PEERS: dict[str, dict[str, float | None]] = {
     "calculon": {"time": 0.27, "memory": 0.36, "regret": 0.043, "spearman": None},
     "llm-analysis (patched)": {"time": 0.187, "memory": 0.34, "regret": None, "spearman": None},
-    "one constant efficiency and a bubble": {"time": 0.21, "memory": 0.32, "regret": None, "spearman": 0.04},
+    "one constant efficiency and a bubble": {
+        "time": 0.21,
+        "memory": 0.32,
+        "regret": None,
+        "spearman": 0.04,
+    },
 }
 
 
@@ -56,7 +63,9 @@ HELD_PERCENT = 80
 
 
 def scored(cases: list[Case], c: Constants) -> dict[str, Any]:
-    found = score.score([case.row for case in cases], [as_scored(estimate(case, c)) for case in cases])
+    found = score.score(
+        [case.row for case in cases], [as_scored(estimate(case, c)) for case in cases]
+    )
     return {
         "time": found["time_mape"] if found["n_time"] else None,
         "time_bias": found["time_bias"] if found["n_time"] else None,
@@ -91,21 +100,27 @@ def table(title: str, rows: dict[str, dict[str, Any]]) -> list[str]:
 
     lines = [
         "",
-        f"{title:38s}    time   (bias)    n   memory   (bias)   n     OOM      fits   regret  Spearman",
+        (
+            f"{title:38s}    time   (bias)    n   memory   (bias)   n     OOM      fits   regret  "
+            "Spearman"
+        ),
     ]
     for name, row in rows.items():
         rank = "-" if row["spearman"] is None else f"{row['spearman']:.2f}"
         lines.append(
-            f"{name:38s} {share(row['time'])} {share(row['time_bias'])} {row['time_rows']:4d}  {share(row['memory'])} "
-            f"{share(row['memory_bias'])} {row['memory_rows']:3d}  {row['oom_right'][0]:2d}/{row['oom_right'][1]:<2d} "
-            f"{row['fits_right'][0]:4d}/{row['fits_right'][1]:<4d} {share(row['regret'])} {rank:>8s}"
+            f"{name:38s} {share(row['time'])} {share(row['time_bias'])} {row['time_rows']:4d}  "
+            f"{share(row['memory'])} {share(row['memory_bias'])} {row['memory_rows']:3d}  "
+            f"{row['oom_right'][0]:2d}/{row['oom_right'][1]:<2d} "
+            f"{row['fits_right'][0]:4d}/{row['fits_right'][1]:<4d} {share(row['regret'])} "
+            f"{rank:>8s}"
         )
     return lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Off:
-    """Predicted over measured less 1 of a case whose project was left out of the fit; None: it was not measured."""
+    """Predicted over measured less 1 of a case whose project was left out of the fit; None: it was
+    not measured."""
 
     case: Case
     time: float | None
@@ -124,9 +139,9 @@ def off(case: Case, c: Constants) -> Off:
 
 
 def _held_in_its_terms(case: Case, c: Constants, found: Estimate) -> float:
-    """What the row's source would print as GB. nanotron: torch.cuda.max_memory_allocated() / 1024^3 of the first rank
-    (its create_table_log, "Mem Alloc (GB)"). A row whose notes say that it is what the
-    allocator reserved has no CUDA context and no communicators in it."""
+    """What the row's source would print as GB. nanotron: torch.cuda.max_memory_allocated() / 1024^3
+    of the first rank (its create_table_log, "Mem Alloc (GB)"). A row whose notes say that it is
+    what the allocator reserved has no CUDA context and no communicators in it."""
     problem = case.problem
     if case.row.get("engine") == "nanotron":
         return allocated_bytes(place(problem, case.strategy, c)) / 2**30
@@ -136,7 +151,9 @@ def _held_in_its_terms(case: Case, c: Constants, found: Estimate) -> float:
 
 
 def _seconds(row: dict[str, Any]) -> float | None:
-    seconds: float | None = score_engines.seconds(row) if is_engine_row(row) else score.step_seconds(row)
+    seconds: float | None = (
+        score_engines.seconds(row) if is_engine_row(row) else score.step_seconds(row)
+    )
     return seconds
 
 
@@ -167,7 +184,10 @@ def left_out(
 
 def errors(cases: list[Case], c: Constants) -> dict[str, Any]:
     found = [off(case, c) for case in cases]
-    times, memories = [o.time for o in found if o.time is not None], [o.memory for o in found if o.memory is not None]
+    times, memories = (
+        [o.time for o in found if o.time is not None],
+        [o.memory for o in found if o.memory is not None],
+    )
 
     def mean(values: list[float]) -> float | None:
         return sum(values) / len(values) if values else None
@@ -194,11 +214,15 @@ def main() -> None:
         if not is_engine_row(those[0].row)
     }
     engines_out = {
-        name: errors(those, found) for name, (those, found) in projects.items() if is_engine_row(those[0].row)
+        name: errors(those, found)
+        for name, (those, found) in projects.items()
+        if is_engine_row(those[0].row)
     }
     every = [off(case, found) for those, found in projects.values() for case in those]
     # InternEvo is asked as DeepSpeed, whose ZeRO is another.
-    every = [o for o in every if not (is_engine_row(o.case.row) and o.case.row["engine"] == "InternEvo")]
+    every = [
+        o for o in every if not (is_engine_row(o.case.row) and o.case.row["engine"] == "InternEvo")
+    ]
     PACKAGED.write_text(json.dumps(packaged(every, macro(first_out)), indent=1) + "\n")
     bench.cache_clear()  # what follows is told with these bands
     deepspeed = [
@@ -207,7 +231,10 @@ def main() -> None:
         for case in those
         if is_engine_row(case.row) and case.row["engine"].startswith("DeepSpeed")
     ]
-    by_engine = {name: errors(those, found) for name, (those, found) in left_out(cases, around, engine_of).items()}
+    by_engine = {
+        name: errors(those, found)
+        for name, (those, found) in left_out(cases, around, engine_of).items()
+    }
     hardware = left_out(first, around, hardware_of)
     document = {
         "left_out": first_out,
@@ -224,15 +251,26 @@ def main() -> None:
         "engines": by_regime(engines, c),
         "peers": PEERS,
     }
-    FILE.write_text(json.dumps({"command": "make bench-cost", **stamp("cost"), **document}, indent=1) + "\n")
-    lines = table("each project left out of the fit", {**first_out, "mean of the projects": macro(first_out)})
+    FILE.write_text(
+        json.dumps({"command": "make bench-cost", **stamp("cost"), **document}, indent=1) + "\n"
+    )
+    lines = table(
+        "each project left out of the fit", {**first_out, "mean of the projects": macro(first_out)}
+    )
     lines += table("each generation of GPUs left out", document["hardware_left_out"])
     lines += table(
-        "constants.json (all rows in the fit)", {**document["in_fit"], "all rows": document["in_fit_all_rows"]}
+        "constants.json (all rows in the fit)",
+        {**document["in_fit"], "all rows": document["in_fit_all_rows"]},
     )
-    for title, rows in (("each project of engines.json left out", engines_out), ("each engine left out", by_engine)):
+    for title, rows in (
+        ("each project of engines.json left out", engines_out),
+        ("each engine left out", by_engine),
+    ):
         lines += ["", title, *(_line(name, row) for name, row in rows.items())]
-    lines += ["", f"DeepSpeed's own rows, their project left out: {document['deepspeed_left_out']:.1%}"]
+    lines += [
+        "",
+        f"DeepSpeed's own rows, their project left out: {document['deepspeed_left_out']:.1%}",
+    ]
     lines += ["", "engines.json, all rows in the fit"]
     print("\n".join(lines))
     score_engines.show(document["engines"])
@@ -244,7 +282,9 @@ def _mean_of(found: list[Off]) -> float:
 
 def _line(name: str, row: dict[str, Any]) -> str:
     memory = "" if row["memory"] is None else f"; memory n={row['memory_rows']} {row['memory']:.1%}"
-    time = "" if row["time"] is None else f"time {row['time']:.1%} (median {row['time_median']:.1%})"
+    time = (
+        "" if row["time"] is None else f"time {row['time']:.1%} (median {row['time_median']:.1%})"
+    )
     return f"{name:38s} n={row['time_rows']:4d} {time} bias {row['time_bias'] or 0:+.1%}{memory}"
 
 
@@ -253,7 +293,10 @@ def packaged(found: list[Off], mean: dict[str, Any]) -> dict[str, Any]:
     return {
         "written_by": "make bench-cost",
         "projects": len({o.case.project for o in found}),
-        "time": {"error": round(mean["time"], 3), **kinds([(o.case, o.time) for o in found if o.time is not None])},
+        "time": {
+            "error": round(mean["time"], 3),
+            **kinds([(o.case, o.time) for o in found if o.time is not None]),
+        },
         "memory": {
             "error": round(mean["memory"], 3),
             **kinds([(o.case, o.memory) for o in found if o.memory is not None]),

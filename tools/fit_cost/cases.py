@@ -1,4 +1,5 @@
-"""Published rows -> what the cost model takes, in process: hundreds of estimates in a fraction of a second."""
+"""Published rows -> what the cost model takes, in process: hundreds of estimates in a fraction of a
+second."""
 
 from __future__ import annotations
 
@@ -47,8 +48,9 @@ PROJECTS = {
 # Generations of GPUs among the rows.
 HARDWARE = ("V100", "A100", "H100")
 
-# How the notes of a row start whose peak_mem_GB was left in GiB. Korthikanti's figure 1: the activations that its notes
-# tell are those of the paper's equations (arXiv 2205.05198, table 2) over 2^30, to the last digit.
+# How the notes of a row start whose peak_mem_GB was left in GiB. Korthikanti's figure 1: the
+# activations that its notes tell are those of the paper's equations (arXiv 2205.05198, table 2)
+# over 2^30, to the last digit.
 IN_GIB = "GiB;"
 
 Row = dict[str, Any]
@@ -67,7 +69,9 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        return Problem(recipe=self.recipe, graph=self.graph, cluster=self.cluster, experts_apart=True)
+        return Problem(
+            recipe=self.recipe, graph=self.graph, cluster=self.cluster, experts_apart=True
+        )
 
     @property
     def project(self) -> str:
@@ -79,7 +83,8 @@ def project_of(row: Row) -> str:
 
 
 def is_megatron(row: Row) -> bool:
-    """Megatron-LM's own runs: the scorer's recipe says `target: deepspeed` where they use nothing beyond it."""
+    """Megatron-LM's own runs: the scorer's recipe says `target: deepspeed` where they use nothing
+    beyond it."""
     return bool(row["source"].startswith(("Megatron SC", "Korthikanti")))
 
 
@@ -134,4 +139,6 @@ def estimate(case: Case, constants: Constants) -> Estimate:
 def as_scored(found: Estimate) -> dict[str, Any]:
     """The part of `estimate --json` that the scorer reads."""
     told = error_fields(found.error)
-    return {part: dataclasses.asdict(getattr(found, part)) | told[part] for part in ("time", "memory")}
+    return {
+        part: dataclasses.asdict(getattr(found, part)) | told[part] for part in ("time", "memory")
+    }

@@ -1,6 +1,8 @@
-"""Fits the cost model's constants to the published rows: robust least squares on log error, held to physical priors.
+"""Fits the cost model's constants to the published rows: robust least squares on log error, held to
+physical priors.
 
-Levenberg-Marquardt on the logarithms of the constants (all are positive); derivatives by differences.
+Levenberg-Marquardt on the logarithms of the constants (all are positive); derivatives by
+differences.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from tools.fit_cost import score, score_engines
 from tools.fit_cost.cases import Case, Row, estimate, is_engine_row, is_megatron
 from tools.fit_cost.live import live_bytes
 
-# A published figure scatters this much between runs (its logarithm); larger errors count less and less (Cauchy).
+# A published figure scatters this much between runs (its logarithm); larger errors count less and
+# less (Cauchy).
 NOISE = 0.04
 MEMORY_NOISE = 0.05
-# What a layout that ran may exceed the device by, and one that ran out of memory miss it by (these are rare, and a plan
-# that dies costs more than one that is refused).
+# What a layout that ran may exceed the device by, and one that ran out of memory miss it by (these
+# are rare, and a plan that dies costs more than one that is refused).
 RAN_NOISE = 0.03
 OUT_OF_MEMORY_NOISE = 0.005
 BOUND_MARGIN = 0.01
@@ -43,11 +46,12 @@ MOST_STEP = 0.5
 
 
 def time_target(case: Case) -> float | None:
-    """Measured seconds of a step; where a source gives TFLOP/s alone (Megatron SC'21, Table 2), from its own formula.
+    """Measured seconds of a step; where a source gives TFLOP/s alone (Megatron SC'21, Table 2),
+    from its own formula.
 
-    Left out of the fit, never of the scoring: that table's ZeRO-3 rows. They took 65 s for 174B on 768 and on 1536
-    GPUs alike, which is one adapter's traffic for a node of eight: DeepSpeed of 2021, before its gathers were
-    coalesced.
+    Left out of the fit, never of the scoring: that table's ZeRO-3 rows. They took 65 s for 174B on
+    768 and on 1536 GPUs alike, which is one adapter's traffic for a node of eight: DeepSpeed of
+    2021, before its gathers were coalesced.
     """
     row = case.row
     if row["measured"]["oom"]:
@@ -61,13 +65,16 @@ def time_target(case: Case) -> float | None:
     m, batch = row["model"], row["parallel"]["global_batch"]
     length, hidden, layers, vocabulary = m["seq_len"], m["hidden"], m["layers"], m["vocab"]
     correction = 1 + length / (6 * hidden) + vocabulary / (16 * layers * hidden)
-    flops = 96 * batch * length * layers * hidden**2 * correction  # arXiv 2104.04473, with full recomputation
+    flops = (
+        96 * batch * length * layers * hidden**2 * correction
+    )  # arXiv 2104.04473, with full recomputation
     return flops / (rate * 1e12 * case.cluster.world_size)
 
 
 def _engine_target(row: Row) -> float | None:
-    """Left out of the fit, never of the scoring: InternEvo between nodes (its links are the RoCE curve's source, and
-    its hierarchical ZeRO is asked as ZeRO-1), and two of three of nanotron's rows, for time."""
+    """Left out of the fit, never of the scoring: InternEvo between nodes (its links are the RoCE
+    curve's source, and its hierarchical ZeRO is asked as ZeRO-1), and two of three of nanotron's
+    rows, for time."""
     engine, nodes = row["engine"], row["hardware"]["nodes"]
     number = row["id"].rpartition("-")[2]
     if (engine == "InternEvo" and nodes > 1) or (engine == "nanotron" and int(number) % 3):
@@ -80,7 +87,11 @@ def memory_target(case: Case) -> float | None:
     row = case.row
     if is_engine_row(row):
         return None  # what an allocator reserved, without the context, or nobody says which
-    if row["measured"]["oom"] or row["id"].startswith("korth-mem") or not row["measured"]["peak_mem_GB"]:
+    if (
+        row["measured"]["oom"]
+        or row["id"].startswith("korth-mem")
+        or not row["measured"]["peak_mem_GB"]
+    ):
         return None
     return float(row["measured"]["peak_mem_GB"]) * 1e9
 
@@ -96,12 +107,14 @@ def time_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
     targets = [(as_run(case), target) for case in cases if (target := time_target(case))]
     weight = _weights([case for case, _ in targets])
     return [
-        weight[case.project] * _robust(math.log(step_seconds(case, c) / target) / NOISE) for case, target in targets
+        weight[case.project] * _robust(math.log(step_seconds(case, c) / target) / NOISE)
+        for case, target in targets
     ]
 
 
 def step_seconds(case: Case, c: Constants) -> float:
-    """With the layers placed as the constants of the package place them, which a fit hardly changes."""
+    """With the layers placed as the constants of the package place them, which a fit hardly
+    changes."""
     problem = case.problem
     strategy, boundaries = _placed(case)
     return estimate_time(placed(lay_out(problem, strategy, c), boundaries)).step_seconds
@@ -130,12 +143,17 @@ def memory_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
         elif case.row["id"].startswith("korth-mem"):
             continue
         else:
-            # That it ran, or did not, is certain: no robust loss. The allocator's slack decides nothing.
+            # That it ran, or did not, is certain: no robust loss. The allocator's slack decides
+            # nothing.
             usable = memory.capacity_bytes * (1 - c.driver_share)
             layout = place(case.problem, case.strategy, c)
             over = math.log(live_bytes(layout) / usable)
             ran = not case.row["measured"]["oom"]
-            error = max(0.0, over) / RAN_NOISE if ran else min(0.0, over - BOUND_MARGIN) / OUT_OF_MEMORY_NOISE
+            error = (
+                max(0.0, over) / RAN_NOISE
+                if ran
+                else min(0.0, over - BOUND_MARGIN) / OUT_OF_MEMORY_NOISE
+            )
             found.append(weight[case.project] * error)
             continue
         found.append(weight[case.project] * _robust(error / MEMORY_NOISE))
@@ -144,7 +162,9 @@ def memory_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
 
 def _weights(cases: Sequence[Case]) -> dict[str, float]:
     """A project with many rows outweighs one with few, but by the root of their number alone."""
-    return {project: count**-0.25 for project, count in Counter(case.project for case in cases).items()}
+    return {
+        project: count**-0.25 for project, count in Counter(case.project for case in cases).items()
+    }
 
 
 def _robust(x: float) -> float:
@@ -166,14 +186,16 @@ def priors() -> Constants:
 
 
 def fit(cases: Sequence[Case], c: Constants) -> Constants:
-    """Constants for these rows, from these: those of time, then those of memory (they share none)."""
+    """Constants for these rows, from these: those of time, then those of memory (they share
+    none)."""
     c = _fit(fitted_names(memory=False), c, lambda x: time_residuals(cases, x))
     return _fit(fitted_names(memory=True), c, lambda x: memory_residuals(cases, x))
 
 
 class Around:
-    """The fit of all cases linearised where it ends, so that cases can be left out of it in no time: one step of
-    Gauss and Newton without theirs. What only they determined goes back to its prior, as a fit without them has it."""
+    """The fit of all cases linearised where it ends, so that cases can be left out of it in no
+    time: one step of Gauss and Newton without theirs. What only they determined goes back to its
+    prior, as a fit without them has it."""
 
     def __init__(self, cases: Sequence[Case], c: Constants) -> None:
         self.c = c
@@ -187,12 +209,15 @@ class Around:
 
     def without(self, is_left_out: Callable[[Case], bool]) -> Constants:
         changed = [part.without(is_left_out) for part in self._parts]
-        return dataclasses.replace(self.c, **{name: value for part in changed for name, value in part.items()})
+        return dataclasses.replace(
+            self.c, **{name: value for part in changed for name, value in part.items()}
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Linear:
-    """Residuals (length rows), their derivatives by the constants' logarithms (rows, names) and whose they are."""
+    """Residuals (length rows), their derivatives by the constants' logarithms (rows, names) and
+    whose they are."""
 
     names: tuple[str, ...]
     x: np.ndarray
@@ -212,7 +237,9 @@ class _Linear:
         whose = tuple(case for case in cases if has_residual(case, residuals is memory_residuals))
 
         def at(y: np.ndarray) -> np.ndarray:
-            return np.array(residuals(cases, dataclasses.replace(c, **dict(zip(names, np.exp(y), strict=True)))))
+            return np.array(
+                residuals(cases, dataclasses.replace(c, **dict(zip(names, np.exp(y), strict=True))))
+            )
 
         now = at(x)
         assert len(now) == len(whose)
@@ -239,7 +266,9 @@ def has_residual(case: Case, memory: bool) -> bool:
     return not is_engine_row(case.row) and not (case.row["id"].startswith("korth-mem"))
 
 
-def _fit(names: tuple[str, ...], c: Constants, residuals: Callable[[Constants], list[float]]) -> Constants:
+def _fit(
+    names: tuple[str, ...], c: Constants, residuals: Callable[[Constants], list[float]]
+) -> Constants:
     entries = constant_entries()
     priors = np.log([entries[n]["prior"] for n in names])
     spreads = np.array([entries[n]["prior_spread"] for n in names])

@@ -13,5 +13,6 @@ def live_bytes(layout: Layout) -> int:
 
 
 def allocated_bytes(layout: Layout) -> float:
-    """torch.cuda.max_memory_allocated() of the first pipeline rank: no context, nothing that the allocator keeps."""
+    """torch.cuda.max_memory_allocated() of the first pipeline rank: no context, nothing that the
+    allocator keeps."""
     return RankBytes(layout).peak_bytes(layout.ranks[0], 0) - framework_bytes(layout)

@@ -13,8 +13,14 @@ from shardwright.figures import number
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/batch-size.md"
-STEPS = ("<!-- steps: made by `make docs` from benchmarks/batch-size.json -->", "<!-- end of steps -->")
-NOISE = ("<!-- noise: made by `make docs` from benchmarks/batch-size.json -->", "<!-- end of noise -->")
+STEPS = (
+    "<!-- steps: made by `make docs` from benchmarks/batch-size.json -->",
+    "<!-- end of steps -->",
+)
+NOISE = (
+    "<!-- noise: made by `make docs` from benchmarks/batch-size.json -->",
+    "<!-- end of noise -->",
+)
 COLOURS = ("#9ecae1", "#4292c6", "#2171b5", "#08306b")
 WIDTH, HEIGHT, LEFT, TOP, PANEL, DEEP = 820, 320, 50, 30, 330, 240
 HIGHEST, LOWEST = 3.2, 1.6
@@ -38,7 +44,10 @@ def steps(found: dict[str, Any]) -> str:
     """What each batch size needs to the target, and what the fit of both bills says of it."""
     fewest, both = found["fewest_steps"], found["both_bills_double"]
     lines = [
-        f"| rows a batch | best learning rate | of | steps to loss {found['target']:g} | rows | steps by the fit |",
+        (
+            f"| rows a batch | best learning rate | of | steps to loss {found['target']:g} | rows "
+            "| steps by the fit |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     for run in found["runs"]:
@@ -49,8 +58,9 @@ def steps(found: dict[str, Any]) -> str:
         lines.append(f"| {batch} | {run['rate']:g} | {rates} | {steps} |")
     return "\n".join(
         [
-            f"Measured {found['date']} by `{found['command']}`. The fit is S = {fewest:,.0f} (1 + {number(both)} / B): "
-            f"at B = {number(both)} rows a run takes twice the fewest steps and twice the fewest rows.",
+            f"Measured {found['date']} by `{found['command']}`. The fit is S = {fewest:,.0f} (1 + "
+            f"{number(both)} / B): at B = {number(both)} rows a run takes twice the fewest steps "
+            "and twice the fewest rows.",
             "",
             *lines,
         ]
@@ -59,14 +69,19 @@ def steps(found: dict[str, Any]) -> str:
 
 def noise(found: dict[str, Any]) -> str:
     lines = [
-        f"| steps of the run at {found['noise_batch']} rows | held-out loss | noise scale, rows | 95 % interval |",
+        (
+            f"| steps of the run at {found['noise_batch']} rows | held-out loss | noise scale, "
+            "rows | 95 % interval |"
+        ),
         "|---|---|---|---|",
     ]
     for part in found["noise"]:
         value = "unknown" if part["value"] is None else number(part["value"])
         upper = "more" if part["high"] is None else number(part["high"])
         interval = f"{number(part['low'])} to {upper}, of {part['measured']} steps"
-        lines.append(f"| {part['first']} to {part['last']} | {part['loss']:.2f} | {value} | {interval} |")
+        lines.append(
+            f"| {part['first']} to {part['last']} | {part['loss']:.2f} | {value} | {interval} |"
+        )
     return "\n".join(lines)
 
 
@@ -74,7 +89,8 @@ def figure() -> str:
     """docs/batch-size.svg: held-out loss against steps, and against rows."""
     found = bench()
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" '
         'font-size="12" role="img">',
         "<title>Held-out loss against steps and against rows, at four batch sizes</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
@@ -88,8 +104,13 @@ def figure() -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def _panel(found: dict[str, Any], left: int, name: str, of: Callable[[int, int], int]) -> Iterator[str]:
-    curves = [(r["batch"], [(of(step, r["batch"]), loss) for step, loss in r["curve"]]) for r in found["runs"]]
+def _panel(
+    found: dict[str, Any], left: int, name: str, of: Callable[[int, int], int]
+) -> Iterator[str]:
+    curves = [
+        (r["batch"], [(of(step, r["batch"]), loss) for step, loss in r["curve"]])
+        for r in found["runs"]
+    ]
     places = [x for _, curve in curves for x, loss in curve if loss <= HIGHEST]
     first, last = math.log10(min(places)), math.log10(max(places))
 
@@ -99,7 +120,10 @@ def _panel(found: dict[str, Any], left: int, name: str, of: Callable[[int, int],
     def down(loss: float) -> float:
         return TOP + DEEP * (HIGHEST - loss) / (HIGHEST - LOWEST)
 
-    yield f'<text x="{left}" y="{TOP - 12}" font-weight="bold">held-out loss against {escape(name)}</text>'
+    yield (
+        f'<text x="{left}" y="{TOP - 12}" font-weight="bold">held-out loss against '
+        f"{escape(name)}</text>"
+    )
     for tenths in range(round(LOWEST * 10), round(HIGHEST * 10) + 1, 4):
         y = down(tenths / 10)
         yield f'<path d="M{left} {y:.1f}h{PANEL}" stroke="#ddd"/>'

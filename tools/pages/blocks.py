@@ -17,7 +17,8 @@ _COMMENT = re.compile(r"\s+# .*")
 
 @dataclass(frozen=True)
 class Block:
-    """language, title: the first word after the fence, and the rest: the file that a reader saves the text as."""
+    """language, title: the first word after the fence, and the rest: the file that a reader saves
+    the text as."""
 
     page: str
     line: int
@@ -31,7 +32,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """text: without prompt and comment, with the lines that are its input. shown: what the page says it prints.
+    """text: without prompt and comment, with the lines that are its input. shown: what the page
+    says it prints.
 
     typed: its lines as they stand on the page.
     """
@@ -43,7 +45,10 @@ class Command:
 
 def pages() -> list[str]:
     """Every page of the repository, by its path from the root."""
-    found = [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
+    found = [
+        *ROOT.glob("*.md"),
+        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
+    ]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
@@ -67,7 +72,8 @@ def inline_commands(page: str) -> Iterator[str]:
 
 
 def commands(block: Block) -> list[Command]:
-    """Of a `sh` block each, of a `console` block those after a prompt, each with the lines below it."""
+    """Of a `sh` block each, of a `console` block those after a prompt, each with the lines below
+    it."""
     if block.language == "console":
         return list(_session(block.text))
     return list(_script(block.text)) if block.language == "sh" else []
@@ -91,7 +97,9 @@ def _session(text: str) -> Iterator[Command]:
     parts = re.split(r"^((?:\$ .*\n)(?:> .*\n)*)", text, flags=re.MULTILINE)
     assert parts[0] == "", f"a prompt is missing before {parts[0]!r}"
     for typed, shown in zip(parts[1::2], parts[2::2], strict=True):
-        yield Command(_command(re.sub(r"^[$>] ", "", typed, flags=re.MULTILINE).rstrip()), typed, shown)
+        yield Command(
+            _command(re.sub(r"^[$>] ", "", typed, flags=re.MULTILINE).rstrip()), typed, shown
+        )
 
 
 def _command(typed: str) -> str:

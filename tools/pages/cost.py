@@ -1,4 +1,5 @@
-"""The tables of docs/cost-model.md, from benchmarks/cost.json, cost/constants.json and cost/goodput.json."""
+"""The tables of docs/cost-model.md, from benchmarks/cost.json, cost/constants.json and
+cost/goodput.json."""
 
 from __future__ import annotations
 
@@ -9,9 +10,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/cost-model.md"
-ERRORS = ("<!-- errors: made by `make docs` from benchmarks/cost.json -->", "<!-- end of errors -->")
-GOODPUT = ("<!-- goodput: made by `make docs` from cost/goodput.json -->", "<!-- end of goodput -->")
-CONSTANTS = ("<!-- constants: made by `make docs` from cost/constants.json -->", "<!-- end of constants -->")
+ERRORS = (
+    "<!-- errors: made by `make docs` from benchmarks/cost.json -->",
+    "<!-- end of errors -->",
+)
+GOODPUT = (
+    "<!-- goodput: made by `make docs` from cost/goodput.json -->",
+    "<!-- end of goodput -->",
+)
+CONSTANTS = (
+    "<!-- constants: made by `make docs` from cost/constants.json -->",
+    "<!-- end of constants -->",
+)
 
 
 def page() -> str:
@@ -33,7 +43,10 @@ def errors() -> str:
     lines = [
         f"Measured {bench['date']} by `{bench['command']}`.",
         "",
-        "| left out of the fit | timed runs | step time off by | leaning | weighed runs | memory off by | leaning |",
+        (
+            "| left out of the fit | timed runs | step time off by | leaning | weighed runs | "
+            "memory off by | leaning |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for kind in ("left_out", "hardware_left_out"):
@@ -43,10 +56,10 @@ def errors() -> str:
     right, runs = mean["fits_right"]
     died, of = mean["oom_right"]
     lines += [
-        f"In {mean['groups']} groups of the same model and GPUs the layout that is predicted fastest loses "
-        f"{mean['regret']:.1%} to the best one, and predicted and measured order correlate with {mean['spearman']:.2f} "
-        f"(Spearman). Of {runs} runs that fitted {right} are said to fit, of {of} that ran out of memory {died} to run "
-        "out of it.",
+        f"In {mean['groups']} groups of the same model and GPUs the layout that is predicted "
+        f"fastest loses {mean['regret']:.1%} to the best one, and predicted and measured order "
+        f"correlate with {mean['spearman']:.2f} (Spearman). Of {runs} runs that fitted {right} are "
+        f"said to fit, of {of} that ran out of memory {died} to run out of it.",
         "",
         *_engines(bench),
     ]
@@ -63,16 +76,25 @@ def _engines(bench: dict[str, Any]) -> list[str]:
     ]
     for kind, what in (("engines_left_out", ""), ("engine_left_out", "engine: ")):
         lines += [
-            f"| {what}{name} | {e['time_rows']} | {e['time']:.1%} | {e['time_median']:.1%} | {e['time_bias']:+.1%} |"
+            (
+                f"| {what}{name} | {e['time_rows']} | {e['time']:.1%} | {e['time_median']:.1%} | "
+                f"{e['time_bias']:+.1%} |"
+            )
             for name, e in bench[kind].items()
         ]
     lines += [
         "",
-        "| regime, all rows in the fit | timed runs | step time off by | leaning | inside the printed ± |",
+        (
+            "| regime, all rows in the fit | timed runs | step time off by | leaning | inside the "
+            "printed ± |"
+        ),
         "|---|---|---|---|---|",
     ]
     return lines + [
-        f"| {name} | {e['n']} | {e['time_mape']:.1%} | {e['time_bias']:+.1%} | {_share(e['in_band'])} |"
+        (
+            f"| {name} | {e['n']} | {e['time_mape']:.1%} | {e['time_bias']:+.1%} | "
+            f"{_share(e['in_band'])} |"
+        )
         for name, e in bench["engines"]["regimes"].items()
     ]
 
@@ -102,6 +124,12 @@ def constants(file: str) -> str:
     text = resources.files("shardwright.cost").joinpath(file).read_text("utf-8")
     lines = ["| constant | value | unit | meaning | source |", "|---|---|---|---|---|"]
     for name, entry in json.loads(text)["constants"].items():
-        cells = (f"`{name}`", f"{entry['value']:.4g}", entry["unit"], entry["meaning"], entry["source"])
+        cells = (
+            f"`{name}`",
+            f"{entry['value']:.4g}",
+            entry["unit"],
+            entry["meaning"],
+            entry["source"],
+        )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

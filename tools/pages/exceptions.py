@@ -1,4 +1,5 @@
-"""Commands that the quick test does not run as the pages have them: the reason, and what is done instead."""
+"""Commands that the quick test does not run as the pages have them: the reason, and what is done
+instead."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ LEFT_OUT = "...\n"
 class Instead:
     """How a command is tried.
 
-    target: `make -n` has to know it. prove: it runs in `make prove`; in the quick test its arguments are parsed, and
-    `part`, a command of it, has to print what the page shows up to the first `...`. refused: it has nothing to do where
-    the page is followed line by line, and says so with exit code 1.
+    target: `make -n` has to know it. prove: it runs in `make prove`; in the quick test its
+    arguments are parsed, and `part`, a command of it, has to print what the page shows up to the
+    first `...`. refused: it has nothing to do where the page is followed line by line, and says so
+    with exit code 1.
     """
 
     how: Literal["target", "prove", "refused"]
@@ -35,37 +37,52 @@ EXCEPTIONS: dict[tuple[str, str], Instead] = {
         "150 steps on four ranks, two minutes",
         part="shardwright compile recipes/tiny-llama-cpu.yaml -o build/demo",
     ),
-    ("docs/tour.md", "shardwright stop build/tiny"): Instead("refused", "the run above it has ended by itself"),
+    ("docs/tour.md", "shardwright stop build/tiny"): Instead(
+        "refused", "the run above it has ended by itself"
+    ),
     ("docs/vision.md", "shardwright run build/sight"): Instead(
-        "prove", "250 steps on four ranks, two minutes; tests/launch/test_tiny_vision.py has it, too"
+        "prove",
+        "250 steps on four ranks, two minutes; tests/launch/test_tiny_vision.py has it, too",
     ),
     **{
-        ("docs/vision.md", f"shardwright {command}"): Instead("prove", "asks for what the run above has trained")
+        ("docs/vision.md", f"shardwright {command}"): Instead(
+            "prove", "asks for what the run above has trained"
+        )
         for command in (
-            "generate build/sight/checkpoints/step-00000250 --image build/held-out/pictures/00002-triangle.png "
+            "generate build/sight/checkpoints/step-00000250 --image "
+            "build/held-out/pictures/00002-triangle.png "
             '--prompt "What is it?" --tokens 9',
             "export build/sight/checkpoints/step-00000250 -o build/sight-hf",
         )
     },
-    ("docs/tour.md", "shardwright verify my.yaml"): Instead("prove", "two launches; tests/verify has its own"),
+    ("docs/tour.md", "shardwright verify my.yaml"): Instead(
+        "prove", "two launches; tests/verify has its own"
+    ),
     ("docs/python-api.md", "deepspeed --no_local_rank --num_gpus 4 loop.py build/loop"): Instead(
         "prove", "a launch; tests/launch/test_own_loop.py trains with the same script"
     ),
     **{
         ("docs/troubleshooting.md", f"shardwright {command} build/tiny{option}"): Instead(
-            "prove", "a launch of a few minutes; tests/launch/test_detached.py has the smallest of the same"
+            "prove",
+            "a launch of a few minutes; tests/launch/test_detached.py has the smallest of the same",
         )
         for command, option in (("run", " --detach"), ("status", ""), ("logs", ""), ("stop", ""))
     },
     ("CONTRIBUTING.md", "make setup"): Instead("target", "installs what the tests run with"),
     ("CONTRIBUTING.md", "make test"): Instead("target", "runs these tests"),
     ("CONTRIBUTING.md", "make test-more"): Instead("target", "runs these tests"),
-    ("CONTRIBUTING.md", "make test-light PYTHON=python3.12"): Instead("target", "runs some of these tests"),
-    ("CONTRIBUTING.md", "make lint-light PYTHON=python3.12"): Instead("target", "runs beside the tests in .ci/run"),
+    ("CONTRIBUTING.md", "make test-light PYTHON=python3.12"): Instead(
+        "target", "runs some of these tests"
+    ),
+    ("CONTRIBUTING.md", "make lint-light PYTHON=python3.12"): Instead(
+        "target", "runs beside the tests in .ci/run"
+    ),
     ("CONTRIBUTING.md", "make prove"): Instead("target", "runs for hours"),
     ("CONTRIBUTING.md", "make prove-list"): Instead("target", "tests/unit/prove tries it"),
     ("CONTRIBUTING.md", "make proof"): Instead("target", CHANGES),
-    ("CONTRIBUTING.md", "make lint"): Instead("target", "runs beside the tests in .ci/run, over the same files"),
+    ("CONTRIBUTING.md", "make lint"): Instead(
+        "target", "runs beside the tests in .ci/run, over the same files"
+    ),
     ("CONTRIBUTING.md", "make golden"): Instead("target", FRESH),
     ("CONTRIBUTING.md", "make snapshot"): Instead("target", CHANGES),
     ("CONTRIBUTING.md", "make lint-docs"): Instead("target", FRESH),
@@ -73,6 +90,8 @@ EXCEPTIONS: dict[tuple[str, str], Instead] = {
     ("CONTRIBUTING.md", "make recipes"): Instead("target", FRESH),
     ("CONTRIBUTING.md", "make readme"): Instead("target", FRESH),
     ("CONTRIBUTING.md", "make graphs"): Instead("target", CHANGES),
-    ("CONTRIBUTING.md", "make bench-gpu"): Instead("target", "wants a GPU; tests/launch/test_bench_gpu.py tries it"),
+    ("CONTRIBUTING.md", "make bench-gpu"): Instead(
+        "target", "wants a GPU; tests/launch/test_bench_gpu.py tries it"
+    ),
 }
 """(page, command) -> what is done instead."""

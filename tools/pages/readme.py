@@ -1,4 +1,5 @@
-"""The outputs of commands that the pages show: `make readme` runs them and writes what they print."""
+"""The outputs of commands that the pages show: `make readme` runs them and writes what they
+print."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from tools.pages.session import Session, same
 
 
 def written(page: str, folder: Path) -> str:
-    """The page's text with every output that has changed as it is printed now. folder: an empty one to follow it in.
+    """The page's text with every output that has changed as it is printed now. folder: an empty one
+    to follow it in.
 
     An output that is the same apart from times and what `...` leaves out stays as it is.
     """

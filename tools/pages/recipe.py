@@ -22,8 +22,8 @@ def page() -> str:
         "",
         "<!-- made by `make docs` from compiler/shardwright/recipe/recipe.schema.json -->",
         "",
-        f"{schema['description']} `shardwright schema` prints the JSON Schema itself, for editors; `shardwright check` "
-        "says what is wrong in a recipe, with line and column.",
+        f"{schema['description']} `shardwright schema` prints the JSON Schema itself, for editors; "
+        "`shardwright check` says what is wrong in a recipe, with line and column.",
         "",
         "## The recipe",
         "",
@@ -34,7 +34,14 @@ def page() -> str:
         if name == "data":
             lines += _data(resolved)
         elif "properties" in resolved:
-            lines += ["", f"## {name}", "", str(resolved["description"]), "", *table(resolved, f"{name}.")]
+            lines += [
+                "",
+                f"## {name}",
+                "",
+                str(resolved["description"]),
+                "",
+                *table(resolved, f"{name}."),
+            ]
     return "\n".join([*lines, *_extra()]) + "\n"
 
 
@@ -44,15 +51,15 @@ def _extra() -> list[str]:
         "",
         "## extra",
         "",
-        "These keys and sections of DeepSpeed's configuration, by its own names. `make prove` trains with each, "
-        "saves, and goes on on another layout:",
+        "These keys and sections of DeepSpeed's configuration, by its own names. `make prove` "
+        "trains with each, saves, and goes on on another layout:",
         "",
         ", ".join(f"`{key}`" for key in ALLOWED) + ".",
         "",
         *(f"- `{key}` runs without a pipeline only: {why}." for key, why in IN_A_PIPELINE.items()),
         *(f"- `{key}` is refused: {why}." for key, why in REFUSED.items()),
-        "- What the plan decides is refused with the recipe's key for it; all else because it changes what is trained, "
-        "unseen by the plan.",
+        "- What the plan decides is refused with the recipe's key for it; all else because it "
+        "changes what is trained, unseen by the plan.",
     ]
 
 
@@ -62,11 +69,15 @@ def _data(section: Schema) -> list[str]:
     known: dict[str, tuple[list[str], Schema]] = {}
     for kind in KINDS:
         for key, value in _of_kind(kind).items():
-            known.setdefault(json.dumps([key, value]), ([], {"key": key, "schema": value}))[0].append(kind)
+            known.setdefault(json.dumps([key, value]), ([], {"key": key, "schema": value}))[
+                0
+            ].append(kind)
     for kinds, entry in known.values():
         where = "" if len(kinds) == len(KINDS) else f" ({', '.join(kinds)})"
         schema = merged(entry["schema"])
-        lines.append(row(entry["key"], schema, required=entry["key"] in ("kind", "path"), note=where))
+        lines.append(
+            row(entry["key"], schema, required=entry["key"] in ("kind", "path"), note=where)
+        )
         if "properties" in schema:
             lines += _rows(schema, f"{entry['key']}.", sections=True)
     part = merged(recipe_schema_def("mixture_part"))
@@ -109,8 +120,16 @@ def _rows(schema: Schema, prefix: str, sections: bool) -> list[str]:
 
 
 def row(key: str, schema: Schema, *, required: bool, note: str = "") -> str:
-    default = f"`{json.dumps(schema['default'])}`" if "default" in schema else "required" if required else "none"
-    meaning = str(schema.get("description", "")).removesuffix("Required.").strip() or str(schema.get("title", ""))
+    default = (
+        f"`{json.dumps(schema['default'])}`"
+        if "default" in schema
+        else "required"
+        if required
+        else "none"
+    )
+    meaning = str(schema.get("description", "")).removesuffix("Required.").strip() or str(
+        schema.get("title", "")
+    )
     return f"| `{key}` | {_cell(values(schema))} | {default} | {_cell(meaning + note)} |"
 
 
@@ -129,10 +148,21 @@ def values(schema: Schema) -> str:
 
 
 def _type(kind: str, schema: Schema) -> str:
-    words = {"string": "text", "array": "list", "object": "mapping", "null": "nothing", "boolean": "true or false"}
+    words = {
+        "string": "text",
+        "array": "list",
+        "object": "mapping",
+        "null": "nothing",
+        "boolean": "true or false",
+    }
     if kind not in ("integer", "number"):
         return words.get(kind, kind)
-    bounds = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
+    bounds = {
+        "minimum": "from",
+        "exclusiveMinimum": "above",
+        "maximum": "to",
+        "exclusiveMaximum": "below",
+    }
     limits = [f"{word} {schema[key]}" for key, word in bounds.items() if key in schema]
     return " ".join([kind, *limits])
 

@@ -1,4 +1,5 @@
-"""docs/rules.md: the rules about layouts, from the registry, each with what it says where it is broken."""
+"""docs/rules.md: the rules about layouts, from the registry, each with what it says where it is
+broken."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from shardwright.model.build import build_model_graph
 from shardwright.rules.registry import GENERAL_RULES, rules_for
 from tests.unit.model.factory import model_section, recipe_of
 
-MODELS = ("meta-llama/Llama-3.1-8B", "openai-community/gpt2", "mistralai/Mixtral-8x7B-v0.1", "bigscience/bloom-560m")
+MODELS = (
+    "meta-llama/Llama-3.1-8B",
+    "openai-community/gpt2",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "bigscience/bloom-560m",
+)
 PLAIN = Strategy(
     tensor=1,
     pipeline=1,
@@ -69,13 +75,15 @@ def page() -> str:
         "",
         "<!-- made by `make docs` from compiler/shardwright/rules/registry.py -->",
         "",
-        "`plan` leaves out what an error forbids. `estimate` prices it all the same and says the code, except where "
-        "there is nothing to count: degrees that do not multiply out to the GPUs (SW3101), a batch that does not "
-        "divide (SW3102). Its object has no `strategy`, `memory` and `time` then. "
-        "`shardwright explain R --why-not tensor=8,pipeline=2` tells which one forbids a layout. Warnings forbid "
-        "nothing. What is asked about each layout:",
+        "`plan` leaves out what an error forbids. `estimate` prices it all the same and says the "
+        "code, except where there is nothing to count: degrees that do not multiply out to the "
+        "GPUs (SW3101), a batch that does not divide (SW3102). Its object has no `strategy`, "
+        "`memory` and `time` then. `shardwright explain R --why-not tensor=8,pipeline=2` tells "
+        "which one forbids a layout. Warnings forbid nothing. What is asked about each layout:",
     ]
-    ours = {code: rule for code, rule in rules_for("deepspeed").items() if code not in GENERAL_RULES}
+    ours = {
+        code: rule for code, rule in rules_for("deepspeed").items() if code not in GENERAL_RULES
+    }
     groups = (
         ("Whatever engine runs it", GENERAL_RULES),
         ("For DeepSpeed (`target: deepspeed`)", ours),
@@ -101,7 +109,11 @@ def page() -> str:
 def _megatron_keys() -> list[str]:
     """The table of every key under `target: megatron` that no rule about layouts decides."""
     refused = [
-        f"| `{name}` | {', '.join(f'`{v}`' for v in key.allowed if v is not None) or 'left out'} | SW1922: {key.why} |"
+        (
+            f"| `{name}` | "
+            f"{', '.join(f'`{v}`' for v in key.allowed if v is not None) or 'left out'} | SW1922: "
+            f"{key.why} |"
+        )
         for name, key in REFUSED.items()
     ]
     return [
@@ -120,12 +132,20 @@ def _rule(code: str, rule: Rule) -> list[str]:
     found = examples().get(code)
     severity = "" if found is None else f" ({found.severity})"
     lines = ["", f"### {code}: {CODES[code]}{severity}", ""]
-    reads = ", ".join(f"`{name}`" for name in sorted(rule.reads)) or "none: the recipe alone decides it"
+    reads = (
+        ", ".join(f"`{name}`" for name in sorted(rule.reads)) or "none: the recipe alone decides it"
+    )
     doc = " ".join(inspect.getdoc(rule.check).split()) if rule.check.__doc__ else ""
     lines += [f"{doc}\n"] if doc else []
     lines += [f"Keys of the layout that decide it: {reads}."]
     if found is not None:
-        lines += ["", "```text", f"{found.severity}[{code}]: {found.message}", f"  = help: {found.help}", "```"]
+        lines += [
+            "",
+            "```text",
+            f"{found.severity}[{code}]: {found.message}",
+            f"  = help: {found.help}",
+            "```",
+        ]
     return lines
 
 
@@ -134,7 +154,11 @@ def examples() -> dict[str, Diagnostic]:
     """What each rule says of the first of these layouts that breaks it."""
     found: dict[str, Diagnostic] = {}
     for subject in subjects():
-        for code, rule in {**rules_for("deepspeed"), **rules_for("reference"), **rules_for("megatron")}.items():
+        for code, rule in {
+            **rules_for("deepspeed"),
+            **rules_for("reference"),
+            **rules_for("megatron"),
+        }.items():
             if code not in found and (diagnostic := rule.check(subject)) is not None:
                 found[code] = diagnostic
     return found
@@ -162,16 +186,22 @@ def recipes() -> tuple[Recipe, ...]:
     return (
         plain,
         dataclasses.replace(plain, cluster=dataclasses.replace(plain.cluster, islands=2)),
-        dataclasses.replace(single, model=dataclasses.replace(single.model, attention="flash_attention_2")),
+        dataclasses.replace(
+            single, model=dataclasses.replace(single.model, attention="flash_attention_2")
+        ),
         with_kernels(plain, "compile"),
         dataclasses.replace(plain, model=dataclasses.replace(plain.model, kernels="liger")),
         dataclasses.replace(plain, data=TEXT),
-        dataclasses.replace(plain, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=("c_attn",))),
+        dataclasses.replace(
+            plain, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=("c_attn",))
+        ),
         *(
             dataclasses.replace(
                 plain,
                 model=dataclasses.replace(plain.model, freeze=(entry,)),
-                lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=None) if adapted else None,
+                lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=None)
+                if adapted
+                else None,
             )
             for entry, adapted in (("vision", False), ("*", False), ("model.embed_tokens", True))
         ),

@@ -1,4 +1,5 @@
-"""A reader who follows a page: its commands in a scratch folder that looks like the repository's root."""
+"""A reader who follows a page: its commands in a scratch folder that looks like the repository's
+root."""
 
 from __future__ import annotations
 
@@ -19,12 +20,23 @@ from shardwright.cli.main import COMMANDS
 from shardwright.cli.main import main as shardwright
 from tools.pages.blocks import ROOT, Block
 
-LINKED = ("Makefile", "pyproject.toml", "constraints.txt", "compiler", "templates", "tests", "tools", "benchmarks")
+LINKED = (
+    "Makefile",
+    "pyproject.toml",
+    "constraints.txt",
+    "compiler",
+    "templates",
+    "tests",
+    "tools",
+    "benchmarks",
+)
 IN_A_PROCESS = ("run", "stop", "verify", "doctor")
 # The hosts of the pages exist nowhere, with or without an ssh client and a name server here.
 SSH = """#!/bin/sh
 for word; do
-  case $word in *.invalid) echo "ssh: Could not resolve hostname $word: Name or service not known" >&2 ;; esac
+  case $word in *.invalid)
+    echo "ssh: Could not resolve hostname $word: Name or service not known" >&2 ;;
+  esac
 done
 exit 255
 """
@@ -56,7 +68,11 @@ class Session:
     def run(self, command: str) -> tuple[int, str]:
         """Exit code, and standard output and error as a terminal shows them."""
         words = shlex.split(command)
-        if words[0] == "shardwright" and words[1] not in IN_A_PROCESS and not _SHELL.search(command):
+        if (
+            words[0] == "shardwright"
+            and words[1] not in IN_A_PROCESS
+            and not _SHELL.search(command)
+        ):
             return self._here(words[1:])
         path = f"{self.folder / '.ssh'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         done = subprocess.run(
@@ -74,7 +90,11 @@ class Session:
     def _here(self, arguments: list[str]) -> tuple[int, str]:
         """In this process, which has imported already what a command needs."""
         printed = io.StringIO()
-        with contextlib.chdir(self.folder), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        with (
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+        ):
             code = shardwright(arguments)
         return code, printed.getvalue()
 
@@ -92,7 +112,8 @@ def exit_code(shown: str | None) -> int:
 
 
 def parse(command: str) -> argparse.Namespace:
-    """The arguments of a `shardwright ...` as its own parser reads them. Raises SystemExit for wrong ones."""
+    """The arguments of a `shardwright ...` as its own parser reads them. Raises SystemExit for
+    wrong ones."""
     _, name, *arguments = shlex.split(command)
     parser = argparse.ArgumentParser(prog=f"shardwright {name}", allow_abbrev=False)
     importlib.import_module(COMMANDS[name][0]).add_arguments(parser)

@@ -1,4 +1,5 @@
-"""`make docs`: the pages that are made from the schema, the rules and the measurements, and their figures."""
+"""`make docs`: the pages that are made from the schema, the rules and the measurements, and their
+figures."""
 
 from __future__ import annotations
 

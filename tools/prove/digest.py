@@ -13,12 +13,18 @@ PACKAGE = ROOT / "compiler" / "shardwright"
 ENGINES = ("torch", "transformers", "deepspeed")
 
 # Written from what the proofs measured: a figure that changed its own digest would always be old.
-MADE_BY_PROOFS = {"sight_support.json", "support.json", "tensor_proved.json", "tensor_whole.json", "measured.json"}
+MADE_BY_PROOFS = {
+    "sight_support.json",
+    "support.json",
+    "tensor_proved.json",
+    "tensor_whole.json",
+    "measured.json",
+}
 
 
 def code_digest(speaks_of: tuple[str, ...], tests: tuple[str, ...]) -> str:
-    """speaks_of: folders and files under compiler/shardwright. tests: pytest's arguments. Raises FileNotFoundError for
-    a path that is not there: the table of pieces is wrong."""
+    """speaks_of: folders and files under compiler/shardwright. tests: pytest's arguments. Raises
+    FileNotFoundError for a path that is not there: the table of pieces is wrong."""
     files = {file for name in speaks_of for file in _files(PACKAGE / name)}
     for test in tests:
         files |= _with_imports(ROOT / test.partition("::")[0])
@@ -43,7 +49,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def _with_imports(path: Path) -> set[Path]:
-    """A test module, what it imports of tests/ and tools/, and the workers beside it that it starts by their names."""
+    """A test module, what it imports of tests/ and tools/, and the workers beside it that it starts
+    by their names."""
     found: set[Path] = set()
     left = [path]
     while left:
@@ -58,12 +65,22 @@ def _with_imports(path: Path) -> set[Path]:
 def _imports(file: Path) -> list[Path]:
     found: list[Path] = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("tests", "tools"):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in ("tests", "tools")
+        ):
             place = ROOT.joinpath(*node.module.split("."))
             found += [
-                f for f in (place.with_suffix(".py"), *(place / f"{a.name}.py" for a in node.names)) if f.exists()
+                f
+                for f in (place.with_suffix(".py"), *(place / f"{a.name}.py" for a in node.names))
+                if f.exists()
             ]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".py"):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.endswith(".py")
+        ):
             beside = file.parent / Path(node.value).name
             if beside.exists():
                 found.append(beside)

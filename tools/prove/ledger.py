@@ -1,5 +1,5 @@
-"""What a piece has found so far, kept test by test, so that a run that was cut off goes on where it stopped; and the
-files under benchmarks/ that a whole piece becomes."""
+"""What a piece has found so far, kept test by test, so that a run that was cut off goes on where it
+stopped; and the files under benchmarks/ that a whole piece becomes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,19 @@ def stamp(area: str) -> dict[str, Any]:
 
 
 def state(area: str) -> str:
-    """current | older (than the code that it speaks of) | unstamped (written before files had a digest)."""
+    """current | older (than the code that it speaks of) | unstamped (written before files had a
+    digest)."""
     document = json.loads((BENCHMARKS / f"{area}.json").read_text(encoding="utf-8"))
     if "digest" not in document:
         return "unstamped"
-    return "current" if document["digest"] == code_digest(speaks_of(area), tests_of(area)) else "older"
+    return (
+        "current" if document["digest"] == code_digest(speaks_of(area), tests_of(area)) else "older"
+    )
 
 
 def summary() -> dict[str, dict[str, Any]]:
-    """benchmarks/prove.json: piece -> date, commit, digest, outcome (passed, failed), tests, seconds."""
+    """benchmarks/prove.json: piece -> date, commit, digest, outcome (passed, failed), tests,
+    seconds."""
     return dict(json.loads(SUMMARY.read_text(encoding="utf-8"))) if SUMMARY.exists() else {}
 
 
@@ -53,7 +57,8 @@ def _git(*words: str) -> str:
 
 
 class Ledger:
-    """build/prove/PIECE/: a file a process, a line a figure or a finished test. Lines of other code are forgotten."""
+    """build/prove/PIECE/: a file a process, a line a figure or a finished test. Lines of other code
+    are forgotten."""
 
     def __init__(self, piece: str, folder: Path = ROOT / "build" / "prove") -> None:
         self.piece = piece
@@ -92,7 +97,9 @@ class Ledger:
         return {test for test, line in self.outcomes().items() if line["outcome"] == "passed"}
 
     def passed_seconds(self) -> float:
-        return sum(line["seconds"] for line in self.outcomes().values() if line["outcome"] == "passed")
+        return sum(
+            line["seconds"] for line in self.outcomes().values() if line["outcome"] == "passed"
+        )
 
     def publish(self, outcome: str) -> None:
         """Writes the piece's line of prove.json and, where all passed, its benchmarks/AREA.json."""
@@ -105,7 +112,9 @@ class Ledger:
             "seconds": round(sum(o["seconds"] for o in outcomes.values())),
         }
         bad = sorted(test for test, o in outcomes.items() if o["outcome"] != "passed")
-        _write_json(SUMMARY, {**summary(), self.piece: {**line, "not_passed": bad} if bad else line})
+        _write_json(
+            SUMMARY, {**summary(), self.piece: {**line, "not_passed": bad} if bad else line}
+        )
         if outcome != "passed":
             return
         cases: dict[str, dict[str, Any]] = {area: {} for area in PIECES[self.piece].areas}

@@ -1,8 +1,8 @@
 """The pieces of `make prove`: which tests each runs, and which code its figures speak of.
 
-`speaks_of` names what could change a figure: paths under compiler/shardwright, a folder or a file. The tests' own
-modules and the installed torch, transformers and DeepSpeed count always (digest.py). Every test marked `prove` is in
-exactly one piece (tests/unit/prove checks it).
+`speaks_of` names what could change a figure: paths under compiler/shardwright, a folder or a file.
+The tests' own modules and the installed torch, transformers and DeepSpeed count always (digest.py).
+Every test marked `prove` is in exactly one piece (tests/unit/prove checks it).
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from dataclasses import dataclass
 MODEL = ("hf", "ir", "model")
 """What takes a model apart and builds it again."""
 DATA = ("data", "modules/batches.py")
-ENGINE = (*MODEL, "engines/protocol.py", "engines/deepspeed", "layout", "modules", "partition", "plan", "records.py")
+ENGINE = (
+    *MODEL,
+    "engines/protocol.py",
+    "engines/deepspeed",
+    "layout",
+    "modules",
+    "partition",
+    "plan",
+    "records.py",
+)
 """What makes losses, norms and weights, given a plan."""
 CHECKPOINTS = ("checkpoint", "engines/deepspeed/live.py")
 RUN = ("lease.py", "train", "watch/journal.py")
@@ -26,14 +35,26 @@ TRAITS = (
     "engines/megatron",
 )
 """What the cost model and the rules read of engines."""
-COST = ("cluster", "cost", "ir", "layout", "model/popular", "partition", "rules", "schedule", "search", *TRAITS)
+COST = (
+    "cluster",
+    "cost",
+    "ir",
+    "layout",
+    "model/popular",
+    "partition",
+    "rules",
+    "schedule",
+    "search",
+    *TRAITS,
+)
 READ = ("diagnostics", "engines/deepspeed/schema", "lint", "recipe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """tests: pytest's arguments, files or file::function. areas: the benchmarks/AREA.json that it writes, by
-    `proved(area, case, figures)`. hosts: wants root and the Debian packages that `make test-hosts` installs."""
+    """tests: pytest's arguments, files or file::function. areas: the benchmarks/AREA.json that it
+    writes, by `proved(area, case, figures)`. hosts: wants root and the Debian packages that `make
+    test-hosts` installs."""
 
     tests: tuple[str, ...]
     speaks_of: tuple[str, ...]
@@ -63,7 +84,16 @@ PIECES: dict[str, Piece] = {
     ),
     "megatron-parity": Piece(
         tests=("tests/megatron/test_parity.py::test_every_layout",),
-        speaks_of=(*MODEL, "engines/megatron", "engines/protocol.py", "layout", "modules", "partition", "plan", *DATA),
+        speaks_of=(
+            *MODEL,
+            "engines/megatron",
+            "engines/protocol.py",
+            "layout",
+            "modules",
+            "partition",
+            "plan",
+            *DATA,
+        ),
         areas=("megatron-parity",),
     ),
     "megatron-resume": Piece(
@@ -78,13 +108,29 @@ PIECES: dict[str, Piece] = {
     ),
     "megatron-args": Piece(
         tests=("tests/megatron/test_arguments.py",),
-        speaks_of=("engines/megatron", "ir", "layout", "lint/megatron", "partition", "plan", "rules"),
+        speaks_of=(
+            "engines/megatron",
+            "ir",
+            "layout",
+            "lint/megatron",
+            "partition",
+            "plan",
+            "rules",
+        ),
         areas=("megatron-args",),
     ),
     "mutations": Piece(tests=("tests/mutations/test_mutations.py",), speaks_of=("",)),
-    "recipes": Piece(tests=("tests/recipes/test_recipes.py",), speaks_of=(*COST, "lower", "plan"), areas=("recipes",)),
-    "plan-speed": Piece(tests=("tests/recipes/test_plan_speed.py",), speaks_of=(*COST, "cli"), areas=("plan-speed",)),
-    "why-not": Piece(tests=("tests/unit/answers/test_why_not.py",), speaks_of=COST, areas=("why-not",)),
+    "recipes": Piece(
+        tests=("tests/recipes/test_recipes.py",),
+        speaks_of=(*COST, "lower", "plan"),
+        areas=("recipes",),
+    ),
+    "plan-speed": Piece(
+        tests=("tests/recipes/test_plan_speed.py",), speaks_of=(*COST, "cli"), areas=("plan-speed",)
+    ),
+    "why-not": Piece(
+        tests=("tests/unit/answers/test_why_not.py",), speaks_of=COST, areas=("why-not",)
+    ),
     "random-runs": Piece(
         tests=("tests/random_runs/test_random_runs.py",),
         speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron", "engines/reference"),
@@ -108,12 +154,20 @@ PIECES: dict[str, Piece] = {
         areas=("parity-wide",),
     ),
     "chunked-parity": Piece(
-        tests=("tests/parity/test_chunked.py",), speaks_of=(*ENGINE, *DATA), areas=("chunked-parity",)
+        tests=("tests/parity/test_chunked.py",),
+        speaks_of=(*ENGINE, *DATA),
+        areas=("chunked-parity",),
     ),
-    "hpz-parity": Piece(tests=("tests/parity/test_hpz.py",), speaks_of=(*ENGINE, *DATA), areas=("hpz-parity",)),
-    "lora": Piece(tests=("tests/parity/test_lora.py",), speaks_of=(*ENGINE, *DATA), areas=("lora",)),
+    "hpz-parity": Piece(
+        tests=("tests/parity/test_hpz.py",), speaks_of=(*ENGINE, *DATA), areas=("hpz-parity",)
+    ),
+    "lora": Piece(
+        tests=("tests/parity/test_lora.py",), speaks_of=(*ENGINE, *DATA), areas=("lora",)
+    ),
     "evaluation": Piece(
-        tests=("tests/parity/test_evaluation.py",), speaks_of=(*ENGINE, *DATA, *RUN), areas=("evaluation",)
+        tests=("tests/parity/test_evaluation.py",),
+        speaks_of=(*ENGINE, *DATA, *RUN),
+        areas=("evaluation",),
     ),
     "islands": Piece(
         tests=(
@@ -129,16 +183,24 @@ PIECES: dict[str, Piece] = {
         speaks_of=(*ENGINE, *DATA, *RUN, "watch/noise_scale.py"),
         areas=("noise-scale",),
     ),
-    "bytes": Piece(tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)),
+    "bytes": Piece(
+        tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)
+    ),
     "compiled": Piece(tests=("tests/parity/test_compiled.py",), speaks_of=(*ENGINE, *DATA)),
     "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
     "contrastive-parity": Piece(
-        tests=("tests/parity/test_contrastive.py",), speaks_of=(*ENGINE, *DATA), areas=("contrastive-parity",)
+        tests=("tests/parity/test_contrastive.py",),
+        speaks_of=(*ENGINE, *DATA),
+        areas=("contrastive-parity",),
     ),
-    "sight-parity": Piece(tests=("tests/parity/test_sight.py",), speaks_of=(*ENGINE, *DATA), areas=("sight-parity",)),
+    "sight-parity": Piece(
+        tests=("tests/parity/test_sight.py",), speaks_of=(*ENGINE, *DATA), areas=("sight-parity",)
+    ),
     "tower": Piece(tests=("tests/unit/model/test_vision.py",), speaks_of=MODEL, areas=("tower",)),
     "decoding": Piece(
-        tests=("tests/unit/data/test_picture_rate.py",), speaks_of=(*DATA, "hf", "plan"), areas=("decoding",)
+        tests=("tests/unit/data/test_picture_rate.py",),
+        speaks_of=(*DATA, "hf", "plan"),
+        areas=("decoding",),
     ),
     "tiny-vision": Piece(
         tests=("tests/launch/test_tiny_vision.py",),
@@ -165,7 +227,11 @@ PIECES: dict[str, Piece] = {
         speaks_of=(*ENGINE, *CHECKPOINTS),
         areas=("roundtrip",),
     ),
-    "crash": Piece(tests=("tests/launch/test_crash.py",), speaks_of=(*DATA, *CHECKPOINTS, *RUN), areas=("crash",)),
+    "crash": Piece(
+        tests=("tests/launch/test_crash.py",),
+        speaks_of=(*DATA, *CHECKPOINTS, *RUN),
+        areas=("crash",),
+    ),
     "runs": Piece(
         tests=(
             "tests/launch/test_accelerate.py",
@@ -180,15 +246,32 @@ PIECES: dict[str, Piece] = {
         speaks_of=(*MODEL, "engines/deepspeed", "partition"),
         areas=("zoo-autotp",),
     ),
-    "overhead": Piece(tests=("tests/launch/test_overhead.py",), speaks_of=(*ENGINE, *DATA, *RUN), areas=("overhead",)),
-    "data-cost": Piece(tests=("tests/launch/test_data_cost.py",), speaks_of=(*DATA, *RUN), areas=("data",)),
+    "overhead": Piece(
+        tests=("tests/launch/test_overhead.py",),
+        speaks_of=(*ENGINE, *DATA, *RUN),
+        areas=("overhead",),
+    ),
+    "data-cost": Piece(
+        tests=("tests/launch/test_data_cost.py",), speaks_of=(*DATA, *RUN), areas=("data",)
+    ),
     "pages": Piece(tests=("tests/pages/test_commands.py",), speaks_of=("cli", *READ, *LAUNCH)),
-    "verify": Piece(tests=("tests/verify/test_verify.py",), speaks_of=(*ENGINE, *DATA, "verify"), areas=("verify",)),
+    "verify": Piece(
+        tests=("tests/verify/test_verify.py",),
+        speaks_of=(*ENGINE, *DATA, "verify"),
+        areas=("verify",),
+    ),
     "zoo-configs": Piece(
-        tests=("tests/zoo/test_configs.py", "tests/zoo/test_defaults.py", "tests/zoo/test_flops.py"), speaks_of=MODEL
+        tests=(
+            "tests/zoo/test_configs.py",
+            "tests/zoo/test_defaults.py",
+            "tests/zoo/test_flops.py",
+        ),
+        speaks_of=MODEL,
     ),
     "zoo-packing": Piece(
-        tests=("tests/zoo/test_packing.py", "tests/zoo/test_chunked.py"), speaks_of=MODEL, areas=("packing", "chunked")
+        tests=("tests/zoo/test_packing.py", "tests/zoo/test_chunked.py"),
+        speaks_of=MODEL,
+        areas=("packing", "chunked"),
     ),
     "zoo-shapes": Piece(
         tests=(
@@ -197,9 +280,15 @@ PIECES: dict[str, Piece] = {
         ),
         speaks_of=ENGINE,
     ),
-    "zoo-zero": Piece(tests=(f"{_LAYOUTS}::test_every_type_over_data_ranks",), speaks_of=ENGINE, areas=("zoo-zero",)),
+    "zoo-zero": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_over_data_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-zero",),
+    ),
     "zoo-pipeline": Piece(
-        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline",), speaks_of=ENGINE, areas=("zoo-pipeline",)
+        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline",),
+        speaks_of=ENGINE,
+        areas=("zoo-pipeline",),
     ),
     "zoo-tensor": Piece(
         tests=(f"{_LAYOUTS}::test_what_every_type_gets_of_tensor_parallelism",),
@@ -212,7 +301,9 @@ PIECES: dict[str, Piece] = {
         areas=("zoo-pipeline-tensor",),
     ),
     "zoo-expert": Piece(
-        tests=(f"{_LAYOUTS}::test_every_mixture_over_expert_ranks",), speaks_of=ENGINE, areas=("zoo-expert",)
+        tests=(f"{_LAYOUTS}::test_every_mixture_over_expert_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-expert",),
     ),
     "zoo-pipeline-expert": Piece(
         tests=(f"{_LAYOUTS}::test_every_mixture_in_a_pipeline_of_expert_ranks",),
@@ -220,7 +311,9 @@ PIECES: dict[str, Piece] = {
         areas=("zoo-pipeline-expert",),
     ),
     "zoo-context": Piece(
-        tests=(f"{_LAYOUTS}::test_every_type_over_context_ranks",), speaks_of=ENGINE, areas=("zoo-context",)
+        tests=(f"{_LAYOUTS}::test_every_type_over_context_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-context",),
     ),
     "zoo-pipeline-context": Piece(
         tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_context_ranks",),
@@ -228,15 +321,22 @@ PIECES: dict[str, Piece] = {
         areas=("zoo-pipeline-context",),
     ),
     "zoo-sight": Piece(
-        tests=(f"{_SIGHT}::test_every_type_comes_apart", f"{_SIGHT}::test_what_is_not_proved_is_refused"),
+        tests=(
+            f"{_SIGHT}::test_every_type_comes_apart",
+            f"{_SIGHT}::test_what_is_not_proved_is_refused",
+        ),
         speaks_of=MODEL,
         areas=("zoo-sight",),
     ),
     "zoo-sight-pipeline": Piece(
-        tests=(f"{_SIGHT}::test_every_type_in_a_pipeline",), speaks_of=ENGINE, areas=("zoo-sight-pipeline",)
+        tests=(f"{_SIGHT}::test_every_type_in_a_pipeline",),
+        speaks_of=ENGINE,
+        areas=("zoo-sight-pipeline",),
     ),
     "zoo-sight-zero": Piece(
-        tests=(f"{_SIGHT}::test_every_type_over_data_ranks",), speaks_of=ENGINE, areas=("zoo-sight-zero",)
+        tests=(f"{_SIGHT}::test_every_type_over_data_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-sight-zero",),
     ),
     "faults": Piece(
         tests=("tests/faults/test_saving.py", "tests/launch/test_faults.py"),
@@ -244,10 +344,20 @@ PIECES: dict[str, Piece] = {
         areas=("faults",),
     ),
     "schedule": Piece(tests=("tests/schedule/test_engine.py",), speaks_of=("schedule",)),
-    "hosts": Piece(tests=("tests/launch/test_hosts.py",), speaks_of=LAUNCH, areas=("hosts",), hosts=True),
+    "hosts": Piece(
+        tests=("tests/launch/test_hosts.py",), speaks_of=LAUNCH, areas=("hosts",), hosts=True
+    ),
     "islands-network": Piece(
         tests=("tests/launch/test_islands_network.py",),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "cost/islands.py", "islands", "launch/islands.py"),
+        speaks_of=(
+            *ENGINE,
+            *DATA,
+            *CHECKPOINTS,
+            *RUN,
+            "cost/islands.py",
+            "islands",
+            "launch/islands.py",
+        ),
         areas=("islands-network",),
         hosts=True,
     ),

@@ -1,4 +1,5 @@
-"""pytest's side of `make prove`: --prove-piece NAME leaves out what has passed, and keeps what the tests find."""
+"""pytest's side of `make prove`: --prove-piece NAME leaves out what has passed, and keeps what the
+tests find."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ LEDGER = pytest.StashKey[Ledger]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--prove-piece", help="a piece of tools/prove/pieces.py whose results are kept")
+    parser.addoption(
+        "--prove-piece", help="a piece of tools/prove/pieces.py whose results are kept"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,8 +45,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def proved(request: pytest.FixtureRequest) -> Callable[[str, str, dict[str, Any]], None]:
-    """record(area, case, figures): what a test of `make prove` measured, for benchmarks/AREA.json. Outside of a piece
-    (pytest -m prove by hand) nothing is kept."""
+    """record(area, case, figures): what a test of `make prove` measured, for benchmarks/AREA.json.
+    Outside of a piece (pytest -m prove by hand) nothing is kept."""
     ledger = request.config.stash.get(LEDGER, None)
 
     def record(area: str, case: str, figures: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""`shardwright calibrate`: copies of the model are compiled, processes measure, and their seconds become figures."""
+"""`shardwright calibrate`: copies of the model are compiled, processes measure, and their seconds
+become figures."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from shardwright.layout.problem import Problem
 from shardwright.search.search import baselines, search
 
 GRACE_SECONDS = 240
-"""For imports, models and what is repeated at least so often, on a machine that has other work too."""
+"""For imports, models and what is repeated at least so often, on a machine that has other work
+too."""
 Say = Callable[[str], None]
 
 
@@ -40,15 +42,19 @@ class Calibrated:
 
 
 def calibrate(recipe: Recipe, seconds: float, say: Say) -> Calibrated:
-    """seconds: to measure for, beside the copies' making. Raises Refusal: what the recipe is refused for; SW5501 the
-    machine is another one than the recipe's; SW5502 the measuring processes fail."""
+    """seconds: to measure for, beside the copies' making. Raises Refusal: what the recipe is
+    refused for; SW5501 the machine is another one than the recipe's; SW5502 the measuring processes
+    fail."""
     problem, _ = size_recipe(recipe)
     check_machine(problem)
     asked = wanted(problem, (*search(problem).ranked, *baselines(problem)))
     folder = Path(tempfile.mkdtemp(prefix="shardwright-calibrate-"))
     try:
         job, left_out = _job(problem, asked, folder, seconds, say)
-        say(f"measuring with {job.ranks} process{'' if job.ranks == 1 else 'es'} for {seconds:.0f} s")
+        say(
+            f"measuring with {job.ranks} process{'' if job.ranks == 1 else 'es'} for "
+            f"{seconds:.0f} s"
+        )
         told = _measured(job, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -90,10 +96,16 @@ def check_machine(problem: Problem) -> None:
     )
 
 
-def _job(problem: Problem, asked: Wanted, folder: Path, seconds: float, say: Say) -> tuple[Job, tuple[str, ...]]:
+def _job(
+    problem: Problem, asked: Wanted, folder: Path, seconds: float, say: Say
+) -> tuple[Job, tuple[str, ...]]:
     recipe, graph = problem.recipe, problem.graph
     is_cpu = problem.cluster.gpu.is_cpu
-    ranks = problem.cluster.gpus_per_node if is_cpu else min(visible_gpus(), problem.cluster.gpus_per_node)
+    ranks = (
+        problem.cluster.gpus_per_node
+        if is_cpu
+        else min(visible_gpus(), problem.cluster.gpus_per_node)
+    )
     threads = max(1, cores() // ranks)
     left_out: list[str] = []
     say("building shallow copies of the model")
@@ -118,7 +130,11 @@ def _job(problem: Problem, asked: Wanted, folder: Path, seconds: float, say: Say
                 )
         for stage in asked.zero_stages:
             with _unless_refused(left_out, f"the engine at ZeRO-{stage}"):
-                engine.append(EngineJob(zero_stage=stage, folders=_engine_folders(problem, asked, stage, folder)))
+                engine.append(
+                    EngineJob(
+                        zero_stage=stage, folders=_engine_folders(problem, asked, stage, folder)
+                    )
+                )
     else:
         left_out.append("layers and engine: the model has code of its own")
     job = Job(
@@ -146,7 +162,9 @@ def _engine_folders(problem: Problem, asked: Wanted, stage: int, folder: Path) -
         places = asked.places[:1] * layers
         model = variant.shallow_model(problem.graph, places, folder / f"layers-{layers}")
         for accumulation in variant.ACCUMULATION:
-            shape = variant.Shape(zero_stage=stage, accumulation=accumulation, length=variant.SHORT, places=places)
+            shape = variant.Shape(
+                zero_stage=stage, accumulation=accumulation, length=variant.SHORT, places=places
+            )
             where = folder / f"zero-{stage}-{layers}-{accumulation}"
             found.append(str(variant.compile_copy(problem.recipe, shape, model, where)))
     return tuple(found)
@@ -194,7 +212,11 @@ def _measured(job: Job, folder: Path) -> list[Told]:
     if failed:
         text = logs[failed[0]].read_text("utf-8", "replace").strip().splitlines() or ["no output"]
         why = f"measuring process {failed[0]} failed: {' '.join(text[-1].split())[:300]}"
-        raise refusal("SW5502", why, "With --minutes it gets more time; `shardwright doctor` checks the machine.")
+        raise refusal(
+            "SW5502",
+            why,
+            "With --minutes it gets more time; `shardwright doctor` checks the machine.",
+        )
     return [Told.read(folder, rank) for rank in range(job.ranks)]
 
 

@@ -32,7 +32,9 @@ class Stopwatch:
         run()
         return self.now() - began
 
-    def time(self, what: str, sizes: dict[str, int], run: Callable[[], object], budget: float) -> float:
+    def time(
+        self, what: str, sizes: dict[str, int], run: Callable[[], object], budget: float
+    ) -> float:
         """The least seconds of it."""
         (found,) = repeated(lambda: [self.seconds(run)], budget)
         self.keep(what, sizes, found)

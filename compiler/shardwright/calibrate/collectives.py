@@ -1,7 +1,7 @@
 """Collectives over groups of ranks, by size, and how much of one hides behind computing.
 
-A collective is timed by what it adds to ranks that compute, as in training: they do not arrive at the same time, the
-data is in another cache, and ranks that share a core have to be woken.
+A collective is timed by what it adds to ranks that compute, as in training: they do not arrive at
+the same time, the data is in another cache, and ranks that share a core have to be woken.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ def group_sizes(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
 
 
 def measure_collectives(bench: Stopwatch, meeting: Path, seconds: float) -> None:
-    """Every rank makes the same calls. The rank with most seconds decides when a size is done, so that nobody is left
-    alone in a collective.
+    """Every rank makes the same calls. The rank with most seconds decides when a size is done, so
+    that nobody is left alone in a collective.
 
-    meeting: a file, made here, through which the ranks of this machine find one another. A port that was free when the
-    ranks started may since be one of the engine's hundred.
+    meeting: a file, made here, through which the ranks of this machine find one another. A port
+    that was free when the ranks started may since be one of the engine's hundred.
     """
     job, kind, rank = bench.job, bench.device.type, int(os.environ["RANK"])
     patience = timedelta(seconds=120 + 4 * seconds)
     backend = "gloo" if kind == "cpu" else "nccl"
-    dist.init_process_group(backend, f"file://{meeting}", timeout=patience, rank=rank, world_size=job.ranks)
+    dist.init_process_group(
+        backend, f"file://{meeting}", timeout=patience, rank=rank, world_size=job.ranks
+    )
     sizes = group_sizes(job.ranks, job.ranks_per_node)
     deadline, left = Deadline(seconds), len(sizes) * len(SIZES[kind]) + 1
     for ranks in sizes:
@@ -63,10 +65,15 @@ def measure_collectives(bench: Stopwatch, meeting: Path, seconds: float) -> None
 
 
 def _timed(
-    bench: Stopwatch, budget: float, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, member: bool
+    bench: Stopwatch,
+    budget: float,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    member: bool,
 ) -> list[float]:
-    """Seconds that one collective adds to the computing before it, the mean over the group's ranks. As many repeats on
-    every rank: rank 0 says whether there is another."""
+    """Seconds that one collective adds to the computing before it, the mean over the group's ranks.
+    As many repeats on every rank: rank 0 says whether there is another."""
     computing: list[float] = []
     together: list[float] = []
     ends = time.monotonic() + budget

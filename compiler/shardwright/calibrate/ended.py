@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
-    """A scheduler's or `timeout`'s SIGTERM is an interrupt: what was started is ended, and folders go."""
+    """A scheduler's or `timeout`'s SIGTERM is an interrupt: what was started is ended, and folders
+    go."""
 
     def on_term(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -1,5 +1,5 @@
-"""What the engine itself takes: whole steps of its own trainer on one rank, with one decoder layer and with two, one
-micro-batch and three, of rows so short that little else is in them."""
+"""What the engine itself takes: whole steps of its own trainer on one rank, with one decoder layer
+and with two, one micro-batch and three, of rows so short that little else is in them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LAUNCHES = 10
 
 
 def measure_short_layers(bench: Stopwatch, folder: Path, seconds: float) -> None:
-    """The same short rows through the layers without an engine: what is not the engine's own. On a GPU also how long
-    the host takes to launch a layer."""
+    """The same short rows through the layers without an engine: what is not the engine's own. On a
+    GPU also how long the host takes to launch a layer."""
     with fake_group(1) as group:
         rig = Rig(folder, bench, group)
         for place, found in enumerate(
@@ -36,7 +36,8 @@ def measure_short_layers(bench: Stopwatch, folder: Path, seconds: float) -> None
 
 
 def measure_engine(bench: Stopwatch, job: EngineJob, seconds: float) -> None:
-    """Groups of one rank exist. Each process has a copy of the folder: building a model writes into it."""
+    """Groups of one rank exist. Each process has a copy of the folder: building a model writes into
+    it."""
     for compiled in map(Path, job.folders):
         folder = compiled.with_name(f"{compiled.name}-{os.getpid()}")
         shutil.copytree(compiled, folder)

@@ -57,12 +57,17 @@ def samples(told: Sequence[Told]) -> list[Sample]:
     for one in told:
         for timed in one.timed:
             found.setdefault((timed.what, tuple(timed.sizes.items())), []).append(timed.seconds)
-    return [Sample(what=what, sizes=dict(sizes), seconds=figure(pooled(each))) for (what, sizes), each in found.items()]
+    return [
+        Sample(what=what, sizes=dict(sizes), seconds=figure(pooled(each)))
+        for (what, sizes), each in found.items()
+    ]
 
 
 def _layers(rows: Sequence[Sample]) -> Iterable[LayerFigures]:
     def by(part: str) -> dict[tuple[int, ...], Figure]:
-        return {tuple(row.sizes.values()): row.seconds for row in rows if row.what == f"layer {part}"}
+        return {
+            tuple(row.sizes.values()): row.seconds for row in rows if row.what == f"layer {part}"
+        }
 
     for checkpointing in CHECKPOINTING:
         backward, kept = by(f"backward {checkpointing}"), by(f"bytes {checkpointing}")
@@ -81,18 +86,22 @@ def _layers(rows: Sequence[Sample]) -> Iterable[LayerFigures]:
 
 
 def _engine(rows: Sequence[Sample]) -> Iterable[EngineFigures]:
-    """From steps of one layer and two, of one micro-batch and several: what each adds, less the layers' own time."""
+    """From steps of one layer and two, of one micro-batch and several: what each adds, less the
+    layers' own time."""
     steps = [row for row in rows if row.what == "engine step"]
     short = {row.sizes["place"]: row.seconds.value for row in rows if row.what == "short layer"}
     for stage in sorted({row.sizes["zero_stage"] for row in steps}):
         mine = {
-            (row.sizes["layers"], row.sizes["micro_batches"]): row for row in steps if row.sizes["zero_stage"] == stage
+            (row.sizes["layers"], row.sizes["micro_batches"]): row
+            for row in steps
+            if row.sizes["zero_stage"] == stage
         }
         if len(mine) != 4 or not short:
             continue
         few, many = sorted({m for _, m in mine})
         a_micro_batch = {
-            layers: (mine[layers, many].seconds.value - mine[layers, few].seconds.value) / (many - few)
+            layers: (mine[layers, many].seconds.value - mine[layers, few].seconds.value)
+            / (many - few)
             for layers in (1, 2)
         }
         a_step = {n: mine[n, few].seconds.value - few * a_micro_batch[n] for n in (1, 2)}
@@ -100,7 +109,10 @@ def _engine(rows: Sequence[Sample]) -> Iterable[EngineFigures]:
         layer = max(0.0, a_micro_batch[2] - a_micro_batch[1] - own_layer)
         sizes = [mine[n, few].sizes["parameters"] for n in (1, 2)]
         parameter = max(0.0, a_step[2] - a_step[1]) / max(1, sizes[1] - sizes[0])
-        n, spread = min(r.seconds.n for r in mine.values()), max(r.seconds.spread for r in mine.values())
+        n, spread = (
+            min(r.seconds.n for r in mine.values()),
+            max(r.seconds.spread for r in mine.values()),
+        )
 
         def told(value: float, n: int = n, spread: float = spread) -> Figure:
             return Figure(value=max(0.0, value), n=n, spread=spread)

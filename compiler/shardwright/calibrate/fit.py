@@ -1,5 +1,5 @@
-"""From what was timed to the constants that stand for it: cost/constants.json's names, by the cost model's own
-formulas, so that the model says of the samples what they took."""
+"""From what was timed to the constants that stand for it: cost/constants.json's names, by the cost
+model's own formulas, so that the model says of the samples what they took."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ STEPS = 41
 
 
 def device_of(cluster: Cluster, precision: Precision, c: Constants) -> Device:
-    return kernels.device_of(cluster.gpu, peak_flops(cluster.gpu, precision), ELEMENT_BYTES[precision], c)
+    return kernels.device_of(
+        cluster.gpu, peak_flops(cluster.gpu, precision), ELEMENT_BYTES[precision], c
+    )
 
 
 def fitted(cluster: Cluster, precision: Precision, samples: Sequence[Sample]) -> dict[str, Figure]:
-    """Only what the samples tell of. Each with the repeats behind it, and the spread of its samples."""
+    """Only what the samples tell of. Each with the repeats behind it, and the spread of its
+    samples."""
     c, found = default_constants(), {}
 
     def take(name: str, of: Sequence[Sample], value: float | None) -> None:
@@ -50,18 +53,31 @@ def fitted(cluster: Cluster, precision: Precision, samples: Sequence[Sample]) ->
     )
     for name, value in _products(device_of(cluster, precision, c), c, those("product")).items():
         take(name, those("product"), value)
-    take("fused_attention_efficiency", those("attention"), _attention(cluster, precision, c, those("attention")))
+    take(
+        "fused_attention_efficiency",
+        those("attention"),
+        _attention(cluster, precision, c, those("attention")),
+    )
     optimizer = _median(s.seconds.value / s.sizes["parameters"] for s in those("optimizer"))
-    take("optimizer_traffic_bytes", those("optimizer"), optimizer and optimizer * hbm * c.memory_efficiency)
+    take(
+        "optimizer_traffic_bytes",
+        those("optimizer"),
+        optimizer and optimizer * hbm * c.memory_efficiency,
+    )
     host = _median(s.seconds.value for s in those("host floor"))
     take("launch_seconds", those("host floor"), host and host / c.kernels_per_layer("auto"))
     copies = _median(s.sizes["bytes"] / s.seconds.value for s in those("pinned copy"))
     take("host_link_bytes_per_second", those("pinned copy"), copies)
-    adam = _median(30 * s.sizes["parameters"] * cluster.gpus_per_node / s.seconds.value for s in those("cpu adam"))
+    adam = _median(
+        30 * s.sizes["parameters"] * cluster.gpus_per_node / s.seconds.value
+        for s in those("cpu adam")
+    )
     take("host_bytes_per_second", those("cpu adam"), adam)
     for name, value in _links(cluster, those("all-reduce")).items():
         take(name, those("all-reduce"), value)
-    for name in (field.name for field in dataclasses.fields(Constants) if field.name.startswith("overlap")):
+    for name in (
+        field.name for field in dataclasses.fields(Constants) if field.name.startswith("overlap")
+    ):
         take(name, those("overlap"), _overlap(those("overlap")))
     return found
 
@@ -72,7 +88,8 @@ def _median(values: object) -> float | None:
 
 
 def _products(device: Device, c: Constants, samples: Sequence[Sample]) -> dict[str, float]:
-    """gemm_efficiency and tile_seconds: those that are off by least, as logarithms, over all the products."""
+    """gemm_efficiency and tile_seconds: those that are off by least, as logarithms, over all the
+    products."""
     if not samples:
         return {}
 
@@ -81,7 +98,8 @@ def _products(device: Device, c: Constants, samples: Sequence[Sample]) -> dict[s
         return sum(
             abs(
                 math.log(
-                    product_seconds(device, tried, m=s.sizes["m"], n=s.sizes["n"], k=s.sizes["k"]) / s.seconds.value
+                    product_seconds(device, tried, m=s.sizes["m"], n=s.sizes["n"], k=s.sizes["k"])
+                    / s.seconds.value
                 )
             )
             for s in samples
@@ -100,8 +118,11 @@ def least(of: Callable[[float], float], around: float, reach: float) -> float:
     return min(tried, key=of)
 
 
-def _attention(cluster: Cluster, precision: Precision, c: Constants, samples: Sequence[Sample]) -> float | None:
-    """What the exponentials leave of the time, at the longest rows that were timed: there the products are the most."""
+def _attention(
+    cluster: Cluster, precision: Precision, c: Constants, samples: Sequence[Sample]
+) -> float | None:
+    """What the exponentials leave of the time, at the longest rows that were timed: there the
+    products are the most."""
     if not samples:
         return None
     peak = peak_flops(cluster.gpu, precision)
@@ -111,7 +132,13 @@ def _attention(cluster: Cluster, precision: Precision, c: Constants, samples: Se
         heads, width, length = s.sizes["heads"], s.sizes["head_dim"], s.sizes["length"]
         if length * 4 < longest:
             continue
-        softmax = heads * length**2 * c.softmax_unit_seconds / cluster.gpu.compute_units / cluster.gpu.softmax_gain
+        softmax = (
+            heads
+            * length**2
+            * c.softmax_unit_seconds
+            / cluster.gpu.compute_units
+            / cluster.gpu.softmax_gain
+        )
         left = s.seconds.value - softmax
         rate = 4 * heads * length**2 * width / max(left, 0.1 * s.seconds.value)
         found.append(rate / peak / cluster.gpu.fused_attention_gain)
@@ -139,7 +166,8 @@ def _links(cluster: Cluster, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _ring(s: Sample) -> tuple[float, float, float]:
-    """(steps, bytes past a rank, seconds) of an all-reduce; over nodes each adapter carries its share."""
+    """(steps, bytes past a rank, seconds) of an all-reduce; over nodes each adapter carries its
+    share."""
     n, inside = s.sizes["ranks"], s.sizes["ranks_per_node"]
     lanes = inside if n > inside else 1
     steps = -(-n // inside) if n > inside else n - 1
@@ -147,8 +175,9 @@ def _ring(s: Sample) -> tuple[float, float, float]:
 
 
 def line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """(a, b) of seconds = a x + b y with the least sum of errors as logarithms, neither below 0: one point that was
-    disturbed moves it little. It goes through two of the points, or through one with a or b at 0."""
+    """(a, b) of seconds = a x + b y with the least sum of errors as logarithms, neither below 0:
+    one point that was disturbed moves it little. It goes through two of the points, or through one
+    with a or b at 0."""
 
     def off(found: tuple[float, float]) -> float:
         a, b = found
@@ -162,7 +191,8 @@ def line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def _overlap(samples: Sequence[Sample]) -> float | None:
-    """sizes: nanoseconds of the compute alone and of the collective alone; seconds: of both together."""
+    """sizes: nanoseconds of the compute alone and of the collective alone; seconds: of both
+    together."""
     found = []
     for s in samples:
         compute, comm = s.sizes["compute_ns"] / 1e9, s.sizes["comm_ns"] / 1e9

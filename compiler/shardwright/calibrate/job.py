@@ -1,4 +1,5 @@
-"""What the parent tells its measuring processes, and what they tell it: JSON files in a folder of its own."""
+"""What the parent tells its measuring processes, and what they tell it: JSON files in a folder of
+its own."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ JOB = "job.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerJob:
-    """folder: compiled, of the model's kinds of layers at this tensor degree. places: in the whole model's graph, of
-    the copy's decoder layers in their order; last: of the head."""
+    """folder: compiled, of the model's kinds of layers at this tensor degree. places: in the whole
+    model's graph, of the copy's decoder layers in their order; last: of the head."""
 
     folder: str
     tensor: int
@@ -29,7 +30,8 @@ class LayerJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJob:
-    """folders: compiled, with short rows; of one decoder layer and of two, of one micro-batch and of several."""
+    """folders: compiled, with short rows; of one decoder layer and of two, of one micro-batch and
+    of several."""
 
     zero_stage: int
     folders: tuple[str, ...]
@@ -37,8 +39,8 @@ class EngineJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """seconds: to measure for, after the imports. ranks_per_node: processes on each node. uses_cpu_time: a process has
-    one thread, whose own time no other work on the machine is in."""
+    """seconds: to measure for, after the imports. ranks_per_node: processes on each node.
+    uses_cpu_time: a process has one thread, whose own time no other work on the machine is in."""
 
     is_cpu: bool
     precision: Precision
@@ -64,7 +66,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Seconds (or bytes, where `what` says so) of one thing, each repeat. sizes: what tells it from others."""
+    """Seconds (or bytes, where `what` says so) of one thing, each repeat. sizes: what tells it from
+    others."""
 
     what: str
     sizes: Mapping[str, int]

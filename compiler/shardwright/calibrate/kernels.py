@@ -1,6 +1,9 @@
-"""Single kernels: products, attention, copies in memory, Adam, and copies between the host and its GPU."""
+"""Single kernels: products, attention, copies in memory, Adam, and copies between the host and its
+GPU."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +26,21 @@ def measure_kernels(bench: Stopwatch, seconds: float) -> None:
     dtype = DTYPES[job.precision]
     each = seconds / 2 / max(1, len(job.products))
     for p in job.products:
-        bench.tried(f"product {p.m} x {p.k} x {p.n}", lambda p=p: _product(bench, p.m, p.n, p.k, dtype, each))  # type: ignore[misc]
+        bench.tried(
+            f"product {p.m} x {p.k} x {p.n}",
+            partial(_product, bench, p.m, p.n, p.k, dtype, each),
+        )
     bench.tried("attention", lambda: _attention(bench, dtype, seconds / 4))
     bench.tried("memory traffic", lambda: _traffic(bench, TRAFFIC_BYTES[kind], seconds / 12))
-    bench.tried("optimizer", lambda: _adam(bench, "optimizer", ADAM_PARAMETERS[kind], bench.device, seconds / 12))
+    bench.tried(
+        "optimizer",
+        lambda: _adam(bench, "optimizer", ADAM_PARAMETERS[kind], bench.device, seconds / 12),
+    )
     if kind == "cuda":
-        bench.tried("CPU-Adam", lambda: _adam(bench, "cpu adam", HOST_PARAMETERS, torch.device("cpu"), seconds / 12))
+        bench.tried(
+            "CPU-Adam",
+            lambda: _adam(bench, "cpu adam", HOST_PARAMETERS, torch.device("cpu"), seconds / 12),
+        )
         bench.tried("pinned copies", lambda: _copies(bench, seconds / 12))
 
 
@@ -38,11 +50,14 @@ def _product(bench: Stopwatch, m: int, n: int, k: int, dtype: torch.dtype, budge
 
 
 def _attention(bench: Stopwatch, dtype: torch.dtype, budget: float) -> None:
-    """Fused causal attention, forward. A CPU has one head, and stops where the next length would take too long."""
+    """Fused causal attention, forward. A CPU has one head, and stops where the next length would
+    take too long."""
     is_cpu, width = bench.job.is_cpu, bench.job.head_dim
     heads = 1 if is_cpu else bench.job.heads
     for length in bench.job.attention:
-        q, k, v = (torch.randn(1, heads, length, width, device=bench.device, dtype=dtype) for _ in range(3))
+        q, k, v = (
+            torch.randn(1, heads, length, width, device=bench.device, dtype=dtype) for _ in range(3)
+        )
         least = bench.time(
             "attention",
             {"heads": heads, "head_dim": width, "length": length},
@@ -59,8 +74,11 @@ def _traffic(bench: Stopwatch, size: int, budget: float) -> None:
     bench.time("traffic", {"bytes": 3 * size}, lambda: a.add_(b), budget)
 
 
-def _adam(bench: Stopwatch, what: str, parameters: int, device: torch.device, budget: float) -> None:
-    """torch's fused Adam of float32 masters, for what engines have instead of it does the same on the same memory."""
+def _adam(
+    bench: Stopwatch, what: str, parameters: int, device: torch.device, budget: float
+) -> None:
+    """torch's fused Adam of float32 masters, for what engines have instead of it does the same on
+    the same memory."""
     weight = torch.nn.Parameter(torch.zeros(parameters, device=device))
     weight.grad = torch.full_like(weight, 1e-3)
     optimizer = torch.optim.AdamW([weight], lr=1e-3, fused=True)
@@ -71,5 +89,8 @@ def _copies(bench: Stopwatch, budget: float) -> None:
     """From pinned memory to the device, and back."""
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=bench.device)
-    for run in (lambda: there.copy_(host, non_blocking=True), lambda: host.copy_(there, non_blocking=True)):
+    for run in (
+        lambda: there.copy_(host, non_blocking=True),
+        lambda: host.copy_(there, non_blocking=True),
+    ):
         bench.time("pinned copy", {"bytes": COPY_BYTES}, run, budget / 2)

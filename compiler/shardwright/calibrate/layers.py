@@ -1,7 +1,9 @@
-"""Real layers of the model, one at a time, as a rank of a tensor group has them: forward, backward, and what is kept.
+"""Real layers of the model, one at a time, as a rank of a tensor group has them: forward, backward,
+and what is kept.
 
-The group is torch's fake one, whose collectives do nothing: what they take is measured apart. Between layers the graph
-of the backward pass is cut, as a pipeline cuts it, so that each layer's passes are timed alone.
+The group is torch's fake one, whose collectives do nothing: what they take is measured apart.
+Between layers the graph of the backward pass is cut, as a pipeline cuts it, so that each layer's
+passes are timed alone.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def measure_layers(bench: Stopwatch, job: LayerJob, seconds: float) -> None:
     with fake_group(job.tensor) as group:
         rig = Rig(Path(job.folder), bench, group)
         every = [(size, "none") for size in job.micro_batches]
-        every += [(size, k) for k in job.checkpointing if k != "none" for size in job.micro_batches[:2]]
+        every += [
+            (size, k) for k in job.checkpointing if k != "none" for size in job.micro_batches[:2]
+        ]
         for done, (size, checkpointing) in enumerate(every):
             budget = min(seconds, bench.deadline.left) / (len(every) - done)
             what = f"layers at tensor {job.tensor}, micro-batch {size}, {checkpointing}"
@@ -83,7 +87,8 @@ def fake_group(degree: int) -> Iterator[dist.ProcessGroup]:
 
 
 class Rig:
-    """The model of a compiled folder, cut for the first tensor rank and filled with random numbers."""
+    """The model of a compiled folder, cut for the first tensor rank and filled with random
+    numbers."""
 
     def __init__(self, folder: Path, bench: Stopwatch, group: dist.ProcessGroup) -> None:
         self.bench, self.plan = bench, load_plan(folder)
@@ -99,7 +104,9 @@ class Rig:
                 splitter.split(split)
                 self.skeleton.lookup_is_collective |= split.style == "vocabulary_embedding"
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else parameter.dtype)
+            parameter.data = parameter.data.to(
+                device, dtype if parameter.is_floating_point() else parameter.dtype
+            )
             nn.init.normal_(parameter, std=0.02)
         self.skeleton.release({id(p) for p in model.parameters()}, device, dtype)
         self.model = model
@@ -108,7 +115,10 @@ class Rig:
     @contextmanager
     def recomputing(self, choice: Checkpointing) -> Iterator[None]:
         layers = self.skeleton.layers
-        touched = [*layers, *(layer.get_submodule(self.plan.model.attention_module) for layer in layers)]
+        touched = [
+            *layers,
+            *(layer.get_submodule(self.plan.model.attention_module) for layer in layers),
+        ]
         had = [module.__dict__.get("forward") for module in touched]
         apply_recompute(layers, choice, self.plan.model.attention_module)
         try:
@@ -121,7 +131,9 @@ class Rig:
 
     def launch_seconds(self) -> float:
         """Of the host, for a forward pass of one layer on a GPU that has nothing to do."""
-        ids = torch.zeros((1, self.plan.training.sequence_length), dtype=torch.long, device=self.bench.device)
+        ids = torch.zeros(
+            (1, self.plan.training.sequence_length), dtype=torch.long, device=self.bench.device
+        )
         self.skeleton.begin()
         state = self.skeleton.embed(ids, None)
         torch.cuda.synchronize(self.bench.device)
@@ -130,24 +142,37 @@ class Rig:
         return time.perf_counter() - began
 
     def once(self, micro_batch: int, *, counts: bool) -> list[tuple[float, float, int]]:
-        """Once through: (forward seconds, backward seconds, kept bytes) of the embedding, each layer and the head.
-        counts: the bytes, which takes time of its own."""
+        """Once through: (forward seconds, backward seconds, kept bytes) of the embedding, each
+        layer and the head. counts: the bytes, which takes time of its own."""
         length, device = self.plan.training.sequence_length, self.bench.device
-        ids = torch.randint(3, self.plan.model.vocabulary_size - 1, (micro_batch, length), device=device)
+        ids = torch.randint(
+            3, self.plan.model.vocabulary_size - 1, (micro_batch, length), device=device
+        )
         self.model.zero_grad(set_to_none=True)
         self.skeleton.begin()
-        own = {t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())}
+        own = {
+            t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())
+        }
         state, cuts, found = State(hidden=ids), [], []
 
-        def forward(run: Callable[[], State | torch.Tensor], given: torch.Tensor | None) -> State | torch.Tensor:
+        def forward(
+            run: Callable[[], State | torch.Tensor], given: torch.Tensor | None
+        ) -> State | torch.Tensor:
             seen: dict[int, int] = {}
             if given is not None:
                 _noted(given, seen, own)
-            watch = saved_tensors_hooks(lambda t: _noted(t, seen, own), lambda t: t) if counts else nullcontext()
+            watch = (
+                saved_tensors_hooks(lambda t: _noted(t, seen, own), lambda t: t)
+                if counts
+                else nullcontext()
+            )
             began = self.bench.now()
             with watch:
                 out = run()
-            seconds, hidden = self.bench.now() - began, out.hidden if isinstance(out, State) else out
+            seconds, hidden = (
+                self.bench.now() - began,
+                out.hidden if isinstance(out, State) else out,
+            )
             cuts.append((given, hidden, seconds, sum(seen.values())))
             return out
 

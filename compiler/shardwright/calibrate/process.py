@@ -1,6 +1,8 @@
-"""One measuring process: `python -m shardwright.calibrate.process FOLDER`, with RANK and the rest in its environment.
+"""One measuring process: `python -m shardwright.calibrate.process FOLDER`, with RANK and the rest
+in its environment.
 
-What needs nobody else comes first, on every process at once, so that they share the memory and the clock as ranks do.
+What needs nobody else comes first, on every process at once, so that they share the memory and the
+clock as ranks do.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def main(folder: Path) -> int:
 
     bench = Stopwatch(job)
     measure(bench, folder / "meeting")
-    Told(device=device_name(job), timed=tuple(bench.timed), left_out=tuple(bench.left_out)).write(folder, rank)
+    Told(device=device_name(job), timed=tuple(bench.timed), left_out=tuple(bench.left_out)).write(
+        folder, rank
+    )
     return 0
 
 
@@ -55,7 +59,10 @@ def measure(bench: Stopwatch, meeting: Path) -> None:
         what = f"layers at tensor {layer.tensor}"
         bench.tried(what, lambda j=layer: measure_layers(bench, j, budget))  # type: ignore[misc]
     if job.engine:
-        bench.tried("engine", lambda: _engine(bench, SHARES["engine"] * bench.deadline.left / (len(job.engine) + 1)))
+        bench.tried(
+            "engine",
+            lambda: _engine(bench, SHARES["engine"] * bench.deadline.left / (len(job.engine) + 1)),
+        )
     measure_kernels(bench, SHARES["kernels"] * bench.deadline.left)
     if job.ranks > 1:
         bench.tried("collectives", lambda: measure_collectives(bench, meeting, bench.deadline.left))
@@ -71,7 +78,12 @@ def _engine(bench: Stopwatch, budget: float) -> None:
     measure_short_layers(bench, Path(jobs[0].folders[-1]), budget)
     plan = load_plan(Path(jobs[0].folders[0]))
     runtime = runtime_of(plan)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     with _environment(alone):
         runtime.prepare_process(plan, own_loop=False)
         runtime.open_groups(plan)

@@ -1,7 +1,8 @@
 """How a thing is timed: again and again until its time is up, and what is made of the seconds.
 
-The median, as a step of a run is the sum of many such things and its median near the sum of theirs. Other work on the
-machine moves it less than the mean; how far the quartiles lie apart says how quiet it was.
+The median, as a step of a run is the sum of many such things and its median near the sum of theirs.
+Other work on the machine moves it less than the mean; how far the quartiles lie apart says how
+quiet it was.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def figure(seconds: Sequence[float], scale: float = 1.0) -> Figure:
     if len(ordered) == 1:
         return Figure(value=ordered[0] * scale, n=1, spread=0.0)
     low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive")
-    return Figure(value=middle * scale, n=len(ordered), spread=(high - low) / middle if middle > 0 else 0.0)
+    return Figure(
+        value=middle * scale, n=len(ordered), spread=(high - low) / middle if middle > 0 else 0.0
+    )
 
 
 def repeated(
@@ -33,8 +36,8 @@ def repeated(
     fewest: int = FEWEST,
     now: Clock = time.monotonic,
 ) -> list[list[float]]:
-    """run: once through, giving the seconds of each of its parts. Returns the seconds by part. At least `fewest` times,
-    however long that takes."""
+    """run: once through, giving the seconds of each of its parts. Returns the seconds by part. At
+    least `fewest` times, however long that takes."""
     run()
     ends = now() + budget_seconds
     rows: list[list[float]] = []

@@ -1,4 +1,5 @@
-"""`shardwright tune`: the best layouts of a plan, and what one would run today, each run for a few steps."""
+"""`shardwright tune`: the best layouts of a plan, and what one would run today, each run for a few
+steps."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ WARM_UP_STEPS = 3
 LEFT_STEPS = 1_000_000
 """That a run has still before it when it is ended: its last step would save a checkpoint."""
 LAUNCH_SECONDS, SLOWER = 900, 50
-"""For a launch, and how many times slower than predicted its steps may be, before it is given up."""
+"""For a launch, and how many times slower than predicted its steps may be, before it is given
+up."""
 LOOK_SECONDS = 0.2
 END_SECONDS = 30
 _PEAK = re.compile(r"peak memory ([0-9.]+) GiB")
@@ -48,8 +50,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """predicted_seconds: as the plan has it. run: None where it did not run; why says so. today: what one would run
-    without a plan."""
+    """predicted_seconds: as the plan has it. run: None where it did not run; why says so. today:
+    what one would run without a plan."""
 
     estimate: Estimate
     predicted_seconds: float
@@ -72,12 +74,15 @@ class Tuned:
 
     @property
     def winner(self) -> Tried:
-        return min((t for t in self.tried if t.run), key=lambda t: t.run.step_seconds.value if t.run else 0.0)
+        return min(
+            (t for t in self.tried if t.run),
+            key=lambda t: t.run.step_seconds.value if t.run else 0.0,
+        )
 
 
 def tune(recipe: Recipe, top: int, steps: int, say: Say, parent: Path | None = None) -> Tuned:
-    """parent: where the runs' folders are made, each of them gone when its run is over. Raises Refusal: what the recipe
-    is refused for; SW5503 no layout ran."""
+    """parent: where the runs' folders are made, each of them gone when its run is over. Raises
+    Refusal: what the recipe is refused for; SW5503 no layout ran."""
     problem, _ = size_recipe(recipe)
     rows = rows_of(problem, top)
     if not rows:
@@ -86,22 +91,34 @@ def tune(recipe: Recipe, top: int, steps: int, say: Say, parent: Path | None = N
     for place, (estimate, today) in enumerate(rows, start=1):
         say(f"{place} of {len(rows)}: {estimate.strategy.describe()}")
         tried.append(_tried(problem, estimate, today, steps, parent))
-        say(f"  {tried[-1].why}" if tried[-1].run is None else f"  {tried[-1].run.step_seconds.value:.4g} s a step")
+        say(
+            f"  {tried[-1].why}"
+            if tried[-1].run is None
+            else f"  {tried[-1].run.step_seconds.value:.4g} s a step"
+        )
     runs = tuple(t.run for t in tried if t.run is not None)
     if not runs:
         why = f"none of {len(rows)} layouts ran: {tried[0].why}"
-        raise refusal("SW5503", why, "`shardwright compile` and `run` of the recipe show it in full.")
+        raise refusal(
+            "SW5503", why, "`shardwright compile` and `run` of the recipe show it in full."
+        )
     return Tuned(problem=problem, tried=tuple(tried), found=with_runs(problem, runs))
 
 
 def rows_of(problem: Problem, top: int) -> list[tuple[Estimate, bool]]:
-    """(layout, whether it is today's), each once: the best of the search, then those of today that can run."""
+    """(layout, whether it is today's), each once: the best of the search, then those of today that
+    can run."""
     today = {e.strategy: e for e in baselines(problem)}
     best = {e.strategy: e for e in search(problem).ranked[:top]}
-    return [(e, s in today) for s, e in (best | {s: e for s, e in today.items() if s not in best}).items()]
+    return [
+        (e, s in today)
+        for s, e in (best | {s: e for s, e in today.items() if s not in best}).items()
+    ]
 
 
-def _tried(problem: Problem, estimate: Estimate, today: bool, steps: int, parent: Path | None) -> Tried:
+def _tried(
+    problem: Problem, estimate: Estimate, today: bool, steps: int, parent: Path | None
+) -> Tried:
     predicted = estimate.time.step_seconds
     broken = [d for d in estimate.diagnostics if d.severity == "error"]
     if broken:
@@ -124,7 +141,9 @@ def _tried(problem: Problem, estimate: Estimate, today: bool, steps: int, parent
     return Tried(estimate=estimate, predicted_seconds=predicted, today=today, run=run, why=why)
 
 
-def _figures(problem: Problem, estimate: Estimate, seconds: Sequence[float], peak: int | None) -> RunFigures:
+def _figures(
+    problem: Problem, estimate: Estimate, seconds: Sequence[float], peak: int | None
+) -> RunFigures:
     factor = run_factor(problem.recipe, problem.graph, estimate.strategy)
     return RunFigures(
         pins=estimate.strategy.pins(),
@@ -147,7 +166,11 @@ def recipe_for(recipe: Recipe, s: Strategy, steps: int) -> Recipe:
     """The recipe with this layout for a few steps: no validation, no checkpoint, nobody told."""
     pins = {axis.name: getattr(s, axis.name) for axis in AXES if axis.section == "parallelism"}
     constant = dataclasses.replace(
-        recipe.training.scheduler, name="constant", warmup_steps=0, warmup_ratio=None, decay_steps=None
+        recipe.training.scheduler,
+        name="constant",
+        warmup_steps=0,
+        warmup_ratio=None,
+        decay_steps=None,
     )
     endless = steps + WARM_UP_STEPS + LEFT_STEPS
     return dataclasses.replace(
@@ -155,17 +178,24 @@ def recipe_for(recipe: Recipe, s: Strategy, steps: int) -> Recipe:
         model=dataclasses.replace(recipe.model, loss=s.loss),
         parallelism=dataclasses.replace(recipe.parallelism, **pins),
         training=dataclasses.replace(
-            recipe.training, scheduler=constant, steps=endless, tokens=None, epochs=None, days_at_most=None
+            recipe.training,
+            scheduler=constant,
+            steps=endless,
+            tokens=None,
+            epochs=None,
+            days_at_most=None,
         ),
         validation=None,
-        checkpoint=dataclasses.replace(recipe.checkpoint, directory="checkpoints", every_steps=None, upload_to=None),
+        checkpoint=dataclasses.replace(
+            recipe.checkpoint, directory="checkpoints", every_steps=None, upload_to=None
+        ),
         tracking=dataclasses.replace(recipe.tracking, tensorboard=False, wandb=None),
     )
 
 
 def launch(out: Path, steps: int, limit_seconds: float) -> tuple[list[float], int | None, str]:
-    """`shardwright run`, ended after so many steps: (their seconds, peak bytes, why there are not enough). An interrupt
-    ends the run and is raised again."""
+    """`shardwright run`, ended after so many steps: (their seconds, peak bytes, why there are not
+    enough). An interrupt ends the run and is raised again."""
     with (out.parent / "output").open("w+b") as output:
         process = subprocess.Popen(
             own_command("run", str(out), "--resume", "never"),
@@ -187,7 +217,11 @@ def launch(out: Path, steps: int, limit_seconds: float) -> tuple[list[float], in
         text = output.read().decode("utf-8", "replace")
     seconds, peaks = step_seconds(out), _PEAK.findall(text)
     peak = int(float(peaks[-1]) * 2**30) if peaks else None
-    return seconds[:steps], peak, "" if len(seconds) >= steps else why or _cause(text, process.returncode)
+    return (
+        seconds[:steps],
+        peak,
+        "" if len(seconds) >= steps else why or _cause(text, process.returncode),
+    )
 
 
 def step_seconds(out: Path) -> list[float]:
@@ -199,8 +233,8 @@ def step_seconds(out: Path) -> list[float]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """As a person would: the interrupt first, which ends the ranks of every host. All at once where that takes too long
-    or is interrupted itself."""
+    """As a person would: the interrupt first, which ends the ranks of every host. All at once where
+    that takes too long or is interrupted itself."""
     if process.poll() is not None:
         return
     try:
@@ -229,8 +263,8 @@ def _cause(text: str, code: int | None) -> str:
 
 
 def with_runs(problem: Problem, runs: Sequence[RunFigures]) -> Measurements:
-    """What the recipe's own file says, with these runs in the place of earlier ones of the same layouts. Figures of
-    another model are left behind, the constants are not."""
+    """What the recipe's own file says, with these runs in the place of earlier ones of the same
+    layouts. Figures of another model are left behind, the constants are not."""
     recipe, graph = problem.recipe, problem.graph
     measured, whole = recipe.cluster.measured, figures_of(recipe, graph)
     fresh = [run.pins for run in runs]

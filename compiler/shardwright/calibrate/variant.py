@@ -1,5 +1,5 @@
-"""Shallow copies of the recipe's model, compiled: what the measuring processes build. Widths, heads and vocabulary are
-the model's own, so that a layer is the very layer."""
+"""Shallow copies of the recipe's model, compiled: what the measuring processes build. Widths, heads
+and vocabulary are the model's own, so that a layer is the very layer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ACCUMULATION = (1, 3)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a copy that one process builds. rows: of the micro-batch. places: decoder layers of the whole model, as
-    indices into its layers, the embedding being 0."""
+    """Of a copy that one process builds. rows: of the micro-batch. places: decoder layers of the
+    whole model, as indices into its layers, the embedding being 0."""
 
     tensor: int = 1
     zero_stage: int = 0
@@ -47,7 +47,8 @@ def shallow_model(graph: ModelGraph, places: Sequence[int], folder: Path) -> Pat
 
 
 def document_of(recipe: Recipe, shape: Shape, model: Path) -> JsonObject:
-    """A recipe of the copy on one node: nothing of the data, the launcher or the checkpoints is in it."""
+    """A recipe of the copy on one node: nothing of the data, the launcher or the checkpoints is in
+    it."""
     document = recipe.document
     training: JsonObject = dict(document["training"])  # type: ignore[arg-type]
     cluster: JsonObject = dict(document["cluster"])  # type: ignore[arg-type]
@@ -56,8 +57,17 @@ def document_of(recipe: Recipe, shape: Shape, model: Path) -> JsonObject:
         "version": 1,
         "name": "calibrate",
         "target": recipe.target,
-        "model": {"source": str(model), "weights": "random", "attention": recipe.model.attention, "loss": "full"},
-        "cluster": {"nodes": 1, "gpus_per_node": shape.tensor, **{key: cluster[key] for key in kept}},
+        "model": {
+            "source": str(model),
+            "weights": "random",
+            "attention": recipe.model.attention,
+            "loss": "full",
+        },
+        "cluster": {
+            "nodes": 1,
+            "gpus_per_node": shape.tensor,
+            **{key: cluster[key] for key in kept},
+        },
         "training": {
             "sequence_length": shape.length,
             "global_batch_size": shape.micro_batch * shape.accumulation,
@@ -80,7 +90,8 @@ def document_of(recipe: Recipe, shape: Shape, model: Path) -> JsonObject:
 
 
 def compile_copy(recipe: Recipe, shape: Shape, model: Path, folder: Path) -> Path:
-    """Raises Refusal as `compile` does: what does not fit here, or what the engine does not run on one rank."""
+    """Raises Refusal as `compile` does: what does not fit here, or what the engine does not run on
+    one rank."""
     folder.mkdir(parents=True)
     path = folder / "recipe.json"
     path.write_text(json.dumps(document_of(recipe, shape, model)), encoding="utf-8")

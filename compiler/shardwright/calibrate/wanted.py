@@ -1,4 +1,5 @@
-"""What is worth measuring for a recipe: what its search would ask about, the likeliest layouts first."""
+"""What is worth measuring for a recipe: what its search would ask about, the likeliest layouts
+first."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class ProductShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSet:
-    """The model's layers at one tensor degree. Micro-batches in the order in which they are worth their time."""
+    """The model's layers at one tensor degree. Micro-batches in the order in which they are worth
+    their time."""
 
     tensor: int
     micro_batches: tuple[int, ...]
@@ -52,11 +54,17 @@ def wanted(problem: Problem, ranked: Sequence[Estimate]) -> Wanted:
     strategies = [estimate.strategy for estimate in ranked]
     degrees = list(dict.fromkeys(s.tensor for s in strategies)) or [1]
     shapes = model_shapes(problem.graph, 1)
-    decoders = {first for first, kind in zip(first_of_kind(shapes.kind_of), shapes.kind_of, strict=True) if kind >= 0}
+    decoders = {
+        first
+        for first, kind in zip(first_of_kind(shapes.kind_of), shapes.kind_of, strict=True)
+        if kind >= 0
+    }
     return Wanted(
         products=tuple(dict.fromkeys(_products(problem, strategies)))[:MOST_PRODUCTS],
         attention=ATTENTION_LENGTHS,
-        layers=tuple(_layers(problem, [s for s in strategies if s.tensor == t], t) for t in degrees),
+        layers=tuple(
+            _layers(problem, [s for s in strategies if s.tensor == t], t) for t in degrees
+        ),
         zero_stages=tuple(sorted({s.zero_stage for s in strategies})) or (0,),
         places=tuple(sorted(decoders)),
     )
@@ -67,7 +75,9 @@ def _layers(problem: Problem, strategies: Sequence[Strategy], tensor: int) -> La
     sizes = {min(s.micro_batch_size, longest) for s in strategies} or {1}
     kept = tuple(dict.fromkeys(s.checkpointing for s in strategies if not s.sequence_parallel))
     return LayerSet(
-        tensor=tensor, micro_batches=spread_out(sizes), checkpointing=("none", *(k for k in kept if k != "none"))
+        tensor=tensor,
+        micro_batches=spread_out(sizes),
+        checkpointing=("none", *(k for k in kept if k != "none")),
     )
 
 

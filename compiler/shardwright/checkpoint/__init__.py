@@ -1,1 +1,2 @@
-"""Checkpoints by parameter name: written, read, pruned, copied and exported, whatever layout wrote them."""
+"""Checkpoints by parameter name: written, read, pruned, copied and exported, whatever layout wrote
+them."""

@@ -1,4 +1,5 @@
-"""Does a checkpoint fit here? One answer: `run` acts on it, `diff` tells it beforehand. No torch here."""
+"""Does a checkpoint fit here? One answer: `run` acts on it, `diff` tells it beforehand. No torch
+here."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from shardwright.records import carried
 
 BYTE = "byte"
 PLACEMENT = tuple(axis.name for axis in printed_axes() if axis.holds)
-"""Keys of a strategy that decide which rank holds what; the others change what is computed on the way."""
+"""Keys of a strategy that decide which rank holds what; the others change what is computed on the
+way."""
 # ZeRO and offload move states about, and no layer or shard of the model.
 _OF_A_RANK = tuple(key for key in PLACEMENT if key not in ("zero_stage", "offload"))
 _BATCH = "global_batch_size"
@@ -27,7 +29,8 @@ _SAMPLES = (_BATCH, "sequence_length", "seed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
-    """files: (name, sha256 hex) of each; () for the byte tokenizer; None where they are not on this machine."""
+    """files: (name, sha256 hex) of each; () for the byte tokenizer; None where they are not on this
+    machine."""
 
     name: str
     files: tuple[tuple[str, str], ...] | None
@@ -35,9 +38,9 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What of a run a checkpoint has to fit. boundaries: of its pipeline stages. tokenizer: None where the data are
-    token ids already, or made up. samples: keys of `training` that decide their order. held_out: the share of the
-    training data that is kept for validation."""
+    """What of a run a checkpoint has to fit. boundaries: of its pipeline stages. tokenizer: None
+    where the data are token ids already, or made up. samples: keys of `training` that decide their
+    order. held_out: the share of the training data that is kept for validation."""
 
     architecture: str
     config_hash: str
@@ -62,8 +65,9 @@ class Changed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFit:
-    """refused: what keeps it from being loaded, "" where it can be. layout: what makes ranks hold other parts. samples:
-    what makes them come in another order; a step's number stands for the samples before it."""
+    """refused: what keeps it from being loaded, "" where it can be. layout: what makes ranks hold
+    other parts. samples: what makes them come in another order; a step's number stands for the
+    samples before it."""
 
     refused: Literal["", "model", "adapters", "frozen", "tokenizer"] = ""
     why: str = ""
@@ -87,7 +91,8 @@ def facts_of(plan: Plan, folder: Path) -> CheckpointFacts:
 
 
 def samples_of(training: object, islands: int) -> tuple[tuple[str, int], ...]:
-    """training: the plan's section, or the recipe's, of one island: a step takes the rows of all of them."""
+    """training: the plan's section, or the recipe's, of one island: a step takes the rows of all of
+    them."""
     of_all = {_BATCH: islands}
     return tuple((key, getattr(training, key) * of_all.get(key, 1)) for key in _SAMPLES)
 
@@ -100,16 +105,21 @@ def fit(saved: CheckpointFacts, here: CheckpointFacts) -> CheckpointFit:
     if (theirs := _trained(saved.lora)) != (ours := _trained(here.lora)):
         return CheckpointFit(refused="adapters", why=f"it {theirs}, this one {ours}")
     if saved.frozen != here.frozen:
-        names = {n for n in (*saved.frozen, *here.frozen) if (n in saved.frozen) != (n in here.frozen)}
+        names = {
+            n for n in (*saved.frozen, *here.frozen) if (n in saved.frozen) != (n in here.frozen)
+        }
         why = f"{min(names)} is frozen {'there' if min(names) in saved.frozen else 'here'} alone"
         return CheckpointFit(refused="frozen", why=why)
     if why := _other_tokenizer(saved.tokenizer, here.tokenizer):
         return CheckpointFit(refused="tokenizer", why=why)
-    return CheckpointFit(layout=tuple(_other_layout(saved, here)), samples=tuple(_other_samples(saved, here)))
+    return CheckpointFit(
+        layout=tuple(_other_layout(saved, here)), samples=tuple(_other_samples(saved, here))
+    )
 
 
 def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
-    """What is different but can go on. Raises Refusal where `checkpoint` is of another model or tokenizer."""
+    """What is different but can go on. Raises Refusal where `checkpoint` is of another model or
+    tokenizer."""
     try:
         written = read_plan(checkpoint)
     except (OSError, ValueError) as error:
@@ -120,7 +130,10 @@ def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
         raise _refusal(answer, saved, here, checkpoint.name)
     notes = []
     if changed := ", ".join(each.words for each in answer.samples):
-        notes.append(f"warning[SW6207]: the order of the samples is another than {checkpoint.name} had: {changed}")
+        notes.append(
+            f"warning[SW6207]: the order of the samples is another than {checkpoint.name} had: "
+            f"{changed}"
+        )
     if changed := ", ".join(each.words for each in answer.layout):
         notes.append(f"{checkpoint.name} was written under another layout: {changed}")
     return tuple(notes)
@@ -129,11 +142,15 @@ def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
 def same_ranks(plan: Plan, saved: Plan) -> bool:
     """Whether each rank has the layers and the shards that it had."""
     here, there = plan.strategy, saved.strategy
-    return plan.boundaries == saved.boundaries and all(getattr(here, k) == getattr(there, k) for k in _OF_A_RANK)
+    return plan.boundaries == saved.boundaries and all(
+        getattr(here, k) == getattr(there, k) for k in _OF_A_RANK
+    )
 
 
 def not_whole(
-    path: Path, why: str, help: str = "Give one `step-XXXXXXXX` folder, or start again with --resume never."
+    path: Path,
+    why: str,
+    help: str = "Give one `step-XXXXXXXX` folder, or start again with --resume never.",
 ) -> Refusal:
     """SW6201, or SW6220 for a checkpoint of another program."""
     if not (path / MANIFEST).exists() and (other := other_program(path)) is not None:
@@ -141,21 +158,31 @@ def not_whole(
     return refusal("SW6201", f"{str(path)!r} is not a whole checkpoint: {why}", help)
 
 
-def _refusal(answer: CheckpointFit, saved: CheckpointFacts, here: CheckpointFacts, name: str) -> Refusal:
+def _refusal(
+    answer: CheckpointFit, saved: CheckpointFacts, here: CheckpointFacts, name: str
+) -> Refusal:
     if answer.refused == "model":
         return refusal(
             "SW6203",
-            f"{name} holds another model ({saved.architecture}, config "
-            f"{saved.config_hash[:12]}; this plan has {here.config_hash[:12]})",
+            f"{name} holds another model ({saved.architecture}, config {saved.config_hash[:12]}; "
+            f"this plan has {here.config_hash[:12]})",
             "Resume from a checkpoint of this model, or start again with --resume never.",
         )
     if answer.refused == "adapters":
-        help = "Compile with the `lora` section that it was trained with, or export it and start from there."
+        help = (
+            "Compile with the `lora` section that it was trained with, or export it and start "
+            "from there."
+        )
         return refusal("SW6254", f"{name} is of another run: {answer.why}", help)
     if answer.refused == "frozen":
-        help = "Compile with the `model.freeze` that it was trained with, or export it and start from its weights."
+        help = (
+            "Compile with the `model.freeze` that it was trained with, or export it and start "
+            "from its weights."
+        )
         return refusal("SW6255", f"{name} is of another run: {answer.why}", help)
-    help = "Compile with the tokenizer that it was trained with, or start again with --resume never."
+    help = (
+        "Compile with the tokenizer that it was trained with, or start again with --resume never."
+    )
     return refusal("SW6204", f"{name} was trained with another tokenizer: {answer.why}", help)
 
 
@@ -178,22 +205,36 @@ def _other_samples(saved: CheckpointFacts, here: CheckpointFacts) -> list[Change
 def _other_data(saved: DataSection, here: DataSection, key: str) -> list[Changed]:
     """Tokenizers are compared by what is in them, not by where they lie."""
     if len(here.mixture) != len(saved.mixture):
-        return [Changed(key=key, words=f"{key} has {len(here.mixture) or 1} parts, not {len(saved.mixture) or 1}")]
+        return [
+            Changed(
+                key=key,
+                words=f"{key} has {len(here.mixture) or 1} parts, not {len(saved.mixture) or 1}",
+            )
+        ]
     names = [f.name for f in fields(here) if f.name not in ("tokenizer", "mixture")]
-    changed = _changed([(f"{key}.{name}", getattr(saved, name), getattr(here, name)) for name in names])
+    changed = _changed(
+        [(f"{key}.{name}", getattr(saved, name), getattr(here, name)) for name in names]
+    )
     for number, parts in enumerate(zip(saved.mixture, here.mixture, strict=True)):
         changed += _other_data(*parts, f"{key}.mixture.{number}")
     return changed
 
 
 def _changed(pairs: list[tuple[str, object, object]]) -> list[Changed]:
-    return [Changed(key=key, words=f"{key} {before} -> {now}") for key, before, now in pairs if before != now]
+    return [
+        Changed(key=key, words=f"{key} {before} -> {now}")
+        for key, before, now in pairs
+        if before != now
+    ]
 
 
 def _trained(lora: PlanLora | None) -> str:
     if lora is None:
         return "trains all parameters"
-    return f"trains adapters of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.target_modules))}"
+    return (
+        f"trains adapters of rank {lora.rank}, alpha {lora.alpha:g}, on "
+        f"{', '.join(sorted(lora.target_modules))}"
+    )
 
 
 def _other_tokenizer(saved: TokenizerFiles | None, here: TokenizerFiles | None) -> str:
@@ -204,7 +245,9 @@ def _other_tokenizer(saved: TokenizerFiles | None, here: TokenizerFiles | None) 
     if unknown or BYTE in (saved.name, here.name):
         return "" if saved.name == here.name else f"{saved.name!r} there, {here.name!r} here"
     there, ours = dict(saved.files or ()), dict(here.files or ())
-    differing = sorted(name for name in ours.keys() | there.keys() if ours.get(name) != there.get(name))
+    differing = sorted(
+        name for name in ours.keys() | there.keys() if ours.get(name) != there.get(name)
+    )
     return f"{differing[0]} differs" if differing else ""
 
 
@@ -216,4 +259,6 @@ def _tokenizer(data: DataSection, folder: Path) -> TokenizerFiles | None:
     if name == BYTE:
         return TokenizerFiles(name=name, files=())
     found = sorted(path for path in (folder / name).rglob("*") if path.is_file())
-    return TokenizerFiles(name=name, files=tuple((str(p.relative_to(folder / name)), checksum(p)) for p in found))
+    return TokenizerFiles(
+        name=name, files=tuple((str(p.relative_to(folder / name)), checksum(p)) for p in found)
+    )

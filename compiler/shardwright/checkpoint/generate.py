@@ -1,5 +1,5 @@
-"""Text from a trained model, a checkpoint of any layout or a Hugging Face folder, by transformers' own generate. One
-process, no deepspeed."""
+"""Text from a trained model, a checkpoint of any layout or a Hugging Face folder, by transformers'
+own generate. One process, no deepspeed."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _RENDERER = Renderer()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """temperature: 0 is greedy, the most probable token each time. images: files; the prompt is then a user's message
-    about them, in the model's chat template."""
+    """temperature: 0 is greedy, the most probable token each time. images: files; the prompt is
+    then a user's message about them, in the model's chat template."""
 
     prompt: str
     tokens: int
@@ -83,7 +83,8 @@ class Generated:
 
 
 def generate(folder: Path, wish: Wish, trust_code: str | None = None) -> Generated:
-    """folder: a step folder, or one that from_pretrained loads. Raises Refusal: SW2014, SW6132, SW6201, SW6402."""
+    """folder: a step folder, or one that from_pretrained loads. Raises Refusal: SW2014, SW6132,
+    SW6201, SW6402."""
     return answer(open_model(folder, trust_code), wish, folder)
 
 
@@ -110,7 +111,9 @@ def _explained(folder: Path, device: torch.device) -> Iterator[None]:
     except Refusal:
         raise
     except torch.OutOfMemoryError:
-        help = "`CUDA_VISIBLE_DEVICES= shardwright generate ...` uses the CPU and the host's memory."
+        help = (
+            "`CUDA_VISIBLE_DEVICES= shardwright generate ...` uses the CPU and the host's memory."
+        )
         raise _unusable(folder, f"the model does not fit on {device}", help) from None
     except Exception as error:  # whatever a folder of somebody else's makes transformers raise
         lines = [line for line in str(error).splitlines() if line.strip()] or [""]
@@ -126,23 +129,29 @@ def _continue(loaded: Loaded, wish: Wish, folder: Path) -> Generated:
     )
     ids = inputs["input_ids"].to(model.device)
     beside = {
-        n: v.to(model.device) for n, v in inputs.items() if wish.images and n not in ("input_ids", "attention_mask")
+        n: v.to(model.device)
+        for n, v in inputs.items()
+        if wish.images and n not in ("input_ids", "attention_mask")
     }
     beside = {n: v.to(model.dtype) if v.is_floating_point() else v for n, v in beside.items()}
     length = int(ids.shape[1])
-    positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+    positions = int(
+        getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+    )
     room = positions - length
     if not length or room < 1:
         why = f"the prompt's {length:,} tokens leave no room in the model's {positions:,} positions"
         raise _unusable(folder, why if length else "the prompt is empty", "Give another prompt.")
-    # Of its own, so that "greedy" is greedy: a folder's file may ask for beams, penalties, other lengths.
+    # Of its own, so that "greedy" is greedy: a folder's file may ask for beams, penalties, other
+    # lengths.
     model.generation_config = GenerationConfig(
         max_new_tokens=min(wish.tokens, room),
         do_sample=wish.temperature > 0,
         **({"temperature": wish.temperature, "top_k": 0} if wish.temperature > 0 else {}),
         **_special_ids(model, tokenizer),
         # A vocabulary is often padded: these ids are no text, and were never trained.
-        suppress_tokens=list(range(len(tokenizer), model.get_output_embeddings().weight.shape[0])) or None,
+        suppress_tokens=list(range(len(tokenizer), model.get_output_embeddings().weight.shape[0]))
+        or None,
     )
     torch.manual_seed(wish.seed)
     with torch.inference_mode():
@@ -158,14 +167,17 @@ def _continue(loaded: Loaded, wish: Wish, folder: Path) -> Generated:
 
 
 def _special_ids(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The ends that the model's generation_config names (chat models have several), else the tokenizer's."""
+    """The ends that the model's generation_config names (chat models have several), else the
+    tokenizer's."""
     ends = end_ids(model.generation_config.eos_token_id) or end_ids(tokenizer.eos_token_id)
     return {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0}
 
 
-def asked_about(loaded: Loaded, prompt: str, images: tuple[Path, ...], folder: Path) -> dict[str, torch.Tensor]:
-    """What the forward takes of a user's message with these pictures, as a row of the training has it. Raises Refusal:
-    SW6132, SW6402."""
+def asked_about(
+    loaded: Loaded, prompt: str, images: tuple[Path, ...], folder: Path
+) -> dict[str, torch.Tensor]:
+    """What the forward takes of a user's message with these pictures, as a row of the training has
+    it. Raises Refusal: SW6132, SW6402."""
     sight = loaded.sight
     if sight is None:
         raise _unusable(folder, "its model takes no pictures", "Leave --image out.")
@@ -173,7 +185,10 @@ def asked_about(loaded: Loaded, prompt: str, images: tuple[Path, ...], folder: P
         found = [locate_picture(str(image.absolute()), Path("/")) for image in images]
     except Damaged as why:
         raise _unusable(folder, str(why), "Give a picture that Pillow opens.") from None
-    content: list[JsonValue] = [*[{"type": "image"}] * len(images), {"type": "text", "text": prompt}]
+    content: list[JsonValue] = [
+        *[{"type": "image"}] * len(images),
+        {"type": "text", "text": prompt},
+    ]
     text = sight.token * len(images) + prompt
     if loaded.template:
         message: Message = {"role": "user", "content": content}
@@ -183,12 +198,22 @@ def asked_about(loaded: Loaded, prompt: str, images: tuple[Path, ...], folder: P
             raise _unusable(folder, f"its chat template refuses the question: {error}") from None
     written = sight.expand(text, [], found)
     if written is None:
-        cause = f"its chat template does not write {sight.token!r} once for each picture, or the prompt holds it"
-        raise _unusable(folder, cause, "Ask without it, or give the folder a chat template that takes pictures.")
+        cause = (
+            f"its chat template does not write {sight.token!r} once for each picture, or the "
+            "prompt holds it"
+        )
+        raise _unusable(
+            folder, cause, "Ask without it, or give the folder a chat template that takes pictures."
+        )
     # A template writes the special tokens itself.
-    ids = loaded.tokenizer(written[0], add_special_tokens=not loaded.template, return_tensors="pt")["input_ids"]
+    ids = loaded.tokenizer(written[0], add_special_tokens=not loaded.template, return_tensors="pt")[
+        "input_ids"
+    ]
     tokens = ids.numpy()
-    return {"input_ids": ids, **sight.inputs(tokens, np.zeros(tokens.shape, dtype=np.bool_), [found])}
+    return {
+        "input_ids": ids,
+        **sight.inputs(tokens, np.zeros(tokens.shape, dtype=np.bool_), [found]),
+    }
 
 
 def _of_checkpoint(checkpoint: Path, device: torch.device, trust_code: str | None) -> Loaded:
@@ -232,12 +257,18 @@ class _Stored:
 
 def _tokenizer_of(plan: Plan, checkpoint: Path) -> Any:
     if is_byte_level(plan):
-        return PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), clean_up_tokenization_spaces=False)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=byte_tokenizer(), clean_up_tokenization_spaces=False
+        )
     folders = {path.parent for path in tokenizer_files(checkpoint)}
     if not folders:
-        help = "`shardwright export` it and save the tokenizer that made the ids into the same folder."
+        help = (
+            "`shardwright export` it and save the tokenizer that made the ids into the same folder."
+        )
         raise _unusable(checkpoint, "it was trained on token ids, and holds no tokenizer", help)
-    return AutoTokenizer.from_pretrained(max(folders), local_files_only=True, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(
+        max(folders), local_files_only=True, trust_remote_code=False
+    )
 
 
 def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> Loaded:
@@ -247,7 +278,11 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> Lo
         alone = (folder / "adapter_config.json").is_file()
         if not alone and (other := other_program(folder)) is not None:
             raise Refusal(other) from None
-        why = "it holds adapters alone" if alone else "it is neither a checkpoint nor a Hugging Face model"
+        why = (
+            "it holds adapters alone"
+            if alone
+            else "it is neither a checkpoint nor a Hugging Face model"
+        )
         raise _unusable(folder, why, _rather(folder, alone=alone)) from None
     if needs_own_code(document):
         code = own_code_in(folder, document)
@@ -256,7 +291,9 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> Lo
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if task_of_type(config.model_type) is CONTRASTIVE:
         raise _writes_nothing(folder, config.model_type)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     model = (task_of_type(config.model_type) or CAUSAL_LM).auto_class.from_pretrained(
         folder,
         config=config,
@@ -266,9 +303,14 @@ def _of_folder(folder: Path, device: torch.device, trust_code: str | None) -> Lo
         trust_remote_code=False,
     )
     if tokenizer.eos_token_id is None and not (folder / GENERATION).is_file():
-        model.generation_config.eos_token_id = None  # the type's default id, which may be a byte of text
+        model.generation_config.eos_token_id = (
+            None  # the type's default id, which may be a byte of text
+        )
     loaded = Loaded(model=model.to(device).eval(), tokenizer=tokenizer)
-    if not (folder / "processor_config.json").is_file() and not (folder / "preprocessor_config.json").is_file():
+    if (
+        not (folder / "processor_config.json").is_file()
+        and not (folder / "preprocessor_config.json").is_file()
+    ):
         return loaded
     return _seeing(loaded, folder, ImagesSection(per_row=1, max_pixels=MOST_PIXELS), None)
 
@@ -281,8 +323,13 @@ def _seeing(loaded: Loaded, processor: Path, images: ImagesSection, template: st
 
 
 def _writes_nothing(folder: Path, model_type: str) -> Refusal:
-    help = "`shardwright export` it: transformers' AutoModel and AutoProcessor compare pictures with texts."
-    return _unusable(folder, f"a {model_type!r} compares pictures with captions, and writes no text", help)
+    help = (
+        "`shardwright export` it: transformers' AutoModel and AutoProcessor compare pictures "
+        "with texts."
+    )
+    return _unusable(
+        folder, f"a {model_type!r} compares pictures with captions, and writes no text", help
+    )
 
 
 def _rather(folder: Path, *, alone: bool) -> str:
@@ -291,12 +338,16 @@ def _rather(folder: Path, *, alone: bool) -> str:
     steps = sorted(str(path.parent) for path in folder.glob(f"*/step-*/{MANIFEST}"))
     if steps:
         return f"It is a run's folder; its newest checkpoint is {steps[-1]}"
-    return "Give a `step-XXXXXXXX` folder of a run, or a folder with config.json and safetensors files."
+    return (
+        "Give a `step-XXXXXXXX` folder of a run, or a folder with config.json and "
+        "safetensors files."
+    )
 
 
 def _unusable(folder: Path, why: str, help: str = "") -> Refusal:
     return refusal(
         "SW6402",
         f"no text can be generated from {str(folder)!r}: {why}",
-        help or f"It must load with transformers' {CAUSAL_LM.auto_class.__name__} and AutoTokenizer.",
+        help
+        or f"It must load with transformers' {CAUSAL_LM.auto_class.__name__} and AutoTokenizer.",
     )

@@ -1,4 +1,5 @@
-"""generation_config.json of a trained model: the model's own settings, with the end tokens that the run trained."""
+"""generation_config.json of a trained model: the model's own settings, with the end tokens that the
+run trained."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def trained_ends(plan: Plan, checkpoint: Path) -> tuple[int, ...]:
-    """Ids that the training data writes where a text ends: the tokenizer's eos_token behind documents, the chat
-    template's end of turn behind answers. () where the data are token ids already. Raises Refusal (SW6121)."""
+    """Ids that the training data writes where a text ends: the tokenizer's eos_token behind
+    documents, the chat template's end of turn behind answers. () where the data are token ids
+    already. Raises Refusal (SW6121)."""
     ends: dict[int, None] = {}
     for part, tokenizer in _tokenized(plan, checkpoint):
         template = part.template or tokenizer.template
@@ -34,11 +36,13 @@ def trained_ends(plan: Plan, checkpoint: Path) -> tuple[int, ...]:
     return tuple(end for end in ends if end < plan.model.vocabulary_size)
 
 
-def special_ids(plan: Plan, checkpoint: Path, own: dict[str, Any]) -> dict[str, int | list[int] | None]:
+def special_ids(
+    plan: Plan, checkpoint: Path, own: dict[str, Any]
+) -> dict[str, int | list[int] | None]:
     """bos_token_id, eos_token_id and pad_token_id. own: what the model came with.
 
-    Pretrained weights keep their own ids and ends, behind the trained ends. Random weights know the tokenizer's ids
-    alone: those of the model type mean nothing. Raises Refusal (SW6121).
+    Pretrained weights keep their own ids and ends, behind the trained ends. Random weights know the
+    tokenizer's ids alone: those of the model type mean nothing. Raises Refusal (SW6121).
     """
     ids = {key: own.get(key) for key in _IDS}
     tokenizer = next((tokenizer for _, tokenizer in _tokenized(plan, checkpoint)), None)
@@ -55,18 +59,28 @@ def special_ids(plan: Plan, checkpoint: Path, own: dict[str, Any]) -> dict[str, 
 
 def end_ids(ids: Any) -> list[int]:
     """eos_token_id as a list, whichever of its three forms it has."""
-    return [id for id in (ids if isinstance(ids, list | tuple | set) else [ids]) if isinstance(id, int)]
+    return [
+        id for id in (ids if isinstance(ids, list | tuple | set) else [ids]) if isinstance(id, int)
+    ]
 
 
-def write_generation_config(plan: Plan, model: PreTrainedModel, checkpoint: Path, folder: Path) -> None:
-    """Of the file that came with the model everything else is kept: sampling settings, suppressed tokens."""
+def write_generation_config(
+    plan: Plan, model: PreTrainedModel, checkpoint: Path, folder: Path
+) -> None:
+    """Of the file that came with the model everything else is kept: sampling settings, suppressed
+    tokens."""
     own = _own_file(checkpoint)
     if own is None:
-        if isinstance(getattr(model, "generation_config", None), GenerationConfig):  # a contrastive model has none
+        if isinstance(
+            getattr(model, "generation_config", None), GenerationConfig
+        ):  # a contrastive model has none
             set_special_ids(plan, model.generation_config, checkpoint)
             model.generation_config.save_pretrained(folder)
         return
-    document = {**own, **{key: ids for key, ids in special_ids(plan, checkpoint, own).items() if ids is not None}}
+    document = {
+        **own,
+        **{key: ids for key, ids in special_ids(plan, checkpoint, own).items() if ids is not None},
+    }
     (folder / GENERATION).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
@@ -79,7 +93,9 @@ def own_generation_config(plan: Plan, model: PreTrainedModel, checkpoint: Path) 
 
 
 def set_special_ids(plan: Plan, config: GenerationConfig, checkpoint: Path) -> None:
-    own = {} if is_byte_level(plan) else {key: getattr(config, key, None) for key in _IDS}  # an id is a byte there
+    own = (
+        {} if is_byte_level(plan) else {key: getattr(config, key, None) for key in _IDS}
+    )  # an id is a byte there
     for key, ids in special_ids(plan, checkpoint, own).items():
         setattr(config, key, ids)
 

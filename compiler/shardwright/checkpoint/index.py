@@ -19,8 +19,8 @@ from shardwright.watch.journal import read_attempt_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """notes: what the user should know about the choice, a line each, warnings first. line: what the attempt that goes
-    on from it writes."""
+    """notes: what the user should know about the choice, a line each, warnings first. line: what
+    the attempt that goes on from it writes."""
 
     path: Path
     step: int
@@ -33,12 +33,12 @@ def checkpoint_root(plan: Plan, folder: Path) -> Path:
 
 
 def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
-    """auto: the newest whole one with a finite loss, else the newest whole one, if any; never: none; else the named
-    folder. Every byte is checked. What is here in part or not at all is fetched from checkpoint.upload_to, where this
-    run copied it there.
+    """auto: the newest whole one with a finite loss, else the newest whole one, if any; never:
+    none; else the named folder. Every byte is checked. What is here in part or not at all is
+    fetched from checkpoint.upload_to, where this run copied it there.
 
-    Raises Refusal: SW6201 not whole, SW6203 another model, SW6204 another tokenizer, SW6218 where another number of
-    islands has trained further.
+    Raises Refusal: SW6201 not whole, SW6203 another model, SW6204 another tokenizer, SW6218 where
+    another number of islands has trained further.
     """
     if resume == "never":
         return None
@@ -50,7 +50,9 @@ def choose_checkpoint(plan: Plan, folder: Path, resume: str) -> Chosen | None:
         check_whole_round(plan, path)
         notes = () if is_finite(path) else (_diverged(path),)
         line = branch(line_of(path), step)
-        return Chosen(path=path, step=step, line=line, notes=(*notes, *check_fits(plan, folder, path)))
+        return Chosen(
+            path=path, step=step, line=line, notes=(*notes, *check_fits(plan, folder, path))
+        )
     return _choose_newest(plan, folder)
 
 
@@ -60,7 +62,9 @@ def _choose_newest(plan: Plan, folder: Path) -> Chosen | None:
     diverged: tuple[Path, int, Line] | None = None
     store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
     here = dict(published_steps(root))
-    if (begun := _begun_from(folder, root)) is not None:  # an attempt that ended before its first checkpoint
+    if (
+        begun := _begun_from(folder, root)
+    ) is not None:  # an attempt that ended before its first checkpoint
         here.setdefault(*begun)
     current = current_line(folder)
     copies = _copies(store, current or (None if here else store.current())) if store else set()
@@ -82,8 +86,16 @@ def _choose_newest(plan: Plan, folder: Path) -> Chosen | None:
             skipped.append(f"{_diverged(path)}; it is skipped")
             continue
         if foreign:
-            skipped.append(f"warning[SW6206]: {path.name} was written by another run than this folder's last one")
-        return Chosen(path=path.resolve(), step=step, line=line, notes=(*skipped, *check_fits(plan, folder, path)))
+            skipped.append(
+                f"warning[SW6206]: {path.name} was written by another run than this folder's "
+                "last one"
+            )
+        return Chosen(
+            path=path.resolve(),
+            step=step,
+            line=line,
+            notes=(*skipped, *check_fits(plan, folder, path)),
+        )
     if diverged is not None:  # none is better
         path, step, line = diverged
         notes = (_diverged(path), *check_fits(plan, folder, path))
@@ -91,7 +103,10 @@ def _choose_newest(plan: Plan, folder: Path) -> Chosen | None:
     if skipped:
         raise refusal(
             "SW6201",
-            f"none of the {len(skipped)} checkpoints in {str(root)!r} is whole; {skipped[0].split(': ', 1)[1]}",
+            (
+                f"none of the {len(skipped)} checkpoints in {str(root)!r} is whole; "
+                f"{skipped[0].split(': ', 1)[1]}"
+            ),
             "Bring a copy back, or start again with --resume never, which moves them aside.",
         )
     return None
@@ -101,13 +116,21 @@ def _begun_from(folder: Path, root: Path) -> tuple[int, Path] | None:
     """What the last attempt went on from, where that lies outside of checkpoint.directory."""
     begun = read_attempt_record(folder)
     path, step = Path(begun.resume or root), begun.step
-    return (step, path) if step is not None and path.parent != root.resolve() and path != root else None
+    return (
+        (step, path)
+        if step is not None and path.parent != root.resolve() and path != root
+        else None
+    )
 
 
 def _copies(store: CheckpointStore, line: Line | None) -> set[int]:
     """Steps of the whole copies on this line; of all, where the line is not known."""
     steps = {step_of(Path(name)): name for name in store.steps()}
-    return {step for step, name in steps.items() if line is None or line.holds(store.line_of(name), step)}
+    return {
+        step
+        for step, name in steps.items()
+        if line is None or line.holds(store.line_of(name), step)
+    }
 
 
 def _fetched(store: CheckpointStore, path: Path, why: str) -> str | None:
@@ -127,4 +150,7 @@ def tell(chosen: Chosen | None) -> None:
 
 
 def _diverged(path: Path) -> str:
-    return f"warning[SW6212]: {path.name} was written after a loss, or holds weights, that are no finite numbers"
+    return (
+        f"warning[SW6212]: {path.name} was written after a loss, or holds weights, that are no "
+        "finite numbers"
+    )

@@ -1,8 +1,9 @@
 """Which run wrote a checkpoint: run.json in each step folder. No torch here.
 
-A run has a random id, made when it starts from nothing and kept by every attempt that goes on from its newest
-checkpoint. Going on from a named checkpoint is another run, which begins there: what the first one wrote later is not
-its own. So two runs may share a folder or a bucket, and neither prunes or continues the other.
+A run has a random id, made when it starts from nothing and kept by every attempt that goes on from
+its newest checkpoint. Going on from a named checkpoint is another run, which begins there: what the
+first one wrote later is not its own. So two runs may share a folder or a bucket, and neither prunes
+or continues the other.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ class Ancestor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """run: "" for checkpoints from before runs had ids. before: what it goes on from, oldest first."""
+    """run: "" for checkpoints from before runs had ids. before: what it goes on from, oldest
+    first."""
 
     run: str
     before: tuple[Ancestor, ...] = ()
 
     def holds(self, other: Line, step: int) -> bool:
         """Whether the checkpoint of `step` that `other` wrote lies on this line."""
-        return other.run == self.run or any(a.run == other.run and step <= a.step for a in self.before)
+        return other.run == self.run or any(
+            a.run == other.run and step <= a.step for a in self.before
+        )
 
 
 UNKNOWN = Line(run="")
@@ -46,7 +50,8 @@ UNKNOWN = Line(run="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a checkpoint is told of who writes it: its line, and as its manifest has them rows, data and finite."""
+    """What a checkpoint is told of who writes it: its line, and as its manifest has them rows, data
+    and finite."""
 
     line: Line
     finite: bool = True
@@ -67,7 +72,8 @@ def branch(line: Line, step: int) -> Line:
 
 
 def continued(current: Line | None, written: Line, step: int) -> Line:
-    """The line of an attempt that goes on by itself from the checkpoint of `step` in `written`'s line.
+    """The line of an attempt that goes on by itself from the checkpoint of `step` in `written`'s
+    line.
 
     current: the folder's own; None where it has none yet.
     """

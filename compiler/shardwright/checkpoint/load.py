@@ -30,8 +30,8 @@ def uncut(name: str, shape: tuple[int, ...], trainer: Trainer) -> ParameterSplit
 
 
 def read_states(plan: Plan, trainer: Trainer, checkpoint: Path, names: tuple[str, ...]) -> set[str]:
-    """Those of the states that the checkpoint has are read into the trainer's. Returns which they are. Raises Refusal:
-    SW6201."""
+    """Those of the states that the checkpoint has are read into the trainer's. Returns which they
+    are. Raises Refusal: SW6201."""
     present: set[str] = set()
     splits = parameter_splits(plan)
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
@@ -56,33 +56,49 @@ def _fill(
     part = (plan.expert_of(at), plan.strategy.expert) if plan.expert_cut(f.name) > 1 else WHOLE
     for state in states:
         values = f.states[state]
-        values.copy_(reader.fragment(f.name, state, split, at.tensor, f.start, values.numel(), part))
+        values.copy_(
+            reader.fragment(f.name, state, split, at.tensor, f.start, values.numel(), part)
+        )
 
 
 def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
-    """Collective. Of any layout. Returns the step that the checkpoint closed. Raises Refusal: SW6201."""
+    """Collective. Of any layout. Returns the step that the checkpoint closed. Raises Refusal:
+    SW6201."""
     _fetch_missing(plan, checkpoint)
     rank, splits = dist.get_rank(), parameter_splits(plan)
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
         for f in trainer.owned():
             _fill(plan, trainer, reader, f, tuple(f.states), splits)
         manifest = reader.manifest
-    trainer.restored(manifest.step, Counters(updates=manifest.optimizer_step, loss_scale=manifest.loss_scale))
+    trainer.restored(
+        manifest.step, Counters(updates=manifest.optimizer_step, loss_scale=manifest.loss_scale)
+    )
     if same_ranks(plan, read_plan(checkpoint)):
         path = checkpoint / f"random-{rank:05d}.json"
         try:
             set_random_state(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:  # a stranger may have written it
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # a stranger may have written it
             raise reader.not_whole(f"{path.name} holds no random state ({error})") from None
     else:
-        # The ranks of another layout hold other parts: new streams, none of which was drawn from before.
+        # The ranks of another layout hold other parts: new streams, none of which was drawn from
+        # before.
         torch.manual_seed(torch.initial_seed() + (manifest.step + 1) * plan.strategy.world_size)
     return manifest.step
 
 
 def _fetch_missing(plan: Plan, checkpoint: Path) -> None:
-    """Collective. Without a shared file system a host has its own ranks' files alone: one rank of it gets the others
-    from checkpoint.upload_to."""
-    if plan.checkpoint.upload_to and plan.ranks[dist.get_rank()].slot == 0 and damage(checkpoint, contents=False):
+    """Collective. Without a shared file system a host has its own ranks' files alone: one rank of
+    it gets the others from checkpoint.upload_to."""
+    if (
+        plan.checkpoint.upload_to
+        and plan.ranks[dist.get_rank()].slot == 0
+        and damage(checkpoint, contents=False)
+    ):
         CheckpointStore(plan.checkpoint.upload_to).fetch(checkpoint.name, checkpoint.parent)
     dist.barrier()

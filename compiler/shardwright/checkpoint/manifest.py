@@ -1,8 +1,10 @@
-"""What is inside a checkpoint: every parameter's fragments by Hugging Face name, whatever layout wrote them. No torch.
+"""What is inside a checkpoint: every parameter's fragments by Hugging Face name, whatever layout
+wrote them. No torch.
 
-A rank writes the elements that it owns, with their optimizer states, into safetensors files of its own. manifest.json
-says for each parameter how it was cut over tensor ranks and which file holds which elements of which shard; SHA256SUMS
-is what `sha256sum -c` reads. Any layout, and `export`, reads any of them through it (decisions/015).
+A rank writes the elements that it owns, with their optimizer states, into safetensors files of its
+own. manifest.json says for each parameter how it was cut over tensor ranks and which file holds
+which elements of which shard; SHA256SUMS is what `sha256sum -c` reads. Any layout, and `export`,
+reads any of them through it (decisions/015).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from shardwright.safe_read import parse_json, read_regular
 MANIFEST_VERSION = 1
 MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
 OUTER_ANCHOR = "outer_anchor"
-"""A state of an island's checkpoint: the weights at the last outer step, where those of the checkpoint are others."""
+"""A state of an island's checkpoint: the weights at the last outer step, where those of the
+checkpoint are others."""
 _HASHING_THREADS = 8
 _MOST_MANIFEST_BYTES, MOST_CHECKSUMS_BYTES = 2**30, 2**26
 """Ten times what thousands of ranks write."""
@@ -34,8 +37,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fragment:
-    """Elements [start, start + numel) of a flattened shard: those from `at` of the tensor `STATE/NAME` of files[file].
-    A rank that holds a parameter in pieces has several."""
+    """Elements [start, start + numel) of a flattened shard: those from `at` of the tensor
+    `STATE/NAME` of files[file]. A rank that holds a parameter in pieces has several."""
 
     file: int
     start: int
@@ -45,10 +48,11 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """split: how the writer cut it, in Hugging Face's layout. transposed: the shards are stored the other way round
-    (weights.conv1d_to_linear). states: fp32, exp_avg and exp_avg_sq of what the optimizer updates, value of the rest.
-    experts: equal parts of the first dimension, one for each of the writer's expert ranks, each of which `split` cuts.
-    shards: fragments per distinct shard, in order of expert and then of tensor ranks, each in order of start."""
+    """split: how the writer cut it, in Hugging Face's layout. transposed: the shards are stored the
+    other way round (weights.conv1d_to_linear). states: fp32, exp_avg and exp_avg_sq of what the
+    optimizer updates, value of the rest. experts: equal parts of the first dimension, one for each
+    of the writer's expert ranks, each of which `split` cuts. shards: fragments per distinct shard,
+    in order of expert and then of tensor ranks, each in order of start."""
 
     split: ParameterSplit
     transposed: bool
@@ -60,7 +64,11 @@ class SavedTensor:
     def parts_are_even(self) -> bool:
         if self.experts == 1:
             return True
-        first = self.split.shape[0] if self.split.shape and self.split.dimension != 0 and not self.transposed else 0
+        first = (
+            self.split.shape[0]
+            if self.split.shape and self.split.dimension != 0 and not self.transposed
+            else 0
+        )
         return self.experts > 1 and first > 0 and first % self.experts == 0
 
     @property
@@ -79,12 +87,13 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """step: the last one that was trained. optimizer_step: updates that were made (fp16 skips some).
+    """step: the last one that was trained. optimizer_step: updates that were made (fp16 skips
+    some).
 
-    loss_scale: fp16's scaler, attribute -> value; None where the precision has none.
-    rows: training sequences of each part of the data, () where nobody counted them. data: data.path -> digest of what
-    it held (data/fingerprint.py).
-    finite: whether the loss of its step and every trained weight are finite numbers.
+    loss_scale: fp16's scaler, attribute -> value; None where the precision has none. rows: training
+    sequences of each part of the data, () where nobody counted them. data: data.path -> digest of
+    what it held (data/fingerprint.py). finite: whether the loss of its step and every trained
+    weight are finite numbers.
     """
 
     version: int
@@ -112,19 +121,25 @@ class Manifest:
                 or (tensor.transposed and len(split.shape) > 2)
             ):
                 raise ValueError(f"{MANIFEST} does not say how {name} was cut")
-            if any(not 0 <= f.file < len(self.files) or min(f.start, f.numel, f.at) < 0 for f in fragments):
+            if any(
+                not 0 <= f.file < len(self.files) or min(f.start, f.numel, f.at) < 0
+                for f in fragments
+            ):
                 raise ValueError(f"{MANIFEST} does not say where {name} lies")
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError unless `name` stays in the folder that it is relative to, on every system."""
+    """Raises ValueError unless `name` stays in the folder that it is relative to, on every
+    system."""
     parts = name.split("/")
     if "\\" in name or not name.isprintable() or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"{name!r} is no name of a file in a checkpoint")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    (folder / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest)) + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        json.dumps(dataclasses.asdict(manifest)) + "\n", encoding="utf-8"
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -184,7 +199,8 @@ def parse_checksums(text: bytes) -> dict[str, str]:
 
 
 def damage(folder: Path, *, contents: bool) -> str | None:
-    """Why `folder` is not a whole checkpoint, or None. contents: every byte is read, else sizes alone."""
+    """Why `folder` is not a whole checkpoint, or None. contents: every byte is read, else sizes
+    alone."""
     return next(damages(folder, contents=contents), None)
 
 
@@ -218,7 +234,9 @@ def _wrong_contents(folder: Path, sums: dict[str, str]) -> Iterator[str]:
     """hashlib lets other threads run while it hashes."""
     with ThreadPoolExecutor(min(_HASHING_THREADS, os.cpu_count() or 1)) as pool:
         try:
-            for (name, wanted), found in zip(sums.items(), pool.map(lambda n: checksum(folder / n), sums), strict=True):
+            for (name, wanted), found in zip(
+                sums.items(), pool.map(lambda n: checksum(folder / n), sums), strict=True
+            ):
                 if found != wanted:
                     yield f"{name} is damaged: its bytes are not those that were written (SHA-256)"
         except OSError as error:

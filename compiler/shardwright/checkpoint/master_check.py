@@ -1,7 +1,9 @@
-"""Whether the masters that a checkpoint is made of are the weights that the model computes with, and numbers.
+"""Whether the masters that a checkpoint is made of are the weights that the model computes with,
+and numbers.
 
-DeepSpeed tells where a parameter's master lies. Where it lies elsewhere (an option that rearranges masters without
-telling), a checkpoint would hold the right values under wrong names, and only a run on another layout would notice.
+DeepSpeed tells where a parameter's master lies. Where it lies elsewhere (an option that rearranges
+masters without telling), a checkpoint would hold the right values under wrong names, and only a run
+on another layout would notice.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ PIECE_ELEMENTS = 2**24
 
 
 def check_masters(fragments: Iterable[LiveFragment]) -> bool:
-    """Collective. Every master, cast, is the live weight, on every rank, or Refusal on all: SW6210. Whether all are
-    finite numbers. fragments: all of this rank; nothing is gathered."""
+    """Collective. Every master, cast, is the live weight, on every rank, or Refusal on all: SW6210.
+    Whether all are finite numbers. fragments: all of this rank; nothing is gathered."""
     looked = [(f, *_look(f)) for f in fragments if "fp32" in f.states]
     # Read back at the end: until then a GPU is not waited for.
     suspects = [f for f, other_bits, _ in looked if bool(other_bits)]
-    other = next(((f.name, count, f.live.numel()) for f in suspects if (count := _differing(f))), None)
+    other = next(
+        ((f.name, count, f.live.numel()) for f in suspects if (count := _differing(f))), None
+    )
     finite = all(bool(finite) for *_, finite in looked)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (other, finite))
@@ -34,18 +38,20 @@ def check_masters(fragments: Iterable[LiveFragment]) -> bool:
             name, count, of = found
             raise refusal(
                 "SW6210",
-                f"rank {rank} would save other weights than it trains: of {name}, {count:,} of {of:,} elements of "
-                "the optimizer's fp32 master are not those of the live parameter",
-                "Nothing was written; earlier checkpoints are as they were. A key of `extra` that rearranges "
-                "the optimizer does this: take `extra` out of the recipe and compile again. Without one it is "
-                "a defect: report it with plan.json.",
+                f"rank {rank} would save other weights than it trains: of {name}, {count:,} of "
+                f"{of:,} elements of the optimizer's fp32 master are not those of the live "
+                "parameter",
+                "Nothing was written; earlier checkpoints are as they were. A key of `extra` that "
+                "rearranges the optimizer does this: take `extra` out of the recipe and compile "
+                "again. Without one it is a defect: report it with plan.json.",
             )
     return all(finite for _, finite in everyone)
 
 
 @torch.no_grad()
 def _look(f: LiveFragment) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whether any live weight has other bits, whether all are finite), in one pass and without waiting."""
+    """(whether any live weight has other bits, whether all are finite), in one pass and without
+    waiting."""
     other = torch.zeros((), dtype=torch.bool, device=f.live.device)
     finite = torch.ones_like(other)
     for cast, live in _pieces(f):
@@ -59,12 +65,16 @@ def _look(f: LiveFragment) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.no_grad()
 def _differing(f: LiveFragment) -> int:
     """Elements of which the live weight is another number: NaN has many forms, and zero has two."""
-    return sum(int(((cast != live) & ~(cast.isnan() & live.isnan())).sum()) for cast, live in _pieces(f))
+    return sum(
+        int(((cast != live) & ~(cast.isnan() & live.isnan())).sum()) for cast, live in _pieces(f)
+    )
 
 
 def _pieces(f: LiveFragment) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Of the master, cast, and of the live weight."""
-    for master, live in zip(f.states["fp32"].split(PIECE_ELEMENTS), f.live.split(PIECE_ELEMENTS), strict=True):
+    for master, live in zip(
+        f.states["fp32"].split(PIECE_ELEMENTS), f.live.split(PIECE_ELEMENTS), strict=True
+    ):
         yield master.to(live.dtype).to(live.device), live
 
 

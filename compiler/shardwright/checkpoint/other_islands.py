@@ -1,4 +1,5 @@
-"""A recipe that is compiled anew with more islands, fewer, or none: what its run goes on from (docs/islands.md)."""
+"""A recipe that is compiled anew with more islands, fewer, or none: what its run goes on from
+(docs/islands.md)."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ _OUTER, _ISLAND = "outer_", "island-"
 
 
 def check_others(plan: Plan, folder: Path, root: Path, own: int) -> None:
-    """own: the newest step that this run could go on from. Raises Refusal, SW6218, where another number of islands has
-    trained further in the same folder since this run last began. A new island beside others that have trained takes a
-    member's state: no refusal."""
+    """own: the newest step that this run could go on from. Raises Refusal, SW6218, where another
+    number of islands has trained further in the same folder since this run last began. A new island
+    beside others that have trained takes a member's state: no refusal."""
     directory = Path(plan.checkpoint.directory)
     is_apart = directory.is_absolute()
-    parent = (root if is_apart else folder) if plan.outer is None else (root.parent if is_apart else folder.parent)
+    parent = (
+        (root if is_apart else folder)
+        if plan.outer is None
+        else (root.parent if is_apart else folder.parent)
+    )
     of_islands = [each if is_apart else each / directory for each in _islands(parent)]
     places = of_islands if plan.outer is None else [parent if is_apart else parent / directory]
     newest = [found for place in places if (found := _newest(place)) is not None]
@@ -29,18 +34,29 @@ def check_others(plan: Plan, folder: Path, root: Path, own: int) -> None:
         return
     path = max(newest, key=step_of)  # of the lowest island that has it
     if plan.outer is not None:
-        own = max([own, *(step_of(found) for place in of_islands if (found := _newest(place)) is not None)])
+        own = max(
+            [
+                own,
+                *(step_of(found) for place in of_islands if (found := _newest(place)) is not None),
+            ]
+        )
     if step_of(path) > own and _written(path / MANIFEST) > _written(folder / ATTEMPT):
-        who, where = ("several islands", "") if plan.outer is None else ("one world", ", on each island")
+        who, where = (
+            ("several islands", "") if plan.outer is None else ("one world", ", on each island")
+        )
         raise refusal(
             "SW6218",
             f"{str(path)!r} was written by {who}, and is newer than what is compiled now has",
-            f"`--resume {path}` goes on from its weights and Adam's moments{where}. `--resume never` starts anew.",
+            (
+                f"`--resume {path}` goes on from its weights and Adam's moments{where}. `--resume "
+                "never` starts anew."
+            ),
         )
 
 
 def _check_none_between(places: list[Path], own: int) -> None:
-    """With overlap every checkpoint but that of the last step is one from between two outer steps."""
+    """With overlap every checkpoint but that of the last step is one from between two outer
+    steps."""
     steps = [path for place in places for step, path in published_steps(place) if step > own]
     if steps:
         raise _between(max(steps, key=step_of), " `--resume never` starts anew.")
@@ -49,9 +65,12 @@ def _check_none_between(places: list[Path], own: int) -> None:
 def _between(path: Path, more: str = "") -> Refusal:
     return refusal(
         "SW6218",
-        f"{str(path)!r} was written between two outer steps: it has the weights of one island alone",
-        "Go on from one after an outer step. Islands make one when they are compiled again with their number and "
-        f"`overlap_steps: 0`, and run on to checkpoint.every_steps.{more}",
+        (
+            f"{str(path)!r} was written between two outer steps: it has the weights of one "
+            "island alone"
+        ),
+        "Go on from one after an outer step. Islands make one when they are compiled again with "
+        f"their number and `overlap_steps: 0`, and run on to checkpoint.every_steps.{more}",
     )
 
 
@@ -63,8 +82,8 @@ def _written(path: Path) -> float:
 
 
 def check_whole_round(plan: Plan, checkpoint: Path) -> None:
-    """Raises Refusal, SW6218, for one world that is to go on from the middle of a round of islands: the others' steps
-    would be lost in silence."""
+    """Raises Refusal, SW6218, for one world that is to go on from the middle of a round of islands:
+    the others' steps would be lost in silence."""
     if plan.outer is None and not _closes_a_round(checkpoint):
         raise _between(checkpoint)
 

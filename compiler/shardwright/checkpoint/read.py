@@ -1,5 +1,5 @@
-"""Reads a checkpoint's tensors for any layout: a shard that was cut the same way as it lies there, others from the
-whole."""
+"""Reads a checkpoint's tensors for any layout: a shard that was cut the same way as it lies there,
+others from the whole."""
 
 from __future__ import annotations
 
@@ -32,17 +32,26 @@ class CheckpointReader:
         except (OSError, ValueError) as error:
             raise self.not_whole(str(error).splitlines()[0]) from None
         self._files: dict[int, Any] = {}
-        # Of the parameter that was asked for last: an engine that holds it in pieces asks once a piece.
+        # Of the parameter that was asked for last: an engine that holds it in pieces asks once a
+        # piece.
         self._recut: tuple[tuple[str, int, Part], dict[str, torch.Tensor]] = (("", 0, WHOLE), {})
 
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._files.clear()
 
     def not_whole(self, why: str) -> Refusal:
-        help = "Give another `step-XXXXXXXX` folder; with --resume auto `run` takes the newest whole one."
+        help = (
+            "Give another `step-XXXXXXXX` folder; with --resume auto `run` takes the newest "
+            "whole one."
+        )
         return not_whole(self.folder, why, help)
 
     def saved(self, name: str) -> SavedTensor:
@@ -74,11 +83,13 @@ class CheckpointReader:
         numel: int,
         experts: Part = WHOLE,
     ) -> torch.Tensor:
-        """Elements [start, start + numel) of the flattened shard that `split` gives `tensor_rank` of one part of the
-        experts. 1-D. Of other experts nothing is read."""
+        """Elements [start, start + numel) of the flattened shard that `split` gives `tensor_rank`
+        of one part of the experts. 1-D. Of other experts nothing is read."""
         saved = self.saved(name)
         if split.shape != saved.split.shape:
-            raise self.not_whole(f"{name} has the shape {saved.split.shape} in it, the model's is {split.shape}")
+            raise self.not_whole(
+                f"{name} has the shape {saved.split.shape} in it, the model's is {split.shape}"
+            )
         if split == saved.split and experts[1] == saved.experts:
             shard = tensor_rank // split.copies if split.dimension is not None else 0
             return self._range(name, state, experts[0] * saved.tensor_shards + shard, start, numel)
@@ -86,7 +97,9 @@ class CheckpointReader:
             self._recut = ((name, tensor_rank, experts), {})
         flats = self._recut[1]
         if state not in flats:
-            own = self.whole(name, state) if experts == WHOLE else self._experts(name, state, experts)
+            own = (
+                self.whole(name, state) if experts == WHOLE else self._experts(name, state, experts)
+            )
             shard_of = cut(split, own, tensor_rank)
             flats[state] = (shard_of.t() if saved.transposed else shard_of).reshape(-1)
         return flats[state].narrow(0, start, numel)
@@ -95,7 +108,11 @@ class CheckpointReader:
         """A part of the experts, unsplit otherwise. They lie one behind the other in each shard."""
         saved = self.saved(name)
         split, count = saved.split, saved.split.shape[0]
-        first, stop, size = part[0] * count // part[1], (part[0] + 1) * count // part[1], count // saved.experts
+        first, stop, size = (
+            part[0] * count // part[1],
+            (part[0] + 1) * count // part[1],
+            count // saved.experts,
+        )
         found = []
         for at in range(first // size, -(-stop // size)):
             begin, end = max(first - at * size, 0), min(stop - at * size, size)
@@ -115,7 +132,11 @@ class CheckpointReader:
             if fragment.start <= at < fragment.start + fragment.numel:
                 first = at - fragment.start
                 last = min(stop - fragment.start, fragment.numel)
-                parts.append(self._read(fragment.file, f"{state}/{name}", fragment.at + first, fragment.at + last))
+                parts.append(
+                    self._read(
+                        fragment.file, f"{state}/{name}", fragment.at + first, fragment.at + last
+                    )
+                )
                 at = fragment.start + last
                 if at == stop:
                     break
@@ -134,10 +155,13 @@ class CheckpointReader:
 
 
 def join(split: ParameterSplit, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Distinct shards, in order of tensor ranks -> the whole. A replicated parameter is its one copy."""
+    """Distinct shards, in order of tensor ranks -> the whole. A replicated parameter is its one
+    copy."""
     if split.dimension is None:
         return parts[0].contiguous()
-    shape = [split.shape[d] if d == split.dimension else size for d, size in enumerate(parts[0].shape)]
+    shape = [
+        split.shape[d] if d == split.dimension else size for d, size in enumerate(parts[0].shape)
+    ]
     whole = parts[0].new_empty(shape)
     for shard, part in enumerate(parts):
         pieces = split.pieces(shard * split.copies)
@@ -152,4 +176,7 @@ def cut(split: ParameterSplit, whole: torch.Tensor, tensor_rank: int) -> torch.T
     if split.dimension is None:
         return whole
     pieces = split.pieces(tensor_rank)
-    return torch.cat([whole.narrow(split.dimension, start, length) for start, length in pieces], dim=split.dimension)
+    return torch.cat(
+        [whole.narrow(split.dimension, start, length) for start, length in pieces],
+        dim=split.dimension,
+    )

@@ -1,4 +1,5 @@
-"""The model in a checkpoint: verified, trusted, and read parameter by parameter. What `export` and `generate` share."""
+"""The model in a checkpoint: verified, trusted, and read parameter by parameter. What `export` and
+`generate` share."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ GENERATION = "generation_config.json"
 
 
 def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
-    """Every byte that is read of it is what the run wrote, and code that came with the model is trusted by its
-    fingerprint.
+    """Every byte that is read of it is what the run wrote, and code that came with the model is
+    trusted by its fingerprint.
 
     Raises Refusal: SW6201 with each file that is not, SW2014.
     """
@@ -44,13 +45,15 @@ def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
 
 
 def require_trust(code: OwnCode | None, folder: Path, given: str | None) -> None:
-    """The folder itself cannot say that it is trusted: whoever wrote the code wrote the rest of it too.
+    """The folder itself cannot say that it is trusted: whoever wrote the code wrote the rest of it
+    too.
 
     folder: that of the files. given: --trust-code. Raises Refusal: SW2014.
     """
     if code is None or given == code.fingerprint:
         return
-    look = f"cd {shlex.quote(str(folder))} && less {shlex.join(name for name, _ in code.files)}"  # names are theirs too
+    # names are theirs too
+    look = f"cd {shlex.quote(str(folder))} && less {shlex.join(name for name, _ in code.files)}"
     message = (
         f"the model in {str(folder)!r} runs on Python code that came with it"
         if given is None
@@ -72,7 +75,9 @@ def whole_parameter(plan: Plan, reader: CheckpointReader, name: str) -> torch.Te
     a, b = adapter_names(name.removesuffix(".weight"))
     if plan.lora is None or a not in reader.manifest.tensors:
         return tensor
-    return merged(tensor, reader.whole(a, "fp32"), reader.whole(b, "fp32"), plan.lora, turned=saved.transposed)
+    return merged(
+        tensor, reader.whole(a, "fp32"), reader.whole(b, "fp32"), plan.lora, turned=saved.transposed
+    )
 
 
 def is_byte_level(plan: Plan) -> bool:
@@ -82,15 +87,27 @@ def is_byte_level(plan: Plan) -> bool:
 def tokenizer_files(checkpoint: Path) -> list[Path]:
     """The model's own, then the data's: of the same name the last one counts."""
     folders = (checkpoint / "model", checkpoint / "tokenizer")
-    found = [path for folder in folders for pattern in TOKENIZER_PATTERNS for path in sorted(folder.glob(pattern))]
+    found = [
+        path
+        for folder in folders
+        for pattern in TOKENIZER_PATTERNS
+        for path in sorted(folder.glob(pattern))
+    ]
     return [path for path in found if path.is_file() and path.suffix != ".py"]
 
 
 def _unsummed(checkpoint: Path, plan: Plan) -> list[str]:
     """What is read beside the manifest's own files, and has no checksum."""
     code = () if plan.model.own_code is None else plan.model.own_code.files
-    beside = [checkpoint / plan.model.config_file, *(checkpoint / "model" / name for name, _ in code)]
+    beside = [
+        checkpoint / plan.model.config_file,
+        *(checkpoint / "model" / name for name, _ in code),
+    ]
     generation = [path for path in (checkpoint / "model" / GENERATION,) if path.is_file()]
     paths = [checkpoint / "plan.json", *beside, *generation, *tokenizer_files(checkpoint)]
     sums = read_checksums(checkpoint)
-    return [name for name in (path.relative_to(checkpoint).as_posix() for path in paths) if name not in sums]
+    return [
+        name
+        for name in (path.relative_to(checkpoint).as_posix() for path in paths)
+        if name not in sums
+    ]

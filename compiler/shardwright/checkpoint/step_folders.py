@@ -1,6 +1,7 @@
 """Folders of checkpoints: what they are called, and which others lie beside them. No torch here.
 
-`step-%08d` is a whole one, published by one rename; everything else under the root starts with a dot.
+`step-%08d` is a whole one, published by one rename; everything else under the root starts with a
+dot.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def published_steps(root: Path) -> list[tuple[int, Path]]:
-    """Step folders under `root`, oldest first: a rename publishes one, so that only later damage makes one bad."""
+    """Step folders under `root`, oldest first: a rename publishes one, so that only later damage
+    makes one bad."""
     if not root.is_dir():
         return []
     named = ((parse_step(path.name), path) for path in root.iterdir())
@@ -41,7 +43,8 @@ def published_steps(root: Path) -> list[tuple[int, Path]]:
 
 
 def surplus(names: Sequence[str], keep: int, is_finite: Callable[[str], bool]) -> list[str]:
-    """Of checkpoints, oldest first, those that `keep` leaves no room for: never the newest with a finite loss."""
+    """Of checkpoints, oldest first, those that `keep` leaves no room for: never the newest with a
+    finite loss."""
     kept, older = names[-keep:], names[:-keep]
     if any(is_finite(name) for name in reversed(kept)):
         return list(older)
@@ -50,7 +53,8 @@ def surplus(names: Sequence[str], keep: int, is_finite: Callable[[str], bool]) -
 
 
 def publish(partial: Path, root: Path, step: int) -> None:
-    """By one rename. What has the name already, whoever put it there, is moved aside and not lost."""
+    """By one rename. What has the name already, whoever put it there, is moved aside and not
+    lost."""
     target = root / step_name(step)
     if target.exists():
         _move_aside(root, [target], 0)
@@ -58,15 +62,16 @@ def publish(partial: Path, root: Path, step: int) -> None:
 
 
 def set_aside(root: Path, attempt: int, newer_than: int) -> None:
-    """An attempt that goes on from an earlier step (or from none) keeps the later checkpoints out of its way, and
-    loses none: they move to a dot folder."""
+    """An attempt that goes on from an earlier step (or from none) keeps the later checkpoints out
+    of its way, and loses none: they move to a dot folder."""
     later = [path for step, path in published_steps(root) if step > newer_than]
     if later:
         _move_aside(root, later, attempt)
 
 
 def _move_aside(root: Path, steps: list[Path], attempt: int) -> None:
-    """attempt: its number is taken, where no folder has it or a later one (run/ may have been deleted)."""
+    """attempt: its number is taken, where no folder has it or a later one (run/ may have been
+    deleted)."""
     number = max([attempt, *(1 + taken for taken, _ in _set_aside_folders(root))])
     aside = root / f".before-attempt-{number}"
     aside.mkdir(parents=True)
@@ -81,8 +86,8 @@ def _set_aside_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 def prune_set_aside(root: Path, step: int) -> None:
-    """After the checkpoint of `step`: the newest folder that was moved aside stays, others go once the run has come
-    past all their steps."""
+    """After the checkpoint of `step`: the newest folder that was moved aside stays, others go once
+    the run has come past all their steps."""
     for _, aside in _set_aside_folders(root)[:-1]:
         if all(other <= step for other, _ in published_steps(aside)):
             shutil.rmtree(aside, ignore_errors=True)
@@ -92,7 +97,9 @@ def remove_step(path: Path) -> None:
     """A half-deleted checkpoint must not look like one."""
     hidden = path.with_name(f".{path.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):  # another host that shares the file system was first
+    with contextlib.suppress(
+        FileNotFoundError
+    ):  # another host that shares the file system was first
         os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 

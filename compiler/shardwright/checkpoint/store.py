@@ -54,11 +54,16 @@ class CheckpointStore:
         except Exception as error:
             help_text = "Credentials come from the environment, as the store's own tools take them."
             if isinstance(error, ImportError):
-                help_text = f"Its fsspec package is missing: {error}. Install it on every host with pip."
+                help_text = (
+                    f"Its fsspec package is missing: {error}. Install it on every host with pip."
+                )
             first = (str(error).splitlines() or [""])[0]
             raise refusal(
                 "SW6208",
-                f"checkpoint.upload_to {self.url} cannot be {what}: {type(error).__name__}: {first}",
+                (
+                    f"checkpoint.upload_to {self.url} cannot be {what}: {type(error).__name__}: "
+                    f"{first}"
+                ),
                 help_text,
             ) from None
 
@@ -70,14 +75,16 @@ class CheckpointStore:
             self._fs.rm_file(f"{self._root}/.probe")
 
     def make_way(self, name: str, line: Line) -> None:
-        """Before a copy of this line is put: what another run left under the name moves to `.before-RUN`, an older copy
-        of our own does not count as whole while it is overwritten."""
+        """Before a copy of this line is put: what another run left under the name moves to
+        `.before-RUN`, an older copy of our own does not count as whole while it is overwritten."""
         with self._explained("written"):
             there = f"{self._root}/{name}"
             self._fs.invalidate_cache()
             if self._fs.exists(there) and self.line_of(name).run != line.run:
                 aside = f"{self._root}/.before-{line.run}/{name}"
-                for path in sorted(map(str, self._fs.find(there)), key=lambda path: path.endswith(CHECKSUMS)):
+                for path in sorted(
+                    map(str, self._fs.find(there)), key=lambda path: path.endswith(CHECKSUMS)
+                ):
                     to = f"{aside}/{path.removeprefix(f'{there}/')}"
                     self._fs.makedirs(to.rpartition("/")[0], exist_ok=True)
                     self._fs.copy(path, to)
@@ -102,7 +109,9 @@ class CheckpointStore:
         if step.name in self.steps() and self.line_of(step.name) == line:
             return False
         self.make_way(step.name, line)
-        self.put(step, [*sorted(read_checksums(step), key=lambda name: name != RUN_FILE), CHECKSUMS])
+        self.put(
+            step, [*sorted(read_checksums(step), key=lambda name: name != RUN_FILE), CHECKSUMS]
+        )
         self.set_current(line)
         return True
 
@@ -115,7 +124,9 @@ class CheckpointStore:
 
     def steps(self) -> list[str]:
         """Names of the whole copies, oldest first."""
-        return [name for name in self._names() if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}")]
+        return [
+            name for name in self._names() if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}")
+        ]
 
     def _names(self) -> list[str]:
         """Whole copies and others."""
@@ -123,9 +134,14 @@ class CheckpointStore:
             self._fs.invalidate_cache()
             if not self._fs.exists(self._root):
                 return []
-            names = [str(path).rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._root, detail=False)]
+            names = [
+                str(path).rstrip("/").rpartition("/")[2]
+                for path in self._fs.ls(self._root, detail=False)
+            ]
             steps = ((parse_step(name), name) for name in names)
-            return [name for _, name in sorted((step, name) for step, name in steps if step is not None)]
+            return [
+                name for _, name in sorted((step, name) for step, name in steps if step is not None)
+            ]
 
     def line_of(self, name: str) -> Line:
         """Of a copy."""
@@ -144,10 +160,13 @@ class CheckpointStore:
         with self._explained("read"):
             if not self._fs.exists(f"{self._root}/{path}"):
                 return None
-            return parse_line(self._fs.cat_file(f"{self._root}/{path}", start=0, end=_MOST_LINE_BYTES))
+            return parse_line(
+                self._fs.cat_file(f"{self._root}/{path}", start=0, end=_MOST_LINE_BYTES)
+            )
 
     def prune(self, line: Line, keep: int) -> None:
-        """Whole copies that this line's run made and `surplus` names, and what it left unfinished before the newest."""
+        """Whole copies that this line's run made and `surplus` names, and what it left unfinished
+        before the newest."""
         whole = set(self.steps())
         own = [name for name in self._names() if self.line_of(name).run == line.run]
         ours = [name for name in own if name in whole]
@@ -174,14 +193,17 @@ class CheckpointStore:
         self._fs.rm(f"{self._root}/{name}", recursive=True)
 
     def fetch(self, name: str, root: Path) -> Path:
-        """A copy as a folder under `root`; of one that is there in part or damaged, what is missing or wrong."""
+        """A copy as a folder under `root`; of one that is there in part or damaged, what is missing
+        or wrong."""
         step = root / name
         target = step if step.exists() else root / f".{name}.fetched"
         with self._explained("read"):
             if target is not step:
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir(parents=True)
-            text = self._fs.cat_file(f"{self._root}/{name}/{CHECKSUMS}", start=0, end=MOST_CHECKSUMS_BYTES)
+            text = self._fs.cat_file(
+                f"{self._root}/{name}/{CHECKSUMS}", start=0, end=MOST_CHECKSUMS_BYTES
+            )
             for file, digest in parse_checksums(text).items():  # their names stay in the folder
                 if not (target / file).exists() or checksum(target / file) != digest:
                     self._get(name, file, target)

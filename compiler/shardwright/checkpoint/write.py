@@ -19,7 +19,14 @@ from torch import distributed as dist
 
 from shardwright.atomic import umask
 from shardwright.checkpoint.index import checkpoint_root
-from shardwright.checkpoint.lineage import RUN_FILE, UNKNOWN_ORIGIN, Line, Origin, line_of, write_line
+from shardwright.checkpoint.lineage import (
+    RUN_FILE,
+    UNKNOWN_ORIGIN,
+    Line,
+    Origin,
+    line_of,
+    write_line,
+)
 from shardwright.checkpoint.load import parameter_splits, uncut
 from shardwright.checkpoint.manifest import (
     CHECKSUMS,
@@ -54,14 +61,16 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json
 
 FILE_BYTES = 2 * 2**30
-"""A rank's file grows to about this: what is on the device is copied to the host a file at a time."""
+"""A rank's file grows to about this: what is on the device is copied to the host a file at a
+time."""
 _RANK_FILE = re.compile(r"(rank|random)-\d.*")
 
 Files = list[tuple[str, int, str]]
 """(name, bytes, SHA-256) of each."""
 
 Written = tuple[int, str, tuple[int, ...], tuple[str, ...], int, int, int, int]
-"""(shard, name, shard shape, states, number of the rank's file, start, elements, place in the file's tensor)."""
+"""(shard, name, shard shape, states, number of the rank's file, start, elements, place in the
+file's tensor)."""
 
 
 def save_checkpoint(
@@ -73,13 +82,13 @@ def save_checkpoint(
     last: bool = True,
     origin: Origin = UNKNOWN_ORIGIN,
 ) -> list[int]:
-    """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then each rank copies its
-    files to checkpoint.upload_to, and rank 0 prunes to `keep`. origin: what wrote it. Returns the bytes of the ranks'
-    files by node.
+    """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then
+    each rank copies its files to checkpoint.upload_to, and rank 0 prunes to `keep`. origin: what
+    wrote it. Returns the bytes of the ranks' files by node.
 
-    Raises Refusal on every rank where one cannot write: SW6205; where one would write other weights than it trains:
-    SW6210. Published checkpoints are as they were. A copy that
-    fails ends the run after the last step only (SW6208); before it, a warning says so and nothing is pruned.
+    Raises Refusal on every rank where one cannot write: SW6205; where one would write other weights
+    than it trains: SW6210. Published checkpoints are as they were. A copy that fails ends the run
+    after the last step only (SW6208); before it, a warning says so and nothing is pruned.
     """
     root = checkpoint_root(plan, folder)
     name, rank = step_name(step), dist.get_rank()
@@ -91,16 +100,28 @@ def save_checkpoint(
     _together(lambda: _begin(partial, origin.line) if leads[0] else None, partial)
     _together(lambda: _join(partial, origin.line) if leads[1] else None, partial)
     told = _together(lambda: _write_rank(plan, trainer, partial, rank), partial)
-    _together(lambda: _finish(plan, folder, trainer, partial, step, told, origin) if rank == 0 else None, partial)
+    _together(
+        lambda: _finish(plan, folder, trainer, partial, step, told, origin) if rank == 0 else None,
+        partial,
+    )
     _together(lambda: _publish(partial, root, step) if leads[0] else None, partial)
-    _together(lambda: _publish(partial, root, step) if leads[1] and partial.exists() else None, partial)
+    _together(
+        lambda: _publish(partial, root, step) if leads[1] and partial.exists() else None, partial
+    )
     store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
-    failed = _upload(store, root / name, [file for file, _, _ in told[rank][1]], origin.line) if store else None
+    failed = (
+        _upload(store, root / name, [file for file, _, _ in told[rank][1]], origin.line)
+        if store
+        else None
+    )
     if failed is not None:
         if last:
             raise failed
         if rank == 0:
-            print(f"warning[SW6208]: {failed.diagnostics[0].message}; {name} is on this disk only", flush=True)
+            print(
+                f"warning[SW6208]: {failed.diagnostics[0].message}; {name} is on this disk only",
+                flush=True,
+            )
     elif plan.checkpoint.keep:
         _prune(root, store, plan.checkpoint.keep, origin.line, step, leads)
     dist.barrier()
@@ -128,11 +149,20 @@ def _publish(partial: Path, root: Path, step: int) -> None:
 
 
 def _prune(
-    root: Path, store: CheckpointStore | None, keep: int, line: Line, step: int, leads: tuple[bool, bool]
+    root: Path,
+    store: CheckpointStore | None,
+    keep: int,
+    line: Line,
+    step: int,
+    leads: tuple[bool, bool],
 ) -> None:
     """Of what this line's run wrote, here and there; and what attempts moved aside."""
     for mine in leads:
-        own = [path for _, path in published_steps(root) if line_of(path).run == line.run] if mine else []
+        own = (
+            [path for _, path in published_steps(root) if line_of(path).run == line.run]
+            if mine
+            else []
+        )
         for old in surplus([path.name for path in own], keep, lambda name: is_finite(root / name)):
             with contextlib.suppress(OSError):  # it stays, and goes next time
                 remove_step(root / old)
@@ -147,7 +177,8 @@ def _prune(
 
 
 def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> Refusal | None:
-    """Collective. Each rank its own files; rank 0 the others when those are there, and the checksums last."""
+    """Collective. Each rank its own files; rank 0 the others when those are there, and the
+    checksums last."""
     rank = dist.get_rank()
 
     def rest() -> None:
@@ -159,7 +190,11 @@ def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> 
         store.make_way(step.name, line)
         store.put(step, [RUN_FILE])
 
-    for phase, is_mine in ((begin, rank == 0), (lambda: store.put(step, mine), True), (rest, rank == 0)):
+    for phase, is_mine in (
+        (begin, rank == 0),
+        (lambda: store.put(step, mine), True),
+        (rest, rank == 0),
+    ):
         error = None
         try:
             if is_mine:
@@ -172,8 +207,9 @@ def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> 
 
 
 def prepare_root(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> None:
-    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose it. On every host
-    later checkpoints move aside, and what a killed attempt left unfinished goes. Raises Refusal: SW6209."""
+    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose
+    it. On every host later checkpoints move aside, and what a killed attempt left unfinished goes.
+    Raises Refusal: SW6209."""
     root, rank = checkpoint_root(plan, folder), dist.get_rank()
     probe = root / ".step-00000000.probe"
 
@@ -190,7 +226,8 @@ def prepare_root(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> N
 
 
 def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
-    """Runs `work` on every rank and tells each what all returned; where one failed, all raise Refusal: `code`."""
+    """Runs `work` on every rank and tells each what all returned; where one failed, all raise
+    Refusal: `code`."""
     try:
         mine: tuple[Any, str | None] = (work(), None)
     except (OSError, SafetensorError) as error:
@@ -201,13 +238,12 @@ def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
         return [value for value, _ in everyone]
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
+    what = "checkpoints" if code == "SW6209" else "the checkpoint " + partial.name.split(".")[1]
     raise refusal(
         code,
-        f"rank {failed[0][0]} cannot write "
-        f"{'checkpoints' if code == 'SW6209' else 'the checkpoint ' + partial.name.split('.')[1]} in "
-        f"{str(partial.parent)!r}: {failed[0][1]}",
-        "Make room or give permission there, then `run` again: it continues from the newest checkpoint, "
-        "which is unharmed. checkpoint.keep limits how many stay.",
+        f"rank {failed[0][0]} cannot write {what} in {str(partial.parent)!r}: {failed[0][1]}",
+        "Make room or give permission there, then `run` again: it continues from the newest "
+        "checkpoint, which is unharmed. checkpoint.keep limits how many stay.",
     )
 
 
@@ -218,10 +254,14 @@ def _gathered(mine: Any) -> list[Any]:
     return everyone
 
 
-def _write_rank(plan: Plan, trainer: Trainer, partial: Path, rank: int) -> tuple[list[Written], Files]:
+def _write_rank(
+    plan: Plan, trainer: Trainer, partial: Path, rank: int
+) -> tuple[list[Written], Files]:
     """This rank's files. Returns what is in them, and which they are."""
     mine = written_fragments(plan, trainer, rank)
-    rooms = itertools.accumulate(sum(t.numel() * t.element_size() for t in f.states.values()) for _, f in mine)
+    rooms = itertools.accumulate(
+        sum(t.numel() * t.element_size() for t in f.states.values()) for _, f in mine
+    )
     written: list[Written] = []
     files: Files = []
     numbered = zip((room // FILE_BYTES for room in rooms), mine, strict=True)
@@ -230,10 +270,15 @@ def _write_rank(plan: Plan, trainer: Trainer, partial: Path, rank: int) -> tuple
         for _, (shard, f) in group:
             state, values = next(iter(f.states.items()))
             at = sum(part.numel() for part in parts.get(f"{state}/{f.name}", ()))
-            written.append((shard, f.name, f.shard_shape, tuple(f.states), number, f.start, values.numel(), at))
+            written.append(
+                (shard, f.name, f.shard_shape, tuple(f.states), number, f.start, values.numel(), at)
+            )
             for state, values in f.states.items():
                 parts.setdefault(f"{state}/{f.name}", []).append(values.detach().cpu())
-        tensors = {key: found[0].clone() if len(found) == 1 else torch.cat(found) for key, found in parts.items()}
+        tensors = {
+            key: found[0].clone() if len(found) == 1 else torch.cat(found)
+            for key, found in parts.items()
+        }
         path = partial / f"rank-{rank:05d}-{number:03d}.safetensors"
         save_readable(tensors, path)
         files.append(_flushed(path, partial))
@@ -250,7 +295,8 @@ def save_readable(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int, LiveFragment]]:
-    """(shard, fragment) of what this rank writes: of copies of the same elements one rank writes its own."""
+    """(shard, fragment) of what this rank writes: of copies of the same elements one rank writes
+    its own."""
     at = plan.ranks[rank]
     splits = parameter_splits(plan)
     mine = []
@@ -283,18 +329,32 @@ def _flush(path: Path) -> None:
 
 
 def _finish(
-    plan: Plan, folder: Path, trainer: Trainer, partial: Path, step: int, told: list[Any], origin: Origin
+    plan: Plan,
+    folder: Path,
+    trainer: Trainer,
+    partial: Path,
+    step: int,
+    told: list[Any],
+    origin: Origin,
 ) -> None:
-    """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it; checksums of all."""
+    """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it;
+    checksums of all."""
     for part in ("model", "tokenizer"):
         if (folder / part).is_dir():
             shutil.copytree(folder / part, partial / part)
     (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
     write_manifest(partial, _manifest(plan, trainer, step, told, origin))
-    rest = [path for part in ("model", "tokenizer") for path in (partial / part).rglob("*") if path.is_file()]
+    rest = [
+        path
+        for part in ("model", "tokenizer")
+        for path in (partial / part).rglob("*")
+        if path.is_file()
+    ]
     top = [partial / name for name in ("plan.json", RUN_FILE, MANIFEST)]
     own = [_flushed(path, partial) for path in (*rest, *top)]
-    sums = {name: digest for name, _, digest in (*own, *(file for _, files in told for file in files))}
+    sums = {
+        name: digest for name, _, digest in (*own, *(file for _, files in told for file in files))
+    }
     (partial / CHECKSUMS).write_text(checksums_text(sums), encoding="utf-8")
     _flush(partial / CHECKSUMS)
     _flush(partial)
@@ -322,7 +382,9 @@ def _manifest(
             found = shards.setdefault(name, {}).setdefault(shard, [])
             found.append(Fragment(file=first + number, start=start, numel=numel, at=at))
     for name, by_shard in shards.items():
-        in_order = tuple(tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard))
+        in_order = tuple(
+            tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard)
+        )
         tensors[name] = replace(tensors[name], shards=in_order)
     counters = trainer.counters()
     return Manifest(

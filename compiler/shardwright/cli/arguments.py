@@ -32,7 +32,9 @@ def add_new_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=help)
 
 
-def add_json(parser: argparse.ArgumentParser, help: str = "print one JSON object instead of text") -> None:
+def add_json(
+    parser: argparse.ArgumentParser, help: str = "print one JSON object instead of text"
+) -> None:
     """args.json."""
     parser.add_argument("--json", action="store_true", help=help)
 
@@ -42,12 +44,17 @@ def add_trust_code(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-code",
         metavar="SHA256",
-        help="allow the model's own Python code to run; the refusal lists the files and the fingerprint",
+        help=(
+            "allow the model's own Python code to run; the refusal lists the files and the "
+            "fingerprint"
+        ),
     )
 
 
 def add_island(
-    parser: argparse.ArgumentParser, metavar: str = "K", help: str = "with cluster.islands: which of them, from 0"
+    parser: argparse.ArgumentParser,
+    metavar: str = "K",
+    help: str = "with cluster.islands: which of them, from 0",
 ) -> None:
     """args.island: the word, or None."""
     parser.add_argument("--island", metavar=metavar, help=help)
@@ -61,5 +68,9 @@ def island_folder(args: argparse.Namespace) -> Path:
 
     folder: Path = args.folder
     if args.island is not None and not args.island.isdecimal():
-        raise refusal("SW6014", f"--island {args.island} is no number", "Give the number of an island, from 0.")
+        raise refusal(
+            "SW6014",
+            f"--island {args.island} is no number",
+            "Give the number of an island, from 0.",
+        )
     return of_island(load_plan(folder), folder, None if args.island is None else int(args.island))

@@ -1,4 +1,5 @@
-"""`shardwright calibrate RECIPE [-o FILE]`: measures this machine for the recipe; `cluster.measured` names the file."""
+"""`shardwright calibrate RECIPE [-o FILE]`: measures this machine for the recipe;
+`cluster.measured` names the file."""
 
 from __future__ import annotations
 
@@ -14,14 +15,22 @@ FILE = "measured.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="whose shapes, precision and slots are measured")
+    parser.add_argument(
+        "recipe", type=Path, metavar="RECIPE", help="whose shapes, precision and slots are measured"
+    )
     add_overrides(parser)
     help = (
-        f"how long to measure, beside building the copies (default {CPU_MINUTES:g} on a CPU, {GPU_MINUTES:g} on a GPU)"
+        f"how long to measure, beside building the copies (default {CPU_MINUTES:g} on a CPU, "
+        f"{GPU_MINUTES:g} on a GPU)"
     )
     parser.add_argument("--minutes", type=minutes, metavar="N", help=help)
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path(FILE), metavar="FILE", help=f"the file to write (default {FILE})"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path(FILE),
+        metavar="FILE",
+        help=f"the file to write (default {FILE})",
     )
     add_json(parser, "print the figures as one JSON object, as the file has them")
 
@@ -61,5 +70,8 @@ def run(args: argparse.Namespace) -> int:
     for each in done.left_out:
         print(f"not measured: {each}", file=sys.stderr)
     print(f"written      {args.output}")
-    print(f"next         cluster.measured: {shell_word(str(args.output))} in the recipe, then `shardwright plan`")
+    print(
+        f"next         cluster.measured: {shell_word(str(args.output))} in the recipe, then "
+        "`shardwright plan`"
+    )
     return 0

@@ -1,4 +1,5 @@
-"""check R...: stage 1, the files that the recipe names, and what is known of its model without building it."""
+"""check R...: stage 1, the files that the recipe names, and what is known of its model without
+building it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="a recipe file; - is standard input")
+    parser.add_argument(
+        "recipes", nargs="+", metavar="RECIPE", help="a recipe file; - is standard input"
+    )
     add_overrides(parser)
     add_json(parser, "print one JSON object per recipe, one per line")
 
@@ -52,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """Of a recipe that passed stage 1: what compile would refuse, as far as no torch is needed to tell."""
+    """Of a recipe that passed stage 1: what compile would refuse, as far as no torch is needed to
+    tell."""
     from shardwright.cluster.resolve import gpu_errors, resolve_cluster
     from shardwright.cost.replaced import measured_errors
     from shardwright.engines.table import engines_for
@@ -64,7 +68,11 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     found = [*gpu_errors(recipe.cluster)]
     if not found:
         cluster, precision = resolve_cluster(recipe.cluster), recipe.training.precision
-        found += [d for d in (no_peak(precision, cluster), half_on_cpu(precision, cluster)) if d is not None]
+        found += [
+            d
+            for d in (no_peak(precision, cluster), half_on_cpu(precision, cluster))
+            if d is not None
+        ]
     found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
     refused = [engine.check_extra(recipe) for engine in engines_for(recipe.target)]
     found += [*(refused[0] if all(refused) else ()), *measured_errors(recipe)]

@@ -25,7 +25,9 @@ GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="the recipe file")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write"
+    )
     add_overrides(parser)
     add_json(parser)
 
@@ -61,11 +63,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured_saves(recipe: Recipe, directory: Path) -> MeasuredSaves | None:
-    """Of the run in the folder that is compiled anew, where an interval is to be settled and the recipe gives no speed
-    (decision 025)."""
+    """Of the run in the folder that is compiled anew, where an interval is to be settled and the
+    recipe gives no speed (decision 025)."""
     from shardwright.watch.journal import read_saves
 
-    settles = recipe.checkpoint.every_steps == "auto" and recipe.cluster.checkpoint_gbytes_per_second is None
+    settles = (
+        recipe.checkpoint.every_steps == "auto"
+        and recipe.cluster.checkpoint_gbytes_per_second is None
+    )
     return read_saves(directory) if settles else None
 
 
@@ -75,10 +80,16 @@ def _interval(recipe: Recipe, plan: Plan, saves: MeasuredSaves | None) -> str:
         return ""
     every = plan.checkpoint.every_steps
     assert every is not None, "auto is always some steps"
-    words = f"every {every:,} steps, {duration(every * plan.predicted.time.step_seconds / SECONDS_PER_DAY)} apart"
+    words = (
+        f"every {every:,} steps, "
+        f"{duration(every * plan.predicted.time.step_seconds / SECONDS_PER_DAY)} apart"
+    )
     if saves is None:
         return words
-    return f"{words}; the run there wrote {number(saves.gbytes_per_second)} GB/s a node in {saves.count} saves"
+    return (
+        f"{words}; the run there wrote {number(saves.gbytes_per_second)} GB/s a node in "
+        f"{saves.count} saves"
+    )
 
 
 def as_json(compiled: Compiled, directory: Path) -> str:
@@ -91,7 +102,10 @@ def as_json(compiled: Compiled, directory: Path) -> str:
             "stages": [asdict(stage) for stage in plan.stages],
             "predicted": asdict(plan.predicted),
             "files": [*sorted(compiled.files), *_island_files(compiled)],
-            "warnings": [{"code": d.code, "severity": d.severity, "message": d.message} for d in compiled.warnings],
+            "warnings": [
+                {"code": d.code, "severity": d.severity, "message": d.message}
+                for d in compiled.warnings
+            ],
         }
     )
 
@@ -99,37 +113,61 @@ def as_json(compiled: Compiled, directory: Path) -> str:
 def _island_files(compiled: Compiled) -> list[str]:
     from shardwright.plan.islands import island_name
 
-    return [f"{island_name(k)}/{name}" for k, files in enumerate(compiled.islands) for name in sorted(files)]
+    return [
+        f"{island_name(k)}/{name}"
+        for k, files in enumerate(compiled.islands)
+        for name in sorted(files)
+    ]
 
 
 def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
-    """What was decided, in the recipe's own words, and the next command. interval: of `every_steps: auto`."""
+    """What was decided, in the recipe's own words, and the next command. interval: of `every_steps:
+    auto`."""
     from shardwright.cost.measured import error_words
     from shardwright.search.compare import hpz_words
 
     plan, model, files = compiled.plan, compiled.plan.model, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
     peak, capacity = memory.peak_bytes / GIB, memory.capacity_bytes / GIB
-    islands, of_each = ("", "") if plan.outer is None else (f"{plan.outer.islands} islands of ", ", of each island")
+    islands, of_each = (
+        ("", "")
+        if plan.outer is None
+        else (f"{plan.outer.islands} islands of ", ", of each island")
+    )
     layout, _, settings = s.describe().partition(f" micro_batch_size={s.micro_batch_size} ")
     rows = [
         ("recipe", plan.name),
-        ("model", f"{model.architecture}, {model.total_parameters:,} parameters, {weights_words(model.weights)}"),
+        (
+            "model",
+            (
+                f"{model.architecture}, {model.total_parameters:,} parameters, "
+                f"{weights_words(model.weights)}"
+            ),
+        ),
         ("cluster", f"{islands}{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
         ("layout", layout),
         ("", settings),
         *([("weights", hpz)] if (hpz := hpz_words(s)) else []),
         (
             "batch",
-            f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x data {s.data}{of_each}",
+            (
+                f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x "
+                f"data {s.data}{of_each}"
+            ),
         ),
-        ("training", f"{_length(t)} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}"),
+        (
+            "training",
+            f"{_length(t)} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}",
+        ),
         *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),
         ("memory", f"{peak:.1f} of {capacity:.1f} GiB on the fullest rank, predicted"),
         ("step", f"{time.step_seconds:.3g} s, {time.bubble_fraction:.0%} of it idle, predicted"),
         ("error", error_words(compiled.error)),
         *([("saves", interval)] if interval else []),
-        ("written", f"{len(files) + len(_island_files(compiled))} files in {visible(str(directory))}"),
+        (
+            "written",
+            f"{len(files) + len(_island_files(compiled))} files in {visible(str(directory))}",
+        ),
         *_next(plan, directory),
     ]
     width = max(len(name) for name, _ in rows) + 2
@@ -147,10 +185,16 @@ def _next(plan: Plan, directory: Path) -> list[tuple[str, str]]:
 
 
 def _length(training: PlanTraining) -> str:
-    return f"{training.steps} steps" if training.epochs is None else f"{training.epochs:g} epochs, in steps"
+    return (
+        f"{training.steps} steps"
+        if training.epochs is None
+        else f"{training.epochs:g} epochs, in steps"
+    )
 
 
 def _stage(stage: PlanStage) -> str:
-    names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
+    names = (
+        stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
+    )
     count = f"{len(stage.layers)} layer{'s' if len(stage.layers) > 1 else ''}"
     return f"{count} on pipeline rank {stage.pipeline_rank}: {names}"

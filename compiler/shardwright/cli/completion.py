@@ -1,4 +1,5 @@
-"""`shardwright completion bash|zsh|fish`: the script that completes commands, options, GPU and model names."""
+"""`shardwright completion bash|zsh|fish`: the script that completes commands, options, GPU and
+model names."""
 
 from __future__ import annotations
 
@@ -22,14 +23,18 @@ def run(args: argparse.Namespace) -> int:
         raise refusal(
             "SW1441",
             f"completion needs the package {LIBRARY}, which is not installed",
-            f"Run `pip install {LIBRARY}` (or `pip install 'shardwright[completion]'`) and try again.",
+            (
+                f"Run `pip install {LIBRARY}` (or `pip install 'shardwright[completion]'`) and "
+                "try again."
+            ),
         ) from None
     print(shtab.complete(whole_parser(shtab.FILE, shtab.DIRECTORY), shell=args.shell))
     return 0
 
 
 def whole_parser(file: dict[str, str], directory: dict[str, str]) -> argparse.ArgumentParser:
-    """Every command in one parser, which the command line itself never builds. file, directory: shtab's markers."""
+    """Every command in one parser, which the command line itself never builds. file, directory:
+    shtab's markers."""
     import importlib
     from typing import cast
 

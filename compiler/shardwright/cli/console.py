@@ -18,7 +18,9 @@ def use_color(stream: TextIO) -> bool:
     return stream.isatty()
 
 
-def print_diagnostics(diagnostics: Iterable[Diagnostic], source: Source | None, stream: TextIO | None = None) -> None:
+def print_diagnostics(
+    diagnostics: Iterable[Diagnostic], source: Source | None, stream: TextIO | None = None
+) -> None:
     """To stderr unless told otherwise."""
     from shardwright.diagnostics.render import render
 
@@ -34,7 +36,8 @@ def print_refusal(refusal: Refusal, source: Source | None = None) -> None:
 
 
 def shell_word(path: str) -> str:
-    """`path` as one word to paste into a shell: nothing in it is run, and nothing reaches the terminal raw."""
+    """`path` as one word to paste into a shell: nothing in it is run, and nothing reaches the
+    terminal raw."""
     import shlex
 
     path = f"./{path}" if path.startswith("-") else path

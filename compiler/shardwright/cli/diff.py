@@ -1,5 +1,5 @@
-"""`shardwright diff A B`: what changed between two recipes or compiled folders, what it does, and whether checkpoints
-of A resume under B."""
+"""`shardwright diff A B`: what changed between two recipes or compiled folders, what it does, and
+whether checkpoints of A resume under B."""
 
 from __future__ import annotations
 
@@ -31,13 +31,22 @@ if TYPE_CHECKING:
 GIB = 2**30
 Change = tuple[str, "JsonValue", "JsonValue"]
 """(key, A's value, B's value)"""
-SECTIONS = {"recipe": "Recipe", "strategy": "Layout", "stages": "Stages", "model": "Model", "versions": "Versions"}
-"""Recipe: dotted keys; stages: the layers of each pipeline stage; model: keys of the Hugging Face configuration."""
+SECTIONS = {
+    "recipe": "Recipe",
+    "strategy": "Layout",
+    "stages": "Stages",
+    "model": "Model",
+    "versions": "Versions",
+}
+"""Recipe: dotted keys; stages: the layers of each pipeline stage; model: keys of the Hugging Face
+configuration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a recipe or a compiled folder")
-    parser.add_argument("b", metavar="B", help="another one; a recipe can be compared with a folder")
+    parser.add_argument(
+        "b", metavar="B", help="another one; a recipe can be compared with a folder"
+    )
     add_json(parser)
 
 
@@ -76,7 +85,9 @@ def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
     ours, theirs = resumable(a), resumable(b)
     found = {
         "recipe": changes(a.recipe.document, b.recipe.document),
-        "strategy": changes(dataclasses.asdict(ours.facts.strategy), dataclasses.asdict(theirs.facts.strategy)),
+        "strategy": changes(
+            dataclasses.asdict(ours.facts.strategy), dataclasses.asdict(theirs.facts.strategy)
+        ),
         "stages": changes(_stages(a, ours), _stages(b, theirs)),
         "model": changes(a.graph.config, b.graph.config),
         "versions": changes(ours.versions, theirs.versions),
@@ -95,12 +106,15 @@ def resumable(subject: PricedRecipe) -> Resumable:
         recipe=subject.recipe,
         facts=_facts(subject),
         attention=subject.graph.attention,
-        versions=subject.plan.versions if subject.plan is not None else installed_versions(packages),
+        versions=subject.plan.versions
+        if subject.plan is not None
+        else installed_versions(packages),
     )
 
 
 def _facts(subject: PricedRecipe) -> CheckpointFacts:
-    """Of a compiled folder those that `run` takes, but for the tokenizer's name: a recipe has it from elsewhere."""
+    """Of a compiled folder those that `run` takes, but for the tokenizer's name: a recipe has it
+    from elsewhere."""
     from shardwright.checkpoint.fits import CheckpointFacts, facts_of, samples_of
     from shardwright.ir.freeze import frozen_patterns
     from shardwright.plan.build import plan_data, plan_lora
@@ -139,7 +153,9 @@ def _tokenizer_files(name: str) -> TokenizerFiles:
     if name == BYTE:
         return TokenizerFiles(name=name, files=())
     folder = Path(name)
-    found = {path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    found = {
+        path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern) if path.is_file()
+    }
     if not found or not folder.is_absolute():
         return TokenizerFiles(name=name, files=None)
     digests = ((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in sorted(found))
@@ -156,8 +172,11 @@ def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
     )
 
 
-def _leaves(value: JsonObject, beside: JsonValue, path: tuple[str, ...] = ()) -> Iterator[tuple[str, JsonValue]]:
-    """beside: what the other one has there. A mapping of one key beside a word, {full: 3} beside full, is one value."""
+def _leaves(
+    value: JsonObject, beside: JsonValue, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, JsonValue]]:
+    """beside: what the other one has there. A mapping of one key beside a word, {full: 3} beside
+    full, is one value."""
     for key, below in value.items():
         other = beside.get(key) if isinstance(beside, dict) else None
         if isinstance(below, dict) and below and not (isinstance(other, str) and len(below) == 1):
@@ -178,7 +197,8 @@ def _span(names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """One figure of both. change: B's over A's, less 1; None where A's is 0 or one of them is not known."""
+    """One figure of both. change: B's over A's, less 1; None where A's is 0 or one of them is not
+    known."""
 
     name: str
     a: float | None
@@ -194,7 +214,13 @@ def effects(a: Estimate, b: Estimate) -> tuple[Effect, ...]:
 
     figures = {
         "memory": ("peak_bytes", "capacity_bytes"),
-        "time": ("step_seconds", *PARTS, "tokens_per_second_per_gpu", "model_tflops_per_gpu", "mfu"),
+        "time": (
+            "step_seconds",
+            *PARTS,
+            "tokens_per_second_per_gpu",
+            "model_tflops_per_gpu",
+            "mfu",
+        ),
         "training": ("steps", "days", "gpu_hours", "cost"),
     }
     return tuple(
@@ -235,21 +261,35 @@ def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
     for section, words in SECTIONS.items():
         cells = [(key, _say(ours), _say(theirs)) for key, ours, theirs in found.changes[section]]
         if cells:
-            lines += [title(words), *table_lines(("key", "A", "B"), cells, text=(0, 1, 2), indent="  "), ""]
+            lines += [
+                title(words),
+                *table_lines(("key", "A", "B"), cells, text=(0, 1, 2), indent="  "),
+                "",
+            ]
     on_cpu = a.cluster.gpu.is_cpu and b.cluster.gpu.is_cpu
     shown = [e for e in effects(a.estimate, b.estimate) if e.name in _SHOWN and (e.a or e.b)]
     inside = inside_words(a.estimate.strategy, b.estimate.strategy)
     figures = [_effect_row(effect, inside, is_cpu=on_cpu) for effect in shown]
-    lines += [title("Effect"), *table_lines(("", "A", "B", "change"), figures, text=(0,), indent="  ")]
+    lines += [
+        title("Effect"),
+        *table_lines(("", "A", "B", "change"), figures, text=(0,), indent="  "),
+    ]
     for name, subject in (("A", a), ("B", b)):
         broken = [d for d in subject.estimate.diagnostics if d.severity == "error"]
         lines += [f"  {name} does not run: {d.code}: {d.message}" for d in broken]
         other = b if subject is a else a
         if subject.recipe.cluster.islands == 1 and other.recipe.cluster.islands > 1:
-            asked = f"`explain {'B' if subject is a else 'A'} --why-not islands=1` prices it over the links of islands"
-            lines.append(f"  {name} is priced with the links of one cluster between all its nodes; {asked}")
+            asked = (
+                f"`explain {'B' if subject is a else 'A'} --why-not islands=1` prices it over "
+                "the links of islands"
+            )
+            lines.append(
+                f"  {name} is priced with the links of one cluster between all its nodes; {asked}"
+            )
         if subject.is_predicted_anew:
-            lines.append(f"  {name} was compiled by another version; its figures here are this version's")
+            lines.append(
+                f"  {name} was compiled by another version; its figures here are this version's"
+            )
     resume = found.resume
     verdict = "no" if resume.verdict == "no" else f"yes, {resume.verdict}"
     lines += ["", title("Checkpoints of A under B"), f"  {verdict}: {resume.how}"]
@@ -270,7 +310,9 @@ def _say(value: JsonValue) -> str:
 def _effect_row(effect: Effect, inside: str, *, is_cpu: bool) -> tuple[str, ...]:
     words, unit, form = _SHOWN[effect.name]
     words = words.format(inside).replace("GPU", "rank" if is_cpu else "GPU")
-    values = ("-" if value is None else format(value / unit, form) for value in (effect.a, effect.b))
+    values = (
+        "-" if value is None else format(value / unit, form) for value in (effect.a, effect.b)
+    )
     change = effect.change
     return words, *values, "" if change is None else "same" if change == 0 else f"{change:+.1%}"
 
@@ -283,13 +325,20 @@ def as_object(a: PricedRecipe, b: PricedRecipe, found: Difference) -> JsonObject
 
     def side(subject: PricedRecipe) -> JsonObject:
         kind = "recipe" if subject.plan is None else "folder"
-        return {**estimate_object(subject.name, subject.estimate), "kind": kind, "name": subject.recipe.name}
+        return {
+            **estimate_object(subject.name, subject.estimate),
+            "kind": kind,
+            "name": subject.recipe.name,
+        }
 
     return {
         "a": side(a),
         "b": side(b),
         "identical": found.is_none,
         "changes": {section: listed(found.changes[section]) for section in SECTIONS},
-        "effect": {e.name: {"a": e.a, "b": e.b, "change": e.change} for e in effects(a.estimate, b.estimate)},
+        "effect": {
+            e.name: {"a": e.a, "b": e.b, "change": e.change}
+            for e in effects(a.estimate, b.estimate)
+        },
         "resume": dataclasses.asdict(found.resume),
     }

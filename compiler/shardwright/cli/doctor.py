@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
-    parser.add_argument("--hostfile", type=Path, help="the hosts to check: one `name slots=N` per line")
+    parser.add_argument(
+        "--hostfile", type=Path, help="the hosts to check: one `name slots=N` per line"
+    )
     add_island(parser)
     add_json(parser)
 
@@ -43,7 +45,9 @@ def _store_check(plan: Plan, folder: Path) -> HostCheck:
     from shardwright.recipe.load import load_recipe
 
     step = inner_seconds(plan.predicted.time)
-    cost = islands_cost(load_recipe(folder / "recipe.resolved.json"), plan.model.total_parameters, step)
+    cost = islands_cost(
+        load_recipe(folder / "recipe.resolved.json"), plan.model.total_parameters, step
+    )
     assert cost is not None, "a plan of islands has a recipe of them"
     planned = PlannedLink(
         gbits_per_second=cost.link_gbits_per_second,
@@ -82,17 +86,25 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
             raise Refusal(*obstacles)
         if plan.launch.slurm is not None and plan.launch.slurm.container is not None:
             return (unchecked("nodes", "the ranks' container is not entered"),)
-        return examine(plan, folder, scheduler_of(plan).allocated_hosts(), assumed, reach="srun", shared=shared)
+        return examine(
+            plan, folder, scheduler_of(plan).allocated_hosts(), assumed, reach="srun", shared=shared
+        )
     if plan.nodes > 1 and launcher.by_hand and hostfile is None:
-        told = f"the other {plan.nodes - 1}: run doctor on each, or give --hostfile where ssh reaches them"
+        told = (
+            f"the other {plan.nodes - 1}: run doctor on each, or give --hostfile where ssh "
+            "reaches them"
+        )
         here = examine(plan, folder, ["this node"], assumed, reach="local", shared=shared)
         return (*here, unchecked("nodes", told))
     hosts = read_hosts(plan, folder, hostfile)
-    return examine(plan, folder, hosts, assumed, reach="local" if plan.nodes == 1 else "ssh", shared=shared)
+    return examine(
+        plan, folder, hosts, assumed, reach="local" if plan.nodes == 1 else "ssh", shared=shared
+    )
 
 
 def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
-    """Raises Refusal where the hostfile is missing, cannot be read, or is not the plan's cluster."""
+    """Raises Refusal where the hostfile is missing, cannot be read, or is not the plan's
+    cluster."""
     from shardwright.launch.preconditions import no_hostfile
     from shardwright.plan.hosts import read_hosts as hosts_of
     from shardwright.safe_read import read_regular_text
@@ -123,7 +135,9 @@ def as_text(checks: Sequence[HostCheck]) -> str:
             lines.append(f"{label} {check.name:<13}{problem.code} {visible(problem.message)}")
             lines.append(f"     {'':<13}{visible(problem.help)}")
     red = sum(problem.severity == "error" for check in checks for problem in check.problems)
-    well = "all is well" if all(check.checked for check in checks) else "what could be checked is well"
+    well = (
+        "all is well" if all(check.checked for check in checks) else "what could be checked is well"
+    )
     lines.append(f"{well}: `shardwright run`" if not red else f"{red} found; nothing was started")
     return "\n".join(lines)
 
@@ -139,7 +153,12 @@ def as_json(checks: Sequence[HostCheck]) -> str:
                     "checked": check.checked,
                     "told": check.told,
                     "problems": [
-                        {"code": p.code, "severity": p.severity, "message": p.message, "help": p.help}
+                        {
+                            "code": p.code,
+                            "severity": p.severity,
+                            "message": p.message,
+                            "help": p.help,
+                        }
                         for p in check.problems
                     ],
                 }

@@ -1,4 +1,5 @@
-"""`shardwright estimate R...`: what the pinned layout costs. One JSON object a recipe with --json, else a page."""
+"""`shardwright estimate R...`: what the pinned layout costs. One JSON object a recipe with --json,
+else a page."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
     except Refusal as refusal:
         if as_json:  # no "memory" and no "time": there was nothing to count
             found = diagnostic_objects(refusal.diagnostics)
-            print(strict_json({"recipe": path, "feasible": False, "diagnostics": found}), flush=True)
+            print(
+                strict_json({"recipe": path, "feasible": False, "diagnostics": found}), flush=True
+            )
         else:
             print_refusal(refusal)
         return False
@@ -73,7 +76,8 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
 
 
 def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
-    """The object of each plan of `plan --json`; `estimate --json` adds the goodput and what the recipe assumes."""
+    """The object of each plan of `plan --json`; `estimate --json` adds the goodput and what the
+    recipe assumes."""
     from shardwright.cost.measured import error_fields
 
     told = error_fields(estimate.error)
@@ -81,7 +85,10 @@ def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
         "recipe": path,
         "feasible": estimate.feasible,
         "diagnostics": diagnostic_objects(estimate.diagnostics),
-        **{part: dataclasses.asdict(getattr(estimate, part)) | told.get(part, {}) for part in _PARTS},
+        **{
+            part: dataclasses.asdict(getattr(estimate, part)) | told.get(part, {})
+            for part in _PARTS
+        },
         "flops_source": estimate.flops_source,
     }
 
@@ -125,7 +132,13 @@ def cluster_words(recipe: Recipe, cluster: Cluster) -> str:
 
 def diagnostic_objects(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
     return [
-        {"code": d.code, "severity": d.severity, "message": d.message, "help": d.help, "valid": list(d.valid)}
+        {
+            "code": d.code,
+            "severity": d.severity,
+            "message": d.message,
+            "help": d.help,
+            "valid": list(d.valid),
+        }
         for d in diagnostics
     ]
 
@@ -150,16 +163,19 @@ def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list
     hpz, flops, inside = hpz_words(s), flops_words(estimate.flops_source), "+".join(inside_axes(s))
     outer = f"outer {time.outer_comm_seconds:.4g} s, " if time.outer_comm_seconds else ""
     micro_batch = f"micro_batch_size={s.micro_batch_size}"
-    layout = s.describe().replace(micro_batch, f"{micro_batch} accumulation={s.gradient_accumulation_steps}")
+    layout = s.describe().replace(
+        micro_batch, f"{micro_batch} accumulation={s.gradient_accumulation_steps}"
+    )
     lines = [
         f"  layout   {layout}",
         *([f"  weights  {hpz}"] if hpz else []),
         f"  memory   {memory.peak_bytes / gib:.1f} of {memory.capacity_bytes / gib:.1f} GiB, "
         f"{'fits' if memory.fits else 'does not fit'}",
-        f"  step     {time.step_seconds:.4g} s, {rate(time.tokens_per_second_per_gpu, is_cpu=is_cpu)}, "
-        f"{time.model_tflops_per_gpu:.4g} TFLOP/s per {device(is_cpu=is_cpu)}, MFU {time.mfu:.1%}",
-        f"  of it    compute {time.compute_seconds:.4g} s, {inside} {time.tensor_comm_seconds:.4g} s, "
-        f"pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
+        f"  step     {time.step_seconds:.4g} s, "
+        f"{rate(time.tokens_per_second_per_gpu, is_cpu=is_cpu)}, {time.model_tflops_per_gpu:.4g} "
+        f"TFLOP/s per {device(is_cpu=is_cpu)}, MFU {time.mfu:.1%}",
+        f"  of it    compute {time.compute_seconds:.4g} s, {inside} {time.tensor_comm_seconds:.4g} "
+        f"s, pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
         f"optimizer {time.optimizer_seconds:.4g} s, {outer}bubble {time.bubble_seconds:.4g} s "
         f"({time.bubble_fraction:.1%} idle)",
         f"  error    {error_words(estimate.error)}",

@@ -1,5 +1,5 @@
-"""`shardwright explain`: what a diagnostic code means (SW1234); why a plan is what it is (of a recipe or of a compiled
-folder); why it is not another one (`--why-not`)."""
+"""`shardwright explain`: what a diagnostic code means (SW1234); why a plan is what it is (of a
+recipe or of a compiled folder); why it is not another one (`--why-not`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--why-not",
         metavar="KEY=VALUE,...",
-        help="ask why the plan is not this layout; keys of the parallelism section, such as tensor=8,pipeline=2, "
+        help="ask why the plan is not this layout; keys of the parallelism section, such as "
+        "tensor=8,pipeline=2, "
         "target, or islands (1: all nodes as one world)",
     )
     add_overrides(parser)
@@ -54,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
         from shardwright.cli.estimate import diagnostic_objects
 
         found = diagnostic_objects(refusal.diagnostics)
-        print(strict_json({"recipe": args.subject, "feasible": False, "diagnostics": found}), flush=True)
+        print(
+            strict_json({"recipe": args.subject, "feasible": False, "diagnostics": found}),
+            flush=True,
+        )
         return 1
 
 
@@ -69,14 +73,18 @@ def _explain_plan(args: argparse.Namespace) -> int:
 
     subject = read_subject(args.subject, args.overrides)
     found = explained(subject)
-    print(strict_json(as_object(subject, found)) if args.json else plan_page(subject, found), flush=True)
+    print(
+        strict_json(as_object(subject, found)) if args.json else plan_page(subject, found),
+        flush=True,
+    )
     if not args.json:
         print_diagnostics(found.chosen.diagnostics, subject.recipe.source)
     return 0 if found.chosen.feasible else 1
 
 
 def _is_code(word: str) -> bool:
-    """A file or folder of that name comes first; a single word that is neither was meant as a code."""
+    """A file or folder of that name comes first; a single word that is neither was meant as a
+    code."""
     if os.path.exists(word) or word == "-":
         return False
     return re.fullmatch(r"\w+", word) is not None
@@ -101,10 +109,17 @@ def page(found: CodeExplanation) -> str:
     lines = [f"{found.code}: {found.title}"]
     for part in (found.what, found.why):
         if part:
-            lines += ["", *textwrap.wrap(part, WIDTH, break_long_words=False, break_on_hyphens=False)]
+            lines += [
+                "",
+                *textwrap.wrap(part, WIDTH, break_long_words=False, break_on_hyphens=False),
+            ]
     for title, text in (("Example", found.example), ("Instead", found.instead)):
         if text.strip():
-            lines += ["", f"{title}:{_flags(found) if title == 'Example' else ''}", *_indented(text)]
+            lines += [
+                "",
+                f"{title}:{_flags(found) if title == 'Example' else ''}",
+                *_indented(text),
+            ]
     if found.source:
         lines += ["", *textwrap.wrap(f"Source: {found.source}", WIDTH, subsequent_indent="  ")]
     return "\n".join(lines)
@@ -135,6 +150,9 @@ def _no_code(word: str) -> str:
     from shardwright.diagnostics.codes import CODES
 
     if not re.fullmatch(r"SW\d{4}", word, re.IGNORECASE):
-        return f"{word!r} is no code, file or folder; a code is SW and four digits, as in `error[SW4112]`"
+        return (
+            f"{word!r} is no code, file or folder; a code is SW and four digits, as in "
+            "`error[SW4112]`"
+        )
     close = difflib.get_close_matches(word.upper(), CODES, n=1)
     return f"there is no code {word.upper()}" + (f"; did you mean {close[0]}?" if close else "")

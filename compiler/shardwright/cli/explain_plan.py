@@ -72,7 +72,15 @@ RANK_COLUMNS = (
     ("optimizer", ("optimizer_seconds",)),
     ("idle", ("idle_seconds",)),
 )
-MEMORY_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "working", "framework", "allocator")
+MEMORY_COLUMNS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "working",
+    "framework",
+    "allocator",
+)
 RESOURCE_WORDS = {
     "inter_node_bandwidth": "bandwidth between nodes",
     "intra_node_bandwidth": "bandwidth inside a node",
@@ -113,16 +121,21 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
         ("model", f"{graph.architecture}, {graph.total_parameters:,} parameters, {weights}"),
         ("cluster", cluster_words(subject.recipe, cluster)),
         ("layout", e.strategy.describe()),
-        *([] if found.second_copy is None else [("weights", _weights(found.second_copy, e, subject.recipe))]),
+        *(
+            []
+            if found.second_copy is None
+            else [("weights", _weights(found.second_copy, e, subject.recipe))]
+        ),
         ("place", _place(found)),
         (
             "memory",
-            f"{memory.peak_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB on the fullest device"
-            + ("" if memory.fits else ": it does not fit"),
+            f"{memory.peak_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB on the "
+            "fullest device" + ("" if memory.fits else ": it does not fit"),
         ),
         (
             "step",
-            f"{time.step_seconds:.4g} s, {rate(time.tokens_per_second_per_gpu, is_cpu=cluster.gpu.is_cpu)}, "
+            f"{time.step_seconds:.4g} s, "
+            f"{rate(time.tokens_per_second_per_gpu, is_cpu=cluster.gpu.is_cpu)}, "
             f"MFU {time.mfu:.1%}",
         ),
         ("error", error_words(e.error)),
@@ -138,7 +151,10 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
         rows.append(("engine", found.other_engine.words()))
     if subject.plan is not None and subject.is_predicted_anew:
         then = subject.plan.predicted
-        told = f"{then.time.step_seconds:.4g} s and {then.memory.peak_bytes / GIB:.1f} GiB when it compiled this"
+        told = (
+            f"{then.time.step_seconds:.4g} s and {then.memory.peak_bytes / GIB:.1f} GiB when it "
+            "compiled this"
+        )
         version = f"shardwright {subject.plan.versions['shardwright']}"
         rows.append(("note", f"{version} predicted {told}; all figures here are this version's"))
     return [f"{name:<9} {text}" for name, text in rows]
@@ -156,19 +172,26 @@ def _weights(copy: SecondCopy, chosen: Estimate, recipe: Recipe) -> str:
     change = copy.other_step_seconds / chosen.time.step_seconds - 1
     if copy.taken:
         more = (chosen.memory.peak_bytes - copy.other_peak_bytes) / GIB
-        return f"{hpz_words(chosen.strategy)}: without it {change:+.1%} of the step, {-more:+.1f} GiB"
+        return (
+            f"{hpz_words(chosen.strategy)}: without it {change:+.1%} of the step, {-more:+.1f} GiB"
+        )
     none = "no second copy inside each node (hpZ): "
     if recipe.objective == "memory" and change < 0:
         return none + "objective: memory"
     if change >= 0:
         return f"{none}the step would take {change:.1%} longer"
     needs = f"{copy.other_peak_bytes / GIB:.1f} of {chosen.memory.capacity_bytes / GIB:.1f} GiB"
-    return f"{none}{change:+.1%} of the step, but {needs} leaves less than predictions fall short by"
+    return (
+        f"{none}{change:+.1%} of the step, but {needs} leaves less than predictions fall short by"
+    )
 
 
 def _place(found: PlanExplanation) -> str:
     if found.place is None:
-        return f"it does not run ({', '.join(d.code for d in found.chosen.diagnostics if d.severity == 'error')})"
+        return (
+            "it does not run "
+            f"({', '.join(d.code for d in found.chosen.diagnostics if d.severity == 'error')})"
+        )
     pinned = [reason.key for reason in found.keys if reason.pinned]
     of = f"{found.place} of the {found.layouts} layouts that run"
     return f"{of}; pinned: {', '.join(pinned)}" if pinned else of
@@ -191,8 +214,8 @@ def _memory(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
         title(f"Memory: GiB on the fullest device of each pipeline rank, of {capacity / GIB:.1f}"),
         *table_lines(header, rows, text=(1,), bold=bold, indent="  "),
         *_left_out(found),
-        "  working: short-lived tensors of a backward pass or of the optimizer's step; framework: context and "
-        "communicators;",
+        "  working: short-lived tensors of a backward pass or of the optimizer's step; framework: "
+        "context and communicators;",
         "  allocator: freed blocks that it keeps",
     ]
 
@@ -203,7 +226,12 @@ def _layers(rank: RankBreakdown, last: int) -> str:
     def span(start: int, stop: int) -> str:
         first, final = max(start, 1) - 1, min(stop, last) - 2
         decoders = [] if final < first else [str(first) if first == final else f"{first}-{final}"]
-        return ", ".join(["embedding"] * (start == 0 < stop) + decoders + ["head"] * (start <= last < stop)) or "none"
+        return (
+            ", ".join(
+                ["embedding"] * (start == 0 < stop) + decoders + ["head"] * (start <= last < stop)
+            )
+            or "none"
+        )
 
     return " and ".join(span(*bounds) for bounds in rank.layers)
 
@@ -224,7 +252,9 @@ def _left_out(found: PlanExplanation) -> list[str]:
 def _step(found: PlanExplanation) -> list[str]:
     step, total = found.breakdown.step, found.chosen.time.step_seconds
     s = found.chosen.strategy
-    parts = [(words.format(inside_words(s)), getattr(step, name)) for name, words in STEP_WORDS.items()]
+    parts = [
+        (words.format(inside_words(s)), getattr(step, name)) for name, words in STEP_WORDS.items()
+    ]
     rows = [(words, _ms(seconds), f"{seconds / total:.1%}") for words, seconds in parts if seconds]
     rows.append(("the step", _ms(total), "100.0%"))
     several = len(found.breakdown.ranks) > 1
@@ -234,9 +264,15 @@ def _step(found: PlanExplanation) -> list[str]:
         *table_lines(("part", "ms", "share"), rows, text=(0,), indent="  "),
     ]
     if several:
-        header = ("pipeline rank", *(name.format("+".join(inside_axes(s))) for name, _ in RANK_COLUMNS))
+        header = (
+            "pipeline rank",
+            *(name.format("+".join(inside_axes(s))) for name, _ in RANK_COLUMNS),
+        )
         ranks = _shown(found)
-        each = [(str(r.pipeline_rank), *(_ms(_sum(r.time, fields)) for _, fields in RANK_COLUMNS)) for r in ranks]
+        each = [
+            (str(r.pipeline_rank), *(_ms(_sum(r.time, fields)) for _, fields in RANK_COLUMNS))
+            for r in ranks
+        ]
         bold = [i for i, r in enumerate(ranks) if r.pipeline_rank == found.breakdown.slowest]
         lines += ["", *table_lines(header, each, bold=bold, indent="  "), *_left_out(found)]
     return lines
@@ -281,7 +317,13 @@ def _reason(reason: KeyReason, chosen: Estimate) -> tuple[str, ...]:
         refused = reason.refused
         why = "" if refused is None else f"{refused.code}: {refused.reason}"
         return reason.key, value, "none tried" if refused is None else "none runs", "", why
-    return reason.key, value, str(getattr(other.strategy, reason.key)), f"{other.slower:+.1%}", _loses(other)
+    return (
+        reason.key,
+        value,
+        str(getattr(other.strategy, reason.key)),
+        f"{other.slower:+.1%}",
+        _loses(other),
+    )
 
 
 def _loses(other: Alternative) -> str:
@@ -299,7 +341,14 @@ def _sensitivity(found: PlanExplanation) -> list[str]:
             is_same = each.best.strategy == found.chosen.strategy
             other = "the same layout" if is_same else each.best.strategy.describe()
             best = _change(each.best.time.step_seconds / step - 1)
-        rows.append((RESOURCE_WORDS[each.resource], _change(each.same.time.step_seconds / step - 1), best, other))
+        rows.append(
+            (
+                RESOURCE_WORDS[each.resource],
+                _change(each.same.time.step_seconds / step - 1),
+                best,
+                other,
+            )
+        )
     header = (f"{MORE - 1:.0%} more", "this layout", "the best layout", "")
     return [title("What more would change"), *table_lines(header, rows, text=(0, 3), indent="  ")]
 
@@ -314,7 +363,13 @@ def _next(found: PlanExplanation) -> list[str]:
     where = " without the pins" if found.beyond_pins else ""
     header = ("layout", "GiB", "s/step", "Δ", "")
     rows = [
-        (e.strategy.describe(), f"{e.peak_bytes / GIB:.1f}", f"{e.step_seconds:.4g}", f"{e.slower:+.1%}", _loses(e))
+        (
+            e.strategy.describe(),
+            f"{e.peak_bytes / GIB:.1f}",
+            f"{e.step_seconds:.4g}",
+            f"{e.slower:+.1%}",
+            _loses(e),
+        )
         for e in found.next_best
     ]
     return [title(f"The next best{where}"), *table_lines(header, rows, text=(0, 4), indent="  ")]
@@ -332,7 +387,10 @@ def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
         "goodput": goodput_object(expected_goodput(subject)),
         **islands_object(subject.recipe, subject.graph, e),
         "name": subject.recipe.name,
-        "model": {"architecture": subject.graph.architecture, "parameters": subject.graph.total_parameters},
+        "model": {
+            "architecture": subject.graph.architecture,
+            "parameters": subject.graph.total_parameters,
+        },
         "cluster": {
             "nodes": subject.cluster.nodes,
             "gpus_per_node": subject.cluster.gpus_per_node,
@@ -348,7 +406,9 @@ def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
         },
         "binding": found.binding,
         "set_aside": [dataclasses.asdict(each) for each in found.set_aside],
-        "other_engine": None if found.other_engine is None else dataclasses.asdict(found.other_engine),
+        "other_engine": None
+        if found.other_engine is None
+        else dataclasses.asdict(found.other_engine),
         "second_copy": None if found.second_copy is None else dataclasses.asdict(found.second_copy),
         "keys": [dataclasses.asdict(reason) for reason in found.keys],
         "sensitivity": [_sensitivity_object(each, e) for each in found.sensitivity],
@@ -361,12 +421,19 @@ def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
 
 def _sensitivity_object(each: Sensitivity, chosen: Estimate) -> JsonObject:
     def step(time: Time) -> JsonObject:
-        return {"step_seconds": time.step_seconds, "change": time.step_seconds / chosen.time.step_seconds - 1}
+        return {
+            "step_seconds": time.step_seconds,
+            "change": time.step_seconds / chosen.time.step_seconds - 1,
+        }
 
     best: JsonObject | None = None
     if each.best is not None:
         is_same = each.best.strategy == chosen.strategy
-        best = {"strategy": dataclasses.asdict(each.best.strategy), **step(each.best.time), "is_the_same": is_same}
+        best = {
+            "strategy": dataclasses.asdict(each.best.strategy),
+            **step(each.best.time),
+            "is_the_same": is_same,
+        }
     same: JsonObject = {**step(each.same.time), "fits": each.same.memory.fits}
     return {"resource": each.resource, "factor": MORE, "same_layout": same, "best_layout": best}
 

@@ -9,14 +9,24 @@ from shardwright.cli.arguments import add_trust_code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="STEP_FOLDER", type=Path, help="a checkpoint's `step-XXXXXXXX` folder")
     parser.add_argument(
-        "-o", "--output", metavar="HF_FOLDER", type=Path, required=True, help="the folder to write; it must not exist"
+        "checkpoint", metavar="STEP_FOLDER", type=Path, help="a checkpoint's `step-XXXXXXXX` folder"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="HF_FOLDER",
+        type=Path,
+        required=True,
+        help="the folder to write; it must not exist",
     )
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16", "fp16"),
-        help="precision of the exported weights (default: the training precision; the checkpoint holds fp32)",
+        help=(
+            "precision of the exported weights (default: the training precision; the checkpoint "
+            "holds fp32)"
+        ),
     )
     parser.add_argument(
         "--merge",
@@ -29,8 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from shardwright.checkpoint.export import export_checkpoint
 
-    if export_checkpoint(args.checkpoint, args.output, args.precision, merge=args.merge, trust_code=args.trust_code):
-        print(f"wrote {args.output}: adapters; load them with peft's AutoPeftModelForCausalLM.from_pretrained")
+    if export_checkpoint(
+        args.checkpoint, args.output, args.precision, merge=args.merge, trust_code=args.trust_code
+    ):
+        print(
+            f"wrote {args.output}: adapters; load them with peft's "
+            "AutoPeftModelForCausalLM.from_pretrained"
+        )
     else:
         print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")
     return 0

@@ -16,24 +16,45 @@ from shardwright.strict_json import strict_json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="a `step-XXXXXXXX` folder, or one that `export` wrote"
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        help="a `step-XXXXXXXX` folder, or one that `export` wrote",
     )
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue; - reads standard input")
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        required=True,
+        help="the text to continue; - reads standard input",
+    )
     parser.add_argument(
         "--image",
         metavar="FILE",
         type=Path,
         action="append",
         default=[],
-        help="a picture for a model that sees; the prompt is then asked about it as a user's message. May be repeated",
+        help=(
+            "a picture for a model that sees; the prompt is then asked about it as a user's "
+            "message. May be repeated"
+        ),
     )
     parser.add_argument(
-        "--tokens", type=_count, default=64, metavar="N", help="the most tokens to generate (default 64)"
+        "--tokens",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="the most tokens to generate (default 64)",
     )
     parser.add_argument(
-        "--temperature", type=_temperature, default=0.0, metavar="T", help="sampling temperature (default 0: greedy)"
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default 0: greedy)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed for sampling (default 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed for sampling (default 0)"
+    )
     add_trust_code(parser)
     add_json(parser)
 
@@ -49,7 +70,11 @@ def run(args: argparse.Namespace) -> int:
     from shardwright.checkpoint.generate import Wish, generate
 
     wish = Wish(
-        prompt=prompt, tokens=args.tokens, temperature=args.temperature, seed=args.seed, images=tuple(args.image)
+        prompt=prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        images=tuple(args.image),
     )
     made = generate(args.folder, wish, args.trust_code)
     if args.json:
@@ -64,7 +89,9 @@ def _shown(text: str) -> str:
     """On a terminal what a model writes moves no cursor and changes no title."""
     if not sys.stdout.isatty():
         return text
-    return "\n".join("\t".join(visible(part) for part in line.split("\t")) for line in text.split("\n"))
+    return "\n".join(
+        "\t".join(visible(part) for part in line.split("\t")) for line in text.split("\n")
+    )
 
 
 def _count(text: str) -> int:

@@ -1,5 +1,5 @@
-"""`shardwright import ds_config.json [--launch "..."]`: a recipe out of a DeepSpeed configuration and the command that
-starts it. Imports neither torch nor DeepSpeed, and runs nothing."""
+"""`shardwright import ds_config.json [--launch "..."]`: a recipe out of a DeepSpeed configuration
+and the command that starts it. Imports neither torch nor DeepSpeed, and runs nothing."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launch",
         metavar="COMMAND",
-        help="the command that starts training, in quotes: deepspeed, accelerate launch, torchrun or python, with "
+        help="the command that starts training, in quotes: deepspeed, accelerate launch, torchrun "
+        "or python, with "
         "the script's arguments",
     )
-    parser.add_argument("--model", metavar="M", help="a hub id or model folder, if the command does not name one")
+    parser.add_argument(
+        "--model", metavar="M", help="a hub id or model folder, if the command does not name one"
+    )
     add_new_recipe(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the recipe, or writes it with -o. Raises Refusal: SW1451 to SW1453, and lint's of a file."""
+    """Prints the recipe, or writes it with -o. Raises Refusal: SW1451 to SW1453, and lint's of a
+    file."""
     from shardwright.migrate.convert import convert
     from shardwright.migrate.text import recipe_text
 
@@ -65,7 +69,9 @@ def _heading(args: argparse.Namespace, imported: Imported) -> list[str]:
     of = imported.document.name if imported.document is not None else "a launch command"
     lines = [f"Made by `shardwright import` of {of}. Behind each value stands where it comes from."]
     if imported.draft.fill:
-        lines.append(f"FILL_IN: {', '.join(imported.draft.fill)}; `shardwright check` names what is left.")
+        lines.append(
+            f"FILL_IN: {', '.join(imported.draft.fill)}; `shardwright check` names what is left."
+        )
     return lines
 
 
@@ -73,7 +79,10 @@ def _report(imported: Imported, text: str, output: Path | None) -> None:
     """What was done, on standard error: the recipe may be on standard output."""
     draft = imported.draft
     name = "the recipe" if output is None else shell_word(str(output))
-    print(f"{len(draft.carried)} settings carried, {len(draft.left)} not: a comment each says why", file=sys.stderr)
+    print(
+        f"{len(draft.carried)} settings carried, {len(draft.left)} not: a comment each says why",
+        file=sys.stderr,
+    )
     if draft.fill:
         print("fill in:", file=sys.stderr)
         for key, what in draft.fill.items():

@@ -1,5 +1,5 @@
-"""`shardwright init MODEL --gpu G --nodes N --gpus-per-node M`: a commented first recipe, which `check` accepts and
-`plan` plans."""
+"""`shardwright init MODEL --gpu G --nodes N --gpus-per-node M`: a commented first recipe, which
+`check` accepts and `plan` plans."""
 
 from __future__ import annotations
 
@@ -24,17 +24,28 @@ MOST_NODES = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a hub id, such as Qwen/Qwen3-8B, or a model folder")
-    parser.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb or cpu")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
     parser.add_argument(
-        "--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="GPUs on each node (default %(default)s)"
+        "model", metavar="MODEL", help="a hub id, such as Qwen/Qwen3-8B, or a model folder"
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb or cpu"
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)"
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        default=GPUS_PER_NODE,
+        metavar="N",
+        help="GPUs on each node (default %(default)s)",
     )
     add_new_recipe(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the recipe, or writes it with -o. Raises Refusal: SW1442 to SW1444, and for an unknown model or GPU."""
+    """Prints the recipe, or writes it with -o. Raises Refusal: SW1442 to SW1444, and for an unknown
+    model or GPU."""
     from shardwright.cli.plan_model import words_of
     from shardwright.model.popular.shipped import shipped_name
 
@@ -43,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
         raise _exists(output)
     gpu = args.gpu or _ask_gpu()
     if gpu is None:
-        error("--gpu is missing; `--gpu cpu` is this machine, and `shardwright completion` completes the others")
+        error(
+            "--gpu is missing; `--gpu cpu` is this machine, and `shardwright completion` completes "
+            "the others"
+        )
         return 1
     folder = os.path.isfile(os.path.join(args.model, "config.json"))
     choice = Choice(
@@ -74,8 +88,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Any at all: what is cut off, or in a format that is not read, `compile` says, and nobody trains from scratch."""
-    return any(next(folder.glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    """Any at all: what is cut off, or in a format that is not read, `compile` says, and nobody
+    trains from scratch."""
+    return any(
+        next(folder.glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin")
+    )
 
 
 def _ask_gpu() -> str | None:
@@ -91,12 +108,17 @@ def _ask_gpu() -> str | None:
 
 def _name(model: str, gpu: str, nodes: int, gpus_per_node: int) -> str:
     last = os.path.basename(os.path.normpath(model)).lower()
-    cluster = f"{gpus_per_node}x{gpu.split('-')[0]}" if nodes == 1 else f"{nodes}x{gpus_per_node}{gpu.split('-')[0]}"
+    cluster = (
+        f"{gpus_per_node}x{gpu.split('-')[0]}"
+        if nodes == 1
+        else f"{nodes}x{gpus_per_node}{gpu.split('-')[0]}"
+    )
     return re.sub(r"[^A-Za-z0-9._-]", "-", f"{last}-{cluster}")[:64].strip("-")
 
 
 def _relative(folder: str, output: Path | None) -> str:
-    """As the recipe's own folder sees it, always with a leading dot, so that it is read as a folder."""
+    """As the recipe's own folder sees it, always with a leading dot, so that it is read as a
+    folder."""
     path = os.path.relpath(folder, output.parent if output is not None else ".")
     return path if path.startswith("..") else f"./{path}"
 
@@ -107,7 +129,8 @@ def _exists(output: Path) -> Refusal:
 
 
 def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None:
-    """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of the cluster."""
+    """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of
+    the cluster."""
     from shardwright.cli.plan_model import load_text
     from shardwright.compile import read_problem
     from shardwright.search.search import choose
@@ -119,10 +142,16 @@ def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None
         choose(problem)
     except Refusal as refusal:
         enough = _enough_nodes(recipe)
-        fewest = f"{enough} nodes of {cluster.gpus_per_node} would have one." if enough else "No number of nodes helps."
+        fewest = (
+            f"{enough} nodes of {cluster.gpus_per_node} would have one."
+            if enough
+            else "No number of nodes helps."
+        )
         there = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
         help = f"{fewest} A GPU with more memory or a smaller model would do, too."
-        unplanned = found("SW1443", None, f"no layout runs on {there}, so no recipe is written", help)
+        unplanned = found(
+            "SW1443", None, f"no layout runs on {there}, so no recipe is written", help
+        )
         raise Refusal(*refusal.diagnostics, unplanned) from None
 
 
@@ -132,7 +161,9 @@ def _at(recipe: Recipe, text: str, directory: Path | None) -> Recipe:
     if directory is None or source is None or not os.path.isabs(source):
         return recipe
     folder = os.path.relpath(source, os.getcwd())
-    model = dataclasses.replace(recipe.model, source=os.path.abspath(os.path.join(directory, folder)))
+    model = dataclasses.replace(
+        recipe.model, source=os.path.abspath(os.path.join(directory, folder))
+    )
     return dataclasses.replace(recipe, model=model)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 GPUS_PER_NODE = 8
 LONGEST_SEQUENCE = 4096
 CPU_SEQUENCE = 128
-# A step's tokens for each GPU, so that it is busy; and at most, what models of 7 B to 400 B are pre-trained with
-# (Llama 2 and 3: 4 M to 16 M).
+# A step's tokens for each GPU, so that it is busy; and at most, what models of 7 B to 400 B are
+# pre-trained with (Llama 2 and 3: 4 M to 16 M).
 TOKENS_PER_GPU = 2**16
 MOST_TOKENS = 4 * 2**20
 CPU_TOKENS = 512
@@ -17,7 +17,8 @@ CPU_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the command line says. model: as the recipe shall name it. has_weights: it is a folder with some in it."""
+    """What the command line says. model: as the recipe shall name it. has_weights: it is a folder
+    with some in it."""
 
     model: str
     has_weights: bool
@@ -28,8 +29,9 @@ class Choice:
 
 
 def recipe_text(choice: Choice, source: str) -> str:
-    """YAML with a comment for each decision. source: the model's absolute folder, or its hub id. An unknown GPU or
-    model gets a recipe too, which names it: the check that follows says what is wrong with it."""
+    """YAML with a comment for each decision. source: the model's absolute folder, or its hub id. An
+    unknown GPU or model gets a recipe too, which names it: the check that follows says what is
+    wrong with it."""
     from shardwright.cli.plan_model import longest_sequence
     from shardwright.cluster.resolve import catalogue
 
@@ -46,7 +48,8 @@ def recipe_text(choice: Choice, source: str) -> str:
         ""
         if entry is None
         else _LINKS.format(
-            intra=f"{entry['intra_node_gbytes_per_second']:g}", inter=f"{entry['inter_node_gbits_per_second']:g}"
+            intra=f"{entry['intra_node_gbytes_per_second']:g}",
+            inter=f"{entry['inter_node_gbits_per_second']:g}",
         )
     )
     return _TEXT.format(
@@ -67,22 +70,25 @@ def recipe_text(choice: Choice, source: str) -> str:
     )
 
 
-_PRETRAINED = "pretrained # goes on from the folder's weights; `random` trains from scratch (at lr 3e-4, say)"
+_PRETRAINED = (
+    "pretrained # goes on from the folder's weights; `random` trains from scratch (at lr 3e-4, say)"
+)
 _RANDOM = "random # from scratch; `pretrained` goes on from the published weights (at lr 2e-5, say)"
-# Of fine-tuning whole models of 7 B (Alpaca, and Llama 2's section 3.1); of pre-training (Llama 2, table 1).
+# Of fine-tuning whole models of 7 B (Alpaca, and Llama 2's section 3.1); of pre-training (Llama 2,
+# table 1).
 _FINE_TUNING, _FROM_SCRATCH = "2e-5", "3e-4"
 _LINKS = """\
   # intra_node_gbytes_per_second: {intra} # per GPU, one direction; this is the catalogue's value
   # inter_node_gbits_per_second: {inter} # per GPU; this is the catalogue's value
 """
 _ISLANDS = """\
-  # islands: 2 # groups of nodes with a slow link between them, which meet every so many steps (docs/islands.md)
+  # islands: 2 # groups of nodes with a slow link between them (docs/islands.md)
   # inter_island_gbits_per_second: 10 # of that link
 """
 _TEXT = """\
 # Every key with its default: `shardwright schema`. Next:
 #   shardwright check FILE               is it right?
-#   shardwright plan FILE                the layouts, best first; --pin ROW writes one into this file
+#   shardwright plan FILE                the layouts, best first; --pin ROW writes one here
 #   shardwright compile FILE -o DIR      the folder that trains; shardwright run DIR
 version: 1
 name: {name}

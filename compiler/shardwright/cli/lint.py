@@ -1,5 +1,5 @@
-"""`shardwright lint FILE...`: rules over existing DeepSpeed configurations, and over arguments of Megatron-LM's
-pretrain_gpt.py, without torch or either engine."""
+"""`shardwright lint FILE...`: rules over existing DeepSpeed configurations, and over arguments of
+Megatron-LM's pretrain_gpt.py, without torch or either engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """Of one file. fixable: for each diagnostic, whether --fix mends it. mended: what it did mend."""
+    """Of one file. fixable: for each diagnostic, whether --fix mends it. mended: what it did
+    mend."""
 
     name: str
     diagnostics: tuple[Diagnostic, ...]
@@ -45,28 +46,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a ds_config.json, or Megatron-LM's options; - is standard input",
     )
     parser.add_argument(
-        "--world-size", type=positive, metavar="N", help="the number of ranks, to check the batch sizes against"
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="the number of ranks, to check the batch sizes against",
     )
     parser.add_argument(
         "--for",
         dest="audience",
         choices=("deepspeed", "trainer", "megatron"),
-        help='who reads the file: a script that calls DeepSpeed; the HF Trainer or Accelerate, which fill in "auto" '
-        '(default: trainer if the file contains a Trainer "auto"); or the parser of Megatron-LM\'s pretrain_gpt.py, '
+        help="who reads the file: a script that calls DeepSpeed; the HF Trainer or Accelerate, "
+        'which fill in "auto" '
+        '(default: trainer if the file contains a Trainer "auto"); or the parser of Megatron-LM\'s '
+        "pretrain_gpt.py, "
         "whose options stand in a shell script",
     )
     parser.add_argument("--fix", action="store_true", help="fix in place what needs no decision")
     parser.add_argument(
-        "--format", choices=("text", "json", "github"), default="text", help="json: one object per file, one per line"
+        "--format",
+        choices=("text", "json", "github"),
+        default="text",
+        help="json: one object per file, one per line",
     )
     model = parser.add_argument_group("the model")
     model.add_argument(
         "--model",
         metavar="M",
-        help="a hub id or model folder: also check that it fits in memory, and takes the expert and sequence ranks",
+        help=(
+            "a hub id or model folder: also check that it fits in memory, and takes the expert "
+            "and sequence ranks"
+        ),
     )
-    model.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb")
-    model.add_argument("--sequence-length", type=positive, metavar="S", help="tokens per sample (default: 4096)")
+    model.add_argument(
+        "--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb"
+    )
+    model.add_argument(
+        "--sequence-length", type=positive, metavar="S", help="tokens per sample (default: 4096)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,7 +151,9 @@ def _lint_arguments(name: str, text: str, world_size: int | None) -> _Result:
 
     arguments = read_arguments(name, text, world_size)
     told = lint_arguments(arguments)
-    return _Result(name=name, diagnostics=told, source=arguments.source, fixable=(False,) * len(told))
+    return _Result(
+        name=name, diagnostics=told, source=arguments.source, fixable=(False,) * len(told)
+    )
 
 
 def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[Found, ...]]:
@@ -150,7 +168,9 @@ def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[
             message = f"{document.name} cannot be written: {error.strerror or error}"
             place = Location(file=document.name, line=0, column=0)
             help = "Nothing was changed. Give the file and its folder write rights."
-            raise Refusal(Diagnostic(code="SW4010", message=message, help=help, location=place)) from None
+            raise Refusal(
+                Diagnostic(code="SW4010", message=message, help=help, location=place)
+            ) from None
     return changed, mended
 
 
@@ -178,22 +198,29 @@ def _json(result: _Result, printed: int) -> None:
     for found, fixable in zip(result.diagnostics, result.fixable, strict=True):
         row = to_json(found, result.source)
         del row["file"]
-        rows.append({**row, "key": None if found.key is None else dotted(found.key), "fix": fixable})
+        rows.append(
+            {**row, "key": None if found.key is None else dotted(found.key), "fix": fixable}
+        )
     document: dict[str, JsonValue] = {"file": result.name, "ok": result.ok, "diagnostics": rows}
     if result.mended:
-        document["fixed"] = [{"code": f.code, "key": dotted(f.key), "message": f.message} for f in result.mended]
+        document["fixed"] = [
+            {"code": f.code, "key": dotted(f.key), "message": f.message} for f in result.mended
+        ]
     if result.notes:
         document["notes"] = list(result.notes)
     print(strict_json(document), flush=True)
 
 
 def _github(result: _Result, printed: int) -> None:
-    """https://docs.github.com/actions/reference/workflow-commands-for-github-actions, setting an error message."""
+    """https://docs.github.com/actions/reference/workflow-commands-for-github-actions, setting an
+    error message."""
     for found in result.diagnostics:
         place = locate(found, result.source)
         where = f"file={_property(result.name)}"
         if place is not None and place.line:
-            where += f",line={place.line},col={place.column},endColumn={place.column + place.length}"
+            where += (
+                f",line={place.line},col={place.column},endColumn={place.column + place.length}"
+            )
         text = f"{found.message}. {found.help}" if found.help else found.message
         level = "notice" if found.severity == "note" else found.severity
         print(f"::{level} {where},title={found.code}::{_data(text)}", flush=True)

@@ -18,9 +18,16 @@ POLL_SECONDS = 0.3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
-    parser.add_argument("--rank", type=int, metavar="N", help="show this rank's own output (default: the launcher's)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="N",
+        help="show this rank's own output (default: the launcher's)",
+    )
     add_island(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="keep printing until the run ends"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,15 +48,24 @@ def log_path(plan: Plan, folder: Path, rank: int | None) -> Path:
     last = len(plan.ranks) - 1
     if rank is not None and not 0 <= rank <= last:
         raise refusal("SW6305", f"there is no rank {rank}", f"The plan has ranks 0 to {last}.")
-    return folder / "run" / "logs" / f"rank-{rank:05d}.log" if rank else folder / "run" / "launcher.log"
+    return (
+        folder / "run" / "logs" / f"rank-{rank:05d}.log"
+        if rank
+        else folder / "run" / "launcher.log"
+    )
 
 
 def _no_log(plan: Plan, path: Path, rank: int | None) -> Refusal:
     where = ""
     if rank:
         line = plan.ranks[rank].node + 1
-        where = f" Without a shared file system it lies on the rank's own host, line {line} of the hostfile."
-    return refusal("SW6305", f"there is no {str(path)!r}", f"It is written once the run has started.{where}")
+        where = (
+            f" Without a shared file system it lies on the rank's own host, line {line} of the "
+            "hostfile."
+        )
+    return refusal(
+        "SW6305", f"there is no {str(path)!r}", f"It is written once the run has started.{where}"
+    )
 
 
 def _show(plan: Plan, path: Path, folder: Path, *, follow: bool) -> None:

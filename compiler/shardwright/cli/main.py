@@ -1,4 +1,5 @@
-"""The `shardwright` command: picks one command's module, runs it, and turns whatever happens into an exit code.
+"""The `shardwright` command: picks one command's module, runs it, and turns whatever happens into
+an exit code.
 
 0 done, 1 refused (bad input, usage), 2 our fault, 3 training did not finish, 130 interrupted.
 """
@@ -22,23 +23,50 @@ DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
 # name -> (module, one line of help); only the chosen module is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("shardwright.cli.init", "write a commented starter recipe for a model and a cluster"),
-    "import": ("shardwright.cli.import_config", "turn a DeepSpeed config and its launch command into a recipe"),
+    "import": (
+        "shardwright.cli.import_config",
+        "turn a DeepSpeed config and its launch command into a recipe",
+    ),
     "schema": ("shardwright.cli.schema", "print the JSON Schema of a recipe, with every default"),
     "check": ("shardwright.cli.check", "check recipes and the files they name"),
     "models": ("shardwright.cli.models", "list the model types and what has been proved for each"),
-    "lint": ("shardwright.cli.lint", "check DeepSpeed configs and Megatron-LM arguments that you already have"),
-    "explain": ("shardwright.cli.explain", "explain a plan, why it is not another layout, or a code"),
+    "lint": (
+        "shardwright.cli.lint",
+        "check DeepSpeed configs and Megatron-LM arguments that you already have",
+    ),
+    "explain": (
+        "shardwright.cli.explain",
+        "explain a plan, why it is not another layout, or a code",
+    ),
     "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
-    "estimate": ("shardwright.cli.estimate", "predict the memory and step time of the pinned layout"),
-    "diff": ("shardwright.cli.diff", "compare two recipes or compiled folders, and what the changes do"),
+    "estimate": (
+        "shardwright.cli.estimate",
+        "predict the memory and step time of the pinned layout",
+    ),
+    "diff": (
+        "shardwright.cli.diff",
+        "compare two recipes or compiled folders, and what the changes do",
+    ),
     "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
     "prepare": ("shardwright.cli.prepare", "tokenize a compiled folder's data before the run"),
-    "verify": ("shardwright.cli.verify", "test the layout on a tiny copy of the model against one process"),
+    "verify": (
+        "shardwright.cli.verify",
+        "test the layout on a tiny copy of the model against one process",
+    ),
     "calibrate": ("shardwright.cli.calibrate", "measure this machine for a recipe's plans"),
-    "tune": ("shardwright.cli.tune", "run the best layouts of a recipe, and today's, for a few steps"),
-    "report": ("shardwright.cli.report", "write a one-page HTML report of a compiled folder and its run"),
+    "tune": (
+        "shardwright.cli.tune",
+        "run the best layouts of a recipe, and today's, for a few steps",
+    ),
+    "report": (
+        "shardwright.cli.report",
+        "write a one-page HTML report of a compiled folder and its run",
+    ),
     "run": ("shardwright.cli.run", "train a compiled folder"),
-    "outer-store": ("shardwright.cli.outer_store", "bring the islands of a compiled folder together"),
+    "outer-store": (
+        "shardwright.cli.outer_store",
+        "bring the islands of a compiled folder together",
+    ),
     "doctor": ("shardwright.cli.doctor", "check a compiled folder's hosts before anything starts"),
     "status": ("shardwright.cli.status", "show how a run is doing"),
     "logs": ("shardwright.cli.logs", "show a run's output, or one rank's"),
@@ -84,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has all it wanted. Python flushes once more at exit: give it somewhere to flush to.
+        # The reader (`| head`) has all it wanted. Python flushes once more at exit: give it
+        # somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except OSError as error:
@@ -121,7 +150,11 @@ def _dispatch(arguments: list[str]) -> int:
         return _no_command(first)
     module, summary = COMMANDS[first]
     command = cast(CommandModule, importlib.import_module(module))
-    parser = _Parser(prog=f"shardwright {first}", description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
+    parser = _Parser(
+        prog=f"shardwright {first}",
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        allow_abbrev=False,
+    )
     command.add_arguments(parser)
     return command.run(parser.parse_args(rest))
 
@@ -144,7 +177,11 @@ def _no_command(name: str) -> int:
 
     close = difflib.get_close_matches(name, COMMANDS, n=1)
     what = f"unknown option {name}" if name.startswith("-") else f"there is no command `{name}`"
-    say(f"{what}; did you mean `{close[0]}`?" if close else f"{what}; `shardwright --help` lists the commands")
+    say(
+        f"{what}; did you mean `{close[0]}`?"
+        if close
+        else f"{what}; `shardwright --help` lists the commands"
+    )
     return REFUSED
 
 
@@ -159,10 +196,13 @@ def _failed(error: Exception) -> int:
 
     text = f"shardwright {__version__}, Python {sys.version}\narguments: {sys.argv[1:]!r}\n\n"
     text += "".join(traceback.format_exception(error))
-    with tempfile.NamedTemporaryFile("wb", prefix="shardwright-", suffix=".txt", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        "wb", prefix="shardwright-", suffix=".txt", delete=False
+    ) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
     say(
-        f"this is our fault, not yours: {type(error).__name__} inside shardwright. The details are in {file.name}; "
-        "please report them together with the recipe. Nothing of your input needs to change."
+        f"this is our fault, not yours: {type(error).__name__} inside shardwright. The details are "
+        f"in {file.name}; please report them together with the recipe. Nothing of your input needs "
+        "to change."
     )
     return OUR_FAULT

@@ -1,4 +1,5 @@
-"""Which figures of a plan were measured: lines for `plan` and `estimate`, a table for `explain`, --json's object."""
+"""Which figures of a plan were measured: lines for `plan` and `estimate`, a table for `explain`,
+--json's object."""
 
 from __future__ import annotations
 
@@ -24,18 +25,31 @@ NOISY = 0.25
 
 
 def figure_lines(found: Measurements) -> list[str]:
-    """Every constant beside the one that it replaces, and how many of the other figures there are."""
+    """Every constant beside the one that it replaces, and how many of the other figures there
+    are."""
     entries = constant_entries()
     rows = [
-        (name, f"{f.value:.4g}", f"{entries[name]['value']:.4g}", entries[name]["unit"], str(f.n), f"{f.spread:.0%}")
+        (
+            name,
+            f"{f.value:.4g}",
+            f"{entries[name]['value']:.4g}",
+            entries[name]["unit"],
+            str(f.n),
+            f"{f.spread:.0%}",
+        )
         for name, f in found.constants.items()
         if name in entries
     ]
     machine = found.machine
     lines = [
-        title(f"Measured on {machine.device}, {machine.cores} cores, with {machine.ranks} ranks, {machine.precision}"),
+        title(
+            f"Measured on {machine.device}, {machine.cores} cores, with {machine.ranks} ranks, "
+            f"{machine.precision}"
+        ),
         *(
-            table_lines(("constant", "measured", "instead of", "unit", "n", "spread"), rows, text=(0, 3))
+            table_lines(
+                ("constant", "measured", "instead of", "unit", "n", "spread"), rows, text=(0, 3)
+            )
             if rows
             else []
         ),
@@ -45,8 +59,12 @@ def figure_lines(found: Measurements) -> list[str]:
 
 
 def _groups(found: Measurements) -> list[tuple[str, list[Figure]]]:
-    layers = [figure for row in found.layers for figure in (row.forward_seconds, row.backward_seconds)]
-    engine = [figure for row in found.engine for figure in (row.micro_batch_seconds, row.step_seconds)]
+    layers = [
+        figure for row in found.layers for figure in (row.forward_seconds, row.backward_seconds)
+    ]
+    engine = [
+        figure for row in found.engine for figure in (row.micro_batch_seconds, row.step_seconds)
+    ]
     return [
         ("layers of the model, forward and backward", layers),
         ("the engine's own time", engine),
@@ -69,11 +87,21 @@ def plan_lines(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> list[str]
     found, whole = measured.found, figures_of(recipe, graph)
     constants = list(found.constants.values())
     named = ", ".join(found.constants)
-    lines = [f"measured on {found.machine.device}: {named} ({figures_words(constants)})"] if constants else []
+    lines = (
+        [f"measured on {found.machine.device}: {named} ({figures_words(constants)})"]
+        if constants
+        else []
+    )
     if whole is not None:
-        lines += [f"measured: {words} ({figures_words(figures)})" for words, figures in _groups(whole) if figures]
+        lines += [
+            f"measured: {words} ({figures_words(figures)})"
+            for words, figures in _groups(whole)
+            if figures
+        ]
     elif found.layers or found.runs:
-        lines.append("its layers and runs are of another model, sequence length or engine: not used")
+        lines.append(
+            "its layers and runs are of another model, sequence length or engine: not used"
+        )
     return [*lines, *shared_lines(recipe, cluster)]
 
 
@@ -83,8 +111,9 @@ def shared_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
         return []
     cores = measured.found.machine.cores
     return [
-        f"{cluster.gpus_per_node} ranks share {cores} core{'' if cores == 1 else 's'}: a pipeline's idle time is not "
-        "idle, so that the order of the layouts is surer than their steps"
+        f"{cluster.gpus_per_node} ranks share {cores} core{'' if cores == 1 else 's'}: a "
+        "pipeline's idle time is not idle, so that the order of the layouts is surer than their "
+        "steps"
     ]
 
 
@@ -96,7 +125,9 @@ def explain_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
     return [*figure_lines(measured.found), *shared_lines(recipe, cluster)]
 
 
-def measured_object(recipe: Recipe, graph: ModelGraph, strategy: Strategy | None) -> JsonObject | None:
+def measured_object(
+    recipe: Recipe, graph: ModelGraph, strategy: Strategy | None
+) -> JsonObject | None:
     """For --json. run: of this very layout."""
     measured = recipe.cluster.measured
     if measured is None:

@@ -34,7 +34,9 @@ _TITLES: dict[str, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("type", nargs="?", metavar="TYPE", help="a model_type of config.json, or a model's name")
+    parser.add_argument(
+        "type", nargs="?", metavar="TYPE", help="a model_type of config.json, or a model's name"
+    )
     parser.add_argument(
         "--task",
         choices=("causal-lm", IMAGE_TEXT),
@@ -61,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def type_of(text: str, table: Support, second: Support) -> str:
-    """A type's own name, or that of a model that comes with shardwright. Raises Refusal: SW2003, SW2004, SW2017,
-    SW2019."""
+    """A type's own name, or that of a model that comes with shardwright. Raises Refusal: SW2003,
+    SW2004, SW2017, SW2019."""
     from shardwright.model.popular.shipped import shipped_config, shipped_name
 
     known = {*table.types, *second.types}
@@ -75,7 +77,8 @@ def type_of(text: str, table: Support, second: Support) -> str:
 
 
 def pair_type(text: str) -> str | None:
-    """A type that learns from pairs of a picture and a caption, or such a model that comes with shardwright."""
+    """A type that learns from pairs of a picture and a caption, or such a model that comes with
+    shardwright."""
     from shardwright.ir.words import PAIR_TYPES
     from shardwright.model.popular.shipped import shipped_config, shipped_name
 
@@ -114,7 +117,11 @@ def _not_here(text: str, table: Support) -> Refusal:
     if _sees(table):
         causal = support()
         is_known = text in causal.types or text in causal.others
-        return Refusal(no_pictures(text, table.types, None) if is_known else unknown_type(text, table.types, None))
+        return Refusal(
+            no_pictures(text, table.types, None)
+            if is_known
+            else unknown_type(text, table.types, None)
+        )
     if text not in table.others:
         return Refusal(unknown_type(text, table.types, None))
     if table.others[text] == "encoder-decoder":
@@ -134,16 +141,27 @@ def overview(table: Support, *, color: bool) -> str:
         lines.append(_row(model_type, width, shown, widths, verdicts))
     lines.append("")
     for verdict in _COLORS:
-        counts = [str(sum(cells[name].verdict == verdict for cells in table.types.values())) for name in names]
+        counts = [
+            str(sum(cells[name].verdict == verdict for cells in table.types.values()))
+            for name in names
+        ]
         lines.append(_row(verdict, width, counts, widths))
     lines.append("")
     what = IMAGE_TEXT if _sees(table) else "causal-LM"
-    lines.append(f"{len(table.types)} {what} types of transformers {table.transformers}, each a tiny model against")
-    lines.append("one plain process. `shardwright models TYPE` tells the reasons and the differences measured.")
+    lines.append(
+        f"{len(table.types)} {what} types of transformers {table.transformers}, each a tiny "
+        "model against"
+    )
+    lines.append(
+        "one plain process. `shardwright models TYPE` tells the reasons and the differences "
+        "measured."
+    )
     return "\n".join(lines) + "\n"
 
 
-def _row(first: str, width: int, cells: list[str], widths: list[int], verdicts: list[str] | None = None) -> str:
+def _row(
+    first: str, width: int, cells: list[str], widths: list[int], verdicts: list[str] | None = None
+) -> str:
     padded = [cell.ljust(w) for cell, w in zip(cells, widths, strict=True)]
     if verdicts is not None:
         padded = [f"{_COLORS[v]}{cell}{_RESET}" for v, cell in zip(verdicts, padded, strict=True)]
@@ -164,7 +182,8 @@ def details(model_type: str, table: Support) -> str:
             lines.append(f"    {cell.reason}")
         if cell.loss is not None:
             lines.append(
-                f"    worst differences: loss {cell.loss:g}, norm {cell.norm:g} relative, weights {cell.weights:g}"
+                f"    worst differences: loss {cell.loss:g}, norm {cell.norm:g} relative, weights "
+                f"{cell.weights:g}"
             )
         if cell.sharded and cell.verdict == "proved":
             lines.append(f"    {cell.sharded:.0%} of its layers' matrices is cut")
@@ -184,8 +203,12 @@ def sight_keys(cells: dict[str, Cell]) -> list[str]:
         return ["no layout of this type is proved"]
     return [
         f"task: {IMAGE_TEXT}",
-        "zero_stage: 0 to 3 with pipeline: 1" if "zero" in proved else "zero_stage: 3 is not proved over data ranks",
-        "pipeline: up to one stage a layer, with zero_stage: 1" if "pipeline" in proved else "pipeline: 1",
+        "zero_stage: 0 to 3 with pipeline: 1"
+        if "zero" in proved
+        else "zero_stage: 3 is not proved over data ranks",
+        "pipeline: up to one stage a layer, with zero_stage: 1"
+        if "pipeline" in proved
+        else "pipeline: 1",
         "expert: 1",
         "context: 1",
     ]
@@ -209,18 +232,28 @@ def recipe_keys(cells: dict[str, Cell]) -> list[str]:
     if not proved:
         return ["no layout of this type is proved"]
     lines = [
-        "zero_stage: 0 to 3 with pipeline: 1" if "zero" in proved else "zero_stage: not proved over data ranks",
-        "pipeline: up to one stage a layer, with zero_stage: 1" if "pipeline" in proved else "pipeline: 1",
+        "zero_stage: 0 to 3 with pipeline: 1"
+        if "zero" in proved
+        else "zero_stage: not proved over data ranks",
+        "pipeline: up to one stage a layer, with zero_stage: 1"
+        if "pipeline" in proved
+        else "pipeline: 1",
     ]
     if "tensor_sharded" in proved:
         lines.append("tensor: a degree that divides its heads and its feed-forward size")
     elif "tensor_fallback" in proved:
-        lines.append("tensor: by gathered outputs; the attention itself is computed whole on every rank")
+        lines.append(
+            "tensor: by gathered outputs; the attention itself is computed whole on every rank"
+        )
     else:
         lines.append("tensor: 1")
     if {"pipeline", "tensor_sharded"} <= proved and "pipeline_tensor" not in proved:
         lines.append("pipeline and tensor together: not proved")
-    lines.append("expert: a degree that divides data x context and the experts" if "expert" in proved else "expert: 1")
+    lines.append(
+        "expert: a degree that divides data x context and the experts"
+        if "expert" in proved
+        else "expert: 1"
+    )
     divides = "context: a degree that divides the sequence and a tensor rank's heads"
     lines.append(divides if "context" in proved else "context: 1")
     return lines

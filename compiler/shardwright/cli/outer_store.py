@@ -7,11 +7,19 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder of a recipe with cluster.islands")
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        type=Path,
+        help="a compiled folder of a recipe with cluster.islands",
+    )
     parser.add_argument(
         "--bind",
         metavar="HOST:PORT",
-        help="the address to listen at, where it is not the one that islands reach (launch.outer_store)",
+        help=(
+            "the address to listen at, where it is not the one that islands reach "
+            "(launch.outer_store)"
+        ),
     )
 
 

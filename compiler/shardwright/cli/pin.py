@@ -1,4 +1,5 @@
-"""`plan --pin ROW`: one row of the table becomes the `parallelism` section of a recipe, comments and order kept."""
+"""`plan --pin ROW`: one row of the table becomes the `parallelism` section of a recipe, comments
+and order kept."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ WIDE = 4096  # columns: ruamel.yaml would fold the user's long lines
 
 
 def pin_recipe(text: str, target: Path, strategy: Strategy, recipe: Recipe) -> None:
-    """Writes `text`, a recipe that was read as `recipe`, with the pins in it; a file there is replaced whole."""
+    """Writes `text`, a recipe that was read as `recipe`, with the pins in it; a file there is
+    replaced whole."""
     write_atomically(target, pinned_text(text, strategy, recipe, as_json=target.suffix == ".json"))
 
 
 def pinned_text(text: str, strategy: Strategy, recipe: Recipe, *, as_json: bool = False) -> str:
-    """Pins stand in the file that was asked about, also where `auto` came from one that it extends."""
+    """Pins stand in the file that was asked about, also where `auto` came from one that it
+    extends."""
     if as_json:
         document = json.loads(text)
         _pin(document, strategy, recipe)

@@ -1,4 +1,5 @@
-"""`shardwright plan R`: search the layouts and rank them. `plan MODEL --gpu G --nodes N` does it without a recipe."""
+"""`shardwright plan R`: search the layouts and rank them. `plan MODEL --gpu G --nodes N` does it
+without a recipe."""
 
 from __future__ import annotations
 
@@ -31,28 +32,51 @@ MOST_LOST = 5  # regions that the page names; --json has them all
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "recipe", metavar="RECIPE|MODEL", help="a recipe file; or a hub id or model folder, with --gpu and --nodes"
+        "recipe",
+        metavar="RECIPE|MODEL",
+        help="a recipe file; or a hub id or model folder, with --gpu and --nodes",
     )
     add_overrides(parser)
-    parser.add_argument("--top", type=positive, default=10, metavar="N", help="how many layouts to show (default 10)")
     parser.add_argument(
-        "--pin", type=positive, metavar="ROW", help="pin the layout of this row of the table in the recipe"
+        "--top",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="how many layouts to show (default 10)",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="with --pin: write the pinned recipe here instead of in place"
+        "--pin",
+        type=positive,
+        metavar="ROW",
+        help="pin the layout of this row of the table in the recipe",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="with --pin: write the pinned recipe here instead of in place",
     )
     add_json(parser)
     model = parser.add_argument_group("for a MODEL instead of a recipe")
-    model.add_argument("--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb")
+    model.add_argument(
+        "--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb"
+    )
     model.add_argument("--nodes", type=positive, metavar="N", help="number of nodes")
     model.add_argument(
-        "--gpus-per-node", type=positive, metavar="N", help=f"GPUs on each node (default {plan_model.GPUS_PER_NODE})"
+        "--gpus-per-node",
+        type=positive,
+        metavar="N",
+        help=f"GPUs on each node (default {plan_model.GPUS_PER_NODE})",
     )
     model.add_argument(
         "--sequence-length",
         type=positive,
         metavar="S",
-        help=f"tokens per sequence (default: the model's longest, at most {plan_model.LONGEST_ASSUMED_SEQUENCE})",
+        help=(
+            "tokens per sequence (default: the model's longest, at most "
+            f"{plan_model.LONGEST_ASSUMED_SEQUENCE})"
+        ),
     )
     model.add_argument(
         "--global-batch-size",
@@ -60,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="sequences per step (default: about 4 M tokens, a multiple of the number of GPUs)",
     )
-    model.add_argument("--precision", metavar="P", help=f"bf16, fp16 or fp32 (default {plan_model.PRECISION})")
+    model.add_argument(
+        "--precision", metavar="P", help=f"bf16, fp16 or fp32 (default {plan_model.PRECISION})"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,10 +120,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         found = _object(args.recipe, problem, rows, result, sizing, batch, larger)
         if model is not None:
-            found["planned_as"], found["assumed"] = plan_model.planned_as(recipe), list(plan_model.assumed_keys(args))
+            found["planned_as"], found["assumed"] = (
+                plan_model.planned_as(recipe),
+                list(plan_model.assumed_keys(args)),
+            )
         print(strict_json({**found, **_measured(problem)}))
     else:
-        lines = [*plan_model.heading(args, text), *page_lines(problem, rows, result, sizing, batch, larger)]
+        lines = [
+            *plan_model.heading(args, text),
+            *page_lines(problem, rows, result, sizing, batch, larger),
+        ]
         print("\n".join([*lines, *plan_lines(recipe, problem.graph, problem.cluster)]), flush=True)
         print_diagnostics(result.ranked[0].diagnostics if result.ranked else (), recipe.source)
     if args.pin is not None:
@@ -120,8 +152,8 @@ def _measured(problem: Problem) -> JsonObject:
 
 
 def ranked_rows(problem: Problem, result: SearchResult, top: int) -> list[PlanRow]:
-    """The best, and "what you would run today" (pipeline 1, tensor 1, ZeRO-2 and 3): within the ranking where the pins
-    allow it, below it otherwise."""
+    """The best, and "what you would run today" (pipeline 1, tensor 1, ZeRO-2 and 3): within the
+    ranking where the pins allow it, below it otherwise."""
     from shardwright.search.search import baselines
     from shardwright.search.set_aside import set_aside
 
@@ -134,12 +166,21 @@ def ranked_rows(problem: Problem, result: SearchResult, top: int) -> list[PlanRo
     shown = sorted(chosen.values(), key=lambda e: place[e.strategy])
     of_today = {e.strategy for e in today}
     return [
-        *(_row(problem, e, today=e.strategy in of_today, ranked=True, aside=e.strategy in aside) for e in shown),
-        *(_row(problem, e, today=True, ranked=False, aside=False) for e in today if e.strategy not in place),
+        *(
+            _row(problem, e, today=e.strategy in of_today, ranked=True, aside=e.strategy in aside)
+            for e in shown
+        ),
+        *(
+            _row(problem, e, today=True, ranked=False, aside=False)
+            for e in today
+            if e.strategy not in place
+        ),
     ]
 
 
-def _row(problem: Problem, estimate: Estimate, *, today: bool, ranked: bool, aside: bool) -> PlanRow:
+def _row(
+    problem: Problem, estimate: Estimate, *, today: bool, ranked: bool, aside: bool
+) -> PlanRow:
     from shardwright.cli.measured import run_note
     from shardwright.cli.plan_table import PlanRow
 
@@ -182,8 +223,12 @@ def _object(
         "recipe": path,
         "plans": [estimate_object(path, row.estimate) for row in rows],
         "rejected": [dataclasses.asdict(region) for region in result.rejected],
-        "not_priced": [{"least_seconds": least, **dataclasses.asdict(s)} for least, s in result.slow],
-        "lost": [_lost_object(region) for region in lost_regions(recipe, result.ranked, result.slow)],
+        "not_priced": [
+            {"least_seconds": least, **dataclasses.asdict(s)} for least, s in result.slow
+        ],
+        "lost": [
+            _lost_object(region) for region in lost_regions(recipe, result.ranked, result.slow)
+        ],
         "pareto": [estimate_object(path, estimate) for estimate in pareto_front(result.ranked)],
         "binding": None if best is None else binding_constraint(best, result.beyond_memory(best)),
         "measured_error": _measured_error(result),
@@ -197,7 +242,11 @@ def _object(
     if sizing is not None:
         nearby = None if batch is None else dataclasses.asdict(batch)
         more = None if larger is None else dataclasses.asdict(larger)
-        bound: JsonObject = {"bound": _bound(recipe, sizing, batch), "other_batch": nearby, "larger_batch": more}
+        bound: JsonObject = {
+            "bound": _bound(recipe, sizing, batch),
+            "other_batch": nearby,
+            "larger_batch": more,
+        }
         found["sizing"] = {**dataclasses.asdict(sizing), **bound}
     return found
 
@@ -222,7 +271,11 @@ def _measured_error(result: SearchResult) -> dict[str, JsonValue]:
 
 
 def _bound(recipe: Recipe, sizing: Sizing, batch: OtherBatch | None) -> str:
-    return sizing.bound() if batch is None else batch.words(recipe.training.global_batch_size, sizing.nodes)
+    return (
+        sizing.bound()
+        if batch is None
+        else batch.words(recipe.training.global_batch_size, sizing.nodes)
+    )
 
 
 def page_lines(
@@ -233,7 +286,8 @@ def page_lines(
     batch: OtherBatch | None = None,
     larger: LargerBatch | None = None,
 ) -> list[str]:
-    """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch; larger: of larger_batch."""
+    """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch; larger:
+    of larger_batch."""
     from shardwright.cli.estimate import islands_rows
     from shardwright.cli.plan_table import error_notes, table
     from shardwright.search.compare import binding_constraint, lost_regions, pareto_front
@@ -248,8 +302,8 @@ def page_lines(
     if result.ranked:
         best, front = result.ranked[0], len(pareto_front(result.ranked))
         lines += [
-            f"{len(result.ranked)} layouts run, {front} of them on the Pareto front of time and memory; "
-            f"searched in {result.seconds:.2f} s",
+            f"{len(result.ranked)} layouts run, {front} of them on the Pareto front of time and "
+            f"memory; searched in {result.seconds:.2f} s",
             f"bound by {binding_constraint(best, result.beyond_memory(best))}",
             *error_notes([row.estimate for row in rows]),
         ]
@@ -259,24 +313,35 @@ def page_lines(
         lines += [] if kernels is None else [kernels.words()]
         other = other_engine(problem, best)
         lines += [] if other is None else [other.words()]
-        lines += [f"set aside: {set_aside_words(each)}" for each in set_aside(recipe, result.ranked)]
+        lines += [
+            f"set aside: {set_aside_words(each)}" for each in set_aside(recipe, result.ranked)
+        ]
         told = islands_rows(recipe, problem.graph, best)
         lines += [f"{name or ' ' * 7}  {words}" for name, words in told]
     if sizing is not None:
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
-        lines.append(f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}")
+        lines.append(
+            f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}"
+        )
         lines += [] if larger is None else [larger.words()]
     lost = lost_regions(recipe, result.ranked, result.slow)
     if lost:
         lines.append("lost to row 1:")
-        lines += [f"  {region.words():38} {region.slower_words():>9}  {region.because}" for region in lost[:MOST_LOST]]
+        lines += [
+            f"  {region.words():38} {region.slower_words():>9}  {region.because}"
+            for region in lost[:MOST_LOST]
+        ]
         lines += [f"  and {len(lost) - MOST_LOST} more (--json)"] if len(lost) > MOST_LOST else []
     if result.slow:
         least = result.slow[0][0] / result.ranked[0].time.step_seconds - 1
-        lines.append(f"not priced: {len(result.slow)} layouts that are slower by {least:.1%} at least")
+        lines.append(
+            f"not priced: {len(result.slow)} layouts that are slower by {least:.1%} at least"
+        )
     if result.rejected:
         lines.append("ruled out:")
-        lines += [f"  {region.count:6}  {region.code}  e.g. {region.reason}" for region in result.rejected]
+        lines += [
+            f"  {region.count:6}  {region.code}  e.g. {region.reason}" for region in result.rejected
+        ]
     return lines
 
 
@@ -287,7 +352,10 @@ def _unpinnable(args: argparse.Namespace, rows: list[PlanRow]) -> str:
     if rows[args.pin - 1].broken:
         return f"--pin {args.pin}: that layout does not run ({rows[args.pin - 1].note})"
     if args.overrides:
-        return "--pin and --set: the pinned recipe would lack what --set changes; write it into the recipe first"
+        return (
+            "--pin and --set: the pinned recipe would lack what --set changes; write it into "
+            "the recipe first"
+        )
     if args.recipe == "-" and args.output is None:
         return "--pin with a recipe from standard input needs -o FILE"
     target = _pinned_file(args)
@@ -300,7 +368,11 @@ def _pinned_file(args: argparse.Namespace) -> Path:
     """The recipe itself; for a model's name a new file, called as the model."""
     if args.output is not None:
         return Path(args.output)
-    return Path(args.recipe) if plan_model.model_of(args) is None else Path(f"{Path(args.recipe).name}.yaml")
+    return (
+        Path(args.recipe)
+        if plan_model.model_of(args) is None
+        else Path(f"{Path(args.recipe).name}.yaml")
+    )
 
 
 def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> None:
@@ -309,4 +381,6 @@ def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> N
     source = text or recipe.source.texts[recipe.source.file]
     target = _pinned_file(args)
     pin_recipe(source, target, row.estimate.strategy, recipe)
-    print(f"row {args.pin} is pinned in {target}: {row.estimate.strategy.describe()}", file=sys.stderr)
+    print(
+        f"row {args.pin} is pinned in {target}: {row.estimate.strategy.describe()}", file=sys.stderr
+    )

@@ -24,9 +24,12 @@ GPUS_PER_NODE = 8
 STEPS = 1000
 PRECISION = "bf16"
 LONGEST_ASSUMED_SEQUENCE = 4096
-TOKENS_PER_STEP = 4 * 2**20  # what models of 7 B to 400 B are pre-trained with (Llama 2 and 3: 4 M to 16 M)
+TOKENS_PER_STEP = (
+    4 * 2**20
+)  # what models of 7 B to 400 B are pre-trained with (Llama 2 and 3: 4 M to 16 M)
 
-PAIRS_PER_STEP = 32_768  # CLIP's batch (arXiv 2103.00020, section 2.5); SigLIP's gains end there (arXiv 2303.15343)
+# CLIP's batch (arXiv 2103.00020, section 2.5); SigLIP's gains end there (arXiv 2303.15343)
+PAIRS_PER_STEP = 32_768
 
 # A configuration's names for its longest sequence.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -48,14 +51,26 @@ def model_of(args: argparse.Namespace) -> str | None:
     return name if _HUB_ID.fullmatch(name) or args.gpu is not None else None
 
 
-_MODEL_FLAGS = ("gpu", "nodes", "gpus_per_node", "sequence_length", "global_batch_size", "precision")
+_MODEL_FLAGS = (
+    "gpu",
+    "nodes",
+    "gpus_per_node",
+    "sequence_length",
+    "global_batch_size",
+    "precision",
+)
 
 
 def usage_error(args: argparse.Namespace, model: str | None) -> str:
     """What is wrong with the flags, or ""."""
-    given = ["--" + flag.replace("_", "-") for flag in _MODEL_FLAGS if getattr(args, flag) is not None]
+    given = [
+        "--" + flag.replace("_", "-") for flag in _MODEL_FLAGS if getattr(args, flag) is not None
+    ]
     if model is None and given:
-        return f"{', '.join(given)}: for a model's name only; a recipe has these, change one with --set KEY=VALUE"
+        return (
+            f"{', '.join(given)}: for a model's name only; a recipe has these, change one with "
+            "--set KEY=VALUE"
+        )
     if model is not None and (args.gpu is None or args.nodes is None):
         where = "" if os.path.exists(args.recipe) else f"there is no file {args.recipe!r}; "
         return f"{where}planning a model without a recipe needs --gpu NAME and --nodes N"
@@ -76,14 +91,16 @@ def recipe_text(args: argparse.Namespace, model: str) -> str:
         "name: plan\n"
         # Weights are not looked at: a plan needs the configuration alone.
         f"model: {{source: {quote(model)}, weights: random}}\n"
-        f"cluster: {{nodes: {args.nodes}, gpus_per_node: {gpus_per_node}, gpu: {quote(args.gpu)}}}\n"
+        f"cluster: {{nodes: {args.nodes}, gpus_per_node: {gpus_per_node}, gpu: "
+        f"{quote(args.gpu)}}}\n"
         f"training: {{sequence_length: {length}, global_batch_size: {batch}, steps: {STEPS}, "
         f"precision: {quote(args.precision or PRECISION)}}}\n"
     )
 
 
 def longest_sequence(model: str) -> int:
-    """The longest sequence that the model's configuration names; where it names none, there is no limit."""
+    """The longest sequence that the model's configuration names; where it names none, there is no
+    limit."""
     config = _config_of(model)
     text = config.get("text_config")
     if isinstance(text, dict):  # of a model that sees
@@ -96,7 +113,11 @@ def _config_of(model: str) -> JsonObject:
     from shardwright.model.popular.hub import hub_config, read_config_file
 
     try:
-        return read_config_file(Path(model) / "config.json") if os.path.isabs(model) else hub_config(model)
+        return (
+            read_config_file(Path(model) / "config.json")
+            if os.path.isabs(model)
+            else hub_config(model)
+        )
     except Refusal:
         return {}  # stage 2 refuses it again, together with what is wrong elsewhere
 
@@ -109,14 +130,16 @@ def words_of(args: argparse.Namespace, model: str) -> dict[KeyPath, str]:
         ("cluster", "nodes"): ("--nodes ", args.nodes),
         ("cluster", "gpus_per_node"): ("--gpus-per-node ", args.gpus_per_node),
         **{
-            ("training", flag): (f"--{flag.replace('_', '-')} ", getattr(args, flag, None)) for flag in _MODEL_FLAGS[3:]
+            ("training", flag): (f"--{flag.replace('_', '-')} ", getattr(args, flag, None))
+            for flag in _MODEL_FLAGS[3:]
         },
     }
     return {key: f"{flag}{value}" for key, (flag, value) in flags.items() if value is not None}
 
 
 def load_text(text: str, overrides: Sequence[str], words: Mapping[KeyPath, str]) -> Recipe:
-    """The recipe of `text`. There is no file of it, so diagnostics point at the words of the command line."""
+    """The recipe of `text`. There is no file of it, so diagnostics point at the words of the
+    command line."""
     from shardwright.recipe.layers import STDIN
     from shardwright.recipe.load import load_recipe
 
@@ -137,7 +160,8 @@ def load_text(text: str, overrides: Sequence[str], words: Mapping[KeyPath, str])
         source = refusal.source or Source(file=STDIN)
         at = {place: word(key) for key, place in source.locations.items()}
         told = [
-            d if d.location not in at else dataclasses.replace(d, location=at[d.location]) for d in refusal.diagnostics
+            d if d.location not in at else dataclasses.replace(d, location=at[d.location])
+            for d in refusal.diagnostics
         ]
         raise Refusal(*told, source=as_typed(source)) from None
     return dataclasses.replace(recipe, source=as_typed(recipe.source))
@@ -146,21 +170,28 @@ def load_text(text: str, overrides: Sequence[str], words: Mapping[KeyPath, str])
 def assumed_keys(args: argparse.Namespace) -> tuple[str, ...]:
     """The recipe keys that neither the command line's flags nor its --set give."""
     sections = {"gpus_per_node": "cluster"}
-    keys = {f"{sections.get(flag, 'training')}.{flag}": getattr(args, flag) for flag in _MODEL_FLAGS[2:]}
+    keys = {
+        f"{sections.get(flag, 'training')}.{flag}": getattr(args, flag) for flag in _MODEL_FLAGS[2:]
+    }
     keys["training.steps"] = None
     overridden = {override.partition("=")[0].strip() for override in args.overrides}
     return tuple(key for key, value in keys.items() if value is None and key not in overridden)
 
 
 def planned_as(recipe: Recipe) -> JsonObject:
-    """The sections that the command line stands for, with --set applied and every default filled in."""
+    """The sections that the command line stands for, with --set applied and every default filled
+    in."""
     return {key: recipe.document[key] for key in ("model", "cluster", "training", "parallelism")}
 
 
 def heading(args: argparse.Namespace, text: str) -> list[str]:
-    """The recipe in place of which the model was planned, and what of it was assumed; nothing for a recipe."""
+    """The recipe in place of which the model was planned, and what of it was assumed; nothing for a
+    recipe."""
     if not text:
         return []
     assumed = ", ".join(assumed_keys(args)) or "nothing"
-    lines = [f"planned as this recipe (assumed: {assumed})", *(f"  {line}" for line in text.splitlines()[2:])]
+    lines = [
+        f"planned as this recipe (assumed: {assumed})",
+        *(f"  {line}" for line in text.splitlines()[2:]),
+    ]
     return [*lines, *(f"  --set {override}" for override in args.overrides), ""]

@@ -16,7 +16,8 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """note: what sets the row apart, such as a schedule, a broken rule, or that it is outside the pins."""
+    """note: what sets the row apart, such as a schedule, a broken rule, or that it is outside the
+    pins."""
 
     estimate: Estimate
     note: str
@@ -34,7 +35,10 @@ TEXT_COLUMNS = ("checkpointing", "")  # the others are numbers, and stand on the
 def table(rows: Sequence[PlanRow], *, is_cpu: bool) -> list[str]:
     """Lines without a line end. Δ: step time against row 1."""
     axes = [axis for axis in AXES if axis.short and (axis.is_free or _is_had(axis, rows))]
-    cells = [_cells(place, row, rows[0].estimate, axes, is_cpu=is_cpu) for place, row in enumerate(rows, start=1)]
+    cells = [
+        _cells(place, row, rows[0].estimate, axes, is_cpu=is_cpu)
+        for place, row in enumerate(rows, start=1)
+    ]
     text = [i for i, name in enumerate(HEADER) if name in TEXT_COLUMNS]
     header = [name.replace("/GPU", f"/{device(is_cpu=is_cpu)}") for name in HEADER]
     header[HEADER.index(DEGREES)] = " x ".join(axis.short for axis in axes)
@@ -45,7 +49,9 @@ def _is_had(axis: Axis, rows: Sequence[PlanRow]) -> bool:
     return any(row.estimate.strategy.values()[axis] != axis.plain for row in rows)
 
 
-def _cells(place: int, row: PlanRow, first: Estimate, axes: Sequence[Axis], *, is_cpu: bool) -> tuple[str, ...]:
+def _cells(
+    place: int, row: PlanRow, first: Estimate, axes: Sequence[Axis], *, is_cpu: bool
+) -> tuple[str, ...]:
     e, s = row.estimate, row.estimate.strategy
     peak, capacity, step = e.memory.peak_bytes, e.memory.capacity_bytes, e.time.step_seconds
     training = e.training
@@ -72,18 +78,31 @@ def _cells(place: int, row: PlanRow, first: Estimate, axes: Sequence[Axis], *, i
 def room_words(memory: Memory) -> str:
     """The share of a device that is left, or how often the peak would fill it."""
     times = memory.peak_bytes / memory.capacity_bytes
-    return f"({1 - times:.0%})" if memory.fits else f"does not fit ({times:.{1 if times >= 1.05 else 2}f}x)"
+    return (
+        f"({1 - times:.0%})"
+        if memory.fits
+        else f"does not fit ({times:.{1 if times >= 1.05 else 2}f}x)"
+    )
 
 
 def error_notes(estimates: Sequence[Estimate]) -> list[str]:
-    """Where the ± comes from, why rows of the table have none, and what else makes them less sure."""
+    """Where the ± comes from, why rows of the table have none, and what else makes them less
+    sure."""
     notes = []
-    known = [(e.error.step_time, e.error.step_time_regime) for e in estimates if e.error.step_time is not None]
+    known = [
+        (e.error.step_time, e.error.step_time_regime)
+        for e in estimates
+        if e.error.step_time is not None
+    ]
     if known:
         regimes = "; ".join(f"{share:.1%} ({regime})" for share, regime in dict.fromkeys(known))
         notes.append(f"± {regimes}: {source()}")
     for reason, rows in _rows_by(e.error.step_time_reason for e in estimates).items():
-        which = "" if len(rows) == len(estimates) else f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: "
+        which = (
+            ""
+            if len(rows) == len(estimates)
+            else f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: "
+        )
         notes.append(which + unmeasured(reason))
     flops = flops_words(estimates[0].flops_source) if estimates else ""
     return [*notes, *([f"FLOPs are {flops}"] if flops else [])]

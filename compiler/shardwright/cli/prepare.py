@@ -1,4 +1,5 @@
-"""`shardwright prepare DIR`: tokenize a compiled folder's data ahead of its run; no GPU, no process group."""
+"""`shardwright prepare DIR`: tokenize a compiled folder's data ahead of its run; no GPU, no process
+group."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder; with --check also a recipe")
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="a compiled folder; with --check also a recipe"
+    )
     parser.add_argument(
         "--check",
         type=positive,
         metavar="N",
-        help="read the first N records of each source, show what becomes of them, and write nothing",
+        help=(
+            "read the first N records of each source, show what becomes of them, and write nothing"
+        ),
     )
     add_json(parser)
 
@@ -68,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_check(subject: Path, most_records: int, *, as_json: bool) -> int:
-    """Reports on the first records of each source. Raises Refusal (SW6153): more of them are bad than the recipe lets
-    go, once the report is printed."""
+    """Reports on the first records of each source. Raises Refusal (SW6153): more of them are bad
+    than the recipe lets go, once the report is printed."""
     from shardwright.data.prepare import prepared_sample
     from shardwright.data.summary import record_samples, summarize, summarize_validation
     from shardwright.plan.serialize import load_plan
@@ -107,7 +112,8 @@ def _compile_into(folder: Path, recipe_file: Path) -> None:
 
 
 def _check_shares(plan: Plan, tolerant: Plan, copy: Path) -> None:
-    """Raises Refusal (SW6153). plan: with the recipe's shares; tolerant, copy: as they were prepared."""
+    """Raises Refusal (SW6153). plan: with the recipe's shares; tolerant, copy: as they were
+    prepared."""
     from shardwright.data.pictures import read_counts
     from shardwright.data.prepare import prepared_folder
     from shardwright.data.read_report import read_report
@@ -121,8 +127,9 @@ def _check_shares(plan: Plan, tolerant: Plan, copy: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """Holds what the run will read. checked: records of each source that were read, where not all are; then data is
-    None, because they make no training. parts, validation: counts of each source; rate: of a vision-language model."""
+    """Holds what the run will read. checked: records of each source that were read, where not all
+    are; then data is None, because they make no training. parts, validation: counts of each source;
+    rate: of a vision-language model."""
 
     plan: Plan
     folder: Path
@@ -162,14 +169,23 @@ def report_json(report: DataReport) -> str:
 
 def report_text(report: DataReport) -> str:
     """Writes a table of the sources, what there is to say of each, and the samples."""
-    named = [(_name(p), p) for p in report.parts] + [(f"validation: {_name(p)}", p) for p in report.validation]
+    named = [(_name(p), p) for p in report.parts] + [
+        (f"validation: {_name(p)}", p) for p in report.validation
+    ]
     lines = [f"the first {report.checked:,} records of each source", ""] if report.checked else []
     lines += _table(named)
     for name, part in named:
         if notes := list(_notes(part, report.plan.training.sequence_length)):
             lines += ["", name, *(line for note in notes for line in _wrapped(note, "  "))]
     if report.data is not None:
-        lines += ["", *(line for name, text in _training(report) for line in _wrapped(f"{name:<11}{text}", "", 11))]
+        lines += [
+            "",
+            *(
+                line
+                for name, text in _training(report)
+                for line in _wrapped(f"{name:<11}{text}", "", 11)
+            ),
+        ]
     for number, pieces in enumerate(report.samples, 1):
         shown = "in green" if use_color(sys.stdout) else "in [[ ]]"
         lines += ["", f"sample {number} of {len(report.samples)}, labels {shown}:", _marked(pieces)]
@@ -189,7 +205,9 @@ def _table(named: Sequence[tuple[str, PartSummary]]) -> list[str]:
             name,
             f"{p.sequences:,}",
             f"{p.tokens:,}",
-            "-" if p.pictures and p.kind != "chat" else f"{p.trained_tokens / max(1, p.tokens):.1%}",
+            "-"
+            if p.pictures and p.kind != "chat"
+            else f"{p.trained_tokens / max(1, p.tokens):.1%}",
             f"{p.without_end:,}" if p.kind == "chat" else "-",
             f"{sum(count for count, _, _ in _left_out(p)):,}" if p.records else "-",
         )
@@ -231,7 +249,10 @@ def _notes(p: PartSummary, length: int) -> Iterator[str]:
     alone = "" if what == "captions" else f", {p.padding_alone:.1%} with one of them per sequence"
     yield f"{text}; {p.padding:.1%} padding{alone}"
     if p.begin is not None:
-        yield f"each document begins with {visible(p.begin) if p.begin else 'no token of its own (data.add_bos_token)'}"
+        yield (
+            "each document begins with "
+            f"{visible(p.begin) if p.begin else 'no token of its own (data.add_bos_token)'}"
+        )
     for count, why in (
         (p.cut, f"are cut at {length:,} tokens"),
         (p.without_reasoning, "have reasoning that the chat template does not write"),
@@ -259,13 +280,14 @@ def _training(report: DataReport) -> Iterator[tuple[str, str]]:
         cores = f"{r.cores:,} {'core' if r.cores == 1 else 'cores'} in all"
         yield (
             "images",
-            f"a core of this machine decodes and prepares {per_core} a second, the planned steps take {wanted}: "
-            f"{cores}, for {r.ranks:,} ranks of the first pipeline stage",
+            f"a core of this machine decodes and prepares {per_core} a second, the planned steps "
+            f"take {wanted}: {cores}, for {r.ranks:,} ranks of the first pipeline stage",
         )
 
 
 def _wrapped(text: str, indent: str = "", hanging: int = 2) -> list[str]:
-    """Breaks a line at the terminal's width; a pipe gets it whole. hanging: columns that further lines are moved by."""
+    """Breaks a line at the terminal's width; a pipe gets it whole. hanging: columns that further
+    lines are moved by."""
     if not sys.stdout.isatty():
         return [indent + text]
     own = indent + " " * (len(text) - len(text.lstrip()))
@@ -281,10 +303,14 @@ def _wrapped(text: str, indent: str = "", hanging: int = 2) -> list[str]:
 
 
 def _marked(pieces: Sequence[TextSpan]) -> str:
-    """Joins a sample, with its labels marked. Line ends stay; what would move the cursor or change colours does not."""
+    """Joins a sample, with its labels marked. Line ends stay; what would move the cursor or change
+    colours does not."""
     from shardwright.data.summary import TextSpan, marked
 
-    clean = [TextSpan(text="".join(map(_printable, piece.text)), trained=piece.trained) for piece in pieces]
+    clean = [
+        TextSpan(text="".join(map(_printable, piece.text)), trained=piece.trained)
+        for piece in pieces
+    ]
     if not use_color(sys.stdout):
         return marked(clean, "[[", "]]")
     from rich.console import Console
@@ -292,7 +318,10 @@ def _marked(pieces: Sequence[TextSpan]) -> str:
 
     console = Console(soft_wrap=True, highlight=False)
     with console.capture() as captured:  # underlined, for white space is a label, too
-        console.print(Text.assemble(*((piece.text, "underline green" * piece.trained) for piece in clean)), end="")
+        console.print(
+            Text.assemble(*((piece.text, "underline green" * piece.trained) for piece in clean)),
+            end="",
+        )
     return captured.get()
 
 

@@ -1,4 +1,5 @@
-"""`shardwright report DIR -o F.html`: a compiled folder, and its run, as one page. --trace: its step for Perfetto."""
+"""`shardwright report DIR -o F.html`: a compiled folder, and its run, as one page. --trace: its
+step for Perfetto."""
 
 from __future__ import annotations
 
@@ -13,9 +14,14 @@ from shardwright.strict_json import strict_json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the HTML file to write")
     parser.add_argument(
-        "--trace", metavar="FILE", type=Path, help="also write the predicted step for Perfetto or chrome://tracing"
+        "-o", "--output", metavar="FILE", type=Path, required=True, help="the HTML file to write"
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="also write the predicted step for Perfetto or chrome://tracing",
     )
     add_json(parser)
 
@@ -25,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
 
     written = write_report(args.folder, args.output, args.trace)
     if args.json:
-        print(strict_json({"files": [{"path": str(path), "bytes": size} for path, size in written]}))
+        print(
+            strict_json({"files": [{"path": str(path), "bytes": size} for path, size in written]})
+        )
         return 0
 
     for path, size in written:

@@ -28,8 +28,9 @@ class Resumable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """verdict: bit for bit (the run goes on as if nothing had happened), same ranks (each rank loads its own files),
-    converted (the state is cut anew as it is loaded, by itself), no. notes: what else the resumed run would notice."""
+    """verdict: bit for bit (the run goes on as if nothing had happened), same ranks (each rank
+    loads its own files), converted (the state is cut anew as it is loaded, by itself), no. notes:
+    what else the resumed run would notice."""
 
     verdict: str
     how: str
@@ -40,20 +41,29 @@ def resume_under(a: Resumable, b: Resumable) -> Resume:
     """Of a checkpoint that `a` wrote, under `b`."""
     answer = fit(a.facts, b.facts)
     if answer.refused:
-        return Resume(verdict=NO, how=f"{_refused(answer)}; `shardwright export` gives its weights", notes=())
+        return Resume(
+            verdict=NO, how=f"{_refused(answer)}; `shardwright export` gives its weights", notes=()
+        )
     notes = (*_islands(a.recipe, b.recipe), *_samples(answer), *_settings(a.recipe, b.recipe))
     if answer.layout:
         changed = ", ".join(each.key for each in answer.layout)
-        how = f"`run` cuts weights and optimizer states anew as it loads them, by itself; what differs: {changed}"
+        how = (
+            "`run` cuts weights and optimizer states anew as it loads them, by itself; what "
+            f"differs: {changed}"
+        )
         return Resume(verdict=CONVERTED, how=how, notes=notes)
     ours, theirs = a.facts.strategy, b.facts.strategy
     order = [k for k in _compute_keys(ours) if getattr(ours, k) != getattr(theirs, k)]
-    order += ["attention"] * (a.attention != b.attention) + ["extra"] * (_extra(a.recipe) != _extra(b.recipe))
+    order += ["attention"] * (a.attention != b.attention) + ["extra"] * (
+        _extra(a.recipe) != _extra(b.recipe)
+    )
     if order or notes or a.versions != b.versions:
         why = ", ".join(order) or ("what is noted" if notes else "the versions")
         how = f"each rank loads its own files; sums may round differently ({why})"
         return Resume(verdict=SAME_RANKS, how=how, notes=notes)
-    return Resume(verdict=BIT_FOR_BIT, how="the layout is the same: each rank loads its own files", notes=())
+    return Resume(
+        verdict=BIT_FOR_BIT, how="the layout is the same: each rank loads its own files", notes=()
+    )
 
 
 def _refused(answer: CheckpointFit) -> str:
@@ -63,7 +73,9 @@ def _refused(answer: CheckpointFit) -> str:
 
 
 def _compute_keys(strategy: Strategy) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(strategy) if field.name not in (*PLACEMENT, *_TRAFFIC))
+    return tuple(
+        field.name for field in fields(strategy) if field.name not in (*PLACEMENT, *_TRAFFIC)
+    )
 
 
 def _extra(recipe: Recipe) -> JsonObject:
@@ -72,7 +84,9 @@ def _extra(recipe: Recipe) -> JsonObject:
     if not isinstance(zero, dict):
         return recipe.extra
     kept: JsonObject = {key: value for key, value in zero.items() if key != HPZ}
-    rest: JsonObject = {key: value for key, value in recipe.extra.items() if key != "zero_optimization"}
+    rest: JsonObject = {
+        key: value for key, value in recipe.extra.items() if key != "zero_optimization"
+    }
     return {**rest, "zero_optimization": kept} if kept else rest
 
 
@@ -89,13 +103,28 @@ def _samples(answer: CheckpointFit) -> tuple[str, ...]:
     if not answer.samples:
         return ()
     changed = ", ".join(each.key for each in answer.samples)
-    return (f"the samples come in another order ({changed}): some may be seen twice, some not at all",)
+    return (
+        f"the samples come in another order ({changed}): some may be seen twice, some not at all",
+    )
 
 
 def _settings(a: Recipe, b: Recipe) -> tuple[str, ...]:
-    """The optimizer's settings and the learning rate's curve are the new recipe's, from the next step on."""
-    names = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_dtype", "steps", "tokens", "epochs")
+    """The optimizer's settings and the learning rate's curve are the new recipe's, from the next
+    step on."""
+    names = (
+        "optimizer",
+        "scheduler",
+        "gradient_clipping",
+        "gradient_accumulation_dtype",
+        "steps",
+        "tokens",
+        "epochs",
+    )
     changed = [f"training.{k}" for k in names if getattr(a.training, k) != getattr(b.training, k)]
     if a.lora is not None and b.lora is not None and a.lora.dropout != b.lora.dropout:
         changed.append("lora.dropout")
-    return (f"from the resumed step on these are the new ones: {', '.join(changed)}",) if changed else ()
+    return (
+        (f"from the resumed step on these are the new ones: {', '.join(changed)}",)
+        if changed
+        else ()
+    )

@@ -9,20 +9,29 @@ from shardwright.cli.arguments import add_island, island_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder; `run` executes its scripts")
-    parser.add_argument("--hostfile", type=Path, help="the hosts to run on: one `name slots=N` per line")
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="a compiled folder; `run` executes its scripts"
+    )
+    parser.add_argument(
+        "--hostfile", type=Path, help="the hosts to run on: one `name slots=N` per line"
+    )
     parser.add_argument(
         "--resume",
         default="auto",
         metavar="auto|never|PATH",
-        help="auto (default): resume from the newest checkpoint if there is one; never: start from step 1; "
+        help="auto (default): resume from the newest checkpoint if there is one; never: start from "
+        "step 1; "
         "PATH: resume from this step folder",
     )
     add_island(
-        parser, "K|all", "with cluster.islands: the island to train; all: every one, and the store, on this machine"
+        parser,
+        "K|all",
+        "with cluster.islands: the island to train; all: every one, and the store, on this machine",
     )
     parser.add_argument(
-        "--detach", action="store_true", help="keep running without this terminal; see status, logs and stop"
+        "--detach",
+        action="store_true",
+        help="keep running without this terminal; see status, logs and stop",
     )
 
 

@@ -11,7 +11,11 @@ from shardwright.cli.console import error
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help="write it to this file instead of standard output"
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="write it to this file instead of standard output",
     )
 
 

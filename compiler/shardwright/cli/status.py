@@ -36,7 +36,11 @@ def run(args: argparse.Namespace) -> int:
 
         return status_islands.run(plan, args.folder, islands, as_json=args.json)
     state, predicted = state_of(plan, args.folder)
-    print(strict_json(_object(state, predicted)) if args.json else as_text(state, args.folder, predicted))
+    print(
+        strict_json(_object(state, predicted))
+        if args.json
+        else as_text(state, args.folder, predicted)
+    )
     return 0
 
 
@@ -83,7 +87,12 @@ def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None 
     from shardwright.checkpoint.step_folders import step_name
     from shardwright.watch.noise_scale import words
 
-    rows = [("status", state.status if state.attempt is None else f"{state.status}, attempt {state.attempt}")]
+    rows = [
+        (
+            "status",
+            state.status if state.attempt is None else f"{state.status}, attempt {state.attempt}",
+        )
+    ]
     if state.step:
         rows.append(("step", f"{state.step} of {state.steps}"))
     if state.loss is not None and state.tokens_per_second is not None:
@@ -99,7 +108,12 @@ def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None 
         rows.append(("stalled", visible(state.stalled)))
     if state.status == "failed":
         if state.rank is not None:
-            rows.append(("where", f"rank {state.rank}, stage {state.stage}, host {visible(str(state.host))}"))
+            rows.append(
+                (
+                    "where",
+                    f"rank {state.rank}, stage {state.stage}, host {visible(str(state.host))}",
+                )
+            )
         elif state.host is not None:
             rows.append(("where", f"host {visible(state.host)}"))
         rows.append(("cause", visible(str(state.cause))))
@@ -119,7 +133,10 @@ def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None 
 
 def _saves(saves: MeasuredSaves, predicted_seconds: float | None) -> str:
     plan = "" if predicted_seconds is None else f" (predicted {number(predicted_seconds)})"
-    return f"{saves.count}, {number(saves.seconds)} s each{plan}, {number(saves.gbytes_per_second)} GB/s a node"
+    return (
+        f"{saves.count}, {number(saves.seconds)} s each{plan}, {number(saves.gbytes_per_second)} "
+        "GB/s a node"
+    )
 
 
 def duration(seconds: float) -> str:

@@ -33,14 +33,19 @@ def run(plan: Plan, folder: Path, islands: Sequence[Path], *, as_json: bool) -> 
     for k, (state, predicted) in states.items():
         text = f"island {k}\n{status.as_text(state, here[k], predicted)}"
         met = outer[k]
-        parts.append(text if met is None else f"{text}\nouter    {_outer_words(met)}, {met['seconds']:.3g} s")
+        parts.append(
+            text if met is None else f"{text}\nouter    {_outer_words(met)}, {met['seconds']:.3g} s"
+        )
     print("\n\n".join(parts))
     return 0
 
 
-def whole_object(plan: Plan, folder: Path, here: Mapping[int, Path], states: Mapping[int, RunState]) -> dict[str, Any]:
-    """here: the islands that are on this machine. step, islands, loss, tokens_per_second: of the newest step that all
-    of those have made who took part in the last outer step. tokens: trained until then. None where there is none."""
+def whole_object(
+    plan: Plan, folder: Path, here: Mapping[int, Path], states: Mapping[int, RunState]
+) -> dict[str, Any]:
+    """here: the islands that are on this machine. step, islands, loss, tokens_per_second: of the
+    newest step that all of those have made who took part in the last outer step. tokens: trained
+    until then. None where there is none."""
     from shardwright.watch.rounds import read_rounds, standing
     from shardwright.watch.whole import missing, whole_steps
 
@@ -49,14 +54,18 @@ def whole_object(plan: Plan, folder: Path, here: Mapping[int, Path], states: Map
     steps = whole_steps(here, rounds, plan.outer.every_steps)
     absent = missing(plan.outer.islands, rounds)
     taking = {k for k in here if k not in absent and states[k].step > 0}
-    newest = next((each for each in reversed(steps) if taking and taking <= set(each.islands)), None)
+    newest = next(
+        (each for each in reversed(steps) if taking and taking <= set(each.islands)), None
+    )
     rates = [rate for k in taking if (rate := states[k].tokens_per_second) is not None]
     return {
         "step": None if newest is None else newest.step,
         "steps": max((state.steps for state in states.values()), default=None),
         "islands": [] if newest is None else list(newest.islands),
         "loss": None if newest is None else newest.loss,
-        "tokens": None if newest is None else sum(each.tokens for each in steps if each.step <= newest.step),
+        "tokens": None
+        if newest is None
+        else sum(each.tokens for each in steps if each.step <= newest.step),
         "tokens_per_second": sum(rates) if newest is not None and rates else None,
         "outer_steps": len(rounds),
         "last_outer_step": rounds[-1] if rounds else None,
@@ -64,25 +73,42 @@ def whole_object(plan: Plan, folder: Path, here: Mapping[int, Path], states: Map
     }
 
 
-def whole_text(whole: Mapping[str, Any], states: Mapping[int, tuple[RunState, float | None]]) -> str:
+def whole_text(
+    whole: Mapping[str, Any], states: Mapping[int, tuple[RunState, float | None]]
+) -> str:
     rows = []
     if whole["step"] is not None:
         rows.append(("step", f"{whole['step']} of {whole['steps']}"))
-        rows.append(("loss", f"{whole['loss']:.4f}, of islands {_listed(whole['islands'])} by their tokens"))
+        rows.append(
+            ("loss", f"{whole['loss']:.4f}, of islands {_listed(whole['islands'])} by their tokens")
+        )
         rows.append(("trained", f"{whole['tokens']:,} tokens"))
     if whole["tokens_per_second"] is not None:
         rows.append(("speed", f"{whole['tokens_per_second']:,.0f} tokens/s"))
     last = whole["last_outer_step"]
-    rows.append(("outer", "none yet, or the store is elsewhere" if last is None else _round_words(whole, last)))
+    rows.append(
+        (
+            "outer",
+            "none yet, or the store is elsewhere" if last is None else _round_words(whole, last),
+        )
+    )
     for each in whole["missing"]:
-        rows.append(("missing", f"island {each['island']}, for {_steps(each['outer_steps'])}{_why(each, states)}"))
+        rows.append(
+            (
+                "missing",
+                f"island {each['island']}, for {_steps(each['outer_steps'])}{_why(each, states)}",
+            )
+        )
     return "\n".join(["all islands", *(f"{name:<9}{text}" for name, text in rows)])
 
 
 def _round_words(whole: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     joined = f"; {_listed(last['joined'])} took their state" if last["joined"] else ""
     made = _steps(whole["outer_steps"])
-    return f"{made}, the last at {_outer_words(last)}, {number(last['seconds'])} s in the store{joined}"
+    return (
+        f"{made}, the last at {_outer_words(last)}, {number(last['seconds'])} s in the "
+        f"store{joined}"
+    )
 
 
 def _outer_words(line: Mapping[str, Any]) -> str:

@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
         raise refusal(
             "SW6304",
             f"no run of {str(folder)!r} is alive: its status is {read_state(plan, folder).status}",
-            "`shardwright status` says more. A run on hosts that do not share this folder is stopped by "
-            "`touch run/stop` in the folder on the first host.",
+            "`shardwright status` says more. A run on hosts that do not share this folder is "
+            "stopped by `touch run/stop` in the folder on the first host.",
         )
     (folder / "run" / "stop").touch()
     print("asked to stop: the run ends after its current step, with a checkpoint")
@@ -50,7 +50,10 @@ def run(args: argparse.Namespace) -> int:
                 print("no longer waiting; the run ends by itself", file=sys.stderr)
                 return DETACHED
             interrupted = True
-            print("still waiting for the checkpoint; interrupt again to leave it alone", file=sys.stderr)
+            print(
+                "still waiting for the checkpoint; interrupt again to leave it alone",
+                file=sys.stderr,
+            )
     at = f"{state.status} at step {state.step} of {state.steps}"
     print(at if state.cause is None else f"{at}: {state.cause}")
     return NOT_FINISHED if state.status == "failed" else 0

@@ -1,4 +1,5 @@
-"""What `explain` and `diff` look at: a recipe, or a compiled folder, which has all that it takes in its own files."""
+"""What `explain` and `diff` look at: a recipe, or a compiled folder, which has all that it takes in
+its own files."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedRecipe:
-    """estimate: of the chosen layout, by this version's cost model. plan: where it is a compiled folder.
-    is_predicted_anew: the plan's own prediction is another one. saves: of the folder's run."""
+    """estimate: of the chosen layout, by this version's cost model. plan: where it is a compiled
+    folder. is_predicted_anew: the plan's own prediction is another one. saves: of the folder's
+    run."""
 
     name: str
     recipe: Recipe
@@ -40,9 +42,19 @@ def read_subject(name: str, overrides: Sequence[str] = ()) -> PricedRecipe:
         from shardwright.folder import read_folder
         from shardwright.watch.journal import read_saves
 
-        return carried(PricedRecipe, read_folder(Path(name)), name=name, saves=read_saves(Path(name)))
+        return carried(
+            PricedRecipe, read_folder(Path(name)), name=name, saves=read_saves(Path(name))
+        )
     from shardwright.compile import estimate_recipe
     from shardwright.recipe.load import load_recipe
 
     problem, estimate = estimate_recipe(load_recipe(Path(name), overrides))
-    return carried(PricedRecipe, problem, name=name, estimate=estimate, plan=None, is_predicted_anew=False, saves=None)
+    return carried(
+        PricedRecipe,
+        problem,
+        name=name,
+        estimate=estimate,
+        plan=None,
+        is_predicted_anew=False,
+        saves=None,
+    )

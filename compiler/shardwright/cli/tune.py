@@ -1,4 +1,5 @@
-"""`shardwright tune RECIPE`: runs the best layouts and today's for a few steps; measured beside predicted."""
+"""`shardwright tune RECIPE`: runs the best layouts and today's for a few steps; measured beside
+predicted."""
 
 from __future__ import annotations
 
@@ -18,18 +19,36 @@ FILE = "tuned.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="its data, launcher and cluster are the runs'")
-    add_overrides(parser)
-    parser.add_argument("--top", type=positive, default=3, metavar="N", help="how many of the best layouts (default 3)")
     parser.add_argument(
-        "--steps", type=positive, default=10, metavar="N", help="steps of each, after three that warm up (default 10)"
+        "recipe", type=Path, metavar="RECIPE", help="its data, launcher and cluster are the runs'"
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "--top",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="how many of the best layouts (default 3)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="steps of each, after three that warm up (default 10)",
     )
     parser.add_argument("--pin", action="store_true", help="pin the fastest one in the recipe")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path(FILE), metavar="FILE", help=f"the file to write (default {FILE})"
+        "-o",
+        "--output",
+        type=Path,
+        default=Path(FILE),
+        metavar="FILE",
+        help=f"the file to write (default {FILE})",
     )
     help = (
-        "where the runs' folders are made, and removed again; several nodes must all see it (default: a temporary one)"
+        "where the runs' folders are made, and removed again; several nodes must all see it "
+        "(default: a temporary one)"
     )
     parser.add_argument("--folder", type=Path, metavar="DIR", help=help)
     add_json(parser)
@@ -52,28 +71,49 @@ def run(args: argparse.Namespace) -> int:
 
     parent = None if args.folder is None else args.folder.resolve()
     with ended_as_interrupted():
-        done = tune(recipe, args.top, args.steps, lambda text: print(text, file=sys.stderr, flush=True), parent)
+        done = tune(
+            recipe,
+            args.top,
+            args.steps,
+            lambda text: print(text, file=sys.stderr, flush=True),
+            parent,
+        )
     write_atomically(args.output, strict_json(asdict(done.found)) + "\n")
     if args.json:
         print(
             strict_json(
-                {"recipe": str(args.recipe), "file": str(args.output), "runs": [_object(t) for t in done.tried]}
+                {
+                    "recipe": str(args.recipe),
+                    "file": str(args.output),
+                    "runs": [_object(t) for t in done.tried],
+                }
             )
         )
     else:
         print("\n".join([*table(done), "", f"written      {args.output}"]))
-        print(f"next         cluster.measured: {shell_word(str(args.output))} in the recipe, then `shardwright plan`")
+        print(
+            f"next         cluster.measured: {shell_word(str(args.output))} in the recipe, then "
+            "`shardwright plan`"
+        )
     if args.pin:
         from shardwright.cli.pin import pin_recipe
 
-        pin_recipe(recipe.source.texts[recipe.source.file], args.recipe, done.winner.strategy, done.problem.recipe)
+        pin_recipe(
+            recipe.source.texts[recipe.source.file],
+            args.recipe,
+            done.winner.strategy,
+            done.problem.recipe,
+        )
         print(f"pinned in {args.recipe}: {done.winner.strategy.describe()}", file=sys.stderr)
     return 0
 
 
 def _usage_error(args: argparse.Namespace) -> str:
     if args.pin and args.overrides:
-        return "--pin and --set: the pinned recipe would lack what --set changes; write it into the recipe first"
+        return (
+            "--pin and --set: the pinned recipe would lack what --set changes; write it into "
+            "the recipe first"
+        )
     if args.pin and str(args.recipe) == "-":
         return "--pin: a recipe from standard input has no file to write to"
     if not args.output.parent.is_dir():
@@ -87,7 +127,9 @@ def table(done: Tuned) -> list[str]:
     """Measured beside predicted, the fastest one marked."""
     from shardwright.cli.tables import table_lines
 
-    rows = [_cells(place, each, each is done.winner) for place, each in enumerate(done.tried, start=1)]
+    rows = [
+        _cells(place, each, each is done.winner) for place, each in enumerate(done.tried, start=1)
+    ]
     header = ("#", "layout", "predicted s", "measured s", "off", "n", "spread", "")
     fastest = [i for i, each in enumerate(done.tried) if each is done.winner]
     return table_lines(header, rows, text=(1, 7), bold=fastest)

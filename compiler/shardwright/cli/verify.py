@@ -1,4 +1,5 @@
-"""`shardwright verify R`: does this recipe's layout compute what one process computes? A tiny copy, on this machine."""
+"""`shardwright verify R`: does this recipe's layout compute what one process computes? A tiny copy,
+on this machine."""
 
 from __future__ import annotations
 
@@ -48,16 +49,29 @@ def run(args: argparse.Namespace) -> int:
 
 def _mismatch(verdict: Verdict) -> Diagnostic:
     wrong = [check for check in verdict.checks if not check.passed]
-    off = ", ".join(f"{check.name} off by {check.worst:.2g} (limit {check.limit:g})" for check in wrong)
-    help = "Do not pay for this run. Please report it with the recipe; another layout of `plan` may be right."
-    return found("SW5401", None, f"{verdict.verified} does not train as one process does: {off}", help)
+    off = ", ".join(
+        f"{check.name} off by {check.worst:.2g} (limit {check.limit:g})" for check in wrong
+    )
+    help = (
+        "Do not pay for this run. Please report it with the recipe; another layout of `plan` "
+        "may be right."
+    )
+    return found(
+        "SW5401", None, f"{verdict.verified} does not train as one process does: {off}", help
+    )
 
 
 def _as_json(path: str, verdict: Verdict) -> str:
     checks = [
-        {**dataclasses.asdict(check), "worst": _number(check.worst), "passed": check.passed} for check in verdict.checks
+        {**dataclasses.asdict(check), "worst": _number(check.worst), "passed": check.passed}
+        for check in verdict.checks
     ]
-    document = {"recipe": path, "same": verdict.same, **dataclasses.asdict(verdict), "checks": checks}
+    document = {
+        "recipe": path,
+        "same": verdict.same,
+        **dataclasses.asdict(verdict),
+        "checks": checks,
+    }
     return json.dumps(document, allow_nan=False)
 
 
@@ -73,7 +87,13 @@ def _as_text(name: str, verdict: Verdict) -> str:
         ("tried as", verdict.verified),
         ("on", f"{verdict.architecture}, {verdict.parameters:,} parameters, fp32, CPU"),
         *((check.name, _row(check)) for check in verdict.checks),
-        ("verdict", f"{'the same as one process' if verdict.same else 'NOT the same'}, in {verdict.seconds:.0f} s"),
+        (
+            "verdict",
+            (
+                f"{'the same as one process' if verdict.same else 'NOT the same'}, in "
+                f"{verdict.seconds:.0f} s"
+            ),
+        ),
     ]
     width = max(len(label) for label, _ in rows) + 2
     return "\n".join(f"{label:<{width}}{text}" for label, text in rows)

@@ -1,5 +1,5 @@
-"""`shardwright explain DIR|R --why-not tensor=8,pipeline=2`, and `--why-not islands=4`; of islands=1 see
-why_not_one_world."""
+"""`shardwright explain DIR|R --why-not tensor=8,pipeline=2`, and `--why-not islands=4`; of
+islands=1 see why_not_one_world."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 TARGET, ISLANDS = "target", "islands"
 NO_LINK = "SW1232"
 CROSS_CHECKS = "SW12"
-"""What stage 1 says of values that are each legal and do not go together: an answer, not a mistyped question."""
+"""What stage 1 says of values that are each legal and do not go together: an answer, not a mistyped
+question."""
 
 
 def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> int:
-    """0 where there is an answer, whichever it is. Raises Refusal for a recipe or a question that cannot be read."""
+    """0 where there is an answer, whichever it is. Raises Refusal for a recipe or a question that
+    cannot be read."""
     from shardwright.cli.subject import read_subject
 
     asked = asked_keys(words)
@@ -44,7 +46,9 @@ def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> in
         return why_not_one_world.run(subject, asked, as_json=as_json)
     answer, freed = ask(subject, overrides, asked)
     print(
-        strict_json(as_object(subject, asked, freed, answer)) if as_json else page(subject, asked, freed, answer),
+        strict_json(as_object(subject, asked, freed, answer))
+        if as_json
+        else page(subject, asked, freed, answer),
         flush=True,
     )
     return 0
@@ -78,9 +82,12 @@ def asked_keys(words: str) -> dict[str, str]:
 
 def _mistake(message: str, valid: tuple[str, ...]) -> Diagnostic:
     help = (
-        "Write keys of the recipe's `parallelism` section, target, or islands, such as --why-not tensor=8,pipeline=2."
+        "Write keys of the recipe's `parallelism` section, target, or islands, such as "
+        "--why-not tensor=8,pipeline=2."
     )
-    return found("SW3303", None, message, help + (f" Did you mean `{valid[0]}`?" if valid else ""), valid)
+    return found(
+        "SW3303", None, message, help + (f" Did you mean `{valid[0]}`?" if valid else ""), valid
+    )
 
 
 def _nearest(key: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -97,8 +104,8 @@ def _nearest(key: str, known: Sequence[str]) -> tuple[str, ...]:
 def ask(
     subject: PricedRecipe, overrides: Sequence[str], asked: Mapping[str, str]
 ) -> tuple[WhyNotAnswer, tuple[str, ...]]:
-    """The answer, and the keys that the recipe pins and the question sets aside: all of the layout that it does not
-    name is free."""
+    """The answer, and the keys that the recipe pins and the question sets aside: all of the layout
+    that it does not name is free."""
     from shardwright.recipe.load import load_recipe
     from shardwright.search.engines import asked_engine
     from shardwright.search.explain import pinned_keys
@@ -107,9 +114,15 @@ def ask(
     freed = tuple(key for key in pinned_keys(subject.recipe) if key not in asked)
     keys = {key: value for key, value in asked.items() if key not in (TARGET, ISLANDS)}
     target = asked.get(TARGET, subject.recipe.target)
-    layout = [f"parallelism.{key}=auto" for key in freed] + [f"parallelism.{k}={v}" for k, v in keys.items()]
+    layout = [f"parallelism.{key}=auto" for key in freed] + [
+        f"parallelism.{k}={v}" for k, v in keys.items()
+    ]
     layout += [f"cluster.islands={asked[ISLANDS]}"] if ISLANDS in asked else []
-    path = Path(subject.name, "recipe.resolved.json") if os.path.isdir(subject.name) else Path(subject.name)
+    path = (
+        Path(subject.name, "recipe.resolved.json")
+        if os.path.isdir(subject.name)
+        else Path(subject.name)
+    )
     text = None if subject.name != "-" else subject.recipe.source.texts[subject.recipe.source.file]
     try:
         loaded: Recipe = load_recipe(path, [*overrides, *layout], stdin_text=text)
@@ -130,14 +143,17 @@ def ask(
 
 
 def _with_a_link(refusal: Refusal, subject: PricedRecipe) -> Refusal:
-    """A recipe of one world says nothing of a link between islands: --set asks the question the other way round."""
+    """A recipe of one world says nothing of a link between islands: --set asks the question the
+    other way round."""
     if subject.recipe.cluster.islands > 1 or all(d.code != NO_LINK for d in refusal.diagnostics):
         return refusal
     help = (
-        "Ask the other way round: `--set cluster.islands=N --set cluster.inter_island_gbits_per_second=RATE --why-not "
-        "islands=1` prices both."
+        "Ask the other way round: `--set cluster.islands=N --set "
+        "cluster.inter_island_gbits_per_second=RATE --why-not islands=1` prices both."
     )
-    told = [dataclasses.replace(d, help=help) if d.code == NO_LINK else d for d in refusal.diagnostics]
+    told = [
+        dataclasses.replace(d, help=help) if d.code == NO_LINK else d for d in refusal.diagnostics
+    ]
     return Refusal(*told, source=refusal.source)
 
 
@@ -149,7 +165,9 @@ def _of_other_islands(problem: Problem, loaded: Recipe) -> Problem:
     return dataclasses.replace(problem, recipe=recipe, cluster=resolve_cluster(loaded.cluster))
 
 
-def page(subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer) -> str:
+def page(
+    subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer
+) -> str:
     lines = [f"asked    {' '.join(f'{key}={value}' for key, value in asked.items())}"]
     if freed:
         lines[0] += f" (set aside: the recipe's own {', '.join(freed)})"
@@ -186,7 +204,10 @@ def sentence(subject: PricedRecipe, asked: Mapping[str, str], answer: WhyNotAnsw
         LOSES: f"it runs, and loses: {_change(change)}; {answer.because}",
         WINS: f"it runs, and is better ({_change(change)}; the plan's {answer.because}): {kept}",
     }
-    return said.get(answer.verdict, f"it does not run: {codes}. Were it to run, its step would be {_change(change)}")
+    return said.get(
+        answer.verdict,
+        f"it does not run: {codes}. Were it to run, its step would be {_change(change)}",
+    )
 
 
 def _change(share: float) -> str:

@@ -1,4 +1,5 @@
-"""`shardwright explain DIR|R --why-not islands=1`: all nodes as one world, its gradients over the slow links."""
+"""`shardwright explain DIR|R --why-not islands=1`: all nodes as one world, its gradients over the
+slow links."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardwright.cli.tables import table_lines
-from shardwright.cost.islands import DATA_PARALLEL, IslandsCost, inner_seconds, islands_cost, penalty_words
+from shardwright.cost.islands import (
+    DATA_PARALLEL,
+    IslandsCost,
+    inner_seconds,
+    islands_cost,
+    penalty_words,
+)
 from shardwright.diagnostics import refusal
 from shardwright.figures import SECONDS_PER_DAY, duration, file_size
 from shardwright.search.why_not import LOSES, WINS
@@ -57,7 +64,8 @@ def answer_words(found: IslandsCost) -> str:
     change = f"{abs(at_best / step - 1):.1%} {'longer' if at_best > step else 'shorter'} at best"
     if found.take == DATA_PARALLEL:
         return (
-            f"it runs, and is better where its gradients hide behind the step ({change}): take plain data parallelism"
+            f"it runs, and is better where its gradients hide behind the step ({change}): take "
+            "plain data parallelism"
         )
     return f"it runs, and loses: {change}; take islands"
 
@@ -78,12 +86,15 @@ def page(subject: PricedRecipe, found: IslandsCost) -> str:
         ("the step, s", *(f"{each:,.4g}" for each in columns)),
     ]
     if (steps := subject.recipe.training.known_steps) > 0:
-        rows.append(("the training", *(duration(steps * each / SECONDS_PER_DAY) for each in columns)))
+        rows.append(
+            ("the training", *(duration(steps * each / SECONDS_PER_DAY) for each in columns))
+        )
     header = ("", f"{n} islands", "one world, gradients hidden", "one world, none hidden")
     return "\n".join(
         [
-            f"asked    islands=1: {cluster.nodes * n} x {cluster.gpus_per_node} {cluster.gpu.name} as one world, with "
-            f"data={s.data * n}: plain data parallelism over the links between islands",
+            f"asked    islands=1: {cluster.nodes * n} x {cluster.gpus_per_node} {cluster.gpu.name} "
+            f"as one world, with data={s.data * n}: plain data parallelism over the links between "
+            "islands",
             f"plan     {n} islands, each {s.describe()}{_not_run(subject)}",
             f"answer   {answer_words(found)}",
             f"         {gradient_words(found)}",

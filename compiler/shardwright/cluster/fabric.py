@@ -1,4 +1,5 @@
-"""What large collectives reach of the links between nodes, by fabric and ranks: fabrics.json, each with its source."""
+"""What large collectives reach of the links between nodes, by fabric and ranks: fabrics.json, each
+with its source."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ RANKS_PER_NODE = 8  # of the measured rings
 
 
 class Curve(TypedDict):
-    """Shares of the adapters' rate at so many ranks, eight a node, for messages of adapter_bytes over each adapter.
-    node_weight: see share_of_links."""
+    """Shares of the adapters' rate at so many ranks, eight a node, for messages of adapter_bytes
+    over each adapter. node_weight: see share_of_links."""
 
     ranks: list[int]
     all_reduce: list[float]
@@ -40,11 +41,12 @@ def fabrics() -> dict[Fabric, Curve]:
 def share_of_links(
     fabric: Fabric, collective: Collective, ranks: int, nodes: int, adapter_bytes: float
 ) -> float | None:
-    """Of `ranks` ranks on so many nodes; adapter_bytes: of the message, over each adapter. None where no curve was
-    measured.
+    """Of `ranks` ranks on so many nodes; adapter_bytes: of the message, over each adapter. None
+    where no curve was measured.
 
-    A ring of n ranks over N nodes waits n times for a rank and N times for the network. The curve's rings have eight
-    ranks a node; one with fewer is read at ranks^(1 - w) x (8 N)^w, w the node_weight.
+    A ring of n ranks over N nodes waits n times for a rank and N times for the network. The curve's
+    rings have eight ranks a node; one with fewer is read at ranks^(1 - w) x (8 N)^w, w the
+    node_weight.
     """
     curve = fabrics().get(fabric)
     if curve is None:
@@ -57,7 +59,8 @@ def share_of_links(
 
 @functools.cache
 def _share(fabric: Fabric, collective: Collective, ranks: float) -> float:
-    """Between two measured numbers of ranks on a line of logarithms; beyond them the nearest one's."""
+    """Between two measured numbers of ranks on a line of logarithms; beyond them the nearest
+    one's."""
     curve = fabrics()[fabric]
     known, shares = curve["ranks"], curve[collective]
     at = bisect.bisect_left(known, ranks)

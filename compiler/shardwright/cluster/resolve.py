@@ -45,7 +45,9 @@ class Catalogue(TypedDict):
 
 @functools.cache
 def catalogue() -> Catalogue:
-    data: Catalogue = json.loads(resources.files("shardwright.cluster").joinpath("catalogue.json").read_text("utf-8"))
+    data: Catalogue = json.loads(
+        resources.files("shardwright.cluster").joinpath("catalogue.json").read_text("utf-8")
+    )
     return data
 
 
@@ -78,7 +80,9 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
         is_cpu=name == "cpu",
         fused_attention_gain=chip["fused_attention_gain"],
         softmax_gain=chip["softmax_gain"],
-        best_product_flops=None if chip["best_product_tflops"] is None else chip["best_product_tflops"] * 1e12,
+        best_product_flops=None
+        if chip["best_product_tflops"] is None
+        else chip["best_product_tflops"] * 1e12,
     )
     intra = section.intra_node_gbytes_per_second or chip["intra_node_gbytes_per_second"]
     inter = section.inter_node_gbits_per_second or chip["inter_node_gbits_per_second"]
@@ -88,7 +92,9 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
         gpu=gpu,
         intra_node_bytes_per_second=intra * 1e9,
         inter_node_bytes_per_second=inter * 1e9 / 8,
-        host_memory_bytes=None if section.host_memory_gib is None else section.host_memory_gib * 2**30,
+        host_memory_bytes=None
+        if section.host_memory_gib is None
+        else section.host_memory_gib * 2**30,
         shared_filesystem=section.shared_filesystem,
         price_per_gpu_hour=section.price_per_gpu_hour,
         fabric=section.fabric or chip["fabric"],
@@ -108,15 +114,24 @@ def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
         help = f"Did you mean `{near[0]}`? " if near else ""
         help += f"Known: {', '.join(gpus)}. Any other one can be given inline: "
         help += "{memory_gib, hbm_gbytes_per_second, peak_tflops: {bf16: ...}}."
-        return (found("SW3001", "cluster.gpu", f"gpu {section.gpu!r} is not in the catalogue", help, near),)
+        return (
+            found(
+                "SW3001", "cluster.gpu", f"gpu {section.gpu!r} is not in the catalogue", help, near
+            ),
+        )
     if section.gpu.peak_tflops:
         return ()
     help = "Give the dense peak of each precision, for example peak_tflops: {bf16: 989, fp32: 67}."
-    return (found("SW3002", "cluster.gpu.peak_tflops", "peak_tflops of the inline GPU is empty", help),)
+    return (
+        found("SW3002", "cluster.gpu.peak_tflops", "peak_tflops of the inline GPU is empty", help),
+    )
 
 
 def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Entries of the same or a longer chip name ("h100" -> "h100-sxm-80gb"), then close spellings."""
+    """Entries of the same or a longer chip name ("h100" -> "h100-sxm-80gb"), then close
+    spellings."""
     lowered = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
     same_chip = [n for n in names if n.startswith(lowered.split("-")[0])]
-    return tuple(dict.fromkeys([*same_chip, *difflib.get_close_matches(lowered, names, n=3, cutoff=0.5)]))[:3]
+    return tuple(
+        dict.fromkeys([*same_chip, *difflib.get_close_matches(lowered, names, n=3, cutoff=0.5)])
+    )[:3]

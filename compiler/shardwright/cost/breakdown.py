@@ -1,5 +1,5 @@
-"""Where each byte and each second of a layout goes, finer than `Estimate`, from the same functions: what it says adds
-up to what the estimate says."""
+"""Where each byte and each second of a layout goes, finer than `Estimate`, from the same functions:
+what it says adds up to what the estimate says."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from shardwright.layout.estimate import Estimate, StageMemory
 class StepParts:
     """Seconds of one optimizer step, exposed time only; the sum is the step.
 
-    recompute: what activation checkpointing and a chunked loss run again. accumulate: adding each micro-batch's
-    gradients up. host: what a micro-batch costs beyond its layers. tensor_forward, tensor_backward: collectives that
-    layers wait for, of tensor, context and expert ranks. idle: the pipeline's bubble, and on a rank that is not the
-    slowest one its waiting. outer_comm: a step's share of the outer step between islands.
+    recompute: what activation checkpointing and a chunked loss run again. accumulate: adding each
+    micro-batch's gradients up. host: what a micro-batch costs beyond its layers. tensor_forward,
+    tensor_backward: collectives that layers wait for, of tensor, context and expert ranks. idle:
+    the pipeline's bubble, and on a rank that is not the slowest one its waiting. outer_comm: a
+    step's share of the outer step between islands.
     """
 
     forward_seconds: float
@@ -49,11 +50,11 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes on the fullest device of one pipeline rank; the sum is `StageMemory.peak_bytes` (workspace = working +
-    framework + allocator).
+    """Bytes on the fullest device of one pipeline rank; the sum is `StageMemory.peak_bytes`
+    (workspace = working + framework + allocator).
 
-    working: short-lived tensors of the backward pass or of the optimizer's step, whichever is more. framework: the
-    context and the communicators. allocator: freed blocks that it keeps.
+    working: short-lived tensors of the backward pass or of the optimizer's step, whichever is more.
+    framework: the context and the communicators. allocator: freed blocks that it keeps.
     """
 
     parameters_bytes: int
@@ -71,8 +72,8 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBreakdown:
-    """One pipeline rank. layers: [start, stop) of graph.layers, two for DualPipeV. in_flight: micro-batches whose
-    activations each of them keeps at once. traffic: of one of its devices."""
+    """One pipeline rank. layers: [start, stop) of graph.layers, two for DualPipeV. in_flight:
+    micro-batches whose activations each of them keeps at once. traffic: of one of its devices."""
 
     pipeline_rank: int
     layers: tuple[tuple[int, int], ...]
@@ -96,7 +97,9 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
     """estimate: of this layout."""
     s, factor = layout.strategy, run_factor(layout.recipe, layout.graph, layout.strategy)
     outer = estimate.time.outer_comm_seconds
-    inner = replace(estimate.time, step_seconds=inner_seconds(estimate.time), outer_comm_seconds=0.0)
+    inner = replace(
+        estimate.time, step_seconds=inner_seconds(estimate.time), outer_comm_seconds=0.0
+    )
     time = scaled(inner, 1 / factor)
     found = passes(layout)
     stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
@@ -107,9 +110,13 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
             pipeline_rank=rank,
             layers=tuple((block.start, block.stop) for block in layout.ranks[rank]),
             in_flight=tuple(block.in_flight for block in layout.ranks[rank]),
-            memory=_memory(held.of(rank, layout.ranks[rank], 0), estimate.memory.stages[rank], framework),
+            memory=_memory(
+                held.of(rank, layout.ranks[rank], 0), estimate.memory.stages[rank], framework
+            ),
             time=replace(
-                _scaled(_rank_parts(layout, time.step_seconds, rank, schedule, stages[rank]), factor),
+                _scaled(
+                    _rank_parts(layout, time.step_seconds, rank, schedule, stages[rank]), factor
+                ),
                 outer_comm_seconds=outer,
             ),
             traffic=step_traffic(layout, rank),
@@ -145,10 +152,16 @@ def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemory:
 
 def _scaled(parts: StepParts, factor: float) -> StepParts:
     """By what runs of this recipe took longer than predicted."""
-    return parts if factor == 1 else StepParts(**{f.name: getattr(parts, f.name) * factor for f in fields(parts)})
+    return (
+        parts
+        if factor == 1
+        else StepParts(**{f.name: getattr(parts, f.name) * factor for f in fields(parts)})
+    )
 
 
-def _rank_parts(layout: Layout, step_seconds: float, rank: int, schedule: float, stage: StageSeconds) -> StepParts:
+def _rank_parts(
+    layout: Layout, step_seconds: float, rank: int, schedule: float, stage: StageSeconds
+) -> StepParts:
     m = layout.strategy.gradient_accumulation_steps
     data_comm = data_comm_seconds(layout, rank, stage.compute)
     if layout.strategy.offload != "none":  # another link, at the same time
@@ -156,7 +169,9 @@ def _rank_parts(layout: Layout, step_seconds: float, rank: int, schedule: float,
     return _parts(
         layout,
         rank,
-        pipeline_comm=min(m * stage.pipeline_comm, schedule - m * (stage.compute + stage.tensor_comm)),
+        pipeline_comm=min(
+            m * stage.pipeline_comm, schedule - m * (stage.compute + stage.tensor_comm)
+        ),
         data_comm=data_comm,
         optimizer=optimizer_seconds(layout, rank),
         total=step_seconds,
@@ -164,7 +179,13 @@ def _rank_parts(layout: Layout, step_seconds: float, rank: int, schedule: float,
 
 
 def _parts(
-    layout: Layout, rank: int, *, pipeline_comm: float, data_comm: float, optimizer: float, total: float
+    layout: Layout,
+    rank: int,
+    *,
+    pipeline_comm: float,
+    data_comm: float,
+    optimizer: float,
+    total: float,
 ) -> StepParts:
     """idle: what is left of the total."""
     s, found, blocks = layout.strategy, passes(layout), layout.ranks[rank]
@@ -174,7 +195,8 @@ def _parts(
     def over(sums: tuple[float, ...]) -> float:
         return m * sum(sums[block.stop] - sums[block.start] for block in blocks)
 
-    # What a backward pass runs again on all layers alike, and on those that partial checkpointing picks.
+    # What a backward pass runs again on all layers alike, and on those that partial checkpointing
+    # picks.
     backward, again = over(layers.backward), over(layers.again) - over(found.again_compute)
     partly, partly_comm = again_seconds(layout, found, blocks)
     parts = StepParts(

@@ -1,10 +1,12 @@
-"""Seconds of collectives and sends: a start per step of a ring, then bytes at the slowest link's share.
+"""Seconds of collectives and sends: a start per step of a ring, then bytes at the slowest link's
+share.
 
-A ring over n ranks takes n - 1 steps and moves (n - 1) / n of the data past each rank for an all-gather or a
-reduce-scatter, twice both for an all-reduce (Thakur et al., 2005; Patarasu and Yuan, 2009). NCCL lays one ring per
-adapter over the nodes: where q members share a node, the data enters and leaves it over q adapters at once, so the
-rate per rank is q adapters' or the node's own links', whichever is less. It falls with the ranks that take part, by
-the fabric between the nodes (cluster/fabrics.json).
+A ring over n ranks takes n - 1 steps and moves (n - 1) / n of the data past each rank for an
+all-gather or a reduce-scatter, twice both for an all-reduce (Thakur et al., 2005; Patarasu and
+Yuan, 2009). NCCL lays one ring per adapter over the nodes: where q members share a node, the data
+enters and leaves it over q adapters at once, so the rate per rank is q adapters' or the node's own
+links', whichever is less. It falls with the ranks that take part, by the fabric between the nodes
+(cluster/fabrics.json).
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from shardwright.cost.constants import Constants
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.words import Fabric
 
-# Gloo has no reduce-scatter of its own: it takes a whole all-reduce's time and more. Its all-gather takes this many
-# halves of an all-reduce (17 MB over 2 and 4 ranks of one machine: 1.1 to 1.8; benchmarks/gloo.json).
+# Gloo has no reduce-scatter of its own: it takes a whole all-reduce's time and more. Its all-gather
+# takes this many halves of an all-reduce (17 MB over 2 and 4 ranks of one machine: 1.1 to 1.8;
+# benchmarks/gloo.json).
 GLOO_ALL_GATHER = 1.25
 
 
@@ -39,14 +42,19 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: int, stride: int, fabric: Fabric | None = None) -> Group:
-    """`ranks` ranks, each `stride` after the last. fabric: of published runs; the cluster's own where it says one."""
+    """`ranks` ranks, each `stride` after the last. fabric: of published runs; the cluster's own
+    where it says one."""
     inside = max(1, cluster.gpus_per_node // stride) if stride <= cluster.gpus_per_node else 1
     between = cluster.fabric if fabric is None or cluster.fabric_is_given else fabric
     return Group(ranks=ranks, ranks_per_node=min(ranks, inside), fabric=between)
 
 
 def bytes_per_second(
-    cluster: Cluster, c: Constants, group: Group, message_bytes: float, collective: Collective = "all_gather"
+    cluster: Cluster,
+    c: Constants,
+    group: Group,
+    message_bytes: float,
+    collective: Collective = "all_gather",
 ) -> float:
     """Of a large collective, per rank."""
     inside = cluster.intra_node_bytes_per_second * c.intra_node_efficiency
@@ -64,7 +72,10 @@ def ring_start_seconds(c: Constants, group: Group) -> float:
     if group.ranks == 1:
         return 0.0
     between = group.nodes if group.spans_nodes else 0
-    return between * c.inter_node_hop_seconds + max(0, group.ranks - 1 - between) * c.intra_node_hop_seconds
+    return (
+        between * c.inter_node_hop_seconds
+        + max(0, group.ranks - 1 - between) * c.intra_node_hop_seconds
+    )
 
 
 def gather_seconds(
@@ -93,21 +104,35 @@ def reduce_scatter_seconds(
     return gather_seconds(cluster, c, group, total_bytes, calls)
 
 
-def all_reduce_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0) -> float:
+def all_reduce_seconds(
+    cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0
+) -> float:
     return 2 * gather_seconds(cluster, c, group, total_bytes, calls, "all_reduce")
 
 
-def all_to_all_seconds(cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0) -> float:
-    """Each rank sends an equal piece of total_bytes to each other one: those of its node over the node's links, the
-    others' over its own adapter, both at the same time."""
+def all_to_all_seconds(
+    cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0
+) -> float:
+    """Each rank sends an equal piece of total_bytes to each other one: those of its node over the
+    node's links, the others' over its own adapter, both at the same time."""
     n, here = group.ranks, group.ranks_per_node
     if n == 1:
         return 0.0
-    inside = (here - 1) / n * total_bytes / (cluster.intra_node_bytes_per_second * c.intra_node_efficiency)
+    inside = (
+        (here - 1)
+        / n
+        * total_bytes
+        / (cluster.intra_node_bytes_per_second * c.intra_node_efficiency)
+    )
     start, across = c.intra_node_hop_seconds, 0.0
     if group.spans_nodes:
         start = c.inter_node_hop_seconds
-        across = (n - here) / n * total_bytes / (cluster.inter_node_bytes_per_second * c.inter_node_efficiency)
+        across = (
+            (n - here)
+            / n
+            * total_bytes
+            / (cluster.inter_node_bytes_per_second * c.inter_node_efficiency)
+        )
     return calls * start + max(inside, across)
 
 
@@ -117,4 +142,6 @@ def send_seconds(cluster: Cluster, c: Constants, distance: int, message_bytes: f
         return c.inter_node_hop_seconds + message_bytes / (
             cluster.inter_node_bytes_per_second * c.inter_node_efficiency
         )
-    return c.intra_node_hop_seconds + message_bytes / (cluster.intra_node_bytes_per_second * c.intra_node_efficiency)
+    return c.intra_node_hop_seconds + message_bytes / (
+        cluster.intra_node_bytes_per_second * c.intra_node_efficiency
+    )

@@ -1,4 +1,5 @@
-"""Seconds that each layer computes for one micro-batch on one rank: forward, backward, and what is run again."""
+"""Seconds that each layer computes for one micro-batch on one rank: forward, backward, and what is
+run again."""
 
 from __future__ import annotations
 
@@ -32,16 +33,18 @@ from shardwright.layout.strategy import Strategy
 from shardwright.layout.tower import largest_row
 from shardwright.remembered import remembered, settled
 
-# A product has two in its backward pass, each of its own size: the inputs' gradient and the weights'.
+# A product has two in its backward pass, each of its own size: the inputs' gradient and the
+# weights'.
 BACKWARD_OVER_FORWARD = 2.0
-# Fused attention computes its scores again in backward: five products against two (arXiv 2205.14135), and the
-# exponentials once more.
+# Fused attention computes its scores again in backward: five products against two (arXiv
+# 2205.14135), and the exponentials once more.
 FUSED_BACKWARD_OVER_FORWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerSeconds:
-    """Prefix sums over graph.layers (length layers + 1). again: recomputed, of a layer that is checkpointed."""
+    """Prefix sums over graph.layers (length layers + 1). again: recomputed, of a layer that is
+    checkpointed."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -49,14 +52,18 @@ class LayerSeconds:
 
 
 def peak_flops(gpu: Gpu, precision: Precision) -> float:
-    """Dense peak of the precision. A GPU without it (a rule reports that) computes in fp32 at best."""
-    return gpu.peak_flops.get(precision) or gpu.peak_flops.get("fp32") or min(gpu.peak_flops.values())
+    """Dense peak of the precision. A GPU without it (a rule reports that) computes in fp32 at
+    best."""
+    return (
+        gpu.peak_flops.get(precision) or gpu.peak_flops.get("fp32") or min(gpu.peak_flops.values())
+    )
 
 
 def stops_early(graph: ModelGraph, kernels: str) -> bool:
-    """Whether recomputation ends before the last product of what it repeats, because no backward pass reads that
-    result: torch's non-reentrant checkpoint (torch.utils.checkpoint.set_checkpoint_early_stop; this project's runtime
-    uses it), unless a dropout after the product keeps its mask. Megatron's own checkpoint repeats all."""
+    """Whether recomputation ends before the last product of what it repeats, because no backward
+    pass reads that result: torch's non-reentrant checkpoint
+    (torch.utils.checkpoint.set_checkpoint_early_stop; this project's runtime uses it), unless a
+    dropout after the product keeps its mask. Megatron's own checkpoint repeats all."""
     return kernels in ("hf", "compiled") or (kernels == "auto" and graph.max_dropout == 0)
 
 
@@ -66,7 +73,11 @@ def _of_all_layouts(recipe: Recipe, graph: ModelGraph, gpu: Gpu, c: Constants) -
         graph.identity,
         (gpu.hbm_bytes_per_second, gpu.watts, gpu.cache_bytes, gpu.compute_units, gpu.is_cpu),
         (gpu.fused_attention_gain, gpu.softmax_gain, gpu.best_product_flops),
-        (peak_flops(gpu, recipe.training.precision), recipe.training.precision, recipe.training.sequence_length),
+        (
+            peak_flops(gpu, recipe.training.precision),
+            recipe.training.precision,
+            recipe.training.sequence_length,
+        ),
         (
             recipe.assume.kernels,
             recipe.assume.mfu,
@@ -84,12 +95,22 @@ def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Con
     return (
         _of_all_layouts(recipe, graph, gpu, c),
         traits_of(recipe.target, recipe.assume.kernels, s),
-        (s.tensor, s.context, s.expert, s.micro_batch_size, s.sequence_parallel, s.checkpointing, s.loss),
+        (
+            s.tensor,
+            s.context,
+            s.expert,
+            s.micro_batch_size,
+            s.sequence_parallel,
+            s.checkpointing,
+            s.loss,
+        ),
     )
 
 
 @remembered(_depends_on)
-def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> LayerSeconds:
+def layer_seconds(
+    recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants
+) -> LayerSeconds:
     """The same for each pipeline, data degree and ZeRO stage."""
     shapes = model_shapes(graph, s.tensor)
     model = _Micro(recipe, graph, gpu, s, c)
@@ -100,18 +121,27 @@ def layer_seconds(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: C
         for layer, index in zip(graph.layers, shapes.kind_of, strict=True)
     ]
     places = first_of_kind(shapes.kind_of)
-    per_layer = [measured_seconds(recipe, graph, s, at, each) for at, each in zip(places, per_layer, strict=True)]
+    per_layer = [
+        measured_seconds(recipe, graph, s, at, each)
+        for at, each in zip(places, per_layer, strict=True)
+    ]
 
     def prefix(part: Callable[[tuple[float, float, float]], float]) -> tuple[float, ...]:
         return (0.0, *itertools.accumulate(part(seconds) for seconds in per_layer))
 
-    return LayerSeconds(forward=prefix(lambda x: x[0]), backward=prefix(lambda x: x[1]), again=prefix(lambda x: x[2]))
+    return LayerSeconds(
+        forward=prefix(lambda x: x[0]),
+        backward=prefix(lambda x: x[1]),
+        again=prefix(lambda x: x[2]),
+    )
 
 
 class _Micro:
     """One micro-batch on one rank; each method gives (forward, backward, again) of one layer."""
 
-    def __init__(self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> None:
+    def __init__(
+        self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants
+    ) -> None:
         precision = recipe.training.precision
         self.recipe, self.graph, self.s, self.c = recipe, graph, s, c
         self.kernels, self.mfu = recipe.assume.kernels, recipe.assume.mfu
@@ -133,14 +163,23 @@ class _Micro:
             inside = self._at_mfu(again, self.s.tensor) + scores
             back = self._backward_at_mfu(forward)
             return forward, back, {"none": 0.0, "selective": inside, "full": forward}[mode]
-        outside, projections = self._products(kind, in_attention=False), self._products(kind, in_attention=True)
+        outside, projections = (
+            self._products(kind, in_attention=False),
+            self._products(kind, in_attention=True),
+        )
         scores, scores_backward = self._scores(kind)
         moved_inside, moved_outside = self._moved(kind)
         forward = outside[0] + projections[0] + scores + moved_inside + moved_outside
         backward = (
-            outside[1] + projections[1] + scores_backward + BACKWARD_OVER_FORWARD * (moved_inside + moved_outside)
+            outside[1]
+            + projections[1]
+            + scores_backward
+            + BACKWARD_OVER_FORWARD * (moved_inside + moved_outside)
         )
-        unread_inside, unread = self._unread(kind, in_attention=True), self._unread(kind, in_attention=False)
+        unread_inside, unread = (
+            self._unread(kind, in_attention=True),
+            self._unread(kind, in_attention=False),
+        )
         if not self.traits.selective_repeats_projections:
             selective = scores
         elif keeps_products(self.graph, self.kernels):
@@ -148,28 +187,42 @@ class _Micro:
             selective += scores if self.graph.attention == "eager" else 0.0
         else:
             selective = scores + projections[0] - unread_inside + moved_inside
-        floor = 0.0 if self.is_cpu else self.c.kernels_per_layer(self.kernels) * self.c.launch_seconds
+        floor = (
+            0.0 if self.is_cpu else self.c.kernels_per_layer(self.kernels) * self.c.launch_seconds
+        )
         forward, backward = max(forward, floor), max(backward, BACKWARD_OVER_FORWARD * floor)
-        return forward, backward, {"none": 0.0, "selective": selective, "full": max(floor, forward - unread)}[mode]
+        return (
+            forward,
+            backward,
+            {"none": 0.0, "selective": selective, "full": max(floor, forward - unread)}[mode],
+        )
 
     def embedding(self) -> tuple[float, float, float]:
-        """A lookup: rows read and written; in backward their gradients are added up. And the tower of a model that
-        sees."""
+        """A lookup: rows read and written; in backward their gradients are added up. And the tower
+        of a model that sees."""
         rows = self.s.micro_batch_size
-        tower = tower_seconds(self.recipe, self.graph, self.s.checkpointing, rows, self.device, self.c)
+        tower = tower_seconds(
+            self.recipe, self.graph, self.s.checkpointing, rows, self.device, self.c
+        )
         if self.mfu is not None:
             return *tower, 0.0
-        forward = traffic_seconds(self.device, self.c, 2 * self.tokens * self.graph.hidden_size * self._element)
+        forward = traffic_seconds(
+            self.device, self.c, 2 * self.tokens * self.graph.hidden_size * self._element
+        )
         return forward + tower[0], BACKWARD_OVER_FORWARD * forward + tower[1], 0.0
 
     def head(self, width: int) -> tuple[float, float, float]:
-        """The last norm, the product with the vocabulary, and the loss (a third of its traffic in forward); a chunked
-        loss makes its logits again."""
+        """The last norm, the product with the vocabulary, and the loss (a third of its traffic in
+        forward); a chunked loss makes its logits again."""
         if self.graph.contrastive:
             return self._compared()
         if self.mfu is not None:
             forward = self._at_mfu(self.graph.layers[-1].matmul_flops_per_token, self.s.tensor)
-            return forward, self._backward_at_mfu(forward), forward if self.s.loss == "chunked" else 0.0
+            return (
+                forward,
+                self._backward_at_mfu(forward),
+                forward if self.s.loss == "chunked" else 0.0,
+            )
         multiple = KERNELS[self.kernels].vocabulary_multiple
         width = -(-width // multiple) * multiple
         forward, backward = self._product(self.tokens, width, self.graph.hidden_size, 1)
@@ -181,9 +234,12 @@ class _Micro:
         return forward + loss / 3 + norm, backward + loss * 2 / 3 + 2 * norm, again
 
     def _compared(self) -> tuple[float, float, float]:
-        """Instead of a vocabulary: the last norm, the projection of each row, and the similarities of all pairs."""
+        """Instead of a vocabulary: the last norm, the projection of each row, and the similarities
+        of all pairs."""
         graph, rows = self.graph, self.s.micro_batch_size
-        forward, backward = comparing_seconds(self.recipe, graph, rows, self.device, self.fp32_flops, self.c)
+        forward, backward = comparing_seconds(
+            self.recipe, graph, rows, self.device, self.fp32_flops, self.c
+        )
         if self.mfu is not None:
             projected = self._at_mfu(graph.layers[-1].matmul_flops_per_token, 1)
             return forward + projected, backward + self._backward_at_mfu(projected), 0.0
@@ -213,7 +269,8 @@ class _Micro:
     def _products(self, kind: LayerShape, *, in_attention: bool) -> tuple[float, float]:
         """Forward and backward of the products inside or outside the attention module.
 
-        The shapes give the rate, the traced FLOPs the amount: a layer may route a token to some experts only.
+        The shapes give the rate, the traced FLOPs the amount: a layer may route a token to some
+        experts only.
         """
         chosen = [p for p in kind.products if p.in_attention == in_attention]
         if not chosen:
@@ -224,7 +281,8 @@ class _Micro:
         expert = self.s.expert if kind.expert_numel else 1
         for p in chosen:
             if p.batch > 1:
-                # Fewer experts on a rank, each with the rows of all expert ranks; the step waits for the fullest rank.
+                # Fewer experts on a rank, each with the rows of all expert ranks; the step waits
+                # for the fullest rank.
                 rows = max(1.0, self.tokens * min(1.0, routed) * expert)
                 f, b = self._product(rows, p.n, p.k, p.batch / expert)
                 f, b = (f, b) if expert == 1 else (UNEVEN * f, UNEVEN * b)
@@ -234,16 +292,20 @@ class _Micro:
         return forward, backward
 
     def _unread(self, kind: LayerShape, *, in_attention: bool) -> float:
-        """Forward seconds of the last product of the attention module, or of the layer, where no recomputation runs
-        it (see stops_early)."""
+        """Forward seconds of the last product of the attention module, or of the layer, where no
+        recomputation runs it (see stops_early)."""
         last = [p for p in kind.products if p.in_attention == in_attention][-1:]
         if not last or last[0].batch > 1 or not stops_early(self.graph, self.kernels):
             return 0.0
         return self._product(self.tokens, last[0].n, last[0].k, 1)[0]
 
     def _dropped_products(self, kind: LayerShape) -> float:
-        """Forward seconds of the products that selective checkpointing by operator does not keep."""
-        return sum(self._product(self.tokens, p.n, p.k, p.batch)[0] for p in dropped_products(kind.products))
+        """Forward seconds of the products that selective checkpointing by operator does not
+        keep."""
+        return sum(
+            self._product(self.tokens, p.n, p.k, p.batch)[0]
+            for p in dropped_products(kind.products)
+        )
 
     @staticmethod
     def _has_experts(kind: LayerShape) -> bool:
@@ -259,7 +321,12 @@ class _Micro:
         if graph.attention == "eager":
             passes = self.c.score_passes(self.kernels)
             forward = eager_attention_seconds(
-                self.device, self.c, heads=heads, head_dim=graph.head_dim, length=self.length, passes=passes
+                self.device,
+                self.c,
+                heads=heads,
+                head_dim=graph.head_dim,
+                length=self.length,
+                passes=passes,
             )
             return forward, BACKWARD_OVER_FORWARD * forward
         products = fused_products_seconds(
@@ -272,7 +339,8 @@ class _Micro:
         return products + softmax, FUSED_BACKWARD_OVER_FORWARD * products + softmax
 
     def _moved(self, kind: LayerShape) -> tuple[float, float]:
-        """Forward seconds of the kernels that are no products, inside and outside the attention module."""
+        """Forward seconds of the kernels that are no products, inside and outside the attention
+        module."""
         passes, hidden, graph = KERNELS[self.kernels], self.graph.hidden_size, self.graph
         dropout = passes.dropout if graph.max_dropout > 0 else 0.0
         whole = kind.fused_norms * passes.norm + kind.composed_norms * passes.composed_norm
@@ -281,10 +349,14 @@ class _Micro:
         cut = passes.feed_forward * max(0, kind.elements - kind.attention_elements - kept)
         cut /= self.shapes.feed_forward_degree
         rotated = (graph.attention_heads + graph.key_value_heads) * graph.head_dim
-        inside = kind.attention_elements + (0.0 if self.shapes.positions else passes.rotary * rotated)
+        inside = kind.attention_elements + (
+            0.0 if self.shapes.positions else passes.rotary * rotated
+        )
         outside = whole / (self.s.tensor if self.s.sequence_parallel else 1) + cut
         per_element = self.tokens * self._element
         return (
-            traffic_seconds(self.device, self.c, per_element * inside / self.shapes.attention_degree),
+            traffic_seconds(
+                self.device, self.c, per_element * inside / self.shapes.attention_degree
+            ),
             traffic_seconds(self.device, self.c, per_element * outside),
         )

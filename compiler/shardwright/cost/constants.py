@@ -1,7 +1,7 @@
 """The cost model's numbers that no data sheet gives, read once from constants.json.
 
-Each stands there with its unit, its meaning, its source or prior, and whether `make fit-cost` fits it. They are shared
-by all GPUs and models. Nothing else in cost/ holds a bare constant.
+Each stands there with its unit, its meaning, its source or prior, and whether `make fit-cost` fits
+it. They are shared by all GPUs and models. Nothing else in cost/ holds a bare constant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class ConstantEntry(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The values alone; constants.json says what each means. An argument of the model, so that a fit can vary it."""
+    """The values alone; constants.json says what each means. An argument of the model, so that a
+    fit can vary it."""
 
     # matrix products
     gemm_efficiency: float

@@ -1,7 +1,8 @@
-"""What comparing all pairs of a batch costs: similarities, and the features that every data rank gets of the others.
+"""What comparing all pairs of a batch costs: similarities, and the features that every data rank
+gets of the others.
 
-As modules/contrastive.py computes them, in fp32. Letters: b pairs of a rank, N of the global batch, P width of the
-features.
+As modules/contrastive.py computes them, in fp32. Letters: b pairs of a rank, N of the global batch,
+P width of the features.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ _FP32 = 4
 _SIDES = 2
 """A picture's features and a caption's."""
 _COMPARED = {"softmax": 2, "sigmoid": 1}
-"""Matrices b x N of a rank, by `Cut.loss`: CLIP's cross-entropy looks along both sides, SigLIP's sum at each pair
-once."""
+"""Matrices b x N of a rank, by `Cut.loss`: CLIP's cross-entropy looks along both sides, SigLIP's
+sum at each pair once."""
 HELD = {"softmax": 6, "sigmoid": 6}
-"""fp32 matrices of that size that are there at once, of all: similarities, scaled and signed, what the loss keeps of
-them, and a gradient on its way (tests/unit/cost/test_contrastive.py counts them)."""
+"""fp32 matrices of that size that are there at once, of all: similarities, scaled and signed, what
+the loss keeps of them, and a gradient on its way (tests/unit/cost/test_contrastive.py counts
+them)."""
 _PASSES = {"softmax": (6, 6), "sigmoid": (10, 8)}
 """Reads and writes of each, forward and backward, beside the product."""
 
@@ -37,10 +39,14 @@ def comparing_seconds(
 ) -> tuple[float, float]:
     """Forward and backward of a rank with so many pairs. fp32_flops: its peak."""
     elements = rows * recipe.training.global_batch_size * _COMPARED[graph.cut.loss]
-    product = 2 * elements * graph.features / (fp32_flops * (recipe.assume.mfu or c.gemm_efficiency))
+    product = (
+        2 * elements * graph.features / (fp32_flops * (recipe.assume.mfu or c.gemm_efficiency))
+    )
     if recipe.assume.mfu is not None:
         return product, 2 * product
-    read, back = (traffic_seconds(device, c, passes * _FP32 * elements) for passes in _PASSES[graph.cut.loss])
+    read, back = (
+        traffic_seconds(device, c, passes * _FP32 * elements) for passes in _PASSES[graph.cut.loss]
+    )
     return product + read, 2 * product + back
 
 
@@ -54,8 +60,8 @@ def comparing_bytes(layout: Layout) -> float:
 
 
 def exchange_seconds(layout: Layout) -> float:
-    """Features of all ranks gathered, and their gradients summed. Nothing hides it: it stands between the forward and
-    the backward pass."""
+    """Features of all ranks gathered, and their gradients summed. Nothing hides it: it stands
+    between the forward and the backward pass."""
     s = layout.strategy
     if not layout.graph.contrastive or s.shards == 1:
         return 0.0

@@ -18,11 +18,15 @@ SECONDS_PER_DAY = 86_400
 
 
 def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -> Estimate:
-    """memory: of this layout. diagnostics: what the rules say of it; that it does not fit is added."""
+    """memory: of this layout. diagnostics: what the rules say of it; that it does not fit is
+    added."""
     inner = scaled(estimate_time(layout), run_factor(layout.recipe, layout.graph, layout.strategy))
     time = with_outer_step(inner, layout.recipe, layout.graph)
     if not is_accepted(layout.recipe, memory):
-        diagnostics = (*diagnostics, does_not_fit(memory, layout.strategy, contrastive=layout.graph.contrastive))
+        diagnostics = (
+            *diagnostics,
+            does_not_fit(memory, layout.strategy, contrastive=layout.graph.contrastive),
+        )
     return Estimate(
         strategy=layout.strategy,
         boundaries=layout.boundaries,
@@ -30,14 +34,17 @@ def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -
         diagnostics=diagnostics,
         memory=memory,
         time=time,
-        training=training_of(layout.recipe.training.known_steps, layout.cluster, time, layout.recipe.cluster.islands),
+        training=training_of(
+            layout.recipe.training.known_steps, layout.cluster, time, layout.recipe.cluster.islands
+        ),
         error=prediction_error(layout),
         flops_source=layout.shapes.flops_source,
     )
 
 
 def does_not_fit(memory: Memory, strategy: Strategy, *, contrastive: bool = False) -> Diagnostic:
-    """contrastive: each rank holds its share of the batch at once, and nothing but data ranks makes it smaller."""
+    """contrastive: each rank holds its share of the batch at once, and nothing but data ranks makes
+    it smaller."""
     fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
     parts = {
         "parameters": fullest.parameters_bytes,
@@ -49,10 +56,14 @@ def does_not_fit(memory: Memory, strategy: Strategy, *, contrastive: bool = Fals
     listed = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in parts.items())
     cuts = ", ".join(axis.name for axis in AXES if axis.cuts and axis.is_free)
     ways = (
-        f"A higher {cuts} or zero_stage, a smaller micro_batch_size or activation_checkpointing: full would lower it."
+        f"A higher {cuts} or zero_stage, a smaller micro_batch_size or activation_checkpointing: "
+        "full would lower it."
     )
     if contrastive:
-        ways = "More GPUs, activation_checkpointing: full or a smaller global_batch_size would lower it: a rank holds "
+        ways = (
+            "More GPUs, activation_checkpointing: full or a smaller global_batch_size would "
+            "lower it: a rank holds "
+        )
         ways += f"its {strategy.micro_batch_size:,} pairs at once."
     return Diagnostic(
         code="SW3201",

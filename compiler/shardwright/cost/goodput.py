@@ -1,9 +1,10 @@
-"""Goodput: the share of a training's time that trains, what saves, failures and restarts take of the rest, and how many
-steps should lie between two saves.
+"""Goodput: the share of a training's time that trains, what saves, failures and restarts take of
+the rest, and how many steps should lie between two saves.
 
-Failures of nodes are independent and without memory, and each ends the run: the cluster's mean time between failures M
-is a node's over the number of nodes. A run that fails loses the steps since its last save, and is back R seconds later.
-Sources: J. W. Young, CACM 17(9), 1974; J. T. Daly, Future Generation Computer Systems 22(3), 2006.
+Failures of nodes are independent and without memory, and each ends the run: the cluster's mean time
+between failures M is a node's over the number of nodes. A run that fails loses the steps since its
+last save, and is back R seconds later. Sources: J. W. Young, CACM 17(9), 1974; J. T. Daly, Future
+Generation Computer Systems 22(3), 2006.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from shardwright.layout.problem import Problem
 from shardwright.remembered import remembered
 
 STATE_BYTES = 12
-"""Of a trained element: fp32 master and Adam's two fp32 moments, in every precision (checkpoint/manifest.py)."""
+"""Of a trained element: fp32 master and Adam's two fp32 moments, in every precision
+(checkpoint/manifest.py)."""
 HOPELESS, NEXT_TO_ALL = 1e-3, 0.9995
-"""Of the time that trains: below the one nobody waits for the end, above the other nothing is worth saying."""
+"""Of the time that trains: below the one nobody waits for the end, above the other nothing is worth
+saying."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbances:
-    """mtbf_seconds: M, of the whole cluster. save_seconds: d, that training waits for a save. restart_seconds: R, from
-    a failure until training goes on from the last save."""
+    """mtbf_seconds: M, of the whole cluster. save_seconds: d, that training waits for a save.
+    restart_seconds: R, from a failure until training goes on from the last save."""
 
     mtbf_seconds: float
     save_seconds: float
@@ -59,12 +62,12 @@ class Spent:
 class Goodput:
     """The object of `estimate --json`.
 
-    checkpoint_gbytes: of the tensors of one checkpoint. checkpoint_gbytes_per_second: of each node; speed_from: recipe,
-    measured or default. interval_steps: between two saves; None: saved after the last step only. fraction: of the time
-    that trains. auto_*: with `checkpoint.every_steps: auto`.
-    worth_of_half_the_save_days: what a save of half the seconds would shorten the training by, at the interval that is
-    right for it where the recipe says auto. Days are None where the number of steps is not known yet, or where they are
-    more than a float holds.
+    checkpoint_gbytes: of the tensors of one checkpoint. checkpoint_gbytes_per_second: of each node;
+    speed_from: recipe, measured or default. interval_steps: between two saves; None: saved after
+    the last step only. fraction: of the time that trains. auto_*: with `checkpoint.every_steps:
+    auto`. worth_of_half_the_save_days: what a save of half the seconds would shorten the training
+    by, at the interval that is right for it where the recipe says auto. Days are None where the
+    number of steps is not known yet, or where they are more than a float holds.
     """
 
     node_mtbf_hours: float
@@ -95,16 +98,21 @@ def goodput_constants() -> dict[str, float]:
 
 
 def young_daly_seconds(d: Disturbances) -> float:
-    """The work between two saves that makes the expected time least, by Daly's higher-order estimate, whose first term
-    is Young's: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d for d < 2M, else M."""
+    """The work between two saves that makes the expected time least, by Daly's higher-order
+    estimate, whose first term is Young's: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d for d <
+    2M, else M."""
     if d.save_seconds >= 2 * d.mtbf_seconds:
         return d.mtbf_seconds
     root = math.sqrt(d.save_seconds / (2 * d.mtbf_seconds))
-    return math.sqrt(2 * d.save_seconds * d.mtbf_seconds) * (1 + root / 3 + root**2 / 9) - d.save_seconds
+    return (
+        math.sqrt(2 * d.save_seconds * d.mtbf_seconds) * (1 + root / 3 + root**2 / 9)
+        - d.save_seconds
+    )
 
 
 def auto_interval(d: Disturbances, step_seconds: float, steps: int) -> int:
-    """`checkpoint.every_steps: auto`: at least a step, at most all of them. steps: 0 = not known yet."""
+    """`checkpoint.every_steps: auto`: at least a step, at most all of them. steps: 0 = not known
+    yet."""
     interval = max(1, round(young_daly_seconds(d) / step_seconds))
     return min(interval, steps) if steps else interval
 
@@ -112,9 +120,9 @@ def auto_interval(d: Disturbances, step_seconds: float, steps: int) -> int:
 def expected_seconds(d: Disturbances, step_seconds: float, steps: int, interval: int) -> Spent:
     """Of a training with a save every `interval` steps, and after the last one.
 
-    A stretch of w seconds (steps and their save) that failures interrupt takes M (e^(w/M) - 1) and e^(w/M) - 1
-    restarts, each of which failures prolong to M (e^(R/M) - 1): Daly's complete model. Infinite where e^(w/M) is more
-    than a float holds.
+    A stretch of w seconds (steps and their save) that failures interrupt takes M (e^(w/M) - 1) and
+    e^(w/M) - 1 restarts, each of which failures prolong to M (e^(R/M) - 1): Daly's complete model.
+    Infinite where e^(w/M) is more than a float holds.
     """
     whole, rest = divmod(steps, interval)
     mtbf = d.mtbf_seconds
@@ -137,9 +145,11 @@ def _expm1(exponent: float) -> float:
         return math.inf
 
 
-def goodput(problem: Problem, estimate: Estimate, *, measured: float | None = None) -> Goodput | None:
-    """Of a recipe's chosen layout. measured: GB/s of each node, of a run's own saves. None where nothing says how much
-    is trained between saves: neither the steps nor every_steps is known."""
+def goodput(
+    problem: Problem, estimate: Estimate, *, measured: float | None = None
+) -> Goodput | None:
+    """Of a recipe's chosen layout. measured: GB/s of each node, of a run's own saves. None where
+    nothing says how much is trained between saves: neither the steps nor every_steps is known."""
     checkpoint = problem.recipe.checkpoint
     disturbances, files, speed = _disturbances(problem, estimate, measured)
     steps, step_seconds = estimate.training.steps, estimate.time.step_seconds
@@ -153,7 +163,9 @@ def goodput(problem: Problem, estimate: Estimate, *, measured: float | None = No
         save_seconds=disturbances.save_seconds / 2,
         restart_seconds=disturbances.restart_seconds,
     )
-    at_half = auto_interval(faster, step_seconds, steps) if checkpoint.every_steps == "auto" else interval
+    at_half = (
+        auto_interval(faster, step_seconds, steps) if checkpoint.every_steps == "auto" else interval
+    )
     spent, best, half = (
         expected_seconds(d, step_seconds, span, every or span)
         for d, every in ((disturbances, interval), (disturbances, auto), (faster, at_half))
@@ -177,7 +189,9 @@ def goodput(problem: Problem, estimate: Estimate, *, measured: float | None = No
         lost_to_saves_days=days(spent.saves),
         lost_to_failures_days=days(spent.lost),
         lost_to_restarts_days=days(spent.restarts),
-        expected_failures=spent.total / disturbances.mtbf_seconds if days(spent.total) is not None else None,
+        expected_failures=spent.total / disturbances.mtbf_seconds
+        if days(spent.total) is not None
+        else None,
         worth_of_half_the_save_days=days(spent.total - half.total),
         auto_interval_steps=auto,
         auto_expected_days=days(best.total),
@@ -189,8 +203,8 @@ def _disturbances(
 ) -> tuple[Disturbances, list[float], tuple[float, str]]:
     """Beside it the bytes of a checkpoint by node, and the speed of a node with where that is from.
 
-    A restart is the constant's seconds, one host's check of every byte (checkpoint/index.py), and each node's reading
-    of its part, which takes what writing it took.
+    A restart is the constant's seconds, one host's check of every byte (checkpoint/index.py), and
+    each node's reading of its part, which takes what writing it took.
     """
     given, constants = problem.recipe.cluster, goodput_constants()
     hours = given.node_mtbf_hours or constants["node_mtbf_hours"]
@@ -218,12 +232,13 @@ def _numel_by_name(graph: ModelGraph) -> dict[str, int]:
 
 
 def node_checkpoint_bytes(layout: Layout) -> list[float]:
-    """Bytes that each node writes of a checkpoint's tensors, in the order of the ranks (checkpoint/write.py).
+    """Bytes that each node writes of a checkpoint's tensors, in the order of the ranks
+    (checkpoint/write.py).
 
-    Of a trained element STATE_BYTES; of a frozen one its value, as the model computes with it. Data (and context) ranks
-    share out what ZeRO shares out, the optimizer's states from stage 1 and frozen weights at stage 3; else the first
-    one writes. Of tensor ranks with the same elements, and of a tied parameter's two stages, one writes: the ranks'
-    parts are scaled to the whole.
+    Of a trained element STATE_BYTES; of a frozen one its value, as the model computes with it. Data
+    (and context) ranks share out what ZeRO shares out, the optimizer's states from stage 1 and
+    frozen weights at stage 3; else the first one writes. Of tensor ranks with the same elements,
+    and of a tied parameter's two stages, one writes: the ranks' parts are scaled to the whole.
     """
     s, graph = layout.strategy, layout.graph
     names = frozen_names(graph, layout.recipe.model.freeze)
@@ -234,7 +249,9 @@ def node_checkpoint_bytes(layout: Layout) -> list[float]:
     frozen = layout.element_bytes * (total - left)
     parts = [(trained, s.zero_stage >= 1, layout.trained_of)]
     if frozen:
-        parts.append((frozen, s.zero_stage == 3, layout.numel_of if layout.adapters else layout.frozen_of))
+        parts.append(
+            (frozen, s.zero_stage == 3, layout.numel_of if layout.adapters else layout.frozen_of)
+        )
     nodes = [0.0] * layout.cluster.nodes
     for size, shared, elements in parts:
         of_stage = [elements(blocks) for blocks in layout.ranks]
@@ -247,15 +264,21 @@ def node_checkpoint_bytes(layout: Layout) -> list[float]:
 
 
 def _ranks(layout: Layout) -> Iterator[tuple[int, int]]:
-    """(rank, pipeline rank): the pipeline is the slowest axis, then data, context and tensor (plan/ranks.py)."""
+    """(rank, pipeline rank): the pipeline is the slowest axis, then data, context and tensor
+    (plan/ranks.py)."""
     a_stage = layout.strategy.tensor * layout.strategy.shards
     return ((rank, rank // a_stage) for rank in range(layout.strategy.world_size))
 
 
 def goodput_words(g: Goodput) -> list[str]:
-    """What is expected; where that is not next to all of the time, what it is lost to and what would be better."""
+    """What is expected; where that is not next to all of the time, what it is lost to and what
+    would be better."""
     each = f"a failure every {_time(g.cluster_mtbf_hours * 3600)}"
-    every = "after the last step only" if g.interval_steps is None else f"every {_steps(g.interval_steps)}"
+    every = (
+        "after the last step only"
+        if g.interval_steps is None
+        else f"every {_steps(g.interval_steps)}"
+    )
     trains = f"{g.fraction:.1%} of the time trains"
     save = f"{_time(g.save_seconds)} {every}"
     if g.expected_days is None or g.fraction < HOPELESS:
@@ -269,8 +292,9 @@ def goodput_words(g: Goodput) -> list[str]:
         return [expected]
     return [
         expected,
-        f"saves {_days(g.lost_to_saves_days)} ({save}), work done again {_days(g.lost_to_failures_days)}, restarts "
-        f"{_days(g.lost_to_restarts_days)} ({_time(g.restart_seconds)} each)",
+        f"saves {_days(g.lost_to_saves_days)} ({save}), work done again "
+        f"{_days(g.lost_to_failures_days)}, restarts {_days(g.lost_to_restarts_days)} "
+        f"({_time(g.restart_seconds)} each)",
         *_better(g),
     ]
 
@@ -279,10 +303,15 @@ def _better(g: Goodput) -> list[str]:
     parts = []
     if g.worth_of_half_the_save_days is not None:
         parts.append(f"half the save is worth {_days(g.worth_of_half_the_save_days)}")
-    is_worth_it = g.auto_expected_days is None or (g.expected_days or math.inf) * NEXT_TO_ALL > g.auto_expected_days
+    is_worth_it = (
+        g.auto_expected_days is None
+        or (g.expected_days or math.inf) * NEXT_TO_ALL > g.auto_expected_days
+    )
     if g.interval_steps != g.auto_interval_steps and is_worth_it:
         takes = "" if g.auto_expected_days is None else f", {duration(g.auto_expected_days)}"
-        parts.append(f"checkpoint.every_steps: auto is every {_steps(g.auto_interval_steps)}{takes}")
+        parts.append(
+            f"checkpoint.every_steps: auto is every {_steps(g.auto_interval_steps)}{takes}"
+        )
     return ["; ".join(parts)] if parts else []
 
 

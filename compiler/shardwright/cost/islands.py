@@ -1,4 +1,5 @@
-"""What an outer step between islands costs, and the same run as plain data parallelism over them."""
+"""What an outer step between islands costs, and the same run as plain data parallelism over
+them."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ ISLANDS, DATA_PARALLEL = "islands", "data parallel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandsCost:
-    """sent_bytes: each way over the store's link, an outer step. outer_seconds: that they take. exposed_seconds: that
-    training waits of them, an outer step; exposed_share: of the time of the steps between two of them.
+    """sent_bytes: each way over the store's link, an outer step. outer_seconds: that they take.
+    exposed_seconds: that training waits of them, an outer step; exposed_share: of the time of the
+    steps between two of them.
 
-    The same run as plain data parallelism over the same links sends gradient_bytes each way in every step, in
-    gradient_seconds. data_parallel_step_seconds: at best, where all of that hides behind the step;
-    data_parallel_longest_seconds: where none does. Both keep a layout's other collectives inside an island. days and
-    data_parallel_days (at best): None where the steps are not known. take: the faster of the two, plain data
-    parallelism where they are equal.
+    The same run as plain data parallelism over the same links sends gradient_bytes each way in
+    every step, in gradient_seconds. data_parallel_step_seconds: at best, where all of that hides
+    behind the step; data_parallel_longest_seconds: where none does. Both keep a layout's other
+    collectives inside an island. days and data_parallel_days (at best): None where the steps are
+    not known. take: the faster of the two, plain data parallelism where they are equal.
     """
 
     islands: int
@@ -43,12 +45,14 @@ class IslandsCost:
 
 
 def islands_cost(recipe: Recipe, parameters: int, inner_seconds: float) -> IslandsCost | None:
-    """parameters: of the whole model. inner_seconds: of a step inside an island. None without islands.
+    """parameters: of the whole model. inner_seconds: of a step inside an island. None without
+    islands.
 
-    The store adds the deltas up, beside one of the islands: its link carries those of the n - 1 others, and their sum
-    back at the same time, so that T = 8 (n - 1) N / W for N bytes of deltas over W bit/s. Exposed is what the steps
-    that run meanwhile (overlap_steps) do not cover. A ring of data parallelism sends 2 (n - 1) / n N (arXiv 1802.05799)
-    in each step. Assumes a link that reaches its rate, and no time for the sums.
+    The store adds the deltas up, beside one of the islands: its link carries those of the n - 1
+    others, and their sum back at the same time, so that T = 8 (n - 1) N / W for N bytes of deltas
+    over W bit/s. Exposed is what the steps that run meanwhile (overlap_steps) do not cover. A ring
+    of data parallelism sends 2 (n - 1) / n N (arXiv 1802.05799) in each step. Assumes a link that
+    reaches its rate, and no time for the sums.
     """
     outer, cluster = recipe.training.outer, recipe.cluster
     rate = cluster.inter_island_gbits_per_second
@@ -117,14 +121,19 @@ def penalty_words(islands: int) -> str:
 
 def islands_words(found: IslandsCost) -> list[str]:
     """Lines for `estimate`, `plan`, `explain` and the report."""
-    waits = f"training waits {found.exposed_seconds:.3g} s of it, {found.exposed_share:.1%} of what the steps take"
+    waits = (
+        f"training waits {found.exposed_seconds:.3g} s of it, {found.exposed_share:.1%} of "
+        "what the steps take"
+    )
     return [
-        f"{found.islands} over links of {found.link_gbits_per_second:g} Gbit/s: every {found.every_steps} steps "
-        f"{_size(found.sent_bytes)} each way, in {found.outer_seconds:.3g} s; {waits}",
-        f"as one world, plain data parallelism: {_size(found.gradient_bytes)} each way in every step, in "
-        f"{found.gradient_seconds:.3g} s",
-        f"a step takes {found.step_seconds:.4g} s with islands; as one world {found.data_parallel_step_seconds:.4g} s "
-        f"where the gradients hide behind it, {found.data_parallel_longest_seconds:.4g} s where none do",
+        f"{found.islands} over links of {found.link_gbits_per_second:g} Gbit/s: every "
+        f"{found.every_steps} steps {_size(found.sent_bytes)} each way, in "
+        f"{found.outer_seconds:.3g} s; {waits}",
+        f"as one world, plain data parallelism: {_size(found.gradient_bytes)} each way in every "
+        f"step, in {found.gradient_seconds:.3g} s",
+        f"a step takes {found.step_seconds:.4g} s with islands; as one world "
+        f"{found.data_parallel_step_seconds:.4g} s where the gradients hide behind it, "
+        f"{found.data_parallel_longest_seconds:.4g} s where none do",
         _taken(found),
         penalty_words(found.islands),
     ]
@@ -134,10 +143,17 @@ def _taken(found: IslandsCost) -> str:
     days = ""
     if found.days is not None and found.data_parallel_days is not None:
         other, this = duration(found.data_parallel_days), duration(found.days)
-        days = f": {this} against {other} at best" if found.take == ISLANDS else f": {other} against {this}"
+        days = (
+            f": {this} against {other} at best"
+            if found.take == ISLANDS
+            else f": {other} against {this}"
+        )
     if found.take == ISLANDS:
         return f"take islands{days}"
-    return f"take plain data parallelism{days}, if its gradients hide; it costs nothing in loss (cluster.islands: 1)"
+    return (
+        f"take plain data parallelism{days}, if its gradients hide; it costs nothing in loss "
+        "(cluster.islands: 1)"
+    )
 
 
 def _size(count: float) -> str:

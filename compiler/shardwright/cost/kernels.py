@@ -1,7 +1,8 @@
 """Seconds of single GPU kernels: a roofline with tiles, waves, alignment and memory bandwidth.
 
-Sources: the roofline model (Williams et al., 2009); tile and wave quantisation and alignment (NVIDIA, Matrix
-Multiplication Background User's Guide); fused attention (arXiv 2205.14135, 2307.08691).
+Sources: the roofline model (Williams et al., 2009); tile and wave quantisation and alignment
+(NVIDIA, Matrix Multiplication Background User's Guide); fused attention (arXiv 2205.14135,
+2307.08691).
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ from shardwright.cost.constants import Constants
 from shardwright.ir.cluster import Gpu
 from shardwright.remembered import remembered, settled
 
-# Output tiles that cuBLAS's kernels take, rows x columns; a product runs with the fastest for its shape.
+# Output tiles that cuBLAS's kernels take, rows x columns; a product runs with the fastest for its
+# shape.
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-# Operands are loaded once a tile: a smaller one computes less per byte. Rate against 256 x 128, from the shared-memory
-# traffic of a tile, (rows + columns) / (rows x columns).
-TILE_RATE = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.96, (128, 64): 0.86, (64, 128): 0.86, (64, 64): 0.72}
+# Operands are loaded once a tile: a smaller one computes less per byte. Rate against 256 x 128,
+# from the shared-memory traffic of a tile, (rows + columns) / (rows x columns).
+TILE_RATE = {
+    (256, 128): 1.0,
+    (128, 256): 1.0,
+    (128, 128): 0.96,
+    (128, 64): 0.86,
+    (64, 128): 0.86,
+    (64, 64): 0.72,
+}
 # Parts that the summed dimension is cut into where the output alone has too few tiles (split-K).
 SPLITS = (1, 2, 4)
-# Of the peak, the fastest product of a board that holds its clock (an A100: the prior of gemm_efficiency).
+# Of the peak, the fastest product of a board that holds its clock (an A100: the prior of
+# gemm_efficiency).
 BEST_OF_THE_PEAK = 0.86
 ALIGNED_WIDTH = 64
 ALIGNED_LOAD = 8
@@ -64,8 +74,11 @@ def _of(c: Constants) -> Hashable:
 
 
 @remembered(lambda device, c, *, m, n, k, batch=1.0: (device, _of(c), m, n, k, batch))
-def product_seconds(device: Device, c: Constants, *, m: float, n: int, k: int, batch: float = 1.0) -> float:
-    """`batch` products of (m, k) by (k, n), one kernel. Fractions of a batch are allowed (an average)."""
+def product_seconds(
+    device: Device, c: Constants, *, m: float, n: int, k: int, batch: float = 1.0
+) -> float:
+    """`batch` products of (m, k) by (k, n), one kernel. Fractions of a batch are allowed (an
+    average)."""
     units = device.compute_units
     rate = device.flops_per_second * device.sustained_share / units * c.gemm_efficiency
     rate *= width_efficiency(device, c, batch * m, n, k)
@@ -88,8 +101,8 @@ def product_seconds(device: Device, c: Constants, *, m: float, n: int, k: int, b
 def sustained_share(c: Constants, flops_per_second: float, watts: float | None) -> float:
     """Of the peak, what a power limit allows to dense products.
 
-    Dynamic power grows with the clock's cube (f V^2, and V with f; Chandrakasan et al., 1992), so a board with less
-    than the peak's watts runs at the cube root of its share.
+    Dynamic power grows with the clock's cube (f V^2, and V with f; Chandrakasan et al., 1992), so a
+    board with less than the peak's watts runs at the cube root of its share.
     """
     if watts is None:
         return 1.0
@@ -97,12 +110,12 @@ def sustained_share(c: Constants, flops_per_second: float, watts: float | None) 
 
 
 def width_efficiency(device: Device, c: Constants, rows: float, *widths: int) -> float:
-    """Of a product whose activations have `rows` rows of one of these widths: a factor for each halving of a width's
-    power of two under 64 elements.
+    """Of a product whose activations have `rows` rows of one of these widths: a factor for each
+    halving of a width's power of two under 64 elements.
 
-    Down to 8 elements a row begins inside a line of 128 bytes, and its ends are fetched with lines that it shares with
-    its neighbours: from memory, for the part of the activations that the cache does not hold. Below that each load is
-    broken up, wherever it comes from.
+    Down to 8 elements a row begins inside a line of 128 bytes, and its ends are fetched with lines
+    that it shares with its neighbours: from memory, for the part of the activations that the cache
+    does not hold. Below that each load is broken up, wherever it comes from.
     """
 
     def halvings(width: int, most: int) -> float:
@@ -113,7 +126,8 @@ def width_efficiency(device: Device, c: Constants, rows: float, *widths: int) ->
 
     loads = max(halvings(width, ALIGNED_LOAD) for width in widths)
     lines = max(
-        from_memory(width) * (halvings(width, ALIGNED_WIDTH) - halvings(width, ALIGNED_LOAD)) for width in widths
+        from_memory(width) * (halvings(width, ALIGNED_WIDTH) - halvings(width, ALIGNED_LOAD))
+        for width in widths
     )
     return math.pow(c.width_alignment_efficiency, loads + lines)
 
@@ -129,21 +143,25 @@ def traffic_seconds(device: Device, c: Constants, moved_bytes: float) -> float:
 
 def fused_products_seconds(device: Device, c: Constants, *, flops: float, head_dim: int) -> float:
     """The two products of fused causal attention, forward. flops: full S x S."""
-    share = c.fused_attention_efficiency * device.fused_attention_gain * load_efficiency(c, head_dim)
+    share = (
+        c.fused_attention_efficiency * device.fused_attention_gain * load_efficiency(c, head_dim)
+    )
     return flops / (device.flops_per_second * share)
 
 
 def softmax_seconds(device: Device, c: Constants, *, scores: float) -> float:
-    """The exponentials of fused attention: no tensor core computes them, so a small head is the slower."""
+    """The exponentials of fused attention: no tensor core computes them, so a small head is the
+    slower."""
     return scores * c.softmax_unit_seconds / device.compute_units / device.softmax_gain
 
 
 def eager_attention_seconds(
     device: Device, c: Constants, *, heads: float, head_dim: int, length: int, passes: float
 ) -> float:
-    """Forward of two batched products of `heads` (micro-batch x local heads), and the kernels between them."""
-    products = product_seconds(device, c, m=length, n=length, k=max(64, head_dim), batch=heads) + product_seconds(
-        device, c, m=length, n=max(64, head_dim), k=length, batch=heads
-    )
+    """Forward of two batched products of `heads` (micro-batch x local heads), and the kernels
+    between them."""
+    products = product_seconds(
+        device, c, m=length, n=length, k=max(64, head_dim), batch=heads
+    ) + product_seconds(device, c, m=length, n=max(64, head_dim), k=length, batch=heads)
     between = traffic_seconds(device, c, heads * length * length * passes * device.element_bytes)
     return products / load_efficiency(c, head_dim) + between

@@ -1,4 +1,5 @@
-"""What memory and time both need to know about one layout: blocks per pipeline rank, shapes, dtypes."""
+"""What memory and time both need to know about one layout: blocks per pipeline rank, shapes,
+dtypes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ from shardwright.remembered import remembered
 from shardwright.schedule.interleaved import kept_at_once
 
 
-class Block(NamedTuple):  # a search makes tens of thousands; a frozen dataclass takes four times as long
+class Block(
+    NamedTuple
+):  # a search makes tens of thousands; a frozen dataclass takes four times as long
     """Contiguous layers [start, stop) on one pipeline rank; DualPipeV gives a rank two."""
 
     start: int
@@ -48,11 +51,17 @@ class Layout:
     traits: Traits
     element_bytes: int
     accumulation_dtype: str
-    checkpointed: Activations | None = None  # of the first layers of each stage, where those are checkpointed alone
-    boundaries: tuple[int, ...] = ()  # of the stages, over graph.layers; () until the layers are placed
+    checkpointed: Activations | None = (
+        None  # of the first layers of each stage, where those are checkpointed alone
+    )
+    boundaries: tuple[
+        int, ...
+    ] = ()  # of the stages, over graph.layers; () until the layers are placed
     ranks: tuple[tuple[Block, ...], ...] = ()  # per pipeline rank
     adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () without it
-    frozen: tuple[int, ...] = ()  # local parameters of `model.freeze`, prefix sums; () where there are none
+    frozen: tuple[
+        int, ...
+    ] = ()  # local parameters of `model.freeze`, prefix sums; () where there are none
 
     @property
     def recipe(self) -> Recipe:
@@ -67,7 +76,8 @@ class Layout:
         return self.problem.cluster
 
     def group(self, ranks: int, stride: int) -> Group:
-        """`ranks` ranks, each `stride` after the last, over the recipe's fabric or that of the runs it asks for."""
+        """`ranks` ranks, each `stride` after the last, over the recipe's fabric or that of the runs
+        it asks for."""
         return group_of(self.cluster, ranks, stride, self.traits.fabric)
 
     @property
@@ -98,7 +108,8 @@ class Layout:
         return max(0, block.stop - block.start - ends)
 
     def checkpointed_stop(self, start: int, stop: int) -> int:
-        """Of a stage with these layers, where those end that partial checkpointing recomputes; `start` without it."""
+        """Of a stage with these layers, where those end that partial checkpointing recomputes;
+        `start` without it."""
         choice = self.strategy.activation_checkpointing
         if not isinstance(choice, PartialCheckpointing):
             return start
@@ -138,7 +149,8 @@ class Layout:
         return sum(numel[b.stop] - numel[b.start] for b in blocks)
 
     def numel_of(self, blocks: tuple[Block, ...]) -> int:
-        """Parameters of a rank with these blocks, all experts among them; a tied tensor counts once."""
+        """Parameters of a rank with these blocks, all experts among them; a tied tensor counts
+        once."""
         numel = self.shapes.numel
         total = sum([numel[b.stop] - numel[b.start] for b in blocks])
         shared = self.shapes.shared_numel
@@ -154,7 +166,9 @@ def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layou
     def kept(checkpointing: Checkpointing) -> Activations:
         length = recipe.training.sequence_length
         traced = activations(graph, length, element_bytes, checkpointing, recipe.assume.kernels)
-        return _with_tower(problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced))
+        return _with_tower(
+            problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced)
+        )
 
     return Layout(
         problem=problem,
@@ -167,27 +181,39 @@ def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layou
         element_bytes=element_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),
         adapters=_adapters(recipe, graph),
-        frozen=() if recipe.lora is not None else _frozen(graph, recipe.model.freeze, strategy.tensor),
+        frozen=()
+        if recipe.lora is not None
+        else _frozen(graph, recipe.model.freeze, strategy.tensor),
     )
 
 
-def _as_measured(problem: Problem, s: Strategy, checkpointing: Checkpointing, traced: Activations) -> Activations:
-    """With the bytes that the decoder layers were measured to keep. Bytes beyond what was traced, or short of it, are
-    on every tensor rank in the same shares."""
+def _as_measured(
+    problem: Problem, s: Strategy, checkpointing: Checkpointing, traced: Activations
+) -> Activations:
+    """With the bytes that the decoder layers were measured to keep. Bytes beyond what was traced,
+    or short of it, are on every tensor rank in the same shares."""
     recipe, graph = problem.recipe, problem.graph
     if figures_of(recipe, graph) is None:
         return traced
     shapes = model_shapes(graph, s.tensor)
     factors = []
     for at, place in enumerate(first_of_kind(shapes.kind_of)):
-        share = traced.between(at, at + 1).on_rank(shapes.attention_degree, sequence_parallel=s.sequence_parallel)
-        measured = measured_kept_bytes(recipe, graph, s, place, checkpointing) if shapes.kind_of[at] >= 0 else None
+        share = traced.between(at, at + 1).on_rank(
+            shapes.attention_degree, sequence_parallel=s.sequence_parallel
+        )
+        measured = (
+            measured_kept_bytes(recipe, graph, s, place, checkpointing)
+            if shapes.kind_of[at] >= 0
+            else None
+        )
         factors.append(measured / (share * s.micro_batch_size) if measured and share else 1.0)
 
     def prefix(sums: tuple[float, ...]) -> tuple[float, ...]:
         return (
             0,
-            *itertools.accumulate((b - a) * f for (a, b), f in zip(itertools.pairwise(sums), factors, strict=True)),
+            *itertools.accumulate(
+                (b - a) * f for (a, b), f in zip(itertools.pairwise(sums), factors, strict=True)
+            ),
         )
 
     return dataclasses.replace(traced, whole=prefix(traced.whole), divided=prefix(traced.divided))
@@ -201,11 +227,14 @@ def _with_tower(problem: Problem, checkpointing: Checkpointing, found: Activatio
     kept = tower_kept_bytes(recipe, graph, checkpointing, ELEMENT_BYTES[recipe.training.precision])
     if not kept:
         return found
-    return dataclasses.replace(found, whole=(0, *(bytes_before + kept for bytes_before in found.whole[1:])))
+    return dataclasses.replace(
+        found, whole=(0, *(bytes_before + kept for bytes_before in found.whole[1:]))
+    )
 
 
 def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:
-    """The layout with its layers on stages. boundaries: over graph.layers, as many as parts and one more."""
+    """The layout with its layers on stages. boundaries: over graph.layers, as many as parts and one
+    more."""
     s = layout.strategy
 
     def parts(rank: int) -> tuple[int, ...]:
@@ -224,9 +253,10 @@ def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:
 
 
 def in_flight(s: Strategy, rank: int) -> tuple[float, ...]:
-    """Micro-batches whose activations each stage of the rank keeps at once: 1F1B min(p - rank, m); DualPipeV (arXiv
-    2412.19437 and its V-shaped cut) min(2p - rank, m) on the outward half and min(rank + 1, m) on the returning one;
-    interleaving see schedule.interleaved."""
+    """Micro-batches whose activations each stage of the rank keeps at once: 1F1B min(p - rank, m);
+    DualPipeV (arXiv
+    2412.19437 and its V-shaped cut) min(2p - rank, m) on the outward half and min(rank + 1, m) on
+    the returning one; interleaving see schedule.interleaved."""
     p, m, v = s.pipeline, s.gradient_accumulation_steps, s.virtual_stages
     if s.schedule == "dualpipev":
         return min(2 * p - rank, m), min(rank + 1, m)
@@ -238,13 +268,16 @@ def _adapters(recipe: Recipe, graph: ModelGraph) -> tuple[int, ...]:
     if lora is None:
         return ()
     names = target_modules(graph, lora)
-    return (0, *itertools.accumulate(sum(adapters(layer, names, lora.rank)) for layer in graph.layers))
+    return (
+        0,
+        *itertools.accumulate(sum(adapters(layer, names, lora.rank)) for layer in graph.layers),
+    )
 
 
 @remembered(lambda graph, freeze, tensor: (graph.identity, freeze, tensor))
 def _frozen(graph: ModelGraph, freeze: tuple[str, ...], tensor: int) -> tuple[int, ...]:
-    """Elements on one tensor rank, prefix sums over graph.layers; () where none are. A tied tensor counts where it is
-    first."""
+    """Elements on one tensor rank, prefix sums over graph.layers; () where none are. A tied tensor
+    counts where it is first."""
     names = frozen_names(graph, freeze)
     if not names:
         return ()

@@ -1,10 +1,11 @@
-"""How far the cost model was off on published runs whose source it had not seen, by regime: measured.json, of
-`make bench-cost`.
+"""How far the cost model was off on published runs whose source it had not seen, by regime:
+measured.json, of `make bench-cost`.
 
-A regime is who ran a step, its kind (plain, experts, long rows, offload) and what bounds it. Its error is the
-half-width that holds 80 % of its runs. Fewer than 20 runs, or runs of one source, tell none: the regime around it does,
-of the same kind and of an engine that is predicted alike. A regime without a run of the layout's GPU generation tells
-none either, and no regime of another kind or precision does: then the layout is not calibrated, and has no error.
+A regime is who ran a step, its kind (plain, experts, long rows, offload) and what bounds it. Its
+error is the half-width that holds 80 % of its runs. Fewer than 20 runs, or runs of one source, tell
+none: the regime around it does, of the same kind and of an engine that is predicted alike. A regime
+without a run of the layout's GPU generation tells none either, and no regime of another kind or
+precision does: then the layout is not calibrated, and has no error.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ MANY_NODES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """half_width: of predicted over measured less 1, the one that holds 80 % of the runs. sources: projects that
-    published them. gpus: generation ("Hopper") -> its runs."""
+    """half_width: of predicted over measured less 1, the one that holds 80 % of the runs. sources:
+    projects that published them. gpus: generation ("Hopper") -> its runs."""
 
     runs: int
     half_width: float
@@ -46,9 +47,9 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured, step times or peak memory. error: the mean absolute one over the projects as a share, each
-    project's runs predicted with constants fitted to the others. bands: of regimes, by their names (see regimes).
-    The rest: values that runs had.
+    """What was measured, step times or peak memory. error: the mean absolute one over the projects
+    as a share, each project's runs predicted with constants fitted to the others. bands: of
+    regimes, by their names (see regimes). The rest: values that runs had.
     """
 
     error: float
@@ -67,7 +68,9 @@ class Bench:
 
 @functools.cache
 def bench() -> Bench:
-    data = json.loads(resources.files("shardwright.cost").joinpath("measured.json").read_text("utf-8"))
+    data = json.loads(
+        resources.files("shardwright.cost").joinpath("measured.json").read_text("utf-8")
+    )
 
     def measured(name: str) -> Measured:
         entry = data[name]
@@ -93,19 +96,29 @@ _GENERATIONS = {
 
 
 def generation_of(gpu: str) -> str:
-    """gpu: as the catalogue or a published row names it. The name's own first part where no table has it."""
+    """gpu: as the catalogue or a published row names it. The name's own first part where no table
+    has it."""
     first = gpu.partition("-")[0].lower()
     return _GENERATIONS.get(first, first)
 
 
 def regimes(layout: Layout) -> tuple[str, ...]:
-    """Names of what the layout's step belongs to, from the narrowest to all runs of its kind that are predicted alike.
-    Each holds the one before it."""
+    """Names of what the layout's step belongs to, from the narrowest to all runs of its kind that
+    are predicted alike. Each holds the one before it."""
     s, recipe, nodes = layout.strategy, layout.recipe, layout.cluster.nodes
-    engine, family = title_of(recipe.target, recipe.assume.kernels), family_of(recipe.target, recipe.assume.kernels)
+    engine, family = (
+        title_of(recipe.target, recipe.assume.kernels),
+        family_of(recipe.target, recipe.assume.kernels),
+    )
     kind = kind_of(layout)
     bound = ", host-bound" if passes(layout).is_host_bound else ""
-    where = "one node" if nodes == 1 else f"2 to {MANY_NODES} nodes" if nodes <= MANY_NODES else "more nodes"
+    where = (
+        "one node"
+        if nodes == 1
+        else f"2 to {MANY_NODES} nodes"
+        if nodes <= MANY_NODES
+        else "more nodes"
+    )
     if s.pipeline > 1 and nodes > 1:
         where = f"a pipeline over {where}"
     return (
@@ -126,7 +139,8 @@ def kind_of(layout: Layout) -> str:
 
 
 def prediction_error(layout: Layout) -> PredictionError:
-    """No share where no published runs stand behind the layout's regime; the reasons say which one that is."""
+    """No share where no published runs stand behind the layout's regime; the reasons say which one
+    that is."""
     time, memory = _error(layout, bench().time), _error(layout, bench().memory)
     return PredictionError(
         step_time=time.share,
@@ -162,8 +176,11 @@ def _error(layout: Layout, runs: Measured) -> _Error:
         return _Error(reason=f"{kind}, {'a GPU of your own numbers' if gpu == 'inline' else gpu}")
     name, band = next((name, band) for name, band in found if generation in band.gpus)
     here = band.gpus[generation]
-    words = f"{name}: {band.runs} runs" + ("" if here == band.runs else f", {here} of them on {generation}")
-    # Too few runs of the engine itself cannot make an error smaller, but they can show that it is larger.
+    words = f"{name}: {band.runs} runs" + (
+        "" if here == band.runs else f", {here} of them on {generation}"
+    )
+    # Too few runs of the engine itself cannot make an error smaller, but they can show that it is
+    # larger.
     own = runs.bands.get(kind)
     if own is not None and own.runs < band.runs and own.half_width > band.half_width:
         return _Error(share=own.half_width, regime=f"{words}; as wide as {own.runs} of {engine}")
@@ -176,8 +193,8 @@ def regime_words(error: PredictionError) -> str:
 
 
 def error_fields(error: PredictionError) -> dict[str, dict[str, JsonValue]]:
-    """What `--json` says of it beside the figures that it is of: part of an estimate -> keys and values. null where no
-    published runs stand behind the layout's regime."""
+    """What `--json` says of it beside the figures that it is of: part of an estimate -> keys and
+    values. null where no published runs stand behind the layout's regime."""
     return {
         "time": {"step_error_fraction": error.step_time, "error_regime": regime_words(error)},
         "memory": {"peak_error_fraction": error.memory},
@@ -204,11 +221,16 @@ def _unmeasured(layout: Layout, runs: Measured) -> str:
 
 def error_words(error: PredictionError) -> str:
     """Of one layout."""
-    kept = f"memory_headroom: auto keeps {default_constants().memory_headroom:.0%} free, by runs of other kinds"
+    kept = (
+        f"memory_headroom: auto keeps {default_constants().memory_headroom:.0%} free, by runs "
+        "of other kinds"
+    )
     if error.step_time is None and error.step_time_reason == error.memory_reason:
         return f"{unmeasured(error.step_time_reason)}; {kept}"
     parts = [
-        f"{words} ± {share:.1%} ({regime})" if share is not None else f"{words} {unmeasured(reason)}"
+        f"{words} ± {share:.1%} ({regime})"
+        if share is not None
+        else f"{words} {unmeasured(reason)}"
         for words, share, reason, regime in (
             ("the step", error.step_time, error.step_time_reason, error.step_time_regime),
             ("the memory", error.memory, error.memory_reason, error.memory_regime),
@@ -216,7 +238,9 @@ def error_words(error: PredictionError) -> str:
     ]
     if error.memory is None:
         parts.append(kept)
-    return "; ".join(parts if error.step_time is None and error.memory is None else [*parts, f"±: {source()}"])
+    return "; ".join(
+        parts if error.step_time is None and error.memory is None else [*parts, f"±: {source()}"]
+    )
 
 
 def flops_words(source: str) -> str:
@@ -225,20 +249,21 @@ def flops_words(source: str) -> str:
         return ""
     reason = source.removeprefix("counted: ")
     return (
-        "counted from the parameters' shapes, so the step and the memory are less sure: the model's own code could not "
-        f"be traced ({reason})"
+        "counted from the parameters' shapes, so the step and the memory are less sure: the "
+        f"model's own code could not be traced ({reason})"
     )
 
 
 def unmeasured(reason: str) -> str:
     return (
-        f"not calibrated ({reason}): fewer than {LEAST_RUNS} published runs of {LEAST_SOURCES} sources are of that kind"
+        f"not calibrated ({reason}): fewer than {LEAST_RUNS} published runs of {LEAST_SOURCES} "
+        "sources are of that kind"
     )
 
 
 def source() -> str:
     """Of the ±."""
     return (
-        f"holds 80 % of the regime's published runs, of {bench().time.runs} of {bench().projects} projects, each "
-        "predicted from the others (make bench-cost)"
+        f"holds 80 % of the regime's published runs, of {bench().time.runs} of {bench().projects} "
+        "projects, each predicted from the others (make bench-cost)"
     )

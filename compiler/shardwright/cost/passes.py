@@ -1,4 +1,5 @@
-"""Seconds of one micro-batch's forward and backward pass over any run of layers: their kernels and collectives.
+"""Seconds of one micro-batch's forward and backward pass over any run of layers: their kernels and
+collectives.
 
 All of it adds up over the layers, so a stage of any partition is a difference of prefix sums.
 """
@@ -27,16 +28,19 @@ Floats = NDArray[np.float64]
 
 # Of what a micro-batch costs beyond its layers; a backward pass is two forward passes.
 FORWARD_SHARE = 1 / 3
-# Of the host's launches around a collective: a backward pass launches two kernels for one of the forward pass.
+# Of the host's launches around a collective: a backward pass launches two kernels for one of the
+# forward pass.
 LAUNCHED_FORWARD, LAUNCHED_BACKWARD = 2 / 3, 4 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """Prefix sums over graph.layers (length layers + 1), seconds; backward includes what is run again, but for partial
-    checkpointing: there again_* are what each decoder layer adds where it is among the recomputed (see again_seconds).
+    """Prefix sums over graph.layers (length layers + 1), seconds; backward includes what is run
+    again, but for partial checkpointing: there again_* are what each decoder layer adds where it is
+    among the recomputed (see again_seconds).
 
-    per_rank_seconds: compute beyond the layers, once a pipeline rank. send_seconds: one message over one boundary.
+    per_rank_seconds: compute beyond the layers, once a pipeline rank. send_seconds: one message
+    over one boundary.
     """
 
     forward_compute: tuple[float, ...]
@@ -56,7 +60,12 @@ def _of_all_layouts(problem: Problem, c: Constants) -> Hashable:
     return (
         (cluster.nodes > 1, cluster.gpus_per_node, cluster.fabric, cluster.fabric_is_given),
         (cluster.intra_node_bytes_per_second, cluster.inter_node_bytes_per_second),
-        (cluster.gpu.hbm_bytes_per_second, cluster.gpu.is_cpu, problem.graph.identity, r.training.sequence_length),
+        (
+            cluster.gpu.hbm_bytes_per_second,
+            cluster.gpu.is_cpu,
+            problem.graph.identity,
+            r.training.sequence_length,
+        ),
         (r.assume.kernels, r.assume.mfu is None),
         c,
     )
@@ -68,19 +77,36 @@ def _depends_on(layout: Layout) -> Hashable:
     return (
         _of_all_layouts(layout.problem, layout.constants),
         layer_seconds(layout.recipe, layout.graph, layout.cluster.gpu, s, layout.constants),
-        (layout.element_bytes, layout.accumulation_dtype, layout.adapters, layout.frozen, layout.traits),
+        (
+            layout.element_bytes,
+            layout.accumulation_dtype,
+            layout.adapters,
+            layout.frozen,
+            layout.traits,
+        ),
         # Where a tied tensor stands; nothing else of a layer's seconds is the schedule's.
         layout.shapes.shared_numel > 0 and s.schedule,
-        (s.pipeline > 1, s.context, s.expert, s.tensor, s.micro_batch_size, s.shards * (s.expert > 1)),
+        (
+            s.pipeline > 1,
+            s.context,
+            s.expert,
+            s.tensor,
+            s.micro_batch_size,
+            s.shards * (s.expert > 1),
+        ),
         s.expert_tensor,
         (s.checkpointing, layout.checkpointed is None, s.sequence_parallel),
     )
 
 
 def passes(layout: Layout) -> Passes:
-    """Of the layout's model and strategy, wherever its layers are placed. The same for each ZeRO stage,
-    unless what the engine adds was measured."""
-    return replace(_of_layers(layout), per_rank_seconds=rank_seconds(layout), send_seconds=message_seconds(layout))
+    """Of the layout's model and strategy, wherever its layers are placed. The same for each ZeRO
+    stage, unless what the engine adds was measured."""
+    return replace(
+        _of_layers(layout),
+        per_rank_seconds=rank_seconds(layout),
+        send_seconds=message_seconds(layout),
+    )
 
 
 @remembered(_depends_on)
@@ -89,18 +115,27 @@ def _of_layers(layout: Layout) -> Passes:
     seconds = layer_seconds(layout.recipe, layout.graph, gpu, s, c)
     partly = np.zeros(len(layout.graph.layers))
     if layout.checkpointed is not None:
-        partly[1:-1] = _each(seconds.again)[1:-1]  # the ends are never checkpointed; a chunked loss stays
+        partly[1:-1] = _each(seconds.again)[
+            1:-1
+        ]  # the ends are never checkpointed; a chunked loss stays
     again = _each(seconds.again) - partly
     backward = _each(seconds.backward) + again
     if layout.recipe.assume.mfu is None:
         backward = backward + _accumulation_seconds(layout)
-    forward_comm, backward_comm, again_comm = _tensor_comm_seconds(layout, _each(seconds.forward), backward, partly)
+    forward_comm, backward_comm, again_comm = _tensor_comm_seconds(
+        layout, _each(seconds.forward), backward, partly
+    )
     is_floor = s.tensor > 1 and layout.traits.tensor_host == "floor"
     launches = 2 * LAUNCHED_FORWARD * _host_of_collective(layout) if is_floor else 0.0
     # The host is the bound where a layer is as long as its launches.
-    is_host_bound = bool(len(forward_comm) > 2 and forward_comm[1] + _each(seconds.forward)[1] <= launches * (1 + 1e-9))
+    is_host_bound = bool(
+        len(forward_comm) > 2
+        and forward_comm[1] + _each(seconds.forward)[1] <= launches * (1 + 1e-9)
+    )
     if s.context > 1 or s.expert > 1:
-        exchange = np.array([_exchange_seconds(layout) * (layer.kind == "decoder") for layer in layout.graph.layers])
+        exchange = np.array(
+            [_exchange_seconds(layout) * (layer.kind == "decoder") for layer in layout.graph.layers]
+        )
         rows = np.array(exchanged_seconds(layout))
         partial = layout.checkpointed is not None
         repeated = not partial and s.checkpointing != "none"
@@ -147,8 +182,12 @@ def _accumulation_seconds(layout: Layout) -> Floats:
         numel -= _each(layout.frozen)
     if s.spreads_experts:
         numel -= _each(layout.shapes.expert_numel) * (1 - 1 / s.expert_parts)
-    if not layout.adapters and (layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev"):
-        numel[-1] -= layout.shapes.shared_numel  # the embedding is on the head's rank, and a tied tensor there is one
+    if not layout.adapters and (
+        layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev"
+    ):
+        numel[-1] -= (
+            layout.shapes.shared_numel
+        )  # the embedding is on the head's rank, and a tied tensor there is one
     moved = layout.element_bytes + 2 * ELEMENT_BYTES[layout.accumulation_dtype]
     rate = layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency
     return moved * numel / rate
@@ -157,10 +196,10 @@ def _accumulation_seconds(layout: Layout) -> Floats:
 def _tensor_comm_seconds(
     layout: Layout, ahead_compute: Floats, back_compute: Floats, again_compute: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Per decoder layer, forward, backward, and backward where partial checkpointing recomputes it: all-reduces (see
-    traffic.layer_reductions), and the gathers of the linears whose output is whole. The embedding reduces its rows
-    forward, the head its input's gradient backward. The rest: seconds of each layer's compute, beside which the host
-    launches (see _host_of_collective).
+    """Per decoder layer, forward, backward, and backward where partial checkpointing recomputes it:
+    all-reduces (see traffic.layer_reductions), and the gathers of the linears whose output is
+    whole. The embedding reduces its rows forward, the head its input's gradient backward. The rest:
+    seconds of each layer's compute, beside which the host launches (see _host_of_collective).
     """
     s, c, cluster, shapes = layout.strategy, layout.constants, layout.cluster, layout.shapes
     layers = len(layout.graph.layers)
@@ -175,12 +214,15 @@ def _tensor_comm_seconds(
     moved = np.zeros(layers)
     if features.any():
         # The output gathered forward, the input's gradient reduced backward: half of both each.
-        seconds_of = functools.cache(lambda f, n: gather_seconds(cluster, c, group, f * message / 2, n))
+        seconds_of = functools.cache(
+            lambda f, n: gather_seconds(cluster, c, group, f * message / 2, n)
+        )
         moved = np.array(list(map(seconds_of, features.tolist(), map(int, gathers.tolist()))))
     host, added = _host_of_collective(layout), layout.traits.tensor_host == "added"
 
     def idle(launched: Floats, collectives: Floats, moved: Floats, compute: Floats) -> Floats:
-        """Of each layer: how long the GPU waits for the host's launches, which bound both from below, or are added."""
+        """Of each layer: how long the GPU waits for the host's launches, which bound both from
+        below, or are added."""
         return collectives * host if added else np.maximum(0.0, launched * host - moved - compute)
 
     again_launched, launched = np.full(layers, float(partly)), ahead + gathers
@@ -208,7 +250,8 @@ def _host_of_collective(layout: Layout) -> float:
 
 
 def again_seconds(layout: Layout, found: Passes, blocks: Iterable[Block]) -> tuple[float, float]:
-    """Compute and collectives of a micro-batch's backward pass that partial checkpointing adds on these stages."""
+    """Compute and collectives of a micro-batch's backward pass that partial checkpointing adds on
+    these stages."""
     ends = [(block.start, layout.checkpointed_stop(block.start, block.stop)) for block in blocks]
 
     def over(sums: tuple[float, ...]) -> float:
@@ -218,10 +261,11 @@ def again_seconds(layout: Layout, found: Passes, blocks: Iterable[Block]) -> tup
 
 
 def _exchange_seconds(layout: Layout) -> float:
-    """Context ranks trade tokens for heads around each layer's attention (arXiv 2309.14509): queries and output, keys
-    and values, each of which leaves (s - 1) / s of itself. Keys' heads that s does not divide are repeated. The same
-    backward, and again where attention is recomputed. Or they gather keys and values of the whole row, and reduce
-    their gradients (arXiv 2407.21783, 3.3.2)."""
+    """Context ranks trade tokens for heads around each layer's attention (arXiv 2309.14509):
+    queries and output, keys and values, each of which leaves (s - 1) / s of itself. Keys' heads
+    that s does not divide are repeated. The same backward, and again where attention is recomputed.
+    Or they gather keys and values of the whole row, and reduce their gradients (arXiv 2407.21783,
+    3.3.2)."""
     s = layout.strategy
     if s.context == 1:
         return 0.0
@@ -231,9 +275,10 @@ def _exchange_seconds(layout: Layout) -> float:
 
 
 def message_seconds(layout: Layout) -> float:
-    """An activation or a gradient to the neighbour, which is data x context x tensor ranks away. DeepSpeed
-    (pipe_partitioned) and Megatron (scatter-gather, arXiv 2104.04473) send a share from each tensor rank and gather it
-    there; DualPipeV sends the whole. Megatron sends both ways at once, DeepSpeed one after the other."""
+    """An activation or a gradient to the neighbour, which is data x context x tensor ranks away.
+    DeepSpeed (pipe_partitioned) and Megatron (scatter-gather, arXiv 2104.04473) send a share from
+    each tensor rank and gather it there; DualPipeV sends the whole. Megatron sends both ways at
+    once, DeepSpeed one after the other."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     if s.pipeline == 1:
         return 0.0

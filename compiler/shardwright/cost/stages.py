@@ -1,4 +1,5 @@
-"""What any run of layers costs as a stage of a layout that is not placed yet: what a placing is chosen by."""
+"""What any run of layers costs as a stage of a layout that is not placed yet: what a placing is
+chosen by."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from shardwright.ir.words import PartialCheckpointing
 class PricedStages:
     """Each part is worked out when it is asked for: a layout without a pipeline asks for none.
 
-    forward_seconds, backward_seconds: of one micro-batch, collectives included; after_seconds: once a step. Prefix sums
-    over graph.layers. per_stage_seconds: what a stage takes beyond its layers, forward and backward.
+    forward_seconds, backward_seconds: of one micro-batch, collectives included; after_seconds: once
+    a step. Prefix sums over graph.layers. per_stage_seconds: what a stage takes beyond its layers,
+    forward and backward.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -44,11 +46,16 @@ class PricedStages:
 
     @property
     def _again_seconds(self) -> float:
-        """What partial checkpointing adds to a stage: as many layers on each, of the mean length."""
+        """What partial checkpointing adds to a stage: as many layers on each, of the mean
+        length."""
         choice, found = self._layout.strategy.activation_checkpointing, self._passes
         if not isinstance(choice, PartialCheckpointing):
             return 0.0
-        return choice.full * (found.again_compute[-1] + found.again_comm[-1]) / self._layout.graph.decoder_layers
+        return (
+            choice.full
+            * (found.again_compute[-1] + found.again_comm[-1])
+            / self._layout.graph.decoder_layers
+        )
 
     @property
     def send_seconds(self) -> float:
@@ -89,4 +96,6 @@ class PricedStages:
 
     @functools.cached_property
     def _in_flight(self) -> list[tuple[float, ...]]:
-        return [in_flight(self._layout.strategy, rank) for rank in range(self._layout.strategy.pipeline)]
+        return [
+            in_flight(self._layout.strategy, rank) for rank in range(self._layout.strategy.pipeline)
+        ]

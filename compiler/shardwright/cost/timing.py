@@ -1,7 +1,8 @@
 """Time of one optimizer step.
 
-Compute: each layer's kernels (compute.py). Collectives: rings (collectives.py). Pipeline: DeepSpeed's own instruction
-streams, simulated (schedule/), which is (m + p - 1) x stage where stages are even (arXiv 2104.04473).
+Compute: each layer's kernels (compute.py). Collectives: rings (collectives.py). Pipeline:
+DeepSpeed's own instruction streams, simulated (schedule/), which is (m + p - 1) x stage where
+stages are even (arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class StageSeconds(NamedTuple):
 
 
 def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) -> float:
-    """From the first forward pass to the last backward pass: the simulation, or closed forms where they are exact (one
-    stage, 1F1B), and the bound by the slowest rank where nothing can run it (too few micro-batches, or a rest of them
-    under interleaving; a rule says so), or DualPipeV has too many ranks."""
+    """From the first forward pass to the last backward pass: the simulation, or closed forms where
+    they are exact (one stage, 1F1B), and the bound by the slowest rank where nothing can run it
+    (too few micro-batches, or a rest of them under interleaving; a rule says so), or DualPipeV has
+    too many ranks."""
     s, m = layout.strategy, layout.strategy.gradient_accumulation_steps
     totals = [stage.total for stage in stages]
     if s.pipeline == 1:
@@ -60,21 +62,30 @@ def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) 
     forward, backward = stage_passes(layout)
     if s.interleaves:
         # What a rank waits for its messages is a part of its passes: one around each.
-        forward, backward = (tuple(x + found.send_seconds for x in each) for each in (forward, backward))
+        forward, backward = (
+            tuple(x + found.send_seconds for x in each) for each in (forward, backward)
+        )
         return interleaved.step_seconds(s.pipeline, m, forward, backward)
     return step_seconds(s.schedule, m, forward, backward, found.send_seconds)
 
 
 def stage_passes(layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of one micro-batch's forward and backward pass over each part of the model in order, collectives
-    included: DualPipeV's go from the last rank back to the first. What `schedule.events.simulate` and `interleaved`
-    take."""
+    """Seconds of one micro-batch's forward and backward pass over each part of the model in order,
+    collectives included: DualPipeV's go from the last rank back to the first. What
+    `schedule.events.simulate` and `interleaved` take."""
     found = passes(layout)
-    blocks = sorted((block for blocks in layout.ranks for block in blocks), key=lambda block: block.start)
+    blocks = sorted(
+        (block for blocks in layout.ranks for block in blocks), key=lambda block: block.start
+    )
     extra = found.per_rank_seconds * layout.strategy.pipeline / len(blocks)
 
-    def over(compute: tuple[float, ...], comm: tuple[float, ...], fixed: float) -> tuple[float, ...]:
-        return tuple(compute[b.stop] - compute[b.start] + comm[b.stop] - comm[b.start] + fixed for b in blocks)
+    def over(
+        compute: tuple[float, ...], comm: tuple[float, ...], fixed: float
+    ) -> tuple[float, ...]:
+        return tuple(
+            compute[b.stop] - compute[b.start] + comm[b.stop] - comm[b.start] + fixed
+            for b in blocks
+        )
 
     forward = over(found.forward_compute, found.forward_comm, extra * FORWARD_SHARE)
     backward = over(found.backward_compute, found.backward_comm, extra * (1 - FORWARD_SHARE))
@@ -93,10 +104,11 @@ def is_simulated(s: Strategy) -> bool:
 
 
 def bubble_divisor(s: Strategy) -> float:
-    """How much shorter fill and drain are than 1F1B's p - 1 forwards and backwards, where stages are even.
+    """How much shorter fill and drain are than 1F1B's p - 1 forwards and backwards, where stages
+    are even.
 
-    Interleaving by v divides them by v (arXiv 2104.04473). DeepSpeed's DualPipeV, simulated with backward = 2 x
-    forward, idles 5/2 p - 3 forwards instead of 3 (p - 1).
+    Interleaving by v divides them by v (arXiv 2104.04473). DeepSpeed's DualPipeV, simulated with
+    backward = 2 x forward, idles 5/2 p - 3 forwards instead of 3 (p - 1).
     """
     if s.schedule == "dualpipev":
         return 6 * (s.pipeline - 1) / (5 * s.pipeline - 6)
@@ -104,7 +116,8 @@ def bubble_divisor(s: Strategy) -> float:
 
 
 def estimate_time(layout: Layout) -> Time:
-    """compute, comms, optimizer and bubble are those of the slowest pipeline rank and add up to the step."""
+    """compute, comms, optimizer and bubble are those of the slowest pipeline rank and add up to the
+    step."""
     s = layout.strategy
     m = s.gradient_accumulation_steps
     found = passes(layout)
@@ -132,7 +145,9 @@ def estimate_time(layout: Layout) -> Time:
     # No gradient of a frozen weight is computed.
     forwards = FORWARDS_PER_STEP - layout.text_is_frozen
     model_flops = forwards * forward_flops_per_token(layout.shapes, length) * tokens
-    model_flops += sum(tower_flops(layout.recipe, layout.graph)) * layout.recipe.training.global_batch_size
+    model_flops += (
+        sum(tower_flops(layout.recipe, layout.graph)) * layout.recipe.training.global_batch_size
+    )
     model_flops += FORWARDS_PER_STEP * similarity_flops(layout.recipe, layout.graph)
     hardware_flops = model_flops + recomputed_flops_per_token(layout) * tokens
     peak = peak_flops(layout.cluster.gpu, layout.recipe.training.precision)
@@ -153,14 +168,21 @@ def estimate_time(layout: Layout) -> Time:
 
 
 def least_interleaved_seconds(layout: Layout) -> float:
-    """Of an interleaved pipeline's step, without its simulation. A rank begins behind the first parts of the ranks
-    before it, and ends before they go backward once more."""
+    """Of an interleaved pipeline's step, without its simulation. A rank begins behind the first
+    parts of the ranks before it, and ends before they go backward once more."""
     s, found = layout.strategy, passes(layout)
     stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
     parts = [forward + backward for forward, backward in zip(*stage_passes(layout), strict=True)]
     before = itertools.accumulate(parts[: s.pipeline], initial=0.0)
-    busy = (s.gradient_accumulation_steps * stage.total + first for stage, first in zip(stages, before, strict=False))
-    return max(busy) + _data_comm_seconds(layout, stages) + max(optimizer_seconds(layout, r) for r in range(s.pipeline))
+    busy = (
+        s.gradient_accumulation_steps * stage.total + first
+        for stage, first in zip(stages, before, strict=False)
+    )
+    return (
+        max(busy)
+        + _data_comm_seconds(layout, stages)
+        + max(optimizer_seconds(layout, r) for r in range(s.pipeline))
+    )
 
 
 def _data_comm_seconds(layout: Layout, stages: Sequence[StageSeconds]) -> float:
@@ -169,21 +191,23 @@ def _data_comm_seconds(layout: Layout, stages: Sequence[StageSeconds]) -> float:
 
 
 def forward_flops_per_token(shapes: ModelShapes, sequence_length: int) -> int:
-    """Matrix products of the whole model, full S x S attention, the head included, the lookup not."""
+    """Matrix products of the whole model, full S x S attention, the head included, the lookup
+    not."""
     products, _, scores = shapes.decoder_flops
     return products + scores * sequence_length + shapes.head_flops
 
 
 def recomputed_flops_per_token(layout: Layout) -> int:
-    """As they are counted: what a checkpoint leaves out of a repeated layer because nobody reads it is in the time
-    alone."""
+    """As they are counted: what a checkpoint leaves out of a repeated layer because nobody reads it
+    is in the time alone."""
     head = layout.shapes.head_flops if layout.strategy.loss == "chunked" else 0
     return head + _recomputed_in_layers(layout)
 
 
 def _recomputed_in_layers(layout: Layout) -> int:
-    """full: every decoder layer, or the first ones of each stage; selective: the scores and the attention module's
-    projections, Megatron's the scores alone, torch's by operator every second product (see keeps_products)."""
+    """full: every decoder layer, or the first ones of each stage; selective: the scores and the
+    attention module's projections, Megatron's the scores alone, torch's by operator every second
+    product (see keeps_products)."""
     products, projections, scores = layout.shapes.decoder_flops
     scores *= layout.recipe.training.sequence_length
     if layout.checkpointed is not None:
@@ -195,7 +219,9 @@ def _recomputed_in_layers(layout: Layout) -> int:
             return scores
         case "selective" if keeps_products(layout.graph, layout.recipe.assume.kernels):
             whole = model_shapes(layout.graph, 1)
-            dropped = [2 * sum(p.n * p.k for p in dropped_products(kind.products)) for kind in whole.kinds]
+            dropped = [
+                2 * sum(p.n * p.k for p in dropped_products(kind.products)) for kind in whole.kinds
+            ]
             again = sum(dropped[kind] for kind in whole.kind_of if kind >= 0)
             return again + (scores if layout.graph.attention == "eager" else 0)
         case "selective":
@@ -205,7 +231,10 @@ def _recomputed_in_layers(layout: Layout) -> int:
 
 
 def _recomputed_in_first_layers(layout: Layout) -> int:
-    length, blocks = layout.recipe.training.sequence_length, itertools.chain.from_iterable(layout.ranks)
+    length, blocks = (
+        layout.recipe.training.sequence_length,
+        itertools.chain.from_iterable(layout.ranks),
+    )
     ends = [(block.start, layout.checkpointed_stop(block.start, block.stop)) for block in blocks]
     layers = itertools.chain.from_iterable(layout.graph.layers[start:stop] for start, stop in ends)
     return sum(
@@ -216,11 +245,13 @@ def _recomputed_in_first_layers(layout: Layout) -> int:
 
 
 def _unlike_ranks(layout: Layout) -> Iterable[int]:
-    """One each of those whose data-parallel collectives are the same. Pipelines run at ZeRO 0 or 1: gradients are
-    reduced when all passes are through, so that their number decides."""
+    """One each of those whose data-parallel collectives are the same. Pipelines run at ZeRO 0 or 1:
+    gradients are reduced when all passes are through, so that their number decides."""
     if layout.strategy.zero_stage > 1:
         return range(layout.strategy.pipeline)
-    held = {(layout.trained_of(b), layout.experts_of(b)): rank for rank, b in enumerate(layout.ranks)}
+    held = {
+        (layout.trained_of(b), layout.experts_of(b)): rank for rank, b in enumerate(layout.ranks)
+    }
     return held.values()
 
 
@@ -234,7 +265,10 @@ def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
     # Those that it sends, and those that it waits for: interleaved, both at once.
     waits = messages(layout, rank) * (1 if s.interleaves else 2)
     return StageSeconds(
-        compute=over(found.forward_compute) + over(found.backward_compute) + again[0] + found.per_rank_seconds,
+        compute=over(found.forward_compute)
+        + over(found.backward_compute)
+        + again[0]
+        + found.per_rank_seconds,
         tensor_comm=over(found.forward_comm) + over(found.backward_comm) + again[1],
         pipeline_comm=waits * found.send_seconds,
     )
@@ -246,16 +280,20 @@ def data_seconds(layout: Layout) -> float:
 
 
 def once_a_step_seconds(layout: Layout) -> float:
-    """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's collectives and its update,
-    without the starts of rings. A share of what `data_comm_seconds` and `optimizer_seconds` say of a rank."""
+    """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's
+    collectives and its update, without the starts of rings. A share of what `data_comm_seconds` and
+    `optimizer_seconds` say of a rank."""
     s, numel = layout.strategy, max(1.0, layout.shapes.numel[-1] / layout.strategy.pipeline)
-    return _reduced_seconds(layout, layout.group(s.shards, s.tensor), numel) / numel + _update_seconds(layout, 1)
+    return _reduced_seconds(
+        layout, layout.group(s.shards, s.tensor), numel
+    ) / numel + _update_seconds(layout, 1)
 
 
 def least_once_a_step_seconds(layout: Layout, layers: int = 0) -> float:
-    """Of the pipeline rank with the most parameters at ZeRO 0 or 1, wherever layers are placed: what a mean rank's
-    gradients and update take. Experts that are spread over ranks are reduced over those with the same ones. layers:
-    decoder layers, all of whose parameters are trained, that some rank has at least."""
+    """Of the pipeline rank with the most parameters at ZeRO 0 or 1, wherever layers are placed:
+    what a mean rank's gradients and update take. Experts that are spread over ranks are reduced
+    over those with the same ones. layers: decoder layers, all of whose parameters are trained, that
+    some rank has at least."""
     s, shapes = layout.strategy, layout.shapes
     numel = layout.adapters[-1] if layout.adapters else shapes.numel[-1] - shapes.shared_numel
     numel -= layout.frozen[-1] if layout.frozen else 0
@@ -284,7 +322,8 @@ def _least_reduced_seconds(layout: Layout, numel: float, experts: float) -> floa
 
 
 def _reduced_seconds(layout: Layout, group: Group, numel: float) -> float:
-    """Gradients of so many parameters over the group at ZeRO 0 or 1, without the starts of rings."""
+    """Gradients of so many parameters over the group at ZeRO 0 or 1, without the starts of
+    rings."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     gradient = ELEMENT_BYTES[layout.accumulation_dtype]
     if s.zero_stage == 0:
@@ -309,4 +348,6 @@ def _update_seconds(layout: Layout, numel: float) -> float:
 
 
 def _traffic_seconds(layout: Layout, moved_bytes: float) -> float:
-    return moved_bytes / (layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency)
+    return moved_bytes / (
+        layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency
+    )

@@ -1,9 +1,10 @@
-"""What the collectives of a step move: their buffers' bytes and how often they run. Their seconds are in passes.py and
-data_parallel.py, by the counts of this file; tests/parity/bytes compares the counts with those of real runs.
+"""What the collectives of a step move: their buffers' bytes and how often they run. Their seconds
+are in passes.py and data_parallel.py, by the counts of this file; tests/parity/bytes compares the
+counts with those of real runs.
 
-A buffer is counted whole, what stays on its rank included: a ring over n ranks moves (n - 1) / n of it.
-Left out is what has a number a token or less: the cross-entropy's maximum and sum over a cut vocabulary, losses, norms
-and an expert's counts of rows.
+A buffer is counted whole, what stays on its rank included: a ring over n ranks moves (n - 1) / n of
+it. Left out is what has a number a token or less: the cross-entropy's maximum and sum over a cut
+vocabulary, losses, norms and an expert's counts of rows.
 """
 
 from __future__ import annotations
@@ -21,25 +22,31 @@ from shardwright.ir.recipe import ELEMENT_BYTES
 
 
 class Reductions(NamedTuple):
-    """All-reduces of tensor parallelism in a decoder layer: in its forward pass, as many of its gradients in the
-    backward pass, and those that recomputation runs again."""
+    """All-reduces of tensor parallelism in a decoder layer: in its forward pass, as many of its
+    gradients in the backward pass, and those that recomputation runs again."""
 
     forward: int
     again: int
 
 
 def layer_reductions(layout: Layout) -> Reductions:
-    """One for each half whose features are cut (arXiv 1909.08053). The attention module has one of them; Megatron's
-    "selective" repeats none."""
+    """One for each half whose features are cut (arXiv 1909.08053). The attention module has one of
+    them; Megatron's "selective" repeats none."""
     s, shapes = layout.strategy, layout.shapes
     if s.tensor == 1:
         return Reductions(0, 0)
     attention, feed_forward = shapes.attention_degree > 1, shapes.feed_forward_degree > 1
-    again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[s.checkpointing]
+    again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[
+        s.checkpointing
+    ]
     if s.checkpointing == "selective" and not layout.traits.selective_repeats_projections:
         again_attention = 0
-    elif stops_early(layout.graph, layout.recipe.assume.kernels):  # the last product's reduction is left out with it
-        again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[s.checkpointing]
+    elif stops_early(
+        layout.graph, layout.recipe.assume.kernels
+    ):  # the last product's reduction is left out with it
+        again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[
+            s.checkpointing
+        ]
     again = again_attention * attention + again_feed_forward * feed_forward
     return Reductions(attention + feed_forward, again)
 
@@ -50,8 +57,9 @@ def hidden_bytes(layout: Layout) -> int:
 
 
 def traded_bytes(layout: Layout) -> float:
-    """Of a layer's four trades around attention forward: queries and output, keys and values. Keys' heads that the
-    context ranks do not divide are repeated. Or the keys and values of the whole row, gathered."""
+    """Of a layer's four trades around attention forward: queries and output, keys and values. Keys'
+    heads that the context ranks do not divide are repeated. Or the keys and values of the whole
+    row, gathered."""
     graph, degree, s = layout.graph, layout.shapes.attention_degree, layout.strategy
     if layout.traits.gathers_keys:
         kept = 2 * max(1, graph.key_value_heads // degree) * graph.head_dim * layout.element_bytes
@@ -62,8 +70,9 @@ def traded_bytes(layout: Layout) -> float:
 
 
 def messages(layout: Layout, rank: int) -> int:
-    """That a pipeline rank sends for a micro-batch, activations and gradients; as many arrive. DualPipeV goes through
-    the ranks twice, there and back; under interleaving every part has both neighbours."""
+    """That a pipeline rank sends for a micro-batch, activations and gradients; as many arrive.
+    DualPipeV goes through the ranks twice, there and back; under interleaving every part has both
+    neighbours."""
     s = layout.strategy
     if s.pipeline == 1:
         return 0
@@ -74,15 +83,16 @@ def messages(layout: Layout, rank: int) -> int:
 
 
 class Reduced(NamedTuple):
-    """How often a step reduces a rank's gradients over the ranks that hold the same parameters, and the bytes of an
-    element."""
+    """How often a step reduces a rank's gradients over the ranks that hold the same parameters, and
+    the bytes of an element."""
 
     times: int
     element_bytes: int
 
 
 def reduced_gradients(layout: Layout) -> Reduced:
-    """ZeRO-2 and 3 keep no gradient of other ranks' parameters, so that each micro-batch's are reduced (arXiv
+    """ZeRO-2 and 3 keep no gradient of other ranks' parameters, so that each micro-batch's are
+    reduced (arXiv
     1910.02054)."""
     s = layout.strategy
     if s.zero_stage >= 2:
@@ -94,11 +104,11 @@ def reduced_gradients(layout: Layout) -> Reduced:
 class Traffic:
     """Bytes of a step on one device of a pipeline rank.
 
-    rows: of tokens on their way to the ranks of their experts and back, on the mean rank of an expert group. trades:
-    around attention, tokens for heads. activations: what tensor ranks reduce. joined: what they gather: outputs that
-    each needs whole, and messages between pipeline ranks, of which each sent a share. sent: those shares. tied: the
-    gradient of a tensor on the first and the last pipeline rank. reduced, gathered: gradients and parameters over data
-    ranks.
+    rows: of tokens on their way to the ranks of their experts and back, on the mean rank of an
+    expert group. trades: around attention, tokens for heads. activations: what tensor ranks reduce.
+    joined: what they gather: outputs that each needs whole, and messages between pipeline ranks, of
+    which each sent a share. sent: those shares. tied: the gradient of a tensor on the first and the
+    last pipeline rank. reduced, gathered: gradients and parameters over data ranks.
     """
 
     rows: float
@@ -112,7 +122,8 @@ class Traffic:
 
 
 def step_traffic(layout: Layout, rank: int) -> Traffic:
-    """layout: placed. hpZ's gathers are counted as any others of ZeRO-3, though most of them stay inside a node."""
+    """layout: placed. hpZ's gathers are counted as any others of ZeRO-3, though most of them stay
+    inside a node."""
     s, blocks, shapes = layout.strategy, layout.ranks[rank], layout.shapes
     m, partial = s.gradient_accumulation_steps, layout.checkpointed is not None
 
@@ -127,15 +138,23 @@ def step_traffic(layout: Layout, rank: int) -> Traffic:
     reductions, hidden, ends = layer_reductions(layout), hidden_bytes(layout), _ends(layout, rank)
     inputs = sum((kind.gathered_features - kind.gathered_outputs) // 2 for kind in layers)
     outputs = sum(kind.gathered_outputs for kind in layers)
-    count, sends = len(layers) * 2 * reductions.forward + len(again) * reductions.again + ends, messages(layout, rank)
+    count, sends = (
+        len(layers) * 2 * reductions.forward + len(again) * reductions.again + ends,
+        messages(layout, rank),
+    )
     shares = 1 if s.schedule == "dualpipev" else s.tensor
     travelling = [*layers, *layers, *(again if s.checkpointing == "full" else [])]
     sharers = s.tensor if s.sequence_parallel else 1
     return Traffic(
-        rows=m * sum(2 * rows_bytes(layout, kind) for kind in travelling) / sharers if s.expert > 1 else 0.0,
+        rows=m * sum(2 * rows_bytes(layout, kind) for kind in travelling) / sharers
+        if s.expert > 1
+        else 0.0,
         trades=m * (2 * len(layers) + len(again)) * traded_bytes(layout) if s.context > 1 else 0.0,
-        activations=m * (count * hidden + inputs * layout.tokens * layout.element_bytes) if s.tensor > 1 else 0.0,
-        joined=m * (_joined(layout, rank) * hidden + outputs * layout.tokens * layout.element_bytes),
+        activations=m * (count * hidden + inputs * layout.tokens * layout.element_bytes)
+        if s.tensor > 1
+        else 0.0,
+        joined=m
+        * (_joined(layout, rank) * hidden + outputs * layout.tokens * layout.element_bytes),
         sent=m * sends * hidden / shares,
         tied=_tied_bytes(layout, rank),
         **_over_data_ranks(layout, rank),
@@ -143,15 +162,16 @@ def step_traffic(layout: Layout, rank: int) -> Traffic:
 
 
 def _ends(layout: Layout, rank: int) -> int:
-    """All-reduces of a whole micro-batch's hidden states beside the layers': the rows that were looked up, and the
-    gradient behind the head."""
+    """All-reduces of a whole micro-batch's hidden states beside the layers': the rows that were
+    looked up, and the gradient behind the head."""
     blocks = layout.ranks[rank]
     return (blocks[0].start == 0) + layout.has_head(blocks)
 
 
 def _joined(layout: Layout, rank: int) -> int:
-    """Messages that tensor ranks sent shares of, made whole again: an activation and a gradient that arrive, and
-    DeepSpeed's own output, of which it keeps a share until its backward pass (pipe/engine.py, _exec_backward_pass)."""
+    """Messages that tensor ranks sent shares of, made whole again: an activation and a gradient
+    that arrive, and DeepSpeed's own output, of which it keeps a share until its backward pass
+    (pipe/engine.py, _exec_backward_pass)."""
     s = layout.strategy
     if s.tensor == 1 or s.pipeline == 1 or s.schedule == "dualpipev" or s.sequence_parallel:
         return 0
@@ -173,7 +193,10 @@ def _over_data_ranks(layout: Layout, rank: int) -> dict[str, float]:
     times, gradient = reduced_gradients(layout)
     gathers, held = float(s.zero_stage > 0), trained
     if s.zero_stage == 3 and s.shards > 1:
-        gathers, held = s.gradient_accumulation_steps * (1 + gathered_again(layout, blocks)), layout.numel(rank)
+        gathers, held = (
+            s.gradient_accumulation_steps * (1 + gathered_again(layout, blocks)),
+            layout.numel(rank),
+        )
     own = experts / s.expert_parts
     for of_trained, of_held, ranks in (
         (trained - experts, held - experts, s.shards),

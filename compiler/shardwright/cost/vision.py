@@ -1,4 +1,5 @@
-"""Seconds that the tower of a model that sees takes, on the largest row that `data.images` allows."""
+"""Seconds that the tower of a model that sees takes, on the largest row that `data.images`
+allows."""
 
 from __future__ import annotations
 
@@ -11,10 +12,16 @@ from shardwright.layout.tower import largest_row, tower_layers
 
 
 def tower_seconds(
-    recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, rows: int, device: Device, c: Constants
+    recipe: Recipe,
+    graph: ModelGraph,
+    checkpointing: Checkpointing,
+    rows: int,
+    device: Device,
+    c: Constants,
 ) -> tuple[float, float]:
-    """Forward and backward of a micro-batch of so many rows, what is run again included. A layer's FLOPs at the rate
-    that its widest matrix reaches; at `assume.mfu` of the peak where that is given."""
+    """Forward and backward of a micro-batch of so many rows, what is run again included. A layer's
+    FLOPs at the rate that its widest matrix reaches; at `assume.mfu` of the peak where that is
+    given."""
     forward = backward = 0.0
     row, mfu = largest_row(recipe, graph), recipe.assume.mfu
     for each in tower_layers(recipe, graph, checkpointing, device.element_bytes):

@@ -1,8 +1,9 @@
 """Weights that ZeRO-3 leaves whole on each rank, and so does not gather again.
 
-DeepSpeed releases a module's weights unless they come up again before LIVE_NUMEL elements of others do
-(zero/partitioned_param_coordinator.py, __params_to_release; stage3_max_reuse_distance): the last layers stay from their
-forward to their backward pass, and so does of a layer that is recomputed what is behind.
+DeepSpeed releases a module's weights unless they come up again before LIVE_NUMEL elements of others
+do (zero/partitioned_param_coordinator.py, __params_to_release; stage3_max_reuse_distance): the last
+layers stay from their forward to their backward pass, and so does of a layer that is recomputed
+what is behind.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from shardwright.remembered import remembered
 
 
 class Whole(NamedTuple):
-    """Elements of a rank: those that are gathered again between a micro-batch's forward and backward pass, and those
-    that are whole when the forward pass ends."""
+    """Elements of a rank: those that are gathered again between a micro-batch's forward and
+    backward pass, and those that are whole when the forward pass ends."""
 
     again: float
     kept: float
 
 
 def gathered_again(layout: Layout, blocks: tuple[Block, ...]) -> float:
-    """Of a pipeline rank's parameters the share that is gathered for the backward pass, beside all of them for the
-    forward pass. PyTorch's FSDP gathers all of them twice."""
+    """Of a pipeline rank's parameters the share that is gathered for the backward pass, beside all
+    of them for the forward pass. PyTorch's FSDP gathers all of them twice."""
     if layout.traits.gathers_layers:
         return 1.0
     held = layout.numel_of(blocks) - layout.experts_of(blocks) * (1 - 1 / layout.strategy.expert)
@@ -39,18 +40,27 @@ def _depends_on(layout: Layout, blocks: tuple[Block, ...]) -> Hashable:
 
 @remembered(_depends_on)
 def whole_weights(layout: Layout, blocks: tuple[Block, ...]) -> Whole:
-    again = kept = between = 0.0  # between: elements that come up after a layer's forward pass and before its next use
+    again = kept = between = (
+        0.0  # between: elements that come up after a layer's forward pass and before its next use
+    )
     for block in reversed(blocks):
         until = _recomputed_until(layout, block)
         for at in reversed(range(block.start, block.stop)):
             modules = _modules(layout, blocks, at)
-            own, behind, recomputed = sum(modules), 0.0, layout.shapes.kind_of[at] >= 0 and at < until
+            own, behind, recomputed = (
+                sum(modules),
+                0.0,
+                layout.shapes.kind_of[at] >= 0 and at < until,
+            )
             for numel in reversed(modules):
-                # All of the layer comes up from a module's forward pass to where it is recomputed, but for itself.
+                # All of the layer comes up from a module's forward pass to where it is recomputed,
+                # but for itself.
                 released = between + (own - numel if recomputed else 2 * behind) >= LIVE_NUMEL
                 kept += numel * (not released)
                 # The last module stays: recomputation ends inside it.
-                again += numel * (released + (recomputed and behind > 0 and 2 * behind >= LIVE_NUMEL))
+                again += numel * (
+                    released + (recomputed and behind > 0 and 2 * behind >= LIVE_NUMEL)
+                )
                 behind += numel
             between += (3 if recomputed else 2) * own
     return Whole(again, kept)
@@ -63,8 +73,8 @@ def _recomputed_until(layout: Layout, block: Block) -> int:
 
 
 def _modules(layout: Layout, blocks: tuple[Block, ...], at: int) -> list[float]:
-    """Elements of a layer's matrices on a device, in their order; experts' are one module. The rest of its parameters
-    counts with the first."""
+    """Elements of a layer's matrices on a device, in their order; experts' are one module. The rest
+    of its parameters counts with the first."""
     shapes, expert = layout.shapes, layout.strategy.expert
     numel = float(shapes.numel[at + 1] - shapes.numel[at])
     if shapes.kind_of[at] < 0:

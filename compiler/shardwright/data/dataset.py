@@ -34,8 +34,8 @@ _HELD_OUT = 0x76616C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Holds opened data. steps: of the training, epochs resolved. parts: rows of each part of a mixture, which with the
-    seed make the order."""
+    """Holds opened data. steps: of the training, epochs resolved. parts: rows of each part of a
+    mixture, which with the seed make the order."""
 
     train: Rows
     order: Order
@@ -45,7 +45,8 @@ class Dataset:
 
 
 def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Dataset:
-    """Opens the data of a plan whose sources were prepared. Raises Refusal where it does not fit the plan.
+    """Opens the data of a plan whose sources were prepared. Raises Refusal where it does not fit
+    the plan.
 
     check_all: every token id is looked at, not the first SAMPLED_TOKENS alone.
     """
@@ -83,12 +84,14 @@ def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Datase
 
 
 def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
-    """Counts steps; the last begun one counts as a whole one. 1e-9 is for what a decimal fraction is off."""
+    """Counts steps; the last begun one counts as a whole one. 1e-9 is for what a decimal fraction
+    is off."""
     return max(1, math.ceil(epochs * steps_per_epoch - 1e-9))
 
 
 def resolve(plan: Plan, folder: Path, *, check_all: bool = False) -> tuple[Plan, Dataset]:
-    """Returns the plan with its epochs counted in steps, which are noted for `status`, and its data. Raises Refusal."""
+    """Returns the plan with its epochs counted in steps, which are noted for `status`, and its
+    data. Raises Refusal."""
     data = open_dataset(plan, folder, check_all=check_all)
     if plan.training.epochs is None:
         return plan, data
@@ -110,18 +113,26 @@ def noted_steps(plan: Plan, folder: Path) -> int:
 
 
 def with_steps(plan: Plan, steps: int) -> Plan:
-    """Returns the plan with epochs resolved. Raises Refusal (SW6122) where the learning rate schedule does not fit."""
+    """Returns the plan with epochs resolved. Raises Refusal (SW6122) where the learning rate
+    schedule does not fit."""
     s = plan.scheduler
     warmup = s.warmup_steps if s.warmup_ratio is None else round(s.warmup_ratio * steps)
     too_long = s.warmup_ratio is None and 0 < warmup >= steps
     if too_long or (s.decay_steps is not None and warmup + s.decay_steps > steps):
         raise refusal(
             "SW6122",
-            f"{plan.training.epochs:g} epochs of this data are {steps} steps, fewer than warm-up ({warmup}) and decay "
-            f"({s.decay_steps or 0}) take",
-            "Lower training.scheduler's warmup_steps or decay_steps (or give warmup_ratio), or train more epochs.",
+            f"{plan.training.epochs:g} epochs of this data are {steps} steps, fewer than warm-up "
+            f"({warmup}) and decay ({s.decay_steps or 0}) take",
+            (
+                "Lower training.scheduler's warmup_steps or decay_steps (or give warmup_ratio), or "
+                "train more epochs."
+            ),
         )
-    return replace(plan, training=replace(plan.training, steps=steps), scheduler=replace(s, warmup_steps=warmup))
+    return replace(
+        plan,
+        training=replace(plan.training, steps=steps),
+        scheduler=replace(s, warmup_steps=warmup),
+    )
 
 
 def _joined(parts: list[Rows]) -> Rows:
@@ -129,7 +140,8 @@ def _joined(parts: list[Rows]) -> Rows:
 
 
 def open_rows(plan: Plan, part: DataSection, folder: Path, limit: int | None) -> Rows:
-    """Opens the sequences of one prepared source. limit: token ids of an array that are looked at; None is all."""
+    """Opens the sequences of one prepared source. limit: token ids of an array that are looked at;
+    None is all."""
     length, vocabulary = plan.training.sequence_length, plan.model.vocabulary_size
     if part.kind == "synthetic":
         # Learnable and the same everywhere: arithmetic sequences modulo the vocabulary.
@@ -159,7 +171,8 @@ def open_rows(plan: Plan, part: DataSection, folder: Path, limit: int | None) ->
 
 
 def _split(rows: Rows, fraction: float, seed: int, part: int) -> tuple[Rows, Rows]:
-    """Returns (to train on, held out): rows drawn by the seed, both in their own order; at least one is held out."""
+    """Returns (to train on, held out): rows drawn by the seed, both in their own order; at least
+    one is held out."""
     count = max(1, round(fraction * len(rows))) if len(rows) else 0
     chosen = np.random.default_rng([seed, _HELD_OUT, part]).permutation(len(rows))[:count]
     out = np.zeros(len(rows), dtype=np.bool_)
@@ -179,8 +192,14 @@ def _load_tokens(path: str, length: int) -> npt.NDArray[np.integer]:
     if tokens.ndim != 2 or tokens.shape[1] != length or not np.issubdtype(tokens.dtype, np.integer):
         raise refusal(
             "SW6103",
-            f"{path!r} holds {tokens.dtype} of shape {tokens.shape}, not integers (samples, {length})",
-            "Cut the samples to training.sequence_length, or set sequence_length to the array's width.",
+            (
+                f"{path!r} holds {tokens.dtype} of shape {tokens.shape}, not integers (samples, "
+                f"{length})"
+            ),
+            (
+                "Cut the samples to training.sequence_length, or set sequence_length to the "
+                "array's width."
+            ),
         )
     return tokens  # type: ignore[no-any-return]
 
@@ -195,7 +214,10 @@ def _check_range(part: DataSection, tokens: npt.NDArray[np.integer], vocabulary:
 def _outside(part: DataSection, token: int, vocabulary: int) -> Exception:
     return refusal(
         "SW6105",
-        f"{part.path!r} holds token id {token}, the model's vocabulary has ids 0 to {vocabulary - 1}",
+        (
+            f"{part.path!r} holds token id {token}, the model's vocabulary has ids 0 to "
+            f"{vocabulary - 1}"
+        ),
         "Use the tokenizer that belongs to this model, or a model with a larger vocabulary.",
     )
 
@@ -205,7 +227,11 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
     # Of a mixture the part that has nothing, if there is one.
     empty = [part.path for part, n in zip(parts_of(plan.data), counts, strict=True) if not n]
     name, count = (empty[0], 0) if empty else (plan.data.path or "the mixture", sum(counts))
-    held = ", apart from those held out for validation" if plan.validation and plan.validation.fraction else ""
+    held = (
+        ", apart from those held out for validation"
+        if plan.validation and plan.validation.fraction
+        else ""
+    )
     return refusal(
         "SW6104",
         f"{name!r} gives {count} sequences of {t.sequence_length}{held}, fewer than "
@@ -215,7 +241,8 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
 
 
 def _more_sequences(plan: Plan, count: int) -> str:
-    """Says what gives more rows of this kind of data: conversations are not cut from a stream as other text is."""
+    """Says what gives more rows of this kind of data: conversations are not cut from a stream as
+    other text is."""
     kinds = {part.kind for part in parts_of(plan.data)}
     ways = ["add text", "lower training.sequence_length"]
     if kinds == {"tokens"}:
@@ -225,7 +252,9 @@ def _more_sequences(plan: Plan, count: int) -> str:
     elif kinds == {"chat"}:
         ways = ["add conversations"]
         if not count:
-            ways.append("raise training.sequence_length (one counts where an answer begins within it)")
+            ways.append(
+                "raise training.sequence_length (one counts where an answer begins within it)"
+            )
         elif any(part.packing for part in parts_of(plan.data)):
             ways.append("write `packing: false` for a row a conversation")
     if plan.validation is not None and plan.validation.fraction is not None:
@@ -236,7 +265,8 @@ def _more_sequences(plan: Plan, count: int) -> str:
 
 
 def validation_batches(count: int, rows_at_once: int, batches_at_once: int) -> Indices:
-    """Returns (batches, rows_at_once), batches a multiple of `batches_at_once`: each held-out row once, then -1."""
+    """Returns (batches, rows_at_once), batches a multiple of `batches_at_once`: each held-out row
+    once, then -1."""
     batches = -(-count // (rows_at_once * batches_at_once)) * batches_at_once
     numbers = np.full(batches * rows_at_once, -1, dtype=np.int64)
     numbers[:count] = np.arange(count)

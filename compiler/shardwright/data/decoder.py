@@ -1,7 +1,8 @@
-"""Decodes images in processes of their own, while the rank trains: `python -m shardwright.data.decoder` is one.
+"""Decodes images in processes of their own, while the rank trains: `python -m
+shardwright.data.decoder` is one.
 
-A request on standard input and an answer on standard output, both pickled; they are this program's own. Of a picture
-that lies in a file its path goes over, not its bytes.
+A request on standard input and an answer on standard output, both pickled; they are this program's
+own. Of a picture that lies in a file its path goes over, not its bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def main() -> int:
 
 
 class Decoders:
-    """Decodes in so many processes at once; they start with the first image, and end with this process."""
+    """Decodes in so many processes at once; they start with the first image, and end with this
+    process."""
 
     def __init__(self, processes: int) -> None:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="decode")
@@ -67,8 +69,8 @@ class Decoders:
                 "SW6137",
                 f"a process that decodes pictures ended (exit code {process.wait()}) at "
                 f"{'one in the data' if picture.path is None else repr(picture.path)}",
-                "The host may have run out of memory: lower data.images.max_pixels, or micro_batch_size. The run goes "
-                "on from its last checkpoint.",
+                "The host may have run out of memory: lower data.images.max_pixels, or "
+                "micro_batch_size. The run goes on from its last checkpoint.",
             ) from None
         if len(answer) == 2 and isinstance(answer[1], bytes):
             return Image.frombytes("RGB", *answer)

@@ -1,4 +1,5 @@
-"""Digests what the ranks read, to compare the data of two hosts, or of two days. It needs no torch."""
+"""Digests what the ranks read, to compare the data of two hosts, or of two days. It needs no
+torch."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from shardwright.plan.plan import Plan
 
 _PREPARED = ("tokens.bin", "documents.bin", "trained.bin", BYTES_FILE, INDEX_FILE)
 BLOCK_BYTES, BLOCKS = 2**16, 1024
-"""Of a larger file its size and this many blocks, from its first to its last bytes: terabytes are not read. What was
-prepared has a digest of all its tokens in its manifest."""
+"""Of a larger file its size and this many blocks, from its first to its last bytes: terabytes are
+not read. What was prepared has a digest of all its tokens in its manifest."""
 
 
 def fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
-    """Returns data.path -> digest (hex) of each part that is read from files. It was prepared. Raises OSError."""
+    """Returns data.path -> digest (hex) of each part that is read from files. It was prepared.
+    Raises OSError."""
     found: dict[str, str] = {}
     for part in every_part(plan):
         total = hashlib.sha256()

@@ -1,4 +1,5 @@
-"""Reads Megatron's indexed datasets: NAME.bin holds the ids, NAME.idx the lengths of its sequences and the documents.
+"""Reads Megatron's indexed datasets: NAME.bin holds the ids, NAME.idx the lengths of its sequences
+and the documents.
 
 megatron-core 0.16 writes them so (core/datasets/indexed_dataset.py, _IndexWriter).
 """
@@ -26,7 +27,10 @@ def open_megatron(path: str) -> Documents:
         raise refusal(
             "SW6119",
             f"{path!r} is no indexed dataset of Megatron: {error}",
-            "Give the path that preprocess_data.py wrote, without .idx and .bin; both files must be there.",
+            (
+                "Give the path that preprocess_data.py wrote, without .idx and .bin; both files "
+                "must be there."
+            ),
         ) from None
 
 
@@ -36,9 +40,15 @@ def _open(path: str) -> Documents:
         raise ValueError("its .idx does not begin as one")
     head = bytes(index[len(_MAGIC) : _HEADER_BYTES])
     version, code = int.from_bytes(head[:8], "little"), head[8]
-    sequences, documents = int.from_bytes(head[9:17], "little"), int.from_bytes(head[17:25], "little")
+    sequences, documents = (
+        int.from_bytes(head[9:17], "little"),
+        int.from_bytes(head[17:25], "little"),
+    )
     if version != 1 or code not in _DTYPES:
-        raise ValueError(f"its version is {version} and its type has the code {code}; read are version 1 and integers")
+        raise ValueError(
+            f"its version is {version} and its type has the code {code}; read are version 1 and "
+            "integers"
+        )
     sizes = (("int32", sequences), ("int64", sequences), ("int64", documents))
     if len(index) < _HEADER_BYTES + sum(np.dtype(t).itemsize * n for t, n in sizes):
         raise ValueError("its .idx is cut short")
@@ -62,5 +72,9 @@ def _open(path: str) -> Documents:
         raise ValueError("its .idx names sequences that it does not have")
     # borders: the first sequence of each document, and one past the last.
     closing = borders[borders > 0]
-    tokens: npt.NDArray[np.integer] = np.memmap(path + ".bin", dtype=dtype, mode="r", shape=(total,))
-    return Documents(tokens=tokens, ends=ends[closing - 1] if len(closing) else ends[-1:], trained=None)
+    tokens: npt.NDArray[np.integer] = np.memmap(
+        path + ".bin", dtype=dtype, mode="r", shape=(total,)
+    )
+    return Documents(
+        tokens=tokens, ends=ends[closing - 1] if len(closing) else ends[-1:], trained=None
+    )

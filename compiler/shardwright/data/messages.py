@@ -1,8 +1,8 @@
 """Brings the messages of a record into one form, and that into the form that a chat template takes.
 
-Records write the same thing in several ways: text as a string or as a list of parts, no text as null, a call's
-arguments as an object or as JSON text, a call with or without `function` around it. A template knows one of them, and
-makes nothing, or Python's print, of the others.
+Records write the same thing in several ways: text as a string or as a list of parts, no text as
+null, a call's arguments as an object or as JSON text, a call with or without `function` around it.
+A template knows one of them, and makes nothing, or Python's print, of the others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
 _KIMI_CALL = f"<|tool_call_begin|>{STAND_IN}<|tool_call_argument_begin|>"
-"""What Kimi K2's template writes of a call with this id: the name is nowhere else, the id is functions.NAME:INDEX."""
+"""What Kimi K2's template writes of a call with this id: the name is nowhere else, the id is
+functions.NAME:INDEX."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageForm:
-    """Says what a template takes. parts: content as a list of parts, never a string. text_arguments: a call's arguments
-    as JSON text, never an object. kimi_ids: calls named by ids in Kimi K2's form."""
+    """Says what a template takes. parts: content as a list of parts, never a string.
+    text_arguments: a call's arguments as JSON text, never an object. kimi_ids: calls named by ids
+    in Kimi K2's form."""
 
     parts: bool = False
     text_arguments: bool = False
@@ -37,7 +39,8 @@ class MessageForm:
         return _with_kimi_ids(messages) if self.kimi_ids else messages
 
     def of(self, message: Message) -> Message:
-        """Returns one message in the template's form, but for the ids of calls, which count through a conversation."""
+        """Returns one message in the template's form, but for the ids of calls, which count through
+        a conversation."""
         content, calls = message.get("content"), message.get("tool_calls")
         if self.parts and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
@@ -49,7 +52,9 @@ class MessageForm:
 def message_form(render: Renders) -> MessageForm:
     """Finds the form by what the template writes of a text, and of a call's arguments and id."""
 
-    def shows(form: MessageForm, messages: list[Message], printed: str = "", what: str = STAND_IN) -> bool:
+    def shows(
+        form: MessageForm, messages: list[Message], printed: str = "", what: str = STAND_IN
+    ) -> bool:
         try:
             text = render([form.of(message) for message in messages], prompt=False)
         except TemplateError:
@@ -60,7 +65,10 @@ def message_form(render: Renders) -> MessageForm:
     parts = not shows(MessageForm(), [asked]) and shows(MessageForm(parts=True), [asked])
     function: JsonValue = {"name": "name", "arguments": {"key": STAND_IN}}
     call: Message = {"id": "abcdefghi", "type": "function", "function": function}
-    talk: list[Message] = [{**asked, "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    talk: list[Message] = [
+        {**asked, "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     by_python = str({"key": STAND_IN})
     as_text = not shows(MessageForm(parts=parts), talk, by_python) and shows(
         MessageForm(parts=parts, text_arguments=True), talk, by_python
@@ -71,8 +79,9 @@ def message_form(render: Renders) -> MessageForm:
 
 
 def normal_message(message: Message) -> Message:
-    """Returns text as a string where it is text alone, "" for none; each call as {"function": {"name", "arguments"}}
-    with arguments as an object where they are one. Keys without a value are left out."""
+    """Returns text as a string where it is text alone, "" for none; each call as {"function":
+    {"name", "arguments"}} with arguments as an object where they are one. Keys without a value are
+    left out."""
     message = {key: value for key, value in message.items() if value is not None}
     message["content"] = _text(message.get("content", ""))
     called = message.pop("function_call", None)  # OpenAI's older form, of one call
@@ -89,7 +98,8 @@ def normal_message(message: Message) -> Message:
 
 
 def normal_tools(tools: JsonValue) -> JsonValue:
-    """Returns a list of objects, also where they are JSON text, as in many data sets. None for no tools."""
+    """Returns a list of objects, also where they are JSON text, as in many data sets. None for no
+    tools."""
     if isinstance(tools, str):
         tools = _parsed(tools)
     if isinstance(tools, list):
@@ -98,7 +108,8 @@ def normal_tools(tools: JsonValue) -> JsonValue:
 
 
 def without_nulls(value: JsonValue) -> JsonValue:
-    """Leaves out keys whose value is null: Arrow makes one struct of all objects in a column, with each one's keys."""
+    """Leaves out keys whose value is null: Arrow makes one struct of all objects in a column, with
+    each one's keys."""
     if isinstance(value, dict):
         return {key: without_nulls(below) for key, below in value.items() if below is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -115,7 +126,11 @@ def _part_text(part: JsonValue) -> str | None:
     """Returns the text of a part; None for an image, or whatever is no text."""
     if isinstance(part, str):
         return part
-    known = isinstance(part, dict) and part.get("type") in _TEXT_PARTS and not {"image", "image_url"} & set(part)
+    known = (
+        isinstance(part, dict)
+        and part.get("type") in _TEXT_PARTS
+        and not {"image", "image_url"} & set(part)
+    )
     text = part.get("text") if known and isinstance(part, dict) else None
     return text if isinstance(text, str) else None
 
@@ -129,7 +144,10 @@ def _normal_call(call: JsonValue) -> JsonValue:
     if "function" not in call and "name" in call:
         own = ("name", "arguments", "parameters")
         function: JsonObject = {key: call[key] for key in own if key in call}
-        call = {**{key: value for key, value in call.items() if key not in own}, "function": function}
+        call = {
+            **{key: value for key, value in call.items() if key not in own},
+            "function": function,
+        }
     function_ = call.get("function")
     if not isinstance(function_, dict):
         return call
@@ -140,7 +158,8 @@ def _normal_call(call: JsonValue) -> JsonValue:
 
 
 def _object(arguments: JsonValue) -> JsonValue:
-    """Returns an object where they are one, or JSON text of one, or of such text; an empty one for none."""
+    """Returns an object where they are one, or JSON text of one, or of such text; an empty one for
+    none."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     found: JsonValue = arguments
@@ -159,17 +178,25 @@ def _with_text_arguments(call: JsonValue) -> JsonValue:
 
 
 def _with_kimi_ids(messages: list[Message]) -> list[Message]:
-    """Gives each call the id functions.NAME:INDEX, with the index counting the conversation's calls from 0, and results
-    the id of their call, found by the id that both have had, or by their order where a result has none.
+    """Gives each call the id functions.NAME:INDEX, with the index counting the conversation's calls
+    from 0, and results the id of their call, found by the id that both have had, or by their order
+    where a result has none.
 
     Messages whose calls all have such ids stay as they are; so do those with a call that is none.
     """
-    every = [cast(JsonObject, call) for m in messages for call in cast("list[JsonValue]", m.get("tool_calls") or [])]
+    every = [
+        cast(JsonObject, call)
+        for m in messages
+        for call in cast("list[JsonValue]", m.get("tool_calls") or [])
+    ]
     if not all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in every):
         return messages
     names = [str(cast(JsonObject, call["function"]).get("name")) for call in every]
     ids = zip(names, every, strict=True)
-    if all(re.fullmatch(rf"functions\.{re.escape(name)}:\d+", str(call.get("id"))) for name, call in ids):
+    if all(
+        re.fullmatch(rf"functions\.{re.escape(name)}:\d+", str(call.get("id")))
+        for name, call in ids
+    ):
         return messages
     new_ids = iter([f"functions.{name}:{index}" for index, name in enumerate(names)])
     out: list[Message] = []
@@ -178,7 +205,8 @@ def _with_kimi_ids(messages: list[Message]) -> list[Message]:
         if calls := cast("list[JsonObject]", message.get("tool_calls") or []):
             named: list[JsonValue] = [{**call, "id": next(new_ids)} for call in calls]
             unanswered = [
-                (_id_of(a.get("id")), str(cast(JsonObject, b)["id"])) for a, b in zip(calls, named, strict=True)
+                (_id_of(a.get("id")), str(cast(JsonObject, b)["id"]))
+                for a, b in zip(calls, named, strict=True)
             ]
             message = {**message, "tool_calls": named}
         elif message["role"] == "tool":

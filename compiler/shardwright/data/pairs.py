@@ -1,9 +1,10 @@
-"""Reads pairs of an image and a caption: looks at the image's header, writes them out, and reads them back as rows.
+"""Reads pairs of an image and a caption: looks at the image's header, writes them out, and reads
+them back as rows.
 
-A record's caption stands under `data.field`, its picture under `image`: a path relative to the file's folder, or an
-object with `bytes` or `path`, as Hugging Face datasets write them. pairs.json, beside the tokens: what fills a row up,
-and how many ids close a caption, which a cut leaves at its end. torch and transformers are imported where they are
-needed.
+A record's caption stands under `data.field`, its picture under `image`: a path relative to the
+file's folder, or an object with `bytes` or `path`, as Hugging Face datasets write them. pairs.json,
+beside the tokens: what fills a row up, and how many ids close a caption, which a cut leaves at its
+end. torch and transformers are imported where they are needed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.decoder import Decoders
-from shardwright.data.pictures import Damaged, Picture, PictureTable, PictureWriter, decode, locate_picture
+from shardwright.data.pictures import (
+    Damaged,
+    Picture,
+    PictureTable,
+    PictureWriter,
+    decode,
+    locate_picture,
+)
 from shardwright.data.progress import ReadingProgress
 from shardwright.data.read_report import ReadReport
 from shardwright.data.records import records, text_of
@@ -41,20 +49,23 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Holds what is put around a caption. fill: id behind it; closing: ids at the end of each that are the tokenizer's
-    own."""
+    """Holds what is put around a caption. fill: id behind it; closing: ids at the end of each that
+    are the tokenizer's own."""
 
     fill: int
     closing: int
 
 
 class PairSight:
-    """Holds the tokenizer and the image processor in `folder`. decoders: where pictures are decoded; None is here.
+    """Holds the tokenizer and the image processor in `folder`. decoders: where pictures are
+    decoded; None is here.
 
     Raises Refusal: SW6133.
     """
 
-    def __init__(self, folder: Path, images: ImagesSection, *, decoders: Decoders | None = None) -> None:
+    def __init__(
+        self, folder: Path, images: ImagesSection, *, decoders: Decoders | None = None
+    ) -> None:
         from shardwright.hf.pair_processor import load_sides
 
         self._tokenizer, self._images = loaded(load_sides, folder)
@@ -65,33 +76,57 @@ class PairSight:
         """Every row has its picture."""
 
     def ids(self, captions: list[str]) -> list[list[int]]:
-        """Returns the ids with what the tokenizer puts around a caption, neither cut nor filled up."""
-        found: list[list[int]] = self._tokenizer(captions, verbose=False, padding=False, truncation=False)["input_ids"]
+        """Returns the ids with what the tokenizer puts around a caption, neither cut nor filled
+        up."""
+        found: list[list[int]] = self._tokenizer(
+            captions, verbose=False, padding=False, truncation=False
+        )["input_ids"]
         return found
 
     @property
     def padding(self) -> Padding:
         special, ids = set(self._tokenizer.all_special_ids), self.ids(["a"])[0]
-        closing = next((n for n, token in enumerate(reversed(ids)) if token not in special), len(ids))
+        closing = next(
+            (n for n, token in enumerate(reversed(ids)) if token not in special), len(ids)
+        )
         fill = self._tokenizer.pad_token_id
         return Padding(fill=ids[-1] if fill is None else int(fill), closing=closing)
 
     def inputs(
-        self, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None, rows: Sequence[Sequence[Picture]]
+        self,
+        tokens: npt.NDArray[np.int64],
+        trained: npt.NDArray[np.bool_] | None,
+        rows: Sequence[Sequence[Picture]],
     ) -> dict[str, torch.Tensor]:
         """Returns what the forward takes beside the ids (B, S). Errors: SW6132."""
         most, flat = self.images.max_pixels, [picture for row in rows for picture in row]
-        seen = [decode(p, most) for p in flat] if self.decoders is None else self.decoders.decode(flat, most)
+        seen = (
+            [decode(p, most) for p in flat]
+            if self.decoders is None
+            else self.decoders.decode(flat, most)
+        )
         return {"pixel_values": self._images(images=seen, return_tensors="pt")["pixel_values"]}
 
 
 class PairReader:
-    """Reads one source. writer, pictures: of the same folder. Errors: SW6110, SW6134, SW6135, SW6138."""
+    """Reads one source. writer, pictures: of the same folder. Errors: SW6110, SW6134, SW6135,
+    SW6138."""
 
     def __init__(
-        self, part: DataSection, sight: PairSight, writer: Writer, pictures: PictureWriter, report: ReadReport
+        self,
+        part: DataSection,
+        sight: PairSight,
+        writer: Writer,
+        pictures: PictureWriter,
+        report: ReadReport,
     ) -> None:
-        self.part, self.sight, self.writer, self.pictures, self.report = part, sight, writer, pictures, report
+        self.part, self.sight, self.writer, self.pictures, self.report = (
+            part,
+            sight,
+            writer,
+            pictures,
+            report,
+        )
         self._records = 0
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
@@ -102,7 +137,9 @@ class PairReader:
                 self._records += 1
                 found = None
                 try:
-                    found = self._pair(record, where, Path(self.sight.images.folder or Path(name).parent))
+                    found = self._pair(
+                        record, where, Path(self.sight.images.folder or Path(name).parent)
+                    )
                 except Refusal as problem:
                     self.report.leave_out(problem)
                 if found is not None:
@@ -113,7 +150,9 @@ class PairReader:
                     batch = []
                     yield
         self._write(batch)
-        (self.writer.folder / PADDING_FILE).write_text(json.dumps(asdict(self.sight.padding)), encoding="utf-8")
+        (self.writer.folder / PADDING_FILE).write_text(
+            json.dumps(asdict(self.sight.padding)), encoding="utf-8"
+        )
         yield
         self._check_damage()
 
@@ -124,7 +163,10 @@ class PairReader:
             raise refusal(
                 "SW6138",
                 f"{where}: there is no picture under {PICTURE!r}",
-                f"As {PICTURE!r} write a path relative to the file's folder, or an object with `bytes`.",
+                (
+                    f"As {PICTURE!r} write a path relative to the file's folder, or an object with "
+                    "`bytes`."
+                ),
             )
         try:
             return caption, locate_picture(source, folder)
@@ -135,7 +177,9 @@ class PairReader:
             return None
 
     def _write(self, batch: list[tuple[str, Picture]]) -> None:
-        for ids, (_, picture) in zip(self.sight.ids([c for c, _ in batch]) if batch else [], batch, strict=True):
+        for ids, (_, picture) in zip(
+            self.sight.ids([c for c, _ in batch]) if batch else [], batch, strict=True
+        ):
             number = self.writer.documents
             self.writer.add(np.asarray(ids, dtype=np.int32))
             if self.writer.documents > number:
@@ -146,15 +190,19 @@ class PairReader:
         if counts.damaged > self.part.skip_damaged * self._records:
             raise refusal(
                 "SW6134",
-                f"{counts.damaged} of {self._records} pairs have a damaged picture: {'; '.join(counts.told)}",
-                "Mend or delete them, or let some go: `skip_damaged: 0.01` leaves out up to that share of the pairs, "
-                "and `prepare` counts them.",
+                (
+                    f"{counts.damaged} of {self._records} pairs have a damaged picture: "
+                    f"{'; '.join(counts.told)}"
+                ),
+                "Mend or delete them, or let some go: `skip_damaged: 0.01` leaves out up to that "
+                "share of the pairs, and `prepare` counts them.",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class PairRows:
-    """Reads a caption a row: cut at S in front of what closes it, or filled up. pictures: one a caption."""
+    """Reads a caption a row: cut at S in front of what closes it, or filled up. pictures: one a
+    caption."""
 
     documents: Documents
     length: int
@@ -188,5 +236,6 @@ def read_padding(folder: Path) -> Padding:
 
 
 def is_of_pairs(part: DataSection) -> bool:
-    """Says whether a source holds captions with an image each; conversations with images are of kind chat."""
+    """Says whether a source holds captions with an image each; conversations with images are of
+    kind chat."""
     return part.images is not None and part.kind != "chat"

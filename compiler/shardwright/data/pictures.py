@@ -1,8 +1,8 @@
 """Finds images in a record, looks at their headers, keeps them beside the tokens, and decodes them.
 
-pictures.bin: of a picture that lies in a file its path (UTF-8), of one that lies in the record its bytes.
-pictures.npy: int64 (n, 6), in order: document, first byte and end in pictures.bin, 1 where these are a path, width and
-height in pixels. No torch here; Pillow decodes.
+pictures.bin: of a picture that lies in a file its path (UTF-8), of one that lies in the record its
+bytes. pictures.npy: int64 (n, 6), in order: document, first byte and end in pictures.bin, 1 where
+these are a path, width and height in pixels. No torch here; Pillow decodes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Damaged(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """Says where an image's bytes are: path or data. width, height: in pixels, as it is seen (its EXIF orientation
-    applied)."""
+    """Says where an image's bytes are: path or data. width, height: in pixels, as it is seen (its
+    EXIF orientation applied)."""
 
     path: str | None
     data: bytes | None
@@ -57,21 +57,23 @@ class Picture:
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Counts conversations. damaged: left out because a picture is; crowded: because they hold more than
-    images.per_row. told: the first damaged pictures, and why."""
+    """Counts conversations. damaged: left out because a picture is; crowded: because they hold more
+    than images.per_row. told: the first damaged pictures, and why."""
 
     damaged: int = 0
     crowded: int = 0
     told: list[str]
 
 
-def take_pictures(given: object, messages: list[Message], where: str) -> tuple[list[Message], list[JsonValue]]:
-    """Returns (messages as a template takes them, what the record says of each picture, in order of the text). given:
-    the record's `images`.
+def take_pictures(
+    given: object, messages: list[Message], where: str
+) -> tuple[list[Message], list[JsonValue]]:
+    """Returns (messages as a template takes them, what the record says of each picture, in order of
+    the text). given: the record's `images`.
 
-    A picture is a content part, `{"type": "image"}` with its `image`, `path` or `url`, or the next of the record's
-    `images`; in plain text PLACEHOLDER stands for the latter. Errors: SW6130 a part that is no picture, SW6131
-    placeholders and pictures that do not match.
+    A picture is a content part, `{"type": "image"}` with its `image`, `path` or `url`, or the next
+    of the record's `images`; in plain text PLACEHOLDER stands for the latter. Errors: SW6130 a part
+    that is no picture, SW6131 placeholders and pictures that do not match.
     """
     one = [] if given is None else [cast(JsonValue, given)]
     images: list[JsonValue] = list(given) if isinstance(given, list) else one
@@ -86,10 +88,19 @@ def take_pictures(given: object, messages: list[Message], where: str) -> tuple[l
         for part in parts:
             kind = part.get("type")
             if kind in ("image", "image_url"):  # the latter is OpenAI's
-                own = next((part[key] for key in (*_SOURCE_KEYS, "image_url") if part.get(key) is not None), None)
+                own = next(
+                    (
+                        part[key]
+                        for key in (*_SOURCE_KEYS, "image_url")
+                        if part.get(key) is not None
+                    ),
+                    None,
+                )
                 source = next(rest, None) if own is None else own
                 if source is None:
-                    raise _unmatched(where, f"it has more placeholders than its {len(images)} images")
+                    raise _unmatched(
+                        where, f"it has more placeholders than its {len(images)} images"
+                    )
                 found.append(source)
                 content.append({"type": "image"})
             elif kind == "text":
@@ -98,7 +109,10 @@ def take_pictures(given: object, messages: list[Message], where: str) -> tuple[l
                 raise refusal(
                     "SW6130",
                     f"{where}: a part of the type {kind!r}",
-                    "This version trains on text and pictures: parts are text or image. Leave such records out.",
+                    (
+                        "This version trains on text and pictures: parts are text or image. Leave "
+                        "such records out."
+                    ),
                 )
         out.append({**message, "content": content})
     left = sum(1 for _ in rest)
@@ -110,7 +124,9 @@ def take_pictures(given: object, messages: list[Message], where: str) -> tuple[l
 def _parts(content: JsonValue, *, text_alone: bool) -> list[JsonObject] | None:
     """Splits content into parts; None where the message stays as it is."""
     if isinstance(content, list):
-        return [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
+        return [
+            part if isinstance(part, dict) else {"type": type(part).__name__} for part in content
+        ]
     if not isinstance(content, str) or text_alone or PLACEHOLDER not in content:
         return None
     parts: list[JsonObject] = []
@@ -123,15 +139,20 @@ def _unmatched(where: str, why: str) -> Exception:
     return refusal(
         "SW6131",
         f"{where}: {why}",
-        'Give a part {"type": "image"} (or `<image>` in plain text) for each entry of `images`, in their order.',
+        (
+            'Give a part {"type": "image"} (or `<image>` in plain text) for each entry of '
+            "`images`, in "
+            "their order."
+        ),
     )
 
 
 def locate_picture(source: JsonValue, folder: Path) -> Picture:
-    """Looks at an image's header. source: a path relative to `folder`, or an object with `path` or `bytes`.
+    """Looks at an image's header. source: a path relative to `folder`, or an object with `path` or
+    `bytes`.
 
-    Raises Damaged. Errors: SW6135, a path that leads out of `folder`: a stranger's data would choose which files are
-    read. A link in the folder is followed.
+    Raises Damaged. Errors: SW6135, a path that leads out of `folder`: a stranger's data would
+    choose which files are read. A link in the folder is followed.
     """
     if isinstance(source, dict):
         data = source.get("bytes")
@@ -141,14 +162,25 @@ def locate_picture(source: JsonValue, folder: Path) -> Picture:
     if isinstance(source, str) and source[:5].lower() == "data:":
         return _looked_at("a picture in the record", None, _data_of_uri(source))
     if not isinstance(source, str) or "://" in source:
-        raise Damaged(f"{str(source)[:120]!r} is no file: pictures lie in files or in the record, and none is fetched")
+        raise Damaged(
+            f"{str(source)[:120]!r} is no file: pictures lie in files or in the record, and none "
+            "is fetched"
+        )
     inside = os.path.abspath(folder)
-    path = os.path.abspath(os.path.join(inside, source))  # without `..`, which behind a link leads elsewhere
+    path = os.path.abspath(
+        os.path.join(inside, source)
+    )  # without `..`, which behind a link leads elsewhere
     if os.path.commonpath([inside, path]) != inside:
         raise refusal(
             "SW6135",
-            f"the picture {source[:120]!r} lies outside of {inside!r}, the folder of the data's pictures",
-            "Name the folder that holds them as data.images.folder, or put them into that of the data.",
+            (
+                f"the picture {source[:120]!r} lies outside of {inside!r}, the folder of the "
+                "data's pictures"
+            ),
+            (
+                "Name the folder that holds them as data.images.folder, or put them into that of "
+                "the data."
+            ),
         )
     try:
         data = read_regular(path, MOST_FILE_BYTES)
@@ -181,7 +213,10 @@ def _looked_at(name: str, path: str | None, data: bytes) -> Picture:
         if width * height > MOST_PIXELS:
             raise Damaged(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}")
         if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
-            raise Damaged(f"{name} has 32 bits a pixel (Pillow's mode {image.mode}), and nothing says what is white")
+            raise Damaged(
+                f"{name} has 32 bits a pixel (Pillow's mode {image.mode}), and nothing says what "
+                "is white"
+            )
         end = _ENDS.get(image.format or "")
         if end is None:
             _load(name, image)
@@ -222,7 +257,8 @@ def _first_line(error: Exception) -> str:
 
 
 def decode(picture: Picture, most_pixels: int) -> Any:
-    """Returns Pillow's RGB image, its orientation applied, and made smaller where it is too large. Errors: SW6132."""
+    """Returns Pillow's RGB image, its orientation applied, and made smaller where it is too large.
+    Errors: SW6132."""
     from PIL import ImageOps
 
     name = "a picture in the data" if picture.path is None else repr(picture.path)
@@ -235,13 +271,16 @@ def decode(picture: Picture, most_pixels: int) -> Any:
         raise refusal(
             "SW6132",
             f"a picture that `prepare` has counted cannot be used: {error}",
-            "Let no other program change the pictures, leave the damaged one out, and prepare again.",
+            (
+                "Let no other program change the pictures, leave the damaged one out, and "
+                "prepare again."
+            ),
         ) from None
     if seen.size != (picture.width, picture.height):
         raise refusal(
             "SW6132",
-            f"{name} has {seen.width} x {seen.height} pixels, and had {picture.width} x {picture.height} when it was "
-            "prepared",
+            f"{name} has {seen.width} x {seen.height} pixels, and had {picture.width} x "
+            f"{picture.height} when it was prepared",
             "Let no other program change the pictures, and prepare again.",
         )
     size = size_within(picture.width, picture.height, most_pixels)
@@ -249,16 +288,20 @@ def decode(picture: Picture, most_pixels: int) -> Any:
 
 
 def _rgb(image: Any) -> Any:
-    """Converts an image to 8 bits a channel. Pillow's own conversion of 16 bits cuts off what is above 255."""
+    """Converts an image to 8 bits a channel. Pillow's own conversion of 16 bits cuts off what is
+    above 255."""
     from PIL import Image
 
     if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).astype(np.int64) // 257).clip(0, 255).astype(np.uint8))
+        image = Image.fromarray(
+            (np.asarray(image).astype(np.int64) // 257).clip(0, 255).astype(np.uint8)
+        )
     return image.convert("RGB")
 
 
 def size_within(width: int, height: int, most_pixels: int) -> tuple[int, int]:
-    """Returns a size of at most so many pixels, in the same proportions; 1 pixel is the least side."""
+    """Returns a size of at most so many pixels, in the same proportions; 1 pixel is the least
+    side."""
     if width * height <= most_pixels:
         return width, height
     scale = math.sqrt(most_pixels / (width * height))
@@ -277,11 +320,22 @@ class PictureWriter:
 
     def add(self, document: int, pictures: list[Picture]) -> None:
         for picture in pictures:
-            data = picture.data if picture.path is None else os.fsencode(os.path.abspath(picture.path))
+            data = (
+                picture.data if picture.path is None else os.fsencode(os.path.abspath(picture.path))
+            )
             assert data is not None
             self._bytes.write(data)
             end = self._at + len(data)
-            self._rows.append((document, self._at, end, int(picture.path is not None), picture.width, picture.height))
+            self._rows.append(
+                (
+                    document,
+                    self._at,
+                    end,
+                    int(picture.path is not None),
+                    picture.width,
+                    picture.height,
+                )
+            )
             self._at = end
 
     def damaged(self, why: str) -> None:
@@ -311,7 +365,9 @@ class PictureTable:
         first, stop = np.searchsorted(self.index[:, 0], (document, document + 1))
         return tuple(self._picture(*row) for row in self.index[first:stop].tolist())
 
-    def _picture(self, _: int, first: int, end: int, is_path: int, width: int, height: int) -> Picture:
+    def _picture(
+        self, _: int, first: int, end: int, is_path: int, width: int, height: int
+    ) -> Picture:
         data = self.data[first:end].tobytes()
         path = os.fsdecode(data) if is_path else None
         return Picture(path=path, data=None if is_path else data, width=width, height=height)
@@ -322,7 +378,11 @@ def open_pictures(folder: Path) -> PictureTable | None:
     if not (folder / INDEX_FILE).is_file():
         return None
     path = folder / BYTES_FILE
-    data = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, dtype=np.uint8)
+    data = (
+        np.memmap(path, dtype=np.uint8, mode="r")
+        if path.stat().st_size
+        else np.empty(0, dtype=np.uint8)
+    )
     return PictureTable(data, np.load(folder / INDEX_FILE, mmap_mode="r"))
 
 

@@ -1,7 +1,9 @@
-"""Tokenizes what a plan trains on, once, into run/data of the compiled folder. It takes no GPU and no process group.
+"""Tokenizes what a plan trains on, once, into run/data of the compiled folder. It takes no GPU and
+no process group.
 
-run/data/KEY/ holds one source (store.py); KEY is of its files and of how they are read, so that another corpus or
-tokenizer is another folder. run/data/current.json says which KEY each source has: the ranks read that, not the corpus.
+run/data/KEY/ holds one source (store.py); KEY is of its files and of how they are read, so that
+another corpus or tokenizer is another folder. run/data/current.json says which KEY each source has:
+the ranks read that, not the corpus.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from shardwright.ir.recipe import DRAWN, DataSection
 from shardwright.plan.plan import Plan
 
 LARGEST_UNPREPARED_BYTES = 64 * 2**20
-"""Of sources that `run` tokenizes by itself: about a minute for a slow tokenizer, while the GPUs wait."""
+"""Of sources that `run` tokenizes by itself: about a minute for a slow tokenizer, while the GPUs
+wait."""
 
 BATCH_BYTES = 2**20
 """Texts that go to the tokenizer together: it shares them out over the processor's cores."""
@@ -53,11 +56,14 @@ def data_folder(folder: Path) -> Path:
     return folder / "run" / "data"
 
 
-def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None, most_records: int | None = None) -> None:
+def prepare(
+    plan: Plan, folder: Path, *, limit_bytes: int | None, most_records: int | None = None
+) -> None:
     """Tokenizes the sources that are not tokenized yet.
 
-    limit_bytes: SW6106 where more than that is to be read; None: however much it is. most_records: of each source; None
-    is all. Several processes may call it at once, on several hosts: one works, the others wait for it.
+    limit_bytes: SW6106 where more than that is to be read; None: however much it is. most_records:
+    of each source; None is all. Several processes may call it at once, on several hosts: one works,
+    the others wait for it.
     """
     at = data_folder(folder)
     if any(part.path == DRAWN for part in prepared_parts(plan)):
@@ -70,15 +76,15 @@ def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None, most_records: 
         raise refusal(
             "SW6101",
             f"no file matches {gone[0].part.path!r} on this host",
-            "Make the corpus visible at the same path on every host, or correct data.path and compile again. "
-            "What `shardwright prepare` has made is enough, too.",
+            "Make the corpus visible at the same path on every host, or correct data.path and "
+            "compile again. What `shardwright prepare` has made is enough, too.",
         )
     size = sum(s.size_bytes for s in missing)
     if limit_bytes is not None and size > limit_bytes:
         raise refusal(
             "SW6106",
-            f"{size / 2**20:,.0f} MiB of data are not tokenized yet, and the GPUs would wait for it "
-            f"(run does up to {limit_bytes // 2**20} MiB by itself)",
+            f"{size / 2**20:,.0f} MiB of data are not tokenized yet, and the GPUs would wait for "
+            f"it (run does up to {limit_bytes // 2**20} MiB by itself)",
             f"shardwright prepare {shlex.quote(str(folder))}",
         )
     if not sources:
@@ -93,15 +99,20 @@ def prepare(plan: Plan, folder: Path, *, limit_bytes: int | None, most_records: 
             for source in sources:
                 if source.part.kind == "chat":
                     here = at / str(_remembered(at, source.settings))
-                    store_table(here, open_documents(here), plan.training.sequence_length, packed=source.part.packing)
+                    store_table(
+                        here,
+                        open_documents(here),
+                        plan.training.sequence_length,
+                        packed=source.part.packing,
+                    )
 
 
 @contextlib.contextmanager
 def prepared_sample(plan: Plan, folder: Path, most_records: int) -> Iterator[tuple[Plan, Path]]:
     """Prepares the first records of each source in a temporary copy of the compiled folder.
 
-    Yields the plan and the copy, which goes with the context. Every record that cannot be used is left out and counted:
-    the plan's sources have another `skip_damaged` than the recipe's.
+    Yields the plan and the copy, which goes with the context. Every record that cannot be used is
+    left out and counted: the plan's sources have another `skip_damaged` than the recipe's.
     """
 
     def tolerant(data: DataSection) -> DataSection:
@@ -121,7 +132,8 @@ def prepared_sample(plan: Plan, folder: Path, most_records: int) -> Iterator[tup
 
 
 def prepared_folder(part: DataSection, folder: Path) -> Path:
-    """Returns where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made here."""
+    """Returns where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made
+    here."""
     at = data_folder(folder)
     name = _remembered(at, locate(part, folder, look=False).settings)
     if name is None:
@@ -166,12 +178,18 @@ def writing(folder: Path) -> Iterator[None]:
             raise refusal(
                 "SW6114",
                 f"the disk that holds {str(folder)!r} is full; nothing half-written is left",
-                "Free space, or make run/data in the compiled folder a link to a larger disk, and prepare again.",
+                (
+                    "Free space, or make run/data in the compiled folder a link to a larger disk, "
+                    "and prepare again."
+                ),
             ) from None
         raise refusal(
             "SW6115",
             f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}",
-            "Give the compiled folder write permission (its run/data holds the tokens), or move it.",
+            (
+                "Give the compiled folder write permission (its run/data holds the tokens), or "
+                "move it."
+            ),
         ) from None
 
 
@@ -182,23 +200,32 @@ def _alone(at: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            print("another process is preparing this data: waiting for it", file=sys.stderr, flush=True)
+            print(
+                "another process is preparing this data: waiting for it",
+                file=sys.stderr,
+                flush=True,
+            )
             fcntl.flock(file, fcntl.LOCK_EX)
         for left in at.glob(f".partial-*-{socket.gethostname()}-*"):
             shutil.rmtree(left, ignore_errors=True)
         yield
 
 
-def _build(plan: Plan, folder: Path, at: Path, source: DataSource, most_records: int | None) -> None:
-    """Writes a source under a name of its own, then publishes it by one rename. Locks do not hold across hosts on every
-    file system: a second writer there finds the folder taken, with the same content."""
+def _build(
+    plan: Plan, folder: Path, at: Path, source: DataSource, most_records: int | None
+) -> None:
+    """Writes a source under a name of its own, then publishes it by one rename. Locks do not hold
+    across hosts on every file system: a second writer there finds the folder taken, with the same
+    content."""
     tokenizer = load_tokenizer(str(source.part.tokenizer), folder)
     partial = at / f".partial-{source.key}-{socket.gethostname()}-{os.getpid()}"
     writer, pictures = None, None
     try:
         writer = Writer(partial, tokenizer.dtype, masked=source.part.kind == "chat")
         pictures = None if source.part.images is None else PictureWriter(partial)
-        progress = ReadingProgress(f"tokenizing {source.part.path}", source.size_bytes, shown=most_records is None)
+        progress = ReadingProgress(
+            f"tokenizing {source.part.path}", source.size_bytes, shown=most_records is None
+        )
         with contextlib.closing(progress) as shown:
             report = ReadReport(share=source.part.skip_damaged, most=most_records)
             for _ in _reading(source, folder, tokenizer, writer, pictures, shown, report):
@@ -209,8 +236,8 @@ def _build(plan: Plan, folder: Path, at: Path, source: DataSource, most_records:
         if not writer.documents and (report.left_out or counts.damaged):
             raise refusal(
                 "SW6116",
-                f"{source.part.path!r} holds nothing to train on: none of {report.records:,} records can be used: "
-                f"{report.examples(counts.told)}",
+                f"{source.part.path!r} holds nothing to train on: none of {report.records:,} "
+                f"records can be used: {report.examples(counts.told)}",
                 "Correct the records, or data.path.",
             )
         if not writer.documents:
@@ -221,12 +248,16 @@ def _build(plan: Plan, folder: Path, at: Path, source: DataSource, most_records:
             )
         if pictures is not None:
             pictures.finish()
-        writer.finish(settings=source.settings, kind=source.part.kind, source_bytes=source.size_bytes)
+        writer.finish(
+            settings=source.settings, kind=source.part.kind, source_bytes=source.size_bytes
+        )
         try:
             os.rename(partial, at / source.key)
         except OSError:
             if read_manifest(at / source.key) is None:
-                shutil.rmtree(at / source.key, ignore_errors=True)  # not finished, and nobody's any more
+                shutil.rmtree(
+                    at / source.key, ignore_errors=True
+                )  # not finished, and nobody's any more
                 os.rename(partial, at / source.key)
     finally:
         if writer is not None:
@@ -242,8 +273,8 @@ def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: Writer) -> None:
     if writer.largest_id >= plan.model.vocabulary_size:
         raise refusal(
             "SW6105",
-            f"the tokenizer ({tokenizer.size} ids) makes the id {writer.largest_id} of this data, and the model's "
-            f"vocabulary has ids 0 to {plan.model.vocabulary_size - 1}",
+            f"the tokenizer ({tokenizer.size} ids) makes the id {writer.largest_id} of this data, "
+            f"and the model's vocabulary has ids 0 to {plan.model.vocabulary_size - 1}",
             "Use the tokenizer that belongs to this model, or a model with a larger vocab_size.",
         )
 
@@ -261,9 +292,9 @@ def _reading(
     if pictures is None or part.images is None:
         return _read(part, source.files, tokenizer, writer, shown, report)
     if is_of_pairs(part):
-        return PairReader(part, PairSight(folder / str(part.tokenizer), part.images), writer, pictures, report).read(
-            source.files, shown
-        )
+        return PairReader(
+            part, PairSight(folder / str(part.tokenizer), part.images), writer, pictures, report
+        ).read(source.files, shown)
     sight = Sight(folder / str(part.tokenizer), part.images)
     return SeenReader(part, tokenizer, sight, writer, pictures, report).read(source.files, shown)
 
@@ -284,7 +315,9 @@ def _read(
                 shown.add(record[2])
                 try:
                     talk = chat.conversation(record, part.messages)
-                    writer.add(*chat.encode(talk, tokenizer, template, part.train_on, report=report))
+                    writer.add(
+                        *chat.encode(talk, tokenizer, template, part.train_on, report=report)
+                    )
                 except Refusal as problem:
                     report.leave_out(problem)
                 yield
@@ -308,7 +341,8 @@ Piece = tuple[str, int, bool]
 
 
 def _pieces(part: DataSection, files: tuple[str, ...], report: ReadReport) -> Iterator[Piece]:
-    """Yields text files in pieces, each file one document, however large; of the other kinds their records.
+    """Yields text files in pieces, each file one document, however large; of the other kinds their
+    records.
 
     Where not all records are read, a text file ends behind its first piece.
     """
@@ -327,11 +361,19 @@ def _pieces(part: DataSection, files: tuple[str, ...], report: ReadReport) -> It
                 yield text, size, True
 
 
-def _flush(batch: list[Piece], tokenizer: Tokenizer, begin: list[int], writer: Writer, shown: ReadingProgress) -> None:
+def _flush(
+    batch: list[Piece],
+    tokenizer: Tokenizer,
+    begin: list[int],
+    writer: Writer,
+    shown: ReadingProgress,
+) -> None:
     encoded = tokenizer.encode([text for text, _, _ in batch])
     for ids, (_, _, ends) in zip(encoded, batch, strict=True):
         if len(ids):
-            if begin and writer.at_begin and ids[: len(begin)].tolist() != begin:  # a text may hold its own
+            if (
+                begin and writer.at_begin and ids[: len(begin)].tolist() != begin
+            ):  # a text may hold its own
                 writer.extend(np.asarray(begin, dtype=np.int32))
             writer.extend(ids)
         if ends:

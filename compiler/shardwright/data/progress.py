@@ -12,12 +12,17 @@ PLAIN_SECONDS = 2.0
 
 
 class ReadingProgress:
-    """Says on stderr how many bytes of the sources are read. total: all of them; shown: False says nothing."""
+    """Says on stderr how many bytes of the sources are read. total: all of them; shown: False says
+    nothing."""
 
     def __init__(self, what: str, total: int, *, shown: bool = True) -> None:
         self.what, self.total, self.done, self.shown = what, max(1, total), 0, shown
         has_bar = shown and sys.stderr.isatty()
-        self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True) if has_bar else None
+        self._bar = (
+            tqdm(total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True)
+            if has_bar
+            else None
+        )
         self._began = self._last = time.monotonic()
 
     def add(self, size_bytes: int) -> None:

@@ -1,4 +1,5 @@
-"""Counts what reading a source left out or changed, with the first records; the counts are kept beside the tokens."""
+"""Counts what reading a source left out or changed, with the first records; the counts are kept
+beside the tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +14,19 @@ from shardwright.diagnostics import Refusal, refusal
 REPORT_FILE = "records.json"
 MOST_EXAMPLES = 3
 _OF_ONE_RECORD = frozenset(
-    ["SW6107", "SW6109", "SW6110", "SW6111", "SW6112", "SW6113", "SW6124", "SW6130", "SW6131", "SW6136", "SW6138"]
+    [
+        "SW6107",
+        "SW6109",
+        "SW6110",
+        "SW6111",
+        "SW6112",
+        "SW6113",
+        "SW6124",
+        "SW6130",
+        "SW6131",
+        "SW6136",
+        "SW6138",
+    ]
 )
 """Holds the codes that speak of a single record: the next one may be good."""
 
@@ -22,10 +35,11 @@ _OF_ONE_RECORD = frozenset(
 class ReadReport:
     """Counts the records of one source.
 
-    share: of the records that may be left out; 0: the first bad record is refused. most: records that are read; None:
-    all. records: read so far; left_out: code of the diagnostic -> records; first: code -> messages of the first ones;
-    replaced: records in which half of a surrogate pair became U+FFFD. Of conversations: without_reasoning: those whose
-    reasoning the template does not write; without_end: those whose last turn ends without a token that says so.
+    share: of the records that may be left out; 0: the first bad record is refused. most: records
+    that are read; None: all. records: read so far; left_out: code of the diagnostic -> records;
+    first: code -> messages of the first ones; replaced: records in which half of a surrogate pair
+    became U+FFFD. Of conversations: without_reasoning: those whose reasoning the template does not
+    write; without_end: those whose last turn ends without a token that says so.
     """
 
     share: float = 0.0
@@ -43,7 +57,8 @@ class ReadReport:
         return self.records == self.most
 
     def leave_out(self, problem: Refusal) -> None:
-        """Counts a record that has no use. Raises `problem` where none may be left out, or it speaks of all of them."""
+        """Counts a record that has no use. Raises `problem` where none may be left out, or it
+        speaks of all of them."""
         first = problem.diagnostics[0]
         if not self.share or first.code not in _OF_ONE_RECORD:
             raise problem
@@ -53,7 +68,8 @@ class ReadReport:
             messages.append(first.message)
 
     def check(self, share: float, damaged: int = 0, told: Sequence[str] = ()) -> None:
-        """Raises Refusal (SW6153) where more records were left out than `share` of those that were read.
+        """Raises Refusal (SW6153) where more records were left out than `share` of those that were
+        read.
 
         damaged: records left out for an image; told: messages of the first of these.
         """
@@ -68,7 +84,8 @@ class ReadReport:
             )
 
     def examples(self, told: Sequence[str] = ()) -> str:
-        """Returns the first messages of what was left out, in one line. told: of records left out for an image."""
+        """Returns the first messages of what was left out, in one line. told: of records left out
+        for an image."""
         messages = [message for found in self.first.values() for message in found]
         return "; ".join([*messages, *told][:MOST_EXAMPLES])
 
@@ -77,7 +94,8 @@ class ReadReport:
 
 
 def read_report(folder: Path) -> ReadReport:
-    """Returns the counts in a folder of prepared data; empty ones for what an earlier version made."""
+    """Returns the counts in a folder of prepared data; empty ones for what an earlier version
+    made."""
     try:
         document: Any = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         return ReadReport(**document)

@@ -1,4 +1,5 @@
-"""Reads source files piece by piece: no file is ever in memory as a whole, and every mistake is told with its line."""
+"""Reads source files piece by piece: no file is ever in memory as a whole, and every mistake is
+told with its line."""
 
 from __future__ import annotations
 
@@ -57,13 +58,17 @@ def _decode(data: bytes, name: str, offset: int, where: str = "") -> str:
     except UnicodeDecodeError as error:
         raise refusal(
             "SW6107",
-            f"{name}{where}: byte 0x{data[error.start]:02x} at offset {offset + error.start} is not UTF-8 text",
+            (
+                f"{name}{where}: byte 0x{data[error.start]:02x} at offset {offset + error.start} "
+                "is not UTF-8 text"
+            ),
             "Convert the file (iconv -f LATIN1 -t UTF-8), or leave it out of data.path.",
         ) from None
 
 
 def records(name: str, report: ReadReport) -> Iterator[Record]:
-    """Yields the records of a parquet file, of JSON Lines, or of one JSON array, whatever its name. Raises Refusal."""
+    """Yields the records of a parquet file, of JSON Lines, or of one JSON array, whatever its name.
+    Raises Refusal."""
     return _parquet(name, None, report) if _is_parquet(name) else json_records(name, report)
 
 
@@ -76,9 +81,14 @@ def _is_parquet(name: str) -> bool:
 
 
 def json_records(name: str, report: ReadReport) -> Iterator[Record]:
-    """Yields one JSON object a line, empty lines skipped, or the objects of an array. Errors: SW6107 to SW6109."""
+    """Yields one JSON object a line, empty lines skipped, or the objects of an array. Errors:
+    SW6107 to SW6109."""
     with SourceFile(name) as file:
-        found = _array(name, file) if file.peek(512).lstrip()[:1] == b"[" else _lines(name, file, report)
+        found = (
+            _array(name, file)
+            if file.peek(512).lstrip()[:1] == b"["
+            else _lines(name, file, report)
+        )
         for value, where, size in found:
             if report.is_full:
                 return
@@ -100,7 +110,9 @@ def json_records(name: str, report: ReadReport) -> Iterator[Record]:
             yield cast(JsonObject, whole), where, size
 
 
-def _lines(name: str, file: SourceFile, report: ReadReport) -> Iterator[tuple[JsonValue | Refusal, str, int]]:
+def _lines(
+    name: str, file: SourceFile, report: ReadReport
+) -> Iterator[tuple[JsonValue | Refusal, str, int]]:
     """Yields the value of each line; a Refusal in its place for a line that cannot be read."""
     offset = number = 0
     while line := file.readline(LONGEST_LINE_BYTES + 1):
@@ -112,16 +124,23 @@ def _lines(name: str, file: SourceFile, report: ReadReport) -> Iterator[tuple[Js
         if not line.strip():
             continue
         try:
-            text = _decode(line, name, offset - len(line), f":{number}").lstrip("\ufeff")  # files that were joined
+            text = _decode(line, name, offset - len(line), f":{number}").lstrip(
+                "\ufeff"
+            )  # files that were joined
             yield json.loads(text), where, file.taken()
         except Refusal as problem:
             yield problem, where, file.taken()
         except (ValueError, RecursionError) as error:
-            yield _no_json(f"{where}: this line", error, f", column {getattr(error, 'colno', 0)}"), where, file.taken()
+            yield (
+                _no_json(f"{where}: this line", error, f", column {getattr(error, 'colno', 0)}"),
+                where,
+                file.taken(),
+            )
 
 
 def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
-    """Yields the entries of a JSON array, each once it is there as a whole. `where` has the line that it begins in."""
+    """Yields the entries of a JSON array, each once it is there as a whole. `where` has the line
+    that it begins in."""
     decode, parse = codecs.getincrementaldecoder("utf-8")().decode, json.JSONDecoder().raw_decode
     text, at, line, read = "", 0, 1, 0
     ended = False
@@ -136,13 +155,17 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
         except UnicodeDecodeError as error:
             raise refusal(
                 "SW6107",
-                f"{name}: byte 0x{error.object[error.start]:02x} behind offset {read} is not UTF-8 text",
+                (
+                    f"{name}: byte 0x{error.object[error.start]:02x} behind offset {read} is not "
+                    "UTF-8 text"
+                ),
                 "Convert the file (iconv -f LATIN1 -t UTF-8), or leave it out of data.path.",
             ) from None
         read += len(chunk)
 
     def next_character() -> str:
-        """Returns the next one that is no white space, and leaves it there; "" at the end of the file."""
+        """Returns the next one that is no white space, and leaves it there; "" at the end of the
+        file."""
         nonlocal at, line
         while True:
             begin = at
@@ -163,7 +186,9 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
         elif found == "]" and wanted != "entry":
             at += 1
             if next_character():
-                raise _no_json(f"{name}:{line}: what stands behind the array", ValueError("Extra data"))
+                raise _no_json(
+                    f"{name}:{line}: what stands behind the array", ValueError("Extra data")
+                )
             return
         elif found == "," and wanted == ", or ]":
             at += 1
@@ -184,7 +209,11 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
             at, wanted = stop, ", or ]"
             yield value, where, file.taken()
         else:
-            cause = f"{found!r} stands where {wanted} belongs" if found else "the file ends inside of it"
+            cause = (
+                f"{found!r} stands where {wanted} belongs"
+                if found
+                else "the file ends inside of it"
+            )
             raise _no_json(f"{where}: this array", ValueError(cause))
 
 
@@ -194,7 +223,10 @@ def _no_json(what: str, error: Exception, place: str = "") -> Refusal:
     return refusal(
         "SW6109",
         f"{what} is not JSON: {cause}{'' if deep else place}",
-        "Correct or delete it. A record stands on one line (jq -c . FILE makes one of several), or in an array.",
+        (
+            "Correct or delete it. A record stands on one line (jq -c . FILE makes one of "
+            "several), or in an array."
+        ),
     )
 
 
@@ -202,14 +234,22 @@ def _too_long(where: str, what: str) -> Refusal:
     return refusal(
         "SW6108",
         f"{where}: the {what} is longer than {LONGEST_LINE_BYTES // 2**20} MiB",
-        "JSON Lines has a record a line: turn a JSON array into lines (jq -c '.[]'), or split the record.",
+        (
+            "JSON Lines has a record a line: turn a JSON array into lines (jq -c '.[]'), or split "
+            "the record."
+        ),
     )
 
 
 def _without_surrogates(value: Any) -> Any:
-    """Writes U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold. Returns `value` itself without any."""
+    """Writes U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold. Returns `value`
+    itself without any."""
     if isinstance(value, str):
-        return value if value.isascii() or not _SURROGATE.search(value) else _SURROGATE.sub("\ufffd", value)
+        return (
+            value
+            if value.isascii() or not _SURROGATE.search(value)
+            else _SURROGATE.sub("\ufffd", value)
+        )
     if isinstance(value, dict):
         pairs = [(_without_surrogates(k), _without_surrogates(v)) for k, v in value.items()]
         same = all(k is a and v is b for (k, v), (a, b) in zip(pairs, value.items(), strict=True))
@@ -221,7 +261,8 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def _parquet(name: str, column: str | None, report: ReadReport) -> Iterator[Record]:
-    """Yields records, read from row groups in batches. Errors: SW6117 no parquet file, SW6118 pyarrow is missing."""
+    """Yields records, read from row groups in batches. Errors: SW6117 no parquet file, SW6118
+    pyarrow is missing."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -258,7 +299,9 @@ def _parquet(name: str, column: str | None, report: ReadReport) -> Iterator[Reco
 
 def texts(name: str, kind: str, key: str, report: ReadReport) -> Iterator[tuple[str, int]]:
     """Yields (text, bytes) of each record's `key`. Errors: those above, SW6110."""
-    for record, where, size in _parquet(name, key, report) if kind == "parquet" else json_records(name, report):
+    for record, where, size in (
+        _parquet(name, key, report) if kind == "parquet" else json_records(name, report)
+    ):
         try:
             text = text_of(record, where, key)
         except Refusal as problem:
@@ -277,21 +320,31 @@ def text_of(record: JsonObject, where: str, key: str) -> str:
     raise refusal(
         "SW6110",
         f"{where}: {key!r} holds {_kind_of(value)}, not text",
-        "Correct the record, or name the key that holds the text as data.field. `skip_damaged: 0.01` leaves out up to "
-        "that share of the records, and `prepare` counts them.",
+        "Correct the record, or name the key that holds the text as data.field. `skip_damaged: "
+        "0.01` leaves out up to that share of the records, and `prepare` counts them.",
     )
 
 
 def missing_field(where: str, key: str, there: object, option: str = "field") -> Refusal:
-    names = ", ".join(sorted(str(name)[:40] for name in there)[:8]) if isinstance(there, list | dict) else ""
+    names = (
+        ", ".join(sorted(str(name)[:40] for name in there)[:8])
+        if isinstance(there, list | dict)
+        else ""
+    )
     return refusal(
         "SW6110",
         f"{where}: there is no {key!r}",
-        f"It has {names or 'no keys'}. Name the one that holds the {'text' if option == 'field' else 'messages'} "
-        f"as data.{option}.",
+        f"It has {names or 'no keys'}. Name the one that holds the "
+        f"{'text' if option == 'field' else 'messages'} as data.{option}.",
     )
 
 
 def _kind_of(value: object) -> str:
-    kinds = {type(None): "null", int: "a number", float: "a number", bool: "true or false", dict: "an object"}
+    kinds = {
+        type(None): "null",
+        int: "a number",
+        float: "a number",
+        bool: "true or false",
+        dict: "an object",
+    }
     return kinds.get(type(value), "a list")

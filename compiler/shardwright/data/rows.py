@@ -14,16 +14,18 @@ from shardwright.data.store import Documents
 
 Indices = npt.NDArray[np.int64]
 PADDING_ID = 0
-"""Any id does: it is no label, comes behind what is read, and stands apart where documents are packed."""
+"""Any id does: it is no label, comes behind what is read, and stands apart where documents are
+packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBlock:
-    """Holds rows. tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where rows are whole.
+    """Holds rows. tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where
+    rows are whole.
 
-    trained: (B, S) bool, False where a token is no label; None where all are. pictures: of each row, in the order of
-    their placeholders; () where the data has none. lengths: (B,) tokens of each row before its padding; None where no
-    row is padded.
+    trained: (B, S) bool, False where a token is no label; None where all are. pictures: of each
+    row, in the order of their placeholders; () where the data has none. lengths: (B,) tokens of
+    each row before its padding; None where no row is padded.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -83,8 +85,8 @@ class StreamRows:
 class DocumentRows:
     """Reads whole documents, several a row where they are packed, padded behind and cut at S.
 
-    members: numbers of the documents, row by row; bounds: (n + 1,) where each row begins in them. pictures: of the
-    documents; None where they have none.
+    members: numbers of the documents, row by row; bounds: (n + 1,) where each row begins in them.
+    pictures: of the documents; None where they have none.
     """
 
     documents: Documents
@@ -108,7 +110,9 @@ class DocumentRows:
                 first = int(d.ends[document - 1]) if document else 0
                 size = min(int(d.ends[document]) - first, self.length)
                 tokens[row, at : at + size] = d.tokens[first : first + size]
-                trained[row, at : at + size] = True if d.trained is None else d.trained[first : first + size]
+                trained[row, at : at + size] = (
+                    True if d.trained is None else d.trained[first : first + size]
+                )
                 starts[row, at] = True
                 at += size
             lengths[row] = at
@@ -156,7 +160,10 @@ class JoinedRows:
     def read(self, indices: Indices) -> TokenBlock:
         firsts = np.cumsum([0, *(len(part) for part in self.parts)])
         owner = np.searchsorted(firsts, indices, side="right") - 1
-        blocks = [(owner == p, self.parts[p].read(indices[owner == p] - firsts[p])) for p in np.unique(owner)]
+        blocks = [
+            (owner == p, self.parts[p].read(indices[owner == p] - firsts[p]))
+            for p in np.unique(owner)
+        ]
         shape = (len(indices), blocks[0][1].tokens.shape[1])
         tokens = np.empty(shape, dtype=np.int64)
         starts, trained = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)

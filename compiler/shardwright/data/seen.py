@@ -1,4 +1,5 @@
-"""Reads conversations with images: looks at the headers, writes the images' tokens out, counts what is left out."""
+"""Reads conversations with images: looks at the headers, writes the images' tokens out, counts what
+is left out."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from shardwright.ir.recipe import DataSection
 
 
 class SeenReader:
-    """Reads one source. writer, pictures: of the same folder. Errors: SW6130 to SW6134, and those of conversations."""
+    """Reads one source. writer, pictures: of the same folder. Errors: SW6130 to SW6134, and those
+    of conversations."""
 
     def __init__(
         self,
@@ -71,28 +73,35 @@ class SeenReader:
             return self._written_out(talk.where, text, spans, found)
 
         talk = replace(talk, messages=messages)
-        ids, trained = chat.encode(talk, self.tokenizer, self._template, self.part.train_on, expand, self.report)
+        ids, trained = chat.encode(
+            talk, self.tokenizer, self._template, self.part.train_on, expand, self.report
+        )
         number = self.writer.documents
         self.writer.add(ids, trained)
         if self.writer.documents > number:
             self.pictures.add(number, found)
 
-    def _written_out(self, where: str, text: str, spans: list[Span], found: list[Picture]) -> tuple[str, list[Span]]:
+    def _written_out(
+        self, where: str, text: str, spans: list[Span], found: list[Picture]
+    ) -> tuple[str, list[Span]]:
         if self.sight.touches(text):
             raise refusal(
                 "SW6136",
-                f"{where}: two pictures follow each other without a token between them, and this type tells pictures "
-                "apart by what stands between them",
-                "Let data.template write what the type puts around a picture, as its own template does.",
+                f"{where}: two pictures follow each other without a token between them, and this "
+                "type tells pictures apart by what stands between them",
+                (
+                    "Let data.template write what the type puts around a picture, as its own "
+                    "template does."
+                ),
             )
         written = self.sight.expand(text, spans, found)
         if written is None:
             raise refusal(
                 "SW6131",
-                f"{where}: the chat template writes {self.sight.token!r} {text.count(self.sight.token)} times for "
-                f"{len(found)} pictures",
-                f"For each part of the type `image` a template writes {self.sight.token!r} once, and no text holds it. "
-                "Correct data.template, or the record.",
+                f"{where}: the chat template writes {self.sight.token!r} "
+                f"{text.count(self.sight.token)} times for {len(found)} pictures",
+                f"For each part of the type `image` a template writes {self.sight.token!r} once, "
+                "and no text holds it. Correct data.template, or the record.",
             )
         return written
 
@@ -102,7 +111,10 @@ class SeenReader:
             return
         raise refusal(
             "SW6134",
-            f"{counts.damaged} of {self._records} conversations have a damaged picture: {'; '.join(counts.told)}",
-            "Mend or delete them, or let some go: `skip_damaged: 0.01` leaves out up to that share of the "
-            "conversations, and `prepare` counts them.",
+            (
+                f"{counts.damaged} of {self._records} conversations have a damaged picture: "
+                f"{'; '.join(counts.told)}"
+            ),
+            "Mend or delete them, or let some go: `skip_damaged: 0.01` leaves out up to that share "
+            "of the conversations, and `prepare` counts them.",
         )

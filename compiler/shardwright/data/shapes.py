@@ -1,5 +1,6 @@
-"""Draws images that every machine has, as `path: python-stdlib` is text: white shapes drawn on black, and conversations
-that name them. `python -m shardwright.data.shapes DIR` draws others, to ask a trained model about."""
+"""Draws images that every machine has, as `path: python-stdlib` is text: white shapes drawn on
+black, and conversations that name them. `python -m shardwright.data.shapes DIR` draws others, to
+ask a trained model about."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def draw(shape: str, generator: random.Random) -> Image:
 
 
 def draw_shapes(folder: Path, count: int = COUNT, seed: int = SEED) -> Path:
-    """Writes data.jsonl in `folder`, with images beside it; the same bytes for the same seed. Shapes follow each other,
-    so that there are as many of each. What is there already stays."""
+    """Writes data.jsonl in `folder`, with images beside it; the same bytes for the same seed.
+    Shapes follow each other, so that there are as many of each. What is there already stays."""
     written = folder / "data.jsonl"
     if written.is_file():
         return written
@@ -75,14 +76,21 @@ def draw_shapes(folder: Path, count: int = COUNT, seed: int = SEED) -> Path:
 def _conversation(picture: str, shape: str) -> dict[str, object]:
     question = [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]
     answer = [{"type": "text", "text": shape}]
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=draw_shapes.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=SEED + 1, help=f"{SEED} draws what `path: drawn-shapes` has")
+    parser.add_argument(
+        "--seed", type=int, default=SEED + 1, help=f"{SEED} draws what `path: drawn-shapes` has"
+    )
     args = parser.parse_args()
     print(draw_shapes(args.folder, args.count, args.seed))
 

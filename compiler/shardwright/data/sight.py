@@ -1,5 +1,5 @@
-"""Runs the model's own processor: it says which text stands for an image, and makes the tensors of a micro-batch's
-pictures. torch and transformers are imported where it is made.
+"""Runs the model's own processor: it says which text stands for an image, and makes the tensors of
+a micro-batch's pictures. torch and transformers are imported where it is made.
 
 B rows of a micro-batch, S tokens of each.
 """
@@ -40,16 +40,20 @@ def loaded(load: Callable[[Path], T], folder: Path) -> T:
         raise refusal(
             "SW6133",
             f"the processor in {str(folder)!r} cannot be used: {error}",
-            "Install what it names, or compile again with a model whose processor transformers has.",
+            (
+                "Install what it names, or compile again with a model whose processor "
+                "transformers has."
+            ),
         ) from None
 
 
 class Sight:
-    """Holds the processor in `folder`. takes: names that the model's forward has; None where only texts are asked for.
-    token: the text that stands for a picture. template: the processor's own chat template.
+    """Holds the processor in `folder`. takes: names that the model's forward has; None where only
+    texts are asked for. token: the text that stands for a picture. template: the processor's own
+    chat template.
 
-    integers_alone: the pictures' values do not matter, and nothing is decoded: a later stage asks for sizes and places.
-    decoders: where pictures are decoded; None is here.
+    integers_alone: the pictures' values do not matter, and nothing is decoded: a later stage asks
+    for sizes and places. decoders: where pictures are decoded; None is here.
 
     Raises Refusal: SW6133.
     """
@@ -72,12 +76,17 @@ class Sight:
         self.token: str = self._processor.image_token
         self.template: str | None = getattr(self._processor, "chat_template", None)
         self._stands = functools.lru_cache(maxsize=4096)(self._text_of_size)
-        # Of a type that cuts a picture into tiles where it is alone in its row, and leaves several whole.
-        self._by_rows = "batch_num_images" in getattr(self._processor.image_processor, "model_input_names", ())
+        # Of a type that cuts a picture into tiles where it is alone in its row, and leaves several
+        # whole.
+        self._by_rows = "batch_num_images" in getattr(
+            self._processor.image_processor, "model_input_names", ()
+        )
 
-    def expand(self, text: str, spans: list[Span], pictures: Sequence[Picture]) -> tuple[str, list[Span]] | None:
-        """Returns the text with each placeholder written out for its picture, and where the spans stand then; None
-        where there are more or fewer placeholders than pictures."""
+    def expand(
+        self, text: str, spans: list[Span], pictures: Sequence[Picture]
+    ) -> tuple[str, list[Span]] | None:
+        """Returns the text with each placeholder written out for its picture, and where the spans
+        stand then; None where there are more or fewer placeholders than pictures."""
         pieces = text.split(self.token)
         if len(pieces) != len(pictures) + 1:
             return None
@@ -91,13 +100,16 @@ class Sight:
         return "".join(out), [(_moved(first, moves), _moved(last, moves)) for first, last in spans]
 
     def touches(self, text: str) -> bool:
-        """Says whether two images stand side by side in it and are one to the type: it finds positions (grids of
-        patches) by runs of placeholders."""
+        """Says whether two images stand side by side in it and are one to the type: it finds
+        positions (grids of patches) by runs of placeholders."""
         names = getattr(self._processor.image_processor, "model_input_names", ())
         return "image_grid_thw" in names and self.token * 2 in text
 
     def inputs(
-        self, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None, rows: Sequence[Sequence[Picture]]
+        self,
+        tokens: npt.NDArray[np.int64],
+        trained: npt.NDArray[np.bool_] | None,
+        rows: Sequence[Sequence[Picture]],
     ) -> dict[str, torch.Tensor]:
         """Returns what the forward takes beside the ids (B, S). Errors: SW6132."""
         import torch
@@ -106,8 +118,11 @@ class Sight:
         places = torch.from_numpy(np.isin(tokens, self._processor.image_token_ids).astype(np.int64))
         for name in ("mm_token_type_ids", "token_type_ids"):
             if self._takes is not None and name in self._takes:
-                # Of a type whose processor marks no pictures: its prefix is 0, which sees all of itself.
-                marks = name == "mm_token_type_ids" or getattr(self._processor, "return_mm_token_type_ids", False)
+                # Of a type whose processor marks no pictures: its prefix is 0, which sees all of
+                # itself.
+                marks = name == "mm_token_type_ids" or getattr(
+                    self._processor, "return_mm_token_type_ids", False
+                )
                 found[name] = places if marks else torch.from_numpy(_suffix(tokens, trained))
         return found
 
@@ -125,7 +140,11 @@ class Sight:
         most = self.images.max_pixels
         if self.integers_alone:
             return [Image.new("RGB", size_within(p.width, p.height, most)) for p in pictures]
-        return [decode(p, most) for p in pictures] if self.decoders is None else self.decoders.decode(pictures, most)
+        return (
+            [decode(p, most) for p in pictures]
+            if self.decoders is None
+            else self.decoders.decode(pictures, most)
+        )
 
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:
@@ -154,14 +173,17 @@ class Sight:
         return found
 
 
-def _suffix(tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
-    """Returns (B, S): 1 from the first token that is learned on. What stands behind an answer has seen it: were it part
-    of the prefix, the question would see the answer through it."""
+def _suffix(
+    tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None
+) -> npt.NDArray[np.int64]:
+    """Returns (B, S): 1 from the first token that is learned on. What stands behind an answer has
+    seen it: were it part of the prefix, the question would see the answer through it."""
     if trained is None:
         return np.ones(tokens.shape, dtype=np.int64)
     return np.maximum.accumulate(trained.astype(np.int64), axis=1)
 
 
 def _moved(place: int, moves: list[tuple[int, int]]) -> int:
-    """Returns where a place is then. moves: (end of a placeholder in the text, characters that it grows by)."""
+    """Returns where a place is then. moves: (end of a placeholder in the text, characters that it
+    grows by)."""
     return place + sum(more for end, more in moves if place >= end)

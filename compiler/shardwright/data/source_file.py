@@ -1,4 +1,5 @@
-"""Opens a data file as bytes, decompressed by what it holds, whatever its name is. Other formats are named."""
+"""Opens a data file as bytes, decompressed by what it holds, whatever its name is. Other formats
+are named."""
 
 from __future__ import annotations
 
@@ -17,8 +18,18 @@ BOM = b"\xef\xbb\xbf"
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 _OTHER_FORMATS = (
     (0, b"PAR1", "a parquet file", "Write `kind: parquet`, or `kind: chat` for conversations."),
-    (0, b"ARROW1", "an Arrow file", "Convert it with `datasets.Dataset.to_parquet`, and write `kind: parquet`."),
-    (0, b"\xff\xff\xff\xff", "an Arrow stream", "Convert it with `datasets.Dataset.to_parquet`: `kind: parquet`."),
+    (
+        0,
+        b"ARROW1",
+        "an Arrow file",
+        "Convert it with `datasets.Dataset.to_parquet`, and write `kind: parquet`.",
+    ),
+    (
+        0,
+        b"\xff\xff\xff\xff",
+        "an Arrow stream",
+        "Convert it with `datasets.Dataset.to_parquet`: `kind: parquet`.",
+    ),
     (0, b"\x93NUMPY", "a NumPy array", "Write `kind: tokens` for token ids."),
     (0, b"PK\x03\x04", "a zip archive", "Unpack it, and name the files in it as data.path."),
     (0, b"%PDF-", "a PDF document", "Extract its text first, or leave it out of data.path."),
@@ -31,7 +42,8 @@ _OTHER_FORMATS = (
 class SourceFile:
     """Reads one file from its beginning, without a byte order mark. Use it as a context.
 
-    Errors: SW6101 not readable, SW6118 a package is missing, SW6150 another format, SW6151 damaged compression.
+    Errors: SW6101 not readable, SW6118 a package is missing, SW6150 another format, SW6151 damaged
+    compression.
     """
 
     def __init__(self, name: str) -> None:
@@ -66,7 +78,8 @@ class SourceFile:
         return cast(bytes, self._guarded(self._file.peek, size))[:size]
 
     def taken(self) -> int:
-        """Returns the bytes of the file on disk that were read since the last call: of a compressed file, in steps."""
+        """Returns the bytes of the file on disk that were read since the last call: of a compressed
+        file, in steps."""
         last, self._taken = self._taken, self._raw.tell()
         return self._taken - last
 
@@ -75,7 +88,9 @@ class SourceFile:
         for offset, mark, what, help_text in _OTHER_FORMATS:
             if head[offset:].startswith(mark):
                 within = ", compressed" if self.compressed else ""
-                raise refusal("SW6150", f"{self.name!r} is {what}{within}, not text or JSON Lines", help_text)
+                raise refusal(
+                    "SW6150", f"{self.name!r} is {what}{within}, not text or JSON Lines", help_text
+                )
         if head.startswith(BOM):
             self.read(len(BOM))
 
@@ -85,7 +100,10 @@ class SourceFile:
         except Exception as error:
             if not self.compressed and isinstance(error, OSError):
                 raise _unreadable(self.name, error) from None
-            if isinstance(error, OSError | EOFError | zlib.error | lzma.LZMAError) or "Zstd" in type(error).__name__:
+            if (
+                isinstance(error, OSError | EOFError | zlib.error | lzma.LZMAError)
+                or "Zstd" in type(error).__name__
+            ):
                 raise refusal(
                     "SW6151",
                     f"{self.name!r} is compressed and cannot be read to its end: {error}",
@@ -95,7 +113,8 @@ class SourceFile:
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Reads frames one behind the other. zstandard's own reader takes a file that is cut off for one that ends."""
+    """Reads frames one behind the other. zstandard's own reader takes a file that is cut off for
+    one that ends."""
 
     def __init__(self, raw: BinaryIO, new_frame: Any) -> None:
         self._raw, self._new_frame = raw, new_frame
@@ -123,7 +142,11 @@ class _ZstdFrames(io.RawIOBase):
 
 
 def _unreadable(name: str, error: OSError) -> Refusal:
-    return refusal("SW6101", f"{name!r} cannot be read: {error.strerror}", "Make it readable, or correct data.path.")
+    return refusal(
+        "SW6101",
+        f"{name!r} cannot be read: {error.strerror}",
+        "Make it readable, or correct data.path.",
+    )
 
 
 def _decompressed(name: str, raw: BinaryIO, head: bytes) -> io.BufferedReader:
@@ -141,7 +164,10 @@ def _decompressed(name: str, raw: BinaryIO, head: bytes) -> io.BufferedReader:
             raise refusal(
                 "SW6118",
                 f"{name!r} is compressed with zstd, and the package zstandard is not installed",
-                "pip install zstandard (it is in 'shardwright[data]'), or unpack the file with `zstd -d`.",
+                (
+                    "pip install zstandard (it is in 'shardwright[data]'), or unpack the file with "
+                    "`zstd -d`."
+                ),
             ) from None
         stream = _ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj)
     return io.BufferedReader(stream, 2**20)

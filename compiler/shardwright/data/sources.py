@@ -1,4 +1,5 @@
-"""Finds the files behind one part of the data, and the key that says whether they were tokenized already."""
+"""Finds the files behind one part of the data, and the key that says whether they were tokenized
+already."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ _SKIPPED_STDLIB = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Holds one source. files: in a fixed order, () where this host has none; size_bytes: of all of them.
+    """Holds one source. files: in a fixed order, () where this host has none; size_bytes: of all of
+    them.
 
-    settings: hash of all that decides how they are read; key: of that and of the files' names, sizes and times.
+    settings: hash of all that decides how they are read; key: of that and of the files' names,
+    sizes and times.
     """
 
     part: DataSection
@@ -58,19 +61,26 @@ def packs(plan: Plan) -> bool:
 
 
 def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
-    """Finds a source. folder: the compiled one, which holds the tokenizer. look: for the files, too."""
+    """Finds a source. folder: the compiled one, which holds the tokenizer. look: for the files,
+    too."""
     files = tuple(files_behind(str(part.path), folder)) if look else ()
     settings = _digest(
         [
             FORMAT,
             part.kind,
             part.path,
-            part.tokenizer if part.tokenizer in (None, "byte") else _folder_hash(folder / str(part.tokenizer)),
+            part.tokenizer
+            if part.tokenizer in (None, "byte")
+            else _folder_hash(folder / str(part.tokenizer)),
             part.field,
             part.messages,
             part.template,
             part.train_on,
-            *([] if part.images is None else [written_images(asdict(part.images)), part.skip_damaged]),
+            *(
+                []
+                if part.images is None
+                else [written_images(asdict(part.images)), part.skip_damaged]
+            ),
             *([part.skip_damaged] if part.images is None and part.skip_damaged else []),
             *([] if part.add_bos_token == "auto" else [f"add_bos_token {part.add_bos_token}"]),
         ]
@@ -105,7 +115,11 @@ def files_behind(path: str, folder: Path) -> list[str]:
         return [path] if os.path.isfile(path) else []
     if path == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in root.rglob("*.py") if not set(f.relative_to(root).parts) & set(_SKIPPED_STDLIB)]
+        files = [
+            f
+            for f in root.rglob("*.py")
+            if not set(f.relative_to(root).parts) & set(_SKIPPED_STDLIB)
+        ]
         return sorted(str(f) for f in files)
     if os.path.isfile(path):
         return [path]
@@ -113,7 +127,9 @@ def files_behind(path: str, folder: Path) -> list[str]:
 
 
 def _folder_hash(folder: Path) -> str:
-    return _digest([[p.name, hashlib.sha256(p.read_bytes()).hexdigest()] for p in sorted(folder.iterdir())])
+    return _digest(
+        [[p.name, hashlib.sha256(p.read_bytes()).hexdigest()] for p in sorted(folder.iterdir())]
+    )
 
 
 def _digest(value: object) -> str:

@@ -1,7 +1,8 @@
 """Keeps prepared data on disk: one folder a source, memory-mapped by every rank.
 
-tokens.bin: the ids of all documents, one behind the other. documents.bin: int64, where each document ends in it.
-trained.bin: one byte a token, 1 where it is a label; only where some are not. manifest.json is written last.
+tokens.bin: the ids of all documents, one behind the other. documents.bin: int64, where each
+document ends in it. trained.bin: one byte a token, 1 where it is a label; only where some are not.
+manifest.json is written last.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ BUFFER_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenManifest:
-    """Describes a folder. settings: of the DataSource; dtype: of tokens.bin; trained: labels among the tokens, None
-    where all are; empty: source files and records that held nothing; digest: SHA-256 (hex) of all that was written, ""
-    in what an earlier version wrote."""
+    """Describes a folder. settings: of the DataSource; dtype: of tokens.bin; trained: labels among
+    the tokens, None where all are; empty: source files and records that held nothing; digest:
+    SHA-256 (hex) of all that was written, "" in what an earlier version wrote."""
 
     format: int
     settings: str
@@ -47,8 +48,8 @@ class TokenManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """Holds documents. tokens: (n,) ids; ends: (documents,) int64; trained: (n,) bool, None where every token is a
-    label."""
+    """Holds documents. tokens: (n,) ids; ends: (documents,) int64; trained: (n,) bool, None where
+    every token is a label."""
 
     tokens: npt.NDArray[np.integer]
     ends: npt.NDArray[np.int64]
@@ -80,7 +81,9 @@ class Writer:
         self._digest.update(data)
         file.write(data)
 
-    def add(self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None) -> None:
+    def add(
+        self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None
+    ) -> None:
         """Writes a whole document."""
         if len(ids):
             self.extend(ids, trained)
@@ -91,7 +94,9 @@ class Writer:
         """Says whether the next ids are the first ones of a document."""
         return self.tokens == self._first
 
-    def extend(self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None) -> None:
+    def extend(
+        self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None
+    ) -> None:
         """Writes a piece of a document, not empty."""
         self._write(self._tokens, ids.astype(self.dtype).tobytes())
         self.tokens += len(ids)
@@ -101,7 +106,8 @@ class Writer:
             self.trained += int(trained.sum())
 
     def end_document(self, closing: Sequence[int]) -> None:
-        """Ends a document. closing: ids behind it. One without any of its own is counted as empty and left out."""
+        """Ends a document. closing: ids behind it. One without any of its own is counted as empty
+        and left out."""
         if self.at_begin:
             self.empty += 1
             return
@@ -151,7 +157,8 @@ def read_manifest(folder: Path) -> TokenManifest | None:
 
 
 def open_documents(folder: Path) -> Documents:
-    """Maps a folder's documents. Raises Refusal (SW6120) where files are missing or shorter than the manifest says."""
+    """Maps a folder's documents. Raises Refusal (SW6120) where files are missing or shorter than
+    the manifest says."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise _damaged(folder, "it has no manifest")

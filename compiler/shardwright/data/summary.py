@@ -1,4 +1,5 @@
-"""Summarizes prepared data: counts of each source, and samples as the model reads them, with their labels marked."""
+"""Summarizes prepared data: counts of each source, and samples as the model reads them, with their
+labels marked."""
 
 from __future__ import annotations
 
@@ -26,26 +27,29 @@ from shardwright.plan.plan import Plan
 
 SAMPLES = 3
 EDGE_TOKENS = 60
-"""Limits what is shown of a stretch of labels, or of other tokens, in a sample: so many tokens at either end."""
+"""Limits what is shown of a stretch of labels, or of other tokens, in a sample: so many tokens at
+either end."""
 MOST_STRETCHES = 7
 """Limits the stretches of a sample: three answers and what stands around them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSummary:
-    """Counts what one source gives. Of a source without documents (tokens, synthetic), sequences and tokens alone.
+    """Counts what one source gives. Of a source without documents (tokens, synthetic), sequences
+    and tokens alone.
 
-    sequences: of the whole source, held-out ones among them. tokens: in documents, as far as they are used;
-    trained_tokens: labels among them. left_out: conversations without a label in their first S tokens; cut: those
-    longer than S. empty: files and records without text.
+    sequences: of the whole source, held-out ones among them. tokens: in documents, as far as they
+    are used; trained_tokens: labels among them. left_out: conversations without a label in their
+    first S tokens; cut: those longer than S. empty: files and records without text.
 
-    Of conversations with images: pictures: images in all of them; too_long: conversations left out because they are
-    longer than S; crowded: because they hold more than images.per_row; damaged: because one of their images is.
+    Of conversations with images: pictures: images in all of them; too_long: conversations left out
+    because they are longer than S; crowded: because they hold more than images.per_row; damaged:
+    because one of their images is.
 
-    records: read; unusable: code of a diagnostic -> records left out for it; examples: code -> messages of the first
-    ones, damaged images among them (SW6134). replaced: records in which half of a surrogate pair became U+FFFD.
-    without_reasoning: conversations whose reasoning the template does not write; without_end: those whose last answer
-    it does not close.
+    records: read; unusable: code of a diagnostic -> records left out for it; examples: code ->
+    messages of the first ones, damaged images among them (SW6134). replaced: records in which half
+    of a surrogate pair became U+FFFD. without_reasoning: conversations whose reasoning the template
+    does not write; without_end: those whose last answer it does not close.
 
     begin: what each document of text begins with; None for conversations and captions.
 
@@ -92,7 +96,9 @@ def summarize(plan: Plan, folder: Path) -> tuple[PartSummary, ...]:
 def summarize_validation(plan: Plan, folder: Path) -> tuple[PartSummary, ...]:
     """Counts the sources of validation data of its own; () where there are none."""
     held_out = None if plan.validation is None else plan.validation.data
-    return () if held_out is None else tuple(_part(plan, part, folder) for part in parts_of(held_out))
+    return (
+        () if held_out is None else tuple(_part(plan, part, folder) for part in parts_of(held_out))
+    )
 
 
 def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
@@ -101,7 +107,11 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
     if part.kind not in DOCUMENT_KINDS:
         tokens = sequences * length
         return PartSummary(
-            kind=part.kind, path=part.path, sequences=sequences, tokens=tokens, trained_tokens=tokens - sequences
+            kind=part.kind,
+            path=part.path,
+            sequences=sequences,
+            tokens=tokens,
+            trained_tokens=tokens - sequences,
         )
     here = None if part.kind == "megatron" else prepared_folder(part, folder)
     documents = open_megatron(str(part.path)) if here is None else open_documents(here)
@@ -167,8 +177,11 @@ def _trained(documents: Documents, part: DataSection) -> int:
     return len(documents.tokens) - (len(documents.ends) if part.packing else 1)
 
 
-def _labels(documents: Documents, members: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> int:
-    """Counts the labels in the first tokens of some documents; the first one is none. lengths: of `members`, cut."""
+def _labels(
+    documents: Documents, members: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> int:
+    """Counts the labels in the first tokens of some documents; the first one is none. lengths: of
+    `members`, cut."""
     assert documents.trained is not None, "a conversation's tokens are marked"
     first = documents.ends[members] - documents.lengths[members]
     spans = zip((first + 1).tolist(), (first + lengths).tolist(), strict=True)
@@ -176,27 +189,34 @@ def _labels(documents: Documents, members: npt.NDArray[np.int64], lengths: npt.N
 
 
 def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[TextSpan]]:
-    """Reads the first sequences of the training, around their labels; of a packed one its first document."""
+    """Reads the first sequences of the training, around their labels; of a packed one its first
+    document."""
     text = _decoder(plan, folder)
     rows = np.concatenate([data.order.indices(step) for step in range(1, SAMPLES + 1)])[:SAMPLES]
     return [_row_spans(data.train.read(rows[n : n + 1]), text) for n in range(len(rows))]
 
 
 def record_samples(plan: Plan, folder: Path) -> list[list[TextSpan]]:
-    """Reads the first documents of the training's sources in turn, around their labels, whether a sequence is full or
-    not; of a source without documents its first sequences."""
+    """Reads the first documents of the training's sources in turn, around their labels, whether a
+    sequence is full or not; of a source without documents its first sequences."""
     text, length = _decoder(plan, folder), plan.training.sequence_length
 
     def of_part(part: DataSection) -> Iterator[list[TextSpan]]:
         if part.kind not in TOKENIZED_KINDS:
             rows = open_rows(plan, part, folder, 1)
-            yield from (_row_spans(rows.read(np.asarray([n])), text) for n in range(min(SAMPLES, len(rows))))
+            yield from (
+                _row_spans(rows.read(np.asarray([n])), text) for n in range(min(SAMPLES, len(rows)))
+            )
             return
         documents = open_documents(prepared_folder(part, folder))
         for first, last in itertools.pairwise([0, *documents.ends[:SAMPLES].tolist()]):
             last = min(last, first + length)
             trained = np.ones(last - first, dtype=np.bool_)
-            trained[:] = not is_of_pairs(part) if documents.trained is None else documents.trained[first:last]
+            trained[:] = (
+                not is_of_pairs(part)
+                if documents.trained is None
+                else documents.trained[first:last]
+            )
             yield _spans(documents.tokens[first:last], trained, text)
 
     turns = itertools.zip_longest(*(of_part(part) for part in parts_of(plan.data)))
@@ -215,7 +235,9 @@ def _row_spans(block: TokenBlock, text: Callable[[Ids], str]) -> list[TextSpan]:
     """Reads the first document of a row, without the padding behind it."""
     ids = block.tokens[0]
     # A caption is no label: pairs have images, and no marks.
-    trained = np.full(len(ids), not block.pictures) if block.trained is None else block.trained[0].copy()
+    trained = (
+        np.full(len(ids), not block.pictures) if block.trained is None else block.trained[0].copy()
+    )
     stop = len(ids)
     if block.starts is not None:
         begins = np.flatnonzero(block.starts[0])
@@ -227,8 +249,9 @@ def _row_spans(block: TokenBlock, text: Callable[[Ids], str]) -> list[TextSpan]:
 
 
 def _spans(ids: Ids, trained: npt.NDArray[np.bool_], text: Callable[[Ids], str]) -> list[TextSpan]:
-    """Cuts a document around its labels: each stretch is shown by its begin and its end, which for an answer is how the
-    turn ends; of what stands in front of the first answer the end alone, of what stands behind the last the begin."""
+    """Cuts a document around its labels: each stretch is shown by its begin and its end, which for
+    an answer is how the turn ends; of what stands in front of the first answer the end alone, of
+    what stands behind the last the begin."""
     trained[0] = False
     borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     stretches = list(itertools.pairwise(borders))
@@ -242,9 +265,14 @@ def _spans(ids: Ids, trained: npt.NDArray[np.bool_], text: Callable[[Ids], str])
         elif not is_label and is_last:
             shown = f"{text(ids[first : first + 2 * EDGE_TOKENS])} ..."
         else:
-            shown = f"{text(ids[first : first + EDGE_TOKENS])} ... {text(ids[last - EDGE_TOKENS : last])}"
+            shown = (
+                f"{text(ids[first : first + EDGE_TOKENS])} ... "
+                f"{text(ids[last - EDGE_TOKENS : last])}"
+            )
         found.append(TextSpan(text=shown, trained=is_label))
-    return [*found, TextSpan(text=" ...", trained=False)] if len(stretches) > MOST_STRETCHES else found
+    return (
+        [*found, TextSpan(text=" ...", trained=False)] if len(stretches) > MOST_STRETCHES else found
+    )
 
 
 def marked(pieces: Sequence[TextSpan], begin: str, end: str) -> str:

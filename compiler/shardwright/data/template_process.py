@@ -1,5 +1,6 @@
-"""`template_process SECONDS`: renders chat templates, a JSON request a line on standard input, a JSON answer a line on
-standard output. What one may take is set here, by the kernel: a loop inside of C code hears of nothing else."""
+"""`template_process SECONDS`: renders chat templates, a JSON request a line on standard input, a
+JSON answer a line on standard output. What one may take is set here, by the kernel: a loop inside
+of C code hears of nothing else."""
 
 from __future__ import annotations
 
@@ -39,14 +40,16 @@ def main(seconds: int) -> int:
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_DATA, MEMORY_BYTES)
     for line in sys.stdin.buffer:
-        # From now on; the kernel counts whole seconds and ends the process (SIGXCPU) when they are over.
+        # From now on; the kernel counts whole seconds and ends the process (SIGXCPU) when they are
+        # over.
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + seconds)
         print(json.dumps(_answer(render_jinja_template, line)), file=answers, flush=True)
     return 0
 
 
 def _limit(kind: int, most: int) -> None:
-    """Sets a limit; a lower one where the shell's own limit (ulimit) is lower: only root may raise that."""
+    """Sets a limit; a lower one where the shell's own limit (ulimit) is lower: only root may raise
+    that."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
@@ -79,10 +82,13 @@ def _rendered(
 ) -> tuple[str, list[Span], bool]:
     """Returns (the text, where the assistant speaks, whether its last turn has no end).
 
-    turns: with these places. asks: up to where the assistant is to speak, of messages in the template's own form.
+    turns: with these places. asks: up to where the assistant is to speak, of messages in the
+    template's own form.
     """
 
-    def run(given: list[Message], *, prompt: bool, marks: bool = False, tools: Any = tools) -> tuple[str, list[Span]]:
+    def run(
+        given: list[Message], *, prompt: bool, marks: bool = False, tools: Any = tools
+    ) -> tuple[str, list[Span]]:
         try:
             texts, places = jinja(
                 conversations=[given],
@@ -92,7 +98,9 @@ def _rendered(
                 return_assistant_tokens_mask=marks,
                 **special,
             )
-        except Exception as error:  # whatever a template's code raises, memory and recursion among it
+        except (
+            Exception
+        ) as error:  # whatever a template's code raises, memory and recursion among it
             raise TemplateError(_in_words(error)) from None
         if len(texts[0]) > MOST_CHARACTERS:
             raise TemplateError(f"it writes {len(texts[0]):,} characters")
@@ -105,7 +113,9 @@ def _rendered(
         if len(_KNOWN) == _MOST_KNOWN:
             _KNOWN.clear()
         form = message_form(lambda given, *, prompt: run(given, prompt=prompt, tools=None)[0])
-        shape = template_shape(lambda given, *, prompt: run([form.of(m) for m in given], prompt=prompt, tools=None)[0])
+        shape = template_shape(
+            lambda given, *, prompt: run([form.of(m) for m in given], prompt=prompt, tools=None)[0]
+        )
         _KNOWN[key] = form, shape
     form, shape = _KNOWN[key]
     messages = form.of_conversation(messages)
@@ -123,7 +133,11 @@ def _in_words(error: Exception) -> str:
     said = " ".join(str(error).split())[:200]
     if not (isinstance(error, InTemplate) and said):
         said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == "<template>"
+    ]
     line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
     return f"line {line}: {said}" if line else said
 

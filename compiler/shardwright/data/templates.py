@@ -1,5 +1,6 @@
-"""Renders chat templates. They come with a stranger's tokenizer: transformers' sandbox renders them, in a process of
-its own that cannot compute for long, nor take much memory (template_process.py)."""
+"""Renders chat templates. They come with a stranger's tokenizer: transformers' sandbox renders
+them, in a process of its own that cannot compute for long, nor take much memory
+(template_process.py)."""
 
 from __future__ import annotations
 
@@ -28,14 +29,27 @@ class Renderer:
         atexit.register(self.close)
 
     def render(
-        self, template: str, messages: list[Message], tools: JsonValue, special: dict[str, str], *, turns: bool
+        self,
+        template: str,
+        messages: list[Message],
+        tools: JsonValue,
+        special: dict[str, str],
+        *,
+        turns: bool,
     ) -> tuple[str, list[Span], bool]:
-        """Returns the text, and with `turns` where in it the assistant speaks, and whether its last turn has no end.
+        """Returns the text, and with `turns` where in it the assistant speaks, and whether its last
+        turn has no end.
 
         special: tokens that a template may name. Raises TemplateError, HiddenTurn, Overrun.
         """
         answer = self._ask(
-            {"template": template, "messages": messages, "tools": tools, "special": special, "turns": turns}
+            {
+                "template": template,
+                "messages": messages,
+                "tools": tools,
+                "special": special,
+                "turns": turns,
+            }
         )
         if "error" in answer:
             raise TemplateError(answer["error"])
@@ -47,7 +61,13 @@ class Renderer:
     def prompt(self, template: str, messages: list[Message], special: dict[str, str]) -> str:
         """Returns the text up to where the assistant is to speak. Raises TemplateError, Overrun."""
         answer = self._ask(
-            {"template": template, "messages": messages, "tools": None, "special": special, "asks": True}
+            {
+                "template": template,
+                "messages": messages,
+                "tools": None,
+                "special": special,
+                "asks": True,
+            }
         )
         if "error" in answer:
             raise TemplateError(answer["error"])
@@ -62,7 +82,13 @@ class Renderer:
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "shardwright.data.template_process", str(self.seconds)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "shardwright.data.template_process",
+                    str(self.seconds),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -73,8 +99,11 @@ class Renderer:
         assert process.stdin is not None and process.stdout is not None
         answer = ""
         try:
-            # Parquet has dates and bytes: a template sees what transformers makes of them, the name of their type.
-            process.stdin.write(json.dumps(request, default=lambda value: f"<{type(value).__name__}>") + "\n")
+            # Parquet has dates and bytes: a template sees what transformers makes of them, the name
+            # of their type.
+            process.stdin.write(
+                json.dumps(request, default=lambda value: f"<{type(value).__name__}>") + "\n"
+            )
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
@@ -89,4 +118,7 @@ class Renderer:
     def _cause(self, code: int) -> str:
         if code == -signal.SIGXCPU:
             return f"it computes for more than {self.seconds} s"
-        return f"it ended its process ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+        return (
+            "it ended its process "
+            f"({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+        )

@@ -1,4 +1,5 @@
-"""Says which packages a tokenizer's files need to be read, without numpy or transformers, for `check`."""
+"""Says which packages a tokenizer's files need to be read, without numpy or transformers, for
+`check`."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ INSTALL = "pip install 'shardwright[data]'"
 
 
 def missing_packages(folder: Path) -> tuple[str, ...]:
-    """Returns what the tokenizer in `folder` needs and is not installed: a tokenizer.model has to be converted."""
+    """Returns what the tokenizer in `folder` needs and is not installed: a tokenizer.model has to
+    be converted."""
     if (folder / "tokenizer.json").is_file():
         return ()
     needed: set[str] = set()
     for path in folder.glob("*.model"):
         try:
             with path.open("rb") as file:
-                # SentencePiece's is a protocol buffer whose first field is a message; tiktoken's is text.
+                # SentencePiece's is a protocol buffer whose first field is a message; tiktoken's is
+                # text.
                 needed |= {"sentencepiece", "protobuf"} if file.read(1) == b"\n" else {"tiktoken"}
         except OSError:
             continue
@@ -28,7 +31,10 @@ def missing_packages(folder: Path) -> tuple[str, ...]:
 
 def _is_installed(package: str) -> bool:
     try:
-        return importlib.util.find_spec({"protobuf": "google.protobuf"}.get(package, package)) is not None
+        return (
+            importlib.util.find_spec({"protobuf": "google.protobuf"}.get(package, package))
+            is not None
+        )
     except (ImportError, ValueError):
         return False
 
@@ -39,8 +45,8 @@ def missing_packages_warning(folder: Path, key: KeyPath) -> Iterator[Diagnostic]
         yield found(
             "SW1454",
             key,
-            f"the tokenizer in {str(folder)!r} has no tokenizer.json: `prepare` and `run` need the package "
-            f"{' and '.join(missing)} to read it, which this machine does not have",
+            f"the tokenizer in {str(folder)!r} has no tokenizer.json: `prepare` and `run` need the "
+            f"package {' and '.join(missing)} to read it, which this machine does not have",
             f"{INSTALL} where they run.",
             severity="warning",
         )

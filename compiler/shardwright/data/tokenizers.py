@@ -1,4 +1,5 @@
-"""Holds the two kinds of tokenizer. transformers is imported only where one of its own is asked for."""
+"""Holds the two kinds of tokenizer. transformers is imported only where one of its own is asked
+for."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Ids = npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """Holds a text's tokens. ids: (n,); first, last: (n,) the characters of the text that each token stands for,
-    [first, last)."""
+    """Holds a text's tokens. ids: (n,); first, last: (n,) the characters of the text that each
+    token stands for, [first, last)."""
 
     ids: Ids
     first: npt.NDArray[np.int64]
@@ -32,8 +33,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def without_surrogates(text: str) -> str:
-    """Writes U+FFFD for each half of a surrogate pair: JSON may hold one alone (of a cut emoji), UTF-8 cannot. The text
-    keeps its length."""
+    """Writes U+FFFD for each half of a surrogate pair: JSON may hold one alone (of a cut emoji),
+    UTF-8 cannot. The text keeps its length."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
@@ -47,7 +48,10 @@ class ByteTokenizer:
         self.pad: int | None = None
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        return [np.frombuffer(without_surrogates(text).encode("utf-8"), dtype=np.uint8) for text in texts]
+        return [
+            np.frombuffer(without_surrogates(text).encode("utf-8"), dtype=np.uint8)
+            for text in texts
+        ]
 
     def encode_with_places(self, text: str) -> Encoded:
         text = without_surrogates(text)
@@ -72,7 +76,9 @@ class HubTokenizer:
         from transformers import AutoTokenizer
 
         self.folder = folder
-        self._hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        self._hf = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         self.size = len(self._hf)
         self.end = [] if self._hf.eos_token_id is None else [int(self._hf.eos_token_id)]
         self.bos = None if self._hf.bos_token_id is None else int(self._hf.bos_token_id)
@@ -80,14 +86,19 @@ class HubTokenizer:
         self.dtype = "uint16" if self.size <= 2**16 else "int32"
         template = self._hf.chat_template
         # Several by name: for tools, for retrieval.
-        self.template = cast("str | None", template.get("default") if isinstance(template, dict) else template)
+        self.template = cast(
+            "str | None", template.get("default") if isinstance(template, dict) else template
+        )
 
     @functools.cached_property
     def begin(self) -> list[int]:
-        """Returns what the post-processor puts in front of a text: <bos>, GLM's [gMASK]<sop>, or nothing."""
+        """Returns what the post-processor puts in front of a text: <bos>, GLM's [gMASK]<sop>, or
+        nothing."""
         bare = self._encoding("a")["input_ids"]
         ids = [int(i) for i in self._encoding("a", add_special_tokens=True)["input_ids"]]
-        places = (n for n in range(len(ids) - len(bare) + 1) if ids[n : n + len(bare)] == list(bare))
+        places = (
+            n for n in range(len(ids) - len(bare) + 1) if ids[n : n + len(bare)] == list(bare)
+        )
         return ids[: next(places, 0)]
 
     def encode(self, texts: list[str]) -> list[Ids]:
@@ -99,22 +110,38 @@ class HubTokenizer:
             raise refusal(
                 "SW6113",
                 f"{type(self._hf).__name__} does not say which characters a token stands for",
-                "Save a fast tokenizer (tokenizer.json) and compile with it, or write train_on: all.",
+                (
+                    "Save a fast tokenizer (tokenizer.json) and compile with it, or write "
+                    "train_on: all."
+                ),
             )
         found = self._encoding(text, return_offsets_mapping=True)
         places = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        return Encoded(ids=np.asarray(found["input_ids"], dtype=np.int32), first=places[:, 0], last=places[:, 1])
+        return Encoded(
+            ids=np.asarray(found["input_ids"], dtype=np.int32),
+            first=places[:, 0],
+            last=places[:, 1],
+        )
 
     def _encoding(self, text: str | list[str], **more: bool) -> Any:
-        """Some mistakes of a tokenizer's files show at the first text that meets them. Raises Refusal (SW6121)."""
-        text = without_surrogates(text) if isinstance(text, str) else [without_surrogates(one) for one in text]
+        """Some mistakes of a tokenizer's files show at the first text that meets them. Raises
+        Refusal (SW6121)."""
+        text = (
+            without_surrogates(text)
+            if isinstance(text, str)
+            else [without_surrogates(one) for one in text]
+        )
         try:
             return self._hf(text, verbose=False, **({"add_special_tokens": False} | more))
         except Exception as error:  # whatever a broken file makes the tokenizer's code raise
             raise _unusable(self.folder, error) from None
 
     def decode(self, ids: Ids) -> str:
-        return str(self._hf.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self._hf.decode(
+                ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     def special(self) -> dict[str, str]:
         """Returns what a chat template may name: bos_token and the like."""
@@ -128,16 +155,22 @@ class HubTokenizer:
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:
     """Returns the special tokens by name. tokenizer: transformers' own."""
-    return {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return {
+        name: str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if isinstance(token, str)
+    }
 
 
 Tokenizer = ByteTokenizer | HubTokenizer
-"""begin, end: the ids in front of and behind each document; bos, pad: the ids of its bos_token and pad_token, None for
-none; dtype: the smallest that holds every id; template: Jinja2, None for none."""
+"""begin, end: the ids in front of and behind each document; bos, pad: the ids of its bos_token and
+pad_token, None for none; dtype: the smallest that holds every id; template: Jinja2, None for
+none."""
 
 
 def begin_of_document(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[int]:
-    """Returns the ids in front of each document. add_bos_token: of the recipe. Raises Refusal (SW6152)."""
+    """Returns the ids in front of each document. add_bos_token: of the recipe. Raises Refusal
+    (SW6152)."""
     if add_bos_token == "auto" or (add_bos_token and tokenizer.begin):
         return tokenizer.begin
     if not add_bos_token:
@@ -153,7 +186,8 @@ def begin_of_document(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[i
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name: str, folder: Path) -> Tokenizer:
-    """Loads a tokenizer. name: "byte", or a folder relative to the compiled folder. Raises Refusal (SW6121)."""
+    """Loads a tokenizer. name: "byte", or a folder relative to the compiled folder. Raises Refusal
+    (SW6121)."""
     if name == "byte":
         return ByteTokenizer()
     try:
@@ -166,12 +200,19 @@ def _unusable(folder: Path, error: Exception) -> Refusal:
     if missing := missing_packages(folder):
         return refusal(
             "SW6121",
-            f"the tokenizer in {str(folder)!r} has no tokenizer.json, and needs the package {' and '.join(missing)}, "
-            "which is not installed",
-            f"{INSTALL}, or save it once with a tokenizer.json (`save_pretrained` of transformers' AutoTokenizer).",
+            f"the tokenizer in {str(folder)!r} has no tokenizer.json, and needs the package "
+            f"{' and '.join(missing)}, which is not installed",
+            (
+                f"{INSTALL}, or save it once with a tokenizer.json (`save_pretrained` of "
+                "transformers' AutoTokenizer)."
+            ),
         )
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    why = "it is Python code of its own, which is not run" if "trust_remote_code" in str(error) else lines[0][:300]
+    why = (
+        "it is Python code of its own, which is not run"
+        if "trust_remote_code" in str(error)
+        else lines[0][:300]
+    )
     return refusal(
         "SW6121",
         f"the tokenizer in {str(folder)!r} cannot be used: {why}",

@@ -1,9 +1,10 @@
 """Finds the characters of a rendered conversation that the model has to learn to write.
 
-A template with {% generation %} marks says so itself. Without them a turn is found by what the template does: it begins
-where the prompt for an answer (add_generation_prompt) ends, and it ends with what stands between the answer and the
-next prompt. Both are found by rendering the conversation with a stand-in for the text of one message, so that a
-template may write an earlier turn in another way than the last one, and results of tools inside of a turn.
+A template with {% generation %} marks says so itself. Without them a turn is found by what the
+template does: it begins where the prompt for an answer (add_generation_prompt) ends, and it ends
+with what stands between the answer and the next prompt. Both are found by rendering the
+conversation with a stand-in for the text of one message, so that a template may write an earlier
+turn in another way than the last one, and results of tools inside of a turn.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ Message = dict[str, JsonValue]
 Span = tuple[int, int]
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 STAND_IN = "0Zq7xW4vK"
-"""Takes the place of a message's text, of a call's name, arguments or id (Mistral's have nine characters)."""
+"""Takes the place of a message's text, of a call's name, arguments or id (Mistral's have nine
+characters)."""
 _ANSWER = "1Yp5uT3sR"
 _UNIT = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
-"""Texts are compared by tokens like <|im_end|> and by words: <|end|> and <|endoftext|> have nothing in common."""
+"""Texts are compared by tokens like <|im_end|> and by words: <|end|> and <|endoftext|> have nothing
+in common."""
 _ROLE_TOKEN = re.compile(r"\s*<[^<>\s]+>")
 
 
@@ -34,7 +37,8 @@ class TemplateError(Exception):
 
 
 class HiddenTurn(Exception):
-    """Says that an answer cannot be found in the text. args: its number among the messages, from 0."""
+    """Says that an answer cannot be found in the text. args: its number among the messages, from
+    0."""
 
 
 class Renders(Protocol):
@@ -45,9 +49,10 @@ class Renders(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateShape:
-    """Says how a template writes turns. prompts: whether add_generation_prompt writes something. header: what stands in
-    front of an answer: that, or what the template writes there by itself. end: what closes a turn, without the white
-    space behind it; "" where the next role's token does, None where nobody can tell."""
+    """Says how a template writes turns. prompts: whether add_generation_prompt writes something.
+    header: what stands in front of an answer: that, or what the template writes there by itself.
+    end: what closes a turn, without the white space behind it; "" where the next role's token does,
+    None where nobody can tell."""
 
     prompts: bool
     header: str
@@ -75,14 +80,20 @@ def template_shape(render: Renders) -> TemplateShape:
     return TemplateShape(prompts=False, header=own if own.strip() else "", end=tail.rstrip())
 
 
-def find_turns(render: Renders, messages: list[Message], shape: TemplateShape) -> tuple[str, list[Span]]:
-    """Returns the text, and where in it the assistant speaks: a turn's end belongs to it, white space behind does not.
+def find_turns(
+    render: Renders, messages: list[Message], shape: TemplateShape
+) -> tuple[str, list[Span]]:
+    """Returns the text, and where in it the assistant speaks: a turn's end belongs to it, white
+    space behind does not.
 
     Raises TemplateError, HiddenTurn.
     """
     turns = _Turns(render, messages, shape)
     return turns.text, [
-        span for n, message in enumerate(messages) if message["role"] == "assistant" for span in turns.of(n)
+        span
+        for n, message in enumerate(messages)
+        if message["role"] == "assistant"
+        for span in turns.of(n)
     ]
 
 
@@ -95,7 +106,8 @@ class _Turns:
         self._others: dict[tuple[int, int], str] = {}
 
     def _with_stand_in(self, number: int) -> Iterator[tuple[Message, str]]:
-        """Yields (the message with the stand-in, the conversation's text with it), for each place where it shows."""
+        """Yields (the message with the stand-in, the conversation's text with it), for each place
+        where it shows."""
         for place, other in enumerate(_with_stand_in(self.messages[number], self.mark)):
             if self._contents is not None:
                 first, last = self._contents[number]
@@ -103,7 +115,9 @@ class _Turns:
                 continue
             key = number, place
             if key not in self._others:  # the next turn asks again, and none after it
-                self._others = {known: text for known, text in self._others.items() if known[0] >= number - 1}
+                self._others = {
+                    known: text for known, text in self._others.items() if known[0] >= number - 1
+                }
                 replaced = [*self.messages[:number], other, *self.messages[number + 1 :]]
                 self._others[key] = self._try(replaced, prompt=False)
             if self.mark in self._others[key]:
@@ -111,17 +125,24 @@ class _Turns:
 
     @functools.cached_property
     def _contents(self) -> list[Span] | None:
-        """Finds where each message's content stands, by one rendering with a stand-in of its own for each of them.
+        """Finds where each message's content stands, by one rendering with a stand-in of its own
+        for each of them.
 
-        None unless the text is that rendering with the contents, or the contents without white space around them, in
-        the stand-ins' places. Messages have contents alone then, all of them text, and no calls.
+        None unless the text is that rendering with the contents, or the contents without white
+        space around them, in the stand-ins' places. Messages have contents alone then, all of them
+        text, and no calls.
         """
         contents = [message.get("content") for message in self.messages]
         texts = [content for content in contents if isinstance(content, str) and content.strip()]
-        if len(texts) < len(self.messages) or any("tool_calls" in message for message in self.messages):
+        if len(texts) < len(self.messages) or any(
+            "tool_calls" in message for message in self.messages
+        ):
             return None
         marks = [f"{self.mark}x{number}x" for number in range(len(texts))]
-        marked = self._try([{**m, "content": mark} for m, mark in zip(self.messages, marks, strict=True)], prompt=False)
+        marked = self._try(
+            [{**m, "content": mark} for m, mark in zip(self.messages, marks, strict=True)],
+            prompt=False,
+        )
         found: list[Span] = []
         at = 0  # of the text
         for mark, content in zip(marks, texts, strict=True):
@@ -151,7 +172,8 @@ class _Turns:
         return self._without_results(number, first, last) if last > first else []
 
     def _without_results(self, number: int, first: int, last: int) -> list[Span]:
-        """Returns the turn without what follows it in the conversation and stands inside of it: results of calls."""
+        """Returns the turn without what follows it in the conversation and stands inside of it:
+        results of calls."""
         messages, behind = self.messages, number + 1
         while behind < len(messages) and messages[behind]["role"] not in ("assistant", "user"):
             behind += 1
@@ -164,10 +186,15 @@ class _Turns:
         others = self._try([*messages[: number + 1], *messages[behind:]], prompt=False)
         begins = _common(self.text, others)
         same = _equal_characters(self.text[begins:][::-1], others[begins:][::-1])
-        return [span for span in ((first, min(begins, last)), (len(self.text) - same, last)) if span[1] > span[0]]
+        return [
+            span
+            for span in ((first, min(begins, last)), (len(self.text) - same, last))
+            if span[1] > span[0]
+        ]
 
     def _extends(self, number: int) -> Span | None:
-        """Returns the turn where the text begins with the prompt for it, and goes on with it and its end; or None."""
+        """Returns the turn where the text begins with the prompt for it, and goes on with it and
+        its end; or None."""
         shape = self.shape
         if not (number and shape.end):
             return None
@@ -179,28 +206,46 @@ class _Turns:
             return None
         if not shape.prompts:
             before += shape.header
-        if not (self.text.startswith(after) and after.startswith(before) and before.endswith(shape.header)):
+        if not (
+            self.text.startswith(after)
+            and after.startswith(before)
+            and before.endswith(shape.header)
+        ):
             return None
         after = after.rstrip()
-        return (len(before), len(after)) if after.endswith(shape.end) and len(after) > len(before) else None
+        return (
+            (len(before), len(after))
+            if after.endswith(shape.end) and len(after) > len(before)
+            else None
+        )
 
     def _begin(self, number: int, begins: int) -> int:
-        """Returns where the prompt for this turn ends. begins: where the turn's own text does, at the latest."""
+        """Returns where the prompt for this turn ends. begins: where the turn's own text does, at
+        the latest."""
         header = self.shape.header
         start = 0
         for other, text in self._with_stand_in(number - 1) if number else ():
-            after, tail = _behind(text, self.mark), self._behind([*self.messages[: number - 1], other], prompt=True)
+            after, tail = (
+                _behind(text, self.mark),
+                self._behind([*self.messages[: number - 1], other], prompt=True),
+            )
             if after is None or tail is None or not self.text.endswith(after):
                 continue
             tail += "" if self.shape.prompts else header
             start = len(self.text) - len(after)
             if after.startswith(tail):
                 first = start + len(tail)
-                # DeepSeek V3's: no header in the prompt behind a result, and one in front of the call that follows it.
-                late = self.text.find(header, first, begins) if header.strip() and not tail.endswith(header) else -1
+                # DeepSeek V3's: no header in the prompt behind a result, and one in front of the
+                # call that follows it.
+                late = (
+                    self.text.find(header, first, begins)
+                    if header.strip() and not tail.endswith(header)
+                    else -1
+                )
                 return first if late < 0 else late + len(header)
             break
-        # The prompt is written in another way than here, or there is none for a conversation's first message.
+        # The prompt is written in another way than here, or there is none for a conversation's
+        # first message.
         gap = self.text[start:begins]
         for size in reversed([unit.end() for unit in _UNIT.finditer(header)]):
             if header[:size].strip() and header[:size] in gap:
@@ -211,7 +256,9 @@ class _Turns:
         """Returns the first character that is another one where the message is."""
         for _, text in self._with_stand_in(number):
             place = text.find(self.mark)
-            return place if self.text.startswith(text[:place]) else _equal_characters(self.text, text)
+            return (
+                place if self.text.startswith(text[:place]) else _equal_characters(self.text, text)
+            )
         return None
 
     def _end(self, number: int) -> int | None:
@@ -225,24 +272,42 @@ class _Turns:
                 size = len(after.rstrip())
             else:
                 size = len(after[: _common(after, closing)].rstrip())
-                if not size and self.shape.end:  # something of its own stands between the text and the turn's end
+                if (
+                    not size and self.shape.end
+                ):  # something of its own stands between the text and the turn's end
                     follows = self._first_own(number + 1)
-                    gap = after[: follows - len(self.text) + len(after)] if follows is not None else ""
-                    size = gap.find(self.shape.end) + len(self.shape.end) if self.shape.end in gap else 0
+                    gap = (
+                        after[: follows - len(self.text) + len(after)]
+                        if follows is not None
+                        else ""
+                    )
+                    size = (
+                        gap.find(self.shape.end) + len(self.shape.end)
+                        if self.shape.end in gap
+                        else 0
+                    )
             if self.text.endswith(after[size:]):
                 last = len(self.text) - len(after) + size
-                return last if self.shape.end != "" or ends else self._with_role_token(number + 1, last)
+                return (
+                    last
+                    if self.shape.end != "" or ends
+                    else self._with_role_token(number + 1, last)
+                )
         return None
 
     def _closing(self, messages: list[Message]) -> str | None:
-        """Returns what stands between the last message's text and the prompt for the next answer."""
+        """Returns what stands between the last message's text and the prompt for the next
+        answer."""
         tail, header = self._behind(messages, prompt=True), self.shape.header
         if tail is None or not self.shape.prompts:
             return tail
-        return tail[: -len(header)] if tail.endswith(header) else self._behind(messages, prompt=False)
+        return (
+            tail[: -len(header)] if tail.endswith(header) else self._behind(messages, prompt=False)
+        )
 
     def _with_role_token(self, number: int, last: int) -> int:
-        """Returns the turn's end with the token of the next role, which ends a turn that has no end of its own."""
+        """Returns the turn's end with the token of the next role, which ends a turn that has no end
+        of its own."""
         begins = None if self.messages[number]["role"] == "assistant" else self._first_own(number)
         found = _ROLE_TOKEN.match(self.text, last, begins) if begins is not None else None
         return last if found is None else found.end()
@@ -259,14 +324,18 @@ class _Turns:
 
 
 def _with_stand_in(message: Message, mark: str) -> Iterator[Message]:
-    """Yields the message with another text; with other arguments, and with other names, of all its calls."""
+    """Yields the message with another text; with other arguments, and with other names, of all its
+    calls."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str):
         yield {**message, "content": mark}
     elif isinstance(content, list):
         for place, part in enumerate(content):
             if isinstance(part, dict) and isinstance(part.get("text"), str):
-                yield {**message, "content": [*content[:place], {**part, "text": mark}, *content[place + 1 :]]}
+                yield {
+                    **message,
+                    "content": [*content[:place], {**part, "text": mark}, *content[place + 1 :]],
+                }
                 break
     if (
         isinstance(calls, list)
@@ -277,7 +346,12 @@ def _with_stand_in(message: Message, mark: str) -> Iterator[Message]:
         arguments: JsonValue = {mark: mark}
         if isinstance(known[-1]["function"].get("arguments"), str):
             arguments = json.dumps(arguments)
-        yield {**message, "tool_calls": [{**c, "function": {**c["function"], "arguments": arguments}} for c in known]}
+        yield {
+            **message,
+            "tool_calls": [
+                {**c, "function": {**c["function"], "arguments": arguments}} for c in known
+            ],
+        }
         named = [{**c, "id": mark, "function": {**c["function"], "name": mark}} for c in known]
         yield {**message, "tool_calls": cast(JsonValue, named)}
 
@@ -298,4 +372,7 @@ def _common(one: str, other: str) -> int:
 
 
 def _equal_characters(one: str, other: str) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )

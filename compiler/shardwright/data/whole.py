@@ -22,7 +22,9 @@ def store_table(folder: Path, documents: Documents, length: int, *, packed: bool
     if all(path.exists() for path in paths):
         return
     sees = open_pictures(folder) is not None
-    for path, array in zip(paths, _table(documents, length, packed=packed, whole=sees), strict=True):
+    for path, array in zip(
+        paths, _table(documents, length, packed=packed, whole=sees), strict=True
+    ):
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
         np.save(temporary, array)
         os.replace(temporary, path)
@@ -36,15 +38,20 @@ def whole_rows(folder: Path, documents: Documents, length: int, *, packed: bool)
     return DocumentRows(documents, length, packed, members, bounds, open_pictures(folder))
 
 
-def _table(documents: Documents, length: int, *, packed: bool, whole: bool = False) -> tuple[Indices, Indices]:
-    """Documents without a label among their first S tokens teach nothing, and are left out. whole: so are those that
-    are longer than S, for a cut might go through a picture."""
+def _table(
+    documents: Documents, length: int, *, packed: bool, whole: bool = False
+) -> tuple[Indices, Indices]:
+    """Documents without a label among their first S tokens teach nothing, and are left out. whole:
+    so are those that are longer than S, for a cut might go through a picture."""
     ends, lengths = documents.ends, documents.lengths
     kept = np.flatnonzero((lengths > 1) & ((lengths <= length) | (not whole)))
     if documents.trained is not None:
         trained = documents.trained
         first = np.concatenate([[0], ends[:-1]])
-        kept = np.asarray([d for d in kept if trained[first[d] + 1 : min(ends[d], first[d] + length)].any()], np.int64)
+        kept = np.asarray(
+            [d for d in kept if trained[first[d] + 1 : min(ends[d], first[d] + length)].any()],
+            np.int64,
+        )
     if packed:
         return pack(np.minimum(lengths[kept], length), kept, length)
     return kept, np.arange(len(kept) + 1, dtype=np.int64)
@@ -53,9 +60,9 @@ def _table(documents: Documents, length: int, *, packed: bool, whole: bool = Fal
 def pack(lengths: Indices, documents: Indices, room: int) -> tuple[Indices, Indices]:
     """Returns (members, bounds) of rows.DocumentRows. lengths: of `documents`, each 1 to room.
 
-    Best fit decreasing, as in arXiv 2404.10830 (Fewer Truncations Improve Language Modeling): the longest first, each
-    into the fullest row that still has room for it. Rows stand in the order of their first document, and documents in
-    their own order within a row.
+    Best fit decreasing, as in arXiv 2404.10830 (Fewer Truncations Improve Language Modeling): the
+    longest first, each into the fullest row that still has room for it. Rows stand in the order of
+    their first document, and documents in their own order within a row.
     """
     rows: list[list[int]] = []
     by_space: list[list[int]] = [[] for _ in range(room + 1)]  # free tokens -> rows

@@ -70,17 +70,33 @@ def found(
     valid: Iterable[int | str] = (),
     severity: Severity = "error",
 ) -> Diagnostic:
-    """where: a recipe key, dotted or as a path, or a place in a text; None where it is about neither."""
+    """where: a recipe key, dotted or as a path, or a place in a text; None where it is about
+    neither."""
     place = where if isinstance(where, Location) else None
-    key = None if isinstance(where, Location) else tuple(where.split(".")) if isinstance(where, str) else where
+    key = (
+        None
+        if isinstance(where, Location)
+        else tuple(where.split("."))
+        if isinstance(where, str)
+        else where
+    )
     named = tuple(map(str, valid))
-    return Diagnostic(code=code, message=message, severity=severity, help=help, key=key, location=place, valid=named)
+    return Diagnostic(
+        code=code,
+        message=message,
+        severity=severity,
+        help=help,
+        key=key,
+        location=place,
+        valid=named,
+    )
 
 
 class Refusal(Exception):
     """Bad input: carries every independent error found, never just the first.
 
-    source: where the recipe's keys stand, so that the renderer can show lines; set by whoever knows the recipe.
+    source: where the recipe's keys stand, so that the renderer can show lines; set by whoever knows
+    the recipe.
     """
 
     def __init__(self, *diagnostics: Diagnostic, source: Source | None = None) -> None:
@@ -89,6 +105,8 @@ class Refusal(Exception):
         self.source = source
 
 
-def refusal(code: str, message: str, help: str, key: KeyPath | None = None, valid: Iterable[str] = ()) -> Refusal:
+def refusal(
+    code: str, message: str, help: str, key: KeyPath | None = None, valid: Iterable[str] = ()
+) -> Refusal:
     """Of one finding."""
     return Refusal(found(code, key, message, help, valid))

@@ -13,9 +13,10 @@ from shardwright.diagnostics.codes import CODES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeExplanation:
-    """title: the registry's line. example, instead: a file with the fault and without; "" where there is none.
-    audience: "" or what `--for` has to say for the example; world_size: 0 or what `--world-size` has to.
-    source: where in the engine it stands, and the threads of users who met it."""
+    """title: the registry's line. example, instead: a file with the fault and without; "" where
+    there is none. audience: "" or what `--for` has to say for the example; world_size: 0 or what
+    `--world-size` has to. source: where in the engine it stands, and the threads of users who met
+    it."""
 
     code: str
     title: str
@@ -50,7 +51,11 @@ def explanation(code: str) -> CodeExplanation | None:
     """None where there is no such code."""
     if code not in CODES:
         return None
-    return texts().get(code) or argument_texts().get(code) or CodeExplanation(code=code, title=CODES[code])
+    return (
+        texts().get(code)
+        or argument_texts().get(code)
+        or CodeExplanation(code=code, title=CODES[code])
+    )
 
 
 def _explanation(code: str, entry: Mapping[str, str | int]) -> CodeExplanation:

@@ -1,6 +1,8 @@
-"""Diagnostics as text for people (the recipe's line with a caret under the value) and as plain JSON for programs.
+"""Diagnostics as text for people (the recipe's line with a caret under the value) and as plain JSON
+for programs.
 
-Nothing of a recipe reaches the terminal raw: control characters, escapes and direction marks become visible signs.
+Nothing of a recipe reaches the terminal raw: control characters, escapes and direction marks become
+visible signs.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def render(diagnostics: Iterable[Diagnostic], source: Source | None, *, color: b
 
 
 def locate(diagnostic: Diagnostic, source: Source | None) -> Location | None:
-    """The place to show: the diagnostic's own, or its key's, or that of the nearest section that the recipe has."""
+    """The place to show: the diagnostic's own, or its key's, or that of the nearest section that
+    the recipe has."""
     if diagnostic.location is not None or source is None:
         return diagnostic.location
     key = diagnostic.key
@@ -60,7 +63,8 @@ def locate(diagnostic: Diagnostic, source: Source | None) -> Location | None:
 
 
 def to_json(diagnostic: Diagnostic, source: Source | None = None) -> dict[str, str | int | None]:
-    """file, line and column are None where the diagnostic has no place; line and column 0 mean the file as a whole."""
+    """file, line and column are None where the diagnostic has no place; line and column 0 mean the
+    file as a whole."""
     place = locate(diagnostic, source)
     return {
         "code": diagnostic.code,
@@ -104,9 +108,8 @@ def _width(character: str) -> int:
 
 def _block(diagnostic: Diagnostic, source: Source | None, paint: Paint) -> str:
     tone = _TONES[diagnostic.severity]
-    head = (
-        f"{paint(tone, f'{diagnostic.severity}[{diagnostic.code}]')}{paint(_BOLD, ': ' + visible(diagnostic.message))}"
-    )
+    severity = paint(tone, f"{diagnostic.severity}[{diagnostic.code}]")
+    head = severity + paint(_BOLD, ": " + visible(diagnostic.message))
     lines = [head, *_excerpt(locate(diagnostic, source), source, tone, paint)]
     help = diagnostic.help
     for index, line in enumerate(help.splitlines()):
@@ -147,8 +150,14 @@ def _lines(text: str) -> tuple[str, ...]:
 def _cut(line: str, place: Location) -> tuple[str, int, int]:
     """(text to show, columns before the caret, carets), at most WIDEST columns wide."""
     start = max(0, place.column - 1)
-    end, far = start + place.length, 4 * WIDEST  # no more than this can be shown, however long the line is
-    before, marked = _expand(line[max(0, start - far) : start]), _expand(line[start : min(end, start + far)])
+    end, far = (
+        start + place.length,
+        4 * WIDEST,
+    )  # no more than this can be shown, however long the line is
+    before, marked = (
+        _expand(line[max(0, start - far) : start]),
+        _expand(line[start : min(end, start + far)]),
+    )
     after = _expand(line[end : end + far])
     if width(before + marked + after) > WIDEST:
         before = _shorten(before, WIDEST // 3, keep_end=True)

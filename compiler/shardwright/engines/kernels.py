@@ -1,5 +1,5 @@
-"""Whose kernels run, by `assume.kernels`: what the cost model counts of each. `auto` is the model's own modules; the
-others are of published runs."""
+"""Whose kernels run, by `assume.kernels`: what the cost model counts of each. `auto` is the model's
+own modules; the others are of published runs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Elements that the kernels which are no products read and write in a forward pass, counted in their code.
+    """Elements that the kernels which are no products read and write in a forward pass, counted in
+    their code.
 
-    Per element of the hidden size: norm (LayerNorm: read, write), composed_norm (RMSNorm in Python: cast, square, mean,
-    scale, cast, weight, some of it in float32), residual (two read, one written), dropout (with its mask of a byte).
-    rotary: per element of queries and keys. feed_forward: per kept element of it (plain: the activation's input and
-    output; gated: gate, up, activated gate, product).
+    Per element of the hidden size: norm (LayerNorm: read, write), composed_norm (RMSNorm in Python:
+    cast, square, mean, scale, cast, weight, some of it in float32), residual (two read, one
+    written), dropout (with its mask of a byte). rotary: per element of queries and keys.
+    feed_forward: per kept element of it (plain: the activation's input and output; gated: gate, up,
+    activated gate, product).
 
-    constants: how the names of their own constants end (cost/constants.json).
-    engine: the one that these are the kernels of; without ZeRO on one data rank it is what ran.
-    vocabulary_multiple: the head's width on a rank is padded to it.
-    even_stages: stages hold as many decoder layers each, whatever the ends hold, where that divides.
+    constants: how the names of their own constants end (cost/constants.json). engine: the one that
+    these are the kernels of; without ZeRO on one data rank it is what ran. vocabulary_multiple: the
+    head's width on a rank is padded to it. even_stages: stages hold as many decoder layers each,
+    whatever the ends hold, where that divides.
     """
 
     norm: float
@@ -34,11 +36,22 @@ class Kernels:
 
 
 KERNELS: dict[str, Kernels] = {
-    "auto": Kernels(norm=2, composed_norm=14, residual=3, dropout=2.5, rotary=9, feed_forward=1.25, constants="hf"),
+    "auto": Kernels(
+        norm=2,
+        composed_norm=14,
+        residual=3,
+        dropout=2.5,
+        rotary=9,
+        feed_forward=1.25,
+        constants="hf",
+    ),
     # As published runs do it: no dropout (see cost.activations).
-    "hf": Kernels(norm=2, composed_norm=14, residual=3, dropout=0, rotary=9, feed_forward=1.25, constants="hf"),
-    # Bias, dropout and residual in one kernel, bias and activation in another (arXiv 2104.04473, section 4.2). It pads
-    # the vocabulary to a multiple of 128 x t, and gives each stage as many decoder layers.
+    "hf": Kernels(
+        norm=2, composed_norm=14, residual=3, dropout=0, rotary=9, feed_forward=1.25, constants="hf"
+    ),
+    # Bias, dropout and residual in one kernel, bias and activation in another (arXiv 2104.04473,
+    # section 4.2). It pads the vocabulary to a multiple of 128 x t, and gives each stage as many
+    # decoder layers.
     "megatron": Kernels(
         norm=2,
         composed_norm=2,

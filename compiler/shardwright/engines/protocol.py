@@ -1,7 +1,7 @@
 """What training asks of an engine, whichever it is; engines/table.py has a row for each.
 
-A rank's place in the layout is the plan's (`plan.ranks`), and collectives of all ranks are torch.distributed's: an
-engine is asked for neither. Nothing heavy is imported here.
+A rank's place in the layout is the plan's (`plan.ranks`), and collectives of all ranks are
+torch.distributed's: an engine is asked for neither. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveFragment:
-    """A range of one parameter's (or persistent buffer's) tensor-parallel shard, flattened, that this rank has. All
-    tensors are views: copying into them restores.
+    """A range of one parameter's (or persistent buffer's) tensor-parallel shard, flattened, that
+    this rank has. All tensors are views: copying into them restores.
 
-    name: Hugging Face's. start: of states' elements in the flattened shard. states: state -> 1-D view; fp32 is the
-    master of a trained weight, value what is not trained. live: the same elements of the weights that the model
-    computes with, in their type.
+    name: Hugging Face's. start: of states' elements in the flattened shard. states: state -> 1-D
+    view; fp32 is the master of a trained weight, value what is not trained. live: the same elements
+    of the weights that the model computes with, in their type.
 
-    partitioned: other data ranks have other fragments of the same shard; else each has the same whole one. copied: of
-    a tied parameter, which an earlier stage saves.
+    partitioned: other data ranks have other fragments of the same shard; else each has the same
+    whole one. copied: of a tied parameter, which an earlier stage saves.
     """
 
     name: str
@@ -54,8 +54,9 @@ class LiveFragment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameter:
-    """shape: of this rank's part, before any flattening over data ranks. resident_bytes: what is in memory of it, in
-    the type that the model computes with. is_trained: whether it gets gradients."""
+    """shape: of this rank's part, before any flattening over data ranks. resident_bytes: what is in
+    memory of it, in the type that the model computes with. is_trained: whether it gets
+    gradients."""
 
     shape: tuple[int, ...]
     resident_bytes: int
@@ -64,16 +65,16 @@ class HeldParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """What an optimizer counts beside its tensors. updates: those made so far. loss_scale: fp16's, by the engine's own
-    names; None in other precisions."""
+    """What an optimizer counts beside its tensors. updates: those made so far. loss_scale: fp16's,
+    by the engine's own names; None in other precisions."""
 
     updates: int
     loss_scale: dict[str, float] | None
 
 
 class Trainer(Protocol):
-    """One rank's part of the model in training. engine: the engine's own object. transposed: weights that are held the
-    other way round than Hugging Face has them, by name."""
+    """One rank's part of the model in training. engine: the engine's own object. transposed:
+    weights that are held the other way round than Hugging Face has them, by name."""
 
     engine: Any
     device: torch.device
@@ -86,7 +87,8 @@ class Trainer(Protocol):
         ...
 
     def owned(self) -> Iterator[LiveFragment]:
-        """Of every parameter, trained or not, and every persistent buffer, in an order that does not change."""
+        """Of every parameter, trained or not, and every persistent buffer, in an order that does
+        not change."""
         ...
 
     def held(self) -> dict[str, HeldParameter]:
@@ -96,7 +98,8 @@ class Trainer(Protocol):
     def counters(self) -> Counters: ...
 
     def restored(self, step: int, counters: Counters) -> None:
-        """Collective. What `owned` gives holds a checkpoint's values by now: the model computes with them from here."""
+        """Collective. What `owned` gives holds a checkpoint's values by now: the model computes
+        with them from here."""
         ...
 
 
@@ -104,8 +107,8 @@ class MeasuredTrainer(Trainer, Protocol):
     """Of an engine that measures the gradient noise scale."""
 
     def counted(self) -> Iterator[nn.Parameter]:
-        """Those parameters of this rank that are trained and count here: of a data rank's ranks together, each number
-        of the model once."""
+        """Those parameters of this rank that are trained and count here: of a data rank's ranks
+        together, each number of the model once."""
         ...
 
 

@@ -28,8 +28,8 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """Whose runs `assume.kernels` asks for beside a target, and the traits of theirs that are not the target's.
-    family: see family_of."""
+    """Whose runs `assume.kernels` asks for beside a target, and the traits of theirs that are not
+    the target's. family: see family_of."""
 
     title: str
     family: str
@@ -46,27 +46,42 @@ class Published:
 
 
 def engine_of(plan: Plan) -> Engine:
-    """Raises Refusal: SW6001 for a plan.json that was edited, or that a version with other engines wrote."""
+    """Raises Refusal: SW6001 for a plan.json that was edited, or that a version with other engines
+    wrote."""
     engine = ENGINES.get(plan.target or DEFAULT)
     if engine is None:
         names = ", ".join(ENGINES)
-        why = f"its plan.json says target: {plan.target}, and the engines that can run here are {names}"
-        help = "Compile the recipe again: `shardwright compile RECIPE -o DIR` keeps the folder's run and checkpoints."
+        why = (
+            f"its plan.json says target: {plan.target}, and the engines that can run here "
+            f"are {names}"
+        )
+        help = (
+            "Compile the recipe again: `shardwright compile RECIPE -o DIR` keeps the folder's "
+            "run and checkpoints."
+        )
         raise refusal("SW6001", f"not a compiled folder of this version: {why}", help)
     return engine
 
 
 def engines_for(target: str) -> tuple[Engine, ...]:
     """The one that a recipe names, or those that `auto` chooses from, the default first."""
-    return tuple(e for e in ENGINES.values() if e.automatic) if target == AUTO else (ENGINES[target],)
+    return (
+        tuple(e for e in ENGINES.values() if e.automatic) if target == AUTO else (ENGINES[target],)
+    )
 
 
 def under(recipe: Recipe, engine: Engine) -> Recipe:
-    """The same recipe for this engine. Of a layout's keys that only some engines have and that leave each rank its part
-    of the model, those that stand at their default are left to the search: a recipe for any engine does not speak of
-    them."""
-    free: dict[str, Any] = {a.name: None for a in AXES if a.values and a.name in engine.axes and _is_default(a, recipe)}
-    pins = dataclasses.replace(recipe.parallelism, **free) if recipe.target != engine.name else recipe.parallelism
+    """The same recipe for this engine. Of a layout's keys that only some engines have and that
+    leave each rank its part of the model, those that stand at their default are left to the search:
+    a recipe for any engine does not speak of them."""
+    free: dict[str, Any] = {
+        a.name: None for a in AXES if a.values and a.name in engine.axes and _is_default(a, recipe)
+    }
+    pins = (
+        dataclasses.replace(recipe.parallelism, **free)
+        if recipe.target != engine.name
+        else recipe.parallelism
+    )
     return dataclasses.replace(recipe, target=engine.name, parallelism=pins)
 
 
@@ -75,7 +90,8 @@ def _is_default(axis: Axis, recipe: Recipe) -> bool:
 
 
 def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
-    """SW1923 for each package that a compile for it needs and that is missing, or was not tested."""
+    """SW1923 for each package that a compile for it needs and that is missing, or was not
+    tested."""
     from importlib import metadata
 
     from packaging.specifiers import SpecifierSet
@@ -92,7 +108,14 @@ def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
         have = f"{name} {version} was not tested" if version else f"{name} is not installed"
         wanted = f"shardwright[{engine.extra}]" if engine.extra else "shardwright"
         message = f"target: {engine.name} runs on {name} {tested}: {have}"
-        told.append(found("SW1923", "target", message, f"pip install '{wanted}', or write `target: {DEFAULT}`."))
+        told.append(
+            found(
+                "SW1923",
+                "target",
+                message,
+                f"pip install '{wanted}', or write `target: {DEFAULT}`.",
+            )
+        )
     return tuple(told)
 
 
@@ -101,7 +124,8 @@ def lowering_of(target: str) -> Lowering:
 
 
 PUBLISHED: dict[tuple[str, str], Published] = {
-    # PyTorch gathers a layer from one flat buffer, and hides more of it where torch.compile leaves the host time.
+    # PyTorch gathers a layer from one flat buffer, and hides more of it where torch.compile leaves
+    # the host time.
     ("deepspeed", "hf"): Published(
         title="PyTorch's FSDP", family="PyTorch's FSDP", traffic="fsdp", gathers_layers=True
     ),
@@ -135,8 +159,8 @@ PUBLISHED: dict[tuple[str, str], Published] = {
 
 
 def traits_of(target: str, kernels: str, s: Strategy) -> Traits:
-    """kernels: as `assume` says. An engine's own, without ZeRO on one data rank, are that engine whatever `target`
-    says: nothing that another would be there for is left."""
+    """kernels: as `assume` says. An engine's own, without ZeRO on one data rank, are that engine
+    whatever `target` says: nothing that another would be there for is left."""
     alone = KERNELS[kernels].engine if s.zero_stage == 0 and s.shards == 1 else None
     return _traits(alone or target, kernels)
 
@@ -149,8 +173,14 @@ def _traits(target: str, kernels: str) -> Traits:
     found, own = PUBLISHED.get((target, kernels)), ENGINES[target].traits
     if found is None:
         return own
-    changes = {f.name: getattr(found, f.name) for f in dataclasses.fields(found) if f.name not in ("title", "family")}
-    return dataclasses.replace(own, **{name: value for name, value in changes.items() if value is not None})
+    changes = {
+        f.name: getattr(found, f.name)
+        for f in dataclasses.fields(found)
+        if f.name not in ("title", "family")
+    }
+    return dataclasses.replace(
+        own, **{name: value for name, value in changes.items() if value is not None}
+    )
 
 
 def title_of(target: str, kernels: str) -> str:

@@ -1,6 +1,8 @@
-"""The arguments of a call as one tree: positional ones by number, keywords by name, containers inside by path.
+"""The arguments of a call as one tree: positional ones by number, keywords by name, containers
+inside by path.
 
-A path is "2", "attention_mask" or "position_embeddings.0"; tuples, lists and dictionaries are walked, nothing else.
+A path is "2", "attention_mask" or "position_embeddings.0"; tuples, lists and dictionaries are
+walked, nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def replaced(arguments: Arguments, values: Mapping[str, Any]) -> Arguments:
-    """The same arguments with the values at these paths; containers beside a path are kept as they are."""
+    """The same arguments with the values at these paths; containers beside a path are kept as they
+    are."""
     args, kwargs = arguments
     for path, new in values.items():
         parts = path.split(".")
@@ -60,7 +63,8 @@ def _with(container: Any, parts: list[str], new: Any) -> Any:
 def fresh(value: Any, memo: dict[int, Any]) -> Any:
     """A copy in which every mutable container is new, tensors and all else the same.
 
-    memo: by id, so that one container handed to several layers stays one: that is how layers share state.
+    memo: by id, so that one container handed to several layers stays one: that is how layers share
+    state.
     """
     if isinstance(value, tuple):
         items = [fresh(v, memo) for v in value]

@@ -1,5 +1,5 @@
-"""Checkpoints that other programs write, told apart by the names of their files. Nothing in them is opened, and no
-pickle is read."""
+"""Checkpoints that other programs write, told apart by the names of their files. Nothing in them is
+opened, and no pickle is read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shardwright.diagnostics import Diagnostic, KeyPath, found
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointKind:
-    """name: whose checkpoint it is. files: globs, relative to the folder; one match is enough. help: what to do, with
-    {path} for the folder and {out} for a new one."""
+    """name: whose checkpoint it is. files: globs, relative to the folder; one match is enough.
+    help: what to do, with {path} for the folder and {out} for a new one."""
 
     name: str
     files: tuple[str, ...]
@@ -21,56 +21,89 @@ class CheckpointKind:
 
 
 _AS_MODEL = (
-    "Then put config.json and the tokenizer's files into {out} and start from its weights: `model: {{source: {out}}}`."
+    "Then put config.json and the tokenizer's files into {out} and start from its weights: `model: "
+    "{{source: {out}}}`."
 )
 _KINDS = (
     CheckpointKind(
         name="the Hugging Face Trainer, with weights",
-        files=("trainer_state.json+model.safetensors", "trainer_state.json+model.safetensors.index.json"),
-        help="It is a model folder, too: `model: {{source: {path}}}` starts from its weights, with a new optimizer.",
+        files=(
+            "trainer_state.json+model.safetensors",
+            "trainer_state.json+model.safetensors.index.json",
+        ),
+        help=(
+            "It is a model folder, too: `model: {{source: {path}}}` starts from its weights, with "
+            "a new optimizer."
+        ),
     ),
     CheckpointKind(
         name="the Hugging Face Trainer, with peft adapters",
         files=("trainer_state.json+adapter_model.safetensors",),
-        help="Merge the adapters with peft (merge_and_unload, save_pretrained) and start from that folder's weights.",
+        help=(
+            "Merge the adapters with peft (merge_and_unload, save_pretrained) and start from that "
+            "folder's weights."
+        ),
     ),
     CheckpointKind(
         name="DeepSpeed, in the universal format",
         files=("latest_universal", "zero/*/fp32.pt", "*/zero/*/fp32.pt"),
-        help="zero_to_fp32.py of the checkpoint that it was made from writes a model folder of that one.",
+        help=(
+            "zero_to_fp32.py of the checkpoint that it was made from writes a model folder of "
+            "that one."
+        ),
     ),
     CheckpointKind(
         name="DeepSpeed, of a pipeline",
         files=("layer_*-model_*states.pt", "*/layer_*-model_*states.pt"),
-        help="Save the model from the program that wrote it, as safetensors under Hugging Face's names.",
+        help=(
+            "Save the model from the program that wrote it, as safetensors under Hugging "
+            "Face's names."
+        ),
     ),
     CheckpointKind(
         name="DeepSpeed, ZeRO",
         files=("zero_to_fp32.py", "*zero_pp_rank_*_states.pt", "*/*zero_pp_rank_*_states.pt"),
-        help="Trust it first: its files are pickles. `python -m deepspeed.utils.zero_to_fp32 {path} {out} "
+        help="Trust it first: its files are pickles. `python -m deepspeed.utils.zero_to_fp32 "
+        "{path} {out} "
         "--safe_serialization` writes its weights.\n" + _AS_MODEL,
     ),
     CheckpointKind(
         name="DeepSpeed",
         files=("mp_rank_*_model_states.pt", "*/mp_rank_*_model_states.pt"),
-        help="Save the model from the program that wrote it: `save_pretrained`, or `save_16bit_model` of the engine.",
+        help=(
+            "Save the model from the program that wrote it: `save_pretrained`, or "
+            "`save_16bit_model` of the engine."
+        ),
     ),
     CheckpointKind(
         name="Megatron-Core",
-        files=("latest_checkpointed_iteration.txt", "common.pt+metadata.json", "mp_rank_*/model_optim_rng.pt"),
-        help="Megatron-Bridge's AutoBridge (export_ckpt) writes a Hugging Face folder of it; start from its weights.",
+        files=(
+            "latest_checkpointed_iteration.txt",
+            "common.pt+metadata.json",
+            "mp_rank_*/model_optim_rng.pt",
+        ),
+        help=(
+            "Megatron-Bridge's AutoBridge (export_ckpt) writes a Hugging Face folder of it; start "
+            "from its weights."
+        ),
     ),
     CheckpointKind(
         name="Accelerate (save_state)",
         files=("random_states_*.pkl",),
-        help="Where it holds model.safetensors, put config.json and the tokenizer's files beside it: "
-        "`model: {{source: {path}}}` starts from its weights. `accelerate merge-weights` makes that file of "
+        help="Where it holds model.safetensors, put config.json and the tokenizer's files "
+        "beside it: "
+        "`model: {{source: {path}}}` starts from its weights. `accelerate merge-weights` makes "
+        "that file of "
         "pytorch_model_fsdp_0.",
     ),
     CheckpointKind(
         name="PyTorch's distributed checkpoints (FSDP, torchtitan)",
         files=(".metadata", "*/.metadata"),
-        help="Convert it with the program that wrote it into safetensors under Hugging Face's names.\n" + _AS_MODEL,
+        help=(
+            "Convert it with the program that wrote it into safetensors under Hugging Face's "
+            "names.\n"
+        )
+        + _AS_MODEL,
     ),
     CheckpointKind(
         name="the Hugging Face Trainer",
@@ -81,12 +114,18 @@ _KINDS = (
     CheckpointKind(
         name="peft (adapters alone)",
         files=("adapter_config.json",),
-        help="Load it with peft, merge_and_unload(), save_pretrained, and start from that folder's weights.",
+        help=(
+            "Load it with peft, merge_and_unload(), save_pretrained, and start from that folder's "
+            "weights."
+        ),
     ),
     CheckpointKind(
         name="save_pretrained: a Hugging Face model",
         files=("config.json+model.safetensors", "config.json+model.safetensors.index.json"),
-        help="It has no optimizer states to resume: `model: {{source: {path}}}` starts from its weights.",
+        help=(
+            "It has no optimizer states to resume: `model: {{source: {path}}}` starts from its "
+            "weights."
+        ),
     ),
 )
 """The first that matches counts: special ones stand before general ones."""
@@ -94,17 +133,24 @@ _KINDS = (
 
 def checkpoint_kind(folder: Path) -> CheckpointKind | None:
     """None where the folder is no checkpoint of another program that is known."""
-    return next((kind for kind in _KINDS if any(_matches(folder, files) for files in kind.files)), None)
+    return next(
+        (kind for kind in _KINDS if any(_matches(folder, files) for files in kind.files)), None
+    )
 
 
 def other_program(folder: Path, key: KeyPath | None = None) -> Diagnostic | None:
-    """SW6220 for a checkpoint of another program, None for anything else. key: of the recipe that names the folder."""
+    """SW6220 for a checkpoint of another program, None for anything else. key: of the recipe that
+    names the folder."""
     kind = checkpoint_kind(folder)
     if kind is None:
         return None
-    root = folder.parent if (folder.parent / "latest").is_file() else folder  # of DeepSpeed's global_step folders
+    root = (
+        folder.parent if (folder.parent / "latest").is_file() else folder
+    )  # of DeepSpeed's global_step folders
     help = kind.help.format(path=shlex.quote(str(root)), out=shlex.quote(f"{root}-weights"))
-    return found("SW6220", key, f"{str(folder)!r} is a checkpoint of another program: {kind.name}", help)
+    return found(
+        "SW6220", key, f"{str(folder)!r} is a checkpoint of another program: {kind.name}", help
+    )
 
 
 def _matches(folder: Path, files: str) -> bool:

@@ -1,8 +1,9 @@
-"""Can a row be cut over ranks? Found without ranks: attention is replaced by a function of each token alone, and then
-nothing else of the model may look beyond a token, or at where a piece of the row begins.
+"""Can a row be cut over ranks? Found without ranks: attention is replaced by a function of each
+token alone, and then nothing else of the model may look beyond a token, or at where a piece of the
+row begins.
 
-That function changes under a rotation of queries and keys, so that positions count; a product of a query with the key
-of the same token would not."""
+That function changes under a rotation of queries and keys, so that positions count; a product of a
+query with the key of the same token would not."""
 
 from __future__ import annotations
 
@@ -25,9 +26,15 @@ TOLERANCE = 2e-5
 
 
 def _of_each_token(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """In the place of attention. query: (B, H, S, D); key, value: (B, K, S, ...) -> (B, S, H, ...)."""
+    """In the place of attention. query: (B, H, S, D); key, value: (B, K, S, ...) -> (B, S, H,
+    ...)."""
     copies = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     direction = torch.linspace(-1.0, 2.0, query.shape[-1], dtype=query.dtype, device=query.device)
@@ -55,7 +62,13 @@ def _masks_of_whole_rows() -> Iterator[None]:
 
     def of_two_halves(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         done, mask, packed, queries, keys, *offsets = inner(*args, **kwargs)
-        return (done, mask, packed, *((queries, keys) if done else (2 * queries, 2 * keys)), *offsets)
+        return (
+            done,
+            mask,
+            packed,
+            *((queries, keys) if done else (2 * queries, 2 * keys)),
+            *offsets,
+        )
 
     with patch.object(masking_utils, "_preprocess_mask_arguments", of_two_halves):
         yield
@@ -63,7 +76,8 @@ def _masks_of_whole_rows() -> Iterator[None]:
 
 @torch.no_grad()
 def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
-    """ "" where nothing but its attention is in the way. model: tiny, nothing random; input_ids: (B, S)."""
+    """ "" where nothing but its attention is in the way. model: tiny, nothing random; input_ids:
+    (B, S)."""
     length = input_ids.shape[1]
     places = torch.arange(length).expand_as(input_ids)
 
@@ -84,7 +98,9 @@ def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
         scale = TOLERANCE * max(1.0, float(plain.abs().max()))
         at = length // 3
         changed = input_ids.clone()
-        changed[:, at] = torch.where(input_ids[:, at] == input_ids[:, 0], input_ids[:, -1], input_ids[:, 0])
+        changed[:, at] = torch.where(
+            input_ids[:, at] == input_ids[:, 0], input_ids[:, -1], input_ids[:, 0]
+        )
         other = model(input_ids=changed, use_cache=False).logits
         others = torch.arange(length) != at
         if not tensor_apart(other[:, others], plain[:, others]) <= scale:

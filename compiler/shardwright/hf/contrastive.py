@@ -1,8 +1,9 @@
-"""Models that learn from pairs of a picture and a caption: their two losses, and what a tiny copy shows of one.
+"""Models that learn from pairs of a picture and a caption: their two losses, and what a tiny copy
+shows of one.
 
-Their text side is what is traced layer by layer, as the decoder layers of other models are; the picture's side is the
-tower. Nothing is cut: a pair's features of both sides meet in the loss. Letters: b pairs of a rank, N of the global
-batch, P width of the features.
+Their text side is what is traced layer by layer, as the decoder layers of other models are; the
+picture's side is the tower. Nothing is cut: a pair's features of both sides meet in the loss.
+Letters: b pairs of a rank, N of the global batch, P width of the features.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from shardwright.hf.skeleton import Skeleton
 from shardwright.ir.cut import Cut
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
-"""`Cut.loss`: CLIP's symmetric cross-entropy (arXiv 2103.00020, figure 3), SigLIP's sigmoid of every pair (arXiv
+"""`Cut.loss`: CLIP's symmetric cross-entropy (arXiv 2103.00020, figure 3), SigLIP's sigmoid of
+every pair (arXiv
 2303.15343, algorithm 1)."""
 
 
@@ -37,8 +39,9 @@ def pair_loss(
 ) -> torch.Tensor:
     """The share of one rank, in fp32: the mean of all ranks' is the loss of the global batch.
 
-    own: features of texts and of pictures, each (b, P), normalized. every: of all ranks, each (N, P); this rank's begin
-    at row `first`. scale: the logarithm of what similarities are multiplied by; bias: of the sigmoid.
+    own: features of texts and of pictures, each (b, P), normalized. every: of all ranks, each (N,
+    P); this rank's begin at row `first`. scale: the logarithm of what similarities are multiplied
+    by; bias: of the sigmoid.
     """
     (texts, images), (all_texts, all_images) = ([x.float() for x in each] for each in (own, every))
     factor, rows = scale.float().exp(), len(texts)
@@ -54,7 +57,9 @@ def pair_loss(
     return -F.logsigmoid(signs * by_text).sum() / rows
 
 
-def loss_of_pairs(model: Any, kind: str, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+def loss_of_pairs(
+    model: Any, kind: str, input_ids: torch.Tensor, pixel_values: torch.Tensor
+) -> torch.Tensor:
     """In one process, over all rows of the batch."""
     output = model(input_ids=input_ids, pixel_values=pixel_values)
     own = output.text_embeds, output.image_embeds
@@ -62,8 +67,8 @@ def loss_of_pairs(model: Any, kind: str, input_ids: torch.Tensor, pixel_values: 
 
 
 def as_text_side(model: PreTrainedModel) -> None:
-    """Its forward becomes that of its text side alone, (B, S) ids -> features (B, P) as `logits`: what traces and cuts
-    decoder layers finds those of the text. Copies of it keep that."""
+    """Its forward becomes that of its text side alone, (B, S) ids -> features (B, P) as `logits`:
+    what traces and cuts decoder layers finds those of the text. Copies of it keep that."""
     whole = type(model)
     model.__class__ = type(whole.__name__, (whole,), {"forward": _text_alone})
 
@@ -73,7 +78,8 @@ def _text_alone(self: Any, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace
 
 
 def pairs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A batch for a tiny copy: a picture of noise beside each row of tokens (B, S). Raises NoPictures."""
+    """A batch for a tiny copy: a picture of noise beside each row of tokens (B, S). Raises
+    NoPictures."""
     config: Any = model.config
     tower: Any = tower_config(config)
     end = getattr(config.get_text_config(), "eos_token_id", None)
@@ -83,17 +89,24 @@ def pairs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tenso
     side = getattr(tower, "image_size", None)
     if not isinstance(side, int):
         raise NoPictures("its pictures have no size of their own")
-    return {"input_ids": ids, "pixel_values": torch.randn(len(ids), getattr(tower, "num_channels", 3), side, side)}
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(len(ids), getattr(tower, "num_channels", 3), side, side),
+    }
 
 
 def probe_pairs(model: PreTrainedModel, tokens: torch.Tensor) -> Probed:
-    """`model`: tiny, on the CPU, in training mode without anything random. It is the text side alone afterwards. Raises
-    NotCuttable where its loss is none of the two that are known, NoPictures."""
+    """`model`: tiny, on the CPU, in training mode without anything random. It is the text side
+    alone afterwards. Raises NotCuttable where its loss is none of the two that are known,
+    NoPictures."""
     batch = pairs(model, tokens)
     loss = _own_loss(model, batch)
     named = dict(model.named_parameters())
     reached = reached_from([loss_of_pairs(model, loss, **batch).reshape(1)], named)
-    seen = reached_from([getattr(model, "get_image_features")(pixel_values=batch["pixel_values"]).pooler_output], named)  # noqa: B009
+    seen = reached_from(
+        [model.get_image_features(pixel_values=batch["pixel_values"]).pooler_output],
+        named,
+    )
     as_text_side(model)
     cut = find_cut(model, batch["input_ids"])
     before = seen | _embedding(model, cut, batch["input_ids"], named)
@@ -123,7 +136,9 @@ def _own_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> str:
     raise NotCuttable("its loss is neither CLIP's nor SigLIP's")
 
 
-def _embedding(model: nn.Module, cut: Cut, ids: torch.Tensor, named: dict[str, nn.Parameter]) -> set[str]:
+def _embedding(
+    model: nn.Module, cut: Cut, ids: torch.Tensor, named: dict[str, nn.Parameter]
+) -> set[str]:
     """What the state before the first layer of the text side depends on."""
     state = Skeleton(model, cut, (ids.shape[0], ids.shape[1])).embed(ids, None)
     return reached_from([state.hidden], named)

@@ -1,8 +1,9 @@
-"""Attention masks that keep packed documents apart in models whose code hands its masks no positions.
+"""Attention masks that keep packed documents apart in models whose code hands its masks no
+positions.
 
-transformers' mask functions separate documents by the positions that they are given. gpt_oss and opt give them none,
-bloom a mask of ones, which is read as "nothing is packed". The functions make the right mask, of each layer type, once
-they have the positions.
+transformers' mask functions separate documents by the positions that they are given. gpt_oss and
+opt give them none, bloom a mask of ones, which is read as "nothing is packed". The functions make
+the right mask, of each layer type, once they have the positions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _modules: WeakKeyDictionary[nn.Module, list[tuple[ModuleType, str]]] = WeakKeyDi
 
 @contextmanager
 def documents_apart(model: nn.Module, positions: torch.Tensor | None) -> Iterator[None]:
-    """Give the masks that `model` makes inside the positions (B, S) of packed documents; None changes nothing."""
+    """Give the masks that `model` makes inside the positions (B, S) of packed documents; None
+    changes nothing."""
     with ExitStack() as stack:
         if positions is not None:
             for module, name in _makers_of(model):
@@ -41,11 +43,14 @@ def documents_apart(model: nn.Module, positions: torch.Tensor | None) -> Iterato
 
 
 def _makers_of(model: nn.Module) -> list[tuple[ModuleType, str]]:
-    """(module of Python code, name) of each mask function that the code of the model's classes imports."""
+    """(module of Python code, name) of each mask function that the code of the model's classes
+    imports."""
     if model not in _modules:
         names = dict.fromkeys(type(each).__module__ for each in model.modules())
         modules = [sys.modules[name] for name in names if name in sys.modules]
-        _modules[model] = [(module, name) for module in modules for name in _MAKERS if hasattr(module, name)]
+        _modules[model] = [
+            (module, name) for module in modules for name in _MAKERS if hasattr(module, name)
+        ]
     return _modules[model]
 
 

@@ -1,7 +1,9 @@
-"""Can a mixture's experts be shared out over ranks? Those of transformers' own interface, which stacks them along the
-first dimension of every parameter, counts them in `num_experts` and takes (hidden states, chosen experts, weights).
+"""Can a mixture's experts be shared out over ranks? Those of transformers' own interface, which
+stacks them along the first dimension of every parameter, counts them in `num_experts` and takes
+(hidden states, chosen experts, weights).
 
-Found without ranks: two halves of the experts, each run on the rows that chose them, must add up to the module.
+Found without ranks: two halves of the experts, each run on the rows that chose them, must add up to
+the module.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _can_use_grouped_mm = moe._can_use_grouped_mm
 
 
 def fits_grouped_mm(weight: torch.Tensor) -> bool:
-    """Whether torch's kernel takes experts of this shape (E, rows, columns), in the forward and the backward pass: each
-    of the two is a row's length in one of them."""
+    """Whether torch's kernel takes experts of this shape (E, rows, columns), in the forward and the
+    backward pass: each of the two is a row's length in one of them."""
     return all(size * weight.element_size() % _KERNEL_BYTES == 0 for size in weight.shape[-2:])
 
 
@@ -42,16 +44,20 @@ def _can_use_kernel(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tenso
 
 
 def use_grouped_mm_where_it_fits() -> None:
-    """Experts of other sizes, as tensor ranks may leave them, take transformers' own loop over the experts."""
+    """Experts of other sizes, as tensor ranks may leave them, take transformers' own loop over the
+    experts."""
     moe._can_use_grouped_mm = _can_use_kernel
 
 
 def number_of_experts(module: Any) -> int:
-    """0 where the module is none of experts, or not all of its own parameters are stacks of as many."""
+    """0 where the module is none of experts, or not all of its own parameters are stacks of as
+    many."""
     parameters = list(module.parameters(recurse=False))
     if not hasattr(module, "_is_expert_parallel") or not parameters:
         return 0
-    return int(module.num_experts) if all(p.shape[0] == module.num_experts for p in parameters) else 0
+    return (
+        int(module.num_experts) if all(p.shape[0] == module.num_experts for p in parameters) else 0
+    )
 
 
 def called_by_place(forward: Experts) -> Callable[..., torch.Tensor]:
@@ -61,14 +67,17 @@ def called_by_place(forward: Experts) -> Callable[..., torch.Tensor]:
 
 @torch.no_grad()
 def why_no_expert_ranks(model: nn.Module, input_ids: torch.Tensor, planned: frozenset[str]) -> str:
-    """ "" where they can be. model: tiny, nothing random; input_ids: (B, S). planned: the patterns of the modules that
-    are to be shared out."""
+    """ "" where they can be. model: tiny, nothing random; input_ids: (B, S). planned: the patterns
+    of the modules that are to be shared out."""
     modules = {path: module for path, module in model.named_modules() if number_of_experts(module)}
     if not modules:
         return "it has no module of experts with transformers' interface"
     if {pattern(path) for path in modules} != planned:
         return "not all of its stacked parameters are those of experts with transformers' interface"
-    if any(len(names) > 1 and any(n.rpartition(".")[0] in modules for n in names) for names in _names(model)):
+    if any(
+        len(names) > 1 and any(n.rpartition(".")[0] in modules for n in names)
+        for names in _names(model)
+    ):
         return "layers share experts"
     plain = model(input_ids=input_ids, use_cache=False).logits
     if not plain.isfinite().all():
@@ -90,7 +99,8 @@ def _names(model: nn.Module) -> list[list[str]]:
 
 
 def _in_halves(module: Any) -> Experts:
-    """As two expert ranks compute it: each on the rows that chose its experts, which it numbers from zero."""
+    """As two expert ranks compute it: each on the rows that chose its experts, which it numbers
+    from zero."""
     inner, experts = module.forward, int(module.num_experts)
     edges = (0, experts // 2, experts)
 
@@ -101,7 +111,9 @@ def _in_halves(module: Any) -> Experts:
             if not len(rows):
                 continue
             with _holding(module, first, stop):
-                made = inner(hidden[rows], chosen[rows, places, None] - first, weights.new_ones(len(rows), 1))
+                made = inner(
+                    hidden[rows], chosen[rows, places, None] - first, weights.new_ones(len(rows), 1)
+                )
             out.index_add_(0, rows, (made * weights[rows, places, None]).to(hidden.dtype))
         return out
 

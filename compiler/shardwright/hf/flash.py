@@ -1,7 +1,8 @@
-"""FlashAttention 2: what packed documents hand it, and plain PyTorch in its place where its package or a GPU is not.
+"""FlashAttention 2: what packed documents hand it, and plain PyTorch in its place where its package
+or a GPU is not.
 
-The compiler needs a model's structure and shapes on any machine; transformers builds one with flash attention only
-where the package and a GPU are.
+The compiler needs a model's structure and shapes on any machine; transformers builds one with flash
+attention only where the package and a GPU are.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ _LOADED = (
 
 
 def position_keywords(attention: str | None, position_ids: torch.Tensor | None) -> dict[str, Any]:
-    """What a model's forward takes for packed documents. attention: the implementation that runs. position_ids: (B, S),
-    each document counts from 0.
+    """What a model's forward takes for packed documents. attention: the implementation that runs.
+    position_ids: (B, S), each document counts from 0.
 
-    Masks follow the positions. Flash attention has none, and transformers reads its documents off the positions for a
-    batch of one row only (_is_packed_sequence); given their bounds in the flattened batch it takes any.
+    Masks follow the positions. Flash attention has none, and transformers reads its documents off
+    the positions for a batch of one row only (_is_packed_sequence); given their bounds in the
+    flattened batch it takes any.
     """
     if position_ids is None:
         return {}
@@ -58,8 +60,8 @@ def position_keywords(attention: str | None, position_ids: torch.Tensor | None) 
 
 @contextmanager
 def flash_stand_in(*, shapes_only: bool = False) -> Iterator[None]:
-    """Models with flash attention can be built and run here. shapes_only: windows and soft caps, which change no shape
-    and keep no bytes in the kernels, are left out."""
+    """Models with flash attention can be built and run here. shapes_only: windows and soft caps,
+    which change no shape and keep no bytes in the kernels, are left out."""
     adjust = PreTrainedModel._check_and_adjust_attn_implementation
 
     def checked(model: PreTrainedModel, name: str | None, **options: Any) -> str:
@@ -70,13 +72,19 @@ def flash_stand_in(*, shapes_only: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         for name in _LOADED:
             stack.enter_context(patch.object(library, name, None))
-        stack.enter_context(patch.object(library, "_lazy_imports", lambda *args, **options: functions))
+        stack.enter_context(
+            patch.object(library, "_lazy_imports", lambda *args, **options: functions)
+        )
         if shapes_only:
             # It asks for the positions' values.
             stack.enter_context(patch.object(library, "_is_packed_sequence", lambda *args: False))
         # The kernels take no fp32; these functions do.
-        stack.enter_context(patch.object(flash_attention, "get_target_dtype", lambda query, module: None))
-        stack.enter_context(patch.object(PreTrainedModel, "_check_and_adjust_attn_implementation", checked))
+        stack.enter_context(
+            patch.object(flash_attention, "get_target_dtype", lambda query, module: None)
+        )
+        stack.enter_context(
+            patch.object(PreTrainedModel, "_check_and_adjust_attn_implementation", checked)
+        )
         yield
 
 
@@ -93,7 +101,8 @@ def _attend(
     *,
     shapes_only: bool = False,
 ) -> torch.Tensor:
-    """flash_attn_func: (B, S, heads, head size), fewer heads of keys and values than of queries; the names are its."""
+    """flash_attn_func: (B, S, heads, head size), fewer heads of keys and values than of queries;
+    the names are its."""
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     if shapes_only or (window_size == (-1, -1) and not softcap):
         out = F.scaled_dot_product_attention(
@@ -112,7 +121,9 @@ def _attend(
     scores = (query @ key.transpose(-1, -2)).float() * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    back = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])  # how far behind its query a key is
+    back = torch.arange(q.shape[1])[:, None] - torch.arange(
+        k.shape[1]
+    )  # how far behind its query a key is
     left, right = window_size[0], 0 if causal else window_size[1]
     hidden = ((back > left) & (left >= 0)) | ((-back > right) & (right >= 0))
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(query.dtype)

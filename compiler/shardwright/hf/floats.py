@@ -1,4 +1,5 @@
-"""Infinity and NaN in a config.json: JSON has none, and transformers writes {"__float__": "Infinity"}."""
+"""Infinity and NaN in a config.json: JSON has none, and transformers writes {"__float__":
+"Infinity"}."""
 
 from __future__ import annotations
 

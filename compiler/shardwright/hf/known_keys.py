@@ -1,7 +1,9 @@
-"""The keys of a config.json that transformers reads for a configuration class, found by asking the class.
+"""The keys of a config.json that transformers reads for a configuration class, found by asking the
+class.
 
-A class takes its fields, but reads more: names that its __post_init__ takes from the keywords (older files' names), and
-names that the modeling code reads with getattr. All other keywords become attributes that nothing looks at.
+A class takes its fields, but reads more: names that its __post_init__ takes from the keywords
+(older files' names), and names that the modeling code reads with getattr. All other keywords become
+attributes that nothing looks at.
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ from transformers import GenerationConfig, PretrainedConfig
 
 @functools.cache
 def known_keys(config_class: type[PretrainedConfig]) -> frozenset[str]:
-    """Return every key that `config_class`, its bases or its modeling code reads; metadata is not among them."""
-    keys = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    """Return every key that `config_class`, its bases or its modeling code reads; metadata is not
+    among them."""
+    keys = {field.name for field in dataclasses.fields(config_class)} | set(
+        config_class.attribute_map
+    )
     keys |= _keyword_keys(config_class) | _flat_keys(config_class)
     keys |= {name for name in _modeling_keys(config_class) if not hasattr(PretrainedConfig, name)}
-    keys |= set(GenerationConfig._get_default_generation_params())  # read, and dropped, by the base class
+    keys |= set(
+        GenerationConfig._get_default_generation_params()
+    )  # read, and dropped, by the base class
     return frozenset(key for key in keys if not key.startswith("_"))
 
 
@@ -57,18 +64,35 @@ def _sources(config_class: type[PretrainedConfig], method: str) -> Iterator[tupl
 
 
 def _looked_up(config_class: type, base: type, tree: ast.AST) -> Iterator[str]:
-    """Strings that `kwargs.pop`, `.get`, `.setdefault`, `[...]` or `in kwargs` name, loops over names included."""
+    """Strings that `kwargs.pop`, `.get`, `.setdefault`, `[...]` or `in kwargs` name, loops over
+    names included."""
     loops = dict(_loops(config_class, tree))
     for node in ast.walk(tree):
         asked: ast.expr | None = None
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_kwargs(node.func.value):
-            asked = node.args[0] if node.args and node.func.attr in ("pop", "get", "setdefault") else None
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and _is_kwargs(node.func.value)
+        ):
+            asked = (
+                node.args[0]
+                if node.args and node.func.attr in ("pop", "get", "setdefault")
+                else None
+            )
         elif isinstance(node, ast.Subscript) and _is_kwargs(node.value):
             asked = node.slice
         elif isinstance(node, ast.Compare) and _is_kwargs(node.comparators[0]):
             asked = node.left
-        elif base is not PretrainedConfig and isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            is_own = node.func.id == "getattr" and isinstance(node.args[0], ast.Name) and node.args[0].id == "self"
+        elif (
+            base is not PretrainedConfig
+            and isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+        ):
+            is_own = (
+                node.func.id == "getattr"
+                and isinstance(node.args[0], ast.Name)
+                and node.args[0].id == "self"
+            )
             asked = node.args[1] if is_own else None
         yield from _strings(asked, loops)
 
@@ -78,7 +102,8 @@ def _is_kwargs(node: ast.expr) -> bool:
 
 
 def _strings(node: ast.expr | None, loops: dict[str, list[str]]) -> Iterator[str]:
-    """The values of a constant, of a loop's variable, or of an f-string that ends in such a variable."""
+    """The values of a constant, of a loop's variable, or of an f-string that ends in such a
+    variable."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.Name):
@@ -90,7 +115,8 @@ def _strings(node: ast.expr | None, loops: dict[str, list[str]]) -> Iterator[str
 
 
 def _loops(config_class: type, tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
-    """Loop variable -> the strings it runs through, of loops over written names or a table of the class."""
+    """Loop variable -> the strings it runs through, of loops over written names or a table of the
+    class."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.For | ast.comprehension):
             continue
@@ -99,22 +125,30 @@ def _loops(config_class: type, tree: ast.AST) -> Iterator[tuple[str, list[str]]]
             continue
         written = [part.value for part in ast.walk(node.iter) if isinstance(part, ast.Constant)]
         tables = [
-            getattr(config_class, part.attr, ()) for part in ast.walk(node.iter) if isinstance(part, ast.Attribute)
+            getattr(config_class, part.attr, ())
+            for part in ast.walk(node.iter)
+            if isinstance(part, ast.Attribute)
         ]
-        named = [name for table in tables if isinstance(table, dict | list | tuple) for name in table]
+        named = [
+            name for table in tables if isinstance(table, dict | list | tuple) for name in table
+        ]
         yield first.id, [name for name in (*written, *named) if isinstance(name, str)]
 
 
 def _flat_keys(config_class: type[PretrainedConfig]) -> set[str]:
-    """Keys of a part that the class takes from the outermost level too, as Qwen2.5-VL's files are written: those that
-    it hands on, instead of keeping them as attributes of its own."""
+    """Keys of a part that the class takes from the outermost level too, as Qwen2.5-VL's files are
+    written: those that it hands on, instead of keeping them as attributes of its own."""
     given: dict[str, object] = {}
     for part in getattr(config_class, "sub_configs_defaults", {}).values():
         try:
             given |= part.default_config_fields()
         except Exception:  # a part whose class has no defaults
             continue
-    given = {name: value for name, value in given.items() if not hasattr(config_class, name) and value is not None}
+    given = {
+        name: value
+        for name, value in given.items()
+        if not hasattr(config_class, name) and value is not None
+    }
     try:
         kept = vars(config_class(**given))
     except Exception:  # the class refuses keys of its parts
@@ -123,7 +157,8 @@ def _flat_keys(config_class: type[PretrainedConfig]) -> set[str]:
 
 
 def _modeling_keys(config_class: type[PretrainedConfig]) -> set[str]:
-    """Attributes that the modeling files beside the class read from a configuration of this class."""
+    """Attributes that the modeling files beside the class read from a configuration of this
+    class."""
     source = sys.modules[config_class.__module__].__file__
     if source is None or ".models." not in config_class.__module__:
         return set()
@@ -132,12 +167,15 @@ def _modeling_keys(config_class: type[PretrainedConfig]) -> set[str]:
     # Unannotated code of a model in parts may be that of any part.
     is_one = not getattr(config_class, "sub_configs_defaults", {})
     reads = (each for file in files for each in _reads(file))
-    return {key for owners, keys in reads if owners & names or (is_one and not owners) for key in keys}
+    return {
+        key for owners, keys in reads if owners & names or (is_one and not owners) for key in keys
+    }
 
 
 @functools.cache
 def _reads(file: Path) -> tuple[tuple[frozenset[str], frozenset[str]], ...]:
-    """(classes of the configuration that it is annotated with, attributes read) of each class and function."""
+    """(classes of the configuration that it is annotated with, attributes read) of each class and
+    function."""
     body = ast.parse(file.read_text(encoding="utf-8")).body
     return tuple((frozenset(_annotated(part)), frozenset(_attributes(part))) for part in body)
 
@@ -170,5 +208,7 @@ def _attributes(tree: ast.AST) -> Iterator[str]:
 def _is_config(node: ast.expr) -> bool:
     """Whether the expression is `config` or `self.config`."""
     return (isinstance(node, ast.Name) and node.id == "config") or (
-        isinstance(node, ast.Attribute) and node.attr == "config" and isinstance(node.value, ast.Name)
+        isinstance(node, ast.Attribute)
+        and node.attr == "config"
+        and isinstance(node.value, ast.Name)
     )

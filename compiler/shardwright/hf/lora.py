@@ -1,4 +1,5 @@
-"""peft's LoRA adapters inside a Hugging Face model, at exact paths, and whether they compute W x + alpha / r B A x.
+"""peft's LoRA adapters inside a Hugging Face model, at exact paths, and whether they compute W x +
+alpha / r B A x.
 
 peft is imported here and nowhere else, and only where a recipe asks for it.
 """
@@ -25,7 +26,8 @@ _MOST_SHARE = 1e-4
 
 
 def linear_paths(model: nn.Module, stack: str, names: tuple[str, ...]) -> list[str]:
-    """Return the modules inside the decoder layers that have a matrix and one of these names, in the model's order."""
+    """Return the modules inside the decoder layers that have a matrix and one of these names, in
+    the model's order."""
     return [
         path
         for path, module in model.named_modules()
@@ -38,16 +40,18 @@ def linear_paths(model: nn.Module, stack: str, names: tuple[str, ...]) -> list[s
 def inject(model: nn.Module, lora: LoraSection, paths: list[str]) -> None:
     """Put adapters into exactly the modules at `paths`, and freeze the rest.
 
-    peft rewrites the targets of mixtures of experts by the configuration's `model_type`: paths that end in gate_proj,
-    up_proj or down_proj become the routed experts' parameters, dense layers and shared experts lose theirs
-    (peft.utils.transformers_weight_conversion). It does so only for a model that has a `config`: the module around
-    this one has none.
+    peft rewrites the targets of mixtures of experts by the configuration's `model_type`: paths that
+    end in gate_proj, up_proj or down_proj become the routed experts' parameters, dense layers and
+    shared experts lose theirs (peft.utils.transformers_weight_conversion). It does so only for a
+    model that has a `config`: the module around this one has none.
     """
     from peft import inject_adapter_in_model
 
     around = nn.Module()
     around.add_module(_MODEL, model)
-    inject_adapter_in_model(lora_config(lora, target_modules=[f"{_MODEL}.{path}" for path in paths]), around)
+    inject_adapter_in_model(
+        lora_config(lora, target_modules=[f"{_MODEL}.{path}" for path in paths]), around
+    )
 
 
 def lora_config(lora: LoraSection, **more: Any) -> Any:
@@ -71,33 +75,43 @@ def why_not_adapted(
     planned: frozenset[str],
     logits: Callable[[], torch.Tensor],
 ) -> str:
-    """Return why adapters of the modules called `names` are not those that a run would train, or do not compute
-    W x + alpha / r B A x in this model; "" where they do. The model keeps the adapters.
+    """Return why adapters of the modules called `names` are not those that a run would train, or do
+    not compute W x + alpha / r B A x in this model; "" where they do. The model keeps the adapters.
 
     planned: patterns of the modules that the whole model's plan adapts. logits: runs the model.
     """
     paths = linear_paths(model, stack, names)
     if other := sorted(planned ^ {pattern(path) for path in paths}):
-        return f"{other[0]} is {'not ' if other[0] in planned else ''}a linear of the model, unlike in its plan"
+        return (
+            f"{other[0]} is {'not ' if other[0] in planned else ''}a linear of the model, "
+            "unlike in its plan"
+        )
     try:
         inject(model, lora, paths)
     except ValueError as error:  # a module that only looks like a linear by its parameters
         return f"peft does not adapt these modules ({str(error).splitlines()[0][:200]})"
     parameters = dict(model.named_parameters())
     adapters = {name for path in paths for name in adapter_names(path)}
-    if differences := sorted(adapters ^ {name for name, p in parameters.items() if p.requires_grad}):
+    if differences := sorted(
+        adapters ^ {name for name, p in parameters.items() if p.requires_grad}
+    ):
         return f"peft trains other parameters than the adapters of these modules ({differences[0]})"
     for name in sorted(adapters):
         parameters[name].copy_(torch.randn_like(parameters[name]) * 0.05)
     model.eval()
     adapted = logits()
     if unused := [name for name in names if _is_unused(name, parameters, paths, logits, adapted)]:
-        return f"its forward never calls {' nor '.join(map(repr, unused))}, whose adapters would not count"
+        return (
+            f"its forward never calls {' nor '.join(map(repr, unused))}, whose adapters would "
+            "not count"
+        )
     for path in paths:
         a, b = (parameters[name] for name in adapter_names(path))
         base = model.get_submodule(f"{path}.base_layer")
         change: torch.Tensor = lora.alpha / lora.rank * (b @ a)
-        parameters[f"{path}.base_layer.weight"].add_(change.t() if isinstance(base, Conv1D) else change)
+        parameters[f"{path}.base_layer.weight"].add_(
+            change.t() if isinstance(base, Conv1D) else change
+        )
         b.zero_()
     share = share_apart(adapted, logits())
     if share <= _MOST_SHARE:

@@ -1,4 +1,5 @@
-"""What a model makes of labels, and whether next-token cross-entropy on its logits is honest: both by running it."""
+"""What a model makes of labels, and whether next-token cross-entropy on its logits is honest: both
+by running it."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ IGNORED = -100
 
 
 @torch.no_grad()
-def own_loss(model: nn.Module, input_ids: torch.Tensor, beside: Mapping[str, torch.Tensor] | None = None) -> str | None:
-    """`Cut.loss`, or None where the logits are not one row a token (B, S, V). beside: what a model that sees takes
-    beside the ids."""
+def own_loss(
+    model: nn.Module, input_ids: torch.Tensor, beside: Mapping[str, torch.Tensor] | None = None
+) -> str | None:
+    """`Cut.loss`, or None where the logits are not one row a token (B, S, V). beside: what a model
+    that sees takes beside the ids."""
     given = {"use_cache": False, **(beside or {})}
     logits = model(input_ids=input_ids, **given).logits
     if logits.ndim != 3 or logits.shape[:2] != input_ids.shape:
@@ -33,12 +36,23 @@ def own_loss(model: nn.Module, input_ids: torch.Tensor, beside: Mapping[str, tor
 
 
 @torch.no_grad()
-def is_causal(model: nn.Module, input_ids: torch.Tensor, beside: Mapping[str, torch.Tensor] | None = None) -> bool:
-    """Whether another last token leaves the earlier logits alone, beside what it does to the last one."""
+def is_causal(
+    model: nn.Module, input_ids: torch.Tensor, beside: Mapping[str, torch.Tensor] | None = None
+) -> bool:
+    """Whether another last token leaves the earlier logits alone, beside what it does to the last
+    one."""
     changed = input_ids.clone()
     # By a plain one, of the row's own text.
-    changed[:, -1] = torch.where(input_ids[:, -1] == input_ids[:, 0], input_ids[:, 1], input_ids[:, 0])
-    before, after = (model(input_ids=ids, use_cache=False, **(beside or {})).logits for ids in (input_ids, changed))
+    changed[:, -1] = torch.where(
+        input_ids[:, -1] == input_ids[:, 0], input_ids[:, 1], input_ids[:, 0]
+    )
+    before, after = (
+        model(input_ids=ids, use_cache=False, **(beside or {})).logits
+        for ids in (input_ids, changed)
+    )
     difference = (before - after).abs()
-    # Not bit for bit: some masks are large negative numbers, and sums over experts change their order.
-    return bool(difference.isfinite().all() and difference[:, :-1].max() <= 1e-3 * difference[:, -1].max())
+    # Not bit for bit: some masks are large negative numbers, and sums over experts change their
+    # order.
+    return bool(
+        difference.isfinite().all() and difference[:, :-1].max() <= 1e-3 * difference[:, -1].max()
+    )

@@ -1,9 +1,10 @@
-"""Loads a model's own Python files and tells transformers' Auto classes of them: code that was trusted by name, or by
-its fingerprint, only.
+"""Loads a model's own Python files and tells transformers' Auto classes of them: code that was
+trusted by name, or by its fingerprint, only.
 
-The modules are made of exactly the bytes whose hashes were checked. Python's own importer would rather take a compiled
-module, an extension or a folder of the same name from beside them, and transformers would copy the files to a cache in
-the home folder, where the ranks of a node write at the same time.
+The modules are made of exactly the bytes whose hashes were checked. Python's own importer would
+rather take a compiled module, an extension or a folder of the same name from beside them, and
+transformers would copy the files to a cache in the home folder, where the ranks of a node write at
+the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from shardwright.ir.own_code import OwnCode
 
 
 class NoClasses(ValueError):
-    """auto_map names no two classes beside it: it may name another repository's, or those of another task."""
+    """auto_map names no two classes beside it: it may name another repository's, or those of
+    another task."""
 
 
 def needs_own_code(config: JsonObject) -> bool:
@@ -37,29 +39,38 @@ def needs_own_code(config: JsonObject) -> bool:
 
 
 def own_code_in(folder: Path, config: JsonObject) -> OwnCode:
-    """The classes that config.json names. Reads the files, runs nothing. Raises NoClasses, OSError where a file is
-    missing, ValueError where one lies elsewhere."""
+    """The classes that config.json names. Reads the files, runs nothing. Raises NoClasses, OSError
+    where a file is missing, ValueError where one lies elsewhere."""
     auto_map, wanted = config.get("auto_map"), CAUSAL_LM.auto_class.__name__
     classes = auto_map if isinstance(auto_map, dict) else {}
     references = [classes.get("AutoConfig"), classes.get(wanted)]
     if not all(isinstance(r, str) and r.count(".") == 1 and "--" not in r for r in references):
-        raise NoClasses(f"auto_map in its config.json names no AutoConfig and {wanted} in files beside it")
+        raise NoClasses(
+            f"auto_map in its config.json names no AutoConfig and {wanted} in files beside it"
+        )
     config_class, model_class = map(str, references)
-    modules = {folder / f"{reference.partition('.')[0]}.py" for reference in (config_class, model_class)}
+    modules = {
+        folder / f"{reference.partition('.')[0]}.py" for reference in (config_class, model_class)
+    }
     beside = {Path(path) for module in modules for path in get_relative_import_files(str(module))}
     files = sorted((modules | beside), key=str)
     return OwnCode(
         config_class=config_class,
         model_class=model_class,
-        files=tuple((path.relative_to(folder).as_posix(), _sha256(path.read_bytes())) for path in files),
+        files=tuple(
+            (path.relative_to(folder).as_posix(), _sha256(path.read_bytes())) for path in files
+        ),
     )
 
 
 def register(folder: Path, code: OwnCode) -> None:
-    """Imports the two classes and registers them. Raises whatever the files raise; ValueError where they are not the
-    ones that `code` describes."""
+    """Imports the two classes and registers them. Raises whatever the files raise; ValueError where
+    they are not the ones that `code` describes."""
     package = f"shardwright_own_code_{code.fingerprint[:16]}"
-    sources = {f"{package}.{_module_name(name)}": _verified(folder / name, sha256) for name, sha256 in code.files}
+    sources = {
+        f"{package}.{_module_name(name)}": _verified(folder / name, sha256)
+        for name, sha256 in code.files
+    }
     if package not in sys.modules:
         specification = ModuleSpec(package, None, is_package=True)
         specification.submodule_search_locations = []  # nothing is looked for on the disk
@@ -72,7 +83,8 @@ def register(folder: Path, code: OwnCode) -> None:
 
 
 class _Sources(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Modules of given bytes, by their full names. `folder` is where a traceback looks for their lines."""
+    """Modules of given bytes, by their full names. `folder` is where a traceback looks for their
+    lines."""
 
     def __init__(self, folder: Path, sources: Mapping[str, bytes]) -> None:
         self.folder, self.sources = folder, sources

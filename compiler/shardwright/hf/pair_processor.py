@@ -1,5 +1,6 @@
-"""The two sides of a processor for pairs of a picture and a caption: a tokenizer and an image processor, which need
-Pillow alone. Of a configuration that stands in a recipe they are made here: the tower's size, and a token a byte.
+"""The two sides of a processor for pairs of a picture and a caption: a tokenizer and an image
+processor, which need Pillow alone. Of a configuration that stands in a recipe they are made here:
+the tower's size, and a token a byte.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoImageProcessor, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -21,7 +27,8 @@ from shardwright.hf.raised import first_line
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 _HIGHEST = 2
-"""As eos_token_id of a CLIP: features are taken at a text's highest id (transformers, CLIPTextModel)."""
+"""As eos_token_id of a CLIP: features are taken at a text's highest id (transformers,
+CLIPTextModel)."""
 _ANYWHERE = ("siglip",)
 """Types that take a text's features at the last place, whatever stands there."""
 
@@ -29,7 +36,9 @@ _ANYWHERE = ("siglip",)
 def load_sides(folder: Path) -> tuple[Any, Any]:
     """(tokenizer, image processor) of a folder with their files. Raises NoProcessor."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         images = AutoImageProcessor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, backend="pil"
         )
@@ -39,16 +48,21 @@ def load_sides(folder: Path) -> tuple[Any, Any]:
 
 
 def pair_processor_files(config: PretrainedConfig) -> dict[str, bytes]:
-    """Name -> content of what load_sides reads, and transformers' AutoProcessor. Raises NoProcessor."""
+    """Name -> content of what load_sides reads, and transformers' AutoProcessor. Raises
+    NoProcessor."""
     classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
     images = classes.get("pil") if isinstance(classes, dict) else None
     if images is None:
-        raise NoProcessor(f"transformers has no processor for a {config.model_type} that needs Pillow alone")
+        raise NoProcessor(
+            f"transformers has no processor for a {config.model_type} that needs Pillow alone"
+        )
     with tempfile.TemporaryDirectory() as folder:
         _byte_tokenizer(config).save_pretrained(folder)
         _image_processor(getattr(transformers, images), config).save_pretrained(folder)
         document = {"processor_class": PROCESSOR_MAPPING_NAMES[config.model_type]}
-        Path(folder, "processor_config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        Path(folder, "processor_config.json").write_text(
+            json.dumps(document, indent=2) + "\n", encoding="utf-8"
+        )
         load_sides(Path(folder))
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
@@ -66,18 +80,27 @@ def _image_processor(kind: Any, config: PretrainedConfig) -> Any:
 
 
 def _byte_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
-    """A token a byte between the configuration's own start and end of a text. Raises NoProcessor."""
+    """A token a byte between the configuration's own start and end of a text. Raises
+    NoProcessor."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
     text = config.get_text_config()
     start, end = _ends(config.model_type, text)
     names = {START: start, END: end} if start is not None else {END: end}
-    settings = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    settings = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     document = json.loads(byte_tokenizer().to_str())
     ordered = sorted(names.items(), key=lambda each: each[1])
     document["model"]["vocab"] |= dict(ordered)
-    document["added_tokens"] = [{"id": value, "content": name, **settings} for name, value in ordered]
+    document["added_tokens"] = [
+        {"id": value, "content": name, **settings} for name, value in ordered
+    ]
     tokenizer = Tokenizer.from_str(json.dumps(document))
     around = f"{START} $A {END}" if start is not None else f"$A {END}"
     tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=list(names.items()))
@@ -98,8 +121,8 @@ def _ends(model_type: str, text: Any) -> tuple[int | None, int]:
         start, end = (None if model_type in _ANYWHERE else size - 2), size - 1
     if not _is_free(end, size):
         raise NoProcessor(
-            f"text_config.eos_token_id {end} is no id from {BYTES} to {size - 1}: the first {BYTES} ids are bytes, and "
-            "the end of a text has one of its own in the vocabulary"
+            f"text_config.eos_token_id {end} is no id from {BYTES} to {size - 1}: the first "
+            f"{BYTES} ids are bytes, and the end of a text has one of its own in the vocabulary"
         )
     return (start if _is_free(start, size) and start != end else None), end
 

@@ -1,7 +1,8 @@
-"""The shapes in which towers take pictures. What a forward takes beside the pixels tells which of them it may be; no
-type is named.
+"""The shapes in which towers take pictures. What a forward takes beside the pixels tells which of
+them it may be; no type is named.
 
-N pictures of all rows, B rows, C channels, H and W pixels, P a patch's side, T frames of a patch, n patches.
+N pictures of all rows, B rows, C channels, H and W pixels, P a patch's side, T frames of a patch, n
+patches.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 
 Pictures = Mapping[str, torch.Tensor]
 Rows = Sequence[Sequence[int]]
-"""For each row its pictures, by width: 1 is a square, 2 is half as wide again. A shape of fixed size ignores it."""
+"""For each row its pictures, by width: 1 is a square, 2 is half as wide again. A shape of fixed
+size ignores it."""
 
 _TILES = 5
 """Of a picture that is cut into tiles: the whole one, and up to four parts."""
@@ -28,9 +30,9 @@ class NoPictures(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
-    """What a configuration says of its pictures. cell: patches on a side that become one token; side: pixels of a
-    picture of fixed size, fine_side of its copy for a second tower, 0 where there is none. times: as large as the
-    smallest are the sides of a picture that may have any size."""
+    """What a configuration says of its pictures. cell: patches on a side that become one token;
+    side: pixels of a picture of fixed size, fine_side of its copy for a second tower, 0 where there
+    is none. times: as large as the smallest are the sides of a picture that may have any size."""
 
     channels: int
     patch: int
@@ -57,23 +59,33 @@ def shapes(names: set[str]) -> Iterator[Make]:
 
 
 def patches(tower: Tower, made: Pictures) -> int:
-    """Of all pictures in `made`, those that only fill up included; in squares of the patch's side."""
+    """Of all pictures in `made`, those that only fill up included; in squares of the patch's
+    side."""
     found = made["pixel_values"].numel() // (tower.channels * tower.patch**2)
     grid = made.get("image_grid_thw")
     # A patch of Qwen's has each pixel as often as it has frames.
-    return found // tower.frames if grid is not None and found == int(grid.prod()) * tower.frames else found
+    return (
+        found // tower.frames
+        if grid is not None and found == int(grid.prod()) * tower.frames
+        else found
+    )
 
 
 def tower_config(config: Any) -> Any:
     """The part of the configuration that describes the tower. Raises NoPictures."""
-    found = next((part for part in _parts(config) if getattr(part, "patch_size", None) is not None), None)
+    found = next(
+        (part for part in _parts(config) if getattr(part, "patch_size", None) is not None), None
+    )
     if found is None:
         raise NoPictures("its configuration has no tower with a patch size")
     return found
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    towers = [getattr(config, name, None) for name in ("vision_config", "visual_config", "vision_tower_config")]
+    towers = [
+        getattr(config, name, None)
+        for name in ("vision_config", "visual_config", "vision_tower_config")
+    ]
     for tower in towers:
         yield tower
         yield from (getattr(tower, name, None) for name in ("sam_config", "encoder_config"))
@@ -86,7 +98,14 @@ def tower_of(config: Any) -> Tower:
     patch = _number(part.patch_size)
     fine = getattr(config, "high_res_vision_config", None)
     return Tower(
-        channels=next((v for n in ("num_channels", "in_channels", "in_chans") if (v := getattr(part, n, None))), 3),
+        channels=next(
+            (
+                v
+                for n in ("num_channels", "in_channels", "in_chans")
+                if (v := getattr(part, n, None))
+            ),
+            3,
+        ),
         patch=patch,
         cell=next((v for owner in (part, config) if (v := _cell(owner))), 1),
         frames=next((_number(v) for n in _FRAMES if (v := getattr(part, n, None))), 1),
@@ -96,7 +115,13 @@ def tower_of(config: Any) -> Tower:
 
 
 _FRAMES = ("temporal_patch_size", "patch_temporal")
-_CELLS = ("spatial_merge_size", "merge_size", "pooling_kernel_size", "merge_kernel_size", "downsample_factor")
+_CELLS = (
+    "spatial_merge_size",
+    "merge_size",
+    "pooling_kernel_size",
+    "merge_kernel_size",
+    "downsample_factor",
+)
 
 
 def _cell(config: Any) -> int:
@@ -117,7 +142,9 @@ def _flat(rows: Rows) -> list[int]:
 
 def _grid(tower: Tower, rows: Rows) -> torch.Tensor:
     """(N, 2): patches of each picture's height and width, where its size is its own."""
-    return tower.times * torch.tensor([[2 * tower.cell, (1 + width) * tower.cell] for width in _flat(rows)])
+    return tower.times * torch.tensor(
+        [[2 * tower.cell, (1 + width) * tower.cell] for width in _flat(rows)]
+    )
 
 
 def _beside(make: Make, names: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
@@ -134,9 +161,17 @@ def _patches(key: str, form: str, tower: Tower, rows: Rows) -> dict[str, torch.T
     if form == "token":  # a square of patches that become one token is counted, and held, as one
         grid, p = grid // tower.cell, p * tower.cell
     n = int(grid.prod(-1).sum())
-    size = {"flat": (n, c * t * p * p), "square": (n, c, p, p), "one frame": (n, c * p * p), "token": (n, p, p, c)}
+    size = {
+        "flat": (n, c * t * p * p),
+        "square": (n, c, p, p),
+        "one frame": (n, c * p * p),
+        "token": (n, p, p, c),
+    }
     frames = torch.ones(len(grid), 1, dtype=grid.dtype)
-    return {"pixel_values": torch.randn(size[form]), key: torch.cat([frames, grid], 1) if "thw" in key else grid}
+    return {
+        "pixel_values": torch.randn(size[form]),
+        key: torch.cat([frames, grid], 1) if "thw" in key else grid,
+    }
 
 
 def _packed(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
@@ -155,7 +190,8 @@ def _padded(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
 
 
 def _placed(patch_of_tokens: bool, tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
-    """(N, most patches, C P P), each with its column and row. patch_of_tokens: a patch is as large as a token."""
+    """(N, most patches, C P P), each with its column and row. patch_of_tokens: a patch is as large
+    as a token."""
     grid, cell = _grid(tower, rows), tower.cell
     grid, side = (grid // cell, tower.patch * cell) if patch_of_tokens else (grid, tower.patch)
     places = torch.full((len(grid), int(grid.prod(-1).max()), 2), -1)
@@ -182,11 +218,14 @@ def _pooled(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
 def _images(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
     """(N, C, H, W)"""
     count = len(_flat(rows))
-    return {"pixel_values": torch.randn(count, tower.channels, tower.side, tower.side)} | _sides(extra, tower, (count,))
+    return {"pixel_values": torch.randn(count, tower.channels, tower.side, tower.side)} | _sides(
+        extra, tower, (count,)
+    )
 
 
 def _tiles(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
-    """(N, tiles, C, H, W): a picture of two tiles by two, or of one by two, whose last tiles are none."""
+    """(N, tiles, C, H, W): a picture of two tiles by two, or of one by two, whose last tiles are
+    none."""
     high = [2 - (width > 1) for width in _flat(rows)]
     pixels = torch.randn(len(high), _TILES, tower.channels, tower.side, tower.side)
     made = {"pixel_values": pixels} | _sides(extra, tower, (len(high),))
@@ -197,8 +236,13 @@ def _tiles(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]
 
 def _of_rows(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
     """(B, most pictures of a row, C, H, W), zeros where a row has fewer."""
-    there = torch.tensor([[place < len(row) for place in range(max(1, *map(len, rows)))] for row in rows])
-    pixels = torch.randn(*there.shape, tower.channels, tower.side, tower.side) * there[:, :, None, None, None]
+    there = torch.tensor(
+        [[place < len(row) for place in range(max(1, *map(len, rows)))] for row in rows]
+    )
+    pixels = (
+        torch.randn(*there.shape, tower.channels, tower.side, tower.side)
+        * there[:, :, None, None, None]
+    )
     made = {"pixel_values": pixels} | _sides(extra, tower, tuple(there.shape))
     if "pixel_attention_mask" in made:
         made["pixel_attention_mask"] = there
@@ -208,14 +252,22 @@ def _of_rows(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tenso
 def _rows_of_patches(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
     """(N, n, C P P)"""
     count = len(_flat(rows))
-    return {"pixel_values": torch.randn(count, (tower.side // tower.patch) ** 2, tower.channels * tower.patch**2)}
+    return {
+        "pixel_values": torch.randn(
+            count, (tower.side // tower.patch) ** 2, tower.channels * tower.patch**2
+        )
+    }
 
 
 _SIDES: dict[str, Callable[[Tower, tuple[int, ...]], torch.Tensor]] = {
     "image_sizes": lambda tower, shape: torch.full((*shape, 2), tower.side),
     "pixel_mask": lambda tower, shape: torch.ones(*shape, tower.side, tower.side, dtype=torch.bool),
-    "pixel_attention_mask": lambda tower, shape: torch.ones(*shape, tower.side, tower.side, dtype=torch.bool),
-    "high_res_pixel_values": lambda tower, shape: torch.randn(*shape, tower.channels, tower.fine_side, tower.fine_side),
+    "pixel_attention_mask": lambda tower, shape: torch.ones(
+        *shape, tower.side, tower.side, dtype=torch.bool
+    ),
+    "high_res_pixel_values": lambda tower, shape: torch.randn(
+        *shape, tower.channels, tower.fine_side, tower.fine_side
+    ),
 }
 """What stands beside pictures of fixed size: by name, for that many of them."""
 

@@ -1,7 +1,7 @@
 """Small pictures for a tiny copy of a model that sees, in the shapes that its forward takes.
 
-No type is named: the shapes (hf/picture_shapes.py) are tried one by one on the model's own `get_image_features`, and
-the rows that come back say how many tokens of a row stand for a picture.
+No type is named: the shapes (hf/picture_shapes.py) are tried one by one on the model's own
+`get_image_features`, and the rows that come back say how many tokens of a row stand for a picture.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.hf.picture_shapes import Make, NoPictures, Rows, Tower, shapes, tower_config, tower_of
+from shardwright.hf.picture_shapes import (
+    Make,
+    NoPictures,
+    Rows,
+    Tower,
+    shapes,
+    tower_config,
+    tower_of,
+)
 from shardwright.hf.raised import first_line
 from shardwright.hf.skeleton import Batch
 from shardwright.hf.token_ids import token_ids
@@ -31,7 +39,13 @@ __all__ = [
     "tower_config",
 ]
 
-IMAGE_TOKENS = ("image_token_id", "image_token_index", "im_start_id", "media_placeholder_token_id", "image_token")
+IMAGE_TOKENS = (
+    "image_token_id",
+    "image_token_index",
+    "im_start_id",
+    "media_placeholder_token_id",
+    "image_token",
+)
 _PLACES = ("mm_token_type_ids", "token_type_ids")
 _MASK = "image_embeds_position_mask"
 """Says where a row's pictures stand, for a type that has no token of its own for them."""
@@ -41,22 +55,30 @@ _TEXT = 12
 
 def image_token(config: Any) -> int | None:
     """The id that stands for (a part of) a picture in a row."""
-    return next((v for name in IMAGE_TOKENS if isinstance(v := getattr(config, name, None), int)), None)
+    return next(
+        (v for name in IMAGE_TOKENS if isinstance(v := getattr(config, name, None), int)), None
+    )
 
 
 def image_features(model: nn.Module) -> Callable[..., Any]:
-    """What makes of pictures the features that take the places of their tokens. It leaves out what it does not take.
-    Raises NoPictures."""
+    """What makes of pictures the features that take the places of their tokens. It leaves out what
+    it does not take. Raises NoPictures."""
     found = [each for each in _all_features(model) if "pixel_values" in _parameters(each)]
     if not found:
         raise NoPictures("it has no get_image_features")
     taken = _taken(found)
-    return lambda **given: found[0](**{name: value for name, value in given.items() if name in taken})
+    return lambda **given: found[0](
+        **{name: value for name, value in given.items() if name in taken}
+    )
 
 
 def _all_features(model: nn.Module) -> Iterator[Callable[..., Any]]:
     """The outermost first."""
-    return (features for m in model.modules() if (features := getattr(m, "get_image_features", None)) is not None)
+    return (
+        features
+        for m in model.modules()
+        if (features := getattr(m, "get_image_features", None)) is not None
+    )
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -64,7 +86,8 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _taken(functions: Sequence[Callable[..., Any]]) -> set[str]:
-    """Names that the first takes: those of the next too, where it hands on what it does not name."""
+    """Names that the first takes: those of the next too, where it hands on what it does not
+    name."""
     found: set[str] = set()
     for function in functions:
         parameters = _parameters(function).values()
@@ -76,7 +99,8 @@ def _taken(functions: Sequence[Callable[..., Any]]) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureRows:
-    """Makes rows for one tiny model. token: that stands for a picture; names: of what its forward takes."""
+    """Makes rows for one tiny model. token: that stands for a picture; names: of what its forward
+    takes."""
 
     model: nn.Module
     make: Make
@@ -85,9 +109,11 @@ class PictureRows:
     names: frozenset[str]
     vocabulary: int
 
-    def rows(self, rows: Rows, length: int | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(ids (B, S), what the forward takes beside them): text around the pictures of each row, each row beginning
-        at another place. length: S; None is as short as it may be."""
+    def rows(
+        self, rows: Rows, length: int | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(ids (B, S), what the forward takes beside them): text around the pictures of each row,
+        each row beginning at another place. length: S; None is as short as it may be."""
         counts = {width: self.tokens(width) for width in {width for row in rows for width in row}}
         needed = max(sum(counts[width] + 1 for width in row) for row in rows) + _TEXT
         plain = torch.tensor(token_ids(self.model.config).plain)
@@ -122,7 +148,9 @@ def picture_rows(model: nn.Module, vocabulary: int) -> PictureRows:
         raise NoPictures("its configuration names no token that stands for a picture")
     tower, whys = tower_of(config), []
     for make in shapes(set(names)):
-        found = PictureRows(model=model, make=make, tower=tower, token=token, names=names, vocabulary=vocabulary)
+        found = PictureRows(
+            model=model, make=make, tower=tower, token=token, names=names, vocabulary=vocabulary
+        )
         try:
             ids, beside = found.rows(_ONE_A_ROW)
             model(input_ids=ids, use_cache=False, **beside)
@@ -133,14 +161,15 @@ def picture_rows(model: nn.Module, vocabulary: int) -> PictureRows:
 
 
 def picture_example(model: nn.Module, vocabulary: int) -> tuple[torch.Tensor, Batch]:
-    """(ids (2, S), what the forward takes beside them): a picture in each row. Raises NoPictures."""
+    """(ids (2, S), what the forward takes beside them): a picture in each row. Raises
+    NoPictures."""
     return picture_rows(model, vocabulary).rows(_ONE_A_ROW)
 
 
 @torch.no_grad()
 def once_a_picture(model: nn.Module, vocabulary: int, stack: str) -> tuple[str, ...]:
-    """Modules with parameters, outside the decoder layers at `stack`, that run more often where a row holds more
-    pictures. Raises NoPictures."""
+    """Modules with parameters, outside the decoder layers at `stack`, that run more often where a
+    row holds more pictures. Raises NoPictures."""
     made = picture_rows(model, vocabulary)
     few, many = (_runs(made, stack, rows) for rows in (_ONE_A_ROW, ((1, 1), (1,))))
     return tuple(sorted(name for name, count in many.items() if count != few[name]))
@@ -152,7 +181,8 @@ def _runs(made: PictureRows, stack: str, rows: Rows) -> Counter[str]:
     handles = [
         module.register_forward_pre_hook(lambda _, __, name=name: found.update([name]))
         for name, module in made.model.named_modules()
-        if not name.startswith(stack + ".") and next(module.parameters(recurse=False), None) is not None
+        if not name.startswith(stack + ".")
+        and next(module.parameters(recurse=False), None) is not None
     ]
     made.model(input_ids=ids, use_cache=False, **beside)
     for handle in handles:

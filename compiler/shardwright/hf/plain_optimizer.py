@@ -1,4 +1,5 @@
-"""The optimizer of a plain process: AdamW over fp32 masters, one norm over all gradients. No plan, nothing split."""
+"""The optimizer of a plain process: AdamW over fp32 masters, one norm over all gradients. No plan,
+nothing split."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from torch import nn
 class PlainOptimizer:
     """Of a model's trained parameters, by name. Matrices decay, vectors do not.
 
-    live: what the model computes with; masters: their fp32 values, the same tensors where it computes in fp32.
-    unused: those that the last step had no gradient for, which it left as they were.
+    live: what the model computes with; masters: their fp32 values, the same tensors where it
+    computes in fp32. unused: those that the last step had no gradient for, which it left as they
+    were.
     """
 
     def __init__(
@@ -25,7 +27,8 @@ class PlainOptimizer:
         clipping: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """The model, in fp32, is cast to dtype; its buffers stay as they are. clipping: 0 is none."""
+        """The model, in fp32, is cast to dtype; its buffers stay as they are. clipping: 0 is
+        none."""
         self.live = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {p: name for name, p in self.live.items()}
         whole = dtype == torch.float32
@@ -34,13 +37,17 @@ class PlainOptimizer:
             p.data = p.data.to(dtype)
         decay = [p for p in self.masters.values() if p.ndim >= 2]
         rest = [p for p in self.masters.values() if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        groups = [
+            {"params": decay, "weight_decay": weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, eps=eps)
         self.clipping = clipping
         self.unused: frozenset[str] = frozenset()
 
     def take_gradients(self) -> None:
-        """Behind a backward pass: gradients of half precision are added to their masters', in fp32."""
+        """Behind a backward pass: gradients of half precision are added to their masters', in
+        fp32."""
         for name, master in self.masters.items():
             p = self.live[name]
             if p is not master and p.grad is not None:
@@ -71,7 +78,9 @@ class PlainOptimizer:
     @property
     def updates(self) -> int:
         """Those made so far."""
-        return max((int(self._state(master)["step"]) for master in self.masters.values()), default=0)
+        return max(
+            (int(self._state(master)["step"]) for master in self.masters.values()), default=0
+        )
 
     @updates.setter
     def updates(self, count: int) -> None:
@@ -83,7 +92,9 @@ class PlainOptimizer:
         state: dict[str, torch.Tensor] = self.adamw.state[master]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(master, requires_grad=False) for _ in range(2))
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros_like(master, requires_grad=False) for _ in range(2)
+            )
         return state
 
     @torch.no_grad()

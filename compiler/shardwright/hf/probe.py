@@ -1,4 +1,5 @@
-"""Finds where a model can be cut, and proves it: pieces that own nothing but their own weights must reproduce it."""
+"""Finds where a model can be cut, and proves it: pieces that own nothing but their own weights must
+reproduce it."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ class NotCuttable(Exception):
 class Probed:
     """What running a tiny copy of the model taught: names are the full model's too.
 
-    embedding, head: parameters outside the decoder stack that the piece before and the piece behind it use; a tied one
-        is in both. attention: the attention module's name inside a decoder layer, "" where the layers have none in
-        common. packing: "" where packed documents do not see each other, else the reason. once_a_picture: modules
-        that run as often as there are pictures.
+    embedding, head: parameters outside the decoder stack that the piece before and the piece behind
+    it use; a tied one
+        is in both. attention: the attention module's name inside a decoder layer, "" where the
+        layers have none in common. packing: "" where packed documents do not see each other, else
+        the reason. once_a_picture: modules that run as often as there are pictures.
     """
 
     cut: Cut
@@ -42,10 +44,11 @@ class Probed:
     once_a_picture: tuple[str, ...] = ()
 
     def place(self, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """The embedding's and the head's parameters among the full model's, those of the decoder stack left out.
+        """The embedding's and the head's parameters among the full model's, those of the decoder
+        stack left out.
 
-        A tower outside the stack may be deeper than the tiny copy's: a name counts by its pattern, numbers aside.
-        None where a name's pattern is not the tiny copy's.
+        A tower outside the stack may be deeper than the tiny copy's: a name counts by its pattern,
+        numbers aside. None where a name's pattern is not the tiny copy's.
         """
         before, behind = ({pattern(n) for n in side} for side in (self.embedding, self.head))
         outside = [n for n in names if not n.startswith(self.cut.stack + ".")]
@@ -58,7 +61,8 @@ class Probed:
 
 
 def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None) -> Probed:
-    """`model`: tiny, on the CPU, in training mode without anything random. Raises NotCuttable with the reason.
+    """`model`: tiny, on the CPU, in training mode without anything random. Raises NotCuttable with
+    the reason.
 
     beside: for a model that sees, what its forward takes beside the ids.
     """
@@ -71,7 +75,10 @@ def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
     loss = own_loss(model, input_ids, beside)
     if loss is None:
         raise NotCuttable("its logits are not one row a token")
-    untrained, causal = _untrained(model, cut.stack, input_ids, beside), is_causal(model, input_ids, beside)
+    untrained, causal = (
+        _untrained(model, cut.stack, input_ids, beside),
+        is_causal(model, input_ids, beside),
+    )
     cut = replace(cut, untrained=untrained, loss=loss, causal=causal)
     return Probed(cut=cut, embedding=embedding, head=head, attention=attention_module(model, cut))
 
@@ -79,7 +86,10 @@ def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
 @torch.no_grad()
 def _check_sight(model: nn.Module, input_ids: torch.Tensor, beside: Batch) -> None:
     """Raises NotCuttable where the logits are the same with other pictures."""
-    others = {name: value.roll(1, -1) if value.is_floating_point() else value for name, value in beside.items()}
+    others = {
+        name: value.roll(1, -1) if value.is_floating_point() else value
+        for name, value in beside.items()
+    }
     if torch.equal(logits_of(model, input_ids, beside), logits_of(model, input_ids, others)):
         raise NotCuttable("its logits do not depend on the pictures")
 
@@ -87,26 +97,34 @@ def _check_sight(model: nn.Module, input_ids: torch.Tensor, beside: Batch) -> No
 def _edges(
     model: nn.Module, cut: Cut, input_ids: torch.Tensor, beside: Batch | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """By gradient: what the state before the first layer, and the logits after the last one, depend on."""
+    """By gradient: what the state before the first layer, and the logits after the last one, depend
+    on."""
     outside = {n: p for n, p in model.named_parameters() if not n.startswith(cut.stack + ".")}
     skeleton = Skeleton(model, cut, _tokens(input_ids))
     with _none_frozen(outside):
         state = skeleton.embed(input_ids, None, beside)
-        embedding = reached_from([t for t in (state.hidden, *state.payload) if t is not None], outside)
-        head = reached_from([skeleton.head(State(hidden=state.hidden.detach(), batch=state.batch))], outside)
-    # What neither shows by gradient goes with the head, where it is saved; a constant table (sinusoidal positions,
-    # looked up without a gradient) shows by what comes of its absence. Of a model that sees these are parts of its
-    # tower, which stays in one piece.
+        embedding = reached_from(
+            [t for t in (state.hidden, *state.payload) if t is not None], outside
+        )
+        head = reached_from(
+            [skeleton.head(State(hidden=state.hidden.detach(), batch=state.batch))], outside
+        )
+    # What neither shows by gradient goes with the head, where it is saved; a constant table
+    # (sinusoidal positions, looked up without a gradient) shows by what comes of its absence. Of a
+    # model that sees these are parts of its tower, which stays in one piece.
     silent = {n: p for n, p in outside.items() if n not in embedding | head}
     embedding.update(silent if beside else _seen_by_value(skeleton, input_ids, state, silent))
-    return tuple(n for n in outside if n in embedding), tuple(n for n in outside if n in head or n not in embedding)
+    return tuple(n for n in outside if n in embedding), tuple(
+        n for n in outside if n in head or n not in embedding
+    )
 
 
 @torch.no_grad()
 def _seen_by_value(
     skeleton: Skeleton, input_ids: torch.Tensor, state: State, silent: dict[str, nn.Parameter]
 ) -> list[str]:
-    """Which of these parameters the embedding's state depends on; tried one by one only where some do."""
+    """Which of these parameters the embedding's state depends on; tried one by one only where some
+    do."""
 
     def matters(parameters: Iterable[nn.Parameter]) -> bool:
         kept = [(p, p.data) for p in parameters]
@@ -121,9 +139,12 @@ def _seen_by_value(
     return [name for name, p in silent.items() if matters([p])] if matters(silent.values()) else []
 
 
-def _untrained(model: nn.Module, stack: str, input_ids: torch.Tensor, beside: Batch | None) -> tuple[str, ...]:
-    """By pattern: an expert that no token of the probe chose is not untrained while others like it are trained. A
-    tower's parameters by name: a model may take its features from the last block but one."""
+def _untrained(
+    model: nn.Module, stack: str, input_ids: torch.Tensor, beside: Batch | None
+) -> tuple[str, ...]:
+    """By pattern: an expert that no token of the probe chose is not untrained while others like it
+    are trained. A tower's parameters by name: a model may take its features from the last block but
+    one."""
     named = dict(model.named_parameters())
     with _none_frozen(named):
         reached = reached_from([logits_of(model, input_ids, beside)], named)
@@ -156,7 +177,11 @@ def reached_from(tensors: list[torch.Tensor], parameters: dict[str, nn.Parameter
 def attention_module(model: nn.Module, cut: Cut) -> str:
     """Its name inside a decoder layer, "" where they have none in common."""
     found = [
-        {name for name, m in layer.named_modules() if "attention" in type(m).__name__.lower() and name}
+        {
+            name
+            for name, m in layer.named_modules()
+            if "attention" in type(m).__name__.lower() and name
+        }
         for layer in model.get_submodule(cut.stack).children()
     ]
     common = set.intersection(*found) if found else set()
@@ -180,16 +205,22 @@ class _Call:
 
 @torch.no_grad()
 def find_cut(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None) -> Cut:
-    """The outermost ModuleList whose children each run once, in order, and all that passes through them; of a model
-    that sees the one that ran last, which is behind the tower's. Raises NotCuttable.
+    """The outermost ModuleList whose children each run once, in order, and all that passes through
+    them; of a model that sees the one that ran last, which is behind the tower's. Raises
+    NotCuttable.
     """
     stacks = [
-        (path, list(m.children())) for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0
+        (path, list(m.children()))
+        for path, m in model.named_modules()
+        if isinstance(m, nn.ModuleList) and len(m) > 0
     ]
     calls: list[_Call] = []
     handles = [
         child.register_forward_hook(
-            lambda module, args, kwargs, output: calls.append(_Call(module, (args, kwargs), output)), with_kwargs=True
+            lambda module, args, kwargs, output: calls.append(
+                _Call(module, (args, kwargs), output)
+            ),
+            with_kwargs=True,
         )
         for child in {id(c): c for _, children in stacks for c in children}.values()
     ]
@@ -216,7 +247,9 @@ def find_cut(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = N
                 raise NotCuttable(f"its layers hand on several streams as one {kind}: {fields}")
             cut = _slots(path, ours)
             if cut is not None:
-                return _with_payload(model, replace(cut, carried=_carried(ours)), ours, input_ids, beside)
+                return _with_payload(
+                    model, replace(cut, carried=_carried(ours)), ours, input_ids, beside
+                )
     raise NotCuttable(_no_stack(calls, stacks))
 
 
@@ -242,8 +275,14 @@ def _slots(path: str, calls: list[_Call]) -> Cut | None:
         return None
     if len(calls) == 1:
         args, _ = calls[0].arguments
-        same = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.shape == hidden.shape]
-        return Cut(stack=path, hidden_position=same[0], hidden_keyword=None, output_length=length) if same else None
+        same = [
+            i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.shape == hidden.shape
+        ]
+        return (
+            Cut(stack=path, hidden_position=same[0], hidden_keyword=None, output_length=length)
+            if same
+            else None
+        )
     args, kwargs = calls[1].arguments
     position = next((i for i, a in enumerate(args) if _same(a, hidden)), None)
     keyword = next((k for k, a in kwargs.items() if _same(a, hidden)), None)
@@ -258,18 +297,28 @@ def _same(a: Any, b: torch.Tensor) -> bool:
 
 
 def _carried(calls: list[_Call]) -> tuple[int, ...]:
-    """Places in a layer's output that a later layer is handed: the same tensor, not an equal one."""
+    """Places in a layer's output that a later layer is handed: the same tensor, not an equal
+    one."""
     found: set[int] = set()
     for index, call in enumerate(calls):
         later = {id(value) for after in calls[index + 1 :] for _, value in leaves(after.arguments)}
         output = call.output if isinstance(call.output, tuple | list) else ()
-        found |= {at for at, value in enumerate(output) if at and torch.is_tensor(value) and id(value) in later}
+        found |= {
+            at
+            for at, value in enumerate(output)
+            if at and torch.is_tensor(value) and id(value) in later
+        }
     return tuple(sorted(found))
 
 
-def _with_payload(model: nn.Module, cut: Cut, calls: list[_Call], input_ids: torch.Tensor, beside: Batch | None) -> Cut:
-    """The arguments that another stage could not make: they differ on dummy ids, or where the embedding is stubs."""
-    skeleton = isolated(model, cut, {id(p) for p in model.get_submodule(cut.stack).parameters()}, input_ids)
+def _with_payload(
+    model: nn.Module, cut: Cut, calls: list[_Call], input_ids: torch.Tensor, beside: Batch | None
+) -> Cut:
+    """The arguments that another stage could not make: they differ on dummy ids, or where the
+    embedding is stubs."""
+    skeleton = isolated(
+        model, cut, {id(p) for p in model.get_submodule(cut.stack).parameters()}, input_ids
+    )
     hidden = dict(leaves(calls[0].arguments))[skeleton._hidden_path]
     batch = None if beside is None else {"input_ids": input_ids, **without_pictures(beside)}
     dummy, slots = skeleton._context(hidden, None, batch)
@@ -280,7 +329,8 @@ def _with_payload(model: nn.Module, cut: Cut, calls: list[_Call], input_ids: tor
         for guesses in [dict(leaves(other))]
         for path, value in leaves(call.arguments)
         if isinstance(value, torch.Tensor)
-        and path in guesses  # else an earlier layer left it in a container: find_together sees to that
+        and path
+        in guesses  # else an earlier layer left it in a container: find_together sees to that
         and path != skeleton._hidden_path
         and (index, path) not in known
         and not _same(guesses[path], value)
@@ -317,11 +367,11 @@ def in_pieces(
     positions: torch.Tensor | None = None,
     beside: Batch | None = None,
 ) -> torch.Tensor:
-    """The logits of isolated pieces, as pipeline stages run. before, behind: the parameters, by id, that the pieces
-    around the decoder stack own.
+    """The logits of isolated pieces, as pipeline stages run. before, behind: the parameters, by id,
+    that the pieces around the decoder stack own.
 
-    Each decoder layer is a piece, layers of `cut.together` are one. Each piece runs twice: a second micro-batch must
-    find nothing of the first.
+    Each decoder layer is a piece, layers of `cut.together` are one. Each piece runs twice: a second
+    micro-batch must find nothing of the first.
     """
     layers = list(model.get_submodule(cut.stack).children())
     state = isolated(model, cut, before, input_ids).embed(input_ids, positions, beside)
@@ -350,8 +400,9 @@ def isolated(model: nn.Module, cut: Cut, owned: set[int], input_ids: torch.Tenso
 def find_together(
     model: nn.Module, cut: Cut, input_ids: torch.Tensor, beside: Batch | None = None
 ) -> tuple[Range, ...]:
-    """Decoder layers that share parameters, or state beside what crosses stages: such a layer is wrong, or fails, where
-    the layers that it reads from have not run before it in the same stage. Raises NotCuttable."""
+    """Decoder layers that share parameters, or state beside what crosses stages: such a layer is
+    wrong, or fails, where the layers that it reads from have not run before it in the same stage.
+    Raises NotCuttable."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -366,7 +417,10 @@ def find_together(
         raise NotCuttable("more than the hidden states crosses between its layers")
     ranges = []
     for last in range(len(skeleton.layers)):
-        reach = next((first for first in range(last, -1, -1) if _reproduces(skeleton, states, first, last)), None)
+        reach = next(
+            (first for first in range(last, -1, -1) if _reproduces(skeleton, states, first, last)),
+            None,
+        )
         if reach is None:
             raise NotCuttable("two runs of it on the same tokens differ")
         ranges.append((reach, last))
@@ -380,7 +434,9 @@ def _reproduces(skeleton: Skeleton, states: list[State], first: int, last: int) 
     try:
         for index in range(first, last + 1):
             state = skeleton.decode(index, state)
-    except Exception:  # whatever a type's own code raises where it misses what an earlier layer left
+    except (
+        Exception
+    ):  # whatever a type's own code raises where it misses what an earlier layer left
         return False
     return _equal(state, states[last + 1])
 

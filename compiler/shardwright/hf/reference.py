@@ -1,4 +1,5 @@
-"""A plain single-process Hugging Face run: no plan, no DeepSpeed, nothing split. What every layout is compared with."""
+"""A plain single-process Hugging Face run: no plan, no DeepSpeed, nothing split. What every layout
+is compared with."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from shardwright.hf.plain_optimizer import PlainOptimizer
 from shardwright.hf.task import task_of
 
 Rows = list[dict[str, Any]]
-"""The rows of one global batch, as model inputs with "labels". Each entry is a forward of its own. Beside them may
-stand, for a balance loss, "row": the number of the sequence that a document is packed in; and "real": the number of
-tokens before a row's padding."""
+"""The rows of one global batch, as model inputs with "labels". Each entry is a forward of its own.
+Beside them may stand, for a balance loss, "row": the number of the sequence that a document is
+packed in; and "real": the number of tokens before a row's padding."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """unused: parameters that the loss does not reach: a plain optimizer leaves them alone, ZeRO's decays them.
-    held_out: step -> loss over the held-out rows after it."""
+    """unused: parameters that the loss does not reach: a plain optimizer leaves them alone, ZeRO's
+    decays them. held_out: step -> loss over the held-out rows after it."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -39,8 +40,9 @@ class Reference:
 
 
 def loaded(folder: Path, attention: str | None = None) -> PreTrainedModel:
-    """The model of a folder with safetensors, in fp32, its parameters as the files have them: of Youtu's types
-    from_pretrained empties the padding id's row of the embedding, and of the head that is tied to it."""
+    """The model of a folder with safetensors, in fp32, its parameters as the files have them: of
+    Youtu's types from_pretrained empties the padding id's row of the embedding, and of the head
+    that is tied to it."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     model: PreTrainedModel = task_of(config.model_type).auto_class.from_pretrained(
         folder,
@@ -50,7 +52,9 @@ def loaded(folder: Path, attention: str | None = None) -> PreTrainedModel:
         trust_remote_code=False,
     )
     embedding = model.get_input_embeddings()
-    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is embedding.weight]
+    names = [
+        name for name, p in model.named_parameters(remove_duplicate=False) if p is embedding.weight
+    ]
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors, torch.no_grad():
             for name in set(names) & set(tensors.keys()):
@@ -74,11 +78,14 @@ def train(
     every: int = 1,
     balance: PlainBalance | None = None,
 ) -> Reference:
-    """blocks: per step. The loss is Hugging Face's own, sum over the predicted tokens / their number over all rows of
-    the step. own_loss False: the model's own loss is another one, and next-token cross-entropy is taken from its
-    logits. held_out: rows to evaluate after each `every` steps and after the last. balance: of the model's routers."""
+    """blocks: per step. The loss is Hugging Face's own, sum over the predicted tokens / their
+    number over all rows of the step. own_loss False: the model's own loss is another one, and
+    next-token cross-entropy is taken from its logits. held_out: rows to evaluate after each `every`
+    steps and after the last. balance: of the model's routers."""
     model.train()
-    optimizer = PlainOptimizer(model, betas=betas, eps=eps, weight_decay=weight_decay, clipping=clipping, dtype=dtype)
+    optimizer = PlainOptimizer(
+        model, betas=betas, eps=eps, weight_decay=weight_decay, clipping=clipping, dtype=dtype
+    )
     losses, norms, rates, evaluations = [], [], [], {}
     for step, rows in enumerate(blocks, 1):
         loss = mean_loss(model, rows, own_loss=own_loss, balance=balance)
@@ -92,17 +99,27 @@ def train(
             model.train()
         losses.append(float(loss.detach()))
         rates.append(rate)
-    weights = {name: optimizer.masters.get(name, p).detach() for name, p in model.named_parameters()}
+    weights = {
+        name: optimizer.masters.get(name, p).detach() for name, p in model.named_parameters()
+    }
     return Reference(losses, norms, rates, weights, optimizer.unused, evaluations)
 
 
 def add_plain_adapters(
-    model: nn.Module, stack: str, names: tuple[str, ...] | None, *, rank: int, alpha: float, seed: int
+    model: nn.Module,
+    stack: str,
+    names: tuple[str, ...] | None,
+    *,
+    rank: int,
+    alpha: float,
+    seed: int,
 ) -> None:
-    """Freeze the model and add alpha / rank B A x to the output of each linear of its decoder layers that has one of
-    these names, by forward hooks: LoRA (arXiv 2106.09685) without peft, which it is compared with.
+    """Freeze the model and add alpha / rank B A x to the output of each linear of its decoder
+    layers that has one of these names, by forward hooks: LoRA (arXiv 2106.09685) without peft,
+    which it is compared with.
 
-    names: None for every linear but routers. A and B have peft's names, and the values that peft draws from `seed`.
+    names: None for every linear but routers. A and B have peft's names, and the values that peft
+    draws from `seed`.
     """
     model.requires_grad_(False)
     torch.manual_seed(seed)
@@ -113,7 +130,9 @@ def add_plain_adapters(
             continue
         if not isinstance(module, nn.Linear | Conv1D):
             continue
-        into, out = module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)
+        into, out = (
+            module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)
+        )
         a, b = nn.Linear(into, rank, bias=False), nn.Linear(rank, out, bias=False)
         nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
         nn.init.zeros_(b.weight)
@@ -123,33 +142,46 @@ def add_plain_adapters(
 
 
 def _add_adapter(
-    a: nn.Linear, b: nn.Linear, scale: float, module: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor
+    a: nn.Linear,
+    b: nn.Linear,
+    scale: float,
+    module: nn.Module,
+    inputs: tuple[torch.Tensor],
+    output: torch.Tensor,
 ) -> torch.Tensor:
     adapted: torch.Tensor = output + scale * b(a(inputs[0]))
     return adapted
 
 
-def merge_plain_adapters(model: nn.Module, weights: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
-    """Return the weights of a model that add_plain_adapters adapted, with W + scale B A in place of each adapted W."""
+def merge_plain_adapters(
+    model: nn.Module, weights: dict[str, torch.Tensor], scale: float
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a model that add_plain_adapters adapted, with W + scale B A in place of
+    each adapted W."""
     merged = dict(weights)
     for path, module in model.named_modules():
         if hasattr(module, "lora_A"):
             a, b = (weights[f"{path}.lora_{x}.default.weight"] for x in "AB")
             change = scale * (b @ a)
-            merged[f"{path}.weight"] = merged[f"{path}.weight"] + (change.t() if isinstance(module, Conv1D) else change)
+            merged[f"{path}.weight"] = merged[f"{path}.weight"] + (
+                change.t() if isinstance(module, Conv1D) else change
+            )
     return merged
 
 
 class PlainBalance:
-    """DeepSeek-V3's balance loss of a model's routers (arXiv 2412.19437, equations 17 to 20), sequence by sequence and
-    expert by expert: written apart from hf/balance.py, which it is compared with."""
+    """DeepSeek-V3's balance loss of a model's routers (arXiv 2412.19437, equations 17 to 20),
+    sequence by sequence and expert by expert: written apart from hf/balance.py, which it is
+    compared with."""
 
     def __init__(self, model: nn.Module, coefficient: float, affinity: str) -> None:
         self.coefficient, self._affinity = coefficient, AFFINITIES[affinity]
         self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._sequences: dict[Any, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         for router in routers_of(model).values():
-            router.register_forward_hook(lambda _m, _a, output: self._outputs.append((output[0], output[2])))
+            router.register_forward_hook(
+                lambda _m, _a, output: self._outputs.append((output[0], output[2]))
+            )
 
     def begin(self) -> None:
         self._outputs, self._sequences = [], {}
@@ -162,7 +194,9 @@ class PlainBalance:
             key = entry.get("row", (len(self._sequences), row))
             layers = self._sequences.setdefault(key, [[] for _ in outputs])
             for layer, tensors in zip(layers, outputs, strict=True):
-                logits, chosen = (x.view(rows, length, -1)[row, : entry.get("real", length)] for x in tensors)
+                logits, chosen = (
+                    x.view(rows, length, -1)[row, : entry.get("real", length)] for x in tensors
+                )
                 layer.append((logits, chosen))
 
     def loss(self) -> torch.Tensor:
@@ -178,13 +212,19 @@ class PlainBalance:
         share = share / share.sum(dim=1, keepdim=True)
         return torch.stack(
             [
-                experts / (chosen.shape[1] * tokens) * int((chosen == expert).sum()) * share[:, expert].sum() / tokens
+                experts
+                / (chosen.shape[1] * tokens)
+                * int((chosen == expert).sum())
+                * share[:, expert].sum()
+                / tokens
                 for expert in range(experts)
             ]
         ).sum()
 
 
-def mean_loss(model: nn.Module, rows: Rows, *, own_loss: bool, balance: PlainBalance | None = None) -> torch.Tensor:
+def mean_loss(
+    model: nn.Module, rows: Rows, *, own_loss: bool, balance: PlainBalance | None = None
+) -> torch.Tensor:
     """Over the predicted tokens of all rows; a balance loss adds to the gradients alone."""
     items = sum(int((r["labels"][:, 1:] != IGNORED).sum()) for r in rows)
     loss = torch.zeros(())
@@ -210,7 +250,9 @@ def next_token_loss(model: nn.Module, labels: torch.Tensor, **inputs: torch.Tens
     """Sum over the predicted tokens."""
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
     target = labels[:, 1:].flatten()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), target, ignore_index=IGNORED, reduction="sum")
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), target, ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def cosine(lr: float, step: int, warmup: int, steps: int) -> float:

@@ -19,7 +19,8 @@ HEAD_ATTRIBUTES: dict[str, str] = {
     "split_size": "width",
     "all_head_size": "width",
 }
-"""Where attention modules keep their head counts: attribute name -> what it counts. Widths are heads x head size."""
+"""Where attention modules keep their head counts: attribute name -> what it counts. Widths are
+heads x head size."""
 
 
 def size_of(owner: nn.Module | PretrainedConfig, *names: str) -> int | None:
@@ -35,8 +36,12 @@ def size_of(owner: nn.Module | PretrainedConfig, *names: str) -> int | None:
 
 
 def head_counts(module: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
-    """(query heads, key/value heads) of one attention module: its own attributes, else the configuration's."""
-    names = {kind: [n for n, k in HEAD_ATTRIBUTES.items() if k == kind] for kind in HEAD_ATTRIBUTES.values()}
+    """(query heads, key/value heads) of one attention module: its own attributes, else the
+    configuration's."""
+    names = {
+        kind: [n for n, k in HEAD_ATTRIBUTES.items() if k == kind]
+        for kind in HEAD_ATTRIBUTES.values()
+    }
     heads = size_of(module, *names["heads"]) or size_of(config, *names["heads"]) or 1
     key_value_heads = size_of(module, *names["key_value_heads"])
     groups = size_of(module, *names["groups"])

@@ -1,10 +1,11 @@
 """A Hugging Face model cut into pipeline pieces with no code per family: context capture.
 
-Every stage keeps the whole model as a skeleton in which only its own modules own storage. What Hugging Face would hand
-a decoder layer (masks, rotary tables, positions) is found by running the model's own forward once with pass-through
-layers; the embedding is that forward stopped at the layers, the head is that forward with the layers returning the
-received hidden states. What such a run on dummy ids cannot give is the payload: it crosses stages with the hidden
-states. Shapes: B micro-batch, S sequence, H hidden.
+Every stage keeps the whole model as a skeleton in which only its own modules own storage. What
+Hugging Face would hand a decoder layer (masks, rotary tables, positions) is found by running the
+model's own forward once with pass-through layers; the embedding is that forward stopped at the
+layers, the head is that forward with the layers returning the received hidden states. What such a
+run on dummy ids cannot give is the payload: it crosses stages with the hidden states. Shapes: B
+micro-batch, S sequence, H hidden.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from shardwright.hf.flash import position_keywords
 from shardwright.ir.cut import Cut
 
 Batch = Mapping[str, torch.Tensor]
-"""What the forward of a model that sees takes, by name: `input_ids` (B, S) and the integers that tell where a row holds
-pictures and how large they are. The first piece gets the pictures' values beside it."""
+"""What the forward of a model that sees takes, by name: `input_ids` (B, S) and the integers that
+tell where a row holds pictures and how large they are. The first piece gets the pictures' values
+beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What one piece hands the next.
 
-    hidden: mostly (B, S, H). position_ids: (B, S) where documents are packed. payload: a value per Slot of the model,
-        None where it is not there yet or no longer needed. batch: of a model that sees, what every piece is shown of
-        the micro-batch; None where its shape is enough.
+    hidden: mostly (B, S, H). position_ids: (B, S) where documents are packed. payload: a value per
+    Slot of the model,
+        None where it is not there yet or no longer needed. batch: of a model that sees, what every
+        piece is shown of the micro-batch; None where its shape is enough.
     """
 
     hidden: torch.Tensor
@@ -45,22 +48,25 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One tensor of the payload. source: (layer, place in its output tuple), or None where the embedding's side makes
-    it. uses: the (layer, path of the argument) that are this tensor, in order."""
+    """One tensor of the payload. source: (layer, place in its output tuple), or None where the
+    embedding's side makes it. uses: the (layer, path of the argument) that are this tensor, in
+    order."""
 
     source: tuple[int, int] | None
     uses: tuple[tuple[int, str], ...]
 
 
 Context = tuple[dict[int, Arguments], tuple[Slot, ...]]
-"""Per decoder layer that runs its arguments, the hidden states' own place included; and the payload of the model.
+"""Per decoder layer that runs its arguments, the hidden states' own place included; and the payload
+of the model.
 
 A layer may stand in the list and not run: cross-attention to an image where there is none.
 """
 
 
 Keywords = Callable[[str | None, torch.Tensor, torch.Tensor | None], dict[str, Any]]
-"""(attention, ids (B, S), position ids where documents are packed) -> arguments of the model's forward."""
+"""(attention, ids (B, S), position ids where documents are packed) -> arguments of the model's
+forward."""
 
 
 class _Reached(Exception):
@@ -84,31 +90,47 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 class Skeleton:
     """The model of one stage. Not an nn.Module, so that nothing here is registered with an engine.
 
-    lookup_is_collective: the input embedding here is cut over tensor ranks; runs with dummy ids skip its all-reduce.
-    keywords: what the model's forward takes beside the ids.
-    tokens: (B, S) of a micro-batch, or None where the hidden states begin with them.
+    lookup_is_collective: the input embedding here is cut over tensor ranks; runs with dummy ids
+    skip its all-reduce. keywords: what the model's forward takes beside the ids. tokens: (B, S) of
+    a micro-batch, or None where the hidden states begin with them.
     """
 
     def __init__(self, model: nn.Module, cut: Cut, tokens: tuple[int, int] | None = None) -> None:
         self.model, self.cut, self.tokens = model, cut, tokens
         self.layers: list[nn.Module] = list(model.get_submodule(cut.stack).children())
         self.lookup_is_collective = False
-        self.keywords: Keywords = lambda attention, input_ids, position_ids: position_keywords(attention, position_ids)
-        self._attention: str | None = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        self._contexts: list[tuple[tuple[Any, ...], torch.Tensor | None, Batch | None, Context]] = []
+        self.keywords: Keywords = lambda attention, input_ids, position_ids: position_keywords(
+            attention, position_ids
+        )
+        self._attention: str | None = getattr(
+            getattr(model, "config", None), "_attn_implementation", None
+        )
+        self._contexts: list[
+            tuple[tuple[Any, ...], torch.Tensor | None, Batch | None, Context]
+        ] = []
         self._memo: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """A micro-batch enters the stage: state that layers share through an argument starts anew."""
+        """A micro-batch enters the stage: state that layers share through an argument starts
+        anew."""
         self._memo = {}
 
-    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch | None = None) -> State:
-        """(B, S) ids -> what layer 0 takes: the model's own forward, stopped where the layers would run.
+    def embed(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        beside: Batch | None = None,
+    ) -> State:
+        """(B, S) ids -> what layer 0 takes: the model's own forward, stopped where the layers would
+        run.
 
-        beside: what the forward of a model that sees takes beside the ids, pictures included; None for other models.
+        beside: what the forward of a model that sees takes beside the ids, pictures included; None
+        for other models.
         """
         crossing = bool(self.cut.payload or self.cut.carried)
-        calls, slots = self._pass_through(input_ids, position_ids, beside or {}, all_layers=crossing)
+        calls, slots = self._pass_through(
+            input_ids, position_ids, beside or {}, all_layers=crossing
+        )
         hidden = self._hidden(*next(iter(calls.values())))
         values = {index: dict(leaves(call)) for index, call in calls.items()}
         payload = tuple(None if s.source else values[s.uses[0][0]][s.uses[0][1]] for s in slots)
@@ -129,20 +151,28 @@ class Skeleton:
             output[slot.source[1]] if slot.source and slot.source[0] == index else value
             for slot, value in zip(slots, state.payload, strict=True)
         )
-        needed = tuple(v if s.uses[-1][0] > index else None for s, v in zip(slots, payload, strict=True))
-        return replace(state, hidden=output[0] if self.cut.output_length else output, payload=needed)
+        needed = tuple(
+            v if s.uses[-1][0] > index else None for s, v in zip(slots, payload, strict=True)
+        )
+        return replace(
+            state, hidden=output[0] if self.cut.output_length else output, payload=needed
+        )
 
     def head(self, state: State) -> torch.Tensor:
-        """-> logits (B, S, V or this tensor rank's slice of V): final norm, head, scaling, soft caps."""
+        """-> logits (B, S, V or this tensor rank's slice of V): final norm, head, scaling, soft
+        caps."""
         with ExitStack() as stack:
             self._skip_collective_lookup(stack)
             for layer in self.layers:
-                stack.enter_context(forward_replaced(layer, lambda *_, **__: self._output(state.hidden)))
+                stack.enter_context(
+                    forward_replaced(layer, lambda *_, **__: self._output(state.hidden))
+                )
             ids, beside = self._shown(state.hidden, state.batch)
             return self._run(ids, state.position_ids, beside).logits  # type: ignore[no-any-return]
 
     def release(self, owned: set[int], device: torch.device, dtype: torch.dtype) -> None:
-        """Frees every parameter whose id is not in `owned`; moves the model-level buffers to `device`.
+        """Frees every parameter whose id is not in `owned`; moves the model-level buffers to
+        `device`.
 
         The stubs have the right shape, device and the compute dtype, and one element of storage.
         """
@@ -154,14 +184,20 @@ class Skeleton:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(device)
 
-    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch) -> Any:
+    def _run(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch
+    ) -> Any:
         given = self.keywords(self._attention, input_ids, position_ids)
         with documents_apart(self.model, None if position_ids is None else given["position_ids"]):
             return self.model(input_ids=input_ids, use_cache=False, **given, **beside)
 
     @property
     def _hidden_path(self) -> str:
-        return str(self.cut.hidden_keyword if self.cut.hidden_position is None else self.cut.hidden_position)
+        return str(
+            self.cut.hidden_keyword
+            if self.cut.hidden_position is None
+            else self.cut.hidden_position
+        )
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         position = self.cut.hidden_position
@@ -174,11 +210,15 @@ class Skeleton:
         return (hidden, *[(carried or {}).get(place) for place in range(1, self.cut.output_length)])
 
     def _shown(self, hidden: torch.Tensor, batch: Batch | None) -> tuple[torch.Tensor, Batch]:
-        """The ids, and what stands beside them, of a forward that is to give a context: zeros where the shape is all
-        that it depends on."""
+        """The ids, and what stands beside them, of a forward that is to give a context: zeros where
+        the shape is all that it depends on."""
         if batch is None:
-            return torch.zeros(self.tokens or hidden.shape[:2], dtype=torch.long, device=hidden.device), {}
-        return batch["input_ids"], {name: value for name, value in batch.items() if name != "input_ids"}
+            return torch.zeros(
+                self.tokens or hidden.shape[:2], dtype=torch.long, device=hidden.device
+            ), {}
+        return batch["input_ids"], {
+            name: value for name, value in batch.items() if name != "input_ids"
+        }
 
     def _skip_collective_lookup(self, stack: ExitStack) -> None:
         if not self.lookup_is_collective:
@@ -188,19 +228,29 @@ class Skeleton:
         assert isinstance(weight, torch.Tensor)
 
         def shape_only(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.zeros(*ids.shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            return torch.zeros(
+                *ids.shape, weight.shape[1], dtype=weight.dtype, device=weight.device
+            )
 
         stack.enter_context(forward_replaced(table, shape_only))
 
-    def _context(self, hidden: torch.Tensor, position_ids: torch.Tensor | None, batch: Batch | None = None) -> Context:
-        """Depends on shape, positions, the batch and the mode only. Two entries: recomputation comes back to an older
-        micro-batch."""
-        key = (self.tokens or tuple(hidden.shape[:2]), hidden.dtype, hidden.device, self.model.training)
+    def _context(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor | None, batch: Batch | None = None
+    ) -> Context:
+        """Depends on shape, positions, the batch and the mode only. Two entries: recomputation
+        comes back to an older micro-batch."""
+        key = (
+            self.tokens or tuple(hidden.shape[:2]),
+            hidden.dtype,
+            hidden.device,
+            self.model.training,
+        )
         for known, positions, shown, context in self._contexts:
             if known == key and _equal(positions, position_ids) and _equal_batches(shown, batch):
                 return context
         with ExitStack() as stack, torch.no_grad():
-            # A resumed run captures again where the first one had its context: neither may draw from the stream.
+            # A resumed run captures again where the first one had its context: neither may draw
+            # from the stream.
             stack.enter_context(torch.random.fork_rng([hidden.device] if hidden.is_cuda else []))
             self._skip_collective_lookup(stack)
             ids, beside = self._shown(hidden, batch)
@@ -209,11 +259,19 @@ class Skeleton:
         return context
 
     def _pass_through(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch, *, all_layers: bool
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        beside: Batch,
+        *,
+        all_layers: bool,
     ) -> Context:
-        """Runs the model up to its first decoder layer, or the last one; none of them computes anything."""
+        """Runs the model up to its first decoder layer, or the last one; none of them computes
+        anything."""
         calls: dict[int, Arguments] = {}
-        markers: dict[int, tuple[int, int]] = {}  # id of a stand-in for a carried output -> where it came from
+        markers: dict[
+            int, tuple[int, int]
+        ] = {}  # id of a stand-in for a carried output -> where it came from
         kept: list[torch.Tensor] = []
 
         def record(index: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -252,10 +310,13 @@ def _equal_batches(a: Batch | None, b: Batch | None) -> bool:
 def _slots(
     calls: dict[int, Arguments], markers: dict[int, tuple[int, int]], cut: Cut, hidden_path: str
 ) -> tuple[Slot, ...]:
-    """One slot a tensor, however many layers take it. The same in every run: it depends on the model's code only."""
+    """One slot a tensor, however many layers take it. The same in every run: it depends on the
+    model's code only."""
     uses: dict[int, list[tuple[int, str]]] = {}
     for layer, call in calls.items():
         for path, value in leaves(call):
-            if path != hidden_path and (id(value) in markers or (path in cut.payload and torch.is_tensor(value))):
+            if path != hidden_path and (
+                id(value) in markers or (path in cut.payload and torch.is_tensor(value))
+            ):
                 uses.setdefault(id(value), []).append((layer, path))
     return tuple(Slot(source=markers.get(at), uses=tuple(where)) for at, where in uses.items())

@@ -1,5 +1,6 @@
-"""What a model is trained for: the class of transformers that builds it, what it is shown to be taken apart, and the
-name that peft has for it. Everything that builds, loads or registers a model asks its task."""
+"""What a model is trained for: the class of transformers that builds it, what it is shown to be
+taken apart, and the name that peft has for it. Everything that builds, loads or registers a model
+asks its task."""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ from shardwright.ir.words import PAIR_TYPES, SEEING, TaskName
 class Task:
     """name: as a recipe has it.
 
-    auto_class: of transformers. types: model_type -> the class's name, of those that transformers itself has.
-    registered: configuration class -> model class, with those that came with a model (hf/own_code.py).
-    example_shape: rows x tokens that a tiny copy is shown. peft_type: peft's name of the task. any_of_mapping: also
-    types that `types` leaves out and the mapping has."""
+    auto_class: of transformers. types: model_type -> the class's name, of those that transformers
+    itself has. registered: configuration class -> model class, with those that came with a model
+    (hf/own_code.py). example_shape: rows x tokens that a tiny copy is shown. peft_type: peft's name
+    of the task. any_of_mapping: also types that `types` leaves out and the mapping has."""
 
     name: TaskName
     auto_class: Any
@@ -51,16 +52,18 @@ class Task:
     any_of_mapping: bool = True
 
     def trains(self, model_type: str) -> bool:
-        """Whether transformers' own mapping has it, or a model's own code has registered its class for the task."""
+        """Whether transformers' own mapping has it, or a model's own code has registered its class
+        for the task."""
         known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in self.registered
         return model_type in self.types or (known and self.any_of_mapping)
 
     def build(self, config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
-        """The whole model in fp32, its weights drawn. attention: None takes what transformers picks for the type. Where
-        a part of a composite (a vision encoder) does not have it, that part takes what transformers picks.
+        """The whole model in fp32, its weights drawn. attention: None takes what transformers picks
+        for the type. Where a part of a composite (a vision encoder) does not have it, that part
+        takes what transformers picks.
 
-        It returns no router logits, whatever the configuration asks for: of them a forward makes a loss that nothing
-        here trains on, out of all layers at once.
+        It returns no router logits, whatever the configuration asks for: of them a forward makes a
+        loss that nothing here trains on, out of all layers at once.
         """
         if getattr(config, "output_router_logits", False):
             config = copy.deepcopy(config)
@@ -75,7 +78,9 @@ class Task:
             torch.set_rng_state(state)  # parts of it may have been drawn
             return self._build(untouched, {text: attention})
 
-    def _build(self, config: PretrainedConfig, attention: str | dict[str, str] | None) -> PreTrainedModel:
+    def _build(
+        self, config: PretrainedConfig, attention: str | dict[str, str] | None
+    ) -> PreTrainedModel:
         model: PreTrainedModel = self.auto_class.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
@@ -91,25 +96,38 @@ class Task:
         """Whether its rows are pairs of a picture and a caption."""
         return self.name == "contrastive"
 
-    def small(self, document: Mapping[str, Any], *, depth: bool = True, widths: bool = True) -> dict[str, Any]:
+    def small(
+        self, document: Mapping[str, Any], *, depth: bool = True, widths: bool = True
+    ) -> dict[str, Any]:
         """A complete configuration, made tiny (hf/shrink.py)."""
         made = shrink(document, depth=depth, widths=widths)
         if not self.sees or not widths:
             return made
-        return with_one_width(small_tower(made, document)) if self.contrastive else small_tower(made, document)
+        return (
+            with_one_width(small_tower(made, document))
+            if self.contrastive
+            else small_tower(made, document)
+        )
 
     def shown(self, model: PreTrainedModel) -> tuple[torch.Tensor, Batch | None]:
-        """(ids, what stands beside them) that a tiny copy is taken apart with. Raises NoPictures."""
-        return picture_example(model, VOCABULARY) if self.sees else (self.example(model.config), None)
+        """(ids, what stands beside them) that a tiny copy is taken apart with. Raises
+        NoPictures."""
+        return (
+            picture_example(model, VOCABULARY) if self.sees else (self.example(model.config), None)
+        )
 
     def example(self, config: PretrainedConfig) -> torch.Tensor:
-        """Token ids (rows, tokens) for a tiny copy. Beside plain ones they hold each special id of the configuration
-        that stands in a text, the first id and the last: padding and the like may be treated in a way of its own."""
+        """Token ids (rows, tokens) for a tiny copy. Beside plain ones they hold each special id of
+        the configuration that stands in a text, the first id and the last: padding and the like may
+        be treated in a way of its own."""
         ids = token_ids(config)
         random = torch.tensor(ids.plain)[torch.randint(len(ids.plain), self.example_shape)]
         rows, length = self.example_shape
-        for number, special in enumerate(() if self.contrastive else ids.special):  # a caption ends at its first end
-            # Behind the first token, each in a place of its own; a row begins and ends with a plain one.
+        for number, special in enumerate(
+            () if self.contrastive else ids.special
+        ):  # a caption ends at its first end
+            # Behind the first token, each in a place of its own; a row begins and ends with a plain
+            # one.
             random[number % rows, 1 + (3 * number + 2 * (number % rows)) % (length - 2)] = special
         return random
 

@@ -1,4 +1,5 @@
-"""Into how many tiles a type's processor cuts a picture: asked of the processor itself, on pictures of one colour."""
+"""Into how many tiles a type's processor cuts a picture: asked of the processor itself, on pictures
+of one colour."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from shardwright.hf.processor import NoProcessor, options_of
 from shardwright.hf.raised import first_line
 
 SIDES = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (4, 3), (3, 4), (1, 4), (4, 1), (1, 12), (12, 1))
-"""Of a picture, in sides of the tower's own: where a processor cuts by area, by proportions or by a list of sizes."""
+"""Of a picture, in sides of the tower's own: where a processor cuts by area, by proportions or by a
+list of sizes."""
 
 
 def cuts(processor: Any, tower: Tower) -> list[tuple[int, int]]:
-    """Of pictures of several sizes: (tiles, the whole one among them; tokens of a row that stand for them). tower:
-    whose pictures have one size. Raises NoProcessor."""
+    """Of pictures of several sizes: (tiles, the whole one among them; tokens of a row that stand
+    for them). tower: whose pictures have one size. Raises NoProcessor."""
     found = []
     options = options_of(processor)
     for image in _pictures(tower):
@@ -27,7 +29,8 @@ def cuts(processor: Any, tower: Tower) -> list[tuple[int, int]]:
 
 
 def most_tiles(images: Any, options: dict[str, Any], tower: Tower) -> int:
-    """images: a processor's part for pictures; options: that it is called with. Raises NoProcessor."""
+    """images: a processor's part for pictures; options: that it is called with. Raises
+    NoProcessor."""
     options = {**options, "return_tensors": "pt"}
     return max(_tiles(_called(images, image, options), tower) for image in _pictures(tower))
 

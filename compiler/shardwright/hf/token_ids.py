@@ -1,4 +1,5 @@
-"""Which token ids of a configuration are plain text, which are special there, and which stand for something else."""
+"""Which token ids of a configuration are plain text, which are special there, and which stand for
+something else."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _ENDINGS = ("_token_id", "_token_index", "_patch_id", "_token_ids", "_start_id",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIds:
-    """plain: mean nothing special, ascending. special: each id with a meaning of its own in a text, the first id and
-    the last one. In neither: those that stand for an image, audio or the like."""
+    """plain: mean nothing special, ascending. special: each id with a meaning of its own in a text,
+    the first id and the last one. In neither: those that stand for an image, audio or the like."""
 
     plain: tuple[int, ...]
     special: tuple[int, ...]
@@ -27,7 +28,9 @@ class TokenIds:
 def token_ids(config: PretrainedConfig) -> TokenIds:
     """Read the ids of `config` and of the configurations inside of it, by name."""
     text = config.get_text_config(decoder=True)
-    size = int(getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or VOCABULARY)
+    size = int(
+        getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or VOCABULARY
+    )
     named = [(name, number) for name, number in _named(config.to_dict()) if 0 <= number < size]
     others = {number for name, number in named if not name.startswith(_IN_TEXT)}
     inside = {number for name, number in named if name.startswith(_IN_TEXT)}

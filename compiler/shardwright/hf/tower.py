@@ -1,5 +1,5 @@
-"""A vision tower made narrow, beside what hf/shrink.py does to any configuration: small pictures of few patches, and
-widths that fit the decoder's. It keeps its depth."""
+"""A vision tower made narrow, beside what hf/shrink.py does to any configuration: small pictures of
+few patches, and widths that fit the decoder's. It keeps its depth."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ _ENCODER_HEADS = ("encoder_attention_heads", "num_encoder_attention_heads")
 _TOKENS = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens")
 
 
-def small_tower(document: Mapping[str, Any], real: Mapping[str, Any], text_width: int | None = None) -> dict[str, Any]:
-    """document: `real`, a configuration, as shrink() made it tiny. The same with its towers' sizes made tiny too.
-    text_width: of the decoder that a part stands beside."""
-    text: Mapping[str, Any] = next((document[name] for name in _TEXT if isinstance(document.get(name), dict)), document)
+def small_tower(
+    document: Mapping[str, Any], real: Mapping[str, Any], text_width: int | None = None
+) -> dict[str, Any]:
+    """document: `real`, a configuration, as shrink() made it tiny. The same with its towers' sizes
+    made tiny too. text_width: of the decoder that a part stands beside."""
+    text: Mapping[str, Any] = next(
+        (document[name] for name in _TEXT if isinstance(document.get(name), dict)), document
+    )
     width = text.get("hidden_size") if text_width is None else text_width
     out: dict[str, Any] = {}
     for name, value in document.items():
@@ -42,8 +46,11 @@ def small_tower(document: Mapping[str, Any], real: Mapping[str, Any], text_width
 
 
 def with_one_width(document: Mapping[str, Any]) -> dict[str, Any]:
-    """document: as small_tower made it, of a model that compares features of texts and pictures: both are as wide."""
-    sides = {name: value for name, value in document.items() if name in _TEXT and isinstance(value, dict)}
+    """document: as small_tower made it, of a model that compares features of texts and pictures:
+    both are as wide."""
+    sides = {
+        name: value for name, value in document.items() if name in _TEXT and isinstance(value, dict)
+    }
     tower = next((v for v in document.values() if isinstance(v, dict) and "patch_size" in v), {})
     return {
         **document,
@@ -57,7 +64,11 @@ def with_one_width(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_towers(document: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
     """What a configuration says of its tower beside it."""
-    names = [name for name, value in document.items() if isinstance(value, dict) and "patch_size" in value]
+    names = [
+        name
+        for name, value in document.items()
+        if isinstance(value, dict) and "patch_size" in value
+    ]
     name = next(iter(names), None)
     if name is None:
         return {}
@@ -67,7 +78,9 @@ def _of_towers(document: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str
         if isinstance(value, int) and key.endswith("hidden_size") and wide and real_wide:
             if value == real_wide:
                 out[key] = wide
-            elif value == real_wide * (tower.get("merge_size") or 0) ** 2:  # of the patches of one token
+            elif (
+                value == real_wide * (tower.get("merge_size") or 0) ** 2
+            ):  # of the patches of one token
                 out[key] = wide * tower["merge_size"] ** 2
         elif key == "image_grid_pinpoints" and isinstance(value, list):
             tile = real_tower["image_size"]
@@ -76,11 +89,15 @@ def _of_towers(document: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str
 
 
 def _sections(text: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary sections over time, height and width, which share out half a head: shrink() leaves out lists that are as
-    long as the real one."""
+    """Rotary sections over time, height and width, which share out half a head: shrink() leaves out
+    lists that are as long as the real one."""
     for name in ("rope_parameters", "rope_scaling"):
         table, small = real.get(name), text.get(name)
-        if isinstance(table, dict) and isinstance(small, dict) and isinstance(table.get("mrope_section"), list):
+        if (
+            isinstance(table, dict)
+            and isinstance(small, dict)
+            and isinstance(table.get("mrope_section"), list)
+        ):
             sizes, half = table["mrope_section"], _head(text) // 2
             parts = [max(1, half * size // sum(sizes)) for size in sizes[:-1]]
             return {name: {**small, "mrope_section": [*parts, half - sum(parts)]}}
@@ -93,7 +110,9 @@ def _head(text: Mapping[str, Any]) -> int:
     return int(size * rotated)
 
 
-def _tower(document: Mapping[str, Any], real: Mapping[str, Any], text_width: int | None) -> dict[str, Any]:
+def _tower(
+    document: Mapping[str, Any], real: Mapping[str, Any], text_width: int | None
+) -> dict[str, Any]:
     merge = document.get("spatial_merge_size") or 1
     out = dict(document)
     for name, value in document.items():
@@ -102,7 +121,9 @@ def _tower(document: Mapping[str, Any], real: Mapping[str, Any], text_width: int
         elif name in _PICTURE_SIZES and isinstance(value, list):
             out[name] = [PATCH * SIDE] * len(value)
         elif name in _DEPTHS or (isinstance(value, list) and "layer" in name):
-            out[name] = real[name]  # which blocks a model takes features from is told by their numbers
+            out[name] = real[
+                name
+            ]  # which blocks a model takes features from is told by their numbers
         elif name in _TO_TEXT and isinstance(value, int) and text_width is not None:
             out[name] = text_width
     width, inner = real.get("hidden_size"), real.get("intermediate_size")

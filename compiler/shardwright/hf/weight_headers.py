@@ -1,5 +1,5 @@
-"""What safetensors files hold, read from their headers: names, types, shapes and places. No torch here, and no tensor
-is loaded, whatever the size of the files."""
+"""What safetensors files hold, read from their headers: names, types, shapes and places. No torch
+here, and no tensor is loaded, whatever the size of the files."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightHeaders:
-    """tensors: by the files' own names. problem: why the files contradict each other or their index, "" where they do
-    not. total_size: the index's own count of bytes; None where there is none."""
+    """tensors: by the files' own names. problem: why the files contradict each other or their
+    index, "" where they do not. total_size: the index's own count of bytes; None where there is
+    none."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
@@ -51,8 +52,8 @@ class WeightHeaders:
 
 
 def weight_file_names(folder: Path) -> tuple[str, ...]:
-    """Files that from_pretrained reads: one file where it is there, else those of the index. Raises OSError and
-    ValueError for an index that cannot be read."""
+    """Files that from_pretrained reads: one file where it is there, else those of the index. Raises
+    OSError and ValueError for an index that cannot be read."""
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
         return (SINGLE,)
     return tuple(sorted({file for _, file in _weight_map(folder)}))
@@ -79,19 +80,22 @@ def read_headers(folder: Path) -> WeightHeaders:
 
 
 def same_values(headers: WeightHeaders, first: str, second: str) -> bool:
-    """Whether two tensors hold the same numbers, as torch.equal has it: NaN differs from itself. Reads block by block
-    up to the first difference."""
+    """Whether two tensors hold the same numbers, as torch.equal has it: NaN differs from itself.
+    Reads block by block up to the first difference."""
     import numpy as np  # here: `check` reads headers alone, and fast
 
     a, b = headers.tensors[first], headers.tensors[second]
     if a.shape != b.shape or not {a.dtype, b.dtype} <= set(FLOATS):
         return False
     with open(headers.folder / a.file, "rb") as left, open(headers.folder / b.file, "rb") as right:
-        return all(np.array_equal(x, y) for x, y in zip(_values(left, a), _values(right, b), strict=True))
+        return all(
+            np.array_equal(x, y) for x, y in zip(_values(left, a), _values(right, b), strict=True)
+        )
 
 
 def _values(file: Any, tensor: StoredTensor) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
-    """float64 blocks of as many elements, whatever the type. bf16 is the upper half of an fp32 number."""
+    """float64 blocks of as many elements, whatever the type. bf16 is the upper half of an fp32
+    number."""
     import numpy as np
 
     width = {"F64": 8, "F32": 4}.get(tensor.dtype, 2)
@@ -145,7 +149,10 @@ def _index(folder: Path) -> JsonObject:
 
 def _weight_map(folder: Path) -> Iterable[tuple[str, str]]:
     weight_map = cast("dict[str, object]", _index(folder)["weight_map"])
-    if any(not isinstance(file, str) or "/" in file or file.startswith(".") for file in weight_map.values()):
+    if any(
+        not isinstance(file, str) or "/" in file or file.startswith(".")
+        for file in weight_map.values()
+    ):
         raise ValueError(f"{INDEX} names files outside its folder")
     return [(name, str(file)) for name, file in weight_map.items()]
 

@@ -1,8 +1,8 @@
 """How far apart two results are: what `verify`, the probes and the tests compare by.
 
-A difference is a number from 0 up, and infinite where nothing was shown: NaN on either side, an infinity, a value,
-weight or shape that the other side does not have, nothing to compare at all. Never NaN, so that `max` over differences,
-and `<=` against a limit, cannot lose one.
+A difference is a number from 0 up, and infinite where nothing was shown: NaN on either side, an
+infinity, a value, weight or shape that the other side does not have, nothing to compare at all.
+Never NaN, so that `max` over differences, and `<=` against a limit, cannot lose one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def worst(differences: Iterable[float]) -> float:
     return max((math.inf if math.isnan(d) else d for d in differences), default=math.inf)
 
 
-def series_apart(got: Sequence[float | None], wanted: Sequence[float | None], *, relative: bool = False) -> float:
+def series_apart(
+    got: Sequence[float | None], wanted: Sequence[float | None], *, relative: bool = False
+) -> float:
     """Place by place, over the whole length of both."""
     if len(got) != len(wanted):
         return math.inf

@@ -18,9 +18,13 @@ class Gpu:
     cache_bytes: float  # of the last level, before the memory
     compute_units: int  # streaming multiprocessors (NVIDIA), compute units (AMD)
     is_cpu: bool = False
-    fused_attention_gain: float = 1.0  # rate of fused attention's products over FlashAttention-2's on an A100
+    fused_attention_gain: float = (
+        1.0  # rate of fused attention's products over FlashAttention-2's on an A100
+    )
     softmax_gain: float = 1.0  # the same of its exponentials
-    best_product_flops: float | None = None  # the fastest dense product that was measured, half precision
+    best_product_flops: float | None = (
+        None  # the fastest dense product that was measured, half precision
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Where a Hugging Face model can be cut into pipeline pieces: found by running it, never written by hand."""
+"""Where a Hugging Face model can be cut into pipeline pieces: found by running it, never written by
+hand."""
 
 from __future__ import annotations
 
@@ -14,17 +15,22 @@ Range = tuple[int, int]
 class Cut:
     """stack: dotted path of the ModuleList whose children run once each, in order.
 
-    hidden_position, hidden_keyword: which argument of a decoder layer is the hidden states; one of the two.
-    output_length: 0 where a layer returns the hidden states alone, else the length of the tuple that starts with them.
-    payload: paths of the decoder layers' arguments that the embedding's side computes and that cross stages with the
-        hidden states: "2" is the third positional one, "position_embeddings.0" lies inside a keyword's tuple.
-    carried: places in a layer's output tuple that come back as a later layer's argument, and so cross stages too.
-    together: decoder layers that share parameters or state, and so stay on one stage.
-    untrained: parameters that the logits have no gradient for, with * for numbers: constant tables, towers that text
-        does not pass, a router's correction; by their own names the blocks of a tower behind the one that its model
-        takes. An optimizer must leave them alone, weight decay included.
-    loss: what the model computes itself from labels: "next_token" (labels = inputs, as the trainer does), "given" (it
-        expects labels that are shifted already) or "other". The trainer's is next-token cross-entropy in any case.
+    hidden_position, hidden_keyword: which argument of a decoder layer is the hidden states; one of
+    the two. output_length: 0 where a layer returns the hidden states alone, else the length of the
+    tuple that starts with them. payload: paths of the decoder layers' arguments that the
+    embedding's side computes and that cross stages with the
+        hidden states: "2" is the third positional one, "position_embeddings.0" lies inside a
+        keyword's tuple.
+    carried: places in a layer's output tuple that come back as a later layer's argument, and so
+    cross stages too. together: decoder layers that share parameters or state, and so stay on one
+    stage. untrained: parameters that the logits have no gradient for, with * for numbers: constant
+    tables, towers that text
+        does not pass, a router's correction; by their own names the blocks of a tower behind the
+        one that its model takes. An optimizer must leave them alone, weight decay included.
+    loss: what the model computes itself from labels: "next_token" (labels = inputs, as the trainer
+    does), "given" (it
+        expects labels that are shifted already) or "other". The trainer's is next-token
+        cross-entropy in any case.
     causal: whether no logit sees a later token.
     """
 
@@ -40,7 +46,8 @@ class Cut:
     causal: bool = True
 
     def blocks(self, decoder_layers: int) -> tuple[int, ...]:
-        """Numbers of pipeline layers (embedding, decoder layers, head) that no stage boundary may part, in order."""
+        """Numbers of pipeline layers (embedding, decoder layers, head) that no stage boundary may
+        part, in order."""
         sizes, at = [1], 0
         for first, last in self.together:
             sizes += [1] * (first - at) + [last - first + 1]
@@ -60,9 +67,13 @@ def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def sharing(names: Iterable[tuple[str, ...]], stack: str) -> tuple[Range, ...]:
-    """Decoder layers that share a parameter. names: per parameter, every name that it has in the whole model."""
+    """Decoder layers that share a parameter. names: per parameter, every name that it has in the
+    whole model."""
     prefix = stack + "."
-    layers = [[int(n[len(prefix) :].split(".")[0]) for n in group if n.startswith(prefix)] for group in names]
+    layers = [
+        [int(n[len(prefix) :].split(".")[0]) for n in group if n.startswith(prefix)]
+        for group in names
+    ]
     return merged((min(group), max(group)) for group in layers if group)
 
 

@@ -1,6 +1,8 @@
-"""What `cluster.measured` names: figures that were measured on the machine itself, each with how often and how evenly.
+"""What `cluster.measured` names: figures that were measured on the machine itself, each with how
+often and how evenly.
 
-The file is the record `Measurements` as JSON, field by field. `calibrate` writes all but `runs`, `tune` adds those.
+The file is the record `Measurements` as JSON, field by field. `calibrate` writes all but `runs`,
+`tune` adds those.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ VERSION: Literal[1] = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """value: in the unit that its name ends with. n: repeats behind it. spread: the distance of their quartiles over
-    their median."""
+    """value: in the unit that its name ends with. n: repeats behind it. spread: the distance of
+    their quartiles over their median."""
 
     value: float
     n: int
@@ -28,8 +30,8 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where it was measured. cores: that a node's ranks may use. ranks: processes that measured, on `nodes` nodes.
-    threads: of each process."""
+    """Where it was measured. cores: that a node's ranks may use. ranks: processes that measured, on
+    `nodes` nodes. threads: of each process."""
 
     device: str
     is_cpu: bool
@@ -43,8 +45,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One thing that was timed, for the reader: the constants are fitted to these. sizes: what was timed, such as m, n,
-    k of a product."""
+    """One thing that was timed, for the reader: the constants are fitted to these. sizes: what was
+    timed, such as m, n, k of a product."""
 
     what: str
     sizes: Mapping[str, int]
@@ -53,8 +55,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFigures:
-    """One real layer of the model on one rank, without its collectives. place: in graph.layers, of the first of its
-    kind. backward_seconds: with what the checkpointing runs again. kept_bytes: for the backward pass."""
+    """One real layer of the model on one rank, without its collectives. place: in graph.layers, of
+    the first of its kind. backward_seconds: with what the checkpointing runs again. kept_bytes: for
+    the backward pass."""
 
     place: int
     tensor: int
@@ -67,8 +70,8 @@ class LayerFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigures:
-    """What the engine adds on one rank: to a micro-batch, to each decoder layer of it, to a step, and to a step for
-    each parameter that is updated."""
+    """What the engine adds on one rank: to a micro-batch, to each decoder layer of it, to a step,
+    and to a step for each parameter that is updated."""
 
     zero_stage: int
     micro_batch_seconds: Figure
@@ -79,8 +82,9 @@ class EngineFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """A layout that ran. pins: its keys, as `parallelism` has them. predicted_step_seconds: by the cost model alone, as
-    it was then. peak_bytes: of the fullest rank; None where it was not told."""
+    """A layout that ran. pins: its keys, as `parallelism` has them. predicted_step_seconds: by the
+    cost model alone, as it was then. peak_bytes: of the fullest rank; None where it was not
+    told."""
 
     pins: JsonObject
     step_seconds: Figure
@@ -95,8 +99,8 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """model: the model's `config_hash` (ir/model_graph.py); layers and runs speak of it alone, at this sequence length
-    and for this engine. constants: by their names in cost/constants.json."""
+    """model: the model's `config_hash` (ir/model_graph.py); layers and runs speak of it alone, at
+    this sequence length and for this engine. constants: by their names in cost/constants.json."""
 
     kind: Literal["shardwright measurements"]
     version: Literal[1]
@@ -113,7 +117,8 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredFile:
-    """path: absolute. content: the file's bytes, as they were when they were read. sha256: of these."""
+    """path: absolute. content: the file's bytes, as they were when they were read. sha256: of
+    these."""
 
     path: str
     sha256: str

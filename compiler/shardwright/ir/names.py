@@ -4,5 +4,6 @@ from __future__ import annotations
 
 
 def pattern(path: str) -> str:
-    """ "model.layers.3.mlp.up_proj" -> "model.layers.*.mlp.up_proj": the same for all layers of a kind."""
+    """ "model.layers.3.mlp.up_proj" -> "model.layers.*.mlp.up_proj": the same for all layers of a
+    kind."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnCode:
-    """config_class, model_class: "module.Class", as config.json's auto_map names them ("modeling_x.XForCausalLM").
+    """config_class, model_class: "module.Class", as config.json's auto_map names them
+    ("modeling_x.XForCausalLM").
 
-    files: (path relative to the model's folder, sha256 hex), the two modules and what they import from beside them.
+    files: (path relative to the model's folder, sha256 hex), the two modules and what they import
+    from beside them.
     """
 
     config_class: str

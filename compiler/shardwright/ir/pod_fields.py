@@ -1,5 +1,5 @@
-"""What Kubernetes knows of a pod template: the fields of each of its types (pod_fields.json, written by
-tools/write_pod_fields.py from the published API)."""
+"""What Kubernetes knows of a pod template: the fields of each of its types (pod_fields.json,
+written by tools/write_pod_fields.py from the published API)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _KIND = re.compile(r"(?P<open>[\[{]?)(?P<item>\w+)[\]}]?(?: (?P<key>\w+))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """holds: one | list | map. item: string, integer, number, boolean, any, or a type with fields of its own.
+    """holds: one | list | map. item: string, integer, number, boolean, any, or a type with fields
+    of its own.
 
-    merge_key: the field by which a patch finds the item of a list that it means; "" where it replaces the list.
+    merge_key: the field by which a patch finds the item of a list that it means; "" where it
+    replaces the list.
     """
 
     holds: str

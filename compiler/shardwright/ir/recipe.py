@@ -1,4 +1,5 @@
-"""Stage 1's output: the recipe, typed. Field names are the recipe's own keys; `None` stands for `auto`."""
+"""Stage 1's output: the recipe, typed. Field names are the recipe's own keys; `None` stands for
+`auto`."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """`source` (hub id or local folder, already made absolute if a folder) or `config`, exactly one.
+    """`source` (hub id or local folder, already made absolute if a folder) or `config`, exactly
+    one.
 
-    freeze: parts of a model that sees (ir/freeze.py) and patterns of parameters' names, which are not trained."""
+    freeze: parts of a model that sees (ir/freeze.py) and patterns of parameters' names, which are
+    not trained."""
 
     source: str | None
     config: JsonObject | None
@@ -42,7 +45,9 @@ class ModelSection:
     attention: str  # auto | sdpa | eager | flash_attention_2
     loss: Loss | Literal["auto"]
     kernels: Kernels | Literal["auto", "liger"] = "hf"
-    trust_remote_code: str | None = None  # the same as source, or None: code of the model's own never runs
+    trust_remote_code: str | None = (
+        None  # the same as source, or None: code of the model's own never runs
+    )
     router_aux_loss: float | None = None
     task: TaskName | Literal["auto"] = "auto"
     freeze: tuple[str, ...] = ()
@@ -60,8 +65,8 @@ class InlineGpu:
 class ClusterSection:
     """node_mtbf_hours, checkpoint_gbytes_per_second: None is what cost/goodput.json has.
 
-    islands: equal groups of nodes with slow links between them, inter_island_gbits_per_second each, one direction.
-    nodes: of one of them.
+    islands: equal groups of nodes with slow links between them, inter_island_gbits_per_second each,
+    one direction. nodes: of one of them.
     """
 
     nodes: int | None
@@ -82,8 +87,9 @@ class ClusterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSection:
-    """Brings islands together, every so many steps. lr, momentum: of nesterov, else None. precision: of what is sent.
-    mixing: the share of its result, overlap_steps later; None without any. deadline_seconds: that it waits for one."""
+    """Brings islands together, every so many steps. lr, momentum: of nesterov, else None.
+    precision: of what is sent. mixing: the share of its result, overlap_steps later; None without
+    any. deadline_seconds: that it waits for one."""
 
     every_steps: int
     optimizer: Literal["average", "nesterov"]
@@ -121,7 +127,8 @@ class SchedulerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSection(SchedulerRecord):
-    """`warmup_ratio`, `min_lr_ratio` and `decay_steps` are resolved against the steps in stage 6."""
+    """`warmup_ratio`, `min_lr_ratio` and `decay_steps` are resolved against the steps in stage
+    6."""
 
     min_lr_ratio: float | None
 
@@ -130,7 +137,8 @@ class SchedulerSection(SchedulerRecord):
 class TrainingRecord:
     """What a recipe says of the training and a plan settles.
 
-    stop_after_nonfinite: losses in a row that are no finite number, after which the run ends; 0 is never.
+    stop_after_nonfinite: losses in a row that are no finite number, after which the run ends; 0 is
+    never.
     """
 
     sequence_length: int
@@ -146,7 +154,8 @@ class TrainingRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSection(TrainingRecord):
-    """Exactly one of steps, tokens, epochs is set. global_batch_size: of one island. outer: None without islands."""
+    """Exactly one of steps, tokens, epochs is set. global_batch_size: of one island. outer: None
+    without islands."""
 
     tokens: int | None
     optimizer: OptimizerSection
@@ -156,14 +165,19 @@ class TrainingSection(TrainingRecord):
 
     @property
     def known_steps(self) -> int:
-        """Optimizer steps. 0 = not known yet: `epochs` counts the data, which is read only when it is prepared."""
-        return optimizer_steps(self.steps, self.tokens, self.global_batch_size, self.sequence_length) or 0
+        """Optimizer steps. 0 = not known yet: `epochs` counts the data, which is read only when it
+        is prepared."""
+        return (
+            optimizer_steps(self.steps, self.tokens, self.global_batch_size, self.sequence_length)
+            or 0
+        )
 
 
 def optimizer_steps(
     steps: int | None, tokens: int | None, batch: int | None, sequence_length: int | None
 ) -> int | None:
-    """`steps`, or ceil(tokens / (batch x S)); None where neither can be told. batch: in sequences."""
+    """`steps`, or ceil(tokens / (batch x S)); None where neither can be told. batch: in
+    sequences."""
     if tokens and batch and sequence_length:
         return -(-tokens // (batch * sequence_length))
     return steps
@@ -171,10 +185,11 @@ def optimizer_steps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImagesSection:
-    """What a conversation may hold: pictures, and pixels of each (width x height) once it is made smaller.
+    """What a conversation may hold: pictures, and pixels of each (width x height) once it is made
+    smaller.
 
-    tiles: whether the processor may cut a picture. folder: absolute, where the pictures lie; None is that of the file
-    that names them."""
+    tiles: whether the processor may cut a picture. folder: absolute, where the pictures lie; None
+    is that of the file that names them."""
 
     per_row: int
     max_pixels: int
@@ -186,13 +201,13 @@ class ImagesSection:
 class DataSection:
     """Keys that a kind does not know have their defaults.
 
-    path: a glob for text, jsonl, parquet, chat. In a plan None for synthetic.
-    tokenizer: "byte", a HF name, or a folder made absolute; in a plan "byte", a folder relative to the compiled one, or
+    path: a glob for text, jsonl, parquet, chat. In a plan None for synthetic. tokenizer: "byte", a
+    HF name, or a folder made absolute; in a plan "byte", a folder relative to the compiled one, or
         None for what holds token ids.
-    field: of jsonl and parquet; messages, template, train_on: of chat.
-    images: of chat for a model that sees. skip_damaged: share of the records that may be left out.
-    add_bos_token: of text, jsonl and parquet: whether documents begin with it; auto: as the tokenizer itself does.
-    mixture: of kind "mixture", each part with its weight; shuffle counts for all of them.
+    field: of jsonl and parquet; messages, template, train_on: of chat. images: of chat for a model
+    that sees. skip_damaged: share of the records that may be left out. add_bos_token: of text,
+    jsonl and parquet: whether documents begin with it; auto: as the tokenizer itself does. mixture:
+    of kind "mixture", each part with its weight; shuffle counts for all of them.
     """
 
     kind: str  # text | jsonl | parquet | chat | tokens | megatron | synthetic | mixture
@@ -212,10 +227,14 @@ class DataSection:
 
 
 TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat")  # the others hold token ids already
-DOCUMENT_KINDS = (*TOKENIZED_KINDS, "megatron")  # those that are made of documents, which packing keeps apart
+DOCUMENT_KINDS = (
+    *TOKENIZED_KINDS,
+    "megatron",
+)  # those that are made of documents, which packing keeps apart
 STDLIB, DRAWN = "python-stdlib", "drawn-shapes"
 MADE_HERE = {STDLIB: "text", DRAWN: "chat"}
-"""Data that every machine has or makes, by the word that stands for its path: the kind that takes it."""
+"""Data that every machine has or makes, by the word that stands for its path: the kind that takes
+it."""
 FLASH = "flash_attention_2"
 
 
@@ -267,8 +286,8 @@ class SlurmContainer:
 class SlurmSection:
     """The options of the Slurm job, as sbatch names them.
 
-    signal_seconds: how long before the time limit the job is told to save and stop.
-    gres: None is --gpus-per-node with the plan's number. cpus_per_node, mem: None is what the cluster gives.
+    signal_seconds: how long before the time limit the job is told to save and stop. gres: None is
+    --gpus-per-node with the plan's number. cpus_per_node, mem: None is what the cluster gives.
     extra: further words behind #SBATCH.
     """
 
@@ -297,8 +316,8 @@ POD_LABEL = "app.kubernetes.io/name"
 class KubernetesSection:
     """directory: the compiled folder in the pods, inside mount_path, where volume_claim is mounted.
 
-    secret: holds launch.env_from's values. restarts: of a pod (job) or all pods (jobset), before the job fails.
-    labels: of the Job or JobSet. pod_patch: merged into the pod template.
+    secret: holds launch.env_from's values. restarts: of a pod (job) or all pods (jobset), before
+    the job fails. labels: of the Job or JobSet. pod_patch: merged into the pod template.
     """
 
     image: str
@@ -316,9 +335,9 @@ class KubernetesSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSection:
-    """hostfile, setup_script: made absolute; in a plan relative to the compiled folder, and without a hostfile the
-    hosts are named when the run starts. slurm, kubernetes: in a plan set where that is the launcher. outer_store: the
-    address where islands meet, None without islands.
+    """hostfile, setup_script: made absolute; in a plan relative to the compiled folder, and without
+    a hostfile the hosts are named when the run starts. slurm, kubernetes: in a plan set where that
+    is the launcher. outer_store: the address where islands meet, None without islands.
     """
 
     launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes
@@ -343,8 +362,9 @@ class CheckpointSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A recipe that passed stage 1. `document` is the merged input (extends and --set applied) with every
-    default filled in, as plain JSON: what the compiled folder stores as its resolved recipe."""
+    """A recipe that passed stage 1. `document` is the merged input (extends and --set applied) with
+    every default filled in, as plain JSON: what the compiled folder stores as its resolved
+    recipe."""
 
     version: int
     name: str
@@ -368,7 +388,8 @@ class Recipe:
 
     @property
     def prices_own_run(self) -> bool:
-        """Whether what an estimate prices is a run of this project, not one that others published."""
+        """Whether what an estimate prices is a run of this project, not one that others
+        published."""
         return self.assume.kernels == "auto" or self.model.kernels == "compile"
 
     def data_parts(self) -> tuple[tuple[KeyPath, DataSection], ...]:
@@ -392,4 +413,8 @@ def with_kernels(recipe: Recipe, kernels: Kernels) -> Recipe:
     assumed = recipe.assume.kernels
     if assumed in ("auto", "compiled"):
         assumed = "compiled" if kernels == "compile" else "auto"
-    return replace(recipe, model=replace(recipe.model, kernels=kernels), assume=replace(recipe.assume, kernels=assumed))
+    return replace(
+        recipe,
+        model=replace(recipe.model, kernels=kernels),
+        assume=replace(recipe.assume, kernels=assumed),
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 FUSED_QKV = "fused_qkv_colwise"
-"""Query, key and value, one behind the other: three blocks, the last two as wide as the key/value heads."""
+"""Query, key and value, one behind the other: three blocks, the last two as wide as the key/value
+heads."""
 
 GROUPED_QKV = "grouped_qkv_colwise"
 """Fused by key/value head: each with its query heads. Cut plainly, between key/value heads."""
@@ -22,5 +23,11 @@ COLUMN_STYLES = (
 )
 ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "embedding_colwise")
 VOCABULARY_STYLES = ("vocabulary_embedding", "vocabulary_head")
-OPTIONAL_STYLES = (MULTI_QUERY, "colwise_gather_output", "mla_kv_a_proj", "rowwise_split_input", "embedding_colwise")
+OPTIONAL_STYLES = (
+    MULTI_QUERY,
+    "colwise_gather_output",
+    "mla_kv_a_proj",
+    "rowwise_split_input",
+    "embedding_colwise",
+)
 """Whole in, whole out: where their dimension does not divide they stay plain layers."""

@@ -14,7 +14,8 @@ class WandbSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScaleSection:
-    """every_steps: a step in so many is measured. rows: of it, its first ones, up to the end of a micro-batch."""
+    """every_steps: a step in so many is measured. rows: of it, its first ones, up to the end of a
+    micro-batch."""
 
     every_steps: int
     rows: int

@@ -1,4 +1,5 @@
-"""The tower of a model that sees, as parts of the piece that holds the embedding: what each computes and keeps."""
+"""The tower of a model that sees, as parts of the piece that holds the embedding: what each
+computes and keeps."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from typing import Literal
 from shardwright.ir.words import Checkpointing
 
 Part = Literal["vision", "projector", "text"]
-"""Of a model that sees: the tower; what brings its features to the decoder's width; the decoder with its embedding and
-head."""
+"""Of a model that sees: the tower; what brings its features to the decoder's width; the decoder
+with its embedding and head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """FLOPs, or bytes, of one picture (or tile) of n patches: per_picture + per_patch n + per_pair n^2."""
+    """FLOPs, or bytes, of one picture (or tile) of n patches: per_picture + per_patch n + per_pair
+    n^2."""
 
     per_picture: int = 0
     per_patch: int = 0
@@ -26,8 +28,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionKept:
-    """Bytes that a layer of the tower keeps for its backward pass; checkpointing and element_bytes as in
-    model_graph.Kept."""
+    """Bytes that a layer of the tower keeps for its backward pass; checkpointing and element_bytes
+    as in model_graph.Kept."""
 
     checkpointing: Checkpointing
     element_bytes: int
@@ -36,8 +38,8 @@ class VisionKept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionLayer:
-    """A layer of its own kind, `vision`: one block of a tower; or, with name "", all that stands around the blocks, the
-    projector included.
+    """A layer of its own kind, `vision`: one block of a tower; or, with name "", all that stands
+    around the blocks, the projector included.
 
     widths: (out, in) of its widest matrix; (0, 0) where it has none.
     """
@@ -51,12 +53,13 @@ class VisionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision:
-    """patch: pixels of a patch's side. patches: of every picture, or tile of one, whatever its size; 0 where its size
-    decides. tiles: that a picture is cut into at the most, the whole one among them. patches_per_token: that become
-    one token of a row.
+    """patch: pixels of a patch's side. patches: of every picture, or tile of one, whatever its
+    size; 0 where its size decides. tiles: that a picture is cut into at the most, the whole one
+    among them. patches_per_token: that become one token of a row.
 
-    layers: in the order in which they run, the one around them last; () where untraced says why they could not be run.
-    tower, projector: paths of modules and of single parameters; what lies under both is the projector's, what lies
+    layers: in the order in which they run, the one around them last; () where untraced says why
+    they could not be run. tower, projector: paths of modules and of single parameters; what lies
+    under both is the projector's, what lies
         under neither is the text part.
     """
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedWeights:
-    """path: absolute folder of config.json and safetensors files. revision: its commit, None for a local folder."""
+    """path: absolute folder of config.json and safetensors files. revision: its commit, None for a
+    local folder."""
 
     path: str
     revision: str | None
 
 
 DEQUANTIZED: tuple[str, ...] = ("fp8", "mxfp4")
-"""`quant_method` of config.json whose weights are read as numbers, as transformers' `dequantize=True` does."""
+"""`quant_method` of config.json whose weights are read as numbers, as transformers'
+`dequantize=True` does."""
 
 TOKENIZER_PATTERNS: tuple[str, ...] = (
     "tokenizer*.json",
@@ -30,5 +32,6 @@ TOKENIZER_PATTERNS: tuple[str, ...] = (
 
 
 def weights_words(weights: str) -> str:
-    """`model.weights` as every summary says it: who brings data of his own shall see what is trained on it."""
+    """`model.weights` as every summary says it: who brings data of his own shall see what is
+    trained on it."""
     return "weights pretrained" if weights == "pretrained" else "weights random (from scratch)"

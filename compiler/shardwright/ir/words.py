@@ -1,4 +1,5 @@
-"""The closed words of a recipe and a layout, as types: a comparison with a word that is not one of them fails mypy."""
+"""The closed words of a recipe and a layout, as types: a comparison with a word that is not one of
+them fails mypy."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ TaskName = Literal["causal-lm", "image-text-to-text", "contrastive"]
 SEEING: tuple[TaskName, ...] = ("image-text-to-text", "contrastive")
 """Those whose rows hold pictures."""
 PAIR_TYPES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
-"""model_type -> class of transformers, of those that are trained on pairs of a picture and a caption."""
+"""model_type -> class of transformers, of those that are trained on pairs of a picture and a
+caption."""
 Kernels = Literal["hf", "compile"]
-"""What a decoder layer runs as: Hugging Face's modules, one kernel an operator, or torch.compile of them."""
+"""What a decoder layer runs as: Hugging Face's modules, one kernel an operator, or torch.compile of
+them."""
 Precision = Literal["bf16", "fp16", "fp32"]
 Choice = Literal["off", "auto", "on"]
 """auto: where it can be had."""
@@ -34,9 +37,9 @@ OFFLOAD: tuple[Offload, ...] = get_args(Offload)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialCheckpointing:
-    """The first `full` decoder layers of each pipeline stage are checkpointed whole, the others not at all. The first
-    ones go backward last: what they make again has the room that the others left. A stage with no more layers than that
-    checkpoints all of them."""
+    """The first `full` decoder layers of each pipeline stage are checkpointed whole, the others not
+    at all. The first ones go backward last: what they make again has the room that the others left.
+    A stage with no more layers than that checkpoints all of them."""
 
     full: int
 

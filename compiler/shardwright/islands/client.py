@@ -36,8 +36,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Who is calling. attempt: of the island's folder, which counts each start. run: a random word of this start.
-    connection: how often its ranks have connected since. plan, data: digests that all islands share."""
+    """Who is calling. attempt: of the island's folder, which counts each start. run: a random word
+    of this start. connection: how often its ranks have connected since. plan, data: digests that
+    all islands share."""
 
     island: int
     rank: int
@@ -51,7 +52,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """kind: GO, EXCHANGE or RECEIVE. members, attempt: of an exchange. step: of it, or of the state to be taken."""
+    """kind: GO, EXCHANGE or RECEIVE. members, attempt: of an exchange. step: of it, or of the state
+    to be taken."""
 
     kind: FrameKind
     members: tuple[int, ...] = ()
@@ -60,14 +62,20 @@ class Answer:
 
 
 class Link:
-    """One connection, made anew after each loss. Its methods raise Broken, also where the store, which gives a sign of
-    life every sixteenth of the deadline, is silent for half of it: the other half is for reaching it again."""
+    """One connection, made anew after each loss. Its methods raise Broken, also where the store,
+    which gives a sign of life every sixteenth of the deadline, is silent for half of it: the other
+    half is for reaching it again."""
 
     def __init__(
-        self, address: str, secret: bytes, place: Place, deadline_seconds: float, within: float = CONNECT_SECONDS
+        self,
+        address: str,
+        secret: bytes,
+        place: Place,
+        deadline_seconds: float,
+        within: float = CONNECT_SECONDS,
     ) -> None:
-        """within: seconds that the store has for each answer. Raises Broken where nobody answers, Refused where the
-        store does not take it."""
+        """within: seconds that the store has for each answer. Raises Broken where nobody answers,
+        Refused where the store does not take it."""
         host, _, port = address.rpartition(":")
         try:
             connection = socket.create_connection((host, int(port)), min(CONNECT_SECONDS, within))
@@ -76,7 +84,9 @@ class Link:
         silent = 2 * grace(deadline_seconds)
         give_up_after(connection, silent)
         try:
-            self._channel = self._welcomed(connection, secret, place, min(within, HANDSHAKE_SECONDS))
+            self._channel = self._welcomed(
+                connection, secret, place, min(within, HANDSHAKE_SECONDS)
+            )
         except WrongSecret:
             connection.close()
             raise Refused("SW6313", f"the outer store at {address} has another secret") from None
@@ -113,15 +123,18 @@ class Link:
             if kind in (FrameKind.EXCHANGE, FrameKind.RECEIVE):
                 document = document_of(payload)
                 members = tuple(int(number) for number in document.get("members", ()))
-                return Answer(kind=kind, members=members, attempt=attempt, step=int(document["step"]))
+                return Answer(
+                    kind=kind, members=members, attempt=attempt, step=int(document["step"])
+                )
             if kind == FrameKind.REFUSED:
                 raise _refused(payload)
             if kind not in (FrameKind.WAIT, FrameKind.RETRY):
                 raise Broken(f"an unexpected {kind.name}")
 
     def exchange(self, attempt: int, deltas: memoryview, means: memoryview) -> list[int] | None:
-        """Sends the deltas and fills in the means, as many bytes. Returns the islands that are to take this one's state
-        now, or None where a member was lost: then nothing counts, and the rank arrives again."""
+        """Sends the deltas and fills in the means, as many bytes. Returns the islands that are to
+        take this one's state now, or None where a member was lost: then nothing counts, and the
+        rank arrives again."""
         ended, ahead = threading.Event(), threading.Semaphore(WINDOW)
 
         def send() -> None:
@@ -148,11 +161,15 @@ class Link:
             ahead.release()
             sender.join()
 
-    def _take_means(self, attempt: int, means: memoryview, ahead: threading.Semaphore) -> list[int] | None:
+    def _take_means(
+        self, attempt: int, means: memoryview, ahead: threading.Semaphore
+    ) -> list[int] | None:
         sizes, at, number = chunk_sizes(len(means)), 0, 0
         while True:
             kind, tag, payload = self._channel.receive()
-            if kind == FrameKind.WAIT or (kind in (FrameKind.MEAN, FrameKind.RETRY) and tag != attempt):
+            if kind == FrameKind.WAIT or (
+                kind in (FrameKind.MEAN, FrameKind.RETRY) and tag != attempt
+            ):
                 continue
             if kind == FrameKind.RETRY:
                 return None

@@ -1,7 +1,8 @@
 """Who takes part in which outer step: the store's one decision, made under one lock.
 
-An island is current when its weights at the last outer step are those of the last committed round. Rounds wait for the
-current islands alone; one that is behind decides nothing, and takes a member's state after the next commit.
+An island is current when its weights at the last outer step are those of the last committed round.
+Rounds wait for the current islands alone; one that is behind decides nothing, and takes a member's
+state after the next commit.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _SMALLEST_CHUNK, _CHUNKS = 2**16, 64
 
 @dataclass(slots=True, kw_only=True)
 class Arrival:
-    """One rank's. base: the step of the last outer step that its weights have. step: where it is. is_due: it comes for
-    an outer step. size: bytes of its deltas. check: a sum over its anchor's bits."""
+    """One rank's. base: the step of the last outer step that its weights have. step: where it is.
+    is_due: it comes for an outer step. size: bytes of its deltas. check: a sum over its anchor's
+    bits."""
 
     base: int
     step: int
@@ -31,8 +33,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start of an island. attempt: its folder's count of starts. run: a random word of this one, for two copies of
-    a folder count alike. connection: how often its ranks have connected since. No clock takes part."""
+    """One start of an island. attempt: its folder's count of starts. run: a random word of this
+    one, for two copies of a folder count alike. connection: how often its ranks have connected
+    since. No clock takes part."""
 
     attempt: int
     run: str
@@ -70,8 +73,8 @@ class Island:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Round:
-    """cells: a rank's number -> what the members' ranks of that number send. receivers: who takes a member's state
-    after the commit; the provider is the first member."""
+    """cells: a rank's number -> what the members' ranks of that number send. receivers: who takes a
+    member's state after the commit; the provider is the first member."""
 
     attempt: int
     step: int
@@ -80,8 +83,12 @@ class Round:
     began: float
     outcome: str = ""  # committed | aborted
     receivers: tuple[Island, ...] = ()
-    expecting: set[tuple[int, int]] = field(default_factory=set)  # (receiver, rank) that has been told
-    passed: set[int] = field(default_factory=set)  # the provider's ranks whose state has been passed on
+    expecting: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # (receiver, rank) that has been told
+    passed: set[int] = field(
+        default_factory=set
+    )  # the provider's ranks whose state has been passed on
 
     def abort(self) -> None:
         self.outcome = self.outcome or "aborted"
@@ -98,15 +105,22 @@ class Decision:
 
 
 class Membership:
-    """Every method is called under the store's lock. base: None until islands have met. rounds: of all that were
-    committed, for the record."""
+    """Every method is called under the store's lock. base: None until islands have met. rounds: of
+    all that were committed, for the record."""
 
     def __init__(self, islands: int, world: int, deadline_seconds: float, precision: str) -> None:
-        self.count, self.world, self.deadline, self.precision = islands, world, deadline_seconds, precision
+        self.count, self.world, self.deadline, self.precision = (
+            islands,
+            world,
+            deadline_seconds,
+            precision,
+        )
         self.base: int | None = None
         self.islands: dict[int, Island] = {}
         self.newest: dict[int, Start] = {}
-        self.replaced: dict[int, set[str]] = {}  # island -> runs of it that a later start took the place of
+        self.replaced: dict[
+            int, set[str]
+        ] = {}  # island -> runs of it that a later start took the place of
         self.attempts = 0
         self.round: Round | None = None
         self.rounds: list[dict[str, Any]] = []
@@ -131,7 +145,8 @@ class Membership:
         return island
 
     def _is_replaced(self, number: int, start: Start) -> bool:
-        """A folder that was made anew counts its starts from 1 again: it is taken where nobody else is the island."""
+        """A folder that was made anew counts its starts from 1 again: it is taken where nobody else
+        is the island."""
         newest = self.newest.get(number, start)
         if start.run == newest.run:
             return start.connection < newest.connection
@@ -150,7 +165,11 @@ class Membership:
         if self.round is not None and island in self.round.members and not self.round.outcome:
             self.round.abort()
         if not any(each.current for each in self.islands.values()):
-            self.base, self._meeting_since, self._due_since = None, None, None  # who is left meets anew
+            self.base, self._meeting_since, self._due_since = (
+                None,
+                None,
+                None,
+            )  # who is left meets anew
         return list(island.links.values())
 
     def finish(self) -> None:
@@ -158,8 +177,8 @@ class Membership:
         self.final = self.final if self.base is None else self.base
 
     def is_late(self, island: Island) -> bool:
-        """Whether it still comes for an outer step that the others, who are done, make no more: alone it would end with
-        weights of its own."""
+        """Whether it still comes for an outer step that the others, who are done, make no more:
+        alone it would end with weights of its own."""
         ended = self.final is not None and island.decision is None and not island.current
         return ended and any(a.base != self.final or a.is_due for a in island.arrivals.values())
 
@@ -174,8 +193,8 @@ class Membership:
         island.arrivals[rank] = arrival
 
     def taken(self, island: Island, rank: int) -> Decision | None:
-        """The decision about it, heard by this rank; None where there is none yet, or this rank has heard it already:
-        it has come again, before its neighbours heard of the first time."""
+        """The decision about it, heard by this rank; None where there is none yet, or this rank has
+        heard it already: it has come again, before its neighbours heard of the first time."""
         found = island.decision
         if found is None or rank in island.told:
             return None
@@ -187,8 +206,12 @@ class Membership:
 
     def advance(self) -> list[tuple[Island, str]]:
         """Decides what can be decided now. Returns the islands that have to go, and why."""
-        ready = [i for i in self._in_order() if len(i.arrivals) == self.world and i.decision is None]
-        bad = [i for i in ready if len({(a.base, a.step, a.is_due) for a in i.arrivals.values()}) > 1]
+        ready = [
+            i for i in self._in_order() if len(i.arrivals) == self.world and i.decision is None
+        ]
+        bad = [
+            i for i in ready if len({(a.base, a.step, a.is_due) for a in i.arrivals.values()}) > 1
+        ]
         if bad:
             return [(i, "its ranks are not at the same step") for i in bad]
         if not ready:
@@ -200,13 +223,16 @@ class Membership:
         for island in ready:
             if island.first.base == self.base and not island.first.is_due:
                 island.current, island.decision = True, Decision(kind=FrameKind.GO)
-        return self._begin_round([i for i in ready if i.decision is None and i.first.base == self.base])
+        return self._begin_round(
+            [i for i in ready if i.decision is None and i.first.base == self.base]
+        )
 
     def _in_order(self) -> list[Island]:
         return [self.islands[number] for number in sorted(self.islands)]
 
     def _met(self, ready: list[Island]) -> bool:
-        """The first meeting waits for every island, at most the deadline: the one that is furthest decides."""
+        """The first meeting waits for every island, at most the deadline: the one that is furthest
+        decides."""
         now = time.monotonic()
         self._meeting_since = now if self._meeting_since is None else self._meeting_since
         if len(ready) < self.count and now < self._meeting_since + self.deadline:
@@ -223,12 +249,17 @@ class Membership:
         waited = [i for i in self._in_order() if i.current and i not in callers]
         first = min(i.since for i in callers)
         self._due_since = first if self._due_since is None else self._due_since
-        # A round that begins again waits for what is left of the deadline, and for who was told so a moment ago.
+        # A round that begins again waits for what is left of the deadline, and for who was told so
+        # a moment ago.
         late = max(self._due_since + self.deadline, first + grace(self.deadline))
         if waited and time.monotonic() < late:
             return []
         reference = next((i for i in callers if i.current), callers[0])
-        same = [i for i in callers if (i.first.step, i.checks) == (reference.first.step, reference.checks)]
+        same = [
+            i
+            for i in callers
+            if (i.first.step, i.checks) == (reference.first.step, reference.checks)
+        ]
         for island in callers:
             island.current = island in same
             if island not in same:  # it takes a member's state, as if it were behind
@@ -261,19 +292,30 @@ class Membership:
             return []
         late = {number for cell in found.cells.values() for number in cell.laggards()}
         silent = grace(self.deadline)
-        gone = [i for i in found.members if i.number in late and now > max(i.heard, found.began) + silent]
+        gone = [
+            i
+            for i in found.members
+            if i.number in late and now > max(i.heard, found.began) + silent
+        ]
         return [(i, f"nothing came from it for {silent:g} s of an outer step") for i in gone]
 
-    def try_commit(self, found: Round, record: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
-        """Commits the round once every rank of every member has brought everything. Returns its line, or None.
+    def try_commit(
+        self, found: Round, record: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any] | None:
+        """Commits the round once every rank of every member has brought everything. Returns its
+        line, or None.
 
-        record: writes the line to where it lasts. What it raises leaves the round without an outcome: no island applies
-        an outer step that is not on record.
+        record: writes the line to where it lasts. What it raises leaves the round without an
+        outcome: no island applies an outer step that is not on record.
         """
         if found.outcome or not all(cell.complete for cell in found.cells.values()):
             return None
-        waiting = [i for i in self._in_order() if len(i.arrivals) == self.world and i.decision is None]
-        receivers = tuple(i for i in waiting if i.first.base != found.step and i not in found.members)
+        waiting = [
+            i for i in self._in_order() if len(i.arrivals) == self.world and i.decision is None
+        ]
+        receivers = tuple(
+            i for i in waiting if i.first.base != found.step and i not in found.members
+        )
         line = {
             "step": found.step,
             "members": [i.number for i in found.members],
@@ -292,8 +334,8 @@ class Membership:
 
 
 def chunk_sizes(size: int) -> list[int]:
-    """Bytes of each chunk of a rank's deltas: averages come back while the rest goes up, and the last one alone comes
-    when nothing goes up any more."""
+    """Bytes of each chunk of a rank's deltas: averages come back while the rest goes up, and the
+    last one alone comes when nothing goes up any more."""
     each = min(max(size // _CHUNKS // 4 * 4, _SMALLEST_CHUNK), CHUNK_BYTES)
     whole, rest = divmod(size, each)
     return [each] * whole + [rest] * bool(rest)

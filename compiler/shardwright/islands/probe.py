@@ -1,5 +1,5 @@
-"""The link between an island and the outer store, measured through the store's own protocol: a PROBE in the place of a
-HELLO. Who probes takes no part in an outer step."""
+"""The link between an island and the outer store, measured through the store's own protocol: a
+PROBE in the place of a HELLO. Who probes takes no part in an outer step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.islands.wire import CHUNK_BYTES, Broken, Channel, FrameKind, document_of, give_up_after, meet
+from shardwright.islands.wire import (
+    CHUNK_BYTES,
+    Broken,
+    Channel,
+    FrameKind,
+    document_of,
+    give_up_after,
+    meet,
+)
 
 SILENCE_SECONDS = 20.0
 ROUND_TRIPS = 5
 FIRST_BYTES, MOST_BYTES = 2**18, 2**26
-"""Of a burst, over all connections: each is four times the one before, until one takes ENOUGH_SECONDS."""
+"""Of a burst, over all connections: each is four times the one before, until one takes
+ENOUGH_SECONDS."""
 ENOUGH_SECONDS = 0.5
 MOST_CONNECTIONS = 8
 _MOST_REQUESTS = 64  # of one connection
@@ -25,8 +34,8 @@ _MOST_REQUESTS = 64  # of one connection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
-    """up: from the island to the store; bytes per second over all connections at once. here: the islands that the store
-    has. has_same_plan: the store was started for the island's own plan."""
+    """up: from the island to the store; bytes per second over all connections at once. here: the
+    islands that the store has. has_same_plan: the store was started for the island's own plan."""
 
     has_same_plan: bool
     here: tuple[int, ...]
@@ -36,7 +45,9 @@ class MeasuredLink:
     down_bytes_per_second: float
 
 
-def answer_probe(link: Channel, first: dict[str, Any], digest: str, here: Callable[[], list[int]]) -> None:
+def answer_probe(
+    link: Channel, first: dict[str, Any], digest: str, here: Callable[[], list[int]]
+) -> None:
     """The store's side, until the other one leaves. Raises Broken."""
     link.patience(SILENCE_SECONDS)
     link.say(FrameKind.PROBED, {"has_same_plan": first.get("plan") == digest, "here": here()})
@@ -72,8 +83,8 @@ def _take(link: Channel, count: int) -> None:
 
 
 def measure_link(address: str, secret: bytes, digest: str, connections: int) -> MeasuredLink:
-    """connections: as many as ranks of the island have, at most MOST_CONNECTIONS. Takes seconds: at most 2 x 85 MiB go
-    over the link. Raises WrongSecret, or Broken where nobody answers."""
+    """connections: as many as ranks of the island have, at most MOST_CONNECTIONS. Takes seconds: at
+    most 2 x 85 MiB go over the link. Raises WrongSecret, or Broken where nobody answers."""
     links: list[Channel] = []
     try:
         for _ in range(max(1, min(connections, MOST_CONNECTIONS))):

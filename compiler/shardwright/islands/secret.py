@@ -27,14 +27,14 @@ def read_secret(folder: Path) -> bytes:
     raise refusal(
         "SW6313",
         f"no secret for the outer store: {why}",
-        "Start `shardwright outer-store DIR` first: it writes one for every island's folder that it finds. Copy it to "
-        "the same place of the folder at the other sites.",
+        "Start `shardwright outer-store DIR` first: it writes one for every island's folder that "
+        "it finds. Copy it to the same place of the folder at the other sites.",
     )
 
 
 def share_secret(folder: Path, islands: list[Path]) -> bytes:
-    """The compiled folder's, made where it has none, and put into each island's folder that is here. Raises Refusal:
-    SW6313, SW6322."""
+    """The compiled folder's, made where it has none, and put into each island's folder that is
+    here. Raises Refusal: SW6313, SW6322."""
     path = folder / SECRET
     if not path.exists():
         _write(path, secrets.token_hex(32).encode("ascii"))
@@ -53,7 +53,9 @@ def _write(path: Path, secret: bytes) -> None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+        ) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -63,6 +65,12 @@ def _write(path: Path, secret: bytes) -> None:
             temporary.unlink()
         raise refusal(
             "SW6322",
-            f"the outer store's secret cannot be written to {str(path)!r}: {error.strerror or error}",
-            "Make room there, or give this user the right to write there, and start `shardwright outer-store` again.",
+            (
+                f"the outer store's secret cannot be written to {str(path)!r}: "
+                f"{error.strerror or error}"
+            ),
+            (
+                "Make room there, or give this user the right to write there, and start "
+                "`shardwright outer-store` again."
+            ),
         ) from None

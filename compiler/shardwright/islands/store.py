@@ -1,5 +1,5 @@
-"""The outer store: a process of its own, on no island's ranks. It decides who takes part in an outer step, adds up what
-they send, and passes a member's state on to who is behind."""
+"""The outer store: a process of its own, on no island's ranks. It decides who takes part in an
+outer step, adds up what they send, and passes a member's state on to who is behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class _Late(Exception):
 
 
 class OuterStore:
-    """failure: why no outer step can be put on record any more; None while all is well. Then no island is here."""
+    """failure: why no outer step can be put on record any more; None while all is well. Then no
+    island is here."""
 
     def __init__(
         self,
@@ -51,8 +52,9 @@ class OuterStore:
         log: Callable[[str], None],
         record: Callable[[dict[str, Any]], None],
     ) -> None:
-        """log: prints a line for a person; the store goes on whatever it raises. record: writes what a round was to
-        where it lasts, before any island hears that the round is made; the store stops where it raises."""
+        """log: prints a line for a person; the store goes on whatever it raises. record: writes
+        what a round was to where it lasts, before any island hears that the round is made; the
+        store stops where it raises."""
         self.membership, self._secret, self._digest = membership, secret, digest
         self._log_line, self._record = log, record
         self.failure: Exception | None = None
@@ -82,7 +84,11 @@ class OuterStore:
         self._turned_away[address] += 1
         count = self._turned_away[address]
         if count <= MOST_LINES_OF_AN_ADDRESS and len(self._turned_away) <= MOST_ADDRESSES:
-            more = "; nothing more is printed about this address" if count == MOST_LINES_OF_AN_ADDRESS else ""
+            more = (
+                "; nothing more is printed about this address"
+                if count == MOST_LINES_OF_AN_ADDRESS
+                else ""
+            )
             self._log(line + more)
         elif len(self._turned_away) > MOST_ADDRESSES:
             self._turned_away.pop(address, None)
@@ -103,7 +109,9 @@ class OuterStore:
             for crowded_out in self._unauthenticated.add(connection, address[0]):
                 shut(crowded_out)
             try:
-                threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
+                threading.Thread(
+                    target=self._greet, args=(connection, address), daemon=True
+                ).start()
             except RuntimeError as error:  # the system allows no more threads
                 self._unauthenticated.remove(connection)
                 connection.close()
@@ -111,7 +119,8 @@ class OuterStore:
                 time.sleep(AGAIN_SECONDS)
 
     def _make_room(self, error: OSError) -> None:
-        """After accept() has failed. Errors of one connection, such as a peer that is gone already, end nothing."""
+        """After accept() has failed. Errors of one connection, such as a peer that is gone already,
+        end nothing."""
         if is_exhausted(error) and (oldest := self._unauthenticated.pop()) is not None:
             shut(oldest)
         self._log_turned_away("", f"warning: cannot take a connection: {error}")
@@ -139,7 +148,9 @@ class OuterStore:
             line = f"warning[SW6313]: {address[0]} came with another secret, and was turned away"
             self._log_turned_away(address[0], line)
         except (Broken, OSError) as error:
-            self._log_turned_away(address[0], f"{address[0]} left before it said who it is: {error}")
+            self._log_turned_away(
+                address[0], f"{address[0]} left before it said who it is: {error}"
+            )
         finally:
             self._unauthenticated.remove(connection)
             connection.close()
@@ -151,7 +162,11 @@ class OuterStore:
     def _admit(self, link: Channel, hello: dict[str, Any]) -> None:
         try:
             number, rank, world = int(hello["island"]), int(hello["rank"]), int(hello["world"])
-            attempt, run, connection = int(hello["attempt"]), str(hello["run"]), int(hello["connection"])
+            attempt, run, connection = (
+                int(hello["attempt"]),
+                str(hello["run"]),
+                int(hello["connection"]),
+            )
             plan, data = str(hello["plan"]), str(hello["data"])
         except (KeyError, TypeError, ValueError):
             raise Broken("it did not say who it is") from None
@@ -189,11 +204,19 @@ class OuterStore:
 
     def _refused(self, number: int, rank: int, world: int, plan: str, data: str) -> str:
         m = self.membership
-        if plan != self._digest or world != m.world or not (0 <= number < m.count and 0 <= rank < m.world):
+        if (
+            plan != self._digest
+            or world != m.world
+            or not (0 <= number < m.count and 0 <= rank < m.world)
+        ):
             return "SW6316 its plan is not the one that this store was started for"
         with self._change:
             self._data_digest = self._data_digest or data
-            return "" if data == self._data_digest else "SW6316 its data is not that of the islands before it"
+            return (
+                ""
+                if data == self._data_digest
+                else "SW6316 its data is not that of the islands before it"
+            )
 
     def _drop(self, island: Island, why: str) -> None:
         with self._change:
@@ -227,11 +250,14 @@ class OuterStore:
                 raise Broken(f"an unexpected {kind.name}")
 
     def _await_last_rank(self, island: Island, rank: int) -> None:
-        """Until the island has left with every rank: what one of them still passes on is not cut short."""
+        """Until the island has left with every rank: what one of them still passes on is not cut
+        short."""
         with self._change:
             island.left.add(rank)
             self._change.notify_all()
-            self._change.wait_for(lambda: len(island.left) == self.membership.world or bool(island.dropped))
+            self._change.wait_for(
+                lambda: len(island.left) == self.membership.world or bool(island.dropped)
+            )
 
     def _decided(self, link: Channel, island: Island, rank: int, told: dict[str, Any]) -> Decision:
         try:
@@ -257,7 +283,10 @@ class OuterStore:
                     raise Broken(island.dropped)
                 if self.membership.is_late(island):
                     done = ", ".join(map(str, sorted(self._done)))
-                    raise _Late(f"island {done} has trained to step {self.membership.final}, and this one has not")
+                    raise _Late(
+                        f"island {done} has trained to step {self.membership.final}, and this "
+                        "one has not"
+                    )
                 behind = not noted and self.membership.is_behind(island)
                 if (decision := self.membership.taken(island, rank)) is not None:
                     self._change.notify_all()
@@ -267,7 +296,9 @@ class OuterStore:
                 self._drop(each, why)
             if behind:
                 noted = True
-                self._log(f"island {island.number} is behind, and waits for the others' next outer step")
+                self._log(
+                    f"island {island.number} is behind, and waits for the others' next outer step"
+                )
             if decision is not None:
                 return decision
             if time.monotonic() - said >= self._wait_seconds:
@@ -294,13 +325,20 @@ class OuterStore:
         elif decision.kind == FrameKind.EXCHANGE:
             members = [i.number for i in found.members]
             link.say(FrameKind.EXCHANGE, {"members": members, "step": found.step}, found.attempt)
-            threading.Thread(target=self._send_means, args=(link, island, rank, found), daemon=True).start()
+            threading.Thread(
+                target=self._send_means, args=(link, island, rank, found), daemon=True
+            ).start()
         else:
             self._hold_for_state(link, island, rank, found)
 
     def _deposit(self, island: Island, rank: int, attempt: int, payload: bytearray) -> None:
         found = self.membership.round
-        if found is None or found.attempt != attempt or island not in found.members or found.outcome:
+        if (
+            found is None
+            or found.attempt != attempt
+            or island not in found.members
+            or found.outcome
+        ):
             return  # of a round that was given up
         cell = found.cells[rank]
         try:
@@ -327,7 +365,10 @@ class OuterStore:
                 self._drop(island, "the store stops")
         elif line is not None:
             joined = f"; {line['joined']} take its state" if line["joined"] else ""
-            self._log(f"outer step at {line['step']}: islands {line['members']}, {line['seconds']:.3g} s{joined}")
+            self._log(
+                f"outer step at {line['step']}: islands {line['members']}, {line['seconds']:.3g} "
+                f"s{joined}"
+            )
 
     def _send_means(self, link: Channel, island: Island, rank: int, found: Round) -> None:
         """A thread of its own: averages go down while deltas come up."""
@@ -345,7 +386,9 @@ class OuterStore:
             while not self._wait_for(lambda: bool(found.outcome)):
                 link.send(FrameKind.WAIT)
             if found.outcome == "committed":
-                receivers = [i.number for i in found.receivers] if found.members[0] is island else []
+                receivers = (
+                    [i.number for i in found.receivers] if found.members[0] is island else []
+                )
                 link.say(FrameKind.COMMIT, {"receivers": receivers}, found.attempt)
             else:
                 link.send(FrameKind.RETRY, found.attempt)
@@ -359,7 +402,9 @@ class OuterStore:
         with self._change:
             found.expecting.add((island.number, rank))
             self._change.notify_all()
-        while not self._wait_for(lambda: bool(rank in found.passed or provider.dropped or island.dropped)):
+        while not self._wait_for(
+            lambda: bool(rank in found.passed or provider.dropped or island.dropped)
+        ):
             link.send(FrameKind.WAIT)
         if rank not in found.passed:
             raise Broken("the island whose state it was to take is lost")

@@ -1,4 +1,5 @@
-"""Means of deltas, chunk by chunk, in the order of the islands: the same bytes whoever came first."""
+"""Means of deltas, chunk by chunk, in the order of the islands: the same bytes whoever came
+first."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 WINDOW = 8
-"""Chunks that a rank may send ahead of the means that it has got back, and get ahead of the slowest member."""
+"""Chunks that a rank may send ahead of the means that it has got back, and get ahead of the slowest
+member."""
 _NAN = np.uint16(0x7FC0)
 
 
@@ -81,8 +83,8 @@ class ChunkSums:
                 self._change.notify_all()
 
     def take(self, number: int, seconds: float) -> bytes | None:
-        """The mean of a chunk, once it is there and the slowest member is near; None where it is not after so long.
-        Raises Aborted."""
+        """The mean of a chunk, once it is there and the slowest member is near; None where it is
+        not after so long. Raises Aborted."""
 
         def is_due() -> bool:
             return number in self._means and number < min(self._sent.values()) + WINDOW
@@ -96,7 +98,11 @@ class ChunkSums:
     def laggards(self) -> set[int]:
         """Members that could bring a chunk now."""
         with self._change:
-            return {m for m, n in self._deposited.items() if n < min(len(self.sizes), self._sent[m] + WINDOW)}
+            return {
+                m
+                for m, n in self._deposited.items()
+                if n < min(len(self.sizes), self._sent[m] + WINDOW)
+            }
 
     def sent(self, member: int, number: int) -> None:
         """`member` has got the mean of the chunk."""

@@ -1,8 +1,8 @@
 """Frames between a rank and the outer store, over one TCP connection each.
 
-Both sides prove that they know the secret before anything else is said, and each frame carries an HMAC-SHA256 over a
-key of this connection, its direction and its number: nobody without the secret joins, changes or replays a frame.
-Nothing is encrypted: who can read the link can read the deltas.
+Both sides prove that they know the secret before anything else is said, and each frame carries an
+HMAC-SHA256 over a key of this connection, its direction and its number: nobody without the secret
+joins, changes or replays a frame. Nothing is encrypted: who can read the link can read the deltas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 MAGIC = b"shardwright-outer-2\n"
 NONCE = 32
 HANDSHAKE_SECONDS = 10.0
-"""For all that is said before a connection is authenticated; each side needs milliseconds for it."""
+"""For all that is said before a connection is authenticated; each side needs milliseconds for
+it."""
 CHUNK_BYTES = 2**20
 """Of a frame's payload, at most."""
 _LARGEST = 4 * CHUNK_BYTES
@@ -31,8 +32,8 @@ _HEADER = struct.Struct(">BIQ")
 
 
 class FrameKind(enum.IntEnum):
-    """Of a frame. From a rank: HELLO, ARRIVE, DELTA, STATE, BYE; PROBE in HELLO's place (probe.py). From the store: the
-    others; STATE is passed on."""
+    """Of a frame. From a rank: HELLO, ARRIVE, DELTA, STATE, BYE; PROBE in HELLO's place (probe.py).
+    From the store: the others; STATE is passed on."""
 
     HELLO = 1
     WELCOME = 2
@@ -62,17 +63,21 @@ class WrongSecret(Broken):
 
 
 class Channel:
-    """One authenticated connection. Frames may be sent by several threads, and are received by one at a time. heard:
-    when the last bytes came, by the monotonic clock."""
+    """One authenticated connection. Frames may be sent by several threads, and are received by one
+    at a time. heard: when the last bytes came, by the monotonic clock."""
 
-    def __init__(self, connection: socket.socket, key: bytes, sends: bytes, receives: bytes) -> None:
+    def __init__(
+        self, connection: socket.socket, key: bytes, sends: bytes, receives: bytes
+    ) -> None:
         self._socket, self._key = connection, key
         self._directions = {"send": sends, "receive": receives}
         self._sent = self._received = 0
         self.heard = time.monotonic()
         self._lock = threading.Lock()
 
-    def send(self, kind: FrameKind, tag: int = 0, payload: bytes | bytearray | memoryview = b"") -> None:
+    def send(
+        self, kind: FrameKind, tag: int = 0, payload: bytes | bytearray | memoryview = b""
+    ) -> None:
         """Raises Broken, also where the other side takes nothing for the socket's timeout."""
         with self._lock:
             header = _HEADER.pack(kind, tag, len(payload))
@@ -85,7 +90,8 @@ class Channel:
                 raise Broken(str(error)) from None
 
     def _push(self, payload: bytes | bytearray | memoryview) -> None:
-        """As sendall, whose timeout is one of the whole: a slow link takes longer than one that is silent."""
+        """As sendall, whose timeout is one of the whole: a slow link takes longer than one that is
+        silent."""
         rest = memoryview(payload)
         while rest:
             rest = rest[self._socket.send(rest) :]
@@ -94,8 +100,8 @@ class Channel:
         self.send(kind, tag, json.dumps(document).encode("utf-8"))
 
     def receive(self, until: float | None = None) -> tuple[FrameKind, int, bytearray]:
-        """(kind, tag, payload). Raises Broken, also where nothing comes within the socket's timeout, or the frame is
-        not complete at `until`, a time of the monotonic clock."""
+        """(kind, tag, payload). Raises Broken, also where nothing comes within the socket's
+        timeout, or the frame is not complete at `until`, a time of the monotonic clock."""
         head = self._read(_HEADER.size + hashlib.sha256().digest_size, until)
         header, mac = bytes(head[: _HEADER.size]), bytes(head[_HEADER.size :])
         kind, tag, length = _HEADER.unpack(header)
@@ -117,7 +123,8 @@ class Channel:
         return read_exactly(self._socket, count, heard, until)
 
     def patience(self, seconds: float | None) -> None:
-        """How long the other side may be silent; None: for ever. Raises Broken where it is closed already."""
+        """How long the other side may be silent; None: for ever. Raises Broken where it is closed
+        already."""
         try:
             self._socket.settimeout(seconds)
         except OSError as error:
@@ -129,8 +136,12 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _mac(self, way: str, number: int, header: bytes, payload: bytes | bytearray | memoryview) -> bytes:
-        found = hmac.new(self._key, self._directions[way] + number.to_bytes(8, "big") + header, hashlib.sha256)
+    def _mac(
+        self, way: str, number: int, header: bytes, payload: bytes | bytearray | memoryview
+    ) -> bytes:
+        found = hmac.new(
+            self._key, self._directions[way] + number.to_bytes(8, "big") + header, hashlib.sha256
+        )
         found.update(payload)
         return found.digest()
 
@@ -147,10 +158,13 @@ def document_of(payload: bytes | bytearray) -> dict[str, Any]:
 
 
 def read_exactly(
-    connection: socket.socket, count: int, heard: Callable[[], None] = lambda: None, until: float | None = None
+    connection: socket.socket,
+    count: int,
+    heard: Callable[[], None] = lambda: None,
+    until: float | None = None,
 ) -> bytearray:
-    """heard: called whenever something came. until: when all of it has to be here, by the monotonic clock, however
-    often a byte comes. Raises Broken."""
+    """heard: called whenever something came. until: when all of it has to be here, by the monotonic
+    clock, however often a byte comes. Raises Broken."""
     buffer = bytearray(count)
     view, at = memoryview(buffer), 0
     while at < count:
@@ -167,9 +181,11 @@ def read_exactly(
     return buffer
 
 
-def meet(connection: socket.socket, secret: bytes, *, as_store: bool, within: float = HANDSHAKE_SECONDS) -> Channel:
-    """Proves to the other side that this one knows the secret, and has it proved. within: seconds for all of it. Leaves
-    the socket's timeout as it was. Raises WrongSecret, or Broken."""
+def meet(
+    connection: socket.socket, secret: bytes, *, as_store: bool, within: float = HANDSHAKE_SECONDS
+) -> Channel:
+    """Proves to the other side that this one knows the secret, and has it proved. within: seconds
+    for all of it. Leaves the socket's timeout as it was. Raises WrongSecret, or Broken."""
     before, until = connection.gettimeout(), time.monotonic() + within
     mine = secrets.token_bytes(NONCE)
     try:
@@ -209,13 +225,14 @@ def _keyed(secret: bytes, what: bytes, store: bytes, rank: bytes) -> bytes:
 
 
 def grace(deadline_seconds: float) -> float:
-    """How long a member of an outer step that is under way may be silent: the others stand still."""
+    """How long a member of an outer step that is under way may be silent: the others stand
+    still."""
     return deadline_seconds / 4
 
 
 def give_up_after(connection: socket.socket, seconds: float) -> None:
-    """What was sent and is not acknowledged for so long ends the connection: a route that swallows it is noticed. Where
-    nothing is sent, the kernel asks at least every half minute."""
+    """What was sent and is not acknowledged for so long ends the connection: a route that swallows
+    it is noticed. Where nothing is sent, the kernel asks at least every half minute."""
     times = {
         "TCP_USER_TIMEOUT": seconds * 1000,
         "TCP_KEEPIDLE": min(30.0, seconds / 2),

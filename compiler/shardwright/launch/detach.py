@@ -1,4 +1,5 @@
-"""`run --detach`: the same command in a session of its own, which no terminal and no ssh session takes down."""
+"""`run --detach`: the same command in a session of its own, which no terminal and no ssh session
+takes down."""
 
 from __future__ import annotations
 

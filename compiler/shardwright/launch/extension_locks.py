@@ -1,8 +1,8 @@
 """Locks of torch's extension builds that nobody holds any more.
 
-torch.utils.cpp_extension takes a build by creating `lock` in its folder, and keeps it open until it is done
-(torch/utils/file_baton.py). A process that was killed meanwhile leaves the file behind, and every later build of that
-extension on the host waits for it without end.
+torch.utils.cpp_extension takes a build by creating `lock` in its folder, and keeps it open until it
+is done (torch/utils/file_baton.py). A process that was killed meanwhile leaves the file behind, and
+every later build of that extension on the host waits for it without end.
 """
 
 from __future__ import annotations

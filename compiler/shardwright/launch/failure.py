@@ -17,7 +17,8 @@ from shardwright.watch.journal import PROGRESS, write_status
 _LAUNCHER_CODE = re.compile(r"exits with return code = (-\d+)")
 # pdsh's own word, and that of DeepSpeed's launcher, which tries the first host by itself.
 _SSH_LOST = re.compile(
-    r"^pdsh@\S+: (\S+): ssh exited with exit code 255|but host=(\S+) was not reachable via ssh", re.MULTILINE
+    r"^pdsh@\S+: (\S+): ssh exited with exit code 255|but host=(\S+) was not reachable via ssh",
+    re.MULTILINE,
 )
 _SSH_ENDED = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)", re.MULTILINE)
 _SIGNALS = {
@@ -27,13 +28,24 @@ _SIGNALS = {
     -11: "segmentation fault (signal 11)",
     -15: "ended by signal 15: somebody, or a scheduler, told it to end",
 }
-DID_NOT_FINISH = ("SW6301", "SW6205", "SW6208", "SW6216", "SW6210", "SW6011", "SW6311", "SW6315", "SW6317")
+DID_NOT_FINISH = (
+    "SW6301",
+    "SW6205",
+    "SW6208",
+    "SW6216",
+    "SW6210",
+    "SW6011",
+    "SW6311",
+    "SW6315",
+    "SW6317",
+)
 """Causes that end a training run; other codes refuse to start one."""
 LOST = "gone without a word: killed, or its host lost power or network"
 
 
 def port_was_taken(plan: Plan, run: Path) -> bool:
-    """Whether another process took the port of `master_port: auto` between its choice and rank 0's start."""
+    """Whether another process took the port of `master_port: auto` between its choice and rank 0's
+    start."""
     log = run / "launcher.log"
     if plan.launch.master_port is not None or not log.is_file():
         return False
@@ -42,9 +54,14 @@ def port_was_taken(plan: Plan, run: Path) -> bool:
 
 
 def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -> int:
-    """Prints the cause, writes status.json, returns 1 for refused input and 3 for a run that did not finish."""
+    """Prints the cause, writes status.json, returns 1 for refused input and 3 for a run that did
+    not finish."""
     run = folder / "run"
-    log = (run / "launcher.log").read_text(errors="replace") if (run / "launcher.log").exists() else ""
+    log = (
+        (run / "launcher.log").read_text(errors="replace")
+        if (run / "launcher.log").exists()
+        else ""
+    )
     events = read_events(log.splitlines())
     first = first_cause(events)
     if first is None:
@@ -74,7 +91,8 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
 
 
 def _report_silence(plan: Plan, folder: Path, attempt: int, log: str, launcher_code: int) -> int:
-    """No rank could speak: a host that ssh does not reach, or a rank that ended before it was connected."""
+    """No rank could speak: a host that ssh does not reach, or a rank that ended before it was
+    connected."""
     lost, ended = _SSH_LOST.search(log), _SSH_ENDED.search(log)
     host = (lost[1] or lost[2]) if lost else ended[1] if ended else None
     if lost:
@@ -86,17 +104,24 @@ def _report_silence(plan: Plan, folder: Path, attempt: int, log: str, launcher_c
         help_text = "A host with too little memory shows like this: see `dmesg` there."
     else:
         on = f" on host {host}" if host else ""
-        cause = f"`{engine_of(plan).program}`{on} ended with code {launcher_code} and no rank said why"
+        cause = (
+            f"`{engine_of(plan).program}`{on} ended with code {launcher_code} and no rank said why"
+        )
         help_text = "`shardwright doctor` compares the hosts' Python, packages and folders."
-    lines = [line for line in log.splitlines() if host is None or line.startswith((f"{host}:", "pdsh@"))]
+    lines = [
+        line for line in log.splitlines() if host is None or line.startswith((f"{host}:", "pdsh@"))
+    ]
     tail = "\n".join((lines or log.splitlines())[-15:])
-    _print_error("SW6301", cause, f"{help_text}\nthe end of {folder / 'run' / 'launcher.log'}:\n{tail}")
+    _print_error(
+        "SW6301", cause, f"{help_text}\nthe end of {folder / 'run' / 'launcher.log'}:\n{tail}"
+    )
     write_status(folder, "failed", attempt, rank=None, host=host, code="SW6301", cause=cause)
     return 3
 
 
 def _signal_of(log: str) -> str | None:
-    """DeepSpeed's launcher tells the signal that ended the first of its ranks, but not which one that was."""
+    """DeepSpeed's launcher tells the signal that ended the first of its ranks, but not which one
+    that was."""
     codes = [int(code) for code in _LAUNCHER_CODE.findall(log)]
     return _SIGNALS.get(codes[0], f"ended by signal {-codes[0]}") if codes else None
 
@@ -110,7 +135,8 @@ def _next_steps(plan: Plan, run: Path, rank: int, host: str) -> str:
 
 
 def _less_memory(plan: Plan, cause: str) -> str:
-    """What was predicted, and the nearest layout that needs less; empty where the cause is another."""
+    """What was predicted, and the nearest layout that needs less; empty where the cause is
+    another."""
     if "out of memory" not in cause.lower() and "OutOfMemory" not in cause:
         return ""
     s, memory = plan.strategy, plan.predicted.memory
@@ -123,7 +149,8 @@ def _less_memory(plan: Plan, cause: str) -> str:
     else:
         change = "objective=memory"
     return (
-        f"predicted: {memory.peak_bytes / 2**30:.1f} of {memory.capacity_bytes / 2**30:.1f} GiB on the fullest rank\n"
+        f"predicted: {memory.peak_bytes / 2**30:.1f} of {memory.capacity_bytes / 2**30:.1f} GiB on "
+        "the fullest rank\n"
         f"needs less: compile with --set {change}; `shardwright plan` ranks the others"
     )
 

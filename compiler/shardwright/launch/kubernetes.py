@@ -13,7 +13,9 @@ from shardwright.plan.plan import Plan
 
 def submit(plan: Plan, folder: Path, resume: str) -> None:
     if resume != "auto":
-        raise not_taken("the pods always continue from the newest checkpoint", "Leave --resume out.")
+        raise not_taken(
+            "the pods always continue from the newest checkpoint", "Leave --resume out."
+        )
     print(handed_over(["bash", "launch.sh"], folder).strip())
     print("watch        kubectl get pods -w")
 
@@ -26,23 +28,35 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
     absent = missing(("kubectl",), "kubernetes")
     version = ask("kubectl", "version", "--client").out
     yield HostCheck(
-        name="commands", told="kubectl " + (version.split("Client Version: ")[-1].split() or [""])[0], problems=absent
+        name="commands",
+        told="kubectl " + (version.split("Client Version: ")[-1].split() or [""])[0],
+        problems=absent,
     )
     where = (f"--namespace={kubernetes.namespace}",) if kubernetes.namespace else ()
     cluster = ask("kubectl", "version", "--output=json", f"--request-timeout={SECONDS - 5:.0f}s")
     reached = not absent and cluster.code == 0
     if not absent:
         context = ask("kubectl", "config", "current-context").out.strip() or "no context"
-        help = "`kubectl get pods` must work here: choose a context with `kubectl config use-context`."
+        help = (
+            "`kubectl get pods` must work here: choose a context with `kubectl config use-context`."
+        )
         problem = red("SW5314", f"no cluster answers kubectl ({context}): {cluster.said}", help)
-        yield HostCheck(name="cluster", told=f"{context} answers", problems=() if reached else (problem,))
+        yield HostCheck(
+            name="cluster", told=f"{context} answers", problems=() if reached else (problem,)
+        )
     if reached:
         yield _rights(plan, where)
         yield _dry_run(folder)
         yield from _objects(plan, where)
     else:
-        yield unchecked("job", "no cluster was asked: rights, quota, the volume claim, the secret and the manifests")
-    yield unchecked("pods", f"their GPUs, network and the image; that {kubernetes.directory} in them is this folder")
+        yield unchecked(
+            "job",
+            "no cluster was asked: rights, quota, the volume claim, the secret and the manifests",
+        )
+    yield unchecked(
+        "pods",
+        f"their GPUs, network and the image; that {kubernetes.directory} in them is this folder",
+    )
 
 
 def _kind(plan: Plan) -> tuple[str, tuple[str, ...]]:
@@ -57,7 +71,11 @@ def _rights(plan: Plan, where: tuple[str, ...]) -> HostCheck:
     wanted = [resource, *(["services"] if "service.yaml" in files else [])]
     answers = {name: ask("kubectl", "auth", "can-i", "create", name, *where) for name in wanted}
     problems = tuple(
-        red("SW5315", f"you may not create {name}: {answer.said or 'no'}", "Ask for the right, or another namespace.")
+        red(
+            "SW5315",
+            f"you may not create {name}: {answer.said or 'no'}",
+            "Ask for the right, or another namespace.",
+        )
         for name, answer in answers.items()
         if answer.code != 0
     )
@@ -75,24 +93,37 @@ def _dry_run(folder: Path) -> HostCheck:
             gone = f"kubectl delete -f launch/{path.name}"
             exists = "AlreadyExists" in answer.err
             help = (
-                f"An earlier one is in the way: `{gone}`." if exists else "Change launch.kubernetes, and compile again."
+                f"An earlier one is in the way: `{gone}`."
+                if exists
+                else "Change launch.kubernetes, and compile again."
             )
-            problems.append(red("SW5315", f"Kubernetes would refuse launch/{path.name}: {answer.said}", help))
-    return HostCheck(name="job", told=f"the API server takes {' and '.join(names)}", problems=tuple(problems))
+            problems.append(
+                red("SW5315", f"Kubernetes would refuse launch/{path.name}: {answer.said}", help)
+            )
+    return HostCheck(
+        name="job", told=f"the API server takes {' and '.join(names)}", problems=tuple(problems)
+    )
 
 
 def _objects(plan: Plan, where: tuple[str, ...]) -> Iterator[HostCheck]:
     """The claim and the secret: only whether they are there, never what is in them."""
     kubernetes = plan.launch.kubernetes
     assert kubernetes is not None
-    for name, resource, wanted in (("volume", "pvc", kubernetes.volume_claim), ("secret", "secret", kubernetes.secret)):
+    for name, resource, wanted in (
+        ("volume", "pvc", kubernetes.volume_claim),
+        ("secret", "secret", kubernetes.secret),
+    ):
         if wanted is None:
             continue
         answer = ask("kubectl", "get", resource, "--output=name", *where, "--", wanted)
         if answer.code == 0:
             yield HostCheck(name=name, told=wanted)
         elif "NotFound" in answer.err:
-            problem = red("SW5315", f"there is no {resource} {wanted!r}", f"Make it, or set launch.kubernetes.{name}.")
+            problem = red(
+                "SW5315",
+                f"there is no {resource} {wanted!r}",
+                f"Make it, or set launch.kubernetes.{name}.",
+            )
             yield HostCheck(name=name, told="", problems=(problem,))
         else:
             yield unchecked(name, f"{wanted}: {answer.said}")

@@ -27,7 +27,8 @@ def tested_versions(plan: Plan) -> dict[str, str]:
 
 
 def check_versions(plan: Plan) -> list[str]:
-    """Warnings for versions that differ from the plan's inside the tested range; Refusal outside it."""
+    """Warnings for versions that differ from the plan's inside the tested range; Refusal outside
+    it."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
@@ -37,14 +38,17 @@ def check_versions(plan: Plan) -> list[str]:
             planned, installed = plan.versions[name], metadata.version(name)
         except metadata.PackageNotFoundError:
             text = f"planned with {name} {plan.versions[name]}, which is not installed here"
-            help = f"Install {name} {plan.versions[name]}, or compile the recipe for another target."
+            help = (
+                f"Install {name} {plan.versions[name]}, or compile the recipe for another target."
+            )
             errors.append(Diagnostic(code="SW6002", message=text, help=help))
             continue
         if Version(installed).base_version == Version(planned).base_version:
             continue
         if SpecifierSet(tested).contains(Version(installed).base_version):
             warnings.append(
-                f"warning[SW6002]: planned with {name} {planned}, running with {installed} (tested: {tested})"
+                f"warning[SW6002]: planned with {name} {planned}, running with {installed} "
+                f"(tested: {tested})"
             )
         else:
             text = f"planned with {name} {planned}, but {installed} is installed (tested: {tested})"
@@ -56,13 +60,14 @@ def check_versions(plan: Plan) -> list[str]:
 
 
 def program_path() -> str:
-    """PATH with this environment's programs first: the engine's own, whether it is activated or not."""
+    """PATH with this environment's programs first: the engine's own, whether it is activated or
+    not."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
 def own_command(*arguments: str) -> list[str]:
-    """`shardwright` with these arguments, in a process of its own. -P: a file of the current directory that has a
-    module's name is never imported."""
+    """`shardwright` with these arguments, in a process of its own. -P: a file of the current
+    directory that has a module's name is never imported."""
     return [sys.executable, "-P", "-m", "shardwright", *arguments]
 
 
@@ -84,23 +89,39 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
         yield found("SW6004", None, "fp16 does not run on a CPU: DeepSpeed refuses it", help)
     program = engine_of(plan).program
     if shutil.which(program, path=program_path()) is None:
-        help = "Install shardwright with its dependencies (pip install shardwright) and use its command."
+        help = (
+            "Install shardwright with its dependencies (pip install shardwright) and use its "
+            "command."
+        )
         yield found("SW6005", None, f"there is no `{program}` command in this environment", help)
     yield from missing_trackers(plan)
     weights = plan.model.weights_path
     launcher = LAUNCHERS[plan.launch.launcher]
     # Pods have a volume of their own, which need not be mounted here.
     if weights is not None and not launcher.own_files and not Path(weights).is_dir():
-        help = "Bring them back (the plan names their revision where they came from the hub), or compile again."
-        yield found("SW6007", None, f"the pretrained weights are gone: there is no folder {weights!r}", help)
+        help = (
+            "Bring them back (the plan names their revision where they came from the hub), or "
+            "compile again."
+        )
+        yield found(
+            "SW6007", None, f"the pretrained weights are gone: there is no folder {weights!r}", help
+        )
     if launcher.by_hand:
         message = f"launch.launcher is {launcher.name}: nothing here can start the other nodes"
-        help = f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash launch.sh"
+        help = (
+            f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash "
+            "launch.sh"
+        )
         yield found("SW6005", None, message, help)
     if launcher.name == "local" and compiles_optimizer(plan):
         for path in stale_locks():
-            text = f"DeepSpeed would wait for ever for the build lock {str(path)!r}, which no process here holds"
-            yield found("SW5318", None, text, f"Where no other host builds in that folder: `rm {path}`.")
+            text = (
+                f"DeepSpeed would wait for ever for the build lock {str(path)!r}, which no "
+                "process here holds"
+            )
+            yield found(
+                "SW5318", None, text, f"Where no other host builds in that folder: `rm {path}`."
+            )
     yield from scheduler_obstacles(plan)
     yield from host_obstacles(plan, folder, hostfile)
 
@@ -109,12 +130,25 @@ def scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
     launcher = LAUNCHERS[plan.launch.launcher]
     name, program = launcher.name, launcher.program
     if program is not None and shutil.which(program, path=program_path()) is None:
-        help = f"Install it, start the run where there is one, or compile with another launcher than {name}."
-        yield found("SW6005", None, f"launch.launcher is {name}, and there is no `{program}` command here", help)
+        help = (
+            "Install it, start the run where there is one, or compile with another launcher "
+            f"than {name}."
+        )
+        yield found(
+            "SW6005",
+            None,
+            f"launch.launcher is {name}, and there is no `{program}` command here",
+            help,
+        )
     nodes = None if launcher.allocated_nodes is None else os.environ.get(launcher.allocated_nodes)
     if nodes is not None and nodes != str(plan.nodes):
-        message = f"the {name.capitalize()} allocation has {nodes} nodes, the plan is for {plan.nodes}"
-        help = f"Ask for --nodes={plan.nodes}, leave the allocation (`run` then submits a job), or compile again."
+        message = (
+            f"the {name.capitalize()} allocation has {nodes} nodes, the plan is for {plan.nodes}"
+        )
+        help = (
+            f"Ask for --nodes={plan.nodes}, leave the allocation (`run` then submits a job), or "
+            "compile again."
+        )
         yield found("SW6003", None, message, help)
 
 
@@ -124,9 +158,15 @@ def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[
     if not launcher.needs_hosts:
         if hostfile is not None:
             reaching = "` or `".join(row.name for row in LAUNCHERS.values() if row.needs_hosts)
-            where = f"given by {launcher.name}" if launcher.several_nodes else "the machine that `run` is started on"
+            where = (
+                f"given by {launcher.name}"
+                if launcher.several_nodes
+                else "the machine that `run` is started on"
+            )
             help = f"Leave --hostfile out, or compile with `launcher: {reaching}`."
-            yield found("SW6003", None, f"a hostfile has no use: where the ranks run is {where}", help)
+            yield found(
+                "SW6003", None, f"a hostfile has no use: where the ranks run is {where}", help
+            )
         return
     if hostfile is None and not compiled.is_file():
         yield no_hostfile(plan)
@@ -141,11 +181,19 @@ def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[
         message = f"the hostfile {str(path)!r} cannot be read: {cause}"
         yield found("SW6003", None, message, "Lines `name slots=N`, one a node.")
     if launcher.unquoted and not SAFE_UNQUOTED.fullmatch(str(folder.resolve())):
-        message = f"{launcher.name} cannot pass the folder's path {str(folder.resolve())!r}: it does not quote"
-        help = "Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on every host."
+        message = (
+            f"{launcher.name} cannot pass the folder's path {str(folder.resolve())!r}: it "
+            "does not quote"
+        )
+        help = (
+            "Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on "
+            "every host."
+        )
         yield found("SW6005", None, message, help)
 
 
 def no_hostfile(plan: Plan) -> Diagnostic:
     message = f"the plan is for {plan.nodes} nodes and no hostfile says which"
-    return found("SW6003", None, message, "Give `--hostfile FILE` with a line `name slots=N` for each node.")
+    return found(
+        "SW6003", None, message, "Give `--hostfile FILE` with a line `name slots=N` for each node."
+    )

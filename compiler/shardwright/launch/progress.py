@@ -18,13 +18,20 @@ PLAIN_SECONDS = 2.0
 class TrainingProgress:
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._bar = tqdm(total=steps, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        self._bar = (
+            tqdm(total=steps, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        )
         self._last = 0.0
 
     def __enter__(self) -> TrainingProgress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -32,8 +39,8 @@ class TrainingProgress:
         """text: one line of metrics.jsonl."""
         m = json.loads(text)
         figures = (
-            f"loss {number(m['loss']):.4f}  grad_norm {number(m['grad_norm']):.3f}  lr {m['learning_rate']:.2e}  "
-            f"{m['tokens_per_second']:,.0f} tokens/s"
+            f"loss {number(m['loss']):.4f}  grad_norm {number(m['grad_norm']):.3f}  lr "
+            f"{m['learning_rate']:.2e}  {m['tokens_per_second']:,.0f} tokens/s"
         )
         if self._bar is not None:
             self._bar.n = m["step"]

@@ -1,4 +1,5 @@
-"""`run`: starts the real `deepspeed` launcher on a compiled folder, streams rank 0, and tells how it ended.
+"""`run`: starts the real `deepspeed` launcher on a compiled folder, streams rank 0, and tells how
+it ended.
 
 Runs in the user's shell: no torch here.
 """
@@ -43,13 +44,15 @@ from shardwright.watch.journal import PROGRESS, evaluated_step, read_status, wri
 
 INTERRUPT_GRACE_SECONDS = 10.0
 HOST_GRACE_SECONDS = 15.0
-"""From the end of one host's ranks to the end of all: they have long ended themselves, unless they never met."""
+"""From the end of one host's ranks to the end of all: they have long ended themselves, unless they
+never met."""
 
 ABSENT_CODES = ("SW6101", "SW6102", "SW6119")
 """Data that is not where the plan says."""
 
 SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=3"
-"""Never a question, and a host that went away is noticed. The user's own options stand first, and so win."""
+"""Never a question, and a host that went away is noticed. The user's own options stand first, and
+so win."""
 
 _HOST_ENDED = re.compile(r"pdsh@\S+: \S+: ssh exited with exit code [1-9]")
 
@@ -59,7 +62,8 @@ _CHATTER = re.compile(
         (
             r"\[20\d\d-",  # DeepSpeed's and torch's log lines
             r"(MA|CPU Virtual Memory:|before|after|begin|end) ",  # DeepSpeed's memory reports
-            r"(Using topology:|SEED_LAYERS=|stage=\d|\s+\d+: \w+$|  loss: )",  # PipelineModule's construction
+            # PipelineModule's construction
+            r"(Using topology:|SEED_LAYERS=|stage=\d|\s+\d+: \w+$|  loss: )",
             r"(\[Gloo\]|Rank: |\[rank\d+\]:\[W|W\d{4} )",
             r"(rank \d+ ends: |pdsh@|(Connection to|client_loop:) )",
         )
@@ -74,7 +78,8 @@ PORTS = 3
 
 
 def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
-    """resume: auto | never | a step folder. Returns the exit code: 0 done or preempted, 1 refused, 3 not finished."""
+    """resume: auto | never | a step folder. Returns the exit code: 0 done or preempted, 1 refused,
+    3 not finished."""
     plan = load_plan(folder)
     for warning in check_versions(plan):
         print(warning, file=sys.stderr)
@@ -89,19 +94,30 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         tell(chosen)
         if chosen is None:
             print(f"starts from {weights_words(plan.model.weights)}")
-        owes = chosen is not None and (_owes_evaluation(plan, folder) or _owes_outer_step(plan, chosen.path))
+        owes = chosen is not None and (
+            _owes_evaluation(plan, folder) or _owes_outer_step(plan, chosen.path)
+        )
         if chosen and chosen.step >= plan.training.steps and not owes:
-            print(f"already trained to its last step: {chosen.path} (`--resume never` starts again)")
+            print(
+                f"already trained to its last step: {chosen.path} (`--resume never` starts again)"
+            )
             # Its copy failed, which ended that run with an error.
-            if plan.checkpoint.upload_to and CheckpointStore(plan.checkpoint.upload_to).copy_missing(chosen.path):
+            if plan.checkpoint.upload_to and CheckpointStore(
+                plan.checkpoint.upload_to
+            ).copy_missing(chosen.path):
                 print(f"copied       {chosen.path.name} to {plan.checkpoint.upload_to}")
             return 0
         for port in range(1, PORTS + 1):
-            attempt = begin_attempt(plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token).number
+            attempt = begin_attempt(
+                plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token
+            ).number
             code = _launch(plan, folder, hostfile, attempt, lock)
             if port == PORTS or not port_was_taken(plan, folder / "run"):
                 break
-            print("another process took the port that was free a moment ago: starting again with another one")
+            print(
+                "another process took the port that was free a moment ago: starting again with "
+                "another one"
+            )
         return _conclude(plan, folder, attempt, code)
 
 
@@ -111,12 +127,16 @@ def _owes_evaluation(plan: Plan, folder: Path) -> bool:
 
 
 def _owes_outer_step(plan: Plan, checkpoint: Path) -> bool:
-    """Whether the last step was saved, and its outer step was not made: the outer store was not reached."""
-    return plan.outer is not None and any(OUTER_ANCHOR in t.states for t in read_manifest(checkpoint).tensors.values())
+    """Whether the last step was saved, and its outer step was not made: the outer store was not
+    reached."""
+    return plan.outer is not None and any(
+        OUTER_ANCHOR in t.states for t in read_manifest(checkpoint).tensors.values()
+    )
 
 
 def _prepare_data(plan: Plan, folder: Path) -> Plan:
-    """Before anything that costs GPU time is started; the plan with its epochs counted. Raises Refusal."""
+    """Before anything that costs GPU time is started; the plan with its epochs counted. Raises
+    Refusal."""
     launcher = LAUNCHERS[plan.launch.launcher]
     if launcher.own_files:
         return plan  # the pods have volumes of their own
@@ -133,7 +153,8 @@ def _prepare_data(plan: Plan, folder: Path) -> Plan:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[int]:
-    """Held by its file descriptor, which the launcher inherits: an orphaned launcher still counts as alive."""
+    """Held by its file descriptor, which the launcher inherits: an orphaned launcher still counts
+    as alive."""
     with (folder / "run" / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,7 +172,8 @@ def another_is_alive(folder: Path) -> Refusal:
 
 
 def command(plan: Plan, hostfile: Path | None) -> list[str]:
-    """The compiled folder's own launch.sh, from that folder: a run by hand and a run from here are the same."""
+    """The compiled folder's own launch.sh, from that folder: a run by hand and a run from here are
+    the same."""
     return ["bash", "launch.sh", *([str(hostfile.resolve())] if hostfile else [])]
 
 
@@ -167,7 +189,9 @@ def _environment() -> dict[str, str]:
         "PYTHONWARNINGS": "ignore::FutureWarning",  # of torch, about DeepSpeed's calls
         **os.environ,
         "PATH": program_path(),
-        "PDSH_SSH_ARGS_APPEND": f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip(),
+        "PDSH_SSH_ARGS_APPEND": (
+            f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}"
+        ).strip(),
         "MASTER_PORT": str(free_port()),
     }
 
@@ -181,15 +205,16 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
     interrupts: list[int] = []
 
     def on_interrupt(number: int, frame: object) -> None:
-        # Our own handler: a background job starts with SIGINT ignored, and the launcher listens to it all the same.
-        # Remembered as well as raised: an exception in the wrong place (a finalizer) is swallowed by Python.
+        # Our own handler: a background job starts with SIGINT ignored, and the launcher listens to
+        # it all the same. Remembered as well as raised: an exception in the wrong place (a
+        # finalizer) is swallowed by Python.
         interrupts.append(number)
         raise KeyboardInterrupt
 
     previous = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGUSR1, signal.SIGTERM)}
     previous[signal.SIGINT] = signal.signal(signal.SIGINT, on_interrupt)
-    # A session of its own: a terminal's interrupt comes here alone. Under pdsh DeepSpeed's handler would answer it with
-    # a remote pkill, which also ends other runs on these hosts.
+    # A session of its own: a terminal's interrupt comes here alone. Under pdsh DeepSpeed's handler
+    # would answer it with a remote pkill, which also ends other runs on these hosts.
     process = subprocess.Popen(
         command(plan, hostfile),
         cwd=folder,
@@ -222,7 +247,10 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
     assert process.stdout is not None
     ender: threading.Timer | None = None
     blot = blotter(plan.launch.env_from)
-    with _private(folder / "run" / "launcher.log") as file, TrainingProgress(plan.training.steps) as progress:
+    with (
+        _private(folder / "run" / "launcher.log") as file,
+        TrainingProgress(plan.training.steps) as progress,
+    ):
         for text in map(blot, process.stdout):
             file.write(text)
             file.flush()
@@ -244,13 +272,15 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
 
 
 def _private(path: Path) -> TextIO:
-    """Empty and open for writing, readable by this user alone, also where an earlier version left it to all."""
+    """Empty and open for writing, readable by this user alone, also where an earlier version left
+    it to all."""
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w")
 
 
 def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:
-    """Ends every rank: here the launcher does it; under pdsh the ranks, once their output has no reader."""
+    """Ends every rank: here the launcher does it; under pdsh the ranks, once their output has no
+    reader."""
     if LAUNCHERS[plan.launch.launcher].outlived:
         _kill(process)
     else:
@@ -264,16 +294,21 @@ def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Launcher, pdsh and ssh, at once and unheard. The hosts' ranks see their output break and end themselves."""
+    """Launcher, pdsh and ssh, at once and unheard. The hosts' ranks see their output break and end
+    themselves."""
     with contextlib.suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(process.pid)
-        for each in (launcher, *launcher.children(recursive=True)):  # pdsh gives each ssh a process group of its own
+        for each in (
+            launcher,
+            *launcher.children(recursive=True),
+        ):  # pdsh gives each ssh a process group of its own
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
 
 
 def _conclude(plan: Plan, folder: Path, attempt: int, code: int) -> int:
-    """The launcher's exit code alone proves nothing (it is 0 when launch.py dies by a signal): the marker does."""
+    """The launcher's exit code alone proves nothing (it is 0 when launch.py dies by a signal): the
+    marker does."""
     status = read_status(folder)
     if status.attempt == attempt and status.status in ("done", "preempted"):
         print(f"{status.status} at step {status.step} of {plan.training.steps}")

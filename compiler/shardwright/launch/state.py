@@ -13,7 +13,14 @@ from shardwright.data.dataset import noted_steps
 from shardwright.lease import holds_lock
 from shardwright.plan.plan import Plan
 from shardwright.records import carried
-from shardwright.watch.journal import AttemptRecord, MeasuredSaves, number, read_attempt_record, read_saves, read_status
+from shardwright.watch.journal import (
+    AttemptRecord,
+    MeasuredSaves,
+    number,
+    read_attempt_record,
+    read_saves,
+    read_status,
+)
 from shardwright.watch.noise_scale import NoiseScale, measured_noise
 
 HEARTBEAT_LOST_SECONDS = 60.0
@@ -26,13 +33,14 @@ GONE = "it ended without a word: the machine went down, or its processes were ki
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """status: not started | starting | running | done | preempted | failed. eta_seconds: to the last step.
+    """status: not started | starting | running | done | preempted | failed. eta_seconds: to the
+    last step.
 
-    step: the last one that this attempt goes on from or has trained; steps: of its training, which a later compile may
-    have changed.
-    stalled: what `run` said where no step came for long. rank, host, stage, cause: of a failure, or of a stall.
-    help: what to do about it, where that is known. saves: how long training waited for checkpoints.
-    noise_scale: of the gradient, where steps were measured.
+    step: the last one that this attempt goes on from or has trained; steps: of its training, which
+    a later compile may have changed. stalled: what `run` said where no step came for long. rank,
+    host, stage, cause: of a failure, or of a stall. help: what to do about it, where that is known.
+    saves: how long training waited for checkpoints. noise_scale: of the gradient, where steps were
+    measured.
     """
 
     status: str
@@ -57,7 +65,8 @@ class RunState:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether the lock is held, or a rank 0 that was started otherwise was here a moment ago and has not ended."""
+    """Whether the lock is held, or a rank 0 that was started otherwise was here a moment ago and
+    has not ended."""
     if holds_lock(folder):
         return True
     if read_status(folder).status in ENDED:
@@ -95,10 +104,12 @@ def read_state(plan: Plan, folder: Path) -> RunState:
     )
 
 
-def _last_steps(metrics: Path, begun: AttemptRecord) -> tuple[int, float | None, float | None, float | None]:
-    """(last step, its loss, mean tokens per second, mean seconds of a step) of the last steps of the attempt `begun`
-    and of those that it goes on from. What an earlier attempt trained beyond them does not count: an attempt that dies
-    early leaves those lines where they are."""
+def _last_steps(
+    metrics: Path, begun: AttemptRecord
+) -> tuple[int, float | None, float | None, float | None]:
+    """(last step, its loss, mean tokens per second, mean seconds of a step) of the last steps of
+    the attempt `begun` and of those that it goes on from. What an earlier attempt trained beyond
+    them does not count: an attempt that dies early leaves those lines where they are."""
     try:
         lines = metrics.read_bytes().splitlines()
     except OSError:
@@ -110,7 +121,11 @@ def _last_steps(metrics: Path, begun: AttemptRecord) -> tuple[int, float | None,
             row = json.loads(line)
         except ValueError:
             continue  # half written
-        if begun.number is None or row.get("attempt") == begun.number or int(row["step"]) <= resumed:
+        if (
+            begun.number is None
+            or row.get("attempt") == begun.number
+            or int(row["step"]) <= resumed
+        ):
             rows.insert(0, row)
         if len(rows) == RECENT_STEPS:
             break

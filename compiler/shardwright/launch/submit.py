@@ -1,4 +1,5 @@
-"""`run` for a scheduler that starts the ranks later: hands over the job and says what it is called."""
+"""`run` for a scheduler that starts the ranks later: hands over the job and says what it is
+called."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SUBMIT_TIMEOUT_SECONDS = 120.0
 
 
 def submit(plan: Plan, folder: Path, resume: str) -> int:
-    """Prints the job's name and how to follow it. Returns 0. Raises Refusal where the scheduler takes no job."""
+    """Prints the job's name and how to follow it. Returns 0. Raises Refusal where the scheduler
+    takes no job."""
     scheduler_of(plan).submit(plan, folder, resume)
     return 0
 
@@ -37,7 +39,10 @@ def handed_over(command: list[str], folder: Path) -> str:
         ) from None
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[-300:] or f"exit code {done.returncode}"
-        raise not_taken(f"the job was not submitted: {said}", "Change the recipe's `launch` section and compile again.")
+        raise not_taken(
+            f"the job was not submitted: {said}",
+            "Change the recipe's `launch` section and compile again.",
+        )
     return done.stdout
 
 

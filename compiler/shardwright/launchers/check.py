@@ -27,27 +27,41 @@ def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
 
 
 def unseen_paths(plan: Plan) -> tuple[Diagnostic, ...]:
-    """Warnings for what the ranks read or write and their container or pod, by the recipe, does not mount. An image may
-    have it all the same."""
+    """Warnings for what the ranks read or write and their container or pod, by the recipe, does not
+    mount. An image may have it all the same."""
     slurm, kubernetes = plan.launch.slurm, plan.launch.kubernetes
     if slurm is not None and slurm.container is not None:
         mounted = tuple(mount.split(":")[1] for mount in slurm.container.mounts)
-        where, help = "launch.slurm.container.mounts", "Add it there, or name the path as the container has it."
+        where, help = (
+            "launch.slurm.container.mounts",
+            "Add it there, or name the path as the container has it.",
+        )
     elif kubernetes is not None:
         mounted = (kubernetes.mount_path,)
-        where, help = "launch.kubernetes.mount_path", "Bring it to the volume, and name it as the pods see it."
+        where, help = (
+            "launch.kubernetes.mount_path",
+            "Bring it to the volume, and name it as the pods see it.",
+        )
     else:
         return ()
     parts = [
-        part for data in (plan.data, plan.validation and plan.validation.data) if data for part in (data, *data.mixture)
+        part
+        for data in (plan.data, plan.validation and plan.validation.data)
+        if data
+        for part in (data, *data.mixture)
     ]
     named = [(("data", "path"), part.path) for part in parts if part.path not in MADE_HERE]
-    named += [(("model", "source"), plan.model.weights_path), (("checkpoint", "directory"), plan.checkpoint.directory)]
+    named += [
+        (("model", "source"), plan.model.weights_path),
+        (("checkpoint", "directory"), plan.checkpoint.directory),
+    ]
     outside = f"is not below {' or '.join(mounted) or 'any of'} ({where})"
     return tuple(
         found("SW5209", key, f"{'.'.join(key)}: {path} {outside}", help, severity="warning")
         for key, path in dict.fromkeys(named)
-        if path is not None and path.startswith("/") and not any(_below(path, folder) for folder in mounted)
+        if path is not None
+        and path.startswith("/")
+        and not any(_below(path, folder) for folder in mounted)
     )
 
 
@@ -56,7 +70,9 @@ def _below(path: str, folder: str) -> bool:
 
 
 def _unquoted(launch: LaunchSection, launcher: str) -> list[Diagnostic]:
-    values: list[tuple[tuple[str, ...], str]] = [(("launch", "env", k), v) for k, v in sorted(launch.env)]
+    values: list[tuple[tuple[str, ...], str]] = [
+        (("launch", "env", k), v) for k, v in sorted(launch.env)
+    ]
     if launch.master_addr is not None:
         values.append((("launch", "master_addr"), launch.master_addr))
     why = f"cannot pass through {launcher}, for which DeepSpeed does not quote"

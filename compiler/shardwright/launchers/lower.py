@@ -15,7 +15,9 @@ from shardwright.resources import templates_dir
 PATCHED = ("launch/job.yaml", "launch/jobset.yaml")
 
 _FILES = (files for row in LAUNCHERS.values() for files in (row.templates, *row.kinds.values()))
-SCRIPTS: frozenset[str] = frozenset(path for files in _FILES for path in files if path.endswith(".sh"))
+SCRIPTS: frozenset[str] = frozenset(
+    path for files in _FILES for path in files if path.endswith(".sh")
+)
 
 
 def is_launch_file(name: str) -> bool:
@@ -24,12 +26,19 @@ def is_launch_file(name: str) -> bool:
 
 
 def launch_files(plan: Plan) -> dict[str, bytes]:
-    """Path in the compiled folder -> content. No host's name: those are bound when the run starts."""
+    """Path in the compiled folder -> content. No host's name: those are bound when the run
+    starts."""
     launcher, kubernetes = LAUNCHERS[plan.launch.launcher], plan.launch.kubernetes
-    templates = launcher.kinds.get("" if kubernetes is None else kubernetes.kind, launcher.templates)
+    templates = launcher.kinds.get(
+        "" if kubernetes is None else kubernetes.kind, launcher.templates
+    )
     files = {path: render(f"launch/{template}", plan, path) for path, template in templates.items()}
     if kubernetes is not None and kubernetes.pod_patch:
-        files |= {path: with_pod_patch(files[path], kubernetes.pod_patch) for path in PATCHED if path in files}
+        files |= {
+            path: with_pod_patch(files[path], kubernetes.pod_patch)
+            for path in PATCHED
+            if path in files
+        }
     files["train.py"] = render("launch/train.py.j2", plan, "train.py")
     if plan.launch.hostfile is not None:  # one that the recipe names replaces it
         files[plan.launch.hostfile] = render("launch/hostfile.j2", plan, plan.launch.hostfile)
@@ -37,8 +46,8 @@ def launch_files(plan: Plan) -> dict[str, bytes]:
 
 
 def kubernetes_name(name: str) -> str:
-    """The recipe's name as that of a Service, which its Job and pods share: lower-case letters, digits and hyphens, a
-    letter first, short enough for a pod's number behind it."""
+    """The recipe's name as that of a Service, which its Job and pods share: lower-case letters,
+    digits and hyphens, a letter first, short enough for a pod's number behind it."""
     text = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-")
     return (text if text[:1].isalpha() else f"run-{text}").rstrip("-")[:52].rstrip("-")
 

@@ -1,4 +1,5 @@
-"""A Kubernetes manifest with the recipe's patch of the pod template merged in, as `kubectl patch` merges one."""
+"""A Kubernetes manifest with the recipe's patch of the pod template merged in, as `kubectl patch`
+merges one."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ def _merge_items(target: MutableSequence[Any], patch: list[JsonObject], kind: Ki
         if same is None:
             target.append(_plain(item, Kind(holds="one", item=kind.item)))
         else:
-            _merge_fields(same, {key: value for key, value in item.items() if key != kind.merge_key}, kind.item)
+            _merge_fields(
+                same,
+                {key: value for key, value in item.items() if key != kind.merge_key},
+                kind.item,
+            )
 
 
 def _plain(value: JsonValue, kind: Kind) -> Any:
@@ -61,7 +66,9 @@ def _plain(value: JsonValue, kind: Kind) -> Any:
         type_name = kind.item if kind.holds == "one" else ANY.item
         known = fields(type_name)
         given = {key: below for key, below in value.items() if below is not None}
-        return {_key(key, type_name): _plain(below, known.get(key, ANY)) for key, below in given.items()}
+        return {
+            _key(key, type_name): _plain(below, known.get(key, ANY)) for key, below in given.items()
+        }
     if isinstance(value, list):
         return [_plain(item, Kind(holds="one", item=kind.item)) for item in value]
     return DoubleQuotedScalarString(value) if isinstance(value, str) else value

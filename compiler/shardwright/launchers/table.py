@@ -1,4 +1,5 @@
-"""The launchers, a row each: `launch.launcher` in a recipe and in plan.json. A new one is a row and its templates."""
+"""The launchers, a row each: `launch.launcher` in a recipe and in plan.json. A new one is a row and
+its templates."""
 
 from __future__ import annotations
 
@@ -13,20 +14,24 @@ from shardwright.plan.build import HOSTFILE, SETUP_SCRIPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """templates: path in the compiled folder -> template. kinds: other ones, by the kind that its section says.
-    program: what `run` needs here to start it.
+    """templates: path in the compiled folder -> template. kinds: other ones, by the kind that its
+    section says. program: what `run` needs here to start it.
 
-    several_nodes: whether it starts more than one. needs_hosts: it reaches the nodes by name; the others are started on
-        each node, which knows only its number: node_number, in the shell's words. by_hand: nothing here can start the
-        other nodes.
+    several_nodes: whether it starts more than one. needs_hosts: it reaches the nodes by name; the
+    others are started on
+        each node, which knows only its number: node_number, in the shell's words. by_hand: nothing
+        here can start the other nodes.
     unquoted: it hands the folder's path to the nodes' shells without quotes.
     outlived: the ranks outlive what started them here, until their output has no reader.
 
-    scheduler: the module that knows it (launch/), where one chooses the hosts; the section of the launcher's name is
+    scheduler: the module that knows it (launch/), where one chooses the hosts; the section of the
+    launcher's name is
         its own.
-    allocation: the variable that stands inside of one, where `run` starts the ranks there and then. allocated_nodes:
+    allocation: the variable that stands inside of one, where `run` starts the ranks there and then.
+    allocated_nodes:
         the variable with their number.
-    own_files: the ranks see other files than this machine. named_hosts: they meet at a node's name, not its address.
+    own_files: the ranks see other files than this machine. named_hosts: they meet at a node's name,
+    not its address.
     """
 
     name: str
@@ -78,7 +83,11 @@ _ROWS = (
     ),
     Launcher(
         name="slurm",
-        templates={"launch.sh": "slurm.sh.j2", "launch/job.sh": "slurm_job.sh.j2", "launch/node.sh": "node.sh.j2"},
+        templates={
+            "launch.sh": "slurm.sh.j2",
+            "launch/job.sh": "slurm_job.sh.j2",
+            "launch/node.sh": "node.sh.j2",
+        },
         program="sbatch",
         scheduler="shardwright.launch.slurm",
         node_number="${SLURM_NODEID:?srun starts this file}",
@@ -121,9 +130,12 @@ def launcher_of(launch: LaunchSection, nodes: int) -> Launcher:
 
 
 def plan_launch(launch: LaunchSection, nodes: int, *, reads_hosts: bool) -> LaunchSection:
-    """As the plan has it: auto settled, files by their place in the compiled folder. reads_hosts: the engine's."""
+    """As the plan has it: auto settled, files by their place in the compiled folder. reads_hosts:
+    the engine's."""
     launcher = launcher_of(launch, nodes)
-    has_hostfile = reads_hosts and (nodes == 1 or launch.hostfile is not None or not launcher.needs_hosts)
+    has_hostfile = reads_hosts and (
+        nodes == 1 or launch.hostfile is not None or not launcher.needs_hosts
+    )
     return dataclasses.replace(
         launch,
         launcher=launcher.name,

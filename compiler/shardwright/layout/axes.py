@@ -1,8 +1,9 @@
 """The one table of axes: all that a layout decides, a row a field of Strategy.
 
-What lists, prints, pins, compares or searches layouts reads this table. Rows stand in the order in which a search
-settles them: the degrees whose product is the world, data the last (it takes what the others leave), then the settings,
-the micro-batch the last, so that memory only grows along it. Printed they come in the order of Strategy's fields.
+What lists, prints, pins, compares or searches layouts reads this table. Rows stand in the order in
+which a search settles them: the degrees whose product is the world, data the last (it takes what
+the others leave), then the settings, the micro-batch the last, so that memory only grows along it.
+Printed they come in the order of Strategy's fields.
 """
 
 from __future__ import annotations
@@ -32,22 +33,26 @@ Degrees = Mapping[str, int]
 class Axis:
     """One field of Strategy.
 
-    name: of the field, and of the recipe's key where there is one. section: of the recipe ("" where it follows from
+    name: of the field, and of the recipe's key where there is one. section: of the recipe ("" where
+    it follows from
         the other rows). default: the recipe's; None is auto.
-    plain: the value of a layout that does without it.
-    ranks: the world is the product of these degrees. holds: decides which rank holds what of model and optimizer.
-    order: of those that tell ranks apart, the place from the slowest (1), as in DeepSpeed's
+    plain: the value of a layout that does without it. ranks: the world is the product of these
+    degrees. holds: decides which rank holds what of model and optimizer. order: of those that tell
+    ranks apart, the place from the slowest (1), as in DeepSpeed's
         PipeModelDataParallelTopology, whose data ranks are data x context ranks here.
-    cuts: beyond plain no rank has the whole model. inside: beyond plain a layer waits for its collectives.
-    values: what a search tries for a problem where the recipe says auto and the engine has the axis, the degrees
-        being settled (none of them where a degree itself is asked for: then all that any cluster could have). None:
-        nothing but plain.
-    admits: what else is required of a value, a pinned one too; a pin stands though the rules forbid it, and they say
+    cuts: beyond plain no rank has the whole model. inside: beyond plain a layer waits for its
+    collectives. values: what a search tries for a problem where the recipe says auto and the engine
+    has the axis, the degrees
+        being settled (none of them where a degree itself is asked for: then all that any cluster
+        could have). None: nothing but plain.
+    admits: what else is required of a value, a pinned one too; a pin stands though the rules forbid
+    it, and they say
         why.
-    yields: where tensor, pipeline and data are pinned and fill the world, `auto` means plain (`choices`).
-    priced: the cost model knows it. runs: every engine has it; of the other axes an engine's row names those it has.
-    region: layouts that differ here are told apart where `plan` says what lost.
-    short: at the head of a table. note: sets a row of a table apart, {} being the value; machinery: the same in a list
+    yields: where tensor, pipeline and data are pinned and fill the world, `auto` means plain
+    (`choices`). priced: the cost model knows it. runs: every engine has it; of the other axes an
+    engine's row names those it has. region: layouts that differ here are told apart where `plan`
+    says what lost. short: at the head of a table. note: sets a row of a table apart, {} being the
+    value; machinery: the same in a list
         of what a layout needs beyond data parallelism and ZeRO.
     synonyms: what other tools call the recipe's key.
     """
@@ -79,7 +84,9 @@ class Axis:
 
     def pin(self, recipe: Recipe) -> Value | None:
         """None where the recipe leaves it to the search, or has no key for it."""
-        value: Value | None = getattr(getattr(recipe, self.section), self.name) if self.section else None
+        value: Value | None = (
+            getattr(getattr(recipe, self.section), self.name) if self.section else None
+        )
         return None if value == "auto" else value
 
 
@@ -91,7 +98,9 @@ AXES: tuple[Axis, ...] = (
         holds=True,
         cuts=True,
         inside=True,
-        values=lambda problem, degrees: divisors(problem.cluster.gpus_per_node),  # a group stands inside a node
+        values=lambda problem, degrees: divisors(
+            problem.cluster.gpus_per_node
+        ),  # a group stands inside a node
         region=True,
         short="TP",
         machinery="tensor parallelism",
@@ -138,7 +147,9 @@ AXES: tuple[Axis, ...] = (
         holds=True,
         cuts=True,
         inside=True,
-        values=lambda problem, degrees: expert_degrees(problem.graph, _expert_ranks(problem, degrees)),
+        values=lambda problem, degrees: expert_degrees(
+            problem.graph, _expert_ranks(problem, degrees)
+        ),
         yields=True,
         runs=False,
         short="EP",
@@ -151,7 +162,9 @@ AXES: tuple[Axis, ...] = (
         default="tensor",
         holds=True,
         values=lambda problem, degrees: (
-            ("tensor", 1) if degrees["tensor"] > 1 and expert_modules(problem.graph) else ("tensor",)
+            ("tensor", 1)
+            if degrees["tensor"] > 1 and expert_modules(problem.graph)
+            else ("tensor",)
         ),
         yields=True,
         runs=False,
@@ -163,7 +176,9 @@ AXES: tuple[Axis, ...] = (
         name="virtual_stages",
         default=1,
         holds=True,
-        values=lambda problem, degrees: virtual_stages(len(problem.graph.layers), degrees["pipeline"]),
+        values=lambda problem, degrees: virtual_stages(
+            len(problem.graph.layers), degrees["pipeline"]
+        ),
         yields=True,
         runs=False,
         note="{} virtual stages",
@@ -192,7 +207,9 @@ AXES: tuple[Axis, ...] = (
         default="none",
         holds=True,
         # `auto` never offloads into memory whose size it is not told.
-        values=lambda problem, degrees: OFFLOAD if problem.cluster.host_memory_bytes else OFFLOAD[:1],
+        values=lambda problem, degrees: (
+            OFFLOAD if problem.cluster.host_memory_bytes else OFFLOAD[:1]
+        ),
         note="offload {}",
         machinery="offload",
     ),
@@ -225,7 +242,8 @@ AXES: tuple[Axis, ...] = (
 
 
 def _expert_ranks(problem: Problem, degrees: Degrees) -> int:
-    """Ranks that expert ranks may be taken out of: those of a stage, where tensor ranks can hold whole experts."""
+    """Ranks that expert ranks may be taken out of: those of a stage, where tensor ranks can hold
+    whole experts."""
     cut = problem.recipe.parallelism.expert_tensor == "tensor"
     return degrees["data"] * degrees["context"] * (1 if cut else degrees["tensor"])
 
@@ -280,10 +298,12 @@ def pins_fill_the_world(problem: Problem) -> bool:
 
 
 def choices(axis: Axis, problem: Problem, degrees: Degrees) -> tuple[Value, ...]:
-    """The values that a layout of these degrees can have along an axis: the pin, where there is one.
+    """The values that a layout of these degrees can have along an axis: the pin, where there is
+    one.
 
-    The rule for `auto`: where tensor, pipeline and data are pinned and multiply to the world, an axis that would change
-    the world or the meaning of these pins (`yields`) stands at its plain value. Everything else the search settles.
+    The rule for `auto`: where tensor, pipeline and data are pinned and multiply to the world, an
+    axis that would change the world or the meaning of these pins (`yields`) stands at its plain
+    value. Everything else the search settles.
     """
     pin = axis.pin(problem.recipe)
     if pin is not None:

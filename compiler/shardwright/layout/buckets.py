@@ -1,5 +1,5 @@
-"""What ZeRO communicates at once, in elements: DeepSpeed's own defaults, which the plan writes out and the cost model
-counts with."""
+"""What ZeRO communicates at once, in elements: DeepSpeed's own defaults, which the plan writes out
+and the cost model counts with."""
 
 from __future__ import annotations
 

@@ -25,10 +25,11 @@ def nearest_multiples(n: int, wanted: int) -> tuple[int, ...]:
 def misfit(
     degrees: Mapping[str, int], world: int, *, complete: bool, blamed: Iterable[str] = ()
 ) -> tuple[str, tuple[int, ...]] | None:
-    """The degree to change, and what it could be with the others as they are; None where they make up the world.
+    """The degree to change, and what it could be with the others as they are; None where they make
+    up the world.
 
-    complete: these are all degrees, so that their product is the world; else it divides it. blamed: those that were
-    asked for; any where there are none. The largest is the likeliest mistake.
+    complete: these are all degrees, so that their product is the world; else it divides it. blamed:
+    those that were asked for; any where there are none. The largest is the likeliest mistake.
     """
     product = math.prod(degrees.values())
     if product == world or not (complete or world % product):

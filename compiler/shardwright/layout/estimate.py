@@ -31,10 +31,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
-    """compute + tensor_comm + pipeline_comm + data_comm + outer_comm + optimizer + bubble = step, within 1e-6 relative.
+    """compute + tensor_comm + pipeline_comm + data_comm + outer_comm + optimizer + bubble = step,
+    within 1e-6 relative.
 
-    tensor_comm: collectives that layers wait for, of tensor, context and expert ranks. outer_comm: a step's share of
-    what training waits for in an outer step between islands.
+    tensor_comm: collectives that layers wait for, of tensor, context and expert ranks. outer_comm:
+    a step's share of what training waits for in an outer step between islands.
     """
 
     step_seconds: float
@@ -62,8 +63,9 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionError:
-    """Half-widths as shares that hold 80 % of the measured runs of a regime, None where no run is of this kind; the
-    reason says what kind that is ("a CPU"), and is "" where there is a figure. regime: its name and its runs' number.
+    """Half-widths as shares that hold 80 % of the measured runs of a regime, None where no run is
+    of this kind; the reason says what kind that is ("a CPU"), and is "" where there is a figure.
+    regime: its name and its runs' number.
     """
 
     step_time: float | None
@@ -76,9 +78,9 @@ class PredictionError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """boundaries: stage s holds graph.layers[boundaries[s]:boundaries[s+1]]. error: how far such predictions were off
-    where they could be compared. flops_source: of the model's layers, see Layer; one
-    that could not be traced says why."""
+    """boundaries: stage s holds graph.layers[boundaries[s]:boundaries[s+1]]. error: how far such
+    predictions were off where they could be compared. flops_source: of the model's layers, see
+    Layer; one that could not be traced says why."""
 
     strategy: Strategy
     boundaries: tuple[int, ...]

@@ -1,4 +1,5 @@
-"""Mixtures of experts: how many a layer has, by its parameters, and which of them expert ranks share out."""
+"""Mixtures of experts: how many a layer has, by its parameters, and which of them expert ranks
+share out."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ def experts_of(graph: ModelGraph) -> int:
 
 @remembered(lambda graph: graph.config_hash)
 def expert_modules(graph: ModelGraph) -> dict[str, int]:
-    """Modules whose own parameters are stacks of as many experts along the first dimension -> how many. By names and
-    shapes; whether expert ranks can share them out is the model's own matter (hf/experts.py)."""
+    """Modules whose own parameters are stacks of as many experts along the first dimension -> how
+    many. By names and shapes; whether expert ranks can share them out is the model's own matter
+    (hf/experts.py)."""
     found: dict[str, int] = {}
     for layer in graph.layers:
         owned: dict[str, list[tuple[int, ...]]] = {}
@@ -35,18 +37,25 @@ def expert_modules(graph: ModelGraph) -> dict[str, int]:
 
 
 def _is_routed(module: str) -> bool:
-    """Shared experts, which every token takes, may be a stack as well: each rank has all of them."""
+    """Shared experts, which every token takes, may be a stack as well: each rank has all of
+    them."""
     return ("expert" in module or "moe" in module) and "shared" not in module.rpartition(".")[2]
 
 
 MOST_EXPERT_RANKS = 64
-"""That a search tries; DeepSeek-V3's (arXiv 2412.19437), the most that a published training run had. A pin may more."""
+"""That a search tries; DeepSeek-V3's (arXiv 2412.19437), the most that a published training run
+had. A pin may more."""
 
 
 def expert_degrees(graph: ModelGraph, ranks: int) -> tuple[int, ...]:
-    """What divides the experts of every layer, and the ranks out of which expert ranks are taken."""
+    """What divides the experts of every layer, and the ranks out of which expert ranks are
+    taken."""
     counts = expert_modules(graph).values()
-    return tuple(e for e in divisors(math.gcd(*counts, ranks)) if e <= MOST_EXPERT_RANKS) if counts else (1,)
+    return (
+        tuple(e for e in divisors(math.gcd(*counts, ranks)) if e <= MOST_EXPERT_RANKS)
+        if counts
+        else (1,)
+    )
 
 
 def _of_layer(layer: Layer) -> int:

@@ -1,4 +1,5 @@
-"""The key of hpZ, a second copy of ZeRO-3's weights inside each node: the layout decides it, a recipe can say no."""
+"""The key of hpZ, a second copy of ZeRO-3's weights inside each node: the layout decides it, a
+recipe can say no."""
 
 from __future__ import annotations
 

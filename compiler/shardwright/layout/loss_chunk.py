@@ -1,4 +1,5 @@
-"""How far `model.loss: chunked` cuts a micro-batch: what the runtime runs is what the cost model counts."""
+"""How far `model.loss: chunked` cuts a micro-batch: what the runtime runs is what the cost model
+counts."""
 
 from __future__ import annotations
 
@@ -8,5 +9,6 @@ FEWEST_CHUNKS = 8
 
 
 def chunk_length(micro_batch_size: int, sequence_length: int) -> int:
-    """Positions of every row whose logits exist at a time: at most LARGEST_TOKENS tokens, and at most an eighth."""
+    """Positions of every row whose logits exist at a time: at most LARGEST_TOKENS tokens, and at
+    most an eighth."""
     return max(1, min(LARGEST_TOKENS // micro_batch_size, -(-sequence_length // FEWEST_CHUNKS)))

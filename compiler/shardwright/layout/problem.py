@@ -11,10 +11,11 @@ from shardwright.ir.recipe import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The recipe (its pins included), the model's graph and the cluster that stages 1 to 3 made of it.
+    """The recipe (its pins included), the model's graph and the cluster that stages 1 to 3 made of
+    it.
 
-    experts_apart: each matrix of an expert is a module of its own, as transformers 4 had it; not where the runs are
-    this project's, but of published ones."""
+    experts_apart: each matrix of an expert is a module of its own, as transformers 4 had it; not
+    where the runs are this project's, but of published ones."""
 
     recipe: Recipe
     graph: ModelGraph

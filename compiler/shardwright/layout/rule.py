@@ -19,8 +19,8 @@ class Candidate(Problem):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """reads: the strategy's keys that decide whether the layout breaks it (its message may name others). A search that
-    has settled these rules out everything below at once."""
+    """reads: the strategy's keys that decide whether the layout breaks it (its message may name
+    others). A search that has settled these rules out everything below at once."""
 
     check: Callable[[Candidate], Diagnostic | None]
     reads: frozenset[str]

@@ -43,8 +43,8 @@ class Strategy:
 
     @property
     def shards(self) -> int:
-        """Ranks with the same parameters, over which ZeRO shares out states and gradients are summed: what an engine
-        calls data ranks."""
+        """Ranks with the same parameters, over which ZeRO shares out states and gradients are
+        summed: what an engine calls data ranks."""
         return self.data * self.context
 
     @property
@@ -59,13 +59,14 @@ class Strategy:
 
     @property
     def expert_parts(self) -> float:
-        """What a rank would have of experts, were they cut over tensor ranks alone, over what it has."""
+        """What a rank would have of experts, were they cut over tensor ranks alone, over what it
+        has."""
         return self.expert * self.expert_tensor_ranks / self.tensor
 
     @property
     def expert_copies(self) -> int:
-        """Ranks of a stage that hold the same part of the experts; 1 too where a layout that no rule lets through has
-        fewer ranks than parts."""
+        """Ranks of a stage that hold the same part of the experts; 1 too where a layout that no
+        rule lets through has fewer ranks than parts."""
         return max(1, self.shards * self.tensor // (self.expert * self.expert_tensor_ranks))
 
     @property
@@ -80,7 +81,8 @@ class Strategy:
 
     @property
     def interleaves(self) -> bool:
-        """Pipeline ranks hold several parts of the model and take them in turns. What a rule refuses does not."""
+        """Pipeline ranks hold several parts of the model and take them in turns. What a rule
+        refuses does not."""
         return self.virtual_stages > 1 and self.schedule == "1f1b"
 
     @property
@@ -106,15 +108,18 @@ class Strategy:
         return tuple((axis, value) for axis, value in self.values().items() if value != axis.plain)
 
     def pins(self) -> dict[str, JsonValue]:
-        """The keys of a recipe's `parallelism` that leave this layout alone, and their values as a recipe has them."""
+        """The keys of a recipe's `parallelism` that leave this layout alone, and their values as a
+        recipe has them."""
         return {
             axis.name: asdict(value) if isinstance(value, PartialCheckpointing) else value
             for axis, value in self.values().items()
-            if axis.section == "parallelism" and ((axis.values is not None and axis.runs) or value != axis.plain)
+            if axis.section == "parallelism"
+            and ((axis.values is not None and axis.runs) or value != axis.plain)
         }
 
     def describe(self) -> str:
-        """Recipe key names, the keys of `pins`; where a recipe's default is plain, only what is not."""
+        """Recipe key names, the keys of `pins`; where a recipe's default is plain, only what is
+        not."""
         pins = self.pins()
         return " ".join(
             f"{axis.name}={value}"
@@ -129,7 +134,8 @@ def printed_axes(strategy: type[Strategy] = Strategy) -> tuple[Axis, ...]:
 
 
 def layout_axes() -> tuple[Axis, ...]:
-    """Those that a search settles under every engine where the recipe says auto, as they are printed."""
+    """Those that a search settles under every engine where the recipe says auto, as they are
+    printed."""
     return tuple(axis for axis in printed_axes() if axis.values is not None and axis.runs)
 
 
@@ -138,23 +144,32 @@ def searched_axes(recipe: Recipe) -> tuple[Axis, ...]:
     return tuple(
         axis
         for axis in printed_axes()
-        if axis in layout_axes() or (axis.section and axis.values is not None and axis.pin(recipe) is None)
+        if axis in layout_axes()
+        or (axis.section and axis.values is not None and axis.pin(recipe) is None)
     )
 
 
 def inside_axes(*strategies: Strategy) -> tuple[str, ...]:
-    """Names of those whose collectives a layer of any of these layouts waits for; tensor where there are none."""
+    """Names of those whose collectives a layer of any of these layouts waits for; tensor where
+    there are none."""
     rows = [axis for axis in printed_axes() if axis.inside]
-    found = [axis.name for axis in rows if any(getattr(s, axis.name) != axis.plain for s in strategies)]
+    found = [
+        axis.name for axis in rows if any(getattr(s, axis.name) != axis.plain for s in strategies)
+    ]
     return tuple(found) or ("tensor",)
 
 
 def inside_words(*strategies: Strategy) -> str:
     """Of their collectives: "tensor-parallel", "tensor- and expert-parallel"."""
     *others, last = inside_axes(*strategies)
-    return f"{', '.join(f'{name}-' for name in others)} and {last}-parallel" if others else f"{last}-parallel"
+    return (
+        f"{', '.join(f'{name}-' for name in others)} and {last}-parallel"
+        if others
+        else f"{last}-parallel"
+    )
 
 
 def free_axes() -> tuple[Axis, ...]:
-    """Those of them whose default is auto. A search that was not asked to does not offload states to the host."""
+    """Those of them whose default is auto. A search that was not asked to does not offload states
+    to the host."""
     return tuple(axis for axis in layout_axes() if axis.is_free)

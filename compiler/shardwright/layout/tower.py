@@ -1,7 +1,8 @@
-"""What the tower of a model that sees computes and keeps: FLOPs and bytes of the largest row that `data.images` allows.
+"""What the tower of a model that sees computes and keeps: FLOPs and bytes of the largest row that
+`data.images` allows.
 
-The tower stands on the first stage, whole on each tensor rank, and runs in every micro-batch. Letters: n patches of a
-picture; FLOPs and bytes are a n + b n^2 of it (ir/vision.py).
+The tower stands on the first stage, whole on each tensor rank, and runs in every micro-batch.
+Letters: n patches of a picture; FLOPs and bytes are a n + b n^2 of it (ir/vision.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from shardwright.ir.vision import Vision, VisionLayer
 from shardwright.ir.words import Checkpointing
 
 INPUT_GRADIENT = 0.5
-"""Of a backward pass, where the weights are frozen and what comes before them is not: one product of two."""
+"""Of a backward pass, where the weights are frozen and what comes before them is not: one product
+of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,8 @@ class TowerLayer:
 
 
 def largest_row(recipe: Recipe, graph: ModelGraph) -> RowOfPictures | None:
-    """As many pictures of the largest size as the contract allows and a row has tokens for; None where the tower is not
-    counted."""
+    """As many pictures of the largest size as the contract allows and a row has tokens for; None
+    where the tower is not counted."""
     images = next((part.images for _, part in recipe.data_parts() if part.images is not None), None)
     vision = graph.vision
     if vision is None or not vision.layers:
@@ -54,7 +56,9 @@ def largest_row(recipe: Recipe, graph: ModelGraph) -> RowOfPictures | None:
     patches = vision.patches_of(images.max_pixels)
     if not vision.patches:
         patches = max(1, min(patches, room))
-    return RowOfPictures(pictures=max(1, min(images.per_row * tiles, room // patches)), patches=patches)
+    return RowOfPictures(
+        pictures=max(1, min(images.per_row * tiles, room // patches)), patches=patches
+    )
 
 
 def tower_flops(recipe: Recipe, graph: ModelGraph) -> tuple[int, int]:
@@ -63,7 +67,9 @@ def tower_flops(recipe: Recipe, graph: ModelGraph) -> tuple[int, int]:
     return sum(x.forward for x in layers), round(sum(x.backward for x in layers))
 
 
-def tower_kept_bytes(recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int) -> int:
+def tower_kept_bytes(
+    recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int
+) -> int:
     """Of a row, from its forward to its backward pass."""
     return sum(each.kept for each in tower_layers(recipe, graph, checkpointing, element_bytes))
 
@@ -71,8 +77,8 @@ def tower_kept_bytes(recipe: Recipe, graph: ModelGraph, checkpointing: Checkpoin
 def tower_layers(
     recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int
 ) -> Iterator[TowerLayer]:
-    """A layer has a backward pass where it, or one before it, is trained. Under `full` a block keeps its input and runs
-    again; the rest of the tower stays."""
+    """A layer has a backward pass where it, or one before it, is trained. Under `full` a block
+    keeps its input and runs again; the rest of the tower stays."""
     row, vision = largest_row(recipe, graph), graph.vision
     if row is None or vision is None:
         return
@@ -82,8 +88,12 @@ def tower_layers(
         mode: Checkpointing = "full" if checkpointing == "full" and layer.name else "none"
         live = live or trained[layer.name] or (not layer.name and trained["projector"])
         forward = row.pictures * layer.forward.of(row.patches)
-        share = 0.0 if not live else 1.0 if trained[layer.name] or not layer.name else INPUT_GRADIENT
-        kept = next(k for k in layer.kept if (k.checkpointing, k.element_bytes) == (mode, element_bytes))
+        share = (
+            0.0 if not live else 1.0 if trained[layer.name] or not layer.name else INPUT_GRADIENT
+        )
+        kept = next(
+            k for k in layer.kept if (k.checkpointing, k.element_bytes) == (mode, element_bytes)
+        )
         yield TowerLayer(
             layer=layer,
             forward=forward,
@@ -94,7 +104,8 @@ def tower_layers(
 
 
 def _trained(recipe: Recipe, graph: ModelGraph, vision: Vision) -> dict[str, bool]:
-    """By the name of a layer, whether any parameter of it is: "" the tower's own outside its blocks, "projector"."""
+    """By the name of a layer, whether any parameter of it is: "" the tower's own outside its
+    blocks, "projector"."""
     found = dict.fromkeys([*(layer.name for layer in vision.layers), "projector"], False)
     if recipe.lora is not None:
         return found
@@ -104,6 +115,9 @@ def _trained(recipe: Recipe, graph: ModelGraph, vision: Vision) -> dict[str, boo
         part = vision.part(parameter.name)
         if part == "text" or parameter.name in frozen or parameter.name in untrained:
             continue
-        block = next((x.name for x in vision.layers if x.name and parameter.name.startswith(f"{x.name}.")), "")
+        block = next(
+            (x.name for x in vision.layers if x.name and parameter.name.startswith(f"{x.name}.")),
+            "",
+        )
         found["projector" if part == "projector" else block] = True
     return found

@@ -1,1 +1,2 @@
-"""`shardwright lint`: rules over any ds_config.json, each shown by a test to hold for the installed DeepSpeed."""
+"""`shardwright lint`: rules over any ds_config.json, each shown by a test to hold for the installed
+DeepSpeed."""

@@ -1,7 +1,8 @@
 """A ds_config file -> its values, and where each of them stands.
 
-DeepSpeed reads the file with Hjson (runtime/tensor_parallel/init_utils.py, load_ds_config): comments, a trailing comma
-and unquoted words are allowed. The Trainer and Accelerate read it with `json` (accelerate/utils/deepspeed.py).
+DeepSpeed reads the file with Hjson (runtime/tensor_parallel/init_utils.py, load_ds_config):
+comments, a trailing comma and unquoted words are allowed. The Trainer and Accelerate read it with
+`json` (accelerate/utils/deepspeed.py).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """name: the file, as printed. is_json: plain JSON, not Hjson. bare: the text with comments and trailing commas
-    blanked out, offset for offset; keys, values: where each stands in it (empty where Hjson has no quotes to go by)."""
+    """name: the file, as printed. is_json: plain JSON, not Hjson. bare: the text with comments and
+    trailing commas blanked out, offset for offset; keys, values: where each stands in it (empty
+    where Hjson has no quotes to go by)."""
 
     name: str
     text: str
@@ -63,7 +65,9 @@ def read_file(path: str) -> str:
             message = f"{path} is larger than {MOST_BYTES // 1024} KiB"
             raise _refused(name, "SW4009", message, "Is it a ds_config.json?") from None
         message = f"{path} cannot be read: {error.strerror or error}"
-        raise _refused(name, "SW4001", message, "Check the path and its rights; `-` is standard input.") from None
+        raise _refused(
+            name, "SW4001", message, "Check the path and its rights; `-` is standard input."
+        ) from None
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -81,14 +85,18 @@ def _standard_input() -> bytes:
 def read_document(name: str, text: str) -> Document:
     """Raises Refusal: SW4004 to SW4007, SW4009."""
     if not text.strip("\ufeff \t\r\n"):
-        raise _refused(name, "SW4004", f"{name} is empty", 'Write at least {"train_batch_size": 8}.', text)
+        raise _refused(
+            name, "SW4004", f"{name} is empty", 'Write at least {"train_batch_size": 8}.', text
+        )
     bare = _blank(text)
     try:
         config, is_json, placed = _parse(name, text, bare)
         if is_too_deep(config):
             raise RecursionError
     except RecursionError:
-        raise _refused(name, "SW4009", f"{name} is nested too deeply", "Is it a ds_config.json?", text) from None
+        raise _refused(
+            name, "SW4009", f"{name} is nested too deeply", "Is it a ds_config.json?", text
+        ) from None
     places = _places(bare) if placed else _Places()
     lines = LineOffsets(name, text)
     wrong = [
@@ -102,7 +110,9 @@ def read_document(name: str, text: str) -> Document:
         for path, span in places.twice
     ]
     for word, (start, end) in places.infinite:
-        wrong.append(_syntax(lines, start, f"{word} is not a finite number", end, "Write a finite number."))
+        wrong.append(
+            _syntax(lines, start, f"{word} is not a finite number", end, "Write a finite number.")
+        )
     if not isinstance(config, Mapping):
         kind = "a list" if isinstance(config, list) else "a single value"
         first, help = Location(file=name, line=1, column=1), 'Write {"train_batch_size": ..., ...}.'
@@ -111,7 +121,10 @@ def read_document(name: str, text: str) -> Document:
         raise Refusal(*wrong, source=Source(file=name, texts={name: text}))
     keys = {path: lines.at(*span) for path, span in places.keys.items()}
     # A section is shown by its key: its value may be many lines.
-    shown = {p: keys[p] if p in keys and bare[s[0]] in "{[" else lines.at(*s) for p, s in places.values.items()}
+    shown = {
+        p: keys[p] if p in keys and bare[s[0]] in "{[" else lines.at(*s)
+        for p, s in places.values.items()
+    }
     return Document(
         name=name,
         text=text,
@@ -135,7 +148,9 @@ def _parse(name: str, text: str, bare: str) -> tuple[JsonValue, bool, bool]:
     try:
         value = cast(JsonValue, hjson.loads(text.removeprefix("\ufeff")))
     except (ValueError, OverflowError):
-        raise Refusal(_not_json(name, text, bare), source=Source(file=name, texts={name: text})) from None
+        raise Refusal(
+            _not_json(name, text, bare), source=Source(file=name, texts={name: text})
+        ) from None
     try:
         return value, False, json.loads(bare) == value
     except ValueError:
@@ -231,7 +246,11 @@ def _places(bare: str) -> _Places:
             found.keys.setdefault(tuple(path), span)
             key_next = False
         else:
-            if event.plain and event.text[-1].isdigit() and not math.isfinite(float(event.text[:400])):
+            if (
+                event.plain
+                and event.text[-1].isdigit()
+                and not math.isfinite(float(event.text[:400]))
+            ):
                 found.infinite.append((event.text, span))
             done(span)
     return found

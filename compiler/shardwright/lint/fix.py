@@ -1,9 +1,10 @@
-"""`--fix`: edits in the text itself, so that comments, order and indentation stay. One finding at a time, and the
-document is read and linted anew after each, for one edit moves the others.
+"""`--fix`: edits in the text itself, so that comments, order and indentation stay. One finding at a
+time, and the document is read and linted anew after each, for one edit moves the others.
 
-Mended are only findings whose rule gives edits: a misspelt key with one near name that is not given, a key beside the
-section that it belongs to, a number or boolean in quotes, what is deprecated and has another spelling, a removed
-feature that is switched off, a key without effect that DeepSpeed names. What needs a choice is left to a person.
+Mended are only findings whose rule gives edits: a misspelt key with one near name that is not
+given, a key beside the section that it belongs to, a number or boolean in quotes, what is
+deprecated and has another spelling, a removed feature that is switched off, a key without effect
+that DeepSpeed names. What needs a choice is left to a person.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from shardwright.lint.subject import Audience, Edit, Found
 MOST_FIXES = 200
 
 
-def fixed(document: Document, audience: Audience | None, world_size: int | None) -> tuple[Document, tuple[Found, ...]]:
-    """The document with every fix applied, and what was mended. Hjson without quotes has no places and stays."""
+def fixed(
+    document: Document, audience: Audience | None, world_size: int | None
+) -> tuple[Document, tuple[Found, ...]]:
+    """The document with every fix applied, and what was mended. Hjson without quotes has no places
+    and stays."""
     mended: list[Found] = []
     while len(mended) < MOST_FIXES:
         findings = lint(document, subject_of(document, audience, world_size))
-        changed = next(filter(None, (_apply(document, found) for found in findings if found.fix)), None)
+        changed = next(
+            filter(None, (_apply(document, found) for found in findings if found.fix)), None
+        )
         if changed is None:
             break
         document, found = changed

@@ -11,7 +11,9 @@ from shardwright.lint.rules.values import FILLED
 from shardwright.lint.subject import Audience, Found, LintedConfig, dotted
 
 
-def subject_of(document: Document, audience: Audience | None = None, world_size: int | None = None) -> LintedConfig:
+def subject_of(
+    document: Document, audience: Audience | None = None, world_size: int | None = None
+) -> LintedConfig:
     """audience None: the Trainer's where the file holds an "auto" that the Trainer fills in."""
     known = snapshot()
     found = misfits(document.config, known)
@@ -58,7 +60,9 @@ def _location(document: Document, found: Found) -> Location:
         for table in tables:
             if key and key in table:
                 return table[key]
-    return Location(file=document.name, line=1 if document.values else 0, column=1 if document.values else 0)
+    return Location(
+        file=document.name, line=1 if document.values else 0, column=1 if document.values else 0
+    )
 
 
 def _order(document: Document, found: Found) -> tuple[int, int, bool, str]:

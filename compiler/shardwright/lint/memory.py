@@ -1,8 +1,8 @@
 """What a named model needs of each GPU under a ds_config, by the cost model.
 
-A ds_config does not say whether activations are recomputed, nor how long a sample is: both answers are given for the
-first, and the second is an argument. Tensor parallelism counts where AutoTP is told to; a pipeline's degree is not in
-the file, so there is no answer with one.
+A ds_config does not say whether activations are recomputed, nor how long a sample is: both answers
+are given for the first, and the second is an argument. Tensor parallelism counts where AutoTP is
+told to; a pipeline's degree is not in the file, so there is no answer with one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ RECOMPUTED: tuple[Checkpointing, ...] = ("full", "none")
 def memory(
     subject: LintedConfig, model: str, gpu: str | None, sequence_length: int | None
 ) -> tuple[tuple[Found, ...], tuple[str, ...]]:
-    """(SW4801 where it does not fit, lines to print). Raises Refusal: SW2xxx the model, SW3001 the GPU."""
+    """(SW4801 where it does not fit, lines to print). Raises Refusal: SW2xxx the model, SW3001 the
+    GPU."""
     why = _unknown(subject)
     if why:
         return (), (f"memory   not predicted: {why}",)
@@ -55,23 +56,34 @@ def memory(
     stage = predicted["full"][names[-1]].stages[0]
     states = stage.parameters_bytes + stage.gradients_bytes + stage.optimizer_bytes
     lines = [
-        f"memory   {shipped_name(model) or model}, {graph.total_parameters / 1e9:.2f} B parameters, "
-        f"{strategy.world_size} ranks, ZeRO stage {strategy.zero_stage}, micro-batch {strategy.micro_batch_size} "
-        f"x {length} tokens",
-        f"         {states / GIB:.1f} GiB of model states a GPU: parameters {stage.parameters_bytes / GIB:.1f}, "
-        f"gradients {stage.gradients_bytes / GIB:.1f}, optimizer {stage.optimizer_bytes / GIB:.1f}",
+        f"memory   {shipped_name(model) or model}, {graph.total_parameters / 1e9:.2f} B "
+        f"parameters, {strategy.world_size} ranks, ZeRO stage {strategy.zero_stage}, micro-batch "
+        f"{strategy.micro_batch_size} x {length} tokens",
+        f"         {states / GIB:.1f} GiB of model states a GPU: parameters "
+        f"{stage.parameters_bytes / GIB:.1f}, gradients {stage.gradients_bytes / GIB:.1f}, "
+        f"optimizer {stage.optimizer_bytes / GIB:.1f}",
     ]
     for recompute, words in zip(RECOMPUTED, ("with", "without"), strict=True):
         fits = [name for name, found in predicted[recompute].items() if found.fits]
-        lines.append(f"         {words} activation checkpointing it fits on {', '.join(fits) or 'none of them'}")
+        lines.append(
+            f"         {words} activation checkpointing it fits on "
+            f"{', '.join(fits) or 'none of them'}"
+        )
     if any(found.fits for found in predicted["full"].values()):
         return (), tuple(lines)
     peak = min(found.peak_bytes for found in predicted["full"].values())
-    where = f"{gpu} ({predicted['full'][names[0]].capacity_bytes / GIB:.0f} GiB)" if gpu else "any GPU of the catalogue"
+    where = (
+        f"{gpu} ({predicted['full'][names[0]].capacity_bytes / GIB:.0f} GiB)"
+        if gpu
+        else "any GPU of the catalogue"
+    )
     risk = Found(
         code="SW4801",
         key=("zero_optimization", "stage") if subject.has("zero_optimization", "stage") else (),
-        message=f"about {peak / GIB:.0f} GiB a GPU, {states / GIB:.0f} of them model states, do not fit on {where}",
+        message=(
+            f"about {peak / GIB:.0f} GiB a GPU, {states / GIB:.0f} of them model states, do "
+            f"not fit on {where}"
+        ),
         help=_help(strategy),
         severity="warning",
     )
@@ -82,7 +94,10 @@ def _unknown(subject: LintedConfig) -> str:
     """What the file leaves open, "" where nothing is."""
     if subject.has_pipeline:
         return "the pipeline's degree is not in the file"
-    if any(misfit.kind in ("type", "text", "range") for misfit in misfits(subject.config, subject.snapshot)):
+    if any(
+        misfit.kind in ("type", "text", "range")
+        for misfit in misfits(subject.config, subject.snapshot)
+    ):
         return "the file has errors"
     if subject.stage is None:
         return "the ZeRO stage is filled in later"
@@ -146,7 +161,9 @@ def _recipe(subject: LintedConfig, strategy: Strategy, model: str, gpu: str, len
         "cluster": {"nodes": world // per_node, "gpus_per_node": per_node, "gpu": gpu},
         "training": {
             "sequence_length": length,
-            "global_batch_size": strategy.micro_batch_size * strategy.gradient_accumulation_steps * strategy.data,
+            "global_batch_size": strategy.micro_batch_size
+            * strategy.gradient_accumulation_steps
+            * strategy.data,
             "steps": 1,
             "precision": kind,
             # Without the key gradients have the parameters' precision (engine.py, get_data_types).
@@ -156,7 +173,9 @@ def _recipe(subject: LintedConfig, strategy: Strategy, model: str, gpu: str, len
     return load_recipe(Path("-"), (), stdin_text=json.dumps(document))
 
 
-def _memory(recipe: Recipe, graph: ModelGraph, strategy: Strategy, gpu: str, recompute: Checkpointing) -> Memory:
+def _memory(
+    recipe: Recipe, graph: ModelGraph, strategy: Strategy, gpu: str, recompute: Checkpointing
+) -> Memory:
     cluster = resolve_cluster(dataclasses.replace(recipe.cluster, gpu=gpu))
     chosen = dataclasses.replace(strategy, activation_checkpointing=recompute)
     return estimate_memory(place(Problem(recipe=recipe, graph=graph, cluster=cluster), chosen))
@@ -164,7 +183,10 @@ def _memory(recipe: Recipe, graph: ModelGraph, strategy: Strategy, gpu: str, rec
 
 def _help(strategy: Strategy) -> str:
     if strategy.zero_stage < 3:
-        return "Take a higher ZeRO stage, more ranks, a smaller micro-batch, or offload_optimizer to the CPU."
+        return (
+            "Take a higher ZeRO stage, more ranks, a smaller micro-batch, or offload_optimizer "
+            "to the CPU."
+        )
     if strategy.offload == "none":
         return "Take more ranks, a smaller micro-batch, or offload_optimizer to the CPU."
     return "Take more ranks, a smaller micro-batch or shorter samples."

@@ -1,5 +1,6 @@
-"""What a ds_config asks of DeepSpeed that the named model does not take: AutoEP's expert ranks, and the wrapper that
-shares rows out over sequence ranks (Ulysses). The file alone does not show it, so these rules want `--model`."""
+"""What a ds_config asks of DeepSpeed that the named model does not take: AutoEP's expert ranks, and
+the wrapper that shares rows out over sequence ranks (Ulysses). The file alone does not show it, so
+these rules want `--model`."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ SEQUENCE = "sequence_parallel_size"
 AUTOEP = "expert_parallel"
 
 
-def named_model(subject: LintedConfig, model: str, sequence_length: int | None) -> tuple[Found, ...]:
-    """SW4612 to SW4614. sequence_length: tokens of a row, None where it was not given. Raises Refusal: SW20xx where
-    the model's configuration cannot be had."""
+def named_model(
+    subject: LintedConfig, model: str, sequence_length: int | None
+) -> tuple[Found, ...]:
+    """SW4612 to SW4614. sequence_length: tokens of a row, None where it was not given. Raises
+    Refusal: SW20xx where the model's configuration cannot be had."""
     ranks = subject.integer(SEQUENCE) or 1
     wants_experts = subject.is_on(AUTOEP, "enabled")
     if ranks == 1 and not wants_experts:
@@ -48,16 +51,20 @@ def named_model(subject: LintedConfig, model: str, sequence_length: int | None) 
 
 
 def detected() -> Mapping[str, str]:
-    """Type of the model -> what AutoEP makes of it: found | missed | refused, as tools/write_autoep.py measured it for
-    every type of transformers that has experts and runs."""
+    """Type of the model -> what AutoEP makes of it: found | missed | refused, as
+    tools/write_autoep.py measured it for every type of transformers that has experts and runs."""
     text = resources.files("shardwright.lint").joinpath("autoep.json").read_text("utf-8")
     table: dict[str, str] = json.loads(text)
     return table
 
 
 def _experts(subject: LintedConfig, kind: str) -> Iterator[Found]:
-    # With either of these DeepSpeed raises where it finds nothing (auto_ep.py, _requires_selected_preset_detection).
-    if subject.get(AUTOEP, "preset_model") is not None or subject.get(AUTOEP, "moe_layer_pattern") is not None:
+    # With either of these DeepSpeed raises where it finds nothing (auto_ep.py,
+    # _requires_selected_preset_detection).
+    if (
+        subject.get(AUTOEP, "preset_model") is not None
+        or subject.get(AUTOEP, "moe_layer_pattern") is not None
+    ):
         return
     known = detected()
     outcome = known.get(kind, "missed")
@@ -74,8 +81,10 @@ def _experts(subject: LintedConfig, kind: str) -> Iterator[Found]:
         code="SW4612",
         key=(AUTOEP, "enabled"),
         message=message,
-        help=f"Its presets are for {', '.join(sorted(t for t in known if known[t] == 'found'))}. Give preset_model or "
-        "moe_layer_pattern, with which DeepSpeed raises where it finds nothing; or `shardwright import` the file and "
+        help=f"Its presets are for {', '.join(sorted(t for t in known if known[t] == 'found'))}. "
+        "Give preset_model or "
+        "moe_layer_pattern, with which DeepSpeed raises where it finds nothing; or `shardwright "
+        "import` the file and "
         "set parallelism.expert.",
         severity=severity,
         at="key",
@@ -89,20 +98,32 @@ def _window(config: JsonObject, ranks: int, sequence_length: int | None) -> Iter
     yield Found(
         code="SW4613",
         key=(SEQUENCE,),
-        message=f"under sdpa and flex_attention {ranks} sequence ranks lose {_kind(config)}'s window of {width} tokens",
-        help='Load the model with attn_implementation="flash_attention_2", which is told the window itself; or '
+        message=(
+            f"under sdpa and flex_attention {ranks} sequence ranks lose {_kind(config)}'s "
+            f"window of {width} tokens"
+        ),
+        help='Load the model with attn_implementation="flash_attention_2", which is told the '
+        "window itself; or "
         "`shardwright import` the file and set parallelism.context.",
         severity="warning",
     )
 
 
 def window(config: JsonObject) -> int | None:
-    """How many tokens a layer with a window, or in chunks, sees; None where every layer sees all."""
+    """How many tokens a layer with a window, or in chunks, sees; None where every layer sees
+    all."""
     text = _text(config)
     kinds = text.get("layer_types")
-    for key, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
+    for key, kind in (
+        ("sliding_window", "sliding_attention"),
+        ("attention_chunk_size", "chunked_attention"),
+    ):
         width = text.get(key)
-        used = kind in kinds if isinstance(kinds, list) else text.get("use_sliding_window") is not False
+        used = (
+            kind in kinds
+            if isinstance(kinds, list)
+            else text.get("use_sliding_window") is not False
+        )
         if isinstance(width, int) and not isinstance(width, bool) and used:
             return width
     return None
@@ -115,13 +136,17 @@ def _heads(config: JsonObject, ranks: int) -> Iterator[Found]:
     if heads and heads % ranks:
         message = f"{heads} attention heads are not divisible by {ranks} sequence ranks"
     elif shared and shared % ranks and ranks % shared:
-        message = f"{shared} key and value heads are neither a multiple nor a divisor of {ranks} sequence ranks"
+        message = (
+            f"{shared} key and value heads are neither a multiple nor a divisor of {ranks} "
+            "sequence ranks"
+        )
     if message:
         yield Found(
             code="SW4614",
             key=(SEQUENCE,),
             message=f"{_kind(config)}: {message}",
-            help="Take a number of sequence ranks that divides the heads; or `shardwright import` the file and set "
+            help="Take a number of sequence ranks that divides the heads; or `shardwright import` "
+            "the file and set "
             "parallelism.context, which repeats key and value heads.",
         )
 

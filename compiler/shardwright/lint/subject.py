@@ -18,7 +18,8 @@ Audience = Literal["deepspeed", "trainer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """set: `path` gets `value`. rename: the key `path` becomes `name`. remove: `path` goes. add: a new key `path`."""
+    """set: `path` gets `value`. rename: the key `path` becomes `name`. remove: `path` goes. add: a
+    new key `path`."""
 
     kind: Literal["set", "rename", "remove", "add"]
     path: KeyPath
@@ -27,8 +28,8 @@ class Edit:
 
 
 class Fault(NamedTuple):
-    """What a rule's function yields. help, severity: "" for the rule's own. fix: edits that mend it; () where a person
-    has to decide."""
+    """What a rule's function yields. help, severity: "" for the rule's own. fix: edits that mend
+    it; () where a person has to decide."""
 
     key: KeyPath
     message: str
@@ -87,7 +88,9 @@ class LintedConfig:
 
     def number(self, *path: str) -> float | None:
         value = self.get(*path)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return (
+            float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        )
 
     def text(self, *path: str) -> str:
         """ "" where it is none; small letters, for DeepSpeed compares most texts so."""
@@ -138,7 +141,15 @@ class LintRule:
     def check(self, subject: LintedConfig) -> Iterator[Found]:
         for key, message, help, fix, severity in self.find(subject):
             severity, help = severity or self.severity, help or self.help
-            yield Found(code=self.code, key=key, message=message, help=help, severity=severity, at=self.at, fix=fix)
+            yield Found(
+                code=self.code,
+                key=key,
+                message=message,
+                help=help,
+                severity=severity,
+                at=self.at,
+                fix=fix,
+            )
 
 
 def rule(

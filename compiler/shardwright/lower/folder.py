@@ -14,7 +14,13 @@ from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.table import ENGINES
 from shardwright.lease import holder, holds_lock
 from shardwright.lower.lower import EXECUTABLE_FILES, MARKER, MARKER_TEXT
-from shardwright.plan.build import MEASURED_FILE, MODEL_DIRECTORY, PLAN_FILE, RUN_DIRECTORY, TOKENIZER_DIRECTORY
+from shardwright.plan.build import (
+    MEASURED_FILE,
+    MODEL_DIRECTORY,
+    PLAN_FILE,
+    RUN_DIRECTORY,
+    TOKENIZER_DIRECTORY,
+)
 from shardwright.plan.graph_file import GRAPH_FILE
 
 TEMPORARY = ".shardwright-"
@@ -32,20 +38,28 @@ ARTIFACT_ROOTS: tuple[str, ...] = (
 
 
 def check_folder(directory: Path) -> None:
-    """Raises Refusal unless `directory` is absent, empty, or an earlier output of ours. Writes nothing."""
+    """Raises Refusal unless `directory` is absent, empty, or an earlier output of ours. Writes
+    nothing."""
     try:
         if not directory.exists():
             if directory.is_symlink():
-                raise refusal("SW5101", f"{str(directory)!r} is a link to nothing", "Remove the link.")
+                raise refusal(
+                    "SW5101", f"{str(directory)!r} is a link to nothing", "Remove the link."
+                )
             _check_parent(directory)
             return
         if not directory.is_dir():
-            raise refusal("SW5101", f"{str(directory)!r} is a file, not a folder", "Give -o another name.")
+            raise refusal(
+                "SW5101", f"{str(directory)!r} is a file, not a folder", "Give -o another name."
+            )
         entries = sorted(path.name for path in directory.iterdir())
         if entries and not _is_ours(directory):
             raise refusal(
                 "SW5102",
-                f"{str(directory)!r} is not empty and was not written by shardwright (it holds {entries[0]!r})",
+                (
+                    f"{str(directory)!r} is not empty and was not written by shardwright (it holds "
+                    f"{entries[0]!r})"
+                ),
                 "Give -o a new folder, or empty this one yourself. Nothing was written.",
             )
         for root in ARTIFACT_ROOTS:
@@ -53,7 +67,9 @@ def check_folder(directory: Path) -> None:
             folder_wanted = root in FOLDER_ROOTS
             if path.is_symlink() or (path.exists() and path.is_dir() != folder_wanted):
                 raise refusal(
-                    "SW5104", f"{str(path)!r} is not what compile wrote there", "Remove it and compile again."
+                    "SW5104",
+                    f"{str(path)!r} is not what compile wrote there",
+                    "Remove it and compile again.",
                 )
         if _run_is_alive(directory):
             raise refusal(
@@ -70,11 +86,18 @@ def check_checkpoint_folder(directory: str) -> tuple[Diagnostic, ...]:
     parts = [part for part in directory.split("/") if part not in ("", ".")]
     taken = (*ARTIFACT_ROOTS, RUN_DIRECTORY)
     # "~" would be a folder of that name: nobody expands it on the nodes.
-    own = bool(parts) and parts[0] not in taken and ".." not in parts and not parts[0].startswith("~")
+    own = (
+        bool(parts) and parts[0] not in taken and ".." not in parts and not parts[0].startswith("~")
+    )
     if directory.startswith("/") or own:
         return ()
-    message = f"checkpoint.directory: {directory!r} is not a folder of its own inside the compiled folder"
-    help = "Use a name that compile and run do not write to, such as `checkpoints`, or an absolute path."
+    message = (
+        f"checkpoint.directory: {directory!r} is not a folder of its own inside the compiled folder"
+    )
+    help = (
+        "Use a name that compile and run do not write to, such as `checkpoints`, or an "
+        "absolute path."
+    )
     return (found("SW5105", "checkpoint.directory", message, help),)
 
 
@@ -83,7 +106,9 @@ def _check_parent(directory: Path) -> None:
     nearest = next(path for path in directory.absolute().parents if path.exists())
     if not nearest.is_dir():
         raise refusal(
-            "SW5101", f"{str(directory)!r} cannot be a folder: {str(nearest)!r} is a file", "Give -o another name."
+            "SW5101",
+            f"{str(directory)!r} cannot be a folder: {str(nearest)!r} is a file",
+            "Give -o another name.",
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise refusal(
@@ -94,20 +119,23 @@ def _check_parent(directory: Path) -> None:
 
 
 def _run_is_alive(directory: Path) -> bool:
-    """Here `run` holds a lock for as long as its ranks live; on any host they, or rank 0 alone, have a lease."""
+    """Here `run` holds a lock for as long as its ranks live; on any host they, or rank 0 alone,
+    have a lease."""
     return holds_lock(directory) or holder(directory / RUN_DIRECTORY / "lease") is not None
 
 
 def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
-    """A new folder appears whole, by one rename. In our own folder every file is replaced by one rename each,
-    artifacts that are no longer made go, and everything else (run/, checkpoints, notes) stays. There, plan.json goes
-    first and comes back last: a folder that was cut off in between has no plan, so nothing runs a mixture.
+    """A new folder appears whole, by one rename. In our own folder every file is replaced by one
+    rename each, artifacts that are no longer made go, and everything else (run/, checkpoints,
+    notes) stays. There, plan.json goes first and comes back last: a folder that was cut off in
+    between has no plan, so nothing runs a mixture.
     """
     check_folder(directory)
     created: list[Path] = []
     staged: Path | None = None
     try:
-        # Inside the folder where it exists: a rename does not cross file systems, and the folder may be a mount.
+        # Inside the folder where it exists: a rename does not cross file systems, and the folder
+        # may be a mount.
         parent = directory if directory.exists() else directory.parent
         created = _make_parents(parent)
         staged = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
@@ -130,7 +158,8 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def forget_islands(directory: Path, count: int) -> None:
-    """Without its plan, which goes, an island of an earlier compile runs nothing; its run and checkpoints stay."""
+    """Without its plan, which goes, an island of an earlier compile runs nothing; its run and
+    checkpoints stay."""
     for path in directory.glob("island-*"):
         number = path.name.removeprefix("island-")
         if number.isdecimal() and int(number) >= count and path.is_dir() and _is_ours(path):
@@ -140,7 +169,9 @@ def forget_islands(directory: Path, count: int) -> None:
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Signals that end the process wait until the renames are through."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    previous = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    )
     try:
         yield
     finally:
@@ -173,7 +204,8 @@ def _stage(staged: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _replace_files(staged: Path, directory: Path, files: Mapping[str, bytes]) -> None:
-    # The marker first: a folder that is cut off half way is still known as ours. The plan last (see write_folder).
+    # The marker first: a folder that is cut off half way is still known as ours. The plan last (see
+    # write_folder).
     (directory / PLAN_FILE).unlink(missing_ok=True)
     for name in sorted(files, key=lambda name: (name != MARKER, name == PLAN_FILE, name)):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -201,6 +233,11 @@ def _os_refusal(directory: Path, error: OSError) -> Refusal:
     place = f" ({named})" if named and TEMPORARY not in named else ""
     return refusal(
         "SW5103",
-        f"{str(directory)!r} cannot be written: {error.strerror or error}{place}".replace("\n", "\\n"),
-        "Give -o a folder that you may write to, on a disk with room. Earlier files there are unharmed.",
+        f"{str(directory)!r} cannot be written: {error.strerror or error}{place}".replace(
+            "\n", "\\n"
+        ),
+        (
+            "Give -o a folder that you may write to, on a disk with room. Earlier files there are "
+            "unharmed."
+        ),
     )

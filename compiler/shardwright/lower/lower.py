@@ -22,9 +22,11 @@ MARKER_TEXT = b"This folder was written by shardwright compile, which may replac
 EXECUTABLE_FILES = SCRIPTS
 
 
-def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
-    """(path relative to the compiled folder -> content, without plan.json (`sealed`), warnings). Depends on nothing but
-    its arguments and the templates."""
+def lower(
+    plan: Plan, recipe: Recipe, graph: ModelGraph
+) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+    """(path relative to the compiled folder -> content, without plan.json (`sealed`), warnings).
+    Depends on nothing but its arguments and the templates."""
     own, warnings = lowering_of(recipe.target).files(plan, graph.config)
     files = {
         MARKER: MARKER_TEXT,
@@ -38,11 +40,18 @@ def lower(plan: Plan, recipe: Recipe, graph: ModelGraph) -> tuple[dict[str, byte
 
 
 def sealed(plan: Plan, files: Mapping[str, bytes]) -> tuple[Plan, dict[str, bytes]]:
-    """The plan with the digests of what a run reads as data, and the files with plan.json. Scripts may be edited, a
-    model's own code has digests of its own, and the rest is for readers."""
-    own = {f"{MODEL_DIRECTORY}/{name}" for name, _ in (plan.model.own_code.files if plan.model.own_code else ())}
+    """The plan with the digests of what a run reads as data, and the files with plan.json. Scripts
+    may be edited, a model's own code has digests of its own, and the rest is for readers."""
+    own = {
+        f"{MODEL_DIRECTORY}/{name}"
+        for name, _ in (plan.model.own_code.files if plan.model.own_code else ())
+    }
     inputs = engine_of(plan).inputs
-    read = [name for name in files if name in inputs or name.split("/")[0] in (MODEL_DIRECTORY, TOKENIZER_DIRECTORY)]
+    read = [
+        name
+        for name in files
+        if name in inputs or name.split("/")[0] in (MODEL_DIRECTORY, TOKENIZER_DIRECTORY)
+    ]
     digests = {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(set(read) - own)}
     plan = replace(plan, digests=digests)
     return plan, {**files, PLAN_FILE: plan_to_json(plan).encode("utf-8")}

@@ -1,4 +1,5 @@
-"""Accelerate's own configuration file (`accelerate config`) -> options of its launcher, as they would be typed."""
+"""Accelerate's own configuration file (`accelerate config`) -> options of its launcher, as they
+would be typed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def read_accelerate(path: str) -> dict[str, str]:
         raise Refusal(*(replace(error, code="SW1452") for error in errors), source=source)
     document = None if node is None else plain(node)
     if not isinstance(document, Mapping):
-        raise Refusal(_error(path, f"--config_file: {path} holds no keys of Accelerate"), source=source)
+        raise Refusal(
+            _error(path, f"--config_file: {path} holds no keys of Accelerate"), source=source
+        )
     return dict(_options(document))
 
 
@@ -51,7 +54,8 @@ def _text(value: JsonValue) -> str:
 
 
 def beside(path: str, name: str) -> str:
-    """A file that the configuration names: relative to the working folder, as Accelerate reads it, else to its own."""
+    """A file that the configuration names: relative to the working folder, as Accelerate reads it,
+    else to its own."""
     own = os.path.join(os.path.dirname(path), name)
     return name if os.path.isfile(name) or not os.path.isfile(own) else own
 

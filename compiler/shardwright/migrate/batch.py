@@ -6,9 +6,21 @@ from shardwright.lint.rules.batch import MICRO, STEPS, TRAIN
 from shardwright.migrate.sources import THE_TRAINERS, Sources, as_count, as_number
 
 BATCH, MICRO_BATCH = "training.global_batch_size", "parallelism.micro_batch_size"
-_MICRO_WORDS = ("per_device_train_batch_size", "per_gpu_train_batch_size", "train_micro_batch_size_per_gpu")
+_MICRO_WORDS = (
+    "per_device_train_batch_size",
+    "per_gpu_train_batch_size",
+    "train_micro_batch_size_per_gpu",
+)
 _LENGTH_WORDS = (
-    *("max_seq_length", "max_seq_len", "max_length", "sequence_length", "seq_length", "seq_len", "block_size"),
+    *(
+        "max_seq_length",
+        "max_seq_len",
+        "max_length",
+        "sequence_length",
+        "seq_length",
+        "seq_len",
+        "block_size",
+    ),
     *("model_max_length", "cutoff_len", "sequence_len"),
 )
 TRAINERS_MICRO, TRAINERS_EPOCHS = 8, 3.0
@@ -16,7 +28,10 @@ TRAINERS_MICRO, TRAINERS_EPOCHS = 8, 3.0
 
 def parallel(s: Sources) -> None:
     """The degrees: what the file runs today is pinned."""
-    named = next((n for n in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size") if s.integer(n)), "")
+    named = next(
+        (n for n in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size") if s.integer(n)),
+        "",
+    )
     s.draft.put("parallelism.tensor", max(1, (s.integer(named) if named else None) or 1), named)
     if not s.has("pipeline"):
         s.draft.put("parallelism.pipeline", 1)
@@ -26,15 +41,21 @@ def parallel(s: Sources) -> None:
         s.draft.put("parallelism.pipeline", stages, "pipeline.stages")
     else:
         s.draft.put("parallelism.pipeline", "auto")
-        s.draft.note("parallelism", "pipeline: the script's num_stages, which no file says; auto lets compile choose")
+        s.draft.note(
+            "parallelism",
+            "pipeline: the script's num_stages, which no file says; auto lets compile choose",
+        )
 
 
 def batch(s: Sources) -> None:
-    """train_batch_size = micro-batch x accumulation x data ranks; what two of them say of the third is used."""
+    """train_batch_size = micro-batch x accumulation x data ranks; what two of them say of the third
+    is used."""
     data = _data_ranks(s)
     train, steps = s.integer(TRAIN), s.integer(STEPS)
     typed = s.word(as_count, STEPS)
-    steps = steps or (typed[1] if typed else None) or (1 if s.is_trainer and s.has_command else None)
+    steps = (
+        steps or (typed[1] if typed else None) or (1 if s.is_trainer and s.has_command else None)
+    )
     micro = _micro(s, train, steps, data)
     _global(s, train, micro, steps, data)
     for source in (*s.there(STEPS), *((typed[0],) if typed else ())):
@@ -44,7 +65,10 @@ def batch(s: Sources) -> None:
         s.draft.note("parallelism", f"{MICRO}: auto; left to compile")
     tensor = s.draft.values["parallelism.tensor"]
     if isinstance(tensor, int) and tensor > 1 and train:
-        s.draft.note("training", f"DeepSpeed counts tensor ranks as data ranks in {TRAIN}; here it is sequences")
+        s.draft.note(
+            "training",
+            f"DeepSpeed counts tensor ranks as data ranks in {TRAIN}; here it is sequences",
+        )
 
 
 def _data_ranks(s: Sources) -> int | None:
@@ -55,7 +79,8 @@ def _data_ranks(s: Sources) -> int | None:
 
 
 def _micro(s: Sources, train: int | None, steps: int | None, data: int | None) -> int | None:
-    """The micro-batch: said, or what the others leave. Where the others say the world size, it is noted."""
+    """The micro-batch: said, or what the others leave. Where the others say the world size, it is
+    noted."""
     micro = s.settle(MICRO_BATCH, as_count, *_MICRO_WORDS, dotted=MICRO, default=TRAINERS_MICRO)
     if s.world_size is None and train and micro and steps and train % (micro * steps) == 0:
         s.world_size = train // (micro * steps)
@@ -65,7 +90,9 @@ def _micro(s: Sources, train: int | None, steps: int | None, data: int | None) -
     return micro
 
 
-def _global(s: Sources, train: int | None, micro: int | None, steps: int | None, data: int | None) -> None:
+def _global(
+    s: Sources, train: int | None, micro: int | None, steps: int | None, data: int | None
+) -> None:
     if train:
         s.draft.put(BATCH, train, TRAIN)
     elif micro and data:
@@ -78,7 +105,9 @@ def _global(s: Sources, train: int | None, micro: int | None, steps: int | None,
 
 def length(s: Sources) -> None:
     if s.settle("training.sequence_length", as_count, *_LENGTH_WORDS) is None:
-        s.draft.ask("training.sequence_length", "tokens of a sequence, as the script cuts or pads them")
+        s.draft.ask(
+            "training.sequence_length", "tokens of a sequence, as the script cuts or pads them"
+        )
 
 
 def duration(s: Sources) -> None:
@@ -99,6 +128,8 @@ def duration(s: Sources) -> None:
         s.draft.ask("training.steps", "optimizer steps; or write epochs: or tokens: in its place")
     for word in ("max_steps", "num_train_epochs"):
         if word in s.command.words and f"--{word}" not in s.draft.carried:
-            s.draft.leave("training", f"--{word}", " ".join(s.command.words[word]), "the other one counts")
+            s.draft.leave(
+                "training", f"--{word}", " ".join(s.command.words[word]), "the other one counts"
+            )
     if s.has(source) and source not in s.draft.carried:
         s.draft.take(source, "training.steps")

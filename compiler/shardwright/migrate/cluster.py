@@ -24,7 +24,9 @@ _WITHOUT_USE: dict[str, str] = {
     "main_training_function": _OWN_PROGRAM,
     "use_deepspeed": "it is DeepSpeed",
     "zero3_init_flag": "weights are always loaded a stage at a time",
-    **dict.fromkeys(("rdzv_backend", "rdzv_endpoint"), "the ranks meet by launch.master_addr and master_port"),
+    **dict.fromkeys(
+        ("rdzv_backend", "rdzv_endpoint"), "the ranks meet by launch.master_addr and master_port"
+    ),
     **dict.fromkeys(("deepspeed_config_file", "config_file"), "the file that was read"),
     "same_network": "launch.launcher says where it runs",
 }
@@ -46,7 +48,10 @@ def cluster(s: Sources, folder: str) -> None:
     if s.word(lambda value: value is True or value == "true" or None, "use_cpu", "cpu") is not None:
         s.draft.put("cluster.gpu", "cpu", "--cpu")
     else:
-        s.draft.ask("cluster.gpu", "the GPU: a name of the catalogue, such as h100-sxm-80gb or a100-sxm4-80gb")
+        s.draft.ask(
+            "cluster.gpu",
+            "the GPU: a name of the catalogue, such as h100-sxm-80gb or a100-sxm4-80gb",
+        )
     _launch(s, folder)
     _environment(s)
     for name, why in _WITHOUT_USE.items():
@@ -54,11 +59,17 @@ def cluster(s: Sources, folder: str) -> None:
             s.draft.leave("launch", f"--{name}", s.command.options[name], why)
     for name, value in s.command.options.items():
         if f"--{name}" not in s.draft.carried and name not in s.used:
-            s.draft.leave("launch", f"--{name}", value, "an option of the launcher that a recipe does not have")
+            s.draft.leave(
+                "launch",
+                f"--{name}",
+                value,
+                "an option of the launcher that a recipe does not have",
+            )
 
 
 def _size(s: Sources) -> None:
-    """Nodes and GPUs a node, by the first that says so: include, hostfile, counts of the launchers."""
+    """Nodes and GPUs a node, by the first that says so: include, hostfile, counts of the
+    launchers."""
     _size_of_hosts(s)
     _size_of_counts(s)
     visible = s.command.environment.get("CUDA_VISIBLE_DEVICES", "")
@@ -76,13 +87,20 @@ def _size_of_hosts(s: Sources) -> None:
     filtered = s.command.option("include")
     if filtered is not None:
         chosen = included(filtered[1])
-        counts = {len(numbers) if numbers is not None else hosts.get(host) for host, numbers in chosen.items()}
+        counts = {
+            len(numbers) if numbers is not None else hosts.get(host)
+            for host, numbers in chosen.items()
+        }
         s.nodes = len(chosen) or None
         s.gpus_per_node = counts.pop() if len(counts) == 1 else None
         s.draft.take("--include", "cluster")
     elif hosts:
         excluded = included(s.command.options.get("exclude", ""))
-        kept = {h: n - len(excluded.get(h) or ()) for h, n in hosts.items() if excluded.get(h, ()) is not None}
+        kept = {
+            h: n - len(excluded.get(h) or ())
+            for h, n in hosts.items()
+            if excluded.get(h, ()) is not None
+        }
         sizes = set(kept.values())
         s.nodes, s.gpus_per_node = len(kept), sizes.pop() if len(sizes) == 1 else None
         s.draft.take("--exclude", "cluster")
@@ -97,7 +115,9 @@ def _size_of_counts(s: Sources) -> None:
             s.draft.take(found[0], "cluster")
     s.nodes = nodes[1] if nodes is not None else s.nodes
     s.gpus_per_node = gpus[1] if gpus is not None else s.gpus_per_node
-    if s.nodes is None and (gpus is not None or total is not None or s.command.launcher == "python"):
+    if s.nodes is None and (
+        gpus is not None or total is not None or s.command.launcher == "python"
+    ):
         s.nodes = 1
     if total is not None and s.gpus_per_node is None and s.nodes and total[1] % s.nodes == 0:
         s.gpus_per_node = total[1] // s.nodes
@@ -141,10 +161,16 @@ def _launch(s: Sources, folder: str) -> None:
 def _environment(s: Sources) -> None:
     values = {k: v for k, v in s.command.environment.items() if k not in s.draft.carried}
     secret = sorted(name for name in values if is_secret(name))
-    plain = {name: value for name, value in sorted(values.items()) if name not in secret and value.isprintable()}
+    plain = {
+        name: value
+        for name, value in sorted(values.items())
+        if name not in secret and value.isprintable()
+    }
     if plain:
         s.draft.put("launch.env", dict(plain), "the command", *plain)
     if secret:
-        s.draft.put("launch.env_from", list(secret), "the command; a recipe holds no secret values", *secret)
+        s.draft.put(
+            "launch.env_from", list(secret), "the command; a recipe holds no secret values", *secret
+        )
     for name, value in values.items():
         s.draft.leave("launch", name, value, "a value with control characters")

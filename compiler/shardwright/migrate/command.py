@@ -1,6 +1,7 @@
 """The command that starts a training: its launcher, where it runs, and the words of the script.
 
-Nothing is run and nothing is expanded; a hostfile and Accelerate's file are read where they are named and there.
+Nothing is run and nothing is expanded; a hostfile and Accelerate's file are read where they are
+named and there.
 """
 
 from __future__ import annotations
@@ -19,12 +20,34 @@ _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 # Options of the launchers that take no value; every other one takes the word behind it.
 _SWITCHES = frozenset(
     {
-        *("module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid"),
-        *("elastic_training", "bind_cores_to_rank", "standalone", "use_deepspeed", "multi_gpu", "cpu", "use_fsdp"),
+        *(
+            "module",
+            "no_python",
+            "no_local_rank",
+            "no_ssh",
+            "no_ssh_check",
+            "force_multi",
+            "save_pid",
+        ),
+        *(
+            "elastic_training",
+            "bind_cores_to_rank",
+            "standalone",
+            "use_deepspeed",
+            "multi_gpu",
+            "cpu",
+            "use_fsdp",
+        ),
         *("same_network", "quiet", "debug", "use_xpu", "tpu", "ipex"),
     }
 )
-_SHORT: dict[str, str] = {"H": "hostfile", "i": "include", "e": "exclude", "m": "module", "q": "quiet"}
+_SHORT: dict[str, str] = {
+    "H": "hostfile",
+    "i": "include",
+    "e": "exclude",
+    "m": "module",
+    "q": "quiet",
+}
 _PYTHON_SWITCHES = frozenset({"u", "O", "OO", "B", "E", "I", "s", "S", "P"})
 
 # First words -> the launcher that they start.
@@ -44,8 +67,9 @@ _LAUNCHERS: dict[tuple[str, ...], str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
-    """launcher: deepspeed | accelerate | torchrun | python. options: of the launcher, "" for a switch. words: of the
-    script, each with its values; a word is written with underscores. rest: words of the script without a name."""
+    """launcher: deepspeed | accelerate | torchrun | python. options: of the launcher, "" for a
+    switch. words: of the script, each with its values; a word is written with underscores. rest:
+    words of the script without a name."""
 
     launcher: str = ""
     environment: dict[str, str] = field(default_factory=dict)
@@ -56,7 +80,9 @@ class LaunchCommand:
 
     def option(self, *names: str) -> tuple[str, str] | None:
         """(as it is written, value) of the first that is given."""
-        return next(((f"--{name}", self.options[name]) for name in names if name in self.options), None)
+        return next(
+            ((f"--{name}", self.options[name]) for name in names if name in self.options), None
+        )
 
 
 def read_command(text: str) -> LaunchCommand:
@@ -77,7 +103,8 @@ def read_command(text: str) -> LaunchCommand:
     if not launcher:
         begin = " ".join(words[:2]) or text.strip()
         raise _refused(
-            f"--launch begins with {begin!r}, which is none of deepspeed, accelerate launch, torchrun, python"
+            f"--launch begins with {begin!r}, which is none of deepspeed, accelerate launch, "
+            "torchrun, python"
         )
     options, rest = _options(behind, launcher)
     named, unnamed = _script_words(rest[1:])
@@ -92,7 +119,9 @@ def read_command(text: str) -> LaunchCommand:
 
 
 def _launcher(words: list[str]) -> tuple[str, list[str]]:
-    plain = [re.sub(r"python[\d.]*", "python", os.path.basename(words[0])), *words[1:]] if words else []
+    plain = (
+        [re.sub(r"python[\d.]*", "python", os.path.basename(words[0])), *words[1:]] if words else []
+    )
     for begin in sorted(_LAUNCHERS, key=len, reverse=True):
         if tuple(plain[: len(begin)]) == begin:
             return _LAUNCHERS[begin], words[len(begin) :]
@@ -152,5 +181,8 @@ def included(filter_text: str) -> dict[str, tuple[int, ...] | None]:
 
 
 def _refused(message: str) -> Refusal:
-    help = 'Give the command as it is typed, such as --launch "deepspeed --num_gpus 8 train.py --deepspeed ds.json".'
+    help = (
+        'Give the command as it is typed, such as --launch "deepspeed --num_gpus 8 train.py '
+        '--deepspeed ds.json".'
+    )
     return Refusal(Diagnostic(code="SW1451", message=message, help=help))

@@ -17,9 +17,13 @@ from shardwright.migrate.draft import Draft
 from shardwright.migrate.sources import Sources
 
 # Words that only the HF Trainer's arguments have.
-_TRAINERS = frozenset({"per_device_train_batch_size", "num_train_epochs", "output_dir", "lr_scheduler_type"})
+_TRAINERS = frozenset(
+    {"per_device_train_batch_size", "num_train_epochs", "output_dir", "lr_scheduler_type"}
+)
 # What lint says of a key that stands for nothing here: its value is not taken.
-_UNUSABLE = frozenset({"SW4111", "SW4112", "SW4113", "SW4114", "SW4115", "SW4116", "SW4117", "SW4118", "SW4121"})
+_UNUSABLE = frozenset(
+    {"SW4111", "SW4112", "SW4113", "SW4114", "SW4115", "SW4116", "SW4117", "SW4118", "SW4121"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +36,8 @@ class Imported:
 
 
 def convert(path: str | None, launch: str | None, model: str | None, folder: str) -> Imported:
-    """path: ds_config, "-" for standard input, None where the launch names it or there is none. folder: absolute, of
-    the recipe. Raises Refusal: SW1451, SW1452, SW4001 to SW4009."""
+    """path: ds_config, "-" for standard input, None where the launch names it or there is none.
+    folder: absolute, of the recipe. Raises Refusal: SW1451, SW1452, SW4001 to SW4009."""
     command = LaunchCommand() if launch is None else read_command(launch)
     written = command.option("config_file")
     if written is not None:
@@ -43,7 +47,9 @@ def convert(path: str | None, launch: str | None, model: str | None, folder: str
     if path is None:
         found = command.words.get("deepspeed") or command.words.get("deepspeed_config")
         path = found[0] if found else None
-    document = None if path is None else read_document("<stdin>" if path == "-" else path, read_file(path))
+    document = (
+        None if path is None else read_document("<stdin>" if path == "-" else path, read_file(path))
+    )
     refused: dict[str, str] = {}
     config: JsonObject = {}
     draft = Draft()
@@ -54,11 +60,17 @@ def convert(path: str | None, launch: str | None, model: str | None, folder: str
         refused = {dotted(f.key): f.message for f in lint(document, subject) if f.code in _UNUSABLE}
         config = usable(document.config, refused, ())
     sources = Sources(
-        draft=draft, config=config, command=command, is_trainer=is_trainer, has_command=launch is not None
+        draft=draft,
+        config=config,
+        command=command,
+        is_trainer=is_trainer,
+        has_command=launch is not None,
     )
     _fill(sources, model, folder)
     if document is not None:
-        engine.free_keys(replace(sources, config=document.config), refused)  # the whole file, for the comments
+        engine.free_keys(
+            replace(sources, config=document.config), refused
+        )  # the whole file, for the comments
     trainer.rest(sources)
     stem = os.path.splitext(os.path.basename(path or "imported"))[0]
     return Imported(draft=draft, name=trainer.name_of(sources, stem), document=document)
@@ -82,10 +94,14 @@ def _fill(s: Sources, model: str | None, folder: str) -> None:
     engine.monitors(s)
 
 
-def usable(section: JsonObject, refused: Mapping[str, str], path: tuple[str, ...]) -> dict[str, JsonValue]:
+def usable(
+    section: JsonObject, refused: Mapping[str, str], path: tuple[str, ...]
+) -> dict[str, JsonValue]:
     """Without the keys that lint finds wrong."""
     found: dict[str, JsonValue] = {}
     for key, value in section.items():
         if ".".join((*path, key)) not in refused:
-            found[key] = usable(value, refused, (*path, key)) if isinstance(value, Mapping) else value
+            found[key] = (
+                usable(value, refused, (*path, key)) if isinstance(value, Mapping) else value
+            )
     return found

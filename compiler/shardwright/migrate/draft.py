@@ -16,12 +16,13 @@ _SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key", re.IGN
 
 @dataclass(slots=True)
 class Draft:
-    """Recipe keys are dotted, and so are the keys of ds_config; a word of the command line has its dashes.
+    """Recipe keys are dotted, and so are the keys of ds_config; a word of the command line has its
+    dashes.
 
-    values: recipe key -> value. origins: recipe key -> where the value comes from, for the comment behind it.
-    notes: recipe section -> lines of comment. behind: (recipe section, why) -> what was left there, as written.
-    fill: recipe key -> what the user has to write there.
-    carried: key or word that was understood -> recipe key. left: key or word that was not carried -> why.
+    values: recipe key -> value. origins: recipe key -> where the value comes from, for the comment
+    behind it. notes: recipe section -> lines of comment. behind: (recipe section, why) -> what was
+    left there, as written. fill: recipe key -> what the user has to write there. carried: key or
+    word that was understood -> recipe key. left: key or word that was not carried -> why.
     """
 
     values: dict[str, JsonValue] = field(default_factory=dict)
@@ -33,7 +34,8 @@ class Draft:
     left: dict[str, str] = field(default_factory=dict)
 
     def put(self, key: str, value: JsonValue, origin: str = "", *sources: str) -> None:
-        """origin: words for the comment. sources: keys and words that this settles; the origin where none is given."""
+        """origin: words for the comment. sources: keys and words that this settles; the origin
+        where none is given."""
         self.values[key] = value
         if origin:
             self.origins[key] = origin
@@ -55,7 +57,10 @@ class Draft:
 
     def comments(self, section: str) -> list[str]:
         left = [(why, what) for (where, why), what in self.behind.items() if where == section]
-        return [*self.notes.get(section, ()), *(f"not carried, {why}: {', '.join(what)}" for why, what in left)]
+        return [
+            *self.notes.get(section, ()),
+            *(f"not carried, {why}: {', '.join(what)}" for why, what in left),
+        ]
 
     def sections(self) -> list[str]:
         """Those with a comment."""
@@ -77,6 +82,8 @@ def shown(source: str, value: JsonValue) -> str:
     joint = " " if source.startswith("-") else "=" if source.isupper() else ": "
     if is_secret(source):
         return f"{visible(source)}{joint}..."
-    text = value if isinstance(value, str) and joint != ": " else json.dumps(value, ensure_ascii=False)
+    text = (
+        value if isinstance(value, str) and joint != ": " else json.dumps(value, ensure_ascii=False)
+    )
     text = text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
     return visible(f"{source}{joint}{text}" if text else source)

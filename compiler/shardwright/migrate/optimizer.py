@@ -9,12 +9,23 @@ SECTION = "training.optimizer"
 _ADAM = frozenset({"adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam"})
 _TRAINERS_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
 # parameter -> (word, DeepSpeed's default and the Trainer's)
-_NUMBERS: dict[str, tuple[str, float]] = {"eps": ("adam_epsilon", 1e-8), "weight_decay": ("weight_decay", 0.0)}
+_NUMBERS: dict[str, tuple[str, float]] = {
+    "eps": ("adam_epsilon", 1e-8),
+    "weight_decay": ("weight_decay", 0.0),
+}
 BETAS = (0.9, 0.999)
 TRAINERS_RATE = 5e-5
 # Parameters of Adam's that choose an implementation, or say what is so anyway.
 _IMPLEMENTATION = frozenset(
-    {"torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fused", "foreach", "capturable"}
+    {
+        "torch_adam",
+        "adam_w_mode",
+        "bias_correction",
+        "set_grad_none",
+        "fused",
+        "foreach",
+        "capturable",
+    }
 )
 
 
@@ -26,7 +37,10 @@ def optimizer(s: Sources) -> None:
     if kind is not None:
         s.draft.put(f"{SECTION}.name", "adamw", f"optimizer.type: {kind}", "optimizer.type")
         if "adamw" not in kind.lower() and s.get("optimizer.params.adam_w_mode") is False:
-            why = "this is Adam with L2 regularization; a recipe has AdamW, whose weight decay is decoupled"
+            why = (
+                "this is Adam with L2 regularization; a recipe has AdamW, whose weight decay is "
+                "decoupled"
+            )
             s.draft.leave(SECTION, "optimizer.params.adam_w_mode", False, why)
     typed = s.word(as_text, "optim")
     if typed is not None and typed[1].lower() in _TRAINERS_ADAM:
@@ -43,7 +57,11 @@ def optimizer(s: Sources) -> None:
             s.draft.put(key, default, "DeepSpeed's default", *s.there(path))
     if s.draft.values[f"{SECTION}.weight_decay"] and not s.is_trainer:
         s.draft.note(
-            SECTION, "weight decay: a recipe decays parameters of two or more dimensions, DeepSpeed all of them"
+            SECTION,
+            (
+                "weight decay: a recipe decays parameters of two or more dimensions, DeepSpeed "
+                "all of them"
+            ),
         )
     for name, value in s.section("optimizer.params").items():
         implements = name in _IMPLEMENTATION
@@ -65,7 +83,11 @@ def _other(s: Sources, kind: str) -> None:
 
 def _betas(s: Sources) -> None:
     path, given = "optimizer.params.betas", s.get("optimizer.params.betas")
-    if isinstance(given, list | tuple) and len(given) == 2 and all(as_number(b) is not None for b in given):
+    if (
+        isinstance(given, list | tuple)
+        and len(given) == 2
+        and all(as_number(b) is not None for b in given)
+    ):
         s.draft.put(f"{SECTION}.betas", list(given), path)
         return
     first, second = s.word(as_number, "adam_beta1"), s.word(as_number, "adam_beta2")
@@ -90,26 +112,41 @@ _CURVES: dict[str, str] = {
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
 }
-_DEEPSPEEDS: dict[str, str] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_DEEPSPEEDS: dict[str, str] = {
+    "WarmupLR": "constant",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
 _PARAMS = "scheduler.params"
 
 
 def scheduler(s: Sources) -> None:
     kind = as_text(s.get("scheduler.type"))
     if kind in _DEEPSPEEDS:
-        s.draft.put(f"{SCHEDULE}.name", _DEEPSPEEDS[str(kind)], f"scheduler.type: {kind}", "scheduler.type")
+        s.draft.put(
+            f"{SCHEDULE}.name", _DEEPSPEEDS[str(kind)], f"scheduler.type: {kind}", "scheduler.type"
+        )
         _deepspeeds(s, str(kind))
     elif kind is not None:
-        s.draft.leave(SCHEDULE, "scheduler.type", kind, "a recipe's curves are constant, linear, cosine, wsd")
+        s.draft.leave(
+            SCHEDULE, "scheduler.type", kind, "a recipe's curves are constant, linear, cosine, wsd"
+        )
         s.draft.put(f"{SCHEDULE}.name", "constant")
     else:
         _trainers(s)
     typed = s.command.words.get("lr_scheduler_type")
     if kind is not None and typed:
-        s.draft.leave(SCHEDULE, "--lr_scheduler_type", " ".join(typed), "the file's own scheduler counts")
+        s.draft.leave(
+            SCHEDULE, "--lr_scheduler_type", " ".join(typed), "the file's own scheduler counts"
+        )
     _warmup(s, "" if kind is None else f"{_PARAMS}.warmup_num_steps", kind in _DEEPSPEEDS)
     for name, value in s.section(_PARAMS).items():
-        s.draft.leave(SCHEDULE, f"{_PARAMS}.{name}", value, f"a recipe's schedule has no such value; {kind} has")
+        s.draft.leave(
+            SCHEDULE,
+            f"{_PARAMS}.{name}",
+            value,
+            f"a recipe's schedule has no such value; {kind} has",
+        )
 
 
 def _deepspeeds(s: Sources, kind: str) -> None:
@@ -118,7 +155,13 @@ def _deepspeeds(s: Sources, kind: str) -> None:
     if rate is not None and rate > 0:
         before = s.draft.values.get(f"{SECTION}.lr")
         if isinstance(before, float) and before != rate:
-            s.draft.note(SECTION, f"optimizer.params.lr was {before:g}; the scheduler sets warmup_max_lr in its place")
+            s.draft.note(
+                SECTION,
+                (
+                    f"optimizer.params.lr was {before:g}; the scheduler sets warmup_max_lr in "
+                    "its place"
+                ),
+            )
         s.draft.fill.pop(f"{SECTION}.lr", None)
         s.draft.put(f"{SECTION}.lr", rate, top)
     elif s.has(top):
@@ -134,7 +177,10 @@ def _deepspeeds(s: Sources, kind: str) -> None:
     if s.get(curve) == "linear":
         s.draft.take(curve, SCHEDULE)
     elif kind != "WarmupCosineLR" or s.has(curve):
-        s.draft.note(SCHEDULE, "warm-up: DeepSpeed's default curve is a logarithm, a recipe's is a straight line")
+        s.draft.note(
+            SCHEDULE,
+            "warm-up: DeepSpeed's default curve is a logarithm, a recipe's is a straight line",
+        )
         if s.has(curve):
             s.draft.leave(SCHEDULE, curve, s.get(curve), "a recipe warms up along a straight line")
 
@@ -145,7 +191,9 @@ def _trainers(s: Sources) -> None:
     if typed is not None and name in _CURVES:
         s.draft.put(f"{SCHEDULE}.name", _CURVES[name], typed[0])
     elif typed is not None:
-        s.draft.leave(SCHEDULE, typed[0], typed[1], "a recipe's curves are constant, linear, cosine, wsd")
+        s.draft.leave(
+            SCHEDULE, typed[0], typed[1], "a recipe's curves are constant, linear, cosine, wsd"
+        )
         s.draft.put(f"{SCHEDULE}.name", "constant")
     elif s.is_trainer:
         s.draft.put(f"{SCHEDULE}.name", "linear", THE_TRAINERS)
@@ -157,12 +205,17 @@ def _warmup(s: Sources, path: str, is_deepspeeds: bool) -> None:
     """warmup_steps goes before warmup_ratio, and one below 1 is a ratio, as in the Trainer."""
     given = as_count(s.get(path)) if path else None
     sources = s.there(path)
-    steps, ratio = s.word(as_number, "warmup_steps", "num_warmup_steps"), s.word(as_number, "warmup_ratio")
+    steps, ratio = (
+        s.word(as_number, "warmup_steps", "num_warmup_steps"),
+        s.word(as_number, "warmup_ratio"),
+    )
     if given is not None:
         s.draft.put(f"{SCHEDULE}.warmup_steps", given, path)
     elif steps is not None and steps[1] >= 1:
         s.draft.put(f"{SCHEDULE}.warmup_steps", int(steps[1]), steps[0], steps[0], *sources)
-    elif (part := steps if steps is not None and steps[1] > 0 else ratio) is not None and 0 <= part[1] < 1:
+    elif (part := steps if steps is not None and steps[1] > 0 else ratio) is not None and 0 <= part[
+        1
+    ] < 1:
         s.draft.put(f"{SCHEDULE}.warmup_ratio", part[1], part[0], part[0], *sources)
     elif is_deepspeeds and not sources:
         s.draft.put(f"{SCHEDULE}.warmup_steps", 1000, "DeepSpeed's default")

@@ -1,5 +1,6 @@
-"""Where a value may stand: in ds_config, as a word of the script, as an option of the launcher, as a default of the
-Trainer's. ds_config goes first; its "auto" asks the others, as the Trainer and Accelerate fill it in."""
+"""Where a value may stand: in ds_config, as a word of the script, as an option of the launcher, as
+a default of the Trainer's. ds_config goes first; its "auto" asks the others, as the Trainer and
+Accelerate fill it in."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ THE_TRAINERS = "the Trainer's default"
 
 @dataclass(slots=True)
 class Sources:
-    """config: the file's keys, without those that lint finds wrong. is_trainer: the HF Trainer reads the file, so that
-    its defaults hold. has_command: --launch was given. world_size: ranks, None where nothing says."""
+    """config: the file's keys, without those that lint finds wrong. is_trainer: the HF Trainer
+    reads the file, so that its defaults hold. has_command: --launch was given. world_size: ranks,
+    None where nothing says."""
 
     draft: Draft
     config: JsonObject
@@ -57,9 +59,13 @@ class Sources:
         return as_integer(self.get(dotted))
 
     def word(self, read: Callable[[JsonValue], T | None], *names: str) -> tuple[str, T] | None:
-        """(as typed, value) of the first of these words or launcher's options whose value can be read."""
+        """(as typed, value) of the first of these words or launcher's options whose value can be
+        read."""
         for name in names:
-            for table in (self.command.words, {key: (value,) for key, value in self.command.options.items()}):
+            for table in (
+                self.command.words,
+                {key: (value,) for key, value in self.command.options.items()},
+            ):
                 if name in table:
                     values = table[name]
                     value = read(values[0] if values and values[0] else True)
@@ -76,7 +82,8 @@ class Sources:
         dotted: str = "",
         default: T | None = None,
     ) -> T | None:
-        """Puts `key` into the draft from the file's `dotted`, else from the words, else from the Trainer's default."""
+        """Puts `key` into the draft from the file's `dotted`, else from the words, else from the
+        Trainer's default."""
         given = read(self.get(dotted)) if dotted else None
         typed = self.word(read, *words)
         if given is not None:
@@ -118,7 +125,11 @@ def as_number(value: JsonValue) -> float | None:
 
 def as_integer(value: JsonValue) -> int | None:
     number = as_number(value)
-    return int(number) if number is not None and float(number).is_integer() and abs(number) < 2**53 else None
+    return (
+        int(number)
+        if number is not None and float(number).is_integer() and abs(number) < 2**53
+        else None
+    )
 
 
 def as_count(value: JsonValue) -> int | None:

@@ -1,4 +1,5 @@
-"""A draft as YAML, section by section in the order of a recipe, with a comment for what stayed behind."""
+"""A draft as YAML, section by section in the order of a recipe, with a comment for what stayed
+behind."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ from shardwright.diagnostics.render import visible
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.migrate.draft import Draft
 
-SECTIONS = ("model", "cluster", "training", "data", "lora", "parallelism", "launch", "extra", "checkpoint", "tracking")
+SECTIONS = (
+    "model",
+    "cluster",
+    "training",
+    "data",
+    "lora",
+    "parallelism",
+    "launch",
+    "extra",
+    "checkpoint",
+    "tracking",
+)
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _RESERVED = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
 _WIDTH = 116
@@ -47,7 +59,11 @@ def _section(draft: Draft, path: str, values: JsonObject, depth: int) -> Iterato
                 yield f"{inside}{scalar(key)}: {flow(value)}{_remark(draft, below)}"
     for note in draft.comments(path):
         yield from _comment(note if values else f"{path}: {note}", inside)
-    for below in [p for p in draft.sections() if p.rpartition(".")[0] == path and p.rpartition(".")[2] not in values]:
+    for below in [
+        p
+        for p in draft.sections()
+        if p.rpartition(".")[0] == path and p.rpartition(".")[2] not in values
+    ]:
         yield from _section(draft, below, {}, depth + 1 if values else depth)
 
 
@@ -70,7 +86,9 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 def flow(value: JsonValue) -> str:
     """On one line; JSON's form of a text is YAML's too."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{scalar(key)}: {flow(below)}" for key, below in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{scalar(key)}: {flow(below)}" for key, below in value.items()) + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(flow(below) for below in value) + "]"
     return scalar(value)

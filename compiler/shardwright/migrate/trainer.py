@@ -1,4 +1,5 @@
-"""Words of TrainingArguments, TRL and example scripts -> the recipe's model, data, checkpoints; the rest and why."""
+"""Words of TrainingArguments, TRL and example scripts -> the recipe's model, data, checkpoints; the
+rest and why."""
 
 from __future__ import annotations
 
@@ -10,8 +11,24 @@ from shardwright.migrate.sources import Sources, as_count, as_integer, as_number
 
 _ATTENTION = ("sdpa", "eager", "flash_attention_2")
 _DATA_WORDS = (
-    *("dataset_name", "dataset", "dataset_path", "dataset_dir", "dataset_config_name", "data_path", "data_files"),
-    *("train_file", "train_data", "training_file", "validation_file", "eval_file", "data", "train_files"),
+    *(
+        "dataset_name",
+        "dataset",
+        "dataset_path",
+        "dataset_dir",
+        "dataset_config_name",
+        "data_path",
+        "data_files",
+    ),
+    *(
+        "train_file",
+        "train_data",
+        "training_file",
+        "validation_file",
+        "eval_file",
+        "data",
+        "train_files",
+    ),
 )
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -23,15 +40,21 @@ REASONS: dict[str, str] = {
     **dict.fromkeys(("deepspeed", "deepspeed_config"), "the file that was read"),
     "output_dir": "a run lies in the folder that `shardwright compile -o` writes",
     **dict.fromkeys(("overwrite_output_dir", "resume_from_checkpoint"), _RESUME),
-    **dict.fromkeys(("logging_steps", "logging_strategy", "logging_first_step", "logging_dir"), _METRICS),
+    **dict.fromkeys(
+        ("logging_steps", "logging_strategy", "logging_first_step", "logging_dir"), _METRICS
+    ),
     "do_train": "a run trains",
     **dict.fromkeys(("do_eval", "eval_steps", "eval_strategy", "evaluation_strategy"), _VALIDATION),
     "per_device_eval_batch_size": _VALIDATION,
     "local_rank": "the launcher gives it",
     "tf32": "PyTorch's own setting; not part of a recipe",
-    **dict.fromkeys(("torch_dtype", "dtype"), "weights are read in fp32 and trained in training.precision"),
+    **dict.fromkeys(
+        ("torch_dtype", "dtype"), "weights are read in fp32 and trained in training.precision"
+    ),
     "trust_remote_code": "a recipe names the model a second time instead: model.trust_remote_code",
-    **dict.fromkeys(("dataloader_num_workers", "preprocessing_num_workers"), "data is tokenized before the run"),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "preprocessing_num_workers"), "data is tokenized before the run"
+    ),
     "gradient_checkpointing_kwargs": "recomputation is never re-entrant",
     "remove_unused_columns": "only the field that is trained on is read",
     "use_liger_kernel": "a recipe has no such key in this version",
@@ -48,7 +71,9 @@ REASONS: dict[str, str] = {
 
 def model(s: Sources, named: str | None) -> None:
     """named: by --model of the command line."""
-    typed = s.word(as_text, "model_name_or_path", "model_name", "model_id", "model_path", "base_model", "model")
+    typed = s.word(
+        as_text, "model_name_or_path", "model_name", "model_id", "model_path", "base_model", "model"
+    )
     if named is not None:
         s.draft.put("model.source", named, "--model", *((typed[0],) if typed else ()))
     elif typed is not None:
@@ -56,7 +81,10 @@ def model(s: Sources, named: str | None) -> None:
     else:
         s.draft.ask("model.source", "the model: a hub id such as Qwen/Qwen3-8B, or ./folder")
     s.draft.put("model.weights", "pretrained")
-    s.draft.note("model", "weights: pretrained goes on from the model's weights; `random` trains from scratch")
+    s.draft.note(
+        "model",
+        "weights: pretrained goes on from the model's weights; `random` trains from scratch",
+    )
     revision = s.word(as_text, "model_revision")
     if revision is not None and re.fullmatch(r"[A-Za-z0-9._/][A-Za-z0-9._/-]*", revision[1]):
         s.draft.put("model.revision", revision[1], revision[0])
@@ -66,10 +94,14 @@ def model(s: Sources, named: str | None) -> None:
 
 
 def data(s: Sources) -> None:
-    words = [(f"--{name}", s.command.words[name]) for name in _DATA_WORDS if name in s.command.words]
+    words = [
+        (f"--{name}", s.command.words[name]) for name in _DATA_WORDS if name in s.command.words
+    ]
     said = "; ".join(shown(word, " ".join(values)) for word, values in words)
     s.draft.ask(
-        "data.kind", "text, jsonl, parquet, chat, tokens or megatron" + (f"; the command has {said}" * bool(said))
+        "data.kind",
+        "text, jsonl, parquet, chat, tokens or megatron"
+        + (f"; the command has {said}" * bool(said)),
     )
     s.draft.ask("data.path", "the files, relative to this one, such as data/*.jsonl")
     for word, _ in words:
@@ -109,7 +141,9 @@ def rest(s: Sources) -> None:
 
 def name_of(s: Sources, fallback: str) -> str:
     typed = s.word(as_text, "run_name")
-    text = re.sub(r"[^A-Za-z0-9._-]+", "-", typed[1] if typed is not None else fallback).strip("-.")[:64]
+    text = re.sub(r"[^A-Za-z0-9._-]+", "-", typed[1] if typed is not None else fallback).strip(
+        "-."
+    )[:64]
     if typed is not None:
         s.draft.take(typed[0], "name")
     return text if _NAME.fullmatch(text) else "imported"
@@ -120,13 +154,20 @@ def _lora(s: Sources) -> None:
     wanted = s.word(as_switch, "use_peft", "use_lora", "lora", "lora_enable")
     if rank is None and (wanted is None or not wanted[1]):
         return
-    s.draft.put("lora.rank", rank[1] if rank is not None else 16, rank[0] if rank is not None else "")
+    s.draft.put(
+        "lora.rank", rank[1] if rank is not None else 16, rank[0] if rank is not None else ""
+    )
     if wanted is not None:
         s.draft.take(wanted[0], "lora")
     s.settle("lora.alpha", as_number, "lora_alpha")
     s.settle("lora.dropout", as_number, "lora_dropout")
     modules = s.command.words.get("lora_target_modules", ())
-    names = [name for word in modules for name in re.split(r"[\s,]+", word) if re.fullmatch(r"[A-Za-z0-9._]+", name)]
+    names = [
+        name
+        for word in modules
+        for name in re.split(r"[\s,]+", word)
+        if re.fullmatch(r"[A-Za-z0-9._]+", name)
+    ]
     if names and names != ["all-linear"]:
         s.draft.put("lora.target_modules", list(dict.fromkeys(names)), "--lora_target_modules")
 

@@ -1,5 +1,5 @@
-"""Stage 2: the recipe's `model` section -> ModelGraph. A graph that is known already comes without torch: only
-graph.py, which traces a new one, imports it."""
+"""Stage 2: the recipe's `model` section -> ModelGraph. A graph that is known already comes without
+torch: only graph.py, which traces a new one, imports it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KNOWN: dict[tuple[str, str, str, bool, str], ModelGraph] = {}
 
 
 def build_model_graph(section: ModelSection) -> ModelGraph:
-    """With a head of its own where the weights have one, whatever the configuration says (SW2026). Raises Refusal with
-    SW2xxx where the model cannot be found, read, built or split."""
+    """With a head of its own where the weights have one, whatever the configuration says (SW2026).
+    Raises Refusal with SW2xxx where the model cannot be found, read, built or split."""
     config, inline = read_config(section)
     graph = _graph(section, config, inline)
     heads = _own_heads(section, graph)
@@ -34,8 +34,9 @@ def build_model_graph(section: ModelSection) -> ModelGraph:
 
 
 def compare_weights(section: ModelSection, graph: ModelGraph) -> tuple[Diagnostic, ...]:
-    """What the weights in the folder `section.source` have that the model does not take, and what of them is read in
-    another way than the configuration says. Raises Refusal: SW1913, SW2022, SW2024 to SW2027."""
+    """What the weights in the folder `section.source` have that the model does not take, and what
+    of them is read in another way than the configuration says. Raises Refusal: SW1913, SW2022,
+    SW2024 to SW2027."""
     config, inline = read_config(section)
     heads = _own_heads(section, _graph(section, config, inline))
     return check_weights(Path(section.source or ""), config, graph, heads)
@@ -53,10 +54,21 @@ def _graph(section: ModelSection, config: JsonObject, inline: bool) -> ModelGrap
         return _trace(section, config, inline)  # its code is no part of any key
     text = json.dumps(config, sort_keys=True)
     processor = None if inline else processor_here(section)
-    known = (text, section.attention, section.task, inline, "" if processor is None else processor[1])
+    known = (
+        text,
+        section.attention,
+        section.task,
+        inline,
+        "" if processor is None else processor[1],
+    )
     if known not in _KNOWN:
         graph = _find(section, config, text, inline)
-        cuts = processor is not None and graph.vision is not None and graph.vision.patches and not graph.contrastive
+        cuts = (
+            processor is not None
+            and graph.vision is not None
+            and graph.vision.patches
+            and not graph.contrastive
+        )
         _KNOWN[known] = _with_tiles(graph, *processor) if processor is not None and cuts else graph
     return _KNOWN[known]
 
@@ -76,12 +88,15 @@ def _with_tiles(graph: ModelGraph, folder: Path, settings: str) -> ModelGraph:
 def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) -> ModelGraph:
     if is_off():
         return _trace(section, config, inline)
-    # A recipe's own configuration is checked more strictly than a published one, so it is never looked up as one.
+    # A recipe's own configuration is checked more strictly than a published one, so it is never
+    # looked up as one.
     graph = None if inline else shipped_graph(text, section.attention)
     if graph is not None and section.task in ("auto", graph.task):
         return graph
     # One of the models that both tasks know is another graph under each.
-    key = cache_key(text if section.task == "auto" else f"{section.task} {text}", section.attention, inline)
+    key = cache_key(
+        text if section.task == "auto" else f"{section.task} {text}", section.attention, inline
+    )
     graph = cached_graph(key)
     if graph is None:
         graph = _trace(section, config, inline)
@@ -93,4 +108,6 @@ def _trace(section: ModelSection, config: JsonObject, inline: bool) -> ModelGrap
     from shardwright.model.graph import trace_model_graph
     from shardwright.model.own_code import settle
 
-    return trace_model_graph(config if inline else settle(section, config), section.attention, inline, section.task)
+    return trace_model_graph(
+        config if inline else settle(section, config), section.attention, inline, section.task
+    )

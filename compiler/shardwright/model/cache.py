@@ -1,5 +1,5 @@
-"""Traced graphs on disk, so that the next process needs no torch. Nothing here can fail: a file that cannot be read,
-written or understood is a graph that is traced anew."""
+"""Traced graphs on disk, so that the next process needs no torch. Nothing here can fail: a file
+that cannot be read, written or understood is a graph that is traced anew."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from shardwright.safe_read import parse_json
 VARIABLE = "SHARDWRIGHT_CACHE"
 """The folder; or "off": every graph is traced, the shipped ones too."""
 GRAPH_VERSION = 1
-"""Raised where a graph changes its meaning and no source file of ours does (the form of the files, say)."""
+"""Raised where a graph changes its meaning and no source file of ours does (the form of the files,
+say)."""
 
 # What a graph's content depends on: the tracing, and the fields that it fills.
 PACKAGE = Path(__file__).parent.parent
@@ -38,10 +39,13 @@ def is_off() -> bool:
 
 
 def cache_folder() -> Path | None:
-    """$SHARDWRIGHT_CACHE, else $XDG_CACHE_HOME/shardwright, else ~/.cache/shardwright; None without any home."""
+    """$SHARDWRIGHT_CACHE, else $XDG_CACHE_HOME/shardwright, else ~/.cache/shardwright; None without
+    any home."""
     if own := os.environ.get(VARIABLE):
         return Path(own)
-    if os.path.isabs(base := os.environ.get("XDG_CACHE_HOME", "")):  # the XDG rules: a relative one is ignored
+    if os.path.isabs(
+        base := os.environ.get("XDG_CACHE_HOME", "")
+    ):  # the XDG rules: a relative one is ignored
         return Path(base, "shardwright")
     home = os.path.expanduser("~")
     return Path(home, ".cache/shardwright") if os.path.isabs(home) else None
@@ -50,13 +54,22 @@ def cache_folder() -> Path | None:
 def cache_key(config_text: str, attention: str, inline: bool) -> str:
     """sha256 (hex) of all that the graph depends on, the code that traces it included."""
     versions = {name: installed_version(name) for name in ("torch", "transformers")}
-    parts = [GRAPH_VERSION, shardwright.__version__, versions, source_hash(PACKAGE), config_text, attention, inline]
+    parts = [
+        GRAPH_VERSION,
+        shardwright.__version__,
+        versions,
+        source_hash(PACKAGE),
+        config_text,
+        attention,
+        inline,
+    ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def installed_version(name: str) -> str | None:
-    """None where the distribution is not installed. It stands in the name of its folder NAME-VERSION.dist-info; the
-    standard library's own answer takes longer to import than to give."""
+    """None where the distribution is not installed. It stands in the name of its folder
+    NAME-VERSION.dist-info; the standard library's own answer takes longer to import than to
+    give."""
     for folder in sys.path:
         for entry in glob.iglob(f"{name}-*.dist-info", root_dir=folder or os.curdir):
             return entry.removeprefix(f"{name}-").removesuffix(".dist-info")
@@ -70,7 +83,8 @@ def installed_version(name: str) -> str | None:
 
 @functools.cache
 def source_hash(package: Path) -> str:
-    """sha256 (hex) of the source files that trace and of the tables that they read: an edit is a new key."""
+    """sha256 (hex) of the source files that trace and of the tables that they read: an edit is a
+    new key."""
     digest = hashlib.sha256()
     sources = [path for folder in _TRACING for path in (package / folder).rglob("*.py")]
     for path in sorted([*sources, *(package / "model").glob("tensor_*.json")]):
@@ -89,11 +103,13 @@ def cached_graph(key: str) -> ModelGraph | None:
 
 
 def store_graph(key: str, graph: ModelGraph) -> None:
-    """Written beside its place and renamed into it: readers see a whole file, and of two writers the last one wins."""
+    """Written beside its place and renamed into it: readers see a whole file, and of two writers
+    the last one wins."""
     path = _path(key)
     if path is None:
         return
-    # mtime: the same graph is the same bytes. A decoder layer much like the one before it costs next to nothing.
+    # mtime: the same graph is the same bytes. A decoder layer much like the one before it costs
+    # next to nothing.
     content = gzip.compress(graph_to_json(graph).encode(), mtime=0)
     unfinished = path.with_name(f".{uuid.uuid4().hex}")
     try:

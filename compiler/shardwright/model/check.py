@@ -1,4 +1,5 @@
-"""What can be said of a recipe's model and tokenizers without torch, without transformers and without the network."""
+"""What can be said of a recipe's model and tokenizers without torch, without transformers and
+without the network."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.recipe import ModelSection, Recipe
 from shardwright.ir.weights import TOKENIZER_PATTERNS
-from shardwright.model.config_keys import brings_code, config_errors, is_tied, processor_packages, vocabulary_size
+from shardwright.model.config_keys import (
+    brings_code,
+    config_errors,
+    is_tied,
+    processor_packages,
+    vocabulary_size,
+)
 from shardwright.model.own_code import untrusted
 from shardwright.model.popular.hub import (
     CONFIG_NAME,
@@ -48,7 +55,9 @@ def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
         inline = recipe.model.config is not None
         if not inline and recipe.model.trust_remote_code is None and brings_code(config):
             wrong.append(untrusted(recipe.model.source or "", config.get("model_type")))
-        wrong += config_errors(config, ("model", "config") if inline else ("model", "source"), inline)
+        wrong += config_errors(
+            config, ("model", "config") if inline else ("model", "source"), inline
+        )
         wrong += _processor(recipe.model, config)
     wrong += _weights(recipe.model, config)
     is_wrong = any(diagnostic.severity == "error" for diagnostic in wrong)
@@ -67,21 +76,27 @@ def _config(section: ModelSection) -> tuple[JsonObject | None, tuple[Diagnostic,
     source = section.source or ""
     if os.path.isabs(source):
         path = Path(source, CONFIG_NAME)
-        return (read_config_file(path) if path.is_file() else None), ()  # the files' check has told a missing one
+        return (
+            read_config_file(path) if path.is_file() else None
+        ), ()  # the files' check has told a missing one
     config = config_here(source, section.revision)
     return config, () if config is not None else (_unknown(source, ("model", "source")),)
 
 
 def _processor(section: ModelSection, config: JsonObject) -> Iterator[Diagnostic]:
-    """SW2080, of a model that is trained on images. A warning where its own processor is not on this machine: `compile`
-    does not look then."""
+    """SW2080, of a model that is trained on images. A warning where its own processor is not on
+    this machine: `compile` does not look then."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in seeing_types():
         return
-    if section.task != "image-text-to-text" and (section.task != "auto" or model_type in support().types):
+    if section.task != "image-text-to-text" and (
+        section.task != "auto" or model_type in support().types
+    ):
         return
     here = None if section.config is not None else processor_here(section)
-    name, packages = processor_packages(model_type, None if here is None else _processor_class(here[0]))
+    name, packages = processor_packages(
+        model_type, None if here is None else _processor_class(here[0])
+    )
     for package in packages:
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             why = f"its {name} needs {package}, which is not installed here"
@@ -95,7 +110,9 @@ def _processor_class(folder: Path) -> str | None:
     for file in PROCESSOR_FILES:
         with suppress(OSError, ValueError):
             document = parse_json(read_regular(folder / file))
-            if isinstance(document, dict) and isinstance(name := document.get("processor_class"), str):
+            if isinstance(document, dict) and isinstance(
+                name := document.get("processor_class"), str
+            ):
                 return name
     return None
 
@@ -111,7 +128,9 @@ def _unknown(name: str, key: KeyPath) -> Diagnostic:
         return no_id(name)
     code, near = ("SW2001", nearest_ids(name)) if key == ("model", "source") else ("SW1911", ())
     where = ".".join(map(str, key))
-    message = f"{where}: {name!r} is no folder and not on this machine; compile will ask the hub for it"
+    message = (
+        f"{where}: {name!r} is no folder and not on this machine; compile will ask the hub for it"
+    )
     help = f"Did you mean {near[0]}?" if near else "A folder is written ./folder."
     return found(code, key, message, help, near, "note")
 
@@ -122,20 +141,31 @@ def _weights(section: ModelSection, config: JsonObject | None) -> tuple[Diagnost
         return ()
     if not os.path.isabs(section.source):
         cached = cached_config(section.source, section.revision)
-        return () if cached is None or config is None else check_headers(cached.parent, config, tied=is_tied(config))
+        return (
+            ()
+            if cached is None or config is None
+            else check_headers(cached.parent, config, tied=is_tied(config))
+        )
     try:
         locate_weights(section)
     except Refusal as refusal:
         return refusal.diagnostics
-    return () if config is None else check_headers(Path(section.source), config, tied=is_tied(config))
+    return (
+        () if config is None else check_headers(Path(section.source), config, tied=is_tied(config))
+    )
 
 
 def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> Iterator[Diagnostic]:
     """own: it is the model's own, whose absence has been told there."""
     if name == "byte":
         if vocabulary is not None and vocabulary < BYTE_SYMBOLS:
-            message = f"the byte tokenizer has {BYTE_SYMBOLS} symbols, the model's vocabulary {vocabulary}"
-            yield found("SW1912", key, message, f"Give the model a vocab_size of at least {BYTE_SYMBOLS}.")
+            message = (
+                f"the byte tokenizer has {BYTE_SYMBOLS} symbols, the model's vocabulary "
+                f"{vocabulary}"
+            )
+            yield found(
+                "SW1912", key, message, f"Give the model a vocab_size of at least {BYTE_SYMBOLS}."
+            )
         return
     folder = Path(name)
     if not folder.is_absolute():
@@ -145,13 +175,24 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
     if not folder.is_dir():
         return  # the files' check has told it
     if not any(path.is_file() for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)):
-        help = "Save it with `save_pretrained` and give that folder (as ./path), or write `tokenizer: byte`."
-        yield found("SW1911", key, f"data.tokenizer: {name!r} holds no tokenizer files", help, ("byte",))
+        help = (
+            "Save it with `save_pretrained` and give that folder (as ./path), or write "
+            "`tokenizer: byte`."
+        )
+        yield found(
+            "SW1911", key, f"data.tokenizer: {name!r} holds no tokenizer files", help, ("byte",)
+        )
     yield from missing_packages_warning(folder, key)
     largest = _largest_id(folder / "tokenizer.json")
     if vocabulary is not None and largest is not None and largest >= vocabulary:
-        message = f"the tokenizer {name!r} has ids up to {largest}, the model's vocabulary ends at {vocabulary - 1}"
-        help = "A text that holds such a token is refused: take the model's own tokenizer, or a larger vocab_size."
+        message = (
+            f"the tokenizer {name!r} has ids up to {largest}, the model's vocabulary ends at "
+            f"{vocabulary - 1}"
+        )
+        help = (
+            "A text that holds such a token is refused: take the model's own tokenizer, or a "
+            "larger vocab_size."
+        )
         yield found("SW1912", key, message, help, severity="warning")
 
 

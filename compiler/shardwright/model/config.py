@@ -1,6 +1,7 @@
 """A configuration as written -> a checked Hugging Face configuration.
 
-config.json is read as data; a model's own code runs only where the recipe trusts it by name (own_code.py).
+config.json is read as data; a model's own code runs only where the recipe trusts it by name
+(own_code.py).
 """
 
 from __future__ import annotations
@@ -36,16 +37,24 @@ from shardwright.model.support import support
 # Read by transformers from any configuration although no class lists them.
 COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", *METADATA_KEYS}
 # Say who wrote the configuration and where it lay, not what the model is.
-_VOLATILE_KEYS = ("transformers_version", "_name_or_path", "_attn_implementation", "_attn_implementation_autoset")
-# Choose code, not a model: recipe keys choose attention, and an inline configuration runs no code of its own.
+_VOLATILE_KEYS = (
+    "transformers_version",
+    "_name_or_path",
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+)
+# Choose code, not a model: recipe keys choose attention, and an inline configuration runs no code
+# of its own.
 _CODE_KEYS = ("attn_implementation", "experts_implementation", "auto_map")
 # Says how the published files are stored; what is trained and exported is not quantised.
 _STORAGE_KEYS = ("quantization_config", "compression_config")
 
 
-def check_model_type(config: JsonObject, key: KeyPath, inline: bool, asked: TaskName | Literal["auto"]) -> Task:
-    """What the type is trained for. Errors: SW2003 unknown, SW2004 no causal language model, SW2017 an encoder-decoder,
-    SW2019 no model that sees, SW2021 none that learns from pairs."""
+def check_model_type(
+    config: JsonObject, key: KeyPath, inline: bool, asked: TaskName | Literal["auto"]
+) -> Task:
+    """What the type is trained for. Errors: SW2003 unknown, SW2004 no causal language model, SW2017
+    an encoder-decoder, SW2019 no model that sees, SW2021 none that learns from pairs."""
     model_type = config.get("model_type")
     where = (*key, "model_type") if inline and model_type is not None else key
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -64,8 +73,8 @@ def check_model_type(config: JsonObject, key: KeyPath, inline: bool, asked: Task
 def resolve_config(
     config: JsonObject, key: KeyPath, inline: bool, asked: TaskName | Literal["auto"] = "auto"
 ) -> PretrainedConfig:
-    """The transformers configuration, every value checked. asked: the recipe's task. Errors: SW2005, SW2006 (all of
-    them), SW2007, SW2017, and those of check_model_type."""
+    """The transformers configuration, every value checked. asked: the recipe's task. Errors:
+    SW2005, SW2006 (all of them), SW2007, SW2017, and those of check_model_type."""
     task = check_model_type(config, key, inline, asked)
     model_type = str(config["model_type"])
     config_class = CONFIG_MAPPING[model_type]
@@ -80,16 +89,24 @@ def resolve_config(
     found = wrong_keys(config, known, problem, key, inline=inline, takes=takes)
     if wrong := [diagnostic for diagnostic in found if diagnostic.severity == "error"]:
         raise Refusal(*wrong)
-    renamed = {"torch_dtype": "dtype"}  # the old name still works, with a warning of transformers' own
+    renamed = {
+        "torch_dtype": "dtype"
+    }  # the old name still works, with a warning of transformers' own
     left_out = {*_VOLATILE_KEYS, *_STORAGE_KEYS, *(_CODE_KEYS if inline else ()), "model_type"}
-    values = {renamed.get(name, name): value for name, value in config.items() if name not in left_out}
+    values = {
+        renamed.get(name, name): value for name, value in config.items() if name not in left_out
+    }
     try:
         resolved = config_class(**values)
     except Exception as error:
         raise contradiction(error, key) from None
     if resolved.is_encoder_decoder and (task.sees or model_type in support().decoders):
-        where = (*key, "is_encoder_decoder") if "is_encoder_decoder" in config else (*key, "model_type")
-        raise Refusal(encoder_decoder(model_type, where if inline else key, decoder_alone=not task.sees))
+        where = (
+            (*key, "is_encoder_decoder") if "is_encoder_decoder" in config else (*key, "model_type")
+        )
+        raise Refusal(
+            encoder_decoder(model_type, where if inline else key, decoder_alone=not task.sees)
+        )
     return resolved
 
 
@@ -98,7 +115,10 @@ def contradiction(error: Exception, key: KeyPath) -> Refusal:
     return refusal(
         "SW2007",
         f"transformers refuses this configuration: {_one_line(error)}",
-        "Change the keys that the message names; the configuration must build with transformers alone.",
+        (
+            "Change the keys that the message names; the configuration must build with "
+            "transformers alone."
+        ),
         key,
     )
 
@@ -111,8 +131,8 @@ def config_json(config: PretrainedConfig, architecture: str) -> dict[str, JsonVa
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The part that describes the decoder; the whole where transformers finds several (musicgen: its class reads the
-    decoder's sizes from the outermost one)."""
+    """The part that describes the decoder; the whole where transformers finds several (musicgen:
+    its class reads the decoder's sizes from the outermost one)."""
     try:
         return config.get_text_config()
     except ValueError:
@@ -120,17 +140,23 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _value_problem(probe: PretrainedConfig, own: set[str], name: str, value: JsonValue) -> str:
-    """Why `value` cannot be `name`, or "". own: the names that are attributes: the class converts the others itself."""
+    """Why `value` cannot be `name`, or "". own: the names that are attributes: the class converts
+    the others itself."""
     canonical = {v: k for k, v in probe.attribute_map.items()}.get(name, name)
     wrong = refused_value(probe, name, value) if name in own else ""
     return wrong or size_problem(canonical, name, value)
 
 
 def refused_value(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
-    """What the class itself says, or "": transformers' configurations check a field's type when it is set."""
-    if name in ("model_type", "torch_dtype", "rope_parameters", "rope_scaling", *_VOLATILE_KEYS) or isinstance(
-        value, Mapping
-    ):
+    """What the class itself says, or "": transformers' configurations check a field's type when it
+    is set."""
+    if name in (
+        "model_type",
+        "torch_dtype",
+        "rope_parameters",
+        "rope_scaling",
+        *_VOLATILE_KEYS,
+    ) or isinstance(value, Mapping):
         return ""
     try:
         setattr(probe, name, value)
@@ -140,7 +166,8 @@ def refused_value(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The last line of an error's text (transformers puts the cause there), without its own type prefix."""
+    """The last line of an error's text (transformers puts the cause there), without its own type
+    prefix."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines else ""
     if isinstance(error, KeyError):

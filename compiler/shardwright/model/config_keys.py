@@ -1,7 +1,8 @@
-"""What the configuration classes of transformers take, as data: config_keys.json, written by `make config-keys`.
+"""What the configuration classes of transformers take, as data: config_keys.json, written by `make
+config-keys`.
 
-`check` answers without transformers and torch. What it says of a configuration here, `compile` says by the classes
-themselves (config.py): nothing is refused here that is accepted there.
+`check` answers without transformers and torch. What it says of a configuration here, `compile` says
+by the classes themselves (config.py): nothing is refused here that is accepted there.
 """
 
 from __future__ import annotations
@@ -39,14 +40,21 @@ ANY_VALUE = "any"
 """In place of kinds: the key takes what it is given."""
 TIED = "tie_word_embeddings"
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads")
-_WORDS: dict[str, str] = {"b": "true or false", "i": "an integer", "f": "a number", "s": "text", "l": "a list"}
+_WORDS: dict[str, str] = {
+    "b": "true or false",
+    "i": "an integer",
+    "f": "a number",
+    "s": "text",
+    "l": "a list",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeKeys:
-    """Of one model type. keys: name -> letters of the kinds that it takes. aliases: other name -> the class's own.
-    sizes: defaults. heads: whether heads must divide the hidden size: always | derived (where head_dim is not given) |
-    "" (unknown). tied: whether the head is the embedding where the configuration does not say."""
+    """Of one model type. keys: name -> letters of the kinds that it takes. aliases: other name ->
+    the class's own. sizes: defaults. heads: whether heads must divide the hidden size: always |
+    derived (where head_dim is not given) | "" (unknown). tied: whether the head is the embedding
+    where the configuration does not say."""
 
     keys: Mapping[str, str]
     aliases: Mapping[str, str]
@@ -65,7 +73,10 @@ class TypeKeys:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    return cast("dict[str, Any]", json.loads(resources.files("shardwright.model").joinpath(TABLE).read_text("utf-8")))
+    return cast(
+        "dict[str, Any]",
+        json.loads(resources.files("shardwright.model").joinpath(TABLE).read_text("utf-8")),
+    )
 
 
 def type_keys(model_type: str) -> TypeKeys | None:
@@ -85,16 +96,21 @@ def type_keys(model_type: str) -> TypeKeys | None:
 
 
 def is_of_installed() -> bool:
-    """Whether the table speaks of the installed transformers. What is not installed cannot disagree."""
+    """Whether the table speaks of the installed transformers. What is not installed cannot
+    disagree."""
     return installed_version("transformers") in (None, _table()["transformers"])
 
 
 def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagnostic, ...]:
-    """SW2003 to SW2007 and SW2017, as far as the table tells. inline: it stands in the recipe at `key`."""
+    """SW2003 to SW2007 and SW2017, as far as the table tells. inline: it stands in the recipe at
+    `key`."""
     if not is_of_installed() or (not inline and brings_code(config)):
         return ()
     model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in {*seeing_types(), *PAIR_TYPES} - support().types.keys():
+    if (
+        isinstance(model_type, str)
+        and model_type in {*seeing_types(), *PAIR_TYPES} - support().types.keys()
+    ):
         return tuple(_names(config, model_type, key)) if inline else ()
     if not isinstance(model_type, str) or model_type not in support().types:
         where = (*key, "model_type") if inline and model_type is not None else key
@@ -104,7 +120,8 @@ def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagn
 
 
 def config_warnings(config: JsonObject) -> tuple[Diagnostic, ...]:
-    """What is doubtful in a configuration that stands in the recipe, and that transformers takes."""
+    """What is doubtful in a configuration that stands in the recipe, and that transformers
+    takes."""
     found = config_errors(config, ("model", "config"), inline=True)
     return tuple(diagnostic for diagnostic in found if diagnostic.severity == "warning")
 
@@ -118,8 +135,8 @@ def brings_code(config: JsonObject) -> bool:
 
 
 def processor_packages(model_type: str, processor_class: str | None) -> tuple[str, tuple[str, ...]]:
-    """(class, packages that it needs beside torch and Pillow) of a processor. processor_class: what the model's own
-    files name; None: transformers' class of the type."""
+    """(class, packages that it needs beside torch and Pillow) of a processor. processor_class: what
+    the model's own files name; None: transformers' class of the type."""
     name = processor_class or _table()["processor_of"].get(model_type, "")
     return name, tuple(_table()["processors"].get(name, ())) if is_of_installed() else ()
 
@@ -131,7 +148,9 @@ def vocabulary_size(config: JsonObject) -> int | None:
     if isinstance(config.get("text_config"), Mapping):
         return None
     found = None if known is None else known.size(config, "vocab_size")
-    written = config.get("vocab_size")  # of a configuration in parts that is written flat, as Qwen2.5-VL's
+    written = config.get(
+        "vocab_size"
+    )  # of a configuration in parts that is written flat, as Qwen2.5-VL's
     return written if found is None and isinstance(written, int) else found
 
 
@@ -165,7 +184,9 @@ def _names(config: JsonObject, model_type: str, key: KeyPath) -> Iterator[Diagno
         yield from wrong_keys(config, known, lambda name, value: "", key, inline=True, takes=takes)
 
 
-def _values(config: JsonObject, known: TypeKeys, key: KeyPath, inline: bool, model_type: str) -> Iterator[Diagnostic]:
+def _values(
+    config: JsonObject, known: TypeKeys, key: KeyPath, inline: bool, model_type: str
+) -> Iterator[Diagnostic]:
     common = {own: name for name, own in known.aliases.items()}
 
     def problem(name: str, value: JsonValue) -> str:
@@ -195,7 +216,13 @@ def _kind_problem(value: JsonValue, kinds: str) -> str:
 
 def _letter(value: JsonValue) -> str:
     """ "" for what is not judged: a section."""
-    letters: tuple[tuple[type, str], ...] = ((bool, "b"), (int, "i"), (float, "f"), (str, "s"), (list, "l"))
+    letters: tuple[tuple[type, str], ...] = (
+        (bool, "b"),
+        (int, "i"),
+        (float, "f"),
+        (str, "s"),
+        (list, "l"),
+    )
     if value is None:
         return "n"
     return next((letter for kind, letter in letters if isinstance(value, kind)), "")
@@ -204,11 +231,22 @@ def _letter(value: JsonValue) -> str:
 def _heads(config: JsonObject, known: TypeKeys, key: KeyPath) -> Iterator[Diagnostic]:
     hidden, heads = known.size(config, "hidden_size"), known.size(config, "num_attention_heads")
     given = config.get("head_dim") is not None
-    if not hidden or not heads or hidden % heads == 0 or not known.heads or (known.heads == "derived" and given):
+    if (
+        not hidden
+        or not heads
+        or hidden % heads == 0
+        or not known.heads
+        or (known.heads == "derived" and given)
+    ):
         return
     message = f"a hidden size of {hidden} does not divide by {heads} attention heads"
     more = ", or give head_dim" if known.heads == "derived" else ""
-    yield found("SW2007", key, message, f"transformers refuses it: take a number of heads that divides it{more}.")
+    yield found(
+        "SW2007",
+        key,
+        message,
+        f"transformers refuses it: take a number of heads that divides it{more}.",
+    )
 
 
 def size_problem(canonical: str, name: str, value: JsonValue) -> str:

@@ -25,9 +25,21 @@ from shardwright.ir.model_graph import ModelGraph, Parameter, hash_of_config
 from shardwright.ir.recipe import FLASH
 from shardwright.ir.vision import Vision
 from shardwright.ir.words import TaskName
-from shardwright.model.config import check_model_type, config_json, contradiction, resolve_config, text_config
+from shardwright.model.config import (
+    check_model_type,
+    config_json,
+    contradiction,
+    resolve_config,
+    text_config,
+)
 from shardwright.model.layers import Shapes, make_layer
-from shardwright.model.probed import flash_error, probe_config, uncuttable, why_no_context_ranks, why_no_expert_ranks
+from shardwright.model.probed import (
+    flash_error,
+    probe_config,
+    uncuttable,
+    why_no_context_ranks,
+    why_no_expert_ranks,
+)
 from shardwright.model.processor import with_usual_tiles
 from shardwright.model.tensor_styles import tensor_styles
 from shardwright.model.trace import trace_model
@@ -39,7 +51,8 @@ FLASH_TOLERANCE = 1e-4
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The copies are tiny: threads would wait for each other, on a busy machine far longer than they work."""
+    """The copies are tiny: threads would wait for each other, on a busy machine far longer than
+    they work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -52,8 +65,8 @@ def _one_thread() -> Iterator[None]:
 def trace_model_graph(
     config: JsonObject, attention: str, inline: bool, asked: TaskName | Literal["auto"] = "auto"
 ) -> ModelGraph:
-    """`config`: as written, auto_map settled (own_code.py). inline: it stands in the recipe itself. asked: the recipe's
-    task.
+    """`config`: as written, auto_map settled (own_code.py). inline: it stands in the recipe itself.
+    asked: the recipe's task.
 
     Raises Refusal with SW2xxx where the model cannot be built or split.
     """
@@ -72,10 +85,14 @@ def trace_model_graph(
             as_text_side(model)
     with flash_stand_in(shapes_only=True) if attention == FLASH else nullcontext():
         if attention not in ("auto", text_attention(model.config)):
-            model = _on_meta(hf_config, task, attention, key)  # some types choose their modules by it
+            model = _on_meta(
+                hf_config, task, attention, key
+            )  # some types choose their modules by it
             if task.contrastive:
                 as_text_side(model)
-        graph = dataclasses.replace(_measure(model, hf_config, task, probed, plain, key), task=task.name)
+        graph = dataclasses.replace(
+            _measure(model, hf_config, task, probed, plain, key), task=task.name
+        )
         if task.sees:
             graph = dataclasses.replace(graph, vision=_vision(model, probed, task, inline))
     context, expert = why_no_context_ranks(graph), why_no_expert_ranks(graph)
@@ -85,19 +102,25 @@ def trace_model_graph(
 
 
 def _vision(model: PreTrainedModel, probed: Probed, task: Task, inline: bool) -> Vision:
-    """Of a model that compares features its tower's own last modules are no projector's, and the scale is neither's."""
+    """Of a model that compares features its tower's own last modules are no projector's, and the
+    scale is neither's."""
     vision = trace_vision(model, probed.cut)
     if not task.contrastive:
         return with_usual_tiles(vision, model.config, inline=inline)
     inside = tuple(f"{path}." for path in vision.tower)
-    kept = (path for path in vision.projector if path not in probed.head and not path.startswith(inside))
+    kept = (
+        path for path in vision.projector if path not in probed.head and not path.startswith(inside)
+    )
     return dataclasses.replace(vision, projector=tuple(kept))
 
 
-def _on_meta(hf_config: PretrainedConfig, task: Task, attention: str | None, key: KeyPath) -> PreTrainedModel:
+def _on_meta(
+    hf_config: PretrainedConfig, task: Task, attention: str | None, key: KeyPath
+) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            # float32: the size of an element is the cost model's business, and half types need no support here.
+            # float32: the size of an element is the cost model's business, and half types need no
+            # support here.
             return task.build(hf_config, attention)
     except Exception as error:
         raise contradiction(error, key) from None
@@ -105,17 +128,31 @@ def _on_meta(hf_config: PretrainedConfig, task: Task, attention: str | None, key
 
 def _check_flash(hf_config: PretrainedConfig, attention: str) -> None:
     if attention == FLASH and not (error := flash_error(hf_config)) <= FLASH_TOLERANCE:
-        what = f"flash attention leaves out a part of a {hf_config.model_type!r}'s own: a tiny copy's logits differ"
-        raise _no_attention(f"{what} by {error:.0e} from those with eager attention", ("auto", "eager"))
+        what = (
+            f"flash attention leaves out a part of a {hf_config.model_type!r}'s own: a tiny "
+            "copy's logits differ"
+        )
+        raise _no_attention(
+            f"{what} by {error:.0e} from those with eager attention", ("auto", "eager")
+        )
 
 
 def _no_attention(message: str, valid: tuple[str, ...]) -> Refusal:
     help = "`auto` takes what transformers picks for the type."
-    return Refusal(Diagnostic(code="SW2008", message=message, help=help, key=("model", "attention"), valid=valid))
+    return Refusal(
+        Diagnostic(
+            code="SW2008", message=message, help=help, key=("model", "attention"), valid=valid
+        )
+    )
 
 
 def _measure(
-    model: PreTrainedModel, hf_config: PretrainedConfig, task: Task, probed: Probed, plain: JsonObject, key: KeyPath
+    model: PreTrainedModel,
+    hf_config: PretrainedConfig,
+    task: Task,
+    probed: Probed,
+    plain: JsonObject,
+    key: KeyPath,
 ) -> ModelGraph:
     stack_path = probed.cut.stack
     names: dict[int, list[str]] = {}
@@ -126,14 +163,21 @@ def _measure(
         raise uncuttable(hf_config, "its tiny copy does not have all of its parameters", key)
     text, max_dropout = text_config(hf_config), _largest_dropout(model)
     sizes = _sizes(model, text, placed[1], dropout=max_dropout > 0)
-    tensor = tensor_styles(model, text.model_type if task.sees else hf_config.model_type, stack_path)
+    tensor = tensor_styles(
+        model, text.model_type if task.sees else hf_config.model_type, stack_path
+    )
     chosen = text_attention(model.config)
-    traced = trace_model(model, probed.cut, probed.attention)  # the last: it replaces the parameters
+    traced = trace_model(
+        model, probed.cut, probed.attention
+    )  # the last: it replaces the parameters
     stack = [(f"{stack_path}.{index}", "decoder") for index in range(len(placed) - 2)]
     layers = [
         make_layer(title, kind, parameters, text, sizes, seen)
         for (title, kind), parameters, seen in zip(
-            [("embedding", "embedding"), *stack, ("head", "head")], placed, traced.layers, strict=True
+            [("embedding", "embedding"), *stack, ("head", "head")],
+            placed,
+            traced.layers,
+            strict=True,
         )
     ]
     return ModelGraph(
@@ -165,13 +209,16 @@ def _measure(
 
 
 def _placed(model: PreTrainedModel, probed: Probed) -> list[list[Parameter]] | None:
-    """The parameters of the embedding, of each decoder layer, and of the head; None where the tiny copy lacked some."""
+    """The parameters of the embedding, of each decoder layer, and of the head; None where the tiny
+    copy lacked some."""
     stack_path = probed.cut.stack
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     sides = probed.place(shapes)
     if sides is None:
         return None
-    embedding, head = ([Parameter(name=name, shape=shapes[name]) for name in side] for side in sides)
+    embedding, head = (
+        [Parameter(name=name, shape=shapes[name]) for name in side] for side in sides
+    )
     decoder: list[list[Parameter]] = [[] for _ in model.get_submodule(stack_path).children()]
     for name, shape in shapes.items():
         if name.startswith(stack_path + "."):
@@ -180,7 +227,9 @@ def _placed(model: PreTrainedModel, probed: Probed) -> list[list[Parameter]] | N
     return [embedding, *decoder, head]
 
 
-def _sizes(model: PreTrainedModel, text: PretrainedConfig, first_layer: list[Parameter], *, dropout: bool) -> Shapes:
+def _sizes(
+    model: PreTrainedModel, text: PretrainedConfig, first_layer: list[Parameter], *, dropout: bool
+) -> Shapes:
     weight = getattr(model.get_output_embeddings(), "weight", None)  # musicgen has a list of heads
     hidden = size_of(text, "hidden_size") or 1
     heads = size_of(text, "num_attention_heads") or 1
@@ -198,7 +247,8 @@ def _sizes(model: PreTrainedModel, text: PretrainedConfig, first_layer: list[Par
 
 
 def _largest_dropout(model: nn.Module) -> float:
-    """Of the modules that are there: configs also name dropouts of heads that a causal LM does not have."""
+    """Of the modules that are there: configs also name dropouts of heads that a causal LM does not
+    have."""
     layers = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
     attributes = [
         value
@@ -210,22 +260,30 @@ def _largest_dropout(model: nn.Module) -> float:
 
 
 def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
-    """What would build, but would not run, or not as the decoder-only stack that the runtime splits."""
+    """What would build, but would not run, or not as the decoder-only stack that the runtime
+    splits."""
     wrong: list[tuple[str, str, str, str]] = []  # code, name, message, help
     if getattr(hf_config, "add_cross_attention", False):
         message = "add_cross_attention: True makes an encoder-decoder model, which cannot be split"
-        wrong.append(("SW2009", "add_cross_attention", message, "Set add_cross_attention to false."))
+        wrong.append(
+            ("SW2009", "add_cross_attention", message, "Set add_cross_attention to false.")
+        )
     heads = size_of(hf_config, "num_attention_heads")
     key_value_heads = size_of(hf_config, "num_key_value_heads") or heads
     if heads and key_value_heads and heads % key_value_heads:
-        message = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_value_heads}"
+        message = (
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{key_value_heads}"
+        )
         help = "Each key/value head serves the same number of query heads."
         wrong.append(("SW2007", "num_key_value_heads", message, help))
     if wrong:
         inline = key[-1] == "config"
         raise Refusal(
             *(
-                Diagnostic(code=code, message=message, help=help, key=(*key, name) if inline else key)
+                Diagnostic(
+                    code=code, message=message, help=help, key=(*key, name) if inline else key
+                )
                 for code, name, message, help in wrong
             )
         )
@@ -241,7 +299,9 @@ def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attenti
     if model._supports_flash_attn and (kernels is None or FLASH in kernels):
         supported.add(FLASH)
     if attention not in supported:
-        message = f"attention {attention!r} is not available for model_type {hf_config.model_type!r}"
+        message = (
+            f"attention {attention!r} is not available for model_type {hf_config.model_type!r}"
+        )
         raise _no_attention(message, tuple(sorted(supported)))
 
 

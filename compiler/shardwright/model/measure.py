@@ -1,4 +1,5 @@
-"""One piece of a model run once on fake tensors: the FLOPs that it does and the bytes that autograd keeps.
+"""One piece of a model run once on fake tensors: the FLOPs that it does and the bytes that autograd
+keeps.
 
 Shape letters: S sequence length (one sequence), H hidden size.
 """
@@ -21,7 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bytes:
-    """Kept for backward: `whole` on every tensor rank, `divided` is what tensor parallelism cuts."""
+    """Kept for backward: `whole` on every tensor rank, `divided` is what tensor parallelism
+    cuts."""
 
     whole: int
     divided: int
@@ -31,9 +33,9 @@ class Bytes:
 class PieceMeasure:
     """One run.
 
-    forward_flops, backward_flops: multiply and add are two; attention_forward_flops: the attention module's share.
-    saves: how often autograd saved a tensor.
-    kept: under checkpointing none, selective (the attention module keeps its inputs alone), full (the piece does).
+    forward_flops, backward_flops: multiply and add are two; attention_forward_flops: the attention
+    module's share. saves: how often autograd saved a tensor. kept: under checkpointing none,
+    selective (the attention module keeps its inputs alone), full (the piece does).
     """
 
     forward_flops: int
@@ -46,24 +48,34 @@ class PieceMeasure:
 class GpuKernels(TorchFunctionMode):
     """Runs dropout and scaled dot-product attention as a GPU does, also on the CPU's fake tensors.
 
-    The CPU's dropout keeps noise as wide as its input, a GPU's a mask of one byte; the CPU's attention falls back to
-    an S x S product where heads differ in size or there is dropout, a GPU's fused kernels keep the log-sum-exp alone.
+    The CPU's dropout keeps noise as wide as its input, a GPU's a mask of one byte; the CPU's
+    attention falls back to an S x S product where heads differ in size or there is dropout, a GPU's
+    fused kernels keep the log-sum-exp alone.
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is F.dropout:
             return _dropout(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention and args[0].dim() == 4:
             return _attention(*args, **(kwargs or {}))
         if func is torch._grouped_mm:
-            # The same product and the same two tensors kept; torch's own shape rule takes bfloat16 alone.
-            return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], (kwargs or {})["offs"])
+            # The same product and the same two tensors kept; torch's own shape rule takes bfloat16
+            # alone.
+            return torch.ops.transformers.grouped_mm_fallback(
+                args[0], args[1], (kwargs or {})["offs"]
+            )
         return func(*args, **(kwargs or {}))
 
 
-def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
@@ -78,26 +90,43 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)  # torch makes it additive, at each call
+        attn_mask = torch.zeros_like(
+            attn_mask, dtype=query.dtype
+        )  # torch makes it additive, at each call
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    out: torch.Tensor = _FusedAttention.apply(query, key, value, attn_mask, dropout_p, is_causal, scale)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _FusedAttention.apply(
+        query, key, value, attn_mask, dropout_p, is_causal, scale
+    )  # type: ignore[no-untyped-call]
     return out
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps queries, keys, values, mask, output and log-sum-exp, as each of torch's fused kernels does.
+    """Keeps queries, keys, values, mask, output and log-sum-exp, as each of torch's fused kernels
+    does.
 
-    Fewer heads of keys and values than of queries are legal, as in the flash kernel: the gradients are cut to them.
+    Fewer heads of keys and values than of queries are legal, as in the flash kernel: the gradients
+    are cut to them.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: Any) -> Any:
+    def forward(
+        ctx: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        dropout: float,
+        causal: bool,
+        scale: Any,
+    ) -> Any:
         out, log_sum_exp, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, True, dropout, causal, scale=scale
         )
         if mask is None and out.shape == query.shape:
-            out = torch.empty_like(query)  # flash attention's output is laid out as its queries, memory-efficient's not
+            out = torch.empty_like(
+                query
+            )  # flash attention's output is laid out as its queries, memory-efficient's not
         ctx.save_for_backward(query, key, value, mask, out, log_sum_exp)
         ctx.options = (seed, offset, dropout, [*ctx.needs_input_grad[:4]], causal)
         return out
@@ -107,14 +136,36 @@ class _FusedAttention(torch.autograd.Function):
         query, key, value, mask, out, log_sum_exp = ctx.saved_tensors
         seed, offset, dropout, needed, causal = ctx.options
         wide = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            gradients[0], query, key, value, mask, out, log_sum_exp, seed, offset, dropout, needed, causal
+            gradients[0],
+            query,
+            key,
+            value,
+            mask,
+            out,
+            log_sum_exp,
+            seed,
+            offset,
+            dropout,
+            needed,
+            causal,
         )
         heads = key.shape[1]
-        return wide[0], wide[1][:, :heads], wide[2][:, :heads], wide[3] if needed[3] else None, None, None, None
+        return (
+            wide[0],
+            wide[1][:, :heads],
+            wide[2][:, :heads],
+            wide[3] if needed[3] else None,
+            None,
+            None,
+            None,
+        )
 
 
-def _grouped_flops(a: tuple[int, ...], b: tuple[int, ...], *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Grouped matrix products: each row of `a` meets one expert's matrix, so the experts do not multiply the work."""
+def _grouped_flops(
+    a: tuple[int, ...], b: tuple[int, ...], *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Grouped matrix products: each row of `a` meets one expert's matrix, so the experts do not
+    multiply the work."""
     rows, inner = a[-2:]
     return 2 * rows * inner * b[-1] * (a[0] if len(a) == 3 else 1)
 
@@ -125,7 +176,9 @@ def _flop_counter() -> FlopCounterMode:
     formulas = {
         torch.ops.aten._grouped_mm: _grouped_flops,
         torch.ops.transformers.grouped_mm_fallback: _grouped_flops,
-        torch.ops.transformers.grouped_mm_fallback_backward: lambda a, b, *_, **__: 2 * _grouped_flops(a, b),
+        torch.ops.transformers.grouped_mm_fallback_backward: lambda a, b, *_, **__: (
+            2 * _grouped_flops(a, b)
+        ),
     }
     return FlopCounterMode(display=False, custom_mapping=formulas)
 
@@ -165,10 +218,15 @@ class _Recorder:
         return tensor
 
     def total(self, where: set[int]) -> Bytes:
-        """What a block makes for itself, and what is wider than the hidden states, is cut over tensor ranks; block
-        inputs and what norms and residuals keep is whole (as in arXiv 2205.05198, section 4.2.1)."""
-        whole = sum(n for s, n in self.saved.items() if s in where and s in self.outside_blocks - self.wide)
-        return Bytes(whole=whole, divided=sum(n for s, n in self.saved.items() if s in where) - whole)
+        """What a block makes for itself, and what is wider than the hidden states, is cut over
+        tensor ranks; block inputs and what norms and residuals keep is whole (as in arXiv
+        2205.05198, section 4.2.1)."""
+        whole = sum(
+            n for s, n in self.saved.items() if s in where and s in self.outside_blocks - self.wide
+        )
+        return Bytes(
+            whole=whole, divided=sum(n for s, n in self.saved.items() if s in where) - whole
+        )
 
 
 def measure(
@@ -184,8 +242,9 @@ def measure(
 ) -> PieceMeasure:
     """Runs `run(hidden)` once, and backward where FLOPs are counted.
 
-    known: tensors that are there anyway (parameters, context). width: elements of the hidden states. starts_after:
-    where the piece begins with this module's output, and what runs before is not its own.
+    known: tensors that are there anyway (parameters, context). width: elements of the hidden
+    states. starts_after: where the piece begins with this module's output, and what runs before is
+    not its own.
     """
     recorder = _Recorder({t.untyped_storage()._cdata for t in known}, width, starts_after is None)
     counted = {"before": 0, "attention": 0, "entered": 0}
@@ -233,8 +292,11 @@ def measure(
     )
 
 
-def _hook_blocks(stack: ExitStack, layer: nn.Module, attention_module: str, recorder: _Recorder) -> None:
-    """Blocks: the attention module, and the layer's own children that hold matrices (feed-forward, experts)."""
+def _hook_blocks(
+    stack: ExitStack, layer: nn.Module, attention_module: str, recorder: _Recorder
+) -> None:
+    """Blocks: the attention module, and the layer's own children that hold matrices (feed-forward,
+    experts)."""
 
     def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if recorder.depth == 0:

@@ -1,4 +1,5 @@
-"""The compile-time probe: the model's own type and switches, tiny, run plain and in isolated pieces."""
+"""The compile-time probe: the model's own type and switches, tiny, run plain and in isolated
+pieces."""
 
 from __future__ import annotations
 
@@ -42,27 +43,38 @@ from shardwright.optional_packages import missing_peft
 
 WITH_PICTURES = "its rows hold pictures, which is not proved"
 MOST_PARAMETERS = 250_000_000
-"""Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in its turn."""
+"""Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in
+its turn."""
 
 
 def probe_config(
-    config: PretrainedConfig, task: Task, attention: str, key: KeyPath, model: PreTrainedModel | None = None
+    config: PretrainedConfig,
+    task: Task,
+    attention: str,
+    key: KeyPath,
+    model: PreTrainedModel | None = None,
 ) -> Probed:
-    """Error: SW2016, this structure cannot be proved to come apart. model: the whole one, on the meta device; a shallow
-    copy that lacks one of its kinds of layers is made as deep as it is."""
+    """Error: SW2016, this structure cannot be proved to come apart. model: the whole one, on the
+    meta device; a shallow copy that lacks one of its kinds of layers is made as deep as it is."""
     document, pinned = config.to_dict(), None if attention == "auto" else attention
     small = _text(task.small(document))
-    if model is not None and not _keeps_every_kind(model, config.model_type, task.name, small, pinned):
+    if model is not None and not _keeps_every_kind(
+        model, config.model_type, task.name, small, pinned
+    ):
         small = _text(task.small(document, depth=False))
     found = _probe(config.model_type, task.name, small, pinned, most_parameters=None)
     if isinstance(found, _DoesNotRun):
         # Maybe only because the sizes of the copy do not fit each other: the real ones do.
         as_it_is = _text(task.small(document, widths=False))
-        again = _probe(config.model_type, task.name, as_it_is, pinned, most_parameters=MOST_PARAMETERS)
+        again = _probe(
+            config.model_type, task.name, as_it_is, pinned, most_parameters=MOST_PARAMETERS
+        )
         found = again if isinstance(again, Probed) else found
     if isinstance(found, Probed) and found.cut.together:
         # Which layers share is a matter of which layers there are: the copy has fewer.
-        deep = _together(config.model_type, task.name, _text(task.small(document, depth=False)), pinned)
+        deep = _together(
+            config.model_type, task.name, _text(task.small(document, depth=False)), pinned
+        )
         if isinstance(deep, str):
             raise uncuttable(config, deep, key)
         found = dataclasses.replace(found, cut=dataclasses.replace(found.cut, together=deep))
@@ -90,8 +102,8 @@ def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Refusal:
     return refusal(
         "SW2016",
         f"model_type {config.model_type!r} cannot be split into layers: {why}",
-        "A tiny copy of the model must give the same bits in one piece and in isolated pieces; this one does not, "
-        "and nothing is guessed. Use a model of another type.",
+        "A tiny copy of the model must give the same bits in one piece and in isolated pieces; "
+        "this one does not, and nothing is guessed. Use a model of another type.",
         key,
     )
 
@@ -102,14 +114,21 @@ class _DoesNotRun(str):
 
 @functools.lru_cache(maxsize=256)
 def _probe(
-    model_type: str, task: TaskName, text: str, attention: str | None, *, most_parameters: int | None
+    model_type: str,
+    task: TaskName,
+    text: str,
+    attention: str | None,
+    *,
+    most_parameters: int | None,
 ) -> Probed | str:
     """The reason as text where there is no cut, so that it is cached too."""
     with _aside():
         try:
             if most_parameters is not None:
                 with torch.device("meta"):
-                    count = sum(p.numel() for p in _build(model_type, task, text, attention).parameters())
+                    count = sum(
+                        p.numel() for p in _build(model_type, task, text, attention).parameters()
+                    )
                 if count > most_parameters:
                     return _DoesNotRun("it is too large to run as it is")
             model = _random_model(model_type, task, text, attention, adapted=False)
@@ -131,13 +150,15 @@ def _probe(
             return str(reason)
         except Exception as error:  # whatever a type's own code raises at this size
             lines = str(error).strip().splitlines() or [""]
-            return _DoesNotRun(f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})")
+            return _DoesNotRun(
+                f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})"
+            )
 
 
 @torch.no_grad()
 def _check_adapter(model: PreTrainedModel, tokens: torch.Tensor, beside: Batch | None) -> None:
-    """Adapts the model. Raises NotCuttable where it computes other bits then: all that follows looks at the adapted one
-    alone."""
+    """Adapts the model. Raises NotCuttable where it computes other bits then: all that follows
+    looks at the adapted one alone."""
     plain = logits_of(model, tokens, beside)
     if adapt(model) and not torch.equal(logits_of(model, tokens, beside), plain):
         raise NotCuttable("between its layers more happens than its adapter knows")
@@ -152,8 +173,8 @@ def _why_not_packed(model: PreTrainedModel, cut: Cut, tokens: torch.Tensor) -> s
 
 @torch.no_grad()
 def flash_error(config: PretrainedConfig) -> float:
-    """How far a tiny copy's logits are from those with eager attention, as a share of the largest. The kernels leave
-    out what they do not have, without a word: attention sinks, biases."""
+    """How far a tiny copy's logits are from those with eager attention, as a share of the largest.
+    The kernels leave out what they do not have, without a word: attention sinks, biases."""
     text, task = _text(CAUSAL_LM.small(config.to_dict())), CAUSAL_LM
     with _aside():
         model = _random_model(config.model_type, task.name, text, FLASH)
@@ -166,8 +187,8 @@ def flash_error(config: PretrainedConfig) -> float:
 
 
 def _narrow(graph: ModelGraph) -> tuple[str, str, str]:
-    """Type, configuration and attention of a narrow copy as deep as the model: one layer of another kind is enough.
-    flash-attn itself is not run."""
+    """Type, configuration and attention of a narrow copy as deep as the model: one layer of another
+    kind is enough. flash-attn itself is not run."""
     attention = "eager" if graph.attention == FLASH else graph.attention
     return graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention
 
@@ -210,7 +231,8 @@ def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[s
 
 
 def router_affinity(graph: ModelGraph) -> str | NoBalance:
-    """What makes the routers' logits affinities, a key of hf.balance.AFFINITIES, or why they get no balance loss."""
+    """What makes the routers' logits affinities, a key of hf.balance.AFFINITIES, or why they get no
+    balance loss."""
     if graph.sees:
         return NoBalance(WITH_PICTURES)
     return _router_affinity(*_narrow(graph))
@@ -229,20 +251,28 @@ def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBala
 def check_adapters(graph: ModelGraph, lora: LoraSection) -> None:
     """Try the adapters on a tiny copy, before anything is paid for. Raises Refusal: SW3221.
 
-    Does nothing where peft is not installed (each rank says so), of a type with code of its own, or of pairs.
+    Does nothing where peft is not installed (each rank says so), of a type with code of its own, or
+    of pairs.
     """
-    if missing_peft() or graph.model_type not in CONFIG_MAPPING or task_named(graph.task).contrastive:
+    if (
+        missing_peft()
+        or graph.model_type not in CONFIG_MAPPING
+        or task_named(graph.task).contrastive
+    ):
         return
     names = target_modules(graph, lora)
     planned = frozenset(
         pattern(p.name.removesuffix(".weight"))
         for layer in graph.layers
         for p in layer.parameters
-        if layer.kind == "decoder" and p.name.split(".")[-2:] in [[name, "weight"] for name in names]
+        if layer.kind == "decoder"
+        and p.name.split(".")[-2:] in [[name, "weight"] for name in names]
     )
     text = _text(task_named(graph.task).small(dict(graph.config), depth=False))
     attention = "eager" if graph.attention == FLASH else graph.attention
-    why = _why_not_adapted(graph.model_type, graph.task, text, attention, graph.cut.stack, lora, names, planned)
+    why = _why_not_adapted(
+        graph.model_type, graph.task, text, attention, graph.cut.stack, lora, names, planned
+    )
     if why:
         raise refusal(
             "SW3221",
@@ -268,13 +298,17 @@ def _why_not_adapted(
             model = _random_model(model_type, task, text, attention)
             ids, beside = task_named(task).shown(model)
             warnings.simplefilter("ignore")  # peft says that it turns GPT-2's weights round
-            return why_not_adapted(model, stack, lora, names, planned, lambda: logits_of(model, ids, beside))
+            return why_not_adapted(
+                model, stack, lora, names, planned, lambda: logits_of(model, ids, beside)
+            )
         except Exception as error:  # whatever a type's own code raises at this size
             return f"it does not run with them ({first_line(error, 120)})"
 
 
 @functools.lru_cache(maxsize=256)
-def _together(model_type: str, task: TaskName, text: str, attention: str | None) -> tuple[Range, ...] | str:
+def _together(
+    model_type: str, task: TaskName, text: str, attention: str | None
+) -> tuple[Range, ...] | str:
     """`Cut.together` of a narrow copy as deep as the model, or the reason why there is none."""
     with _aside():
         try:
@@ -282,11 +316,16 @@ def _together(model_type: str, task: TaskName, text: str, attention: str | None)
             tokens, beside = task_named(task).shown(model)
             return find_together(model, find_cut(model, tokens, beside), tokens, beside)
         except Exception as error:
-            return f"its layers share state, and a narrow copy does not run at its depth ({type(error).__name__})"
+            return (
+                "its layers share state, and a narrow copy does not run at its depth "
+                f"({type(error).__name__})"
+            )
 
 
 def _build(model_type: str, task: TaskName, text: str, attention: str | None) -> PreTrainedModel:
-    return task_named(task).build(CONFIG_MAPPING[model_type].from_dict(untagged(json.loads(text))), attention)
+    return task_named(task).build(
+        CONFIG_MAPPING[model_type].from_dict(untagged(json.loads(text))), attention
+    )
 
 
 def _random_model(

@@ -1,5 +1,5 @@
-"""The support matrices: what the zoo proved of each causal-LM type, and of each type that sees. Data (support.json,
-sight_support.json), read without torch.
+"""The support matrices: what the zoo proved of each causal-LM type, and of each type that sees.
+Data (support.json, sight_support.json), read without torch.
 
 Both are written by `make proof` from benchmarks/zoo-*.json; nobody types them.
 """
@@ -32,10 +32,10 @@ _ENDINGS = re.compile(r"(forcausallm|lmheadmodel|formaskedlm|model|config)$")
 class Cell:
     """One type under one layout.
 
-    verdict: one of VERDICTS. code, reason: why it is refused or untested, "" where proved.
-    loss: largest absolute difference over the steps; norm: largest relative difference of the gradient norm;
-    weights: largest absolute difference of a final weight; each from the plain run, None where there was none.
-    sharded: share of the layers' matrices that one rank holds a part of.
+    verdict: one of VERDICTS. code, reason: why it is refused or untested, "" where proved. loss:
+    largest absolute difference over the steps; norm: largest relative difference of the gradient
+    norm; weights: largest absolute difference of a final weight; each from the plain run, None
+    where there was none. sharded: share of the layers' matrices that one rank holds a part of.
     """
 
     verdict: str
@@ -49,7 +49,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """benchmark: the file under benchmarks/; layout: as the recipe's parallelism keys; date: measured on, ISO."""
+    """benchmark: the file under benchmarks/; layout: as the recipe's parallelism keys; date:
+    measured on, ISO."""
 
     benchmark: str
     layout: str
@@ -58,8 +59,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """types: type of a task -> column -> cell. Of causal LMs alone: decoders: those of them that are the decoder of an
-    encoder-decoder; others: every other type of transformers -> "encoder-decoder" or ""."""
+    """types: type of a task -> column -> cell. Of causal LMs alone: decoders: those of them that
+    are the decoder of an encoder-decoder; others: every other type of transformers ->
+    "encoder-decoder" or ""."""
 
     transformers: str
     columns: dict[str, Column]
@@ -83,7 +85,9 @@ def support(task: TaskName = "causal-lm") -> Support:
     return Support(
         transformers=document["transformers"],
         columns={name: Column(**column) for name, column in document["columns"].items()},
-        types={name: {column: Cell(**cell) for column, cell in cells.items()} for name, cells in types},
+        types={
+            name: {column: Cell(**cell) for column, cell in cells.items()} for name, cells in types
+        },
         decoders=tuple(document["decoders"]),
         others=document["others"],
     )
@@ -101,18 +105,21 @@ def proved_chunked(model_type: str) -> bool:
 
 @functools.cache
 def seeing_types() -> frozenset[str]:
-    """Those that transformers maps to image-text-to-text. Whether one comes apart is tried when it is compiled."""
+    """Those that transformers maps to image-text-to-text. Whether one comes apart is tried when it
+    is compiled."""
     return frozenset(json.loads(_text("sight.json")))
 
 
 @functools.cache
 def compiled_types() -> frozenset[str]:
-    """Types whose decoder layers train under torch.compile as without: tests/parity/test_compiled.py."""
+    """Types whose decoder layers train under torch.compile as without:
+    tests/parity/test_compiled.py."""
     return frozenset(json.loads(_text("compile_proved.json")))
 
 
 def nearest_types(text: str, names: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
-    """Up to three of `names` that `text` may mean, the nearest first: "Llama-3", "MistralForCausalLM", "gpt-neo".
+    """Up to three of `names` that `text` may mean, the nearest first: "Llama-3",
+    "MistralForCausalLM", "gpt-neo".
 
     cutoff: least likeness, as of difflib.
     """
@@ -125,7 +132,9 @@ def nearest_types(text: str, names: Iterable[str], cutoff: float = 0.6) -> tuple
     found += difflib.get_close_matches(wanted, plain, n=3, cutoff=cutoff)
     if len(family) > 2:
         kin = [key for key in plain if re.sub(r"[0-9.]+.*$", "", key) == family]
-        found += sorted(kin, key=lambda key: (-difflib.SequenceMatcher(None, wanted, key).ratio(), key))
+        found += sorted(
+            kin, key=lambda key: (-difflib.SequenceMatcher(None, wanted, key).ratio(), key)
+        )
     return tuple(plain[key] for key in dict.fromkeys(found))[:3]
 
 

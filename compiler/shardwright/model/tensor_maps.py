@@ -1,4 +1,5 @@
-"""Tensor-parallel maps of our own, for families that transformers ships no plan for, and what its plans leave out.
+"""Tensor-parallel maps of our own, for families that transformers ships no plan for, and what its
+plans leave out.
 
 Paths are relative to the base model, * is any number. `tests/zoo` proves them like every other.
 """
@@ -8,13 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _QKV = ("q_proj", "k_proj", "v_proj")
-_BLOOM = ("h.*", "self_attention", ("query_key_value",), "dense", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h")
+_BLOOM = (
+    "h.*",
+    "self_attention",
+    ("query_key_value",),
+    "dense",
+    ("mlp.dense_h_to_4h",),
+    "mlp.dense_4h_to_h",
+)
 
 
 def _decoder_layer(
-    layer: str, attention: str, qkv: tuple[str, ...], out: str, up: tuple[str, ...], down: str, style: str = "colwise"
+    layer: str,
+    attention: str,
+    qkv: tuple[str, ...],
+    out: str,
+    up: tuple[str, ...],
+    down: str,
+    style: str = "colwise",
 ) -> dict[str, str]:
-    """Attention over a share of the heads, feed-forward over a share of the features. style: of `qkv`."""
+    """Attention over a share of the heads, feed-forward over a share of the features. style: of
+    `qkv`."""
     attention = f"{layer}.{attention}"
     return {
         attention: "local_heads",
@@ -26,9 +41,12 @@ def _decoder_layer(
 
 
 OWN_MAPS: dict[str, Mapping[str, str]] = {
-    "gpt2": _decoder_layer("h.*", "attn", ("c_attn",), "c_proj", ("mlp.c_fc",), "mlp.c_proj", "fused_qkv_colwise"),
+    "gpt2": _decoder_layer(
+        "h.*", "attn", ("c_attn",), "c_proj", ("mlp.c_fc",), "mlp.c_proj", "fused_qkv_colwise"
+    ),
     "opt": _decoder_layer("decoder.layers.*", "self_attn", _QKV, "out_proj", ("fc1",), "fc2"),
-    # Fused q, k, v one behind the other within each head, so that heads are cut plainly. ALiBi comes per head.
+    # Fused q, k, v one behind the other within each head, so that heads are cut plainly. ALiBi
+    # comes per head.
     "bloom": _decoder_layer(*_BLOOM),
     # Fused per key/value head; with one such head (7b) `multi_query_colwise` is put in its place.
     "falcon": _decoder_layer(*_BLOOM, "grouped_qkv_colwise"),
@@ -39,9 +57,17 @@ OWN_MAPS: dict[str, Mapping[str, str]] = {
         "layers.*", "self_attn", _QKV, "o_proj", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
     ),
     "gptj": _decoder_layer("h.*", "attn", _QKV, "out_proj", ("mlp.fc_in",), "mlp.fc_out"),
-    "gpt_neo": _decoder_layer("h.*", "attn.attention", _QKV, "out_proj", ("mlp.c_fc",), "mlp.c_proj"),
+    "gpt_neo": _decoder_layer(
+        "h.*", "attn.attention", _QKV, "out_proj", ("mlp.c_fc",), "mlp.c_proj"
+    ),
     "mpt": _decoder_layer(
-        "blocks.*", "attn", ("Wqkv",), "out_proj", ("ffn.up_proj",), "ffn.down_proj", "fused_qkv_colwise"
+        "blocks.*",
+        "attn",
+        ("Wqkv",),
+        "out_proj",
+        ("ffn.up_proj",),
+        "ffn.down_proj",
+        "fused_qkv_colwise",
     ),
     "gpt_oss": {
         "layers.*.self_attn.q_proj": "colwise",
@@ -74,11 +100,21 @@ PLAN_ADDITIONS: dict[str, Mapping[str, str]] = {
     "deepseek_v3": _LATENT_ATTENTION,
     "youtu": _LATENT_ATTENTION,
     # A norm with a row for every head.
-    "cohere": {"layers.*.self_attn.q_norm.weight": "colwise", "layers.*.self_attn.k_norm.weight": "colwise"},
+    "cohere": {
+        "layers.*.self_attn.q_norm.weight": "colwise",
+        "layers.*.self_attn.k_norm.weight": "colwise",
+    },
     # Norms that each rank applies to its own heads.
-    "glm4_moe": {f"layers.*.self_attn.{norm}": "replicated_with_grad_allreduce" for norm in ("q_norm", "k_norm")},
-    "phi": {f"layers.*.self_attn.{norm}": "replicated_with_grad_allreduce" for norm in ("q_layernorm", "k_layernorm")},
+    "glm4_moe": {
+        f"layers.*.self_attn.{norm}": "replicated_with_grad_allreduce"
+        for norm in ("q_norm", "k_norm")
+    },
+    "phi": {
+        f"layers.*.self_attn.{norm}": "replicated_with_grad_allreduce"
+        for norm in ("q_layernorm", "k_layernorm")
+    },
 }
 
 READ_BY_WEIGHT = ("dt_proj", "classifier")
-"""Linears whose owner reads the weight and never calls them (Mamba's, Longcat's router): they stay whole."""
+"""Linears whose owner reads the weight and never calls them (Mamba's, Longcat's router): they stay
+whole."""

@@ -1,7 +1,8 @@
-"""Which tensor-parallel styles a model gets, module by module: transformers' plan or a map of ours, else the fallback.
+"""Which tensor-parallel styles a model gets, module by module: transformers' plan or a map of ours,
+else the fallback.
 
-What a type gets is proved, not typed: `tensor_proved.json` is written by `make prove` (tests/zoo), which compares each
-type's tiny copy over two tensor ranks with a plain process.
+What a type gets is proved, not typed: `tensor_proved.json` is written by `make prove` (tests/zoo),
+which compares each type's tiny copy over two tensor ranks with a plain process.
 """
 
 from __future__ import annotations
@@ -38,19 +39,23 @@ Proved = str | dict[str, str]
 
 @lru_cache(maxsize=1)
 def proved() -> dict[str, Proved]:
-    """Model type -> what its proof allows. One dictionary a process: a proof may override an entry. The text parts of
-    models that see, which are no model of their own, stand in tensor_sight.json (tests/parity/test_sight.py)."""
+    """Model type -> what its proof allows. One dictionary a process: a proof may override an entry.
+    The text parts of models that see, which are no model of their own, stand in tensor_sight.json
+    (tests/parity/test_sight.py)."""
     return cast("dict[str, Proved]", {**_read("tensor_sight.json"), **_read("tensor_proved.json")})
 
 
 @lru_cache(maxsize=1)
 def whole_parameters() -> dict[str, list[str]]:
-    """Model type, sharded -> the decoder-layer parameters that its proof left whole, by their path in a layer."""
+    """Model type, sharded -> the decoder-layer parameters that its proof left whole, by their path
+    in a layer."""
     return cast("dict[str, list[str]]", _read("tensor_whole.json"))
 
 
 def _read(name: str) -> Any:
-    return json.loads(resources.files("shardwright.model").joinpath(name).read_text(encoding="utf-8"))
+    return json.loads(
+        resources.files("shardwright.model").joinpath(name).read_text(encoding="utf-8")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +69,9 @@ class TensorStyles:
 
 
 def tensor_styles(model: PreTrainedModel, model_type: str, stack: str) -> TensorStyles:
-    """`model`: on the meta device; `model_type`: its configuration's, of a model that sees its text part's; `stack`:
-    path of its decoder layers. What stands outside of them, a tower too, is whole but for the vocabulary."""
+    """`model`: on the meta device; `model_type`: its configuration's, of a model that sees its text
+    part's; `stack`: path of its decoder layers. What stands outside of them, a tower too, is whole
+    but for the vocabulary."""
     verdict = proved().get(model_type, {"refused": "nobody has proved it"})
     if isinstance(verdict, dict):
         return TensorStyles(kind="", reason=verdict["refused"], styles=(), heads=())
@@ -73,7 +79,9 @@ def tensor_styles(model: PreTrainedModel, model_type: str, stack: str) -> Tensor
         planned = _planned(model, model_type, stack)
         styles = {**planned, **_gathered(model, stack, planned), **_vocabulary(model)}
         if planned and not _unproved(model, model_type, stack, styles):
-            return TensorStyles(kind="sharded", reason="", styles=tuple(styles.items()), heads=_heads(model, styles))
+            return TensorStyles(
+                kind="sharded", reason="", styles=tuple(styles.items()), heads=_heads(model, styles)
+            )
     styles = {**_gathered(model, stack, {}), **_vocabulary(model)}
     return TensorStyles(kind="fallback", reason="", styles=tuple(styles.items()), heads=())
 
@@ -87,7 +95,9 @@ def _planned(model: PreTrainedModel, model_type: str, stack: str) -> dict[str, s
     inside = pattern(stack + ".0") + "."
     known = {pattern(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
     styles = {
-        path: style for path, style in plan.items() if path.startswith(inside) and path in known and style in LOWERED
+        path: style
+        for path, style in plan.items()
+        if path.startswith(inside) and path in known and style in LOWERED
     }
     return {path: _multi_query(model, path, style) for path, style in styles.items()}
 
@@ -96,7 +106,9 @@ def _multi_query(model: PreTrainedModel, path: str, style: str) -> str:
     """Fused query heads and a single key/value head cannot be cut plainly."""
     if style != GROUPED_QKV:
         return style
-    attention = next(m for name, m in model.named_modules() if pattern(name) == path.rpartition(".")[0])
+    attention = next(
+        m for name, m in model.named_modules() if pattern(name) == path.rpartition(".")[0]
+    )
     heads, key_value_heads = head_counts(attention, model.config.get_text_config())
     return MULTI_QUERY if key_value_heads == 1 < heads else style
 
@@ -106,7 +118,10 @@ def _gathered(model: PreTrainedModel, stack: str, styles: Mapping[str, str]) -> 
     found: dict[str, str] = {}
     for name, module in model.get_submodule(stack).named_modules(prefix=stack):
         path = pattern(name)
-        plain = type(module).forward in (nn.Linear.forward, Conv1D.forward)  # a router is a linear by name only
+        plain = type(module).forward in (
+            nn.Linear.forward,
+            Conv1D.forward,
+        )  # a router is a linear by name only
         if plain and path not in styles and path.rpartition(".")[2] not in READ_BY_WEIGHT:
             found[path] = "colwise_gather_output"
     return found
@@ -134,8 +149,8 @@ def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _heads(model: PreTrainedModel, styles: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """Heads of what is cut by heads: the column-cut siblings of a row-cut linear in an attention module, and single
-    parameters with a row for every head."""
+    """Heads of what is cut by heads: the column-cut siblings of a row-cut linear in an attention
+    module, and single parameters with a row for every head."""
     rows = {path.rpartition(".")[0] for path, style in styles.items() if style == "rowwise"}
     config = model.config.get_text_config()
     modules = dict(model.named_modules())
@@ -148,12 +163,18 @@ def _heads(model: PreTrainedModel, styles: Mapping[str, str]) -> tuple[tuple[str
         parent = next((p for p in _parents(cut) if pattern(p) in rows), "")
         attention = modules[parent]
         latent = hasattr(attention, "kv_lora_rank")  # every head has its own key and value
-        if style not in ("colwise", GROUPED_QKV) or not parent or not (latent or hasattr(attention, "head_dim")):
+        if (
+            style not in ("colwise", GROUPED_QKV)
+            or not parent
+            or not (latent or hasattr(attention, "head_dim"))
+        ):
             continue
         heads, key_value_heads = head_counts(attention, config)
         width = parameter.shape[0] // (getattr(attention, "head_dim", 1) if whole_linear else 1)
         shared = style == GROUPED_QKV or width == key_value_heads or width % heads > 0
-        found.setdefault(pattern(cut), {})[cut] = key_value_heads if shared and not latent else heads
+        found.setdefault(pattern(cut), {})[cut] = (
+            key_value_heads if shared and not latent else heads
+        )
     units: list[tuple[str, int]] = []
     for path, counts in found.items():
         alike = set(counts.values())
@@ -166,15 +187,23 @@ def _parents(path: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
 
 
-def _unproved(model: PreTrainedModel, model_type: str, stack: str, styles: Mapping[str, str]) -> bool:
-    """Whether these styles leave something whole that the type's proof did not: a switch of the configuration may add a
-    small parameter that works on cut features (a norm over one rank's heads), whose gradient is one rank's share."""
+def _unproved(
+    model: PreTrainedModel, model_type: str, stack: str, styles: Mapping[str, str]
+) -> bool:
+    """Whether these styles leave something whole that the type's proof did not: a switch of the
+    configuration may add a small parameter that works on cut features (a norm over one rank's
+    heads), whose gradient is one rank's share."""
     known = whole_parameters().get(model_type)
     inside = pattern(stack + ".0") + "."
     names = {pattern(name) for name, _ in model.named_parameters()}
-    whole = {n.removeprefix(inside) for n in names if n.startswith(inside) and not _named(styles, n)}
+    whole = {
+        n.removeprefix(inside) for n in names if n.startswith(inside) and not _named(styles, n)
+    }
     return known is not None and not whole <= set(known)
 
 
 def _named(styles: Mapping[str, str], name: str) -> bool:
-    return name in styles or styles.get(name.rpartition(".")[0], "local_params") not in ("local_params", "local_heads")
+    return name in styles or styles.get(name.rpartition(".")[0], "local_params") not in (
+        "local_params",
+        "local_heads",
+    )

@@ -1,10 +1,11 @@
-"""What the tower of a model that sees computes and keeps, seen by running it on fake parameters, as model/trace.py runs
-the decoder layers.
+"""What the tower of a model that sees computes and keeps, seen by running it on fake parameters, as
+model/trace.py runs the decoder layers.
 
-`get_image_features` is run as it is, in the first shape of picture that it takes (hf/picture_shapes.py), on real values
-and real integers (grids, which its code asks for their values); each block that computes other shapes than those before
-it is then run alone. No type is named: the blocks are the children of the outermost lists of modules that run once
-each. Letters: n patches of a picture.
+`get_image_features` is run as it is, in the first shape of picture that it takes
+(hf/picture_shapes.py), on real values and real integers (grids, which its code asks for their
+values); each block that computes other shapes than those before it is then run alone. No type is
+named: the blocks are the children of the outermost lists of modules that run once each. Letters: n
+patches of a picture.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from shardwright.model.measure import PieceMeasure, measure, tensors_in
 from shardwright.model.trace import TRACED_DTYPES, fake_parameters, identity, own_nothing, reason_of
 
 SIDE = 16
-"""Patches of the shorter side of a picture that a tower without a size of its own is traced on; it is doubled for the
-longer one. Windows (112 pixels in Qwen2.5-VL, 8 patches) divide it."""
+"""Patches of the shorter side of a picture that a tower without a size of its own is traced on; it
+is doubled for the longer one. Windows (112 pixels in Qwen2.5-VL, 8 patches) divide it."""
 
 _ASIDE = frozenset({"last_hidden_state", "hidden_states", "attentions"})
 """Fields of a tower's output that no decoder takes."""
 
 
 def trace_vision(model: PreTrainedModel, cut: Cut) -> Vision:
-    """`model`: on the meta device with the attention that will run; it cannot be used afterwards. Its text part does
-    not run."""
+    """`model`: on the meta device with the attention that will run; it cannot be used afterwards.
+    Its text part does not run."""
     whys = []
     try:
         tower = tower_of(model.config)
@@ -51,7 +52,9 @@ def trace_vision(model: PreTrainedModel, cut: Cut) -> Vision:
             for make in shapes(set(input_names(model))):
                 try:
                     return _trace(model, cut, tower, make)
-                except Exception as error:  # whatever a type raises on another one's shape, or on fake tensors
+                except (
+                    Exception
+                ) as error:  # whatever a type raises on another one's shape, or on fake tensors
                     whys.append(reason_of(error))
     except NoPictures as why:
         whys.append(str(why))
@@ -70,7 +73,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _untraced(why: str) -> Vision:
-    return Vision(patch=1, patches=0, patches_per_token=1.0, layers=(), tower=(), projector=(), untraced=why)
+    return Vision(
+        patch=1, patches=0, patches_per_token=1.0, layers=(), tower=(), projector=(), untraced=why
+    )
 
 
 def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision:
@@ -103,7 +108,13 @@ def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision
             for value in (_forward, _backward)
         )
         layers.append(
-            VisionLayer(name=name, widths=first[0].widths[index], forward=forward, backward=backward, kept=tuple(kept))
+            VisionLayer(
+                name=name,
+                widths=first[0].widths[index],
+                forward=forward,
+                backward=backward,
+                kept=tuple(kept),
+            )
         )
     return Vision(
         patch=tower.patch,
@@ -128,8 +139,8 @@ def _whole(piece: PieceMeasure, mode: int) -> int:
 
 
 def _fit(points: list[tuple[int, int]], tiles: int) -> Work:
-    """points: (n, value) of one picture, or of two of which one has twice the patches. tiles: that one of fixed size
-    was cut into; 0 where its size may be any."""
+    """points: (n, value) of one picture, or of two of which one has twice the patches. tiles: that
+    one of fixed size was cut into; 0 where its size may be any."""
     if tiles:
         return Work(per_picture=points[0][1] // tiles)
     (n, short), (_, long) = points
@@ -138,17 +149,20 @@ def _fit(points: list[tuple[int, int]], tiles: int) -> Work:
 
 
 def _pictures(tower: Tower, make: Make, dtype: torch.dtype) -> list[Batch]:
-    """What get_image_features takes of a picture: of two where its size may be any, one twice as wide as the other, and
-    else of the tower's own size."""
+    """What get_image_features takes of a picture: of two where its size may be any, one twice as
+    wide as the other, and else of the tower's own size."""
     large = dataclasses.replace(tower, times=max(1, SIDE // (2 * tower.cell)))
     made = [make(large, [[width]]) for width in (1, 3)]
     if made[0]["pixel_values"].shape == made[1]["pixel_values"].shape:
         made = made[:1]
-    return [{n: v.to(dtype) if v.is_floating_point() else v for n, v in each.items()} for each in made]
+    return [
+        {n: v.to(dtype) if v.is_floating_point() else v for n, v in each.items()} for each in made
+    ]
 
 
 class _NoBlocks(Exception):
-    """path: of a list whose modules change the shape of what they are given (mergers of several depths)."""
+    """path: of a list whose modules change the shape of what they are given (mergers of several
+    depths)."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -164,11 +178,14 @@ class _TowerBlock:
 
 
 class _TowerRun:
-    """The tower on one picture, in one precision. names, widths, pieces: of each block, and of what stands around them.
+    """The tower on one picture, in one precision. names, widths, pieces: of each block, and of what
+    stands around them.
 
     towers, projector: paths, as in Vision."""
 
-    def __init__(self, model: PreTrainedModel, cut: Cut, inputs: Batch, patches: int, *, flops: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cut: Cut, inputs: Batch, patches: int, *, flops: bool
+    ) -> None:
         """flops: whether they are counted, and the backward pass run."""
         self.model: Any = model
         self.inputs, self.patches, self.flops = inputs, patches, flops
@@ -176,18 +193,30 @@ class _TowerRun:
         self.tiles = pixels[0] * pixels[1] if len(pixels) == 5 else 1  # of one picture
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.blocks = _blocks(model, cut)
-        self._called: list[tuple[str, int]] = []  # a module outside the blocks, and the width of what it returned
+        self._called: list[
+            tuple[str, int]
+        ] = []  # a module outside the blocks, and the width of what it returned
         with fake_parameters(list(model.modules()), self.fake):
             found = self._capture_of_blocks()
             self.blocks = {path: module for path, module in self.blocks.items() if path in found}
             self.tokens = _tokens(self._features())
             self.towers, self.projector = self._parts(cut)
         self.names = (*self.blocks, "")
-        known = {path: self._block(path, each) for path, each in found.items() if list(found).index(path) == each.index}
+        known = {
+            path: self._block(path, each)
+            for path, each in found.items()
+            if list(found).index(path) == each.index
+        }
         order = list(found)
-        self.pieces = [*(known[order[found[path].index]] for path in self.blocks), self._around(found)]
+        self.pieces = [
+            *(known[order[found[path].index]] for path in self.blocks),
+            self._around(found),
+        ]
         outside = [p for name, p in model.named_parameters() if self._is_around(name)]
-        self.widths = (*(_widest(module.parameters()) for module in self.blocks.values()), _widest(outside))
+        self.widths = (
+            *(_widest(module.parameters()) for module in self.blocks.values()),
+            _widest(outside),
+        )
 
     def _features(self) -> Any:
         with torch.no_grad():
@@ -198,7 +227,9 @@ class _TowerRun:
             try:
                 return self._capture()
             except _NoBlocks as other:
-                self.blocks = {p: m for p, m in self.blocks.items() if p.rpartition(".")[0] != other.path}
+                self.blocks = {
+                    p: m for p, m in self.blocks.items() if p.rpartition(".")[0] != other.path
+                }
                 self._called.clear()
 
     def _capture(self) -> dict[str, _TowerBlock]:
@@ -221,7 +252,9 @@ class _TowerRun:
 
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                if name not in self.blocks and not any(name.startswith(f"{path}.") for path in self.blocks):
+                if name not in self.blocks and not any(
+                    name.startswith(f"{path}.") for path in self.blocks
+                ):
                     hook = partial(self._note, name, found)
                     stack.callback(module.register_forward_hook(hook).remove)
             for path, module in self.blocks.items():
@@ -231,9 +264,13 @@ class _TowerRun:
             raise ValueError("no list of its modules runs on a picture")
         return found
 
-    def _note(self, name: str, found: dict[str, _TowerBlock], module: nn.Module, args: Any, output: Any) -> None:
+    def _note(
+        self, name: str, found: dict[str, _TowerBlock], module: nn.Module, args: Any, output: Any
+    ) -> None:
         if found:
-            self._called.append((name, max((t.shape[-1] for t in tensors_in(output) if t.ndim), default=0)))
+            self._called.append(
+                (name, max((t.shape[-1] for t in tensors_in(output) if t.ndim), default=0))
+            )
 
     def _block(self, path: str, block: _TowerBlock) -> PieceMeasure:
         """A block alone, in the same shapes."""
@@ -245,12 +282,18 @@ class _TowerRun:
                 given = torch.empty(hidden.shape, dtype=hidden.dtype, requires_grad=True)
 
             def run(tensor: torch.Tensor | None) -> Any:
-                swapped = pytree.tree_map(lambda leaf: tensor if leaf is hidden else leaf, (args, kwargs))
+                swapped = pytree.tree_map(
+                    lambda leaf: tensor if leaf is hidden else leaf, (args, kwargs)
+                )
                 return module(*swapped[0], **swapped[1])
 
             shared = [t for t in tensors_in((args, kwargs)) if t is not hidden]
             # What a layer is handed is on the fake side what the mode makes of it.
-            known = [*parameters, *shared, *(self.fake.from_tensor(t) for t in shared if not _is_fake(t))]
+            known = [
+                *parameters,
+                *shared,
+                *(self.fake.from_tensor(t) for t in shared if not _is_fake(t)),
+            ]
             return self._measured(run, given, known, given.numel(), module)
 
     def _around(self, found: dict[str, _TowerBlock]) -> PieceMeasure:
@@ -280,12 +323,20 @@ class _TowerRun:
         width: int,
         layer: nn.Module | None,
     ) -> PieceMeasure:
-        return measure(run, given, layer=layer, attention_module="", known=known, width=width, count_flops=self.flops)
+        return measure(
+            run,
+            given,
+            layer=layer,
+            attention_module="",
+            known=known,
+            width=width,
+            count_flops=self.flops,
+        )
 
     def _parts(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Paths of the towers, each the largest module that holds blocks and none of the decoder's; and of the
-        projector: modules beside the towers that ran on a picture, and inside them those behind the first block that
-        hold a matrix and give features of the decoder's width."""
+        """Paths of the towers, each the largest module that holds blocks and none of the decoder's;
+        and of the projector: modules beside the towers that ran on a picture, and inside them those
+        behind the first block that hold a matrix and give features of the decoder's width."""
         stacks = dict.fromkeys(path.rpartition(".")[0] for path in self.blocks)
         towers = tuple(dict.fromkeys(_apart(path, cut.stack) for path in stacks))
         holders = {above for tower in towers for above in _above(tower)}
@@ -294,35 +345,56 @@ class _TowerRun:
         found = [
             name
             for name, size in self._called
-            if name not in inner and (not _lies_under(name, towers) or (size == width and self._has_matrix(name)))
+            if name not in inner
+            and (not _lies_under(name, towers) or (size == width and self._has_matrix(name)))
         ]
-        found += [name for name, _ in self.model.named_parameters() if name.rpartition(".")[0] in holders]
-        outer = [n for n in dict.fromkeys(found) if not any(n.startswith(f"{other}.") for other in found)]
+        found += [
+            name for name, _ in self.model.named_parameters() if name.rpartition(".")[0] in holders
+        ]
+        outer = [
+            n for n in dict.fromkeys(found) if not any(n.startswith(f"{other}.") for other in found)
+        ]
         return towers, tuple(outer)
 
     def _has_matrix(self, path: str) -> bool:
         return any(p.ndim > 1 for p in self.model.get_submodule(path).parameters())
 
     def _is_around(self, name: str) -> bool:
-        return _lies_under(name, (*self.towers, *self.projector)) and not _lies_under(name, tuple(self.blocks))
+        return _lies_under(name, (*self.towers, *self.projector)) and not _lies_under(
+            name, tuple(self.blocks)
+        )
 
 
 def _blocks(model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
-    """Children of the outermost lists of modules outside the decoder stack, by path: those that may be blocks."""
+    """Children of the outermost lists of modules outside the decoder stack, by path: those that may
+    be blocks."""
     lists = [
         path
         for path, m in model.named_modules()
-        if isinstance(m, nn.ModuleList) and len(m) > 1 and not f"{path}.".startswith(f"{cut.stack}.")
+        if isinstance(m, nn.ModuleList)
+        and len(m) > 1
+        and not f"{path}.".startswith(f"{cut.stack}.")
     ]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-    alike = [path for path in outer if len({type(child) for child in model.get_submodule(path).children()}) == 1]
-    return {f"{path}.{name}": child for path in alike for name, child in model.get_submodule(path).named_children()}
+    alike = [
+        path
+        for path in outer
+        if len({type(child) for child in model.get_submodule(path).children()}) == 1
+    ]
+    return {
+        f"{path}.{name}": child
+        for path in alike
+        for name, child in model.get_submodule(path).named_children()
+    }
 
 
 def _apart(path: str, other: str) -> str:
-    """The longest beginning of `path` that is no beginning of `other`, cut behind their first difference."""
+    """The longest beginning of `path` that is no beginning of `other`, cut behind their first
+    difference."""
     mine, theirs = path.split("."), other.split(".")
-    common = next((k for k, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs))
+    common = next(
+        (k for k, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs)
+    )
     return ".".join(mine[: common + 1])
 
 

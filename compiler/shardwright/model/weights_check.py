@@ -1,7 +1,8 @@
-"""What is loaded against what the files hold, by name and shape, before any rank starts. Headers alone are read.
+"""What is loaded against what the files hold, by name and shape, before any rank starts. Headers
+alone are read.
 
-`check_headers` says what needs no model and no torch, for `check`; `check_weights` compares with the model itself, for
-`compile`.
+`check_headers` says what needs no model and no torch, for `check`; `check_weights` compares with
+the model itself, for `compile`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
-from shardwright.hf.weight_headers import FLOATS, StoredTensor, WeightHeaders, read_headers, same_values
+from shardwright.hf.weight_headers import (
+    FLOATS,
+    StoredTensor,
+    WeightHeaders,
+    read_headers,
+    same_values,
+)
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.weights import DEQUANTIZED
@@ -27,7 +34,8 @@ _QUANTISED_PARTS = re.compile(
     r"(_scale_inv|\.scale_inv|_blocks|_scales|\.qweight|\.qzeros|\.g_idx|weight_packed|weight_scale(_2)?|"
     r"\.absmax|\.quant_map|\.quant_state\.\S+|\.SCB)$"
 )
-"""Ends of names that FP8, MXFP4, GPTQ, AWQ, NVFP4, compressed-tensors and bitsandbytes store beside their weights."""
+"""Ends of names that FP8, MXFP4, GPTQ, AWQ, NVFP4, compressed-tensors and bitsandbytes store beside
+their weights."""
 _FOREIGN = (
     "_orig_mod.",
     "module.",
@@ -37,8 +45,13 @@ _FOREIGN = (
     "_forward_module.",
 )
 """What torch.compile, DataParallel, peft, FSDP and DeepSpeed put before a name."""
-_HEADS, _EMBEDDINGS = ("lm_head.weight", "embed_out.weight"), ("embed_tokens.weight", "wte.weight", "embed_in.weight")
-_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|position_ids|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$")
+_HEADS, _EMBEDDINGS = (
+    ("lm_head.weight", "embed_out.weight"),
+    ("embed_tokens.weight", "wte.weight", "embed_in.weight"),
+)
+_BUFFERS = re.compile(
+    r"(rotary_emb\.inv_freq|position_ids|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$"
+)
 """Tables that older versions of transformers stored; the class makes them itself."""
 _VISION = re.compile(
     r"(^|\.)(visual|vision\w*|image_newline|multi_modal_projector|mm_projector|audio\w*|sound\w*)(\.|$)"
@@ -57,8 +70,8 @@ def count(number: int) -> str:
 
 
 def check_headers(folder: Path, config: JsonObject, *, tied: bool) -> tuple[Diagnostic, ...]:
-    """What the files say of themselves. tied: the head is the embedding by this configuration. Nothing of a folder
-    whose files cannot be read: that is told elsewhere (SW1913)."""
+    """What the files say of themselves. tied: the head is the embedding by this configuration.
+    Nothing of a folder whose files cannot be read: that is told elsewhere (SW1913)."""
     try:
         headers = read_headers(folder)
     except (OSError, ValueError):
@@ -78,10 +91,13 @@ def heads_by_usual_name(headers: WeightHeaders) -> Iterator[tuple[str, str]]:
 
 
 def own_heads(folder: Path, groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, str], ...]:
-    """(head, embedding) of tied groups that stand in the files with different values: transformers 5 does not tie
-    them, and trains both. groups: names in the model. () where the files cannot be read."""
+    """(head, embedding) of tied groups that stand in the files with different values: transformers
+    5 does not tie them, and trains both. groups: names in the model. () where the files cannot be
+    read."""
     try:
-        paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".json")]
+        paths = [
+            path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".json")
+        ]
         marks = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
     except OSError:
         return ()
@@ -107,7 +123,8 @@ def _own_heads(
 
 
 def _key_of(name: str, keys: Collection[str]) -> str | None:
-    """The files' key of a name in the model: the same, one prefix more or less, or the only one with this ending."""
+    """The files' key of a name in the model: the same, one prefix more or less, or the only one
+    with this ending."""
     if name in keys:
         return name
     if (inner := name.partition(".")[2]) in keys:
@@ -120,31 +137,39 @@ def _key_of(name: str, keys: Collection[str]) -> str | None:
 def untied(config: JsonObject) -> JsonObject:
     """The configuration whose head is a parameter of its own."""
     text = config.get("text_config")
-    inner: JsonObject = {"text_config": {**text, TIED: False}} if isinstance(text, dict) and TIED in text else {}
+    inner: JsonObject = (
+        {"text_config": {**text, TIED: False}} if isinstance(text, dict) and TIED in text else {}
+    )
     return {**config, **inner, TIED: False}
 
 
 def own_head_refusal(names: Sequence[str]) -> Refusal:
     """Of a model that stays tied whatever its configuration says."""
     message = f"the files hold different values for tensors that this model ties: {named(names)}"
-    help = "Write the folder anew from the model that you mean: load it with transformers, then save_pretrained."
+    help = (
+        "Write the folder anew from the model that you mean: load it with transformers, then "
+        "save_pretrained."
+    )
     return Refusal(found("SW2026", _SOURCE, message, help))
 
 
 def _own_head(head: str, embedding: str) -> Diagnostic:
     message = (
-        f"{TIED} is true, but the files hold a {head} that differs from {embedding}: the head is kept and trained "
-        "as a parameter of its own, as transformers does"
+        f"{TIED} is true, but the files hold a {head} that differs from {embedding}: the head is "
+        "kept and trained as a parameter of its own, as transformers does"
     )
-    help = f"Set {TIED} to false in config.json to say so; to tie them instead, delete {head} from the files."
+    help = (
+        f"Set {TIED} to false in config.json to say so; to tie them instead, delete {head} from "
+        "the files."
+    )
     return found("SW2026", _SOURCE, message, help, severity="warning")
 
 
 def check_weights(
     folder: Path, config: JsonObject, graph: ModelGraph, heads: Sequence[tuple[str, str]]
 ) -> tuple[Diagnostic, ...]:
-    """Warnings and notes. config: as published. heads: those that are trained untied (own_heads). Raises Refusal:
-    SW2022, SW2024 to SW2027."""
+    """Warnings and notes. config: as published. heads: those that are trained untied (own_heads).
+    Raises Refusal: SW2022, SW2024 to SW2027."""
     try:
         headers = read_headers(folder)
     except (OSError, ValueError) as error:
@@ -164,15 +189,24 @@ def check_weights(
 
 def _contradiction(headers: WeightHeaders) -> Iterator[Diagnostic]:
     if headers.problem:
-        help = "Fetch the files again, or write them anew: load them with transformers, then save_pretrained."
+        help = (
+            "Fetch the files again, or write them anew: load them with transformers, then "
+            "save_pretrained."
+        )
         message = f"the weights in {str(headers.folder)!r} contradict each other: {headers.problem}"
         yield found("SW2027", _SOURCE, message, help)
     elif headers.total_size is not None and headers.total_size != headers.stored_bytes:
         message = (
-            f"the index counts {headers.total_size:,} bytes of weights, the files hold {headers.stored_bytes:,}: "
-            "the files' own headers are used"
+            f"the index counts {headers.total_size:,} bytes of weights, the files hold "
+            f"{headers.stored_bytes:,}: the files' own headers are used"
         )
-        yield found("SW2027", _SOURCE, message, "A shard of another version may lie among them.", severity="note")
+        yield found(
+            "SW2027",
+            _SOURCE,
+            message,
+            "A shard of another version may lie among them.",
+            severity="note",
+        )
 
 
 def _quantised(headers: WeightHeaders, config: JsonObject) -> Iterator[Diagnostic]:
@@ -184,16 +218,23 @@ def _quantised(headers: WeightHeaders, config: JsonObject) -> Iterator[Diagnosti
     dtypes = sorted({headers.tensors[name].dtype for name in stored})
     if method in DEQUANTIZED:
         message = (
-            f"the weights are {method}: {count(len(stored))} ({', '.join(dtypes)}) are turned into numbers of the "
-            f"training precision as they are loaded, as transformers' dequantize=True does"
+            f"the weights are {method}: {count(len(stored))} ({', '.join(dtypes)}) are turned into "
+            "numbers of the training precision as they are loaded, as transformers' "
+            "dequantize=True does"
         )
-        yield found("SW2025", _WEIGHTS, message, "Training and export are not quantised.", severity="note")
+        yield found(
+            "SW2025", _WEIGHTS, message, "Training and export are not quantised.", severity="note"
+        )
         return
     kind = f"quantised by {method!r}" if method else "quantised, and config.json does not say how"
-    message = f"the weights are {kind}: {count(len(stored))} of types {', '.join(dtypes)} ({named(stored)})"
+    message = (
+        f"the weights are {kind}: {count(len(stored))} of types {', '.join(dtypes)} "
+        f"({named(stored)})"
+    )
     help = (
-        "Train from the model's unquantised weights (the publisher's bf16 repository), or de-quantise them once with "
-        "transformers (load, model.dequantize(), save_pretrained) and give that folder as model.source."
+        "Train from the model's unquantised weights (the publisher's bf16 repository), or "
+        "de-quantise them once with transformers (load, model.dequantize(), save_pretrained) and "
+        "give that folder as model.source."
     )
     yield found("SW2025", _WEIGHTS, message, help)
 
@@ -207,15 +248,24 @@ def _is_quantised(name: str, tensor: StoredTensor) -> bool:
 def _foreign(headers: WeightHeaders) -> Iterator[Diagnostic]:
     """A prefix that a wrapper of the model put before every name."""
     names = list(headers.tensors)
-    prefix = next((p for p in _FOREIGN if names and all(name.startswith(p) for name in names)), None)
+    prefix = next(
+        (p for p in _FOREIGN if names and all(name.startswith(p) for name in names)), None
+    )
     if prefix is None:
         return
     message = (
-        f"each of the {count(len(names))} in {str(headers.folder)!r} is named {prefix}...: no model has such names"
+        f"each of the {count(len(names))} in {str(headers.folder)!r} is named {prefix}...: "
+        "no model has such names"
     )
-    help = f"They were saved from a wrapped model. Rename them without {prefix!r} (safetensors' load_file, save_file)."
+    help = (
+        f"They were saved from a wrapped model. Rename them without {prefix!r} (safetensors' "
+        "load_file, save_file)."
+    )
     if prefix == "base_model.model.":
-        help = "peft wrote them: load them with peft, merge_and_unload(), save_pretrained, and give that folder."
+        help = (
+            "peft wrote them: load them with peft, merge_and_unload(), save_pretrained, and "
+            "give that folder."
+        )
     yield found("SW2022", _SOURCE, message, help)
 
 
@@ -238,14 +288,26 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
 
     quantizer = dequantizer(config)
     keys = map_keys(model, headers.tensors, quantizer)
-    shapes: dict[str, tuple[int, ...] | None] = {name: headers.tensors[key].shape for name, key in keys.direct.items()}
+    shapes: dict[str, tuple[int, ...] | None] = {
+        name: headers.tensors[key].shape for name, key in keys.direct.items()
+    }
     for conversion in keys.conversions:
         try:
             made = conversion.convert(model, empty)
-        except Exception as error:  # of transformers' own operations, on a set of tensors that is not whole
+        except (
+            Exception
+        ) as error:  # of transformers' own operations, on a set of tensors that is not whole
             why = " ".join(str(error).split())[:200]
-            message = f"{conversion.first} cannot be put together from {count(len(conversion.sources))}: {why}"
-            yield found("SW2022", _SOURCE, message, "Fetch the files again, or write them anew with save_pretrained.")
+            message = (
+                f"{conversion.first} cannot be put together from {count(len(conversion.sources))}: "
+                f"{why}"
+            )
+            yield found(
+                "SW2022",
+                _SOURCE,
+                message,
+                "Fetch the files again, or write them anew with save_pretrained.",
+            )
             shapes[conversion.first] = None
         else:
             shapes |= {name: tuple(tensor.shape) for name, tensor in made.items()}
@@ -260,29 +322,49 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
             yield _wrong_shape(name, shape, tuple(parameter.shape), graph)
         stored = headers.tensors.get(keys.direct.get(name, ""))
         if stored is not None and stored.dtype not in FLOATS:
-            message = f"{keys.direct[name]} is of type {stored.dtype}: only {', '.join(FLOATS)} can be trained"
-            yield found("SW2025", _WEIGHTS, message, "Write the folder anew with save_pretrained in bf16 or fp32.")
+            message = (
+                f"{keys.direct[name]} is of type {stored.dtype}: only {', '.join(FLOATS)} "
+                "can be trained"
+            )
+            yield found(
+                "SW2025",
+                _WEIGHTS,
+                message,
+                "Write the folder anew with save_pretrained in bf16 or fp32.",
+            )
     yield from _tied_but_different(headers, parameters, keys.direct)
-    unexpected = {key: name for key, name in keys.unexpected.items() if not _is_table(key, headers.tensors[key])}
+    unexpected = {
+        key: name
+        for key, name in keys.unexpected.items()
+        if not _is_table(key, headers.tensors[key])
+    }
     if missing := [names[0] for names in parameters.values() if not shapes.keys() & set(names)]:
         yield _missing(missing, len(parameters), list(unexpected))
     silent = ignored_keys(model, unexpected.values())
-    yield from _unexpected([key for key, name in unexpected.items() if name not in silent], graph, "warning")
-    yield from _unexpected([key for key, name in unexpected.items() if name in silent], graph, "note")
+    yield from _unexpected(
+        [key for key, name in unexpected.items() if name not in silent], graph, "warning"
+    )
+    yield from _unexpected(
+        [key for key, name in unexpected.items() if name in silent], graph, "note"
+    )
 
 
 def _is_table(key: str, tensor: StoredTensor) -> bool:
-    return bool(_BUFFERS.search(key)) and (tensor.dtype not in FLOATS or len(tensor.shape) != 1 or "inv_freq" in key)
+    return bool(_BUFFERS.search(key)) and (
+        tensor.dtype not in FLOATS or len(tensor.shape) != 1 or "inv_freq" in key
+    )
 
 
-def _wrong_shape(name: str, stored: tuple[int, ...], built: tuple[int, ...], graph: ModelGraph) -> Diagnostic:
+def _wrong_shape(
+    name: str, stored: tuple[int, ...], built: tuple[int, ...], graph: ModelGraph
+) -> Diagnostic:
     message = f"shape mismatch for {name}: the files have {stored}, the model {built}"
     help = "config.json is of another model than the weights: take both from the same place."
     rows = stored[0] if stored else 0
     if stored[1:] == built[1:] and built and built[0] == graph.vocabulary_size:
         help = (
-            f"The embedding has {rows:,} rows, vocab_size is {built[0]:,}: set vocab_size to {rows} in config.json "
-            "(a padded vocabulary counts with its padding)."
+            f"The embedding has {rows:,} rows, vocab_size is {built[0]:,}: set vocab_size to "
+            f"{rows} in config.json (a padded vocabulary counts with its padding)."
         )
     return found("SW2024", _SOURCE, message, help)
 
@@ -300,20 +382,23 @@ def _tied_but_different(
 def _missing(missing: Sequence[str], of: int, unexpected: Sequence[str]) -> Diagnostic:
     message = f"{count(len(missing))} of the model's {of:,} are not in the files: {named(missing)}"
     help = (
-        "Take weights of this configuration. transformers would draw them at random; nothing here is drawn in silence."
+        "Take weights of this configuration. transformers would draw them at random; nothing "
+        "here is drawn in silence."
     )
     heads = [name for name in missing if name.endswith(_HEADS)]
     if heads and len(heads) == len(missing):
         help = (
-            f"The files have no head of their own. If it is the embedding, set {TIED} to true in config.json; files "
-            "saved without a head (AutoModel) are written anew from the whole model."
+            f"The files have no head of their own. If it is the embedding, set {TIED} to true in "
+            "config.json; files saved without a head (AutoModel) are written anew from the whole "
+            "model."
         )
     for key in unexpected:
         tails = [name for name in missing if key.endswith(name) and key != name]
         if tails:
             prefix = key.removesuffix(tails[0])
             help = (
-                f"The files name it {key}: rename the tensors without {prefix!r} (safetensors' load_file, save_file)."
+                f"The files name it {key}: rename the tensors without {prefix!r} (safetensors' "
+                "load_file, save_file)."
             )
             break
     return found("SW2022", _SOURCE, message, help)
@@ -325,20 +410,34 @@ def _unexpected(keys: Sequence[str], graph: ModelGraph, severity: str) -> Iterat
     for key in keys:
         kinds.setdefault(_kind(key, graph), []).append(key)
     helps = {
-        "a vision encoder": "`task: image-text-to-text` trains the whole model where transformers has one.",
-        "multi-token prediction": "Next-token prediction does not train them; set their number in config.json to 0 "
+        "a vision encoder": (
+            "`task: image-text-to-text` trains the whole model where transformers has one."
+        ),
+        "multi-token prediction": "Next-token prediction does not train them; set their number in "
+        "config.json to 0 "
         "if something else reads it.",
-        "decoder layers that the configuration does not have": "Raise the number of layers in config.json if they "
+        "decoder layers that the configuration does not have": "Raise the number of layers in "
+        "config.json if they "
         "belong to the model.",
-        "biases that the configuration does not have": "Set the configuration's bias key (attention_bias, qkv_bias, "
+        "biases that the configuration does not have": "Set the configuration's bias key "
+        "(attention_bias, qkv_bias, "
         "mlp_bias) if they belong to the model.",
         "": "If they belong to the model, its configuration or `model.task` is another one.",
     }
     for kind, names in kinds.items():
         what = f" ({kind})" if kind else ""
         are = "is" if len(names) == 1 else "are"
-        message = f"{count(len(names))} of the weights{what} {are} not loaded, trained or exported: {named(names)}"
-        yield found("SW2023", _SOURCE, message, helps[kind], severity="warning" if severity == "warning" else "note")
+        message = (
+            f"{count(len(names))} of the weights{what} {are} not loaded, trained or "
+            f"exported: {named(names)}"
+        )
+        yield found(
+            "SW2023",
+            _SOURCE,
+            message,
+            helps[kind],
+            severity="warning" if severity == "warning" else "note",
+        )
 
 
 def _kind(key: str, graph: ModelGraph) -> str:

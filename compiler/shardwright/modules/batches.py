@@ -1,4 +1,5 @@
-"""Which rows a rank trains on in which step. Every tensor and pipeline rank of a data rank sees the same batch."""
+"""Which rows a rank trains on in which step. Every tensor and pipeline rank of a data rank sees the
+same batch."""
 
 from __future__ import annotations
 
@@ -25,12 +26,13 @@ from shardwright.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """input_ids, labels: (B, S) int64; labels are the inputs (the loss shifts them). position_ids: (B, S) where
-    documents are packed, else None. shifted: labels stand where they are predicted, as in a piece of a row.
+    """input_ids, labels: (B, S) int64; labels are the inputs (the loss shifts them). position_ids:
+    (B, S) where documents are packed, else None. shifted: labels stand where they are predicted, as
+    in a piece of a row.
 
-    beside: what the forward of a model that sees takes beside the ids; None for other models. blank: where no row of it
-    has a picture, what the tower is shown. lengths: (B,) tokens of each whole row before its padding; None where no row
-    is padded.
+    beside: what the forward of a model that sees takes beside the ids; None for other models.
+    blank: where no row of it has a picture, what the tower is shown. lengths: (B,) tokens of each
+    whole row before its padding; None where no row is padded.
     """
 
     input_ids: torch.Tensor
@@ -55,7 +57,9 @@ class Batches:
     def __init__(self, plan: Plan, data: Dataset, sight: Sight | PairSight | None = None) -> None:
         self.data, self.sight = data, sight
         self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches") if sight is not None else None
+        self._thread = (
+            ThreadPoolExecutor(1, thread_name_prefix="batches") if sight is not None else None
+        )
         self._steps = data.steps
         s = plan.strategy
         self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
@@ -64,21 +68,31 @@ class Batches:
         self.waits = 0
 
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
-        """The share of `data_rank` in `step` (from 1): micro-batch m takes rows [(m * data + rank) * B, ... + B) of the
-        island's part of the global batch: the k-th of equal parts is island k's."""
+        """The share of `data_rank` in `step` (from 1): micro-batch m takes rows [(m * data + rank)
+        * B, ... + B) of the island's part of the global batch: the k-th of equal parts is island
+        k's."""
         if self._thread is None:
             return self._made(step, data_rank)
         self.waits += self._ahead is not None and not self.ready(step, data_rank)
-        made = self._ahead[1].result() if self._ahead and self._ahead[0] == (step, data_rank) else None
+        made = (
+            self._ahead[1].result() if self._ahead and self._ahead[0] == (step, data_rank) else None
+        )
         found = self._made(step, data_rank) if made is None else made
-        # Pictures of the next step are made ready while this one trains; of no more: they take memory.
+        # Pictures of the next step are made ready while this one trains; of no more: they take
+        # memory.
         following = (step + 1, data_rank)
-        self._ahead = (following, self._thread.submit(self._made, *following)) if step < self._steps else None
+        self._ahead = (
+            (following, self._thread.submit(self._made, *following)) if step < self._steps else None
+        )
         return found
 
     def ready(self, step: int, data_rank: int) -> bool:
         """Whether micro_batches would not wait."""
-        return self._ahead is not None and self._ahead[0] == (step, data_rank) and self._ahead[1].done()
+        return (
+            self._ahead is not None
+            and self._ahead[0] == (step, data_rank)
+            and self._ahead[1].done()
+        )
 
     def _made(self, step: int, data_rank: int) -> list[MicroBatch]:
         indices = self.data.order.indices(step).reshape(self.shape)[self.island, :, data_rank]
@@ -86,20 +100,31 @@ class Batches:
 
 
 class HeldOut:
-    """The share of a data rank of all held-out rows: as many micro-batches on each rank, so that none waits for
-    another; rows that only fill one up have no labels. Read anew at each pass: they may be more than memory holds.
+    """The share of a data rank of all held-out rows: as many micro-batches on each rank, so that
+    none waits for another; rows that only fill one up have no labels. Read anew at each pass: they
+    may be more than memory holds.
 
-    at_once: micro-batches that go through the pipeline together; their number is a multiple of it."""
+    at_once: micro-batches that go through the pipeline together; their number is a multiple of
+    it."""
 
-    def __init__(self, plan: Plan, rows: Rows, data_rank: int, sight: Sight | PairSight | None = None) -> None:
+    def __init__(
+        self, plan: Plan, rows: Rows, data_rank: int, sight: Sight | PairSight | None = None
+    ) -> None:
         s = plan.strategy
-        # DeepSpeed numbers DualPipeV's buffers by the training's micro-batches: as many at once, or its engine fails.
-        # Pictures of all held-out rows may be more than memory holds.
-        at_once = s.gradient_accumulation_steps if s.schedule == "dualpipev" or sight is not None else None
+        # DeepSpeed numbers DualPipeV's buffers by the training's micro-batches: as many at once, or
+        # its engine fails. Pictures of all held-out rows may be more than memory holds.
+        at_once = (
+            s.gradient_accumulation_steps
+            if s.schedule == "dualpipev" or sight is not None
+            else None
+        )
         # An interleaved schedule takes as many as there are pipeline ranks, or a multiple.
         multiple = at_once or (s.pipeline if s.virtual_stages > 1 else 1)
         numbers = validation_batches(len(rows), s.data * s.micro_batch_size, multiple)
-        self._rows, self._numbers = rows, numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank]
+        self._rows, self._numbers = (
+            rows,
+            numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank],
+        )
         self.at_once = at_once or len(self._numbers)
         self._packed, self._sight = packs(plan), None
         self.predicted = sum(m.predicted for m in self)  # without a look at the pictures
@@ -116,8 +141,8 @@ class HeldOut:
 
 
 def sight_of(plan: Plan, folder: Path, rank: int | None = None) -> Sight | PairSight | None:
-    """The processor of a model that sees. folder: the compiled one, or a checkpoint. rank: in a run; pictures are
-    decoded beside it, and those behind the first stage look at none."""
+    """The processor of a model that sees. folder: the compiled one, or a checkpoint. rank: in a
+    run; pictures are decoded beside it, and those behind the first stage look at none."""
     part = next((part for part in every_part(plan) if part.images is not None), None)
     if not plan.model.sees or part is None or part.images is None:
         return None
@@ -127,11 +152,20 @@ def sight_of(plan: Plan, folder: Path, rank: int | None = None) -> Sight | PairS
     takes = inspect.signature(getattr(transformers, plan.model.architecture).forward).parameters
     later = rank is not None and plan.ranks[rank].pipeline > 0
     decoders = None if rank is None or later else Decoders(processes_of_a_rank(plan.gpus_per_node))
-    return Sight(folder / str(part.tokenizer), part.images, frozenset(takes), integers_alone=later, decoders=decoders)
+    return Sight(
+        folder / str(part.tokenizer),
+        part.images,
+        frozenset(takes),
+        integers_alone=later,
+        decoders=decoders,
+    )
 
 
-def _micro_batch(block: TokenBlock, packed: bool, sight: Sight | PairSight | None = None) -> MicroBatch:
-    """packed: with position ids, whether this block needs them or not: what crosses stages must not change its form."""
+def _micro_batch(
+    block: TokenBlock, packed: bool, sight: Sight | PairSight | None = None
+) -> MicroBatch:
+    """packed: with position ids, whether this block needs them or not: what crosses stages must not
+    change its form."""
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()
     if block.trained is not None:
@@ -139,12 +173,18 @@ def _micro_batch(block: TokenBlock, packed: bool, sight: Sight | PairSight | Non
     if sight is not None:
         beside = sight.inputs(block.tokens.astype(np.int64), block.trained, block.pictures)
         blank = None if any(block.pictures) else sight.blank
-        return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None, beside=beside, blank=blank)
+        return MicroBatch(
+            input_ids=input_ids, labels=labels, position_ids=None, beside=beside, blank=blank
+        )
     lengths = None if block.lengths is None else torch.from_numpy(block.lengths)
     if not packed:
         return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None, lengths=lengths)
-    starts = torch.from_numpy(np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts)
+    starts = torch.from_numpy(
+        np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts
+    )
     labels[starts] = IGNORED
     places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
     begins = torch.where(starts, places, 0).cummax(dim=1).values
-    return MicroBatch(input_ids=input_ids, labels=labels, position_ids=places - begins, lengths=lengths)
+    return MicroBatch(
+        input_ids=input_ids, labels=labels, position_ids=places - begins, lengths=lengths
+    )

@@ -1,7 +1,9 @@
-"""The tower runs in every micro-batch: where no row holds a picture, on a blank one whose features are cut to none.
+"""The tower runs in every micro-batch: where no row holds a picture, on a blank one whose features
+are cut to none.
 
-A data rank without a picture would leave ZeRO's collectives with other sizes than its neighbours have. The model's own
-forward runs the tower, so that each weight is gathered and reduced in the order in which the neighbours do.
+A data rank without a picture would leave ZeRO's collectives with other sizes than its neighbours
+have. The model's own forward runs the tower, so that each weight is gathered and reduced in the
+order in which the neighbours do.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ class BlankPicture:
 
     def __init__(self, model: nn.Module) -> None:
         having: list[Any] = [
-            m for m in model.modules() if _names(getattr(m, "get_image_features", None)) >= {"pixel_values"}
+            m
+            for m in model.modules()
+            if _names(getattr(m, "get_image_features", None)) >= {"pixel_values"}
         ]
         self._owner = having[-1]  # the outer ones hand on to the inner one
 
     @contextmanager
     def shown(self, inputs: Batch | None) -> Iterator[Batch]:
-        """For one forward, which takes what comes back beside its other inputs. inputs: of the blank picture, on the
-        model's device; None where its rows hold pictures."""
+        """For one forward, which takes what comes back beside its other inputs. inputs: of the
+        blank picture, on the model's device; None where its rows hold pictures."""
         if inputs is None:
             yield {}
             return
@@ -37,7 +41,9 @@ class BlankPicture:
         taken = {name: value for name, value in blank.items() if name in _names(features)}
 
         def none_of_it(*_: Any, **given: Any) -> Any:
-            options = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
+            options = {
+                name: value for name, value in given.items() if not isinstance(value, torch.Tensor)
+            }
             return _cut(features(**{**options, **taken}))
 
         self._owner.get_image_features = none_of_it
@@ -53,14 +59,19 @@ def _names(function: Callable[..., Any] | None) -> frozenset[str]:
 
 
 def _cut(features: Any) -> Any:
-    """The same without a row: they take no token's place, and what makes them has gradients of zero."""
+    """The same without a row: they take no token's place, and what makes them has gradients of
+    zero."""
     if isinstance(features, torch.Tensor):
         return features[:0]
     if isinstance(features, dict):
         for name, value in features.items():
             features[name] = _cut(value)
         return features
-    return type(features)(_cut(each) for each in features) if isinstance(features, tuple | list) else features
+    return (
+        type(features)(_cut(each) for each in features)
+        if isinstance(features, tuple | list)
+        else features
+    )
 
 
 def on_device(inputs: Batch | None, device: torch.device, dtype: torch.dtype) -> Batch | None:

@@ -1,7 +1,8 @@
-"""`model.kernels: compile`: torch.compile of each decoder layer's forward pass, below a recomputation of it.
+"""`model.kernels: compile`: torch.compile of each decoder layer's forward pass, below a
+recomputation of it.
 
-A layer is one graph (fullgraph) of fixed shapes: every micro-batch has the same. Layers that differ in nothing but
-their weights share it. A graph break is an error, not a slow run.
+A layer is one graph (fullgraph) of fixed shapes: every micro-batch has the same. Layers that differ
+in nothing but their weights share it. A graph break is an error, not a slow run.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from shardwright.plan.plan import Plan
 
 
 def compile_as_planned(model: nn.Module, plan: Plan, layers: Collection[str] | None = None) -> None:
-    """layers: only these of the decoder layers, by their paths; None: all. Before recompute_as_planned, which keeps the
-    inputs of a whole graph."""
+    """layers: only these of the decoder layers, by their paths; None: all. Before
+    recompute_as_planned, which keeps the inputs of a whole graph."""
     if plan.model.kernels != "compile":
         return
     decoders = (name for s in plan.stages for name in s.layers if name not in ("embedding", "head"))

@@ -1,5 +1,6 @@
-"""The loss of the global batch of pairs, on data ranks that each hold a share of it: features are gathered with their
-gradient, so that it is the loss that one process computes over all rows. Letters as in hf/contrastive.py.
+"""The loss of the global batch of pairs, on data ranks that each hold a share of it: features are
+gathered with their gradient, so that it is the loss that one process computes over all rows.
+Letters as in hf/contrastive.py.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from shardwright.hf.contrastive import pair_loss
 
 
 class GatheredRows(torch.autograd.Function):
-    """(b, P) -> (N, P), the rows of all ranks of a group in their order. What every rank's loss says of this rank's
-    rows is summed on the way back."""
+    """(b, P) -> (N, P), the rows of all ranks of a group in their order. What every rank's loss
+    says of this rank's rows is summed on the way back."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -32,9 +33,10 @@ class GatheredRows(torch.autograd.Function):
 
 
 def compute_pair_loss_inside(model: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
-    """The model's forward returns this rank's share of the loss: ZeRO-3 gathers the scale, a parameter of the outermost
-    module, inside an engine's forward only. The mean over the group is the global batch's loss, and so is the mean of
-    gradients, which engines take. kind: as of pair_loss."""
+    """The model's forward returns this rank's share of the loss: ZeRO-3 gathers the scale, a
+    parameter of the outermost module, inside an engine's forward only. The mean over the group is
+    the global batch's loss, and so is the mean of gradients, which engines take. kind: as of
+    pair_loss."""
     whole, inner = model, model.forward
 
     def forward(**inputs: torch.Tensor) -> torch.Tensor:

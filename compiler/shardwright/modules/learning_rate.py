@@ -11,8 +11,11 @@ from shardwright.ir.recipe import OptimizerSection
 from shardwright.plan.plan import PlanScheduler
 
 
-def learning_rate(optimizer: OptimizerSection, scheduler: PlanScheduler, steps: int, update: int) -> float:
-    """The rate of update `update` (from 1) of `steps`: lr * min(1, k / warmup), then the curve to min_lr.
+def learning_rate(
+    optimizer: OptimizerSection, scheduler: PlanScheduler, steps: int, update: int
+) -> float:
+    """The rate of update `update` (from 1) of `steps`: lr * min(1, k / warmup), then the curve to
+    min_lr.
 
     DeepSpeed's own WarmupLR warms up on a log curve by default, hence no DeepSpeed scheduler.
     """
@@ -31,12 +34,20 @@ def learning_rate(optimizer: OptimizerSection, scheduler: PlanScheduler, steps: 
     return low + (lr - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def decay_groups(parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float) -> list[dict[str, object]]:
-    """Two groups: ndim >= 2 decays (embeddings and 3-D experts too), the rest does not. Splits keep ndim, but a
-    parameter that ZeRO-3 has partitioned looks empty: ds_shape is what it was."""
+def decay_groups(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float
+) -> list[dict[str, object]]:
+    """Two groups: ndim >= 2 decays (embeddings and 3-D experts too), the rest does not. Splits keep
+    ndim, but a parameter that ZeRO-3 has partitioned looks empty: ds_shape is what it was."""
     named = [(n, p) for n, p in parameters if p.requires_grad]
     groups = [
-        {"params": [p for _, p in named if len(getattr(p, "ds_shape", p.shape)) >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in named if len(getattr(p, "ds_shape", p.shape)) < 2], "weight_decay": 0.0},
+        {
+            "params": [p for _, p in named if len(getattr(p, "ds_shape", p.shape)) >= 2],
+            "weight_decay": weight_decay,
+        },
+        {
+            "params": [p for _, p in named if len(getattr(p, "ds_shape", p.shape)) < 2],
+            "weight_decay": 0.0,
+        },
     ]
     return [g for g in groups if g["params"]]

@@ -1,4 +1,5 @@
-"""LoRA on a rank: the plan's adapters beside the linears of the decoder layers, everything else frozen."""
+"""LoRA on a rank: the plan's adapters beside the linears of the decoder layers, everything else
+frozen."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> None:
-    """In place; only the adapters are trained afterwards. Drawn from the training's seed, the same on every rank.
+    """In place; only the adapters are trained afterwards. Drawn from the training's seed, the same
+    on every rank.
 
-    transposed: weights that are held the other way round than Hugging Face has them, by name. Raises Refusal: SW6251,
-    SW6252; SW6256 where the model's adapters are not the plan's.
+    transposed: weights that are held the other way round than Hugging Face has them, by name.
+    Raises Refusal: SW6251, SW6252; SW6256 where the model's adapters are not the plan's.
     """
     if plan.lora is None:
         return
@@ -30,7 +32,9 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
         raise Refusal(absent)
     torch.manual_seed(plan.training.seed)
     try:
-        inject(model, plan.lora, linear_paths(model, plan.model.cut.stack, plan.lora.target_modules))
+        inject(
+            model, plan.lora, linear_paths(model, plan.model.cut.stack, plan.lora.target_modules)
+        )
     except ValueError as error:  # a module that only looks like a linear by its parameters
         raise refusal(
             "SW6252",
@@ -39,17 +43,25 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
             ("lora", "target_modules"),
         ) from None
     found = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    check_adapters(found, planned_adapters(plan, transposed), rank=dist.get_rank() if dist.is_initialized() else 0)
+    check_adapters(
+        found,
+        planned_adapters(plan, transposed),
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+    )
 
 
 def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> shape of each adapter that the plan trains. transposed: as add_adapters takes it."""
+    """Parameter name -> shape of each adapter that the plan trains. transposed: as add_adapters
+    takes it."""
     if plan.lora is None:
         return {}
     found: dict[str, tuple[int, ...]] = {}
     for p in (p for module in plan.tensor_parallel.modules for p in module.parameters):
         module, _, leaf = p.name.rpartition(".")
-        inside = p.name.startswith(plan.model.cut.stack + ".") and module.rpartition(".")[2] in plan.lora.target_modules
+        inside = (
+            p.name.startswith(plan.model.cut.stack + ".")
+            and module.rpartition(".")[2] in plan.lora.target_modules
+        )
         if inside and leaf == "weight" and len(p.shape) == 2:
             out, into = p.shape[::-1] if p.name in transposed else p.shape
             a, b = adapter_names(module)
@@ -57,8 +69,11 @@ def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[
     return found
 
 
-def check_adapters(found: dict[str, tuple[int, ...]], planned: dict[str, tuple[int, ...]], *, rank: int = 0) -> None:
-    """found, planned: trained parameter -> shape. Raises Refusal: SW6256 with the first names that differ."""
+def check_adapters(
+    found: dict[str, tuple[int, ...]], planned: dict[str, tuple[int, ...]], *, rank: int = 0
+) -> None:
+    """found, planned: trained parameter -> shape. Raises Refusal: SW6256 with the first names that
+    differ."""
     differences = [
         f"{name}: {_shape(found.get(name))}, planned {_shape(planned.get(name))}"
         for name in dict.fromkeys((*planned, *found))
@@ -68,8 +83,12 @@ def check_adapters(found: dict[str, tuple[int, ...]], planned: dict[str, tuple[i
         shown = "; ".join(differences[:3])
         raise refusal(
             "SW6256",
-            f"rank {rank}: {len(differences)} of {len(planned)} planned adapter tensors differ in the model: {shown}",
-            "Nothing was trained. Name other modules in lora.target_modules, or install a peft version that"
+            (
+                f"rank {rank}: {len(differences)} of {len(planned)} planned adapter tensors differ "
+                f"in the model: {shown}"
+            ),
+            "Nothing was trained. Name other modules in lora.target_modules, or install a peft "
+            "version that"
             " pyproject.toml names, and compile again.",
             ("lora",),
         )
@@ -80,8 +99,8 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def is_rewritten_by_peft(lora: PlanLora, model: nn.Module) -> bool:
-    """Whether peft, given the adapter folder, would adapt other modules of this model than the run did (hf/lora.py).
-    Versions without that module rewrite nothing."""
+    """Whether peft, given the adapter folder, would adapt other modules of this model than the run
+    did (hf/lora.py). Versions without that module rewrite nothing."""
     if missing_peft():
         return False
     try:
@@ -96,8 +115,11 @@ def is_rewritten_by_peft(lora: PlanLora, model: nn.Module) -> bool:
     return bool(config.target_parameters) or set(config.target_modules) != set(lora.target_modules)
 
 
-def write_config(lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_fan_out: bool) -> None:
-    """adapter_config.json. base: where the frozen weights are. fan_in_fan_out: these are GPT-2's Conv1D.
+def write_config(
+    lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_fan_out: bool
+) -> None:
+    """adapter_config.json. base: where the frozen weights are. fan_in_fan_out: these are GPT-2's
+    Conv1D.
 
     Raises Refusal: SW6251.
     """
@@ -123,13 +145,17 @@ def plain_name(name: str) -> str:
 
 
 def unique(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    """Plain name -> parameter. Raises Refusal: SW6257 where two parameters would be saved by one name."""
+    """Plain name -> parameter. Raises Refusal: SW6257 where two parameters would be saved by one
+    name."""
     found: dict[str, nn.Parameter] = {}
     for name, parameter in named:
         if found.setdefault(plain_name(name), parameter) is not parameter:
             raise refusal(
                 "SW6257",
-                f"two parameters of this rank have the name {plain_name(name)!r}: a checkpoint would hold one of them",
+                (
+                    f"two parameters of this rank have the name {plain_name(name)!r}: a checkpoint "
+                    "would hold one of them"
+                ),
                 "Nothing was saved. This is a bug of ours: report the model type and the recipe.",
             )
     return found
@@ -144,7 +170,9 @@ def saved_name(name: str) -> str:
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
-def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: PlanLora, *, turned: bool) -> torch.Tensor:
+def merged(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: PlanLora, *, turned: bool
+) -> torch.Tensor:
     """W + alpha / r * B A (arXiv 2106.09685, section 4.1), in fp32. turned: W is (in, out)."""
     change = (lora.alpha / lora.rank) * (b.float() @ a.float())
     return weight.float() + (change.t() if turned else change)

@@ -1,4 +1,5 @@
-"""The loss of DESIGN: the sum over the predicted tokens of the global batch / their number, under every layout."""
+"""The loss of DESIGN: the sum over the predicted tokens of the global batch / their number, under
+every layout."""
 
 from __future__ import annotations
 
@@ -24,19 +25,22 @@ from shardwright.modules.tensor.cross_entropy import vocabulary_parallel_cross_e
 class CausalLoss:
     """(logits (B, S, V or V/t), labels (B, S)) -> scaled sum of cross-entropies.
 
-    The engine averages over micro-batches and data ranks; `scale` = micro-batches * data ranks / predicted tokens of
-    the global batch turns that mean of sums into the loss wanted, for its value and its gradient. Set it before each
-    step. shifted: as MicroBatch.shifted of what it is given.
+    The engine averages over micro-batches and data ranks; `scale` = micro-batches * data ranks /
+    predicted tokens of the global batch turns that mean of sums into the loss wanted, for its value
+    and its gradient. Set it before each step. shifted: as MicroBatch.shifted of what it is given.
     """
 
     def __init__(self, tensor_group: dist.ProcessGroup | None = None, first: int = 0) -> None:
-        """tensor_group: over whose ranks the vocabulary is cut, this rank's slice from `first`; None: it is whole."""
+        """tensor_group: over whose ranks the vocabulary is cut, this rank's slice from `first`;
+        None: it is whole."""
         self.tensor_group = tensor_group
         self.first = first
         self.scale = 1.0
         self.shifted = False
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
         return self.total(*self._paired(logits, labels)) * self.scale
 
     def _paired(
@@ -57,20 +61,27 @@ class CausalLoss:
 
 
 class ChunkedLoss(CausalLoss):
-    """(hidden states (B, S, H) behind the base model, labels (B, S)) -> the same loss, logits of one chunk at a time.
+    """(hidden states (B, S, H) behind the base model, labels (B, S)) -> the same loss, logits of
+    one chunk at a time.
 
-    Each chunk's logits are made again in the backward pass (torch's non-reentrant checkpoint), which costs the head's
-    product once more. set `tail` before the first call.
+    Each chunk's logits are made again in the backward pass (torch's non-reentrant checkpoint),
+    which costs the head's product once more. set `tail` before the first call.
     """
 
     tail: Tail
 
-    def __call__(self, hidden: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
         length = chunk_length(*(labels[0] if isinstance(labels, tuple) else labels).shape)
         # The cuts before the checkpoints: each keeps a view, not a copy.
         pairs = zip(*(x.split(length, dim=1) for x in self._paired(hidden, labels)), strict=True)
-        # ZeRO-3 releases the head between forward and recomputation, so its shapes differ then: no metadata check.
-        totals = [checkpoint(self._chunk, *pair, use_reentrant=False, determinism_check="none") for pair in pairs]
+        # ZeRO-3 releases the head between forward and recomputation, so its shapes differ then: no
+        # metadata check.
+        totals = [
+            checkpoint(self._chunk, *pair, use_reentrant=False, determinism_check="none")
+            for pair in pairs
+        ]
         return torch.stack(totals).sum() * self.scale
 
     def _chunk(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -78,8 +89,8 @@ class ChunkedLoss(CausalLoss):
 
 
 def compute_loss_inside(model: nn.Module, loss: ChunkedLoss) -> None:
-    """The model's forward takes `labels` too and returns the loss: ZeRO-3 gathers the head inside an engine's forward
-    only."""
+    """The model's forward takes `labels` too and returns the loss: ZeRO-3 gathers the head inside
+    an engine's forward only."""
     tail = loss.tail = Tail(model)
     inner = model.forward
 
@@ -98,8 +109,9 @@ def micro_batch_loss(
     dtype: torch.dtype = torch.float32,
     blank: BlankPicture | None = None,
 ) -> torch.Tensor:
-    """model: the whole one, also inside an engine; attention: what its layers run, which decides how packed documents
-    are kept apart; dtype: that they compute in; blank: of a model that sees, where ranks must do the same."""
+    """model: the whole one, also inside an engine; attention: what its layers run, which decides
+    how packed documents are kept apart; dtype: that they compute in; blank: of a model that sees,
+    where ranks must do the same."""
     ids, positions = batch.input_ids.to(device), batch.position_ids
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     ROW_LENGTHS.current = None if batch.lengths is None else batch.lengths.to(device)

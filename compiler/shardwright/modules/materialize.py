@@ -1,8 +1,8 @@
 """The model of one rank: its structure whole, with the storage of this rank's own slices.
 
-The structure is built with parameters of one element of storage. Before a module is cut, its parameters get memory and
-this rank's slices are read into them; pages of that memory that nobody writes to are never there. So the host holds
-the rank's shard and the layer that is being cut.
+The structure is built with parameters of one element of storage. Before a module is cut, its
+parameters get memory and this rank's slices are read into them; pages of that memory that nobody
+writes to are never there. So the host holds the rank's shard and the layer that is being cut.
 """
 
 from __future__ import annotations
@@ -26,16 +26,22 @@ _register = nn.Module.register_parameter
 
 
 def _register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Every parameter that a module registers moves to the meta device; buffers are made as ever."""
+    """Every parameter that a module registers moves to the meta device; buffers are made as
+    ever."""
     if parameter is not None and not parameter.is_meta:
         kept = parameter.__dict__
-        parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        parameter = nn.Parameter(
+            parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+        )
         parameter.__dict__.update(kept)
     _register(module, name, parameter)
 
 
-def empty_model(config: PretrainedConfig, attention: str | None, task: TaskName = "causal-lm") -> PreTrainedModel:
-    """The whole model in fp32: buffers as Hugging Face makes them, parameters that are one zero each, expanded.
+def empty_model(
+    config: PretrainedConfig, attention: str | None, task: TaskName = "causal-lm"
+) -> PreTrainedModel:
+    """The whole model in fp32: buffers as Hugging Face makes them, parameters that are one zero
+    each, expanded.
 
     attention: None takes what transformers picks for the type.
     """
@@ -66,20 +72,31 @@ class Filler:
         tensor_rank: int,
         experts: Callable[[str, int], tuple[int, int] | None] = lambda name, count: None,
     ) -> None:
-        """splits: by Hugging Face name; of a parameter that is not in it the whole is read. experts: of a parameter
-        that expert ranks share out, by its name and first dimension, the first of this rank's experts and their number.
+        """splits: by Hugging Face name; of a parameter that is not in it the whole is read.
+        experts: of a parameter that expert ranks share out, by its name and first dimension, the
+        first of this rank's experts and their number.
         """
-        self.weights, self.splits, self.transposed, self.tensor_rank = weights, splits, transposed, tensor_rank
+        self.weights, self.splits, self.transposed, self.tensor_rank = (
+            weights,
+            splits,
+            transposed,
+            tensor_rank,
+        )
         self.experts = experts
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         stored = set(weights.names())
         # Of a tied parameter's names the first.
-        self._stored = {id(p): name for name, p in reversed(self._parameters.items()) if name in stored}
-        self._split_of = {id(self._parameters[n]): split for n, split in splits.items() if n in self._parameters}
+        self._stored = {
+            id(p): name for name, p in reversed(self._parameters.items()) if name in stored
+        }
+        self._split_of = {
+            id(self._parameters[n]): split for n, split in splits.items() if n in self._parameters
+        }
         self._filled: set[int] = set()
 
     def fill(self, paths: Iterable[str]) -> None:
-        """The parameters under these paths, each a module's or a parameter's own; "" is the whole model."""
+        """The parameters under these paths, each a module's or a parameter's own; "" is the whole
+        model."""
         wanted = tuple(paths)
         for name, parameter in self._parameters.items():
             if any(path in ("", name) or name.startswith(path + ".") for path in wanted):
@@ -129,12 +146,13 @@ class NoWeights:
 
 
 class DrawnByLayer:
-    """Random weights, seeded per decoder layer (per module outside of them) by its name: the same in every layout, and
-    no rank draws what it does not hold. The distributions are the model's own `_init_weights`."""
+    """Random weights, seeded per decoder layer (per module outside of them) by its name: the same
+    in every layout, and no rank draws what it does not hold. The distributions are the model's own
+    `_init_weights`."""
 
     def __init__(self, model: PreTrainedModel, stack: str, seed: int) -> None:
-        # The structure as it is now, around the same memory: the model's own modules are replaced and wrapped later,
-        # and its parameters are cut.
+        # The structure as it is now, around the same memory: the model's own modules are replaced
+        # and wrapped later, and its parameters are cut.
         shared: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
         for p in model.parameters():
             shared[id(p)] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
@@ -163,14 +181,17 @@ class DrawnByLayer:
 
     @torch.no_grad()
     def _draw(self, group: str) -> dict[str, torch.Tensor]:
-        """A copy of the group's modules, of which no parameter has storage, is given some and drawn."""
+        """A copy of the group's modules, of which no parameter has storage, is given some and
+        drawn."""
         module = copy.deepcopy(self.model.get_submodule(group))
         for each in module.modules():
             for leaf, parameter in each._parameters.items():
                 if parameter is not None:
                     each._parameters[leaf] = nn.Parameter(torch.zeros(parameter.shape))
         owner = self._owner(group)
-        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed} {group}".encode()).digest()[:7], "big"))
+        torch.manual_seed(
+            int.from_bytes(hashlib.sha256(f"{self.seed} {group}".encode()).digest()[:7], "big")
+        )
         for each in reversed(list(module.modules())):
             owner._init_weights(each)
         return {f"{group}.{leaf}": p.detach() for leaf, p in module.named_parameters()}

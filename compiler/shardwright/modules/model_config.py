@@ -1,4 +1,5 @@
-"""The model's configuration, a compiled folder's or a checkpoint's own copy. No deepspeed: `export` reads it too."""
+"""The model's configuration, a compiled folder's or a checkpoint's own copy. No deepspeed: `export`
+reads it too."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from shardwright.plan.plan import Plan
 
 
 def load_config(plan: Plan, folder: Path) -> PretrainedConfig:
-    """Runs the model's own code where it has some: who runs a compiled folder trusts what is in it, and the commands
-    that take a stranger's folder ask first (trust.py). Raises Refusal: SW6008."""
+    """Runs the model's own code where it has some: who runs a compiled folder trusts what is in it,
+    and the commands that take a stranger's folder ask first (trust.py). Raises Refusal: SW6008."""
     if plan.model.own_code is not None:
         _register_own_code(plan, (folder / plan.model.config_file).parent)
     document = untagged(json.loads((folder / plan.model.config_file).read_text(encoding="utf-8")))

@@ -1,4 +1,5 @@
-"""A rank's parameters and persistent buffers by Hugging Face's names, under adapters and in a pipeline's pieces."""
+"""A rank's parameters and persistent buffers by Hugging Face's names, under adapters and in a
+pipeline's pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def is_padding(parameter: nn.Parameter) -> bool:
 
 
 def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
-    """Of this rank, by one name each: of tied parameters the name that the plan lists, on every stage."""
+    """Of this rank, by one name each: of tied parameters the name that the plan lists, on every
+    stage."""
     first = {alias: group[0] for group in plan.model.tied for alias in group}
     named = unique((name, p) for name, p in module.named_parameters() if not is_padding(p))
     return {first.get(name, name): parameter for name, parameter in named.items()}
@@ -27,7 +29,9 @@ def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
 
 def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Persistent ones of this rank, by Hugging Face name."""
-    in_pieces = hasattr(module, "stage_id")  # of a pipeline, whose names begin with the piece's number
+    in_pieces = hasattr(
+        module, "stage_id"
+    )  # of a pipeline, whose names begin with the piece's number
     found = {}
     for path, owner in module.named_modules():
         for leaf, buffer in owner.named_buffers(recurse=False):

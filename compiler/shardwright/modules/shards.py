@@ -22,11 +22,14 @@ class Shards:
         stored = set(weights.names())
         # A tied parameter may be stored under any of its names.
         self._stored = {name: name for name in stored} | {
-            alias: next((n for n in group if n in stored), alias) for group in plan.model.tied for alias in group
+            alias: next((n for n in group if n in stored), alias)
+            for group in plan.model.tied
+            for alias in group
         }
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As it is held, which is the other way round than Hugging Face has it where it is transposed."""
+        """As it is held, which is the other way round than Hugging Face has it where it is
+        transposed."""
         shape = self.splits[name].shard_shape(self.tensor_rank)
         if (cut := self.plan.expert_cut(name)) > 1:
             shape = (shape[0] // cut, *shape[1:])
@@ -39,13 +42,18 @@ class Shards:
             values = self.weights.read(stored, None)
         else:
             cut = split.pieces(self.tensor_rank)
-            parts = [self.weights.read(stored, (split.dimension, start, length)) for start, length in cut]
+            parts = [
+                self.weights.read(stored, (split.dimension, start, length)) for start, length in cut
+            ]
             values = torch.cat(parts, dim=split.dimension)
         if (shares := self.plan.expert_cut(name)) > 1:
             count = values.shape[0] // shares
-            values = values.narrow(0, self.plan.expert_of(self.plan.ranks[dist.get_rank()]) * count, count)
+            values = values.narrow(
+                0, self.plan.expert_of(self.plan.ranks[dist.get_rank()]) * count, count
+            )
         return values.t() if name in self.transposed else values
 
     def loses_bits(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether the stored values may be rounded in dtype. False for a name that is not stored, as an adapter's."""
+        """Whether the stored values may be rounded in dtype. False for a name that is not stored,
+        as an adapter's."""
         return name in self._stored and self.weights.may_round(self._stored[name], dtype)

@@ -17,7 +17,11 @@ from shardwright.hf.weight_headers import FLOATS, INDEX, SINGLE, weight_file_nam
 from shardwright.ir.json_value import JsonObject
 from shardwright.safe_read import parse_json, read_regular
 
-_EXACT_IN = {torch.float32: ("F32", "F16", "BF16"), torch.float16: ("F16",), torch.bfloat16: ("BF16",)}
+_EXACT_IN = {
+    torch.float32: ("F32", "F16", "BF16"),
+    torch.float16: ("F16",),
+    torch.bfloat16: ("BF16",),
+}
 _OTHER_FILES = re.compile(r"(adapter_model|consolidated).*\.safetensors")
 
 Range = tuple[int, int, int]
@@ -37,13 +41,14 @@ class Weights(Protocol):
 
 
 class WeightFiles:
-    """A folder of safetensors files. What the model's type stores in another form (an expert a tensor) is put together
-    as from_pretrained does, one of the model's tensors at a time; everything else is read by slices.
+    """A folder of safetensors files. What the model's type stores in another form (an expert a
+    tensor) is put together as from_pretrained does, one of the model's tensors at a time;
+    everything else is read by slices.
     """
 
     def __init__(self, folder: Path, model: PreTrainedModel | None) -> None:
-        """model: whose parameters they are, on any device; None where the files have its own names. Raises Refusal:
-        SW6211."""
+        """model: whose parameters they are, on any device; None where the files have its own names.
+        Raises Refusal: SW6211."""
         self.folder = folder
         self.read_bytes = 0
         self._files: dict[str, Any] = {}
@@ -55,7 +60,9 @@ class WeightFiles:
         self._direct = {key: key for key in keys}
         self._parameters: frozenset[str] = frozenset()
         if model is not None:
-            self._parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+            self._parameters = frozenset(
+                name for name, _ in model.named_parameters(remove_duplicate=False)
+            )
             self._map(model)
 
     def names(self) -> Iterable[str]:
@@ -75,7 +82,9 @@ class WeightFiles:
         return tensor
 
     def may_round(self, name: str, dtype: torch.dtype) -> bool:
-        kinds = {self._open(self._where[key]).get_slice(key).get_dtype() for key in self._keys(name)}
+        kinds = {
+            self._open(self._where[key]).get_slice(key).get_dtype() for key in self._keys(name)
+        }
         return not kinds <= set(_EXACT_IN[dtype])
 
     def _keys(self, name: str) -> list[str]:
@@ -84,13 +93,18 @@ class WeightFiles:
         return [self._direct[name]] if converted is None else [key for key, _ in converted.sources]
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises Refusal unless the files hold the parameter in this shape, in a type that can be trained."""
+        """Raises Refusal unless the files hold the parameter in this shape, in a type that can be
+        trained."""
         converted, keys = self._converted.get(name), self._keys(name)
         for key in keys:
             kind = self._open(self._where[key]).get_slice(key).get_dtype()
             if kind not in FLOATS and (converted is None or self._quantizer is None):
-                raise self.refusal(f"{key} is of type {kind}: only {', '.join(FLOATS)} can be trained")
-        found = self._shapes.get(name) or tuple(self._open(self._where[keys[0]]).get_slice(keys[0]).get_shape())
+                raise self.refusal(
+                    f"{key} is of type {kind}: only {', '.join(FLOATS)} can be trained"
+                )
+        found = self._shapes.get(name) or tuple(
+            self._open(self._where[keys[0]]).get_slice(keys[0]).get_shape()
+        )
         if found != shape:
             raise self.refusal(f"{name} has the shape {found} in them, the model's is {shape}")
 
@@ -110,7 +124,10 @@ class WeightFiles:
         return refusal(
             "SW6211",
             f"the weights in {str(self.folder)!r} cannot be used: {why}",
-            "Fetch them again (the plan names the revision of a hub's), or compile with another model.source.",
+            (
+                "Fetch them again (the plan names the revision of a hub's), or compile with "
+                "another model.source."
+            ),
         )
 
     def _open(self, file: str) -> Any:
@@ -139,7 +156,9 @@ class WeightFiles:
         for conversion in found.conversions:
             try:
                 made = conversion.convert(model, self._meta)
-            except Exception as error:  # of transformers' own operations, on a set of tensors that is not whole
+            except (
+                Exception
+            ) as error:  # of transformers' own operations, on a set of tensors that is not whole
                 raise self.refusal(f"{conversion.first} cannot be put together ({error})") from None
             for name, tensor in made.items():
                 self._converted[name], self._shapes[name] = conversion, tuple(tensor.shape)
@@ -160,7 +179,10 @@ class WeightFiles:
         """The last conversion stays: a fused tensor gives several of the model's."""
         conversion = self._converted[name]
         if self._last[0] != conversion.first:
-            self._last = (conversion.first, conversion.convert(self._model, lambda key: self._slice(key, None)))
+            self._last = (
+                conversion.first,
+                conversion.convert(self._model, lambda key: self._slice(key, None)),
+            )
         return self._last[1][name]
 
 
@@ -168,6 +190,7 @@ def _not_finite(name: str, folder: Path, dtype: torch.dtype) -> Refusal:
     kind = str(dtype).removeprefix("torch.")
     message = f"{name} in {str(folder)!r} holds values that are infinite or not a number ({kind})"
     help = (
-        "Training from it gives no finite loss. Take weights that were saved in bf16 or fp32, or an earlier checkpoint."
+        "Training from it gives no finite loss. Take weights that were saved in bf16 or fp32, "
+        "or an earlier checkpoint."
     )
     return refusal("SW6219", message, help)

@@ -1,9 +1,10 @@
 """Where to cut a row of blocks into pipeline stages, so that the simulated step is the shortest.
 
-The slowest stage alone does not decide: of the cuts that tie on it, those with the heavy stages in front are faster,
-for a rank that waits for its first gradient has forward passes to run, and the first rank has the most of them.
-Where there are few cuts, all are candidates; else a descent moves one block from one stage to another at a time. Cuts
-whose lower bound is not below the best step so far are never simulated.
+The slowest stage alone does not decide: of the cuts that tie on it, those with the heavy stages in
+front are faster, for a rank that waits for its first gradient has forward passes to run, and the
+first rank has the most of them. Where there are few cuts, all are candidates; else a descent moves
+one block from one stage to another at a time. Cuts whose lower bound is not below the best step so
+far are never simulated.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ Cuts = NDArray[np.int64]
 TRY_ALL = 400
 ALL_PAIRS = 16
 TILTS = (0.0, 0.1, 0.3)
-# Arrays of this many cuts times stages squared (the closed form) or times stages (levels) take hardly longer than one.
+# Arrays of this many cuts times stages squared (the closed form) or times stages (levels) take
+# hardly longer than one.
 AT_ONCE = 4000
 AT_ONCE_LEVELS = 1000
-# Up to so many stages: descents, each from another start, and arrays in each. A search asks for hundreds of partitions,
-# and many stages leave little to gain beyond the starts.
+# Up to so many stages: descents, each from another start, and arrays in each. A search asks for
+# hundreds of partitions, and many stages leave little to gain beyond the starts.
 EFFORT = ((6, 3, 8), (8, 2, 6), (16, 2, 4), (32, 1, 2), (math.inf, 1, 1))
 EFFORT_WITHOUT_CLOSED_FORM = ((6, 3, 8), (16, 1, 2), (math.inf, 1, 1))
 # Steps closer than this share are equal: what floating-point noise decides would not be a choice.
@@ -44,10 +46,11 @@ WORTH = 3e-4
 class Row:
     """Blocks in order, and the schedule that runs them. Seconds are of one micro-batch.
 
-    forward_seconds, backward_seconds: prefix sums over the blocks (length blocks + 1); per_stage_seconds: what a stage
-    takes beyond its blocks, forward and backward; send_seconds: one message. after_seconds: prefix sums too, of what a
-    rank does once, when all micro-batches are through; the ranks do it at the same time. least_slowest: a cut whose
-    slowest rank takes as little as it can, the first start of the descent.
+    forward_seconds, backward_seconds: prefix sums over the blocks (length blocks + 1);
+    per_stage_seconds: what a stage takes beyond its blocks, forward and backward; send_seconds: one
+    message. after_seconds: prefix sums too, of what a rank does once, when all micro-batches are
+    through; the ranks do it at the same time. least_slowest: a cut whose slowest rank takes as
+    little as it can, the first start of the descent.
     """
 
     schedule: Schedule
@@ -67,7 +70,8 @@ class Row:
 
 @functools.lru_cache(maxsize=8192)
 def fastest_cut(row: Row) -> tuple[int, ...]:
-    """Boundaries of non-empty stages, counted in blocks; there are at least as many blocks as stages."""
+    """Boundaries of non-empty stages, counted in blocks; there are at least as many blocks as
+    stages."""
     found = fastest_cut_that(row, lambda cut: True)
     assert found is not None, "every cut is allowed"
     return found
@@ -76,7 +80,8 @@ def fastest_cut(row: Row) -> tuple[int, ...]:
 def fastest_cut_that(
     row: Row, allows: Callable[[tuple[int, ...]], bool], start: tuple[int, ...] | None = None
 ) -> tuple[int, ...] | None:
-    """The fastest of the cuts that `allows` (memory, say). start: one of them, where one is known. None: none found."""
+    """The fastest of the cuts that `allows` (memory, say). start: one of them, where one is known.
+    None: none found."""
     best = _Descent(row, allows, 0)
     if math.comb(row.blocks - 1, row.stages - 1) <= TRY_ALL:
         best.better(_all_cuts(row.blocks, row.stages), math.inf)
@@ -119,8 +124,8 @@ class _Descent:
         self._arrays = arrays
 
     def better(self, cuts: Cuts, limit_seconds: float, *, first: bool = False) -> bool:
-        """Whether an allowed one of the cuts takes less than the limit; the fastest of them (first: of the first array
-        that has one) is then the best. Of equal ones, the first."""
+        """Whether an allowed one of the cuts takes less than the limit; the fastest of them (first:
+        of the first array that has one) is then the best. Of equal ones, the first."""
         bounds = _lower_bounds(self.row, cuts)
         order = np.argsort(np.round(bounds / bounds.max(initial=1e-300), 9), kind="stable")
         size = max(4, AT_ONCE // self.row.stages**2)
@@ -139,7 +144,12 @@ class _Descent:
                     break
                 cut = _plain(cuts[chosen[index]])
                 if self.allows(cut):
-                    self.best, self.step_seconds, limit_seconds, found = cut, steps[index], steps[index], True
+                    self.best, self.step_seconds, limit_seconds, found = (
+                        cut,
+                        steps[index],
+                        steps[index],
+                        True,
+                    )
                     break
         return found
 
@@ -160,8 +170,8 @@ def _after_seconds(row: Row, cuts: Cuts) -> Floats:
 
 
 def _starts(row: Row) -> list[tuple[int, ...]]:
-    """The least slowest, DeepSpeed's `uniform`, and cuts that are even in one respect, with more or less more in front:
-    each boundary where the running sum comes nearest to its share."""
+    """The least slowest, DeepSpeed's `uniform`, and cuts that are even in one respect, with more or
+    less more in front: each boundary where the running sum comes nearest to its share."""
     seconds = np.add(row.forward_seconds, row.backward_seconds)
     stages = np.arange(1, row.stages)
     share = stages / row.stages
@@ -169,7 +179,8 @@ def _starts(row: Row) -> list[tuple[int, ...]]:
     cuts = [row.least_slowest, tuple(each * s + min(s, left) for s in range(row.stages + 1))]
     blocks = np.arange(row.blocks + 1)
     between = np.clip(blocks - 1, 0, row.blocks - 2)
-    # In seconds, in blocks, in decoder layers alone, and as if the first block were as slow as the last.
+    # In seconds, in blocks, in decoder layers alone, and as if the first block were as slow as the
+    # last.
     even = (seconds, blocks, between, seconds + np.minimum(blocks, 1) * (seconds[-1] - seconds[-2]))
     wanted = share + np.array(TILTS)[:, None] * share * (1 - share)
     for sums in even:
@@ -197,8 +208,8 @@ def _all_cuts(blocks: int, stages: int) -> Cuts:
 
 @functools.lru_cache(maxsize=256)
 def _moves(stages: int) -> Cuts:
-    """One block from one stage to another; every boundary between them moves along. Where there are many stages, only
-    to the neighbours, and to and from the first and the last."""
+    """One block from one stage to another; every boundary between them moves along. Where there are
+    many stages, only to the neighbours, and to and from the first and the last."""
     moves = []
     for a, b in itertools.combinations(range(stages), 2):
         if stages <= ALL_PAIRS or a == 0 or b == stages - 1 or b - a == 1:
@@ -214,17 +225,18 @@ def _stage_seconds(row: Row, cuts: Cuts) -> tuple[Floats, Floats]:
 
 
 def _over(sums: tuple[float, ...], cuts: Cuts) -> Floats:
-    """Each stage's part of the prefix sums; np.diff takes three times as long on arrays this small."""
+    """Each stage's part of the prefix sums; np.diff takes three times as long on arrays this
+    small."""
     at = np.array(sums)[cuts]
     result: Floats = at[:, 1:] - at[:, :-1]
     return result
 
 
 def _lower_bounds(row: Row, cuts: Cuts) -> Floats:
-    """No step is shorter. A rank starts behind one forward pass of each before it, ends a backward pass of each before
-    its own last, and has m of both in between. Under 1F1B it also waits, once, for a micro-batch to come back from the
-    ranks behind it: after its first m' = min(p - rank, m) forward passes at the start, before its last m' backward
-    passes at the end."""
+    """No step is shorter. A rank starts behind one forward pass of each before it, ends a backward
+    pass of each before its own last, and has m of both in between. Under 1F1B it also waits, once,
+    for a micro-batch to come back from the ranks behind it: after its first m' = min(p - rank, m)
+    forward passes at the start, before its last m' backward passes at the end."""
     forward, backward = _stage_seconds(row, cuts)
     both, m = forward + backward, row.micro_batches
     if row.schedule == "dualpipev":

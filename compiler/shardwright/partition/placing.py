@@ -1,7 +1,9 @@
-"""Layers -> pipeline stages. The one place that decides it, for the search, the estimate and the compile.
+"""Layers -> pipeline stages. The one place that decides it, for the search, the estimate and the
+compile.
 
-The fastest placing by the simulated schedule, of those whose every rank keeps free what predictions may fall short by;
-else of those that fit. Where nothing fits, the one whose slowest rank does the least work.
+The fastest placing by the simulated schedule, of those whose every rank keeps free what predictions
+may fall short by; else of those that fit. Where nothing fits, the one whose slowest rank does the
+least work.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from shardwright.schedule.step import MOST_SIMULATED_RANKS
 
 
 class StagePrices(Protocol):
-    """What any run of layers costs as a stage of one strategy, by the cost model. Prefix sums have an entry more than
-    graph.layers; seconds are of one micro-batch, as in Row."""
+    """What any run of layers costs as a stage of one strategy, by the cost model. Prefix sums have
+    an entry more than graph.layers; seconds are of one micro-batch, as in Row."""
 
     @property
     def forward_seconds(self) -> tuple[float, ...]: ...
@@ -57,10 +59,12 @@ class StagePrices(Protocol):
         """bounds: start and stop of each of the pipeline rank's stages."""
 
 
-def place_layers(recipe: Recipe, graph: ModelGraph, strategy: Strategy, prices: StagePrices) -> tuple[int, ...]:
-    """Boundaries over graph.layers, stages + 1 of them; every stage holds at least one layer, and layers that share
-    parameters or state are on one. Where there are too few layers (a rule forbids it), some stages are empty. With
-    virtual stages those of all parts."""
+def place_layers(
+    recipe: Recipe, graph: ModelGraph, strategy: Strategy, prices: StagePrices
+) -> tuple[int, ...]:
+    """Boundaries over graph.layers, stages + 1 of them; every stage holds at least one layer, and
+    layers that share parameters or state are on one. Where there are too few layers (a rule forbids
+    it), some stages are empty. With virtual stages those of all parts."""
     s = strategy
     if s.interleaves:
         return place_parts(recipe, graph, s.parts)
@@ -94,8 +98,8 @@ def _even_decoders(graph: ModelGraph, parts: int) -> tuple[int, ...]:
 
 
 def _by_products(graph: ModelGraph, stages: int) -> tuple[int, ...]:
-    """A stage ends with the layer whose products reach its share of the model's, the head's among them (nanotron's
-    build_model). The last stages hold at least one layer each."""
+    """A stage ends with the layer whose products reach its share of the model's, the head's among
+    them (nanotron's build_model). The last stages hold at least one layer each."""
     products = list(itertools.accumulate(layer.matmul_flops_per_token for layer in graph.layers))
     bounds = [0]
     for stage in range(1, stages):
@@ -105,7 +109,11 @@ def _by_products(graph: ModelGraph, stages: int) -> tuple[int, ...]:
 
 
 def _best_cut(
-    recipe: Recipe, s: Strategy, prices: StagePrices, blocks: tuple[int, ...], plain: tuple[int, ...]
+    recipe: Recipe,
+    s: Strategy,
+    prices: StagePrices,
+    blocks: tuple[int, ...],
+    plain: tuple[int, ...],
 ) -> tuple[int, ...]:
     if s.schedule == "dualpipev" and s.pipeline > MOST_SIMULATED_RANKS:
         return plain
@@ -136,7 +144,8 @@ def _best_cut(
 
 
 class _Room:
-    """Whether a cut's pipeline ranks have room. What a rank holds of the same layers is worked out once."""
+    """Whether a cut's pipeline ranks have room. What a rank holds of the same layers is worked out
+    once."""
 
     def __init__(self, s: Strategy, prices: StagePrices, blocks: tuple[int, ...]) -> None:
         self._prices = prices
@@ -147,9 +156,12 @@ class _Room:
     def fits(self, cut: tuple[int, ...], limit_bytes: int) -> bool:
         if self.holds_two:
             last = len(cut) - 1
-            held = [(r, cut[r], cut[r + 1], cut[last - 1 - r], cut[last - r]) for r in range(last // 2)]
+            held = [
+                (r, cut[r], cut[r + 1], cut[last - 1 - r], cut[last - r]) for r in range(last // 2)
+            ]
             return all(self._peak_bytes(*h) <= limit_bytes for h in held)
-        # Fewer micro-batches are in flight on later ranks, so one that holds no more than an earlier one has room.
+        # Fewer micro-batches are in flight on later ranks, so one that holds no more than an
+        # earlier one has room.
         seen: list[tuple[float, float]] = []
         last = len(cut) - 2
         for rank, (first, stop) in enumerate(itertools.pairwise(cut)):
@@ -162,7 +174,8 @@ class _Room:
         return True
 
     def fits_somehow(self, plain: tuple[int, ...], limit_bytes: int) -> bool:
-        """False where no cut has room; for DualPipeV, whose ranks hold two stages, that is not known beforehand."""
+        """False where no cut has room; for DualPipeV, whose ranks hold two stages, that is not
+        known beforehand."""
         return (
             self.holds_two
             or self.fits(plain, limit_bytes)
@@ -170,18 +183,25 @@ class _Room:
         )
 
     def fullest_first(self, stages: int, limit_bytes: int) -> tuple[int, ...] | None:
-        """Each stage takes as many blocks as it has room for: if that does not place all of them, no cut does, for a
-        stage's memory grows with its blocks and falls with its number. None for DualPipeV, whose ranks hold two."""
+        """Each stage takes as many blocks as it has room for: if that does not place all of them,
+        no cut does, for a stage's memory grows with its blocks and falls with its number. None for
+        DualPipeV, whose ranks hold two."""
         if self.holds_two:
             return None
         cut, held = [0], 1
         for rank in range(stages):
-            start, last = cut[-1], len(self._layers) - stages + rank  # one block for each stage that follows
-            # Later stages have room for as many blocks or a few more, but for the last, which has the head.
+            start, last = (
+                cut[-1],
+                len(self._layers) - stages + rank,
+            )  # one block for each stage that follows
+            # Later stages have room for as many blocks or a few more, but for the last, which has
+            # the head.
             stop = min(start + held, last)
             if rank == 0 or self._peak_bytes(rank, start, stop) > limit_bytes:
                 more = range(start + 1, last + 1)
-                fitting = bisect.bisect_right(more, limit_bytes, key=lambda b: self._peak_bytes(rank, start, b))
+                fitting = bisect.bisect_right(
+                    more, limit_bytes, key=lambda b: self._peak_bytes(rank, start, b)
+                )
                 if not fitting:
                     return None
                 stop = more[fitting - 1]
@@ -201,7 +221,9 @@ class _Room:
         return peak
 
 
-def _row(s: Strategy, prices: StagePrices, blocks: tuple[int, ...], least_slowest: tuple[int, ...]) -> Row:
+def _row(
+    s: Strategy, prices: StagePrices, blocks: tuple[int, ...], least_slowest: tuple[int, ...]
+) -> Row:
     starts, m = (0, *itertools.accumulate(blocks)), s.gradient_accumulation_steps
     return Row(
         schedule=s.schedule,

@@ -1,8 +1,10 @@
-"""Contiguous stages whose slowest pipeline rank does the least work: where the search for the fastest cut starts.
+"""Contiguous stages whose slowest pipeline rank does the least work: where the search for the
+fastest cut starts.
 
-DeepSpeed's own `partition_method: parameters` charges the embedding lookup as compute (measured: up to 25 %
-slower); here a layer costs its forward FLOPs, the head included and the lookup nearly free. That minimum alone does not
-make the step the shortest: `cuts` goes on from here with the schedule simulated.
+DeepSpeed's own `partition_method: parameters` charges the embedding lookup as compute (measured: up
+to 25 % slower); here a layer costs its forward FLOPs, the head included and the lookup nearly free.
+That minimum alone does not make the step the shortest: `cuts` goes on from here with the schedule
+simulated.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ from shardwright.remembered import remembered
 
 
 def layer_costs(graph: ModelGraph, sequence_length: int, tower: int = 0) -> tuple[int, ...]:
-    """Forward FLOPs per token of each layer at this sequence length; at least 1, so that no cut is free. tower: what
-    the first layer does beside the lookup."""
+    """Forward FLOPs per token of each layer at this sequence length; at least 1, so that no cut is
+    free. tower: what the first layer does beside the lookup."""
     first, *others = (
-        max(1, layer.matmul_flops_per_token + layer.attention_flops_per_token_per_position * sequence_length)
+        max(
+            1,
+            layer.matmul_flops_per_token
+            + layer.attention_flops_per_token_per_position * sequence_length,
+        )
         for layer in graph.layers
     )
     return first + tower, *others
@@ -33,25 +39,30 @@ def most_stages(graph: ModelGraph) -> int:
     return len(graph.cut.blocks(graph.decoder_layers))
 
 
-@remembered(lambda graph, sequence_length, tower: (graph.identity, graph.cut, sequence_length, tower))
+@remembered(
+    lambda graph, sequence_length, tower: (graph.identity, graph.cut, sequence_length, tower)
+)
 def _block_costs(graph: ModelGraph, sequence_length: int, tower: int) -> tuple[int, ...]:
     costs = iter(layer_costs(graph, sequence_length, tower))
-    return tuple(sum(itertools.islice(costs, size)) for size in graph.cut.blocks(graph.decoder_layers))
+    return tuple(
+        sum(itertools.islice(costs, size)) for size in graph.cut.blocks(graph.decoder_layers)
+    )
 
 
 def least_slowest_cut(
     graph: ModelGraph, sequence_length: int, stages: int, schedule: Schedule, tower: int = 0
 ) -> tuple[int, ...]:
-    """Boundaries, counted in the blocks that have to stay together; there are enough of them. tower: as layer_costs
-    takes it."""
+    """Boundaries, counted in the blocks that have to stay together; there are enough of them.
+    tower: as layer_costs takes it."""
     costs = _block_costs(graph, sequence_length, tower)
     return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(costs, stages)
 
 
 @remembered(lambda graph, sequence_length, parts: (graph.identity, sequence_length, parts))
 def interleaved_cut(graph: ModelGraph, sequence_length: int, parts: int) -> tuple[int, ...]:
-    """Boundaries, in layers, of the parts that pipeline ranks hold in turns: an interleaved schedule goes at the pace
-    of the slowest part. There are enough layers, none of which has to stay beside another."""
+    """Boundaries, in layers, of the parts that pipeline ranks hold in turns: an interleaved
+    schedule goes at the pace of the slowest part. There are enough layers, none of which has to
+    stay beside another."""
     return cut_evenly(layer_costs(graph, sequence_length), parts)
 
 
@@ -70,9 +81,11 @@ def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:
         shared = f" Decoder layers {shared} share parameters or state, and stay on one stage."
     return Diagnostic(
         code="SW3106",
-        message=f"pipeline {strategy.pipeline} ({strategy.schedule}) makes {strategy.stages} stages, "
+        message=f"pipeline {strategy.pipeline} ({strategy.schedule}) makes {strategy.stages} "
+        "stages, "
         f"but the model has {layers}",
-        help=f"The layers are the embedding, {graph.decoder_layers} decoder layers and the head.{shared} "
+        help=f"The layers are the embedding, {graph.decoder_layers} decoder layers and the "
+        f"head.{shared} "
         f"Use pipeline <= {most}, or {'another' if shared else 'a deeper'} model.",
         key=("parallelism", "pipeline"),
         valid=(str(most),),
@@ -83,13 +96,14 @@ def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:
 def cut_evenly(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
     """Contiguous non-empty stages with the least slowest stage.
 
-    Of all such cuts the one with the least sum of squares is taken (the evenest), then the earliest cuts: a dynamic
-    programme over (stages used, layers placed), exact in integers.
+    Of all such cuts the one with the least sum of squares is taken (the evenest), then the earliest
+    cuts: a dynamic programme over (stages used, layers placed), exact in integers.
     """
     layers = len(costs)
     sums = [0, *itertools.accumulate(costs)]
     limit = _least_slowest(costs, stages)
-    # best[i]: (sum of squares, boundaries) of the first i layers on `stage` stages, none slower than the limit.
+    # best[i]: (sum of squares, boundaries) of the first i layers on `stage` stages, none slower
+    # than the limit.
     best: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
     best[0] = (0, (0,))
     for stage in range(1, stages + 1):
@@ -113,7 +127,8 @@ def cut_evenly(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
 def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
     """The least possible slowest stage, by bisection over the answer with a greedy check.
 
-    A greedy cut may use fewer stages than asked; splitting one further never makes the slowest slower.
+    A greedy cut may use fewer stages than asked; splitting one further never makes the slowest
+    slower.
     """
 
     def is_enough(limit: int) -> bool:
@@ -130,15 +145,20 @@ def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """DualPipeV: rank r holds stages r and stages-1-r; non-empty stages with the least slowest rank.
+    """DualPipeV: rank r holds stages r and stages-1-r; non-empty stages with the least slowest
+    rank.
 
-    Bisection over the answer, to a thousandth of it; for one answer, the outer ranks are placed from both ends inwards
-    and every reachable pair of edges (i, j) with layers [i, j) left over is kept.
+    Bisection over the answer, to a thousandth of it; for one answer, the outer ranks are placed
+    from both ends inwards and every reachable pair of edges (i, j) with layers [i, j) left over is
+    kept.
     """
     sums = [0, *itertools.accumulate(costs)]
     even = cut_evenly(costs, stages)
     loads = [sums[stop] - sums[start] for start, stop in itertools.pairwise(even)]
-    low, high = max(-(-sums[-1] * 2 // stages), *costs), max(map(sum, zip(loads, reversed(loads), strict=True)))
+    low, high = (
+        max(-(-sums[-1] * 2 // stages), *costs),
+        max(map(sum, zip(loads, reversed(loads), strict=True))),
+    )
     while high - low > high // 1024:
         middle = (low + high) // 2
         if _final_edges(_edges_inwards(sums, stages // 2, middle)[-1], sums, middle) is None:
@@ -167,16 +187,19 @@ def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 
 def _edges_inwards(sums: list[int], ranks: int, limit: int) -> list[dict[int, int]]:
-    """Per number of placed outer ranks: left edge -> bit mask of the right edges it can stand with, in the limit.
+    """Per number of placed outer ranks: left edge -> bit mask of the right edges it can stand with,
+    in the limit.
 
-    A run of right edges leads to a run: what the last of them reaches and what the first does touch each other, unless
-    a layer between them is too large to be moved over.
+    A run of right edges leads to a run: what the last of them reaches and what the first does touch
+    each other, unless a layer between them is too large to be moved over.
     """
     layers = len(sums) - 1
     costs = [stop - start for start, stop in itertools.pairwise(sums)]
     levels = [{0: 1 << layers}]
     for rank in range(ranks - 1):
-        inside = ranks - rank - 1  # ranks still to place: two layers each at least, `limit` each at most
+        inside = (
+            ranks - rank - 1
+        )  # ranks still to place: two layers each at least, `limit` each at most
         following: dict[int, int] = {}
         farthest = [bisect.bisect_right(sums, at + inside * limit) - 1 for at in sums]
         for i, mask in levels[-1].items():
@@ -188,8 +211,12 @@ def _edges_inwards(sums: list[int], ranks: int, limit: int) -> list[dict[int, in
                         break
                     nearest = max(first, a + 2 * inside + 1)
                     whole = rest >= most
-                    for start, stop in [(nearest, last)] if whole else [(j, j) for j in range(nearest, last + 1)]:
-                        low = max(a + 2 * inside, bisect.bisect_left(sums, sums[start] - rest, a, start))
+                    for start, stop in (
+                        [(nearest, last)] if whole else [(j, j) for j in range(nearest, last + 1)]
+                    ):
+                        low = max(
+                            a + 2 * inside, bisect.bisect_left(sums, sums[start] - rest, a, start)
+                        )
                         high = min(stop - 1, farthest[a])
                         if low <= high:
                             following[a] = following.get(a, 0) | (1 << (high + 1)) - (1 << low)

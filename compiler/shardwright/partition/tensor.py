@@ -1,8 +1,9 @@
 """Stage 5b: modules -> tensor-parallel styles, with every parameter's shard sizes.
 
-Styles cut dimensions of Hugging Face's own layout. A weight ends in (out, in), experts' 3-D ones behind the number of
-the expert: colwise cuts the one but last, rowwise the last. transformers' Conv1D (GPT-2) holds (in, out). A column bias
-is cut with its output dimension; a row bias is whole on every rank, added once after the all-reduce.
+Styles cut dimensions of Hugging Face's own layout. A weight ends in (out, in), experts' 3-D ones
+behind the number of the expert: colwise cuts the one but last, rowwise the last. transformers'
+Conv1D (GPT-2) holds (in, out). A column bias is cut with its output dimension; a row bias is whole
+on every rank, added once after the all-reduce.
 """
 
 from __future__ import annotations
@@ -32,17 +33,22 @@ from shardwright.ir.tensor_style import (
 from shardwright.layout.experts import expert_modules
 from shardwright.remembered import remembered
 
-# Model types whose linears are Conv1D, weight (in, out); everything else is nn.Linear, weight (out, in).
+# Model types whose linears are Conv1D, weight (in, out); everything else is nn.Linear, weight (out,
+# in).
 TRANSPOSED_LINEAR_TYPES = ("gpt2", "gpt-sw3", "openai-gpt")
 
 
-def tensor_parallel_map(graph: ModelGraph, degree: int, *, padded: bool = False) -> TensorParallelMap:
-    """Every module that owns parameters, in model order, each parameter once, then the containers that a style names.
+def tensor_parallel_map(
+    graph: ModelGraph, degree: int, *, padded: bool = False
+) -> TensorParallelMap:
+    """Every module that owns parameters, in model order, each parameter once, then the containers
+    that a style names.
 
-    A tied head comes with no parameters: its tensor is listed under the embedding. Uneven vocabulary shards are
-    allowed, and a linear whose whole output is gathered stays whole where it does not divide; any other dimension must
-    divide (errors: SW3103 to SW3105 and SW3126, those that the rules know). padded: the vocabulary is cut as an engine
-    does that pads it to a multiple of the ranks.
+    A tied head comes with no parameters: its tensor is listed under the embedding. Uneven
+    vocabulary shards are allowed, and a linear whose whole output is gathered stays whole where it
+    does not divide; any other dimension must divide (errors: SW3103 to SW3105 and SW3126, those
+    that the rules know). padded: the vocabulary is cut as an engine does that pads it to a multiple
+    of the ranks.
     """
     refused = indivisible(graph, degree)
     if refused:
@@ -52,7 +58,9 @@ def tensor_parallel_map(graph: ModelGraph, degree: int, *, padded: bool = False)
     splits: list[ModuleSplit] = []
     for module, parameters in modules.items():
         cut = tuple(split_parameter(graph, p, degree, padded=padded) for p in parameters)
-        splits.append(ModuleSplit(module=module, style=_module_style(styles, module, cut), parameters=cut))
+        splits.append(
+            ModuleSplit(module=module, style=_module_style(styles, module, cut), parameters=cut)
+        )
     splits += _containers(styles, modules)
     splits = _copying(splits)
     # A tied table or head has its tensor in another module's list.
@@ -80,10 +88,14 @@ def with_whole_experts(graph: ModelGraph, found: TensorParallelMap) -> TensorPar
     """The same where tensor ranks hold experts whole."""
     experts = expert_modules(graph)
     modules = [
-        replace(m, style="replicated", parameters=tuple(_whole(p) for p in m.parameters)) if m.module in experts else m
+        replace(m, style="replicated", parameters=tuple(_whole(p) for p in m.parameters))
+        if m.module in experts
+        else m
         for m in found.modules
     ]
-    return replace(found, modules=tuple(modules), sharded_fraction=_sharded_fraction(graph, modules))
+    return replace(
+        found, modules=tuple(modules), sharded_fraction=_sharded_fraction(graph, modules)
+    )
 
 
 def _whole(split: ParameterSplit) -> ParameterSplit:
@@ -103,16 +115,24 @@ def _owners(graph: ModelGraph) -> dict[str, list[Parameter]]:
 
 
 def _sharded_fraction(graph: ModelGraph, splits: list[ModuleSplit]) -> float:
-    decoder = {p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters}
+    decoder = {
+        p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters
+    }
     matrices = [p for m in splits for p in m.parameters if p.name in decoder and len(p.shape) >= 2]
     total = sum(math.prod(p.shape) for p in matrices)
     return sum(math.prod(p.shape) for p in matrices if p.dimension is not None) / max(1, total)
 
 
-def _module_style(styles: dict[str, str], module: str, parameters: tuple[ParameterSplit, ...]) -> str:
+def _module_style(
+    styles: dict[str, str], module: str, parameters: tuple[ParameterSplit, ...]
+) -> str:
     """What the module communicates. A linear that stays whole at this degree is a plain one."""
     style = styles.get(pattern(module), "replicated")
-    if style in OPTIONAL_STYLES and style != "mla_kv_a_proj" and all(p.dimension is None for p in parameters):
+    if (
+        style in OPTIONAL_STYLES
+        and style != "mla_kv_a_proj"
+        and all(p.dimension is None for p in parameters)
+    ):
         return "replicated"
     if style == "replicated" and any(p.dimension is not None for p in parameters):
         return "local_params"  # only single parameters of it are cut
@@ -120,11 +140,14 @@ def _module_style(styles: dict[str, str], module: str, parameters: tuple[Paramet
 
 
 def _containers(styles: dict[str, str], modules: dict[str, list[Parameter]]) -> list[ModuleSplit]:
-    """Modules that own no parameters and still communicate: an attention module with head counts, an experts' list."""
+    """Modules that own no parameters and still communicate: an attention module with head counts,
+    an experts' list."""
     silent = (*COLUMN_STYLES, *ROW_STYLES, *VOCABULARY_STYLES, "local_params", "replicated")
     asking = {p: s for p, s in styles.items() if s not in silent}
     paths = dict.fromkeys(
-        ".".join(module.split(".")[:length]) for module in modules for length in range(1, module.count(".") + 2)
+        ".".join(module.split(".")[:length])
+        for module in modules
+        for length in range(1, module.count(".") + 2)
     )
     found: list[ModuleSplit] = []
     for path in paths:
@@ -138,9 +161,12 @@ def _containers(styles: dict[str, str], modules: dict[str, list[Parameter]]) -> 
 
 
 def _copying(splits: list[ModuleSplit]) -> list[ModuleSplit]:
-    """Attention modules whose key/value heads have copies: their query heads share them in smaller groups."""
+    """Attention modules whose key/value heads have copies: their query heads share them in smaller
+    groups."""
     copied = dict.fromkeys(
-        s.module.rpartition(".")[0] for s in splits if any(p.copies > 1 for p in s.parameters if len(p.shape) > 1)
+        s.module.rpartition(".")[0]
+        for s in splits
+        if any(p.copies > 1 for p in s.parameters if len(p.shape) > 1)
     )
     listed = {s.module: s for s in splits}
     attention = [path for path in copied if any(m.startswith(path + ".") for m in listed)]
@@ -154,14 +180,18 @@ def _vocabulary(total: int, degree: int, padded: bool) -> tuple[int, ...]:
     return (padded_shard_sizes if padded else shard_sizes)(total, degree)
 
 
-def split_parameter(graph: ModelGraph, parameter: Parameter, degree: int, *, padded: bool = False) -> ParameterSplit:
-    """One parameter, cut over `degree` ranks; near-evenly where it does not divide (`indivisible` says so). padded: as
-    tensor_parallel_map takes it."""
+def split_parameter(
+    graph: ModelGraph, parameter: Parameter, degree: int, *, padded: bool = False
+) -> ParameterSplit:
+    """One parameter, cut over `degree` ranks; near-evenly where it does not divide (`indivisible`
+    says so). padded: as tensor_parallel_map takes it."""
     styles, units = _tables(graph)
     module = parameter.name.rpartition(".")[0]
     style = styles.get(pattern(parameter.name)) or styles.get(pattern(module), "replicated")
     dimension = _dimension(graph, parameter, style) if degree > 1 else None
-    whole = ParameterSplit(name=parameter.name, shape=parameter.shape, dimension=None, blocks=(), sizes=())
+    whole = ParameterSplit(
+        name=parameter.name, shape=parameter.shape, dimension=None, blocks=(), sizes=()
+    )
     if dimension is None:
         return whole
     full = parameter.shape[dimension]
@@ -172,9 +202,16 @@ def split_parameter(graph: ModelGraph, parameter: Parameter, degree: int, *, pad
     copies = degree // heads if style == "colwise" and degree > heads and degree % heads == 0 else 1
     as_padded = padded and style in VOCABULARY_STYLES
     parts = [_vocabulary(block, degree // copies, as_padded) for block in blocks]
-    sizes = tuple(sum(parts[b][rank // copies] for b in range(len(blocks))) for rank in range(degree))
+    sizes = tuple(
+        sum(parts[b][rank // copies] for b in range(len(blocks))) for rank in range(degree)
+    )
     return ParameterSplit(
-        name=parameter.name, shape=parameter.shape, dimension=dimension, blocks=blocks, sizes=sizes, copies=copies
+        name=parameter.name,
+        shape=parameter.shape,
+        dimension=dimension,
+        blocks=blocks,
+        sizes=sizes,
+        copies=copies,
     )
 
 
@@ -186,13 +223,20 @@ def _tables(graph: ModelGraph) -> tuple[dict[str, str], dict[str, int]]:
 def _heads_of(units: dict[str, int], name: str) -> int | None:
     """Of a parameter, by its own path or its module's, each with or without the layer's number."""
     module = name.rpartition(".")[0]
-    return next((units[path] for path in (name, pattern(name), module, pattern(module)) if path in units), None)
+    return next(
+        (units[path] for path in (name, pattern(name), module, pattern(module)) if path in units),
+        None,
+    )
 
 
 def _blocks(graph: ModelGraph, style: str, full: int) -> tuple[int, ...]:
     if style == FUSED_QKV:
         unit = full // (graph.attention_heads + 2 * graph.key_value_heads)
-        return (graph.attention_heads * unit, graph.key_value_heads * unit, graph.key_value_heads * unit)
+        return (
+            graph.attention_heads * unit,
+            graph.key_value_heads * unit,
+            graph.key_value_heads * unit,
+        )
     return (full // 2, full // 2) if style.startswith("packed") else (full,)
 
 
@@ -211,9 +255,9 @@ def _dimension(graph: ModelGraph, parameter: Parameter, style: str) -> int | Non
 
 def attention_is_cut(graph: ModelGraph) -> bool:
     """Whether each tensor rank computes its own heads only, and not all of them."""
-    return any(graph.attention_module in p.split(".") for p, s in graph.tensor_styles if s == "rowwise") or any(
-        s == "local_heads" for _, s in graph.tensor_styles
-    )
+    return any(
+        graph.attention_module in p.split(".") for p, s in graph.tensor_styles if s == "rowwise"
+    ) or any(s == "local_heads" for _, s in graph.tensor_styles)
 
 
 def feed_forward_is_cut(graph: ModelGraph) -> bool:
@@ -238,14 +282,16 @@ class Count:
 
 
 def indivisible(graph: ModelGraph, degree: int) -> tuple[Diagnostic, ...]:
-    """Why the model's dimensions forbid this degree: SW3103 heads, SW3104 key/value heads, SW3105 feed-forward, SW3126
-    experts; one a code, with the degrees that are valid."""
+    """Why the model's dimensions forbid this degree: SW3103 heads, SW3104 key/value heads, SW3105
+    feed-forward, SW3126 experts; one a code, with the degrees that are valid."""
     counts = _counts(graph)
     told: dict[str, Diagnostic] = {}
     for c in counts:
         if not c.allows(degree) and c.code not in told:
             message = f"tensor {degree} does not divide the model's {c.count} {c.name}"
-            told[c.code] = found(c.code, "parallelism.tensor", message, _HELP[c.code], _nearest_valid(counts, degree))
+            told[c.code] = found(
+                c.code, "parallelism.tensor", message, _HELP[c.code], _nearest_valid(counts, degree)
+            )
     return tuple(told[code] for code in sorted(told))
 
 
@@ -256,7 +302,9 @@ def _nearest_valid(counts: tuple[Count, ...], degree: int) -> tuple[str, ...]:
 
 _HELP = {
     "SW3103": "Each tensor rank computes whole attention heads.",
-    "SW3104": "A tensor rank holds whole key/value heads, or several ranks hold a copy of the same one.",
+    "SW3104": (
+        "A tensor rank holds whole key/value heads, or several ranks hold a copy of the same one."
+    ),
     "SW3105": "Each tensor rank holds an equal share of the feed-forward matrices.",
     "SW3126": "Each tensor rank holds an equal share of every expert.",
 }
@@ -274,7 +322,9 @@ def _counts(graph: ModelGraph) -> tuple[Count, ...]:
         else:
             copied = styles.get(pattern(path)) == "colwise"
             found.append(Count(code="SW3104", name="key/value heads", count=heads, copied=copied))
-    for parameter in (p for layer in graph.layers for p in layer.parameters if layer.kind == "decoder"):
+    for parameter in (
+        p for layer in graph.layers for p in layer.parameters if layer.kind == "decoder"
+    ):
         module = pattern(parameter.name.rpartition(".")[0])
         style = styles.get(pattern(parameter.name)) or styles.get(module, "replicated")
         dimension = _dimension(graph, parameter, style)

@@ -58,10 +58,13 @@ RUN_DIRECTORY = "run"
 
 
 def installed_versions(engine_packages: Iterable[str]) -> dict[str, str]:
-    """Public versions ("2.13.0", not "2.13.0+cpu"): a build's tag says nothing about what it computes."""
+    """Public versions ("2.13.0", not "2.13.0+cpu"): a build's tag says nothing about what it
+    computes."""
     public = {}
     for name in ("torch", *engine_packages, "transformers"):
-        with suppress(importlib.metadata.PackageNotFoundError):  # a compile asks for it first (engines/table.py)
+        with suppress(
+            importlib.metadata.PackageNotFoundError
+        ):  # a compile asks for it first (engines/table.py)
             public[name] = importlib.metadata.version(name).split("+")[0]
     return {"shardwright": shardwright.__version__, **public}
 
@@ -79,7 +82,8 @@ def build_plan(
     own_code: OwnCode | None,
     balance: PlanBalance | None,
 ) -> Plan:
-    """weights: where they are, None for random ones. balance: of the routers, None where there is none.
+    """weights: where they are, None for random ones. balance: of the routers, None where there is
+    none.
 
     The engine's section is still to come.
     """
@@ -120,12 +124,18 @@ def build_plan(
 def _outer(recipe: Recipe) -> PlanOuter | None:
     """Of all islands."""
     outer = recipe.training.outer
-    return None if outer is None else carried(PlanOuter, outer, islands=recipe.cluster.islands, island=None)
+    return (
+        None
+        if outer is None
+        else carried(PlanOuter, outer, islands=recipe.cluster.islands, island=None)
+    )
 
 
 def plan_training(training: TrainingSection) -> PlanTraining:
     dtype = accumulation_dtype(training)
-    return carried(PlanTraining, training, steps=training.known_steps, gradient_accumulation_dtype=dtype)
+    return carried(
+        PlanTraining, training, steps=training.known_steps, gradient_accumulation_dtype=dtype
+    )
 
 
 def canonical_hash(document: object) -> str:
@@ -144,8 +154,8 @@ def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
 
 
 def updates_at_rate_zero(training: TrainingSection) -> int:
-    """Counts the updates whose learning rate is 0: the last one, where a curve ends at min_lr 0. A run that ends in its
-    warm-up has none."""
+    """Counts the updates whose learning rate is 0: the last one, where a curve ends at min_lr 0. A
+    run that ends in its warm-up has none."""
     steps = training.known_steps
     scheduler = resolve_scheduler(training, steps)
     falls = scheduler.name != "constant" and scheduler.min_lr == 0
@@ -180,7 +190,9 @@ def _model(
         attention=graph.attention,
         loss=strategy.loss,
         kernels="compile" if recipe.model.kernels == "compile" else "hf",
-        shared_parameters=tuple(p.name for p in graph.layers[0].parameters if p in graph.layers[-1].parameters),
+        shared_parameters=tuple(
+            p.name for p in graph.layers[0].parameters if p in graph.layers[-1].parameters
+        ),
         cut=graph.cut,
         embedding_modules=_modules(graph, graph.layers[0]),
         head_modules=_modules(graph, graph.layers[-1]),
@@ -193,20 +205,27 @@ def _model(
         router_aux_loss=balance,
         task=graph.task,
         frozen=frozen_patterns(graph, recipe.model.freeze),
-        tower_blocks=tuple(layer.name for layer in graph.vision.layers if layer.name) if graph.vision else (),
+        tower_blocks=tuple(layer.name for layer in graph.vision.layers if layer.name)
+        if graph.vision
+        else (),
     )
 
 
 def _modules(graph: ModelGraph, layer: Layer) -> tuple[str, ...]:
-    """Paths of the modules that own the layer's parameters, in order. Of a module that owns others' parameters too, or
-    holds the decoder stack, the parameters' own paths: a piece takes no more than what it uses."""
+    """Paths of the modules that own the layer's parameters, in order. Of a module that owns others'
+    parameters too, or holds the decoder stack, the parameters' own paths: a piece takes no more
+    than what it uses."""
     own = {p.name for p in layer.parameters}
     own |= {name for group in graph.tied if group[0] in own for name in group}
-    names = {p.name for side in graph.layers for p in side.parameters} | {n for group in graph.tied for n in group}
+    names = {p.name for side in graph.layers for p in side.parameters} | {
+        n for group in graph.tied for n in group
+    }
     shared = {_owner(name) for name in names - own}
     return tuple(
         dict.fromkeys(
-            p.name if _owner(p.name) in shared or f"{graph.cut.stack}.".startswith(_owner(p.name) + ".") else owner
+            p.name
+            if _owner(p.name) in shared or f"{graph.cut.stack}.".startswith(_owner(p.name) + ".")
+            else owner
             for p in layer.parameters
             for owner in [_owner(p.name)]
         )
@@ -218,8 +237,14 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
 
 
-def _stages(graph: ModelGraph, partition: StagePartition, strategy: Strategy) -> tuple[PlanStage, ...]:
-    owner = {stage: rank for rank in range(strategy.pipeline) for stage in partition.stages_of_pipeline_rank(rank)}
+def _stages(
+    graph: ModelGraph, partition: StagePartition, strategy: Strategy
+) -> tuple[PlanStage, ...]:
+    owner = {
+        stage: rank
+        for rank in range(strategy.pipeline)
+        for stage in partition.stages_of_pipeline_rank(rank)
+    }
     bounds = zip(partition.boundaries, partition.boundaries[1:], strict=False)
     return tuple(
         PlanStage(
@@ -253,20 +278,29 @@ def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
 
 def _validation(recipe: Recipe, *, sees: bool) -> ValidationSection | None:
     v = recipe.validation
-    return v if v is None or v.data is None else dataclasses.replace(v, data=plan_data(v.data, sees=sees))
+    return (
+        v
+        if v is None or v.data is None
+        else dataclasses.replace(v, data=plan_data(v.data, sees=sees))
+    )
 
 
 def data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
     data = recipe.data
     if data is None:
-        return (Diagnostic(code="SW1910", message="the recipe has no `data` section", key=("data",)),)
+        return (
+            Diagnostic(code="SW1910", message="the recipe has no `data` section", key=("data",)),
+        )
     return (
         *picture_errors(recipe, graph),
         *tuple(
             found(
                 "SW1912",
                 (*key, "tokenizer"),
-                f"the byte tokenizer has 256 symbols, the model's vocabulary {graph.vocabulary_size}",
+                (
+                    "the byte tokenizer has 256 symbols, the model's vocabulary "
+                    f"{graph.vocabulary_size}"
+                ),
                 "Give the model a vocab_size of at least 256.",
             )
             for key, part in recipe.tokenized()

@@ -1,4 +1,5 @@
-"""model_graph.json of a compiled folder <-> ModelGraph: what lets a folder be explained without torch or a network.
+"""model_graph.json of a compiled folder <-> ModelGraph: what lets a folder be explained without
+torch or a network.
 
 Decoder layers that differ in their number alone stand there once, their name written `*`.
 """
@@ -31,7 +32,12 @@ def graph_to_json(graph: ModelGraph) -> str:
         if kind not in kinds:
             kinds.append(kind)
         places.append((layer.name, kinds.index(kind)))
-    return json.dumps({**document, "layer_kinds": kinds, "layers": places}, indent=1, ensure_ascii=False) + "\n"
+    return (
+        json.dumps(
+            {**document, "layer_kinds": kinds, "layers": places}, indent=1, ensure_ascii=False
+        )
+        + "\n"
+    )
 
 
 def graph_from_json(text: str) -> ModelGraph:
@@ -64,6 +70,10 @@ def _kind(layer: Layer) -> dict[str, Any]:
 def _layer(name: str, kind: dict[str, Any]) -> dict[str, Any]:
     def named(parameter: dict[str, Any]) -> dict[str, Any]:
         own: str = parameter["name"]
-        return {**parameter, "name": name + own.removeprefix(_NAME)} if own.startswith(_NAME) else parameter
+        return (
+            {**parameter, "name": name + own.removeprefix(_NAME)}
+            if own.startswith(_NAME)
+            else parameter
+        )
 
     return {"name": name, **kind, "parameters": [named(p) for p in kind["parameters"]]}

@@ -1,4 +1,5 @@
-"""The hosts of a run, which a hostfile binds to the plan's node indices: its lines, and do they fit the rank map?"""
+"""The hosts of a run, which a hostfile binds to the plan's node indices: its lines, and do they fit
+the rank map?"""
 
 from __future__ import annotations
 
@@ -8,11 +9,15 @@ from dataclasses import dataclass
 from shardwright.diagnostics import Diagnostic, Location, Refusal, found
 
 SAFE_UNQUOTED = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
-"""What DeepSpeed's multi-node launchers pass on as it is: pdsh hands it to a remote shell unquoted, and for the others
-DeepSpeed puts quotes around the rest that nobody takes off (launcher/multinode_runner.py)."""
+"""What DeepSpeed's multi-node launchers pass on as it is: pdsh hands it to a remote shell unquoted,
+and for the others DeepSpeed puts quotes around the rest that nobody takes off
+(launcher/multinode_runner.py)."""
 
-# DeepSpeed's own pattern (launcher/runner.py) also accepts text after the slots; that text would be ignored in silence.
-_HOST_LINE = re.compile(r"((?:{name}@)?{name})\s+slots=([0-9]{{1,6}})".format(name=r"[A-Za-z0-9_][A-Za-z0-9_.-]*"))
+# DeepSpeed's own pattern (launcher/runner.py) also accepts text after the slots; that text would be
+# ignored in silence.
+_HOST_LINE = re.compile(
+    r"((?:{name}@)?{name})\s+slots=([0-9]{{1,6}})".format(name=r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+)
 _COLON = re.compile(r"([^\s:]+):([^\s:]*)(:\S*)?\s+slots=[0-9]+")
 
 
@@ -26,10 +31,12 @@ class Host:
 
 
 def read_hosts(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Host, ...]:
-    """The hosts of a hostfile in order: host i is the plan's node i. Raises Refusal with every line that is wrong.
+    """The hosts of a hostfile in order: host i is the plan's node i. Raises Refusal with every line
+    that is wrong.
 
-    Rank r of a plan is on slot r % gpus_per_node of node r // gpus_per_node, and DeepSpeed numbers ranks through the
-    hosts' slots: other slots would move every later rank, and tensor groups would leave their node.
+    Rank r of a plan is on slot r % gpus_per_node of node r // gpus_per_node, and DeepSpeed numbers
+    ranks through the hosts' slots: other slots would move every later rank, and tensor groups would
+    leave their node.
     """
     hosts, errors = _parse(path, text)
     errors += [
@@ -50,7 +57,10 @@ def read_hosts(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Ho
             found(
                 "SW5203",
                 surplus or Location(file=path, line=0, column=0),
-                f"hostfile{at}: {_count(len(hosts), 'host')}, and the plan has {_count(nodes, 'node')}",
+                (
+                    f"hostfile{at}: {_count(len(hosts), 'host')}, and the plan has "
+                    f"{_count(nodes, 'node')}"
+                ),
                 f"Give {_count(nodes, 'line')} `name slots={gpus_per_node}`, or compile for "
                 f"cluster.nodes: {max(1, len(hosts))}.",
             )
@@ -61,16 +71,26 @@ def read_hosts(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Ho
 
 
 def _clusters(hosts: tuple[Host, ...]) -> str:
-    """The clusters that can be made of these hosts, the one with the most GPUs first: every node has as many slots."""
-    by_slots = {slots: sum(host.slots >= slots for host in hosts) for slots in {host.slots for host in hosts} if slots}
+    """The clusters that can be made of these hosts, the one with the most GPUs first: every node
+    has as many slots."""
+    by_slots = {
+        slots: sum(host.slots >= slots for host in hosts)
+        for slots in {host.slots for host in hosts}
+        if slots
+    }
     sizes = sorted(by_slots.items(), key=lambda item: (-item[0] * item[1], -item[0]))[:3]
     if not sizes:
         return "Write slots=N, the number of the host's GPUs."
-    told = [f"nodes: {count}, gpus_per_node: {slots} ({slots * count} GPUs)" for slots, count in sizes]
+    told = [
+        f"nodes: {count}, gpus_per_node: {slots} ({slots * count} GPUs)" for slots, count in sizes
+    ]
     named = " or ".join(told)
     if len(by_slots) == 1:
         return f"Compile for cluster.{named}."
-    return f"Compile for cluster.{named}; a host may offer fewer slots than it has GPUs, and others stay out."
+    return (
+        f"Compile for cluster.{named}; a host may offer fewer slots than it has GPUs, and "
+        "others stay out."
+    )
 
 
 def _count(number: int, noun: str) -> str:
@@ -93,7 +113,10 @@ def _parse(path: str, text: str) -> tuple[tuple[Host, ...], list[Diagnostic]]:
                 found(
                     "SW5202",
                     place,
-                    f"hostfile line {number}: {match[1]!r} is there already, on line {hosts[match[1]].place.line}",
+                    (
+                        f"hostfile line {number}: {match[1]!r} is there already, on line "
+                        f"{hosts[match[1]].place.line}"
+                    ),
                     "Give each host one line; slots=N is the number of its GPUs.",
                 )
             )
@@ -107,10 +130,19 @@ def _unreadable(number: int, line: str, place: Location) -> Diagnostic:
     message = f"hostfile line {number}: {line!r} is not `name slots=N`"
     help = "One host a line: its name, a space and slots=N; comments on lines of their own."
     if colon is not None and colon[3] is None and colon[2].isdecimal():
-        message = f"hostfile line {number}: '{colon[1]}:{colon[2]}' is not a host's name: it has a port behind it"
+        message = (
+            f"hostfile line {number}: '{colon[1]}:{colon[2]}' is not a host's name: it has a port "
+            "behind it"
+        )
         name = colon[1].rpartition("@")[2]
-        help = f"Write `{colon[1]}` here, and the port in ~/.ssh/config: `Host {name}` and below it `Port {colon[2]}`."
+        help = (
+            f"Write `{colon[1]}` here, and the port in ~/.ssh/config: `Host {name}` and below "
+            f"it `Port {colon[2]}`."
+        )
     elif colon is not None:  # pdsh reads what stands before a colon as the way to log in
         message = f"hostfile line {number}: a host's name has no colon in it"
-        help = "Give a host with an IPv6 address a name, in DNS, /etc/hosts or ~/.ssh/config, and write that."
+        help = (
+            "Give a host with an IPv6 address a name, in DNS, /etc/hosts or ~/.ssh/config, and "
+            "write that."
+        )
     return found("SW5201", place, message, help)

@@ -28,8 +28,8 @@ def island_plan(plan: Plan, island: int) -> Plan:
 
 
 def plan_digest(plan: Plan) -> str:
-    """The same on every island of a plan, and of no other: all that decides what is trained. Not how and where its
-    ranks are started."""
+    """The same on every island of a plan, and of no other: all that decides what is trained. Not
+    how and where its ranks are started."""
     own = {"name", "launch", "checkpoint", "outer", "tracking"}
     document = {key: value for key, value in asdict(plan).items() if key not in own}
     outer = None if plan.outer is None else asdict(replace(plan.outer, island=None))
@@ -39,21 +39,34 @@ def plan_digest(plan: Plan) -> str:
 def island_folders(plan: Plan, folder: Path) -> list[Path]:
     """Of every island; [] for a plan without any, or of one island."""
     outer = plan.outer
-    return [] if outer is None or outer.island is not None else [folder / island_name(k) for k in range(outer.islands)]
+    return (
+        []
+        if outer is None or outer.island is not None
+        else [folder / island_name(k) for k in range(outer.islands)]
+    )
 
 
 def of_island(plan: Plan, folder: Path, island: int | None) -> Path:
-    """The folder that `run` and its like take: an island's own where it is asked for. Raises Refusal: SW6014
-    where the plan has islands and none of them is named, or the other way round."""
+    """The folder that `run` and its like take: an island's own where it is asked for. Raises
+    Refusal: SW6014 where the plan has islands and none of them is named, or the other way round."""
     folders = island_folders(plan, folder)
     if island is None and not folders:
         return folder
     if island is None:
-        help = f"Give `--island 0` to `--island {len(folders) - 1}`. `run` takes `all`, too: on this machine."
-        raise refusal("SW6014", f"the plan is of {len(folders)} islands, and each is looked at by itself", help)
+        help = (
+            f"Give `--island 0` to `--island {len(folders) - 1}`. `run` takes `all`, too: on "
+            "this machine."
+        )
+        raise refusal(
+            "SW6014",
+            f"the plan is of {len(folders)} islands, and each is looked at by itself",
+            help,
+        )
     if not folders:
         message = f"--island {island}: the plan of {str(folder)!r} has no islands"
-        raise refusal("SW6014", message, "Leave --island out, or compile a recipe with cluster.islands.")
+        raise refusal(
+            "SW6014", message, "Leave --island out, or compile a recipe with cluster.islands."
+        )
     if not 0 <= island < len(folders):
         message = f"--island {island}: the islands of this plan are 0 to {len(folders) - 1}"
         raise refusal("SW6014", message, "Give one of them.")

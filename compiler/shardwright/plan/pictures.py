@@ -21,7 +21,10 @@ def picture_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
         for key, part in parts:
             if part.images is not None:
                 what = f"a {graph.model_type!r} is trained for {graph.task}, and takes no pictures"
-                help = "Remove `images`, or write `task: image-text-to-text` for a type that transformers has it of."
+                help = (
+                    "Remove `images`, or write `task: image-text-to-text` for a type that "
+                    "transformers has it of."
+                )
                 yield found("SW1404", (*key, "images"), f"data.images: {what}", help)
         return
     own = "byte" if recipe.model.source is None else recipe.model.source
@@ -34,8 +37,8 @@ def picture_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
                 "SW1403",
                 key,
                 f"{what} is not for a {graph.model_type!r} that sees ({graph.task})",
-                f"Write `kind: chat` with for example `{_EXAMPLE}`; `task: causal-lm` trains on text alone where the "
-                "type has such a model.",
+                f"Write `kind: chat` with for example `{_EXAMPLE}`; `task: causal-lm` trains on "
+                "text alone where the type has such a model.",
             )
         elif _of_rows(part.images) != _of_rows(parts[0][1].images):
             yield _other_images(key)
@@ -54,13 +57,17 @@ def _pair_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
     parts = recipe.data_parts()
     for key, part in parts:
         if part.kind not in PAIR_KINDS or part.images is None:
-            what = f"{part.kind} data" if part.kind not in PAIR_KINDS else f"{part.kind} data without `images`"
+            what = (
+                f"{part.kind} data"
+                if part.kind not in PAIR_KINDS
+                else f"{part.kind} data without `images`"
+            )
             yield found(
                 "SW1407",
                 key,
                 f"{what} is not for a {graph.model_type!r} that learns from pairs ({graph.task})",
-                f"Write `kind: jsonl` (or parquet), `field: caption` and `{_PAIR_EXAMPLE}`: a record has its caption "
-                "under that field and its picture under `image`.",
+                f"Write `kind: jsonl` (or parquet), `field: caption` and `{_PAIR_EXAMPLE}`: a "
+                "record has its caption under that field and its picture under `image`.",
                 PAIR_KINDS,
             )
         elif part.images.per_row != 1:
@@ -82,4 +89,9 @@ def _of_rows(images: ImagesSection | None) -> ImagesSection | None:
 
 def _other_images(key: KeyPath) -> Diagnostic:
     help = "Give all parts the largest of each."
-    return found("SW1405", (*key, "images"), "every part of the data has the same `images`: the processor is one", help)
+    return found(
+        "SW1405",
+        (*key, "images"),
+        "every part of the data has the same `images`: the processor is one",
+        help,
+    )

@@ -1,7 +1,8 @@
-"""Stage 6's output: everything decided. plan.json is this, field by field; what else a run reads as data
-(ds_config.json, the model's configuration, the tokenizer) stands in it by its digest.
+"""Stage 6's output: everything decided. plan.json is this, field by field; what else a run reads as
+data (ds_config.json, the model's configuration, the tokenizer) stands in it by its digest.
 
-Rules for change: adding a field with a default is a minor change; renaming or removing one raises PLAN_VERSION.
+Rules for change: adding a field with a default is a minor change; renaming or removing one raises
+PLAN_VERSION.
 """
 
 from __future__ import annotations
@@ -46,18 +47,20 @@ class PlanBalance:
 class PlanModel:
     """config_file, tokenizer_directory: relative to the compiled folder.
 
-    weights_path: absolute folder of safetensors files where weights is "pretrained", else None; revision: its commit
+    weights_path: absolute folder of safetensors files where weights is "pretrained", else None;
+    revision: its commit
         where it is of the hub.
-    embedding_modules, head_modules: modules outside the decoder stack whose parameters the first and the last layer
-        hold; a tied head names the embedding's module too. A parameter stands there by its own path where its module
-        owns others' too, or holds the stack.
-    shared_parameters: those that both hold, by name.
-    dropout: the largest probability in the model; 0 where nothing is random.
-    own_code: of a type that transformers lacks; its files lie beside config_file.
-    router_aux_loss: None where routers get no balance loss.
-    frozen: parameters that are not trained, by name, or by pattern with * for numbers where all of them are.
-    tower_blocks: paths of the blocks of a tower, which full checkpointing recomputes as it does decoder layers.
-    transformer_engine: whether GPU ranks take Megatron-Core's layers of it; auto: where it is installed.
+    embedding_modules, head_modules: modules outside the decoder stack whose parameters the first
+    and the last layer
+        hold; a tied head names the embedding's module too. A parameter stands there by its own path
+        where its module owns others' too, or holds the stack.
+    shared_parameters: those that both hold, by name. dropout: the largest probability in the model;
+    0 where nothing is random. own_code: of a type that transformers lacks; its files lie beside
+    config_file. router_aux_loss: None where routers get no balance loss. frozen: parameters that
+    are not trained, by name, or by pattern with * for numbers where all of them are. tower_blocks:
+    paths of the blocks of a tower, which full checkpointing recomputes as it does decoder layers.
+    transformer_engine: whether GPU ranks take Megatron-Core's layers of it; auto: where it is
+    installed.
     """
 
     model_type: str
@@ -88,7 +91,9 @@ class PlanModel:
 
     def is_frozen(self, parameter: str) -> bool:
         """By `model.freeze`, or because nothing ever reaches it."""
-        return any(name in (*self.frozen, *self.cut.untrained) for name in (parameter, pattern(parameter)))
+        return any(
+            name in (*self.frozen, *self.cut.untrained) for name in (parameter, pattern(parameter))
+        )
 
     @property
     def sees(self) -> bool:
@@ -113,14 +118,16 @@ class PlanStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanLora(LoraSection):
-    """target_modules: the last part of the path of each adapted module, all inside decoder layers."""
+    """target_modules: the last part of the path of each adapted module, all inside decoder
+    layers."""
 
     target_modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRank:
-    """parameter_bytes: resident parameters in the compute dtype, after tensor, pipeline and ZeRO-3 splits."""
+    """parameter_bytes: resident parameters in the compute dtype, after tensor, pipeline and ZeRO-3
+    splits."""
 
     rank: int
     node: int
@@ -142,7 +149,8 @@ class PlanTraining(TrainingRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanScheduler(SchedulerRecord):
-    """Update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve to min_lr at the last step.
+    """Update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve to min_lr at the
+    last step.
 
     warmup_ratio: set where the number of steps is not known yet; warmup_steps follows from it then.
     """
@@ -160,8 +168,8 @@ class PlanCheckpoint(CheckpointSection):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOuter(OuterSection):
-    """island: which of them this plan is of, from 0; None: of all. The plan's nodes, ranks and global batch are those
-    of one island."""
+    """island: which of them this plan is of, from 0; None: of all. The plan's nodes, ranks and
+    global batch are those of one island."""
 
     islands: int
     island: int | None
@@ -178,10 +186,11 @@ class Predicted:
 class Plan:
     """target: the engine that runs it; None in folders that an earlier version compiled.
 
-    versions: package -> the public version that compiled it. zero: how the engine shares out states, in its own words.
-    digests: file of the compiled folder -> sha256 (hex) of its bytes, for each that a run reads as data; {} in
-    folders that an earlier version compiled. experts: paths of the modules whose parameters expert ranks cut along
-    the first dimension, or tensor ranks hold whole; () where there are none. outer: None without islands."""
+    versions: package -> the public version that compiled it. zero: how the engine shares out
+    states, in its own words. digests: file of the compiled folder -> sha256 (hex) of its bytes, for
+    each that a run reads as data; {} in folders that an earlier version compiled. experts: paths of
+    the modules whose parameters expert ranks cut along the first dimension, or tensor ranks hold
+    whole; () where there are none. outer: None without islands."""
 
     version: int
     name: str
@@ -219,8 +228,9 @@ class Plan:
         return self.training.global_batch_size * (1 if self.outer is None else self.outer.islands)
 
     def expert_place(self, rank: PlanRank) -> tuple[int, int]:
-        """(its place among the ranks that share out experts, its place among those that hold the same ones). Ranks of
-        a stage, the tensor ranks neighbours, are first those that cut an expert, then those that share experts out."""
+        """(its place among the ranks that share out experts, its place among those that hold the
+        same ones). Ranks of a stage, the tensor ranks neighbours, are first those that cut an
+        expert, then those that share experts out."""
         s = self.strategy
         number = (rank.data * s.context + rank.context) * s.tensor + rank.tensor
         copy, expert = divmod(number // s.expert_tensor_ranks, s.expert)
@@ -234,7 +244,8 @@ class Plan:
         return parameter.rpartition(".")[0] in self.experts
 
     def expert_cut(self, parameter: str) -> int:
-        """Equal parts of its first dimension, one for each expert rank; 1 where each rank has all of it."""
+        """Equal parts of its first dimension, one for each expert rank; 1 where each rank has all
+        of it."""
         return self.strategy.expert if self.holds_experts_apart(parameter) else 1
 
     @property
@@ -246,23 +257,37 @@ class Plan:
         """Raises ValueError where the plan contradicts itself (a bug of ours, not the user's)."""
         s = self.strategy
         if not s.world_size == self.nodes * self.gpus_per_node == len(self.ranks):
-            raise ValueError(f"tensor x pipeline x data = {s.world_size}, ranks = {len(self.ranks)}")
-        if s.micro_batch_size * s.gradient_accumulation_steps * s.data != self.training.global_batch_size:
-            raise ValueError("micro_batch_size x gradient_accumulation_steps x data is not the global batch")
+            raise ValueError(
+                f"tensor x pipeline x data = {s.world_size}, ranks = {len(self.ranks)}"
+            )
+        if (
+            s.micro_batch_size * s.gradient_accumulation_steps * s.data
+            != self.training.global_batch_size
+        ):
+            raise ValueError(
+                "micro_batch_size x gradient_accumulation_steps x data is not the global batch"
+            )
         taken = s.expert * s.expert_tensor_ranks
         if (s.shards * s.tensor) % taken or s.spreads_experts != bool(self.experts):
-            raise ValueError(f"expert {s.expert} over {s.shards} data x context ranks, {len(self.experts)} modules")
+            raise ValueError(
+                f"expert {s.expert} over {s.shards} data x context ranks, {len(self.experts)} "
+                "modules"
+            )
         if len(self.stages) != s.parts or any(not stage.layers for stage in self.stages):
             raise ValueError(f"{len(self.stages)} stages in the plan, {s.parts} in the strategy")
         layers = [name for stage in self.stages for name in stage.layers]
         if len(layers) != len(set(layers)):
             raise ValueError("a layer is on two stages")
-        if outside := [name for name in self.digests if name.startswith("/") or ".." in name.split("/")]:
+        if outside := [
+            name for name in self.digests if name.startswith("/") or ".." in name.split("/")
+        ]:
             raise ValueError(f"{outside[0]!r} is not a file of the folder")
         for number, (r, at) in enumerate(zip(self.ranks, coordinates(s.degrees()), strict=True)):
             if r.rank != number:
                 raise ValueError(f"rank {r.rank} stands at place {number}")
             if any(getattr(r, axis) != place for axis, place in at.items()):
-                raise ValueError(f"rank {r.rank} does not have the coordinates of DeepSpeed's topology")
+                raise ValueError(
+                    f"rank {r.rank} does not have the coordinates of DeepSpeed's topology"
+                )
             if r.rank != r.node * self.gpus_per_node + r.slot:
                 raise ValueError(f"rank {r.rank} is not on slot {r.slot} of node {r.node}")

@@ -23,7 +23,9 @@ def place_ranks(
 ) -> tuple[PlanRank, ...]:
     """By the order of the axes (layout/axes.py); nodes in order."""
     bytes_held = {
-        (pipeline, tensor): _parameter_bytes(graph, strategy, partition, tensor_map, recipe, pipeline, tensor)
+        (pipeline, tensor): _parameter_bytes(
+            graph, strategy, partition, tensor_map, recipe, pipeline, tensor
+        )
         for pipeline in range(strategy.pipeline)
         for tensor in range(strategy.tensor)
     }
@@ -46,21 +48,29 @@ def _parameter_bytes(
 ) -> int:
     """A tensor that is tied over two stages counts on both, but only once on one rank.
 
-    ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter; of an expert's, which `expert` ranks cut
-    before, as many ranks fewer share each part.
+    ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter; of an expert's, which
+    `expert` ranks cut before, as many ranks fewer share each part.
     """
     experts = expert_modules(graph) if strategy.spreads_experts else {}
-    shard_numel = {p.name: p.shard_numel(tensor) for module in tensor_map.modules for p in module.parameters}
+    shard_numel = {
+        p.name: p.shard_numel(tensor) for module in tensor_map.modules for p in module.parameters
+    }
     names = {
         parameter.name
         for stage in partition.stages_of_pipeline_rank(pipeline)
         for layer in graph.layers[partition.boundaries[stage] : partition.boundaries[stage + 1]]
         for parameter in layer.parameters
     }
-    held = [(shard_numel[n], strategy.expert if n.rpartition(".")[0] in experts else 1) for n in names]
+    held = [
+        (shard_numel[n], strategy.expert if n.rpartition(".")[0] in experts else 1) for n in names
+    ]
     if recipe.lora is not None:
         modules = target_modules(graph, recipe.lora)
-        held += [(numel, 1) for layer in graph.layers for numel in adapters(layer, modules, recipe.lora.rank)]
+        held += [
+            (numel, 1)
+            for layer in graph.layers
+            for numel in adapters(layer, modules, recipe.lora.rank)
+        ]
     shares = strategy.shards if strategy.zero_stage == 3 else 1
 
     def resident(numel: int, cut: int) -> int:

@@ -19,10 +19,11 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """What plan.json holds, in field order. A rank's place among context ranks stands where there are several, the
-    modules of experts where ranks share them out, `kernels` where they are not Hugging Face's, `transformer_engine`
-    where ranks may take its layers, and a balance loss, frozen parameters, a task beside causal-lm, islands, a noise
-    scale and what is said of pictures where there is one."""
+    """What plan.json holds, in field order. A rank's place among context ranks stands where there
+    are several, the modules of experts where ranks share them out, `kernels` where they are not
+    Hugging Face's, `transformer_engine` where ranks may take its layers, and a balance loss, frozen
+    parameters, a task beside causal-lm, islands, a noise scale and what is said of pictures where
+    there is one."""
     document = dataclasses.asdict(plan)
     if plan.strategy.context == 1:
         for rank in document["ranks"]:
@@ -40,7 +41,11 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     if not plan.model.frozen:
         del document["model"]["frozen"]
     if plan.outer is None:
-        del document["outer"], document["launch"]["outer_store"], document["predicted"]["time"]["outer_comm_seconds"]
+        del (
+            document["outer"],
+            document["launch"]["outer_store"],
+            document["predicted"]["time"]["outer_comm_seconds"],
+        )
     if plan.tracking is not None and plan.tracking.noise_scale is None:
         del document["tracking"]["noise_scale"]
     _leave_out_defaults(document["data"])
@@ -64,7 +69,11 @@ def _leave_out_defaults(data: dict[str, Any]) -> None:
 
 def written_images(images: dict[str, Any]) -> dict[str, Any]:
     """Without what is not said: as it was written before it could be."""
-    return {name: value for name, value in images.items() if (name, value) not in (("tiles", True), ("folder", None))}
+    return {
+        name: value
+        for name, value in images.items()
+        if (name, value) not in (("tiles", True), ("folder", None))
+    }
 
 
 def plan_from_json(text: str) -> Plan:
@@ -85,4 +94,6 @@ def load_plan(folder: Path) -> Plan:
     except (OSError, ValueError) as error:
         why = "it has no plan.json" if isinstance(error, OSError) else str(error).splitlines()[0]
         message = f"{str(folder)!r} is not a compiled folder: {why}"
-        raise refusal("SW6001", message, "Make one with `shardwright compile RECIPE -o DIR`.") from None
+        raise refusal(
+            "SW6001", message, "Make one with `shardwright compile RECIPE -o DIR`."
+        ) from None

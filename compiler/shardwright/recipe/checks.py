@@ -1,6 +1,7 @@
 """Keys against each other: what needs neither the model nor the files.
 
-Each check names the keys it reads and is skipped where one of those is wrong already, so that one mistake is told once.
+Each check names the keys it reads and is skipped where one of those is wrong already, so that one
+mistake is told once.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def cross_check(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnos
     for check in CHECKS:
         paths: list[KeyPath] = [tuple(key.split(".")) for key in check.keys]
         # A key is unusable if it, a section above it, or something in it is wrong.
-        if not any(path in above or any(path[:n] in bad for n in range(1, len(path))) for path in paths):
+        if not any(
+            path in above or any(path[:n] in bad for n in range(1, len(path))) for path in paths
+        ):
             errors.extend(check.find(View(document) if check.whole else view))
     return tuple(errors)
 
@@ -77,10 +80,20 @@ def _exactly_one(section: str, names: tuple[str, ...], example: str) -> CrossChe
     def find(view: View) -> Iterable[Diagnostic]:
         given = view.given(*keys)
         if not given and view.get(section) is not None:  # `validation` is optional
-            yield found("SW1201", section, f"`{section}` needs one of {words_for(names)}", f"Add `{example}`.")
+            yield found(
+                "SW1201",
+                section,
+                f"`{section}` needs one of {words_for(names)}",
+                f"Add `{example}`.",
+            )
         if len(given) > 1:
             shown = " and ".join(f"`{key.rpartition('.')[2]}`" for key in given)
-            yield found("SW1202", given[1], f"`{section}` has {shown}; they exclude each other", "Keep one of them.")
+            yield found(
+                "SW1202",
+                given[1],
+                f"`{section}` has {shown}; they exclude each other",
+                "Keep one of them.",
+            )
 
     return CrossCheck(keys=keys, find=find)
 
@@ -100,7 +113,10 @@ def _weights(view: View) -> Iterable[Diagnostic]:
     if view.get("model.weights") == "pretrained" and view.get("model.config") is not None:
         message = "model.weights: pretrained needs model.source; a config has no weights"
         yield found(
-            "SW1209", "model.weights", message, "Write `weights: random`, or give `source:` instead of `config:`."
+            "SW1209",
+            "model.weights",
+            message,
+            "Write `weights: random`, or give `source:` instead of `config:`.",
         )
 
 
@@ -110,19 +126,30 @@ def _trust(view: View) -> Iterable[Diagnostic]:
         return
     if source is None:
         help = "Remove it: model.config is data, there is no code to run."
-        yield found("SW1212", "model.trust_remote_code", "trust_remote_code without model.source trusts nothing", help)
+        yield found(
+            "SW1212",
+            "model.trust_remote_code",
+            "trust_remote_code without model.source trusts nothing",
+            help,
+        )
     else:
         message = f"trust_remote_code names {trusted!r}, and model.source is {source!r}"
-        help = "If you have read that code and trust it, write the same text as model.source; else remove the key."
+        help = (
+            "If you have read that code and trust it, write the same text as model.source; else "
+            "remove the key."
+        )
         yield found("SW1212", "model.trust_remote_code", message, help, (str(source),))
 
 
 def _data_parallel(view: View) -> tuple[int | None, str]:
-    """The data parallel degree that is pinned or follows from the world, and words for where it comes from."""
+    """The data parallel degree that is pinned or follows from the world, and words for where it
+    comes from."""
     data = view.number("parallelism.data")
     if data is not None:
         return data, f"data={data}"
-    degrees = {key: view.number(key) for key in ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES[:-1])}
+    degrees = {
+        key: view.number(key) for key in ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES[:-1])
+    }
     if None in degrees.values() or not _is_plain(view):
         return None, ""
     nodes, gpus, *others = cast("list[int]", list(degrees.values()))
@@ -149,7 +176,11 @@ def _is_plain(view: View) -> bool:
 
 def _world(view: View) -> Iterable[Diagnostic]:
     nodes, gpus = view.number("cluster.nodes"), view.number("cluster.gpus_per_node")
-    pinned = {key.rpartition(".")[2]: degree for key in _DEGREES if (degree := view.number(key)) is not None}
+    pinned = {
+        key.rpartition(".")[2]: degree
+        for key in _DEGREES
+        if (degree := view.number(key)) is not None
+    }
     if nodes is None or gpus is None or not pinned or not _is_plain(view):
         return
     complete = len(pinned) == len(_DEGREES)
@@ -163,7 +194,11 @@ def _world(view: View) -> Iterable[Diagnostic]:
     world = f"the {nodes * gpus} GPUs of {whose} (nodes={nodes} x gpus_per_node={gpus})"
     if complete:
         message = f"{total} does not make up {world}"
-        help = f"Write `{culprit}: {near[0]}` or `auto`." if near else "Make the product the world size."
+        help = (
+            f"Write `{culprit}: {near[0]}` or `auto`."
+            if near
+            else "Make the product the world size."
+        )
     else:
         message = f"{total} does not divide {world}"
         help = f"{culprit} could be {words_for(tuple(map(str, near)))}, or `auto`."
@@ -171,12 +206,17 @@ def _world(view: View) -> Iterable[Diagnostic]:
 
 
 def _batch(view: View) -> Iterable[Diagnostic]:
-    batch, micro = view.number("training.global_batch_size"), view.number("parallelism.micro_batch_size")
+    batch, micro = (
+        view.number("training.global_batch_size"),
+        view.number("parallelism.micro_batch_size"),
+    )
     data, data_shown = _data_parallel(view)
     group = (micro or 1) * (data or 1)
     if batch is None or group == 1 or batch % group == 0:
         return
-    shown = " x ".join(part for part in (f"micro_batch_size={micro}" if micro else "", data_shown) if part)
+    shown = " x ".join(
+        part for part in (f"micro_batch_size={micro}" if micro else "", data_shown) if part
+    )
     near = tuple(map(str, nearest_multiples(group, batch)))
     of = f" = {group}" if micro and data else ""
     message = f"global_batch_size {batch}{view.of_an_island} is not a multiple of {shown}{of}"
@@ -191,20 +231,45 @@ def _steps(view: View) -> int | None:
 
 def _schedule(view: View) -> Iterable[Diagnostic]:
     scheduler, steps = "training.scheduler", _steps(view)
-    warmup, decay = view.number(f"{scheduler}.warmup_steps") or 0, view.number(f"{scheduler}.decay_steps")
+    warmup, decay = (
+        view.number(f"{scheduler}.warmup_steps") or 0,
+        view.number(f"{scheduler}.decay_steps"),
+    )
     curve = view.text(f"{scheduler}.name")
     if warmup and steps is not None and warmup >= steps:
         message = f"warmup_steps {warmup} leaves nothing of the {steps} steps of the training"
-        yield found("SW1205", f"{scheduler}.warmup_steps", message, f"Give fewer than {steps} steps, or warmup_ratio.")
+        yield found(
+            "SW1205",
+            f"{scheduler}.warmup_steps",
+            message,
+            f"Give fewer than {steps} steps, or warmup_ratio.",
+        )
     if curve == "wsd" and decay is None:
-        message = "the wsd schedule needs decay_steps: over how many of the last steps the rate falls"
-        yield found("SW1205", f"{scheduler}.name", message, "Add `decay_steps:`; a tenth of the steps is common.")
+        message = (
+            "the wsd schedule needs decay_steps: over how many of the last steps the rate falls"
+        )
+        yield found(
+            "SW1205",
+            f"{scheduler}.name",
+            message,
+            "Add `decay_steps:`; a tenth of the steps is common.",
+        )
     elif curve != "wsd" and decay is not None:
         help = "Remove it, or write `name: wsd`."
-        yield found("SW1205", f"{scheduler}.decay_steps", f"decay_steps is for wsd, and the schedule is {curve}", help)
+        yield found(
+            "SW1205",
+            f"{scheduler}.decay_steps",
+            f"decay_steps is for wsd, and the schedule is {curve}",
+            help,
+        )
     elif decay is not None and steps is not None and warmup < steps < warmup + decay:
-        message = f"warmup_steps {warmup} and decay_steps {decay} are more than the {steps} steps of the training"
-        yield found("SW1205", f"{scheduler}.decay_steps", message, f"Give at most {steps - warmup}.")
+        message = (
+            f"warmup_steps {warmup} and decay_steps {decay} are more than the {steps} steps "
+            "of the training"
+        )
+        yield found(
+            "SW1205", f"{scheduler}.decay_steps", message, f"Give at most {steps - warmup}."
+        )
 
 
 def _min_lr(view: View) -> Iterable[Diagnostic]:
@@ -215,7 +280,11 @@ def _min_lr(view: View) -> Iterable[Diagnostic]:
 
 
 # DeepSpeed accumulates in the compute type or in fp32.
-_ACCUMULATION: dict[str, tuple[str, ...]] = {"bf16": ("fp32", "bf16"), "fp16": ("fp32", "fp16"), "fp32": ("fp32",)}
+_ACCUMULATION: dict[str, tuple[str, ...]] = {
+    "bf16": ("fp32", "bf16"),
+    "fp16": ("fp32", "fp16"),
+    "fp32": ("fp32",),
+}
 
 
 def _accumulation(view: View) -> Iterable[Diagnostic]:
@@ -229,13 +298,22 @@ def _accumulation(view: View) -> Iterable[Diagnostic]:
 def _auto_nodes(view: View) -> Iterable[Diagnostic]:
     nodes, days = view.number("cluster.nodes"), view.real("training.days_at_most")
     if nodes is None and days is None:
-        message = "cluster.nodes: auto needs training.days_at_most, the time that the training may take"
+        message = (
+            "cluster.nodes: auto needs training.days_at_most, the time that the training may take"
+        )
         yield found(
-            "SW1207", "cluster.nodes", message, "Add `days_at_most:` under `training`, or give the number of nodes."
+            "SW1207",
+            "cluster.nodes",
+            message,
+            "Add `days_at_most:` under `training`, or give the number of nodes.",
         )
     if nodes is not None and days is not None:
-        message = f"training.days_at_most only chooses the number of nodes, and cluster.nodes is {nodes}"
-        yield found("SW1207", "training.days_at_most", message, "Remove it, or write `nodes: auto`.")
+        message = (
+            f"training.days_at_most only chooses the number of nodes, and cluster.nodes is {nodes}"
+        )
+        yield found(
+            "SW1207", "training.days_at_most", message, "Remove it, or write `nodes: auto`."
+        )
 
 
 _SCHEDULERS = tuple(f"launch.{name}" for name, row in LAUNCHERS.items() if row.scheduler)
@@ -254,7 +332,10 @@ def _schedulers(view: View) -> Iterable[Diagnostic]:
             yield found("SW1208", section, message, f"Remove it, or write `launcher: {name}`.")
     if launcher == "kubernetes" and view.get("launch.kubernetes") is None:
         message = "launcher: kubernetes needs the image and the volume that the pods use"
-        help = "Add `kubernetes: {image: ..., volume_claim: ..., directory: /shared/...}` under `launch`."
+        help = (
+            "Add `kubernetes: {image: ..., volume_claim: ..., directory: /shared/...}` under "
+            "`launch`."
+        )
         yield found("SW1201", "launch.launcher", message, help)
 
 
@@ -266,12 +347,21 @@ def _slurm(view: View) -> Iterable[Diagnostic]:
 def _kubernetes(view: View) -> Iterable[Diagnostic]:
     if view.get("launch.kubernetes") is None:
         return
-    directory, mount = view.text("launch.kubernetes.directory"), view.text("launch.kubernetes.mount_path").rstrip("/")
+    directory, mount = (
+        view.text("launch.kubernetes.directory"),
+        view.text("launch.kubernetes.mount_path").rstrip("/"),
+    )
     if ".." in directory.split("/") or not directory.startswith(f"{mount}/"):
-        message = f"launch.kubernetes.directory: {directory} is not inside mount_path, {mount or '/'}"
-        yield found("SW1213", "launch.kubernetes.directory", message, f"Give a folder below {mount or '/'}.")
+        message = (
+            f"launch.kubernetes.directory: {directory} is not inside mount_path, {mount or '/'}"
+        )
+        yield found(
+            "SW1213", "launch.kubernetes.directory", message, f"Give a folder below {mount or '/'}."
+        )
     if view.get("launch.env_from") and view.get("launch.kubernetes.secret") is None:
-        message = "launch.env_from needs launch.kubernetes.secret: a manifest holds no secret values"
+        message = (
+            "launch.env_from needs launch.kubernetes.secret: a manifest holds no secret values"
+        )
         help = "Make a Secret with these names as its keys and give its name."
         yield found("SW1213", "launch.env_from", message, help)
 
@@ -312,7 +402,9 @@ CHECKS: tuple[CrossCheck, ...] = (
     CrossCheck(keys=("model.weights", "model.config"), find=_weights),
     CrossCheck(keys=("model.trust_remote_code", "model.source"), find=_trust),
     CrossCheck(keys=_LAYOUT, find=_world),
-    CrossCheck(keys=(*_LAYOUT, "training.global_batch_size", "parallelism.micro_batch_size"), find=_batch),
+    CrossCheck(
+        keys=(*_LAYOUT, "training.global_batch_size", "parallelism.micro_batch_size"), find=_batch
+    ),
     CrossCheck(
         keys=(
             "training.scheduler.name",
@@ -326,7 +418,9 @@ CHECKS: tuple[CrossCheck, ...] = (
         find=_schedule,
     ),
     CrossCheck(keys=("training.scheduler.min_lr", "training.optimizer.lr"), find=_min_lr),
-    CrossCheck(keys=("training.gradient_accumulation_dtype", "training.precision"), find=_accumulation),
+    CrossCheck(
+        keys=("training.gradient_accumulation_dtype", "training.precision"), find=_accumulation
+    ),
     CrossCheck(keys=("cluster.nodes", "training.days_at_most"), find=_auto_nodes),
     CrossCheck(keys=("launch.launcher", *_SCHEDULERS), find=_schedulers),
     CrossCheck(keys=("launch.slurm.extra",), find=_slurm),

@@ -82,7 +82,8 @@ def words_for(choices: Sequence[str]) -> str:
 
 
 def near_choices(value: str, choices: Sequence[str]) -> list[str]:
-    """The one that `value` is a misspelling of, if any. Another number is no misspelling: fp8 is not fp32."""
+    """The one that `value` is a misspelling of, if any. Another number is no misspelling: fp8 is
+    not fp32."""
     same = [choice for choice in choices if _digits(choice) == _digits(value)]
     return difflib.get_close_matches(value.lower(), same, n=1, cutoff=0.6)
 

@@ -1,4 +1,5 @@
-"""What both readers (YAML and JSON) report: a flat stream of events, so that nesting costs no recursion."""
+"""What both readers (YAML and JSON) report: a flat stream of events, so that nesting costs no
+recursion."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ LINE_BREAK = re.compile(r"\r\n|\r|\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """start, end: offsets into the text. text: a scalar's value, or an alias's name. plain: unquoted."""
+    """start, end: offsets into the text. text: a scalar's value, or an alias's name. plain:
+    unquoted."""
 
     kind: Literal["map", "list", "end", "scalar", "alias", "document"]
     start: int
@@ -27,7 +29,8 @@ class Event:
 
 
 class LineOffsets:
-    """Offsets -> places. `text` is the whole text as it will be shown; `offset` is where the part being read begins."""
+    """Offsets -> places. `text` is the whole text as it will be shown; `offset` is where the part
+    being read begins."""
 
     def __init__(self, file: str, text: str, offset: int = 0) -> None:
         self.file = file
@@ -40,7 +43,9 @@ class LineOffsets:
         start, end = start + self._offset, end + self._offset
         line = bisect.bisect_right(self._starts, start) - 1
         length = max(1, min(end, self._ends[line]) - start)
-        return Location(file=self.file, line=line + 1, column=start - self._starts[line] + 1, length=length)
+        return Location(
+            file=self.file, line=line + 1, column=start - self._starts[line] + 1, length=length
+        )
 
 
 class SyntaxProblem(Exception):

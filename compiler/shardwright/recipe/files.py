@@ -1,5 +1,5 @@
-"""The files that a recipe names: are they there, and are they what they should be? Apart from load_recipe, since an
-estimate needs none of them."""
+"""The files that a recipe names: are they there, and are they what they should be? Apart from
+load_recipe, since an estimate needs none of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
         found += _model_folder(recipe.model.source)
     for key, data in recipe.data_parts():
         found += _data(data, key, recipe.training.sequence_length)
-    for name_, path in (("hostfile", recipe.launch.hostfile), ("setup_script", recipe.launch.setup_script)):
+    for name_, path in (
+        ("hostfile", recipe.launch.hostfile),
+        ("setup_script", recipe.launch.setup_script),
+    ):
         if path is not None:
             found += _file(path, ("launch", name_))
     # A tokenizer that follows from model.source has been reported there.
-    written = [d for d in found if d.key != ("data", "tokenizer") or recipe.source.locations.get(("data", "tokenizer"))]
+    written = [
+        d
+        for d in found
+        if d.key != ("data", "tokenizer") or recipe.source.locations.get(("data", "tokenizer"))
+    ]
     return tuple(written)
 
 
@@ -37,11 +44,15 @@ def _model_folder(source: str) -> Iterator[Diagnostic]:
         return  # a hub id: stage 2 asks for it
     if not os.path.isdir(source):
         cause = "is a file, not a folder" if os.path.exists(source) else "does not exist"
-        yield _missing(key, f"the folder {quote(source, 200)} {cause}", source, "A hub id is written org/name.")
+        yield _missing(
+            key, f"the folder {quote(source, 200)} {cause}", source, "A hub id is written org/name."
+        )
     elif not os.path.isfile(os.path.join(source, "config.json")):
         message = f"{name(key)}: the folder {quote(source, 200)} has no config.json"
         other = other_program(Path(source), key)
-        yield other or found("SW1302", key, message, "Give the folder that `save_pretrained` wrote.")
+        yield other or found(
+            "SW1302", key, message, "Give the folder that `save_pretrained` wrote."
+        )
 
 
 def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
@@ -59,11 +70,15 @@ def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator
         for ending in (".idx", ".bin"):
             yield from _file(path + ending, key)
     elif kind == "tokens":
-        yield from _file(path, key) if not os.path.isfile(path) else _tokens(path, key, sequence_length)
+        yield from (
+            _file(path, key) if not os.path.isfile(path) else _tokens(path, key, sequence_length)
+        )
 
 
 def _matches(path: str, key: KeyPath) -> Iterator[Diagnostic]:
-    if os.path.isfile(path) or any(os.path.isfile(match) for match in glob.iglob(path, recursive=True)):
+    if os.path.isfile(path) or any(
+        os.path.isfile(match) for match in glob.iglob(path, recursive=True)
+    ):
         return
     if os.path.isdir(path):
         help = f"Name its files: {path}/* for those in it, {path}/** for all below."
@@ -90,11 +105,22 @@ def _tokens(path: str, key: KeyPath, sequence_length: int) -> Iterator[Diagnosti
     except (OSError, ValueError, EOFError) as error:
         problem = f"is not a .npy array: {' '.join(str(error).split())}"
     else:
-        if not isinstance(array, np.ndarray) or array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
-            shape = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "an .npz archive"
+        if (
+            not isinstance(array, np.ndarray)
+            or array.ndim != 2
+            or not np.issubdtype(array.dtype, np.integer)
+        ):
+            shape = (
+                f"{array.dtype} of shape {array.shape}"
+                if isinstance(array, np.ndarray)
+                else "an .npz archive"
+            )
             problem = f"holds {shape}, not integers of shape (samples, sequence_length)"
         elif array.shape[1] != sequence_length:
-            problem = f"has rows of {array.shape[1]} tokens, and training.sequence_length is {sequence_length}"
+            problem = (
+                f"has rows of {array.shape[1]} tokens, and training.sequence_length is "
+                f"{sequence_length}"
+            )
     if problem:
         help = "Save an integer array of shape (samples, sequence_length) with numpy.save."
         yield _wrong(key, path, problem, help)
@@ -110,10 +136,16 @@ def _missing(key: KeyPath, what: str, path: str, help: str) -> Diagnostic:
     while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder, missing = os.path.split(folder)
     try:
-        close = difflib.get_close_matches(missing, sorted(os.listdir(folder))[:2000], n=3, cutoff=0.6)
+        close = difflib.get_close_matches(
+            missing, sorted(os.listdir(folder))[:2000], n=3, cutoff=0.6
+        )
     except OSError:
         close = []
-    hints = [f"In {folder} there is {', '.join(close)}." if close else f"{folder} exists, {missing} in it does not."]
+    hints = [
+        f"In {folder} there is {', '.join(close)}."
+        if close
+        else f"{folder} exists, {missing} in it does not."
+    ]
     return found(
         "SW1301",
         key,

@@ -18,12 +18,15 @@ from shardwright.recipe.settle import build, decide, recipe_directory
 from shardwright.recipe.validate import integer_errors, meant_keys, validate
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), *, stdin_text: str | None = None) -> Recipe:
-    """`path` "-" is standard input. Raises Refusal, with the source to show, for anything wrong in the recipe.
+def load_recipe(
+    path: Path, overrides: Sequence[str] = (), *, stdin_text: str | None = None
+) -> Recipe:
+    """`path` "-" is standard input. Raises Refusal, with the source to show, for anything wrong in
+    the recipe.
 
-    Looks at the disk only for the recipe, its bases, `cluster.measured`, and whether a model source or tokenizer is a
-    folder; whether the other files that it names are there is files.check_files's question, because an estimate needs
-    none of them.
+    Looks at the disk only for the recipe, its bases, `cluster.measured`, and whether a model source
+    or tokenizer is a folder; whether the other files that it names are there is files.check_files's
+    question, because an estimate needs none of them.
     """
     name = STDIN if str(path) == "-" else str(path)
     directory = os.getcwd() if name == STDIN else recipe_directory(name)
@@ -41,7 +44,9 @@ NO_BASE = ("SW1021", "SW1022")
 """`extends` goes round, or names what cannot be read."""
 
 
-def check_document(given: JsonObject, directory: str, source: Source, errors: Sequence[Diagnostic] = ()) -> Recipe:
+def check_document(
+    given: JsonObject, directory: str, source: Source, errors: Sequence[Diagnostic] = ()
+) -> Recipe:
     """The document as it was written -> Recipe. errors: what reading it has found already."""
     found = list(errors)
     told = _keys_at(source, [error.location for error in errors])
@@ -74,7 +79,9 @@ def _keys_at(source: Source, wrong: list[Location | None]) -> set[KeyPath]:
     """The keys whose value, or own name, already has a finding."""
     spots = {(place.file, place.line, place.column) for place in wrong if place is not None}
     both = (*source.locations.items(), *source.key_locations.items())
-    return {path for path, place in both if path and (place.file, place.line, place.column) in spots}
+    return {
+        path for path, place in both if path and (place.file, place.line, place.column) in spots
+    }
 
 
 def _order(error: Diagnostic, source: Source) -> tuple[int, str, int, int]:
@@ -84,4 +91,9 @@ def _order(error: Diagnostic, source: Source) -> tuple[int, str, int, int]:
         place = source.key_locations.get(key) or source.locations.get(key)
         key = key[:-1] if key else None
     place = place or Location(file=source.file, line=0, column=0)
-    return (place.file != source.file) + place.file.startswith("--"), place.file, place.line, place.column
+    return (
+        (place.file != source.file) + place.file.startswith("--"),
+        place.file,
+        place.line,
+        place.column,
+    )

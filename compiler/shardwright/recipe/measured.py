@@ -24,7 +24,8 @@ _AGAIN = "`shardwright calibrate RECIPE -o FILE` writes one; `shardwright tune` 
 
 
 def read_measured(named: JsonValue, directory: str) -> MeasuredFile:
-    """named: the recipe's value, a path or {file, sha256}. Raises Refusal: SW1301, SW1302, SW1303."""
+    """named: the recipe's value, a path or {file, sha256}. Raises Refusal: SW1301, SW1302,
+    SW1303."""
     document = named if isinstance(named, Mapping) else {"file": named}
     path, wanted = absolute(str(document["file"]), directory), document.get("sha256")
     try:
@@ -39,7 +40,10 @@ def read_measured(named: JsonValue, directory: str) -> MeasuredFile:
     if wanted not in (None, digest):
         raise refusal(
             "SW1303",
-            f"cluster.measured: {quote(path, 200)} is not the file that its sha256 says: it begins {digest[:12]}",
+            (
+                f"cluster.measured: {quote(path, 200)} is not the file that its sha256 says: it "
+                f"begins {digest[:12]}"
+            ),
             "Name the file alone to take it as it is, or put the measured one back.",
             KEY,
         )
@@ -47,7 +51,8 @@ def read_measured(named: JsonValue, directory: str) -> MeasuredFile:
 
 
 def document_entry(measured: MeasuredFile) -> JsonObject:
-    """As a resolved recipe has it: by its content, wherever it lay. The recipe's hash is made of this."""
+    """As a resolved recipe has it: by its content, wherever it lay. The recipe's hash is made of
+    this."""
     return {"file": MEASURED_FILE, "sha256": measured.sha256}
 
 
@@ -97,7 +102,10 @@ def _unusable(path: str, why: str) -> Refusal:
     return Refusal(
         Diagnostic(
             code="SW1302",
-            message=f"cluster.measured: {quote(os.path.normpath(path), 200)} is no file of measurements: "
+            message=(
+                f"cluster.measured: {quote(os.path.normpath(path), 200)} is no file of "
+                "measurements: "
+            )
             + " ".join(why.split())[:300],
             help=_AGAIN,
             key=KEY,

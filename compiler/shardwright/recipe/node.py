@@ -55,7 +55,10 @@ def map_node(entries: tuple[Entry, ...], location: Location) -> MapNode:
 
 
 def list_node(items: tuple[Node, ...], location: Location) -> ListNode:
-    size, depth = 1 + sum(item.size for item in items), 1 + max((item.depth for item in items), default=0)
+    size, depth = (
+        1 + sum(item.size for item in items),
+        1 + max((item.depth for item in items), default=0),
+    )
     return ListNode(items=items, location=location, size=size, depth=depth)
 
 

@@ -35,11 +35,14 @@ _FOLDER_OR_NAME_KEYS: tuple[tuple[str, ...], ...] = (
 
 
 def is_folder(text: str, directory: str) -> bool:
-    """Whether a model source or tokenizer is a folder rather than a hub name; `directory`: of the file that says so."""
+    """Whether a model source or tokenizer is a folder rather than a hub name; `directory`: of the
+    file that says so."""
     if text in ("byte", "auto"):
         return False
     return (
-        text.startswith(("./", "../", "/", "~")) or text in (".", "..") or os.path.isdir(os.path.join(directory, text))
+        text.startswith(("./", "../", "/", "~"))
+        or text in (".", "..")
+        or os.path.isdir(os.path.join(directory, text))
     )
 
 
@@ -48,7 +51,8 @@ def absolute(text: str, directory: str) -> str:
 
 
 def absolute_data_path(text: str, directory: str, kind: str) -> str:
-    """For kinds that take a glob, only the recipe's own text is one: its folder's name is escaped."""
+    """For kinds that take a glob, only the recipe's own text is one: its folder's name is
+    escaped."""
     full = absolute(text, directory)
     if MADE_HERE.get(text) == kind:
         return text
@@ -59,7 +63,8 @@ def absolute_data_path(text: str, directory: str, kind: str) -> str:
 
 
 def rebase(node: Node, base_directory: str, directory: str) -> Node:
-    """The tree of a base file, with its paths rewritten to be relative to the recipe that extends it."""
+    """The tree of a base file, with its paths rewritten to be relative to the recipe that extends
+    it."""
     if os.path.realpath(base_directory) == os.path.realpath(directory):
         return node
 
@@ -72,7 +77,9 @@ def rebase(node: Node, base_directory: str, directory: str) -> Node:
     for keys in _PATH_KEYS:
         node = _rewrite(node, keys, moved)
     for keys in _FOLDER_OR_NAME_KEYS:
-        node = _rewrite(node, keys, lambda text: moved(text) if is_folder(text, base_directory) else text)
+        node = _rewrite(
+            node, keys, lambda text: moved(text) if is_folder(text, base_directory) else text
+        )
     return node
 
 
@@ -86,7 +93,9 @@ def _rewrite(node: Node, keys: tuple[str, ...], change: Callable[[str], str]) ->
         return dataclasses.replace(node, items=items)
     if isinstance(node, MapNode):
         entries = tuple(
-            dataclasses.replace(entry, node=_rewrite(entry.node, keys[1:], change)) if entry.key == keys[0] else entry
+            dataclasses.replace(entry, node=_rewrite(entry.node, keys[1:], change))
+            if entry.key == keys[0]
+            else entry
             for entry in node.entries
         )
         return dataclasses.replace(node, entries=entries)

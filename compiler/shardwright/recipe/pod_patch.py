@@ -1,4 +1,5 @@
-"""`launch.kubernetes.pod_patch`: is it a patch of a pod, and does it leave alone what the plan decides?"""
+"""`launch.kubernetes.pod_patch`: is it a patch of a pod, and does it leave alone what the plan
+decides?"""
 
 from __future__ import annotations
 
@@ -45,17 +46,26 @@ DECIDED: dict[tuple[str, ...], str] = {
 """Place in the pod template, an item of a list by its name -> why no patch may touch it."""
 
 
-def check_pod_patch(patch: JsonObject, gpu_resource: str, env_from: tuple[str, ...]) -> Iterator[Diagnostic]:
-    """Every field that Kubernetes does not know, value of another type, and place that is decided elsewhere."""
+def check_pod_patch(
+    patch: JsonObject, gpu_resource: str, env_from: tuple[str, ...]
+) -> Iterator[Diagnostic]:
+    """Every field that Kubernetes does not know, value of another type, and place that is decided
+    elsewhere."""
     container = ("spec", "containers", POD_CONTAINER)
-    decided = DECIDED | {(*container, "env", variable): "launch.env_from decides it" for variable in env_from}
+    decided = DECIDED | {
+        (*container, "env", variable): "launch.env_from decides it" for variable in env_from
+    }
     for kind in ("limits", "requests"):
         decided[(*container, "resources", kind, gpu_resource)] = "cluster.gpus_per_node decides it"
     yield from itertools.islice(_fields(ROOT, patch, KEY, (), decided), MOST_TOLD)
 
 
 def _fields(
-    type_name: str, value: JsonObject, key: KeyPath, place: tuple[str, ...], decided: Mapping[tuple[str, ...], str]
+    type_name: str,
+    value: JsonObject,
+    key: KeyPath,
+    place: tuple[str, ...],
+    decided: Mapping[tuple[str, ...], str],
 ) -> Iterator[Diagnostic]:
     known = fields(type_name)
     for field, below in value.items():
@@ -68,7 +78,9 @@ def _fields(
             yield from _value(known[field], below, (*key, field), there, decided)
 
 
-def _reason(place: tuple[str, ...], value: JsonValue, decided: Mapping[tuple[str, ...], str]) -> str | None:
+def _reason(
+    place: tuple[str, ...], value: JsonValue, decided: Mapping[tuple[str, ...], str]
+) -> str | None:
     """Why nothing may be put here; null would take away what stands below as well."""
     if value is None:
         return next((why for there, why in decided.items() if there[: len(place)] == place), None)
@@ -76,14 +88,20 @@ def _reason(place: tuple[str, ...], value: JsonValue, decided: Mapping[tuple[str
 
 
 def _value(
-    kind: Kind, value: JsonValue, key: KeyPath, place: tuple[str, ...], decided: Mapping[tuple[str, ...], str]
+    kind: Kind,
+    value: JsonValue,
+    key: KeyPath,
+    place: tuple[str, ...],
+    decided: Mapping[tuple[str, ...], str],
 ) -> Iterator[Diagnostic]:
     if kind.holds == "list" and isinstance(value, list):
         for index, item in enumerate(value):
             there = (*place, str(index))
             if kind.merge_key and isinstance(item, Mapping):
                 if kind.merge_key not in item:
-                    yield _bad((*key, index), f"has no {kind.merge_key}", f"Add `{kind.merge_key}:`.")
+                    yield _bad(
+                        (*key, index), f"has no {kind.merge_key}", f"Add `{kind.merge_key}:`."
+                    )
                     continue
                 there = (*place, str(item[kind.merge_key]))
             if there in decided:
@@ -103,7 +121,11 @@ def _value(
 
 
 def _one(
-    type_name: str, value: JsonValue, key: KeyPath, place: tuple[str, ...], decided: Mapping[tuple[str, ...], str]
+    type_name: str,
+    value: JsonValue,
+    key: KeyPath,
+    place: tuple[str, ...],
+    decided: Mapping[tuple[str, ...], str],
 ) -> Iterator[Diagnostic]:
     if type_name not in _WORDS:
         if isinstance(value, Mapping):
@@ -112,7 +134,9 @@ def _one(
         wanted, fits = "a mapping", False
     else:
         types, wanted = _WORDS[type_name]
-        fits = isinstance(value, types) and (isinstance(value, bool) <= (type_name in ("boolean", "any")))
+        fits = isinstance(value, types) and (
+            isinstance(value, bool) <= (type_name in ("boolean", "any"))
+        )
     if not fits:
         yield _other_type(key, wanted, value)
 

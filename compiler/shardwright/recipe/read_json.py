@@ -1,6 +1,8 @@
-"""A JSON document -> events. The standard library judges the text; this only finds where things stand in it.
+"""A JSON document -> events. The standard library judges the text; this only finds where things
+stand in it.
 
-YAML readers stumble over some JSON (tabs, \\u pairs, keys of more than 1,024 characters), hence a reader of its own.
+YAML readers stumble over some JSON (tabs, \\u pairs, keys of more than 1,024 characters), hence a
+reader of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def is_json(text: str) -> bool:
         # Numbers stay text: Python's int() refuses thousands of digits.
         json.loads(text, parse_constant=_no_constant, parse_int=str, parse_float=str)
     except RecursionError:
-        raise SyntaxProblem("the recipe is nested too deeply", 0, "Make it smaller.", "SW1011") from None
+        raise SyntaxProblem(
+            "the recipe is nested too deeply", 0, "Make it smaller.", "SW1011"
+        ) from None
     except ValueError:
         return False
     return True

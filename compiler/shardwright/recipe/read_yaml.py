@@ -21,8 +21,12 @@ from ruamel.yaml.reader import ReaderError
 from shardwright.recipe.events import Event, SyntaxProblem
 
 _HINTS: dict[str, str] = {
-    "found character '\\t' that cannot start any token": "Indent with spaces; YAML does not allow tabs there.",
-    "mapping values are not allowed here": "A value that holds `: ` needs quotes; check the indentation of this line.",
+    "found character '\\t' that cannot start any token": (
+        "Indent with spaces; YAML does not allow tabs there."
+    ),
+    "mapping values are not allowed here": (
+        "A value that holds `: ` needs quotes; check the indentation of this line."
+    ),
     "could not find expected ':'": "Every key needs a colon and a space after it.",
     "found unexpected end of stream": "A quote or bracket is opened and never closed.",
 }
@@ -37,10 +41,27 @@ def yaml_events(text: str) -> Iterator[Event]:
             anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
             if isinstance(event, ScalarEvent):
                 plain = not event.style
-                yield Event(kind="scalar", start=start, end=end, text=event.value, plain=plain, anchor=anchor, tag=tag)
+                yield Event(
+                    kind="scalar",
+                    start=start,
+                    end=end,
+                    text=event.value,
+                    plain=plain,
+                    anchor=anchor,
+                    tag=tag,
+                )
             elif isinstance(event, MappingStartEvent | SequenceStartEvent):
-                kind: Literal["map", "list"] = "map" if isinstance(event, MappingStartEvent) else "list"
-                yield Event(kind=kind, start=start, end=end, flow=bool(event.flow_style), anchor=anchor, tag=tag)
+                kind: Literal["map", "list"] = (
+                    "map" if isinstance(event, MappingStartEvent) else "list"
+                )
+                yield Event(
+                    kind=kind,
+                    start=start,
+                    end=end,
+                    flow=bool(event.flow_style),
+                    anchor=anchor,
+                    tag=tag,
+                )
             elif isinstance(event, MappingEndEvent | SequenceEndEvent):
                 yield Event(kind="end", start=start, end=end)
             elif isinstance(event, AliasEvent):
@@ -48,7 +69,10 @@ def yaml_events(text: str) -> Iterator[Event]:
             elif isinstance(event, DocumentStartEvent):
                 if event.version not in (None, (1, 2)):
                     raise SyntaxProblem(
-                        f"the file asks for YAML {'.'.join(map(str, event.version))}; recipes are YAML 1.2",
+                        (
+                            f"the file asks for YAML {'.'.join(map(str, event.version))}; recipes "
+                            "are YAML 1.2"
+                        ),
                         start,
                         "Remove the %YAML line.",
                     )
@@ -61,15 +85,22 @@ def yaml_events(text: str) -> Iterator[Event]:
         ) from None
     except MarkedYAMLError as error:
         problem = " ".join(str(error.problem or error.context or "it cannot be read").split())
-        # An unclosed quote is found at the end of the text, and is to be mended where it was opened.
-        unclosed = problem.startswith("found unexpected end of stream") and error.context_mark is not None
+        # An unclosed quote is found at the end of the text, and is to be mended where it was
+        # opened.
+        unclosed = (
+            problem.startswith("found unexpected end of stream") and error.context_mark is not None
+        )
         mark = error.context_mark if unclosed else error.problem_mark or error.context_mark
-        hint = next((hint for start, hint in _HINTS.items() if problem.startswith(start)), _DEFAULT_HINT)
+        hint = next(
+            (hint for start, hint in _HINTS.items() if problem.startswith(start)), _DEFAULT_HINT
+        )
         raise SyntaxProblem(f"not valid YAML: {problem}", mark.index if mark else 0, hint) from None
     except (YAMLError, ValueError, IndexError, OverflowError, AssertionError) as error:
         # ruamel.yaml raises these, without a place, for some escapes and directives.
         raise SyntaxProblem(
-            f"not valid YAML: {' '.join(str(error).split()) or type(error).__name__}", 0, _DEFAULT_HINT
+            f"not valid YAML: {' '.join(str(error).split()) or type(error).__name__}",
+            0,
+            _DEFAULT_HINT,
         ) from None
 
 

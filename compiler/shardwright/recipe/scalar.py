@@ -23,7 +23,8 @@ _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 
 
 def resolve(text: str) -> JsonScalar:
-    """The value of an unquoted scalar; infinity and NaN come back as such, and integers of any size."""
+    """The value of an unquoted scalar; infinity and NaN come back as such, and integers of any
+    size."""
     if _NULL.fullmatch(text):
         return None
     if _TRUE.fullmatch(text):
@@ -59,4 +60,6 @@ def scalar_errors(value: JsonScalar, text: str, location: Location) -> Iterator[
         yield found("SW1014", location, message, SMALLER_INTEGER)
     elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         message = "this text holds half of a surrogate pair, which is no character"
-        yield found("SW1016", location, message, "Write the character itself, or both halves of its pair.")
+        yield found(
+            "SW1016", location, message, "Write the character itself, or both halves of its pair."
+        )

@@ -1,4 +1,5 @@
-"""The JSON Schema of a recipe (recipe.schema.json), and what it says about a value: its keys and their defaults."""
+"""The JSON Schema of a recipe (recipe.schema.json), and what it says about a value: its keys and
+their defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def recipe_schema() -> JsonObject:
 
 
 def applicable(schema: JsonObject, value: JsonValue) -> Iterator[JsonObject]:
-    """The schema and every part of it ($ref, allOf, if/then/else, the fitting anyOf) that speaks about this value."""
+    """The schema and every part of it ($ref, allOf, if/then/else, the fitting anyOf) that speaks
+    about this value."""
     yield schema
     if "$ref" in schema:
         yield from applicable(_definition(str(schema["$ref"])), value)
@@ -58,7 +60,11 @@ def types(schema: JsonObject, value: JsonValue = None, *, any_branch: bool = Tru
     found: set[str] = set()
     for part in applicable(schema, value):
         named = part.get("type")
-        found |= {named} if isinstance(named, str) else {str(t) for t in cast(Sequence[str], named or ())}
+        found |= (
+            {named}
+            if isinstance(named, str)
+            else {str(t) for t in cast(Sequence[str], named or ())}
+        )
         if any_branch:
             for branch in _objects(part.get("anyOf")):
                 found |= types(branch, value)
@@ -75,7 +81,10 @@ def fits(schema: JsonObject, value: JsonValue) -> bool:
 
 def fits_choice(schema: JsonObject, value: JsonValue) -> bool:
     """Whether the value is one of the schema's `enum`."""
-    return any(value in cast(Sequence[JsonValue], part.get("enum", ())) for part in applicable(schema, value))
+    return any(
+        value in cast(Sequence[JsonValue], part.get("enum", ()))
+        for part in applicable(schema, value)
+    )
 
 
 def type_names(value: JsonValue) -> set[str]:
@@ -94,13 +103,17 @@ def type_names(value: JsonValue) -> set[str]:
 
 
 def items(schema: JsonObject, value: JsonValue) -> JsonObject:
-    return next((_object(part["items"]) for part in applicable(schema, value) if "items" in part), {})
+    return next(
+        (_object(part["items"]) for part in applicable(schema, value) if "items" in part), {}
+    )
 
 
 def complete(schema: JsonObject, value: JsonValue) -> JsonValue:
-    """The value with every default filled in, keys in the schema's order, integers as int and numbers as float.
+    """The value with every default filled in, keys in the schema's order, integers as int and
+    numbers as float.
 
-    Free mappings keep their own order. Reads only what the schema knows, so that it works on invalid recipes too.
+    Free mappings keep their own order. Reads only what the schema knows, so that it works on
+    invalid recipes too.
     """
     if isinstance(value, Mapping):
         return _complete_mapping(schema, value)
@@ -126,7 +139,14 @@ def _complete_mapping(schema: JsonObject, value: JsonObject) -> JsonValue:
         elif has_default(sub):
             found[key] = complete(sub, default_of(sub))
     if is_open(schema, value):
-        extra = next((p["additionalProperties"] for p in applicable(schema, value) if "additionalProperties" in p), {})
+        extra = next(
+            (
+                p["additionalProperties"]
+                for p in applicable(schema, value)
+                if "additionalProperties" in p
+            ),
+            {},
+        )
         found |= {key: complete(_object(extra), value[key]) for key in value if key not in known}
     return found
 
@@ -141,7 +161,8 @@ def default_of(schema: JsonObject) -> JsonValue:
 
 
 def _holds(condition: JsonObject, value: JsonValue) -> bool:
-    """The `if` of our own schema: `required` and `properties: {key: {const}}` only; true of what is no mapping."""
+    """The `if` of our own schema: `required` and `properties: {key: {const}}` only; true of what is
+    no mapping."""
     if not isinstance(value, Mapping):
         return True
     if any(key not in value for key in cast(Sequence[str], condition.get("required", ()))):

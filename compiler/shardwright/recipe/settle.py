@@ -1,5 +1,5 @@
-"""A valid, completed document -> Recipe: what depends on another key, on the recipe's folder or on `auto` is settled
-here, and the records say the rest."""
+"""A valid, completed document -> Recipe: what depends on another key, on the recipe's folder or on
+`auto` is settled here, and the records say the rest."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ Section = dict[str, JsonValue]
 
 
 def recipe_directory(name: str) -> str:
-    """The folder that relative paths start from; the working folder for a recipe on standard input."""
+    """The folder that relative paths start from; the working folder for a recipe on standard
+    input."""
     return os.path.dirname(os.path.abspath(name))
 
 
 def decide(document: JsonObject) -> JsonObject:
-    """Settles the `auto` values that depend on another key of the recipe: starting weights and tokenizers."""
+    """Settles the `auto` values that depend on another key of the recipe: starting weights and
+    tokenizers."""
     decided = dict(document)
     model = dict(cast(JsonObject, document["model"]))
     if model["weights"] == "auto":
@@ -43,7 +45,9 @@ def decide(document: JsonObject) -> JsonObject:
     decided["model"] = model
     for section in ("data", "validation"):
         if decided.get(section) is not None:
-            data = _with_tokenizer(cast(JsonObject, decided[section]), cast("str | None", model["source"]))
+            data = _with_tokenizer(
+                cast(JsonObject, decided[section]), cast("str | None", model["source"])
+            )
             decided[section] = _without_auto_bos(data)
     cluster = cast(JsonObject, document["cluster"])
     if cluster.get("measured", "") is None:  # said or left out, it is the same recipe
@@ -53,9 +57,13 @@ def decide(document: JsonObject) -> JsonObject:
 
 
 def with_measured_saves(recipe: Recipe, gbytes_per_second: float) -> Recipe:
-    """As if the recipe gave cluster.checkpoint_gbytes_per_second, in four digits: the compiled folder keeps it."""
+    """As if the recipe gave cluster.checkpoint_gbytes_per_second, in four digits: the compiled
+    folder keeps it."""
     value = float(f"{gbytes_per_second:.4g}")
-    section = {**cast(JsonObject, recipe.document["cluster"]), "checkpoint_gbytes_per_second": value}
+    section = {
+        **cast(JsonObject, recipe.document["cluster"]),
+        "checkpoint_gbytes_per_second": value,
+    }
     return replace(
         recipe,
         cluster=replace(recipe.cluster, checkpoint_gbytes_per_second=value),
@@ -77,24 +85,34 @@ def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:
         return {**data, "mixture": [_with_tokenizer(part, source) for part in parts]}
     if data.get("tokenizer") != "auto":
         return data
-    return {**data, "tokenizer": None if data.get("kind") in _WITHOUT_TOKENIZER else source or "byte"}
+    return {
+        **data,
+        "tokenizer": None if data.get("kind") in _WITHOUT_TOKENIZER else source or "byte",
+    }
 
 
 def build(document: JsonObject, directory: str, source: Source) -> Recipe:
-    """The recipe, of one of its islands. directory: absolute folder of the recipe file. The schema has refused whatever
-    no record would hold. Raises Refusal for `cluster.measured`: its figures are a part of the recipe."""
+    """The recipe, of one of its islands. directory: absolute folder of the recipe file. The schema
+    has refused whatever no record would hold. Raises Refusal for `cluster.measured`: its figures
+    are a part of the recipe."""
     document, measured = _with_measured(document, directory, source)
     settled = dict(of_one_island(document))
     for key, settle in _SECTIONS.items():
         if settled[key] is not None:
             settled[key] = settle(dict(cast(JsonObject, settled[key])), directory)
-    settled["cluster"] = {k: v for k, v in cast(JsonObject, settled["cluster"]).items() if k != "measured"}
+    settled["cluster"] = {
+        k: v for k, v in cast(JsonObject, settled["cluster"]).items() if k != "measured"
+    }
     recipe = read_record(Recipe, settled, directory=directory, document=document, source=source)
-    recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, measured=measured))
+    recipe = dataclasses.replace(
+        recipe, cluster=dataclasses.replace(recipe.cluster, measured=measured)
+    )
     return with_kernels(recipe, "compile") if recipe.model.kernels == "compile" else recipe
 
 
-def _with_measured(document: JsonObject, directory: str, source: Source) -> tuple[JsonObject, MeasuredFile | None]:
+def _with_measured(
+    document: JsonObject, directory: str, source: Source
+) -> tuple[JsonObject, MeasuredFile | None]:
     """The document with the file's digest in it, and what the file says."""
     cluster = cast(JsonObject, document["cluster"])
     if "measured" not in cluster:
@@ -130,8 +148,15 @@ def _training(training: Section, _: str) -> Section:
 
 
 def _data(data: Section, directory: str) -> Section:
-    """With its paths made absolute, a mixture's parts included, and the keys that its kind does not know."""
-    settled = {"kind": "mixture", "path": None, "tokenizer": None, "packing": True, "shuffle": True} | data
+    """With its paths made absolute, a mixture's parts included, and the keys that its kind does not
+    know."""
+    settled = {
+        "kind": "mixture",
+        "path": None,
+        "tokenizer": None,
+        "packing": True,
+        "shuffle": True,
+    } | data
     if settled["path"] is not None:
         settled["path"] = absolute_data_path(str(settled["path"]), directory, str(settled["kind"]))
     settled["tokenizer"] = _folder_or_name(settled["tokenizer"], directory)
@@ -139,7 +164,9 @@ def _data(data: Section, directory: str) -> Section:
     if images is not None and images.get("folder") is not None:
         settled["images"] = {**images, "folder": absolute(str(images["folder"]), directory)}
     if "mixture" in data:
-        settled["mixture"] = [_data(dict(part), directory) for part in cast("list[JsonObject]", data["mixture"])]
+        settled["mixture"] = [
+            _data(dict(part), directory) for part in cast("list[JsonObject]", data["mixture"])
+        ]
     return settled
 
 
@@ -157,17 +184,33 @@ def _parallelism(parallelism: Section, _: str) -> Section:
 
 def _launch(launch: Section, directory: str) -> Section:
     paths = {
-        k: None if launch[k] is None else absolute(str(launch[k]), directory) for k in ("hostfile", "setup_script")
+        k: None if launch[k] is None else absolute(str(launch[k]), directory)
+        for k in ("hostfile", "setup_script")
     }
-    slurm = launch["slurm"] if launch["slurm"] is None else _slurm(dict(cast(JsonObject, launch["slurm"])))
+    slurm = (
+        launch["slurm"]
+        if launch["slurm"] is None
+        else _slurm(dict(cast(JsonObject, launch["slurm"])))
+    )
     env: JsonValue = [list(pair) for pair in cast(JsonObject, launch["env"]).items()]
-    return {**_without_auto(launch), "launcher": launch["launcher"], "env": env, **paths, "slurm": slurm}
+    return {
+        **_without_auto(launch),
+        "launcher": launch["launcher"],
+        "env": env,
+        **paths,
+        "slurm": slurm,
+    }
 
 
 def _slurm(slurm: Section) -> Section:
     whole = "0" if slurm["exclusive"] else None
     mem = whole if slurm["mem"] == "auto" else str(slurm["mem"])
-    return {**slurm, "mem": mem, "extra": list(words(slurm["extra"])), "container": _container(slurm["container"])}
+    return {
+        **slurm,
+        "mem": mem,
+        "extra": list(words(slurm["extra"])),
+        "container": _container(slurm["container"]),
+    }
 
 
 def _container(container: JsonValue) -> JsonValue:

@@ -1,4 +1,5 @@
-"""`launch.slurm.extra`: more options of sbatch, read against the table of those that it knows (sbatch.json)."""
+"""`launch.slurm.extra`: more options of sbatch, read against the table of those that it knows
+(sbatch.json)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from shardwright.ir.json_value import JsonValue
 
 KEY: KeyPath = ("launch", "slurm", "extra")
 SAFE_VALUE = re.compile(r"[A-Za-z0-9._,@+=:/%&|*()\[\] -]+")
-"""Neither sbatch nor bash makes anything else of these: no quote, backslash, #, $ or line break. Spaces get quotes."""
+"""Neither sbatch nor bash makes anything else of these: no quote, backslash, #, $ or line break.
+Spaces get quotes."""
 
 _NODES = "the plan has a task on each of cluster.nodes, which starts the node's ranks"
 _GPUS = "the plan's GPUs are cluster.gpus_per_node; write launch.slurm.gres where they need a name"
@@ -31,7 +33,9 @@ _ENVIRONMENT = "launch.env and launch.env_from decide what the ranks see"
 _COMMAND_LINE = "it is of sbatch's command line and says nothing about the job"
 
 DECIDED: dict[str, str] = {
-    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-core"), _NODES),
+    **dict.fromkeys(
+        ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-core"), _NODES
+    ),
     **dict.fromkeys(("ntasks-per-socket", "ntasks-per-gpu", "ntasks-per-tres"), _NODES),
     **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"), _GPUS),
     **dict.fromkeys(("tres-per-task", "resources"), _GPUS),
@@ -43,9 +47,14 @@ DECIDED: dict[str, str] = {
     **dict.fromkeys(("output", "error", "open-mode"), _LOG),
     **dict.fromkeys(("chdir", "wrap", "input"), _FOLDER),
     **dict.fromkeys(("export", "export-file", "get-user-env"), _ENVIRONMENT),
-    **dict.fromkeys(("parsable", "quiet", "verbose", "help", "usage", "version", "wait", "test-only"), _COMMAND_LINE),
+    **dict.fromkeys(
+        ("parsable", "quiet", "verbose", "help", "usage", "version", "wait", "test-only"),
+        _COMMAND_LINE,
+    ),
     **{name: f"launch.slurm.{name} decides it" for name in ("account", "partition", "qos", "time")},
-    **{name: f"launch.slurm.{name} decides it" for name in ("exclude", "constraint", "reservation")},
+    **{
+        name: f"launch.slurm.{name} decides it" for name in ("exclude", "constraint", "reservation")
+    },
     "job-name": "the recipe's name decides it",
     "signal": "launch.slurm.signal_seconds decides it",
     "array": "every job of an array would train in the same folder",
@@ -65,7 +74,10 @@ class Option:
 
 @functools.cache
 def _table() -> Mapping[str, Any]:
-    return cast("Mapping[str, Any]", json.loads(Path(__file__).with_name("sbatch.json").read_text(encoding="utf-8")))
+    return cast(
+        "Mapping[str, Any]",
+        json.loads(Path(__file__).with_name("sbatch.json").read_text(encoding="utf-8")),
+    )
 
 
 def versions() -> str:
@@ -75,12 +87,16 @@ def versions() -> str:
 @functools.cache
 def options() -> Mapping[str, Option]:
     rows = _table()["options"].items()
-    return {name: Option(name=name, short=row.get("short", ""), value=row["value"]) for name, row in rows}
+    return {
+        name: Option(name=name, short=row.get("short", ""), value=row["value"])
+        for name, row in rows
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """One option as the recipe has it. name: as written, without hyphens; value: None where there is none."""
+    """One option as the recipe has it. name: as written, without hyphens; value: None where there
+    is none."""
 
     key: KeyPath
     name: str
@@ -89,13 +105,17 @@ class Given:
     @property
     def option(self) -> Option | None:
         if len(self.name) == 1:
-            return next((option for option in options().values() if option.short == self.name), None)
+            return next(
+                (option for option in options().values() if option.short == self.name), None
+            )
         return options().get(self.name.lower().replace("_", "-"))
 
 
 def words(extra: JsonValue) -> tuple[str, ...]:
     """The words behind #SBATCH, of an `extra` in which check_extra finds nothing."""
-    return tuple(_word(given.option, given.value) for given in _given(extra) if given.option is not None)
+    return tuple(
+        _word(given.option, given.value) for given in _given(extra) if given.option is not None
+    )
 
 
 def _word(option: Option, value: str | None) -> str:
@@ -116,7 +136,8 @@ def _given(extra: JsonValue) -> Iterator[Given]:
 
 
 def _split(word: str, key: KeyPath) -> Given:
-    """--name=value, --name value, -N value or -Nvalue; quotes around the value are sbatch's, not its own."""
+    """--name=value, --name value, -N value or -Nvalue; quotes around the value are sbatch's, not
+    its own."""
     if word.startswith("-") and not word.startswith("--"):
         name, value = word[1:2], word[2:]
     else:
@@ -129,13 +150,16 @@ def _split(word: str, key: KeyPath) -> Given:
 
 
 def check_extra(extra: JsonValue) -> Iterator[Diagnostic]:
-    """Every option that sbatch does not know, that another key decides, or that has a value it cannot be given."""
+    """Every option that sbatch does not know, that another key decides, or that has a value it
+    cannot be given."""
     for given in _given(extra):
         option = given.option
         if option is None:
             yield _unknown(given)
         elif option.name in DECIDED:
-            message = f"launch.slurm.extra: --{option.name} does not belong here: {DECIDED[option.name]}"
+            message = (
+                f"launch.slurm.extra: --{option.name} does not belong here: {DECIDED[option.name]}"
+            )
             yield found("SW1218", given.key, message, "Remove it.")
         elif (misfit := _misfit(option, given.value)) is not None:
             what, help = misfit
@@ -145,26 +169,35 @@ def check_extra(extra: JsonValue) -> Iterator[Diagnostic]:
 def _misfit(option: Option, value: str | None) -> tuple[str, str] | None:
     """(what is wrong with the value, what to do)"""
     if value is None:
-        return ("needs a value", f"Write --{option.name}=VALUE.") if option.value == "required" else None
+        return (
+            ("needs a value", f"Write --{option.name}=VALUE.")
+            if option.value == "required"
+            else None
+        )
     if option.value == "none":
         return f"takes no value, and has {value!r}", f"Write --{option.name}."
     if " -" in value:
         return f"has another option in its value {value!r}", "Give each option an entry of its own."
     if not SAFE_VALUE.fullmatch(value):
         allowed = "letters, digits, spaces and . _ , @ + = : / % & | * ( ) [ ] -"
-        return f"has the value {value!r}, which has no place in a job script", f"Give {allowed} only."
+        return (
+            f"has the value {value!r}, which has no place in a job script",
+            f"Give {allowed} only.",
+        )
     return None
 
 
 def _unknown(given: Given) -> Diagnostic:
     name = f"-{given.name}" if len(given.name) == 1 else f"--{given.name}"
-    near = tuple(difflib.get_close_matches(given.name.lower().replace("_", "-"), options(), n=1, cutoff=0.6))
+    near = tuple(
+        difflib.get_close_matches(given.name.lower().replace("_", "-"), options(), n=1, cutoff=0.6)
+    )
     help = (
         f"Did you mean `--{near[0]}`?"
         if near
         else (
-            "An option of a plugin of your site goes on the command line: `sbatch --its-option launch/job.sh`, in the "
-            "compiled folder."
+            "An option of a plugin of your site goes on the command line: `sbatch --its-option "
+            "launch/job.sh`, in the compiled folder."
         )
     )
     message = f"launch.slurm.extra: {name} is no option of sbatch (Slurm {versions()})"

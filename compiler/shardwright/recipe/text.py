@@ -1,4 +1,5 @@
-"""Text -> Node tree, by one of two readers. Everything wrong that lets the reading go on is collected, not raised."""
+"""Text -> Node tree, by one of two readers. Everything wrong that lets the reading go on is
+collected, not raised."""
 
 from __future__ import annotations
 
@@ -63,12 +64,20 @@ class _Builder:
             if event.kind == "document":
                 documents += 1
                 if documents > 1:
-                    self.stop("SW1009", "a second YAML document begins here; a recipe is one", place, "Remove `---`.")
+                    self.stop(
+                        "SW1009",
+                        "a second YAML document begins here; a recipe is one",
+                        place,
+                        "Remove `---`.",
+                    )
                 continue
             if event.tag is not None:
                 shown = event.tag.replace("tag:yaml.org,2002:", "!!")
                 self.error(
-                    "SW1008", f"the tag {shown} is not allowed", place, "Remove it: quotes make text of a number."
+                    "SW1008",
+                    f"the tag {shown} is not allowed",
+                    place,
+                    "Remove it: quotes make text of a number.",
                 )
             if event.kind == "end":
                 self.close(event)
@@ -84,7 +93,9 @@ class _Builder:
                 self.scalar(event, place)
 
     def expects_key(self) -> bool:
-        return bool(self.stack) and self.stack[-1].event.kind == "map" and self.stack[-1].key is None
+        return (
+            bool(self.stack) and self.stack[-1].event.kind == "map" and self.stack[-1].key is None
+        )
 
     def key_place(self) -> Location | None:
         event = self.stack[-1].key_event if self.stack else None
@@ -93,10 +104,15 @@ class _Builder:
     def open_key(self, event: Event, place: Location) -> None:
         top = self.stack[-1]
         if event.kind != "scalar":
-            self.stop("SW1015", "a key must be plain text", place, "Write each key as `name: value`.")
+            self.stop(
+                "SW1015", "a key must be plain text", place, "Write each key as `name: value`."
+            )
         if event.plain and event.text == "<<":
             self.error(
-                "SW1007", "merge keys (`<<`) are not part of YAML 1.2", place, "Use `extends`, or write the keys out."
+                "SW1007",
+                "merge keys (`<<`) are not part of YAML 1.2",
+                place,
+                "Use `extends`, or write the keys out.",
             )
         self.errors.extend(scalar_errors(event.text, event.text, place))
         if event.text in top.entries:
@@ -119,7 +135,12 @@ class _Builder:
     def alias(self, event: Event, place: Location) -> None:
         node = self.anchors.get(event.text)
         if node is None:
-            self.stop("SW1010", f"there is no finished anchor &{event.text} before this alias", place, "Write it out.")
+            self.stop(
+                "SW1010",
+                f"there is no finished anchor &{event.text} before this alias",
+                place,
+                "Write it out.",
+            )
         elif len(self.stack) + node.depth > DEEPEST:
             self.too_large(f"is nested more than {DEEPEST} levels deep", place)
         else:
@@ -128,7 +149,11 @@ class _Builder:
     def close(self, event: Event) -> None:
         top = self.stack.pop()
         # A block has no bracket to point at: its key is what the reader looks for.
-        place = self.lines.at(top.event.start, event.end) if top.event.flow else top.key_place or top.place
+        place = (
+            self.lines.at(top.event.start, event.end)
+            if top.event.flow
+            else top.key_place or top.place
+        )
         node: MapNode | ListNode
         if top.event.kind == "map":
             node = map_node(tuple(top.entries.values()), place)

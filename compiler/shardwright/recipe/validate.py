@@ -23,17 +23,30 @@ from shardwright.recipe.describe import (
     words_for,
 )
 from shardwright.recipe.scalar import LARGEST_INTEGER, SMALLER_INTEGER, resolve
-from shardwright.recipe.schema import fits, fits_choice, is_open, items, properties, recipe_schema, types
+from shardwright.recipe.schema import (
+    fits,
+    fits_choice,
+    is_open,
+    items,
+    properties,
+    recipe_schema,
+    types,
+)
 
 MOST_SEARCHED = 200
-"""Unknown keys of one section for which a near name is looked for: a search each, and nobody mistypes more."""
+"""Unknown keys of one section for which a near name is looked for: a search each, and nobody
+mistypes more."""
 _NOT_FINITE = {"nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"}
 
 
 def validate(document: JsonObject) -> tuple[Diagnostic, ...]:
     """Every finding, each with its key, without those that only follow from another."""
     found: dict[KeyPath | None, Diagnostic] = {}
-    findings = [*_to_fill_in(document), *_schema_findings(document), *_unknown_keys(recipe_schema(), document, ())]
+    findings = [
+        *_to_fill_in(document),
+        *_schema_findings(document),
+        *_unknown_keys(recipe_schema(), document, ()),
+    ]
     # One a key, and the type first: what else is said of a value of the wrong type means little.
     for diagnostic in sorted(findings, key=lambda d: ("SW1108", "SW1102", d.code).index(d.code)):
         found.setdefault(diagnostic.key, diagnostic)
@@ -42,7 +55,8 @@ def validate(document: JsonObject) -> tuple[Diagnostic, ...]:
 
 
 def meant_keys(findings: Iterable[Diagnostic]) -> set[KeyPath]:
-    """Keys that are missing only because they are misspelt or misplaced: an unknown key was meant to be them."""
+    """Keys that are missing only because they are misspelt or misplaced: an unknown key was meant
+    to be them."""
     unknown = [(d.key, near) for d in findings if d.code == "SW1101" and d.key for near in d.valid]
     return {tuple(near.split(".")) if "." in near else (*key[:-1], near) for key, near in unknown}
 
@@ -70,21 +84,36 @@ def _convert(error: ValidationError) -> Iterator[Diagnostic]:
         yield from _any_of(error, path, value)
     elif "propertyNames" in error.absolute_schema_path:
         key = str(value)
-        yield found("SW1106", (*path, key), f"{name(path)}: {quote(key)} is not {_rule(schema)}", _must(schema))
+        yield found(
+            "SW1106",
+            (*path, key),
+            f"{name(path)}: {quote(key)} is not {_rule(schema)}",
+            _must(schema),
+        )
     elif word == "type":
         yield wrong_type(path, value, types(schema, any_branch=False))
     elif word in ("enum", "const"):
-        yield _not_a_choice(path, value, [limit] if word == "const" else list(cast(Sequence[JsonValue], limit)))
+        yield _not_a_choice(
+            path, value, [limit] if word == "const" else list(cast(Sequence[JsonValue], limit))
+        )
     elif word in _RANGES:
         yield found(
-            "SW1104", path, f"{name(path)}: {say_value(value)} is out of range", f"Give a number {_range(schema)}."
+            "SW1104",
+            path,
+            f"{name(path)}: {say_value(value)} is out of range",
+            f"Give a number {_range(schema)}.",
         )
     elif word == "required":
         for key in cast(Sequence[str], limit):
             if key not in cast(JsonObject, value):
                 yield _missing(path, key, cast(JsonObject, value))
     elif word in ("pattern", "not", "minLength", "maxLength"):
-        yield found("SW1106", path, f"{name(path)}: {quote(str(value))} is not {_rule(schema)}", _must(schema))
+        yield found(
+            "SW1106",
+            path,
+            f"{name(path)}: {quote(str(value))} is not {_rule(schema)}",
+            _must(schema),
+        )
     elif word in ("minItems", "maxItems", "minProperties", "maxProperties"):
         length = len(cast(Sequence[JsonValue], value))
         bound = "at least" if word.startswith("min") else "at most"
@@ -95,7 +124,11 @@ def _convert(error: ValidationError) -> Iterator[Diagnostic]:
 def _any_of(error: ValidationError, path: KeyPath, value: JsonValue) -> Iterator[Diagnostic]:
     """What the branch for this type of value says; where no branch is, every type that would do."""
     branches = cast(Sequence[JsonObject], error.validator_value)
-    meant = [index for index, branch in enumerate(branches) if "const" not in branch and fits(branch, value)]
+    meant = [
+        index
+        for index, branch in enumerate(branches)
+        if "const" not in branch and fits(branch, value)
+    ]
     if meant:
         for inner in error.context or ():
             # schema_path is relative to anyOf: its first part is the branch's index.
@@ -103,19 +136,30 @@ def _any_of(error: ValidationError, path: KeyPath, value: JsonValue) -> Iterator
                 yield from _convert(inner)
         return
     words = [
-        cast(Sequence[JsonValue], branch.get("enum", [branch["const"]] if "const" in branch else ()))
+        cast(
+            Sequence[JsonValue], branch.get("enum", [branch["const"]] if "const" in branch else ())
+        )
         for branch in branches
     ]
     others = (types(branch) for branch, its in zip(branches, words, strict=True) if not its)
-    yield wrong_type(path, value, set().union(*others), tuple(str(word) for its in words for word in its))
+    yield wrong_type(
+        path, value, set().union(*others), tuple(str(word) for its in words for word in its)
+    )
 
 
-def wrong_type(path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple[str, ...] = ()) -> Diagnostic:
+def wrong_type(
+    path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple[str, ...] = ()
+) -> Diagnostic:
     """choices: texts that would do as well, such as auto."""
     expected = " or ".join((*(f"`{c}`" for c in choices), *say_types(wanted)))
     numeric = bool(wanted & {"integer", "number"})
     if isinstance(value, str) and numeric and value.lower() in _NOT_FINITE:
-        return found("SW1013", path, f"{name(path)}: {value} is not a finite number", "Write a finite number.")
+        return found(
+            "SW1013",
+            path,
+            f"{name(path)}: {value} is not a finite number",
+            "Write a finite number.",
+        )
     help = f"Give {expected}."
     if isinstance(value, str):
         plain = value.strip().replace("_", "").replace(",", "")
@@ -131,19 +175,33 @@ def wrong_type(path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple
     elif "string" in wanted and isinstance(value, bool | int | float):
         help = f'Write "{say_value(value)}" in quotes.'
     elif "array" in wanted:
-        help = f"Give a list, such as [{say_value(value)}]." if not isinstance(value, Mapping) else "Give a list."
+        help = (
+            f"Give a list, such as [{say_value(value)}]."
+            if not isinstance(value, Mapping)
+            else "Give a list."
+        )
     help = _TYPE_HELP.get(path, help)
     return found(
-        "SW1102", path, f"{name(path)}: expected {expected}, got {say_value(value, typed=True)}", help, choices
+        "SW1102",
+        path,
+        f"{name(path)}: expected {expected}, got {say_value(value, typed=True)}",
+        help,
+        choices,
     )
 
 
 _TYPE_HELP: dict[KeyPath, str] = {
-    ("model", "trust_remote_code"): "Write the model's name, the same as model.source: `trust_remote_code: org/name`. "
+    (
+        "model",
+        "trust_remote_code",
+    ): "Write the model's name, the same as model.source: `trust_remote_code: org/name`. "
     "Without the key no code of a model's own runs.",
 }
 
-_BOOLEANS = {**dict.fromkeys(("yes", "on", "true"), "true"), **dict.fromkeys(("no", "off", "false"), "false")}
+_BOOLEANS = {
+    **dict.fromkeys(("yes", "on", "true"), "true"),
+    **dict.fromkeys(("no", "off", "false"), "false"),
+}
 
 
 def _not_a_choice(path: KeyPath, value: JsonValue, choices: list[JsonValue]) -> Diagnostic:
@@ -155,7 +213,11 @@ def _not_a_choice(path: KeyPath, value: JsonValue, choices: list[JsonValue]) -> 
     if path == ("version",):
         help = "Write `version: 1`; this is the only format that this shardwright reads."
     return found(
-        "SW1103", path, f"{name(path)}: {say_value(value)} is not {words_for(valid)}", help, tuple(close or valid)
+        "SW1103",
+        path,
+        f"{name(path)}: {say_value(value)} is not {words_for(valid)}",
+        help,
+        tuple(close or valid),
     )
 
 
@@ -163,14 +225,22 @@ def _missing(path: KeyPath, key: str, value: JsonObject) -> Diagnostic:
     where = f" in `{name(path)}`" if path else ""
     schema = _schema_at(path, recipe_schema(), value)
     known = properties(schema, value).get(key, {})
-    what = str(known.get("description", "")).removesuffix("Required.").strip() or str(known.get("title", ""))
-    return found("SW1105", (*path, key), f"`{key}` is missing{where}", f"Add `{key}:`. {what}".strip())
+    what = str(known.get("description", "")).removesuffix("Required.").strip() or str(
+        known.get("title", "")
+    )
+    return found(
+        "SW1105", (*path, key), f"`{key}` is missing{where}", f"Add `{key}:`. {what}".strip()
+    )
 
 
 def _schema_at(path: KeyPath, schema: JsonObject, value: JsonValue) -> JsonObject:
     """Good enough for titles: only the last mapping's own value is known here."""
     for part in path:
-        schema = items(schema, [value]) if isinstance(part, int) else properties(schema, value).get(part, {})
+        schema = (
+            items(schema, [value])
+            if isinstance(part, int)
+            else properties(schema, value).get(part, {})
+        )
     return schema
 
 
@@ -205,7 +275,11 @@ def _unknown(path: KeyPath, key: str, known: tuple[str, ...], *, search: bool) -
         elsewhere = [place for place in places_of_key(key) if place[:-1] != path][:2]
     help = f"Did you mean `{close[0]}`?" if close else ""
     if elsewhere:
-        help += " " + " or ".join(f"`{place[-1]}` belongs {_under(place[:-1])}" for place in elsewhere) + "."
+        help += (
+            " "
+            + " or ".join(f"`{place[-1]}` belongs {_under(place[:-1])}" for place in elsewhere)
+            + "."
+        )
     help = help.strip() or f"The keys here are {', '.join(known)}."
     valid = (*close, *(".".join(place) for place in elsewhere))
     return found("SW1101", (*path, key), f"unknown key `{key}` {where}", help, valid)
@@ -224,7 +298,9 @@ _RANGES: dict[str, str] = {
 
 
 def _range(schema: JsonObject) -> str:
-    return " and ".join(f"{words} {schema[word]}" for word, words in _RANGES.items() if word in schema)
+    return " and ".join(
+        f"{words} {schema[word]}" for word, words in _RANGES.items() if word in schema
+    )
 
 
 def _rule(schema: JsonObject) -> str:
@@ -243,7 +319,11 @@ def integer_errors(document: JsonValue, path: KeyPath = ()) -> Iterator[Diagnost
     elif isinstance(document, list):
         for index, value in enumerate(document):
             yield from integer_errors(value, (*path, index))
-    elif isinstance(document, int) and not isinstance(document, bool) and abs(document) > LARGEST_INTEGER:
+    elif (
+        isinstance(document, int)
+        and not isinstance(document, bool)
+        and abs(document) > LARGEST_INTEGER
+    ):
         yield found(
             "SW1014",
             path,

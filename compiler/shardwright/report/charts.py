@@ -1,4 +1,5 @@
-"""The page's Bokeh figures. Each takes plain figures and returns a model; page.js gives them the page's colours."""
+"""The page's Bokeh figures. Each takes plain figures and returns a model; page.js gives them the
+page's colours."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ MARKS = {"star": "★", "x": "\N{MULTIPLICATION SIGN}"}
 
 
 def plot(dimensions: str = "both", **options: object) -> figure:
-    """As wide as the page. Dragging a box zooms; the wheel does with Ctrl alone, for it scrolls the page."""
+    """As wide as the page. Dragging a box zooms; the wheel does with Ctrl alone, for it scrolls the
+    page."""
     tools = [
         BoxZoomTool(dimensions=dimensions),
         PanTool(dimensions=dimensions),
@@ -61,14 +63,20 @@ def plot(dimensions: str = "both", **options: object) -> figure:
 
 def hover(tooltips: Sequence[tuple[str, str]], **options: object) -> HoverTool:
     """A table of names and values beside the pointer."""
-    rows = "".join(f'<div><span class="tip">{name}</span> {value}</div>' for name, value in tooltips)
+    rows = "".join(
+        f'<div><span class="tip">{name}</span> {value}</div>' for name, value in tooltips
+    )
     style = "<style>.tip{color:#5b6573;display:inline-block;min-width:76px}</style>"
-    page = f'<div style="max-width:320px;font:12px/1.45 system-ui,sans-serif;color:#14181f">{style}{rows}</div>'
+    page = (
+        '<div style="max-width:320px;font:12px/1.45 '
+        f'system-ui,sans-serif;color:#14181f">{style}{rows}</div>'
+    )
     return HoverTool(tooltips=page, **options)
 
 
 def keys(made: figure) -> list[tuple[str, str, str]]:
-    """(name, colour, mark) of what the figure draws: its legend, which the page shows, for a phone has no room inside.
+    """(name, colour, mark) of what the figure draws: its legend, which the page shows, for a phone
+    has no room inside.
 
     A renderer without a name stays out of it.
     """
@@ -85,7 +93,9 @@ def keys(made: figure) -> list[tuple[str, str, str]]:
 def memory_chart(memory: Memory) -> figure:
     """Per pipeline rank, what its fullest GPU holds, against what a GPU has."""
     stages = [f"stage {stage.stage}" for stage in memory.stages]
-    parts = {part: [getattr(stage, f"{part}_bytes") / GIB for stage in memory.stages] for part in MEMORY}
+    parts = {
+        part: [getattr(stage, f"{part}_bytes") / GIB for stage in memory.stages] for part in MEMORY
+    }
     columns: dict[str, Sequence[object]] = {
         **parts,
         "stage": stages,
@@ -112,17 +122,32 @@ def parts_chart(timeline: StepTimeline) -> figure:
         [r.idle_seconds for r in timeline.ranks],
     )
     shown = {name: seconds for name, seconds in zip(STEP, values, strict=True) if max(seconds) > 0}
-    columns: dict[str, Sequence[object]] = {"rank": [f"rank {rank}" for rank in range(len(timeline.ranks))], **shown}
+    columns: dict[str, Sequence[object]] = {
+        "rank": [f"rank {rank}" for rank in range(len(timeline.ranks))],
+        **shown,
+    }
     colors = {name: STEP[name] for name in shown}
-    made = _stacked("parts", "rank", columns, colors, timeline.simulated_seconds * 1.02, "seconds of the step")
-    made.add_tools(hover([("", "<b>pipeline @rank</b>"), *((name, f"@{{{name}}}{{0.0000}} s") for name in shown)]))
+    made = _stacked(
+        "parts", "rank", columns, colors, timeline.simulated_seconds * 1.02, "seconds of the step"
+    )
+    made.add_tools(
+        hover(
+            [("", "<b>pipeline @rank</b>"), *((name, f"@{{{name}}}{{0.0000}} s") for name in shown)]
+        )
+    )
     return made
 
 
 def _stacked(
-    name: str, rows: str, columns: Mapping[str, Sequence[object]], colors: Mapping[str, str], end: float, unit: str
+    name: str,
+    rows: str,
+    columns: Mapping[str, Sequence[object]],
+    colors: Mapping[str, str],
+    end: float,
+    unit: str,
 ) -> figure:
-    """A bar a row, of the columns that have a colour. rows: the column with their names, from the top."""
+    """A bar a row, of the columns that have a colour. rows: the column with their names, from the
+    top."""
     made = plot(
         "width",
         name=name,
@@ -132,14 +157,23 @@ def _stacked(
         x_axis_label=unit,
     )
     source = ColumnDataSource(dict(columns))
-    made.hbar_stack(list(colors), y=rows, height=0.72, color=list(colors.values()), source=source, line_width=0)
+    made.hbar_stack(
+        list(colors), y=rows, height=0.72, color=list(colors.values()), source=source, line_width=0
+    )
     made.ygrid.grid_line_color = None
     return made
 
 
 def _capacity_line(capacity: float) -> Span:
     """capacity: GiB."""
-    return Span(location=capacity, dimension="height", line_width=2, line_dash="dashed", tags=["ink"], name="capacity")
+    return Span(
+        location=capacity,
+        dimension="height",
+        line_width=2,
+        line_dash="dashed",
+        tags=["ink"],
+        name="capacity",
+    )
 
 
 def timeline_chart(timeline: StepTimeline) -> figure:
@@ -173,7 +207,11 @@ def timeline_chart(timeline: StepTimeline) -> figure:
         about = [("", f"<b>{name}</b>"), ("rank", "@rank")]
         if name in PASS_KINDS:
             about += [("stage", "@stage"), ("micro-batch", "@micro")]
-        made.add_tools(hover([*about, ("from", "@left{0.0000} s"), ("to", "@right{0.0000} s")], renderers=[drawn]))
+        made.add_tools(
+            hover(
+                [*about, ("from", "@left{0.0000} s"), ("to", "@right{0.0000} s")], renderers=[drawn]
+            )
+        )
     made.yaxis.ticker = list(range(len(ranks)))
     made.yaxis.major_label_overrides = {place: f"rank {rank}" for rank, place in row.items()}
     made.ygrid.grid_line_color = None
@@ -181,11 +219,15 @@ def timeline_chart(timeline: StepTimeline) -> figure:
     return made
 
 
-def _bars_by_kind(timeline: StepTimeline, row: Mapping[int, int]) -> Iterator[tuple[int, str, ColumnDataSource]]:
-    """(kind, its name, its bars) of each that there is. row: pipeline rank -> place from the top."""
+def _bars_by_kind(
+    timeline: StepTimeline, row: Mapping[int, int]
+) -> Iterator[tuple[int, str, ColumnDataSource]]:
+    """(kind, its name, its bars) of each that there is. row: pipeline rank -> place from the
+    top."""
     bars = [bar for bar in timeline.bars if bar.rank in row]
     kinds = np.array([bar.kind for bar in bars], dtype=np.uint8)
-    # Messages stand lower than passes: they are short, and a row of them shall not hide what is computed.
+    # Messages stand lower than passes: they are short, and a row of them shall not hide what is
+    # computed.
     half = np.where(kinds == KINDS.index("messages"), 0.22, 0.4).astype(np.float32)
     centre = np.array([row[bar.rank] for bar in bars], dtype=np.float32)
     start = np.array([bar.start_seconds for bar in bars])
@@ -202,11 +244,16 @@ def _bars_by_kind(timeline: StepTimeline, row: Mapping[int, int]) -> Iterator[tu
     for kind, name in enumerate(KINDS):
         of_kind = kinds == kind
         if of_kind.any():
-            yield kind, name, ColumnDataSource({key: values[of_kind] for key, values in columns.items()})
+            yield (
+                kind,
+                name,
+                ColumnDataSource({key: values[of_kind] for key, values in columns.items()}),
+            )
 
 
 def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
-    """Every layout by memory and step time, both logarithmic: the good ones are near the lower left."""
+    """Every layout by memory and step time, both logarithmic: the good ones are near the lower
+    left."""
     made = plot(
         name="space",
         height=460,
@@ -243,10 +290,22 @@ def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
     capacity = capacity_bytes / GIB
     made.add_layout(_capacity_line(capacity))
     label = f"{capacity:g} GiB"
-    made.add_layout(Label(x=capacity, y=6, y_units="screen", x_offset=6, text=label, text_font_size=FONT, tags=["ink"]))
+    made.add_layout(
+        Label(
+            x=capacity,
+            y=6,
+            y_units="screen",
+            x_offset=6,
+            text=label,
+            text_font_size=FONT,
+            tags=["ink"],
+        )
+    )
     made.xaxis.ticker = _doublings([p.peak_bytes / GIB for p in space.points])
     made.yaxis.ticker = _doublings([p.step_seconds for p in space.points])
-    made.axis.formatter = CustomJSTickFormatter(code="return tick >= 1 ? tick.toLocaleString('en') : String(tick)")
+    made.axis.formatter = CustomJSTickFormatter(
+        code="return tick >= 1 ? tick.toLocaleString('en') : String(tick)"
+    )
     return made
 
 
@@ -264,7 +323,8 @@ def _space_source(points: Sequence[Point], reasons: list[str]) -> ColumnDataSour
 def _draw_verdict(made: figure, verdict: str, points: Sequence[Point]) -> None:
     """The layouts of one verdict: those that run as filled dots."""
     reasons = [
-        (f"{p.code}: {p.reason}" if p.code else p.verdict) + ("" if p.pinned else "; not as pinned") for p in points
+        (f"{p.code}: {p.reason}" if p.code else p.verdict) + ("" if p.pinned else "; not as pinned")
+        for p in points
     ]
     runs = verdict in ("runs", "tight")
     drawn = made.scatter(
@@ -287,11 +347,18 @@ def _doublings(values: Sequence[float]) -> FixedTicker:
     """Of a logarithmic axis: every power of two, or of four where there would be many."""
     first, last = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
     stride = 1 if last - first <= 8 else 2
-    return FixedTicker(ticks=[2.0**power for power in range(first - 4, last + 5) if power % stride == 0])
+    return FixedTicker(
+        ticks=[2.0**power for power in range(first - 4, last + 5) if power % stride == 0]
+    )
 
 
 def _space_hover(drawn: object) -> HoverTool:
-    rows = (("", "<b>@layout</b>"), ("memory", "@gib{0.0} GiB"), ("step", "@seconds{0.000} s"), ("", "@reason"))
+    rows = (
+        ("", "<b>@layout</b>"),
+        ("memory", "@gib{0.0} GiB"),
+        ("step", "@seconds{0.000} s"),
+        ("", "@reason"),
+    )
     return hover(rows, renderers=[drawn])
 
 
@@ -302,7 +369,11 @@ def loss_chart(run: MeasuredRun) -> figure:
         "step",
         "loss",
         source=ColumnDataSource(
-            {"step": steps, "loss": [s.loss for s in run.drawn], "norm": [s.grad_norm for s in run.drawn]}
+            {
+                "step": steps,
+                "loss": [s.loss for s in run.drawn],
+                "norm": [s.grad_norm for s in run.drawn],
+            }
         ),
         line_width=2,
         line_color=VERDICTS["runs"],
@@ -356,6 +427,8 @@ def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> figure:
         name="predicted",
     )
     made.y_range.start = 0
-    made.y_range.end = 1.15 * max(predicted_seconds, sorted(seconds)[int(0.98 * (len(seconds) - 1))])
+    made.y_range.end = 1.15 * max(
+        predicted_seconds, sorted(seconds)[int(0.98 * (len(seconds) - 1))]
+    )
     made.add_tools(hover([("step", "@step"), ("took", "@seconds{0.000} s")], renderers=[drawn]))
     return made

@@ -1,4 +1,5 @@
-"""The cluster as it stands: a cell a GPU, node by node, coloured by the group that it belongs to."""
+"""The cluster as it stands: a cell a GPU, node by node, coloured by the group that it belongs
+to."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from bokeh.models import ColumnDataSource, CustomJS, CustomJSHover, HoverTool, LinearColorMapper, TapTool
+from bokeh.models import (
+    ColumnDataSource,
+    CustomJS,
+    CustomJSHover,
+    HoverTool,
+    LinearColorMapper,
+    TapTool,
+)
 from bokeh.plotting import figure
 
 from shardwright.layout.axes import placed_axes
@@ -33,7 +41,9 @@ class Grid:
 def grid_of(nodes: int, gpus_per_node: int) -> Grid:
     """About twice as wide as high, whatever the number of nodes."""
     if nodes <= ROWS_UP_TO:
-        return Grid(columns=1, rows=nodes, wide=min(gpus_per_node, 16), high=-(-gpus_per_node // 16))
+        return Grid(
+            columns=1, rows=nodes, wide=min(gpus_per_node, 16), high=-(-gpus_per_node // 16)
+        )
     high = max(n for n in range(1, math.isqrt(gpus_per_node) + 1) if gpus_per_node % n == 0)
     wide = gpus_per_node // high
     columns = min(nodes, max(1, round(math.sqrt(nodes * 2 * (high + GAP) / (wide + GAP)))))
@@ -81,7 +91,9 @@ def cluster_map(plan: Plan) -> figure:
         middle = [n * (grid.high + GAP) + (grid.high - 1) / 2 for n in range(nodes)]
         made.yaxis.ticker = middle
         of = [f"island {n // plan.nodes}, " if copies > 1 else "" for n in range(nodes)]
-        made.yaxis.major_label_overrides = {m: f"{of[n]}node {n % plan.nodes}" for n, m in enumerate(middle)}
+        made.yaxis.major_label_overrides = {
+            m: f"{of[n]}node {n % plan.nodes}" for n, m in enumerate(middle)
+        }
         made.yaxis.axis_line_color = made.yaxis.major_tick_line_color = None
     else:
         made.yaxis.visible = False
@@ -127,7 +139,10 @@ def _cell_hover(plan: Plan, source: ColumnDataSource, cells: object, islands: in
     """A rank's place, groups, layers and bytes of parameters."""
     resident = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
     layers = CustomJSHover(args={"held": held_layers(plan)}, code="return held[value]")
-    table = [[resident[p, t] / 2**30 for t in range(plan.strategy.tensor)] for p in range(plan.strategy.pipeline)]
+    table = [
+        [resident[p, t] / 2**30 for t in range(plan.strategy.tensor)]
+        for p in range(plan.strategy.pipeline)
+    ]
     share = CustomJSHover(
         args={"table": table, "source": source},
         code="""
@@ -147,15 +162,16 @@ return table[source.data.pipeline[i]][source.data.tensor[i]].toFixed(2) + ' GiB'
     )
 
 
-# A tap on one GPU shows all that it talks to: those that share two of its three coordinates, and all three in the other
-# islands, through the store.
+# A tap on one GPU shows all that it talks to: those that share two of its three coordinates, and
+# all three in the other islands, through the store.
 PEERS = """
 const [tapped, ...others] = source.selected.indices
 if (tapped == null || others.length > 0) return
 const {pipeline, tensor, data, island} = source.data
 const peers = [tapped]
 for (let i = 0; i < pipeline.length; i++) {
-  const same = (pipeline[i] == pipeline[tapped]) + (tensor[i] == tensor[tapped]) + (data[i] == data[tapped])
+  const same = (pipeline[i] == pipeline[tapped]) + (tensor[i] == tensor[tapped])
+    + (data[i] == data[tapped])
   if (same == (island[i] == island[tapped] ? 2 : 3)) peers.push(i)
 }
 if (peers.length > 1) source.selected.indices = peers
@@ -167,5 +183,9 @@ def held_layers(plan: Plan) -> list[str]:
     out = []
     for pipeline in range(plan.strategy.pipeline):
         stages = [stage.layers for stage in plan.stages if stage.pipeline_rank == pipeline]
-        out.append(", ".join(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}" for names in stages))
+        out.append(
+            ", ".join(
+                names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}" for names in stages
+            )
+        )
     return out

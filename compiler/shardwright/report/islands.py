@@ -27,7 +27,8 @@ MOST_DRAWN = 16  # islands with a curve of their own
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterWait:
-    """What training waited for an outer step. members: () where another island's state was taken."""
+    """What training waited for an outer step. members: () where another island's state was
+    taken."""
 
     step: int
     members: tuple[int, ...]
@@ -36,8 +37,8 @@ class OuterWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandRun:
-    """absent: outer steps in a row, up to the last one, that were made without it. median_wait_seconds: NaN where it
-    made no outer step."""
+    """absent: outer steps in a row, up to the last one, that were made without it.
+    median_wait_seconds: NaN where it made no outer step."""
 
     island: int
     run: MeasuredRun
@@ -51,8 +52,8 @@ class IslandRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandsRun:
-    """Of the islands that are here. whole: at most MOST_POINTS of its steps, evenly. tokens: of all of them.
-    outer_steps: None where the store's record is elsewhere."""
+    """Of the islands that are here. whole: at most MOST_POINTS of its steps, evenly. tokens: of all
+    of them. outer_steps: None where the store's record is elsewhere."""
 
     islands: tuple[IslandRun, ...]
     whole: tuple[WholeStep, ...]
@@ -108,8 +109,18 @@ def loss_chart(found: IslandsRun) -> figure:
     made = plot(name="islands-loss", height=320, x_axis_label="step", y_axis_label="loss")
     for each, colour in _drawn(found):
         steps = each.run.drawn
-        source = ColumnDataSource({"step": [s.step for s in steps], "loss": [s.loss for s in steps]})
-        made.line("step", "loss", source=source, line_width=1, line_color=colour, line_alpha=0.7, name=_name(each))
+        source = ColumnDataSource(
+            {"step": [s.step for s in steps], "loss": [s.loss for s in steps]}
+        )
+        made.line(
+            "step",
+            "loss",
+            source=source,
+            line_width=1,
+            line_color=colour,
+            line_alpha=0.7,
+            name=_name(each),
+        )
     source = ColumnDataSource(
         {
             "step": [each.step for each in found.whole],
@@ -117,7 +128,9 @@ def loss_chart(found: IslandsRun) -> figure:
             "islands": [", ".join(map(str, each.islands)) for each in found.whole],
         }
     )
-    whole = made.line("step", "loss", source=source, line_width=2.5, line_color=CHOSEN, name="all islands")
+    whole = made.line(
+        "step", "loss", source=source, line_width=2.5, line_color=CHOSEN, name="all islands"
+    )
     rows = [("step", "@step"), ("loss", "@loss{0.0000}"), ("islands", "@islands")]
     made.add_tools(hover(rows, renderers=[whole], mode="vline"))
     return made
@@ -125,21 +138,33 @@ def loss_chart(found: IslandsRun) -> figure:
 
 def waits_chart(found: IslandsRun, predicted_seconds: float) -> figure:
     """What each island's training waited for each outer step, against the prediction."""
-    made = plot(name="islands-waits", height=260, x_axis_label="step", y_axis_label="seconds of an outer step")
+    made = plot(
+        name="islands-waits",
+        height=260,
+        x_axis_label="step",
+        y_axis_label="seconds of an outer step",
+    )
     steps = [wait.step for each in found.islands for wait in each.waits]
     for each, colour in _drawn(found):
         source = ColumnDataSource(
             {
                 "step": [wait.step for wait in each.waits],
                 "seconds": [wait.seconds for wait in each.waits],
-                "members": [", ".join(map(str, wait.members)) or "a state taken" for wait in each.waits],
+                "members": [
+                    ", ".join(map(str, wait.members)) or "a state taken" for wait in each.waits
+                ],
             }
         )
-        drawn = made.scatter("step", "seconds", source=source, size=6, color=colour, name=_name(each))
+        drawn = made.scatter(
+            "step", "seconds", source=source, size=6, color=colour, name=_name(each)
+        )
         rows = [("", f"<b>{_name(each)}</b>"), ("step", "@step"), ("waited", "@seconds{0.000} s")]
         made.add_tools(hover([*rows, ("with", "@members")], renderers=[drawn]))
     if steps:
-        ends, line = [min(steps), max(steps)], {"line_width": 2, "line_dash": "dashed", "line_color": ORANGE}
+        ends, line = (
+            [min(steps), max(steps)],
+            {"line_width": 2, "line_dash": "dashed", "line_color": ORANGE},
+        )
         made.line(ends, [predicted_seconds] * 2, name="predicted", **line)
     made.y_range.start = 0
     return made

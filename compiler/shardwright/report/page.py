@@ -1,4 +1,5 @@
-"""The page: figures of the plan as text, the charts as Bokeh's JSON, styles and scripts, all in one file."""
+"""The page: figures of the plan as text, the charts as Bokeh's JSON, styles and scripts, all in one
+file."""
 
 from __future__ import annotations
 
@@ -64,7 +65,10 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     """The page's HTML, and the simulated step that it shows."""
     plan = subject.plan
     timeline = step_timeline(subject.layout, plan.predicted.time)
-    space = whole_space(Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster), subject.estimate)
+    space = whole_space(
+        Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster),
+        subject.estimate,
+    )
     run = read_run(subject.folder, plan)
     islands = read_islands_run(subject)
     drawn = dict(_charts(subject, timeline, space, run, islands))
@@ -72,10 +76,14 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     totals = totals_of(subject, training)
     estimate = dataclasses.replace(subject.estimate, training=training)
     problem, saves = carried(Problem, subject), read_saves(subject.folder)
-    expected = goodput(problem, estimate, measured=None if saves is None else saves.gbytes_per_second)
+    expected = goodput(
+        problem, estimate, measured=None if saves is None else saves.gbytes_per_second
+    )
     figures = Figures(cast(JsonObject, json.loads(json.dumps(dataclasses.asdict(plan)))))
     environment = Environment(
-        loader=FileSystemLoader(templates_dir() / "report"), undefined=StrictUndefined, autoescape=True
+        loader=FileSystemLoader(templates_dir() / "report"),
+        undefined=StrictUndefined,
+        autoescape=True,
     )
     environment.globals |= {"n": figures.shown, "g": figures.gib}
     html = environment.get_template("page.html.j2").render(
@@ -134,7 +142,10 @@ def _charts(
     yield "memory", charts.memory_chart(plan.predicted.memory)
     yield "timeline", charts.timeline_chart(timeline)
     yield "parts", charts.parts_chart(timeline)
-    yield "space", charts.space_chart(space, plan.strategy.describe(), plan.predicted.memory.capacity_bytes)
+    yield (
+        "space",
+        charts.space_chart(space, plan.strategy.describe(), plan.predicted.memory.capacity_bytes),
+    )
     if run is not None:
         yield "loss", charts.loss_chart(run)
         yield "seconds", charts.seconds_chart(run, plan.predicted.time.step_seconds)
@@ -156,7 +167,8 @@ def _outer_cost(subject: CompiledFolder) -> IslandsCost | None:
 
 
 class Figures:
-    """Numbers of plan.json by their path in it, marked with it: `<data data-key="predicted.time.mfu" value="0.4">`."""
+    """Numbers of plan.json by their path in it, marked with it: `<data
+    data-key="predicted.time.mfu" value="0.4">`."""
 
     def __init__(self, document: JsonObject) -> None:
         self._document = document
@@ -167,7 +179,9 @@ class Figures:
             value = value[int(part)] if isinstance(value, list) else cast(JsonObject, value)[part]
         assert isinstance(value, int | float), key
         text = form.format(value if scale == 1 else value * scale)
-        return Markup('<data data-key="{}" value="{}">{}</data>').format(key, json.dumps(value), text)
+        return Markup('<data data-key="{}" value="{}">{}</data>').format(
+            key, json.dumps(value), text
+        )
 
     def marked(self, key: str, text: str) -> Markup:
         """A figure of the plan in words of the caller's."""
@@ -179,8 +193,8 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Of the whole training, in words. is_known: whether the steps are; is_plans: whether plan.json has them, as it has
-    not where the recipe counts epochs. cost: None without a price."""
+    """Of the whole training, in words. is_known: whether the steps are; is_plans: whether plan.json
+    has them, as it has not where the recipe counts epochs. cost: None without a price."""
 
     steps: str
     duration: str
@@ -196,7 +210,9 @@ def training_in(subject: CompiledFolder) -> Training:
     if plan.training.epochs is None:
         return plan.predicted.training
     islands = subject.recipe.cluster.islands
-    return training_of(noted_steps(plan, subject.folder), subject.cluster, plan.predicted.time, islands)
+    return training_of(
+        noted_steps(plan, subject.folder), subject.cluster, plan.predicted.time, islands
+    )
 
 
 def totals_of(subject: CompiledFolder, training: Training) -> Totals:
@@ -219,12 +235,17 @@ def _set_aside(subject: CompiledFolder, space: Space) -> list[str]:
 def _verdict(subject: CompiledFolder) -> tuple[str, str]:
     """A word for how safe the memory is, and the sentence behind it."""
     memory = subject.plan.predicted.memory
-    left = f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of the fullest one's memory is left"
+    left = (
+        f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of the fullest one's memory is left"
+    )
     known = subject.estimate.error.memory is not None
     if not memory.fits:
         return "does not fit", "The fullest one is predicted to need more memory than it has."
     if not is_roomy(subject.recipe, memory):
-        return "tight", f"{left}, less than {'what one prediction in twenty is off by' if known else KEPT}."
+        return (
+            "tight",
+            f"{left}, less than {'what one prediction in twenty is off by' if known else KEPT}.",
+        )
     return "fits", f"{left}, more than {'what 19 predictions of 20 are off by' if known else KEPT}."
 
 
@@ -245,7 +266,9 @@ def _axis(plan: Plan, axis: str) -> JsonObject:
             }
             for group in shown
         ],
-        "gradient": ", ".join(colors[:: max(1, len(colors) // 12)]) if degree > LEGEND_UP_TO else "",
+        "gradient": ", ".join(colors[:: max(1, len(colors) // 12)])
+        if degree > LEGEND_UP_TO
+        else "",
     }
 
 
@@ -260,13 +283,20 @@ def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:
         root = name.split("/")[0]
         if name in ARTIFACTS or root in ("accelerate", "launch", "model", "tokenizer"):
             content = path.read_bytes()
-            yield name, len(content), hashlib.sha256(content).hexdigest()[:12], ARTIFACTS.get(name, "")
+            yield (
+                name,
+                len(content),
+                hashlib.sha256(content).hexdigest()[:12],
+                ARTIFACTS.get(name, ""),
+            )
 
 
 def _plan_figures(plan: Plan) -> JsonObject:
     """What of the plan a program may want to read off the page."""
     document = plan_document(plan)
-    return cast(JsonObject, {key: document[key] for key in ("name", "recipe_hash", "strategy", "predicted")})
+    return cast(
+        JsonObject, {key: document[key] for key in ("name", "recipe_hash", "strategy", "predicted")}
+    )
 
 
 def _embedded(document: Mapping[str, object]) -> Markup:

@@ -1,11 +1,21 @@
-"""Colours that colour-blind readers tell apart: Okabe and Ito's eight for kinds, cividis for many of one kind."""
+"""Colours that colour-blind readers tell apart: Okabe and Ito's eight for kinds, cividis for many
+of one kind."""
 
 from __future__ import annotations
 
 from bokeh.palettes import cividis
 
 # jfly.uni-koeln.de/color: blue, orange, green, vermillion, sky, purple, yellow, grey.
-CATEGORIES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#8A8F98")
+CATEGORIES = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#56B4E9",
+    "#CC79A7",
+    "#F0E442",
+    "#8A8F98",
+)
 BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, _, GREY = CATEGORIES
 
 MEMORY = {
@@ -32,8 +42,8 @@ CHOSEN = VERMILLION
 
 
 def groups(count: int) -> tuple[str, ...]:
-    """A colour a group: categories while there are enough of them; beyond DARKEST of cividis, so that all show on
-    black. At most 256 - DARKEST: more groups share colours."""
+    """A colour a group: categories while there are enough of them; beyond DARKEST of cividis, so
+    that all show on black. At most 256 - DARKEST: more groups share colours."""
     if count <= len(CATEGORIES):
         return CATEGORIES[:count]
     scale = cividis(256)[DARKEST:]

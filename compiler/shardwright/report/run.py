@@ -1,4 +1,5 @@
-"""What a run left behind: its steps, how it ended, and what it measured against what was predicted."""
+"""What a run left behind: its steps, how it ended, and what it measured against what was
+predicted."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """drawn: at most MOST_POINTS of the steps, evenly. peak_bytes: of the fullest rank, as run/summary.json
-    tells it; None where it does not. noise: what the gradient's noise scale says of the batch; "" where it was not
-    measured."""
+    """drawn: at most MOST_POINTS of the steps, evenly. peak_bytes: of the fullest rank, as
+    run/summary.json tells it; None where it does not. noise: what the gradient's noise scale says
+    of the batch; "" where it was not measured."""
 
     status: str
     cause: str
@@ -97,11 +98,14 @@ def _step(row: Mapping[str, Any]) -> StepMetrics:
 
 
 def _evaluation(row: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(step=int(row["step"]), loss=number(row["loss"]), perplexity=number(row["perplexity"]))
+    return Evaluation(
+        step=int(row["step"]), loss=number(row["loss"]), perplexity=number(row["perplexity"])
+    )
 
 
 def _rows(path: Path, row_of: Callable[[Mapping[str, Any]], Row]) -> list[Row]:
-    """By step, the newest of each. A half-written last line, or a line of another kind, is left out."""
+    """By step, the newest of each. A half-written last line, or a line of another kind, is left
+    out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):

@@ -26,7 +26,8 @@ MOST_FORBIDDEN = 4_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """code, reason: of the first rule that forbids it, or of the memory; "" where it runs. pinned: within the pins."""
+    """code, reason: of the first rule that forbids it, or of the memory; "" where it runs. pinned:
+    within the pins."""
 
     strategy: Strategy
     step_seconds: float
@@ -39,12 +40,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """front: of what runs within the pins, the fastest first. lost, binding, set_aside: as `plan` says them. best: its
-    first row.
+    """front: of what runs within the pins, the fastest first. lost, binding, set_aside: as `plan`
+    says them. best: its first row.
 
-    today: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or not; the one nearest to
-    fitting where none does. legal, forbidden: how many layouts there are; forbidden_drawn: of the latter, how many are
-    points.
+    today: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or not;
+    the one nearest to fitting where none does. legal, forbidden: how many layouts there are;
+    forbidden_drawn: of the latter, how many are points.
     """
 
     points: tuple[Point, ...]
@@ -61,7 +62,8 @@ class Space:
 
 
 def whole_space(problem: Problem, chosen: Estimate) -> Space:
-    """Deterministic. Within the recipe's pins it is `plan`'s search; the rest shows what the pins leave out."""
+    """Deterministic. Within the recipe's pins it is `plan`'s search; the rest shows what the pins
+    leave out."""
     recipe = problem.recipe
     free = without_layout_pins(recipe)
     everywhere = dataclasses.replace(problem, recipe=free)
@@ -82,11 +84,15 @@ def whole_space(problem: Problem, chosen: Estimate) -> Space:
         within += [estimate for estimate, inside in priced if inside and estimate.feasible]
         legal += [_legal_point(free, *each) for each in priced]
     if chosen.feasible and all(point.strategy != chosen.strategy for point in legal):
-        within.append(chosen)  # it recomputes as many layers as the recipe says, not as the search would
+        within.append(
+            chosen
+        )  # it recomputes as many layers as the recipe says, not as the search would
         legal.append(_legal_point(free, chosen, True))
     stride = max(1, -(-len(forbidden) // MOST_FORBIDDEN))
     drawn = [
-        _point(settled_estimate(everywhere, s, ()), "ruled out", code, reason, _is_pinned(recipe, s))
+        _point(
+            settled_estimate(everywhere, s, ()), "ruled out", code, reason, _is_pinned(recipe, s)
+        )
         for s, code, reason in forbidden[::stride]
     ]
     result = search(problem)
@@ -122,7 +128,9 @@ def _legal_point(recipe: Recipe, estimate: Estimate, pinned: bool) -> Point:
     error = next((d for d in estimate.diagnostics if d.severity == "error"), None)
     if error is not None:
         return _point(estimate, "does not fit", error.code, error.message, pinned)
-    return _point(estimate, "runs" if is_roomy(recipe, estimate.memory) else "tight", "", "", pinned)
+    return _point(
+        estimate, "runs" if is_roomy(recipe, estimate.memory) else "tight", "", "", pinned
+    )
 
 
 def _point(estimate: Estimate, verdict: str, code: str, reason: str, pinned: bool) -> Point:

@@ -1,4 +1,5 @@
-"""The planned step, instruction by instruction: what every pipeline rank does when, by the planner's own simulation."""
+"""The planned step, instruction by instruction: what every pipeline rank does when, by the
+planner's own simulation."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """Where one pipeline rank's step goes; the parts add up to it. compute and tensor_comm: forward and backward."""
+    """Where one pipeline rank's step goes; the parts add up to it. compute and tensor_comm: forward
+    and backward."""
 
     compute_seconds: float
     tensor_comm_seconds: float
@@ -51,9 +53,11 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeline:
-    """bars: of every pipeline rank, in order. ranks: their sums. simulated_seconds: where the bars end.
+    """bars: of every pipeline rank, in order. ranks: their sums. simulated_seconds: where the bars
+    end.
 
-    is_exact: the planner simulates this schedule, so the bars end at its step; else it bounds the step.
+    is_exact: the planner simulates this schedule, so the bars end at its step; else it bounds the
+    step.
     """
 
     bars: tuple[Bar, ...]
@@ -65,8 +69,9 @@ class StepTimeline:
 def step_timeline(layout: Layout, time: Time) -> StepTimeline:
     """One optimizer step of one data and tensor rank per pipeline rank.
 
-    time: the plan's. What follows the last pass (the data-parallel collectives that nothing hides, the optimizer, the
-    share of an outer step between islands) is the slowest rank's, as in the planner's sum.
+    time: the plan's. What follows the last pass (the data-parallel collectives that nothing hides,
+    the optimizer, the share of an outer step between islands) is the slowest rank's, as in the
+    planner's sum.
     """
     s, found = layout.strategy, passes(layout)
     forward, backward = stage_passes(layout)
@@ -105,7 +110,14 @@ def _rank_bars(simulated: Timeline, rank: int, time: Time) -> Iterator[Bar]:
     parts += [(3 + place, *span) for place, span in enumerate(itertools.pairwise(ends))]
     for kind, start, stop in parts:
         if stop > start:
-            yield Bar(rank=rank, kind=kind, stage=-1, micro_batch=-1, start_seconds=start, stop_seconds=stop)
+            yield Bar(
+                rank=rank,
+                kind=kind,
+                stage=-1,
+                micro_batch=-1,
+                start_seconds=start,
+                stop_seconds=stop,
+            )
 
 
 def _sums(layout: Layout, simulated: Timeline, rank: int, time: Time) -> RankStep:
@@ -129,7 +141,8 @@ def _sums(layout: Layout, simulated: Timeline, rank: int, time: Time) -> RankSte
 
 
 def drawn_ranks(timeline: StepTimeline, most_bars: int) -> tuple[int, ...]:
-    """Every pipeline rank; where that is more than so many bars, the first, the last and ranks evenly between."""
+    """Every pipeline rank; where that is more than so many bars, the first, the last and ranks
+    evenly between."""
     ranks = len(timeline.ranks)
     kept = max(2, ranks * most_bars // max(1, len(timeline.bars)))
     if kept >= ranks:
@@ -138,24 +151,33 @@ def drawn_ranks(timeline: StepTimeline, most_bars: int) -> tuple[int, ...]:
 
 
 def chrome_trace(timeline: StepTimeline, name: str, step_seconds: float) -> JsonObject:
-    """The Trace Event Format of chrome://tracing and Perfetto: a thread a pipeline rank, microseconds."""
+    """The Trace Event Format of chrome://tracing and Perfetto: a thread a pipeline rank,
+    microseconds."""
     events: list[JsonValue] = [_named("process_name", 0, f"{name}: one predicted step")]
     for rank, bars in itertools.groupby(timeline.bars, key=lambda bar: bar.rank):
         events.append(_named("thread_name", rank, f"pipeline rank {rank}"))
         events += [
             {
-                "name": KINDS[bar.kind] if bar.stage < 0 else f"{KINDS[bar.kind]} {bar.micro_batch}",
+                "name": KINDS[bar.kind]
+                if bar.stage < 0
+                else f"{KINDS[bar.kind]} {bar.micro_batch}",
                 "cat": KINDS[bar.kind],
                 "ph": "X",
                 "pid": 0,
                 "tid": rank,
                 "ts": bar.start_seconds * 1e6,
                 "dur": bar.seconds * 1e6,
-                "args": {} if bar.stage < 0 else {"stage": bar.stage, "micro_batch": bar.micro_batch},
+                "args": {}
+                if bar.stage < 0
+                else {"stage": bar.stage, "micro_batch": bar.micro_batch},
             }
             for bar in bars
         ]
-    return {"displayTimeUnit": "ms", "otherData": {"step_seconds": step_seconds}, "traceEvents": events}
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"step_seconds": step_seconds},
+        "traceEvents": events,
+    }
 
 
 def _named(kind: str, rank: int, name: str) -> JsonObject:

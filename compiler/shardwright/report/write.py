@@ -12,17 +12,22 @@ from shardwright.report.timeline import chrome_trace
 
 
 def write_report(folder: Path, output: Path, trace: Path | None) -> list[tuple[Path, int]]:
-    """The files written, with their bytes. Errors: those of read_folder; SW3323 a file cannot be written."""
+    """The files written, with their bytes. Errors: those of read_folder; SW3323 a file cannot be
+    written."""
     subject = read_folder(folder)
     for path in (output, trace):
         if path is not None and path.is_dir():
             raise _unwritable(path, "it is a folder")
-    from shardwright.report.page import render_page  # Bokeh takes half a second: not before the folder is known good
+    from shardwright.report.page import (
+        render_page,
+    )  # Bokeh takes half a second: not before the folder is known good
 
     page, timeline = render_page(subject)
     texts = [(output, page)]
     if trace is not None:
-        document = chrome_trace(timeline, subject.plan.name, subject.plan.predicted.time.step_seconds)
+        document = chrome_trace(
+            timeline, subject.plan.name, subject.plan.predicted.time.step_seconds
+        )
         texts.append((trace, json.dumps(document, separators=(",", ":")) + "\n"))
     for path, text in texts:
         try:

@@ -1,4 +1,5 @@
-"""The rules about attention: what can be recomputed of it, what keeps packed documents apart, where its kernels run."""
+"""The rules about attention: what can be recomputed of it, what keeps packed documents apart, where
+its kernels run."""
 
 from __future__ import annotations
 
@@ -19,31 +20,40 @@ def selective_attention(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3124",
         "parallelism.activation_checkpointing",
-        f"the layers of model_type {x.graph.model_type!r} have no attention module in common to recompute",
+        (
+            f"the layers of model_type {x.graph.model_type!r} have no attention module in common "
+            "to recompute"
+        ),
         "Use activation_checkpointing: full or none.",
     )
 
 
 def packed_documents(x: Candidate) -> Diagnostic | None:
-    """Packing keeps documents apart by their positions, which every mask is given; whether that is enough is proved by
-    running a tiny copy of the model (hf/packing.py). State space models and recurrences read on across documents."""
-    packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
+    """Packing keeps documents apart by their positions, which every mask is given; whether that is
+    enough is proved by running a tiny copy of the model (hf/packing.py). State space models and
+    recurrences read on across documents."""
+    packed = [
+        key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing
+    ]
     if not packed or not x.graph.packing:
         return None
     return found(
         "SW3125",
         (*packed[0], "packing"),
-        f"a {x.graph.model_type!r} with {x.graph.attention} attention does not keep packed documents apart: "
-        f"{x.graph.packing}",
-        f"Write `packing: false` under {'.'.join(map(str, packed[0]))}: one stream of text cut into sequences; a "
-        "conversation a sequence.",
+        f"a {x.graph.model_type!r} with {x.graph.attention} attention does not keep packed "
+        f"documents apart: {x.graph.packing}",
+        f"Write `packing: false` under {'.'.join(map(str, packed[0]))}: one stream of text cut "
+        "into sequences; a conversation a sequence.",
     )
 
 
 def packed_lengths(x: Candidate) -> Diagnostic | None:
-    """Rotary embeddings of some kinds (dynamic, longrope) choose their frequencies by the longest document of a packed
-    sequence: what a document is trained with would depend on its neighbours. Below the switch nothing depends on it."""
-    packed = [key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing]
+    """Rotary embeddings of some kinds (dynamic, longrope) choose their frequencies by the longest
+    document of a packed sequence: what a document is trained with would depend on its neighbours.
+    Below the switch nothing depends on it."""
+    packed = [
+        key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing
+    ]
     switches = length_switches(x.graph.config)
     length = x.recipe.training.sequence_length
     if not packed or all(length <= switch for _, switch in switches):
@@ -52,14 +62,18 @@ def packed_lengths(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3136",
         (*packed[0], "packing"),
-        f"rotary embeddings of type {kind!r} change beyond {switch} tokens: in a packed sequence of {length} the "
-        "longest document would decide for all",
-        f"Write `packing: false`, which gives each sequence one length, or a sequence_length of at most {switch}.",
+        f"rotary embeddings of type {kind!r} change beyond {switch} tokens: in a packed sequence "
+        f"of {length} the longest document would decide for all",
+        (
+            "Write `packing: false`, which gives each sequence one length, or a sequence_length of "
+            f"at most {switch}."
+        ),
     )
 
 
 def length_switches(config: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """(kind, the longest sequence that it leaves as it is) of each rotary table that depends on the length."""
+    """(kind, the longest sequence that it leaves as it is) of each rotary table that depends on the
+    length."""
     tables = config.get("rope_parameters") or config.get("rope_scaling")
     switches: list[tuple[str, int]] = []
     if isinstance(tables, dict):
@@ -68,20 +82,29 @@ def length_switches(config: Mapping[str, Any]) -> list[tuple[str, int]]:
             kind = str(table.get("rope_type", table.get("type", "")))
             switch = config.get("max_position_embeddings")
             if kind == "longrope":
-                switch = table.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+                switch = table.get(
+                    "original_max_position_embeddings",
+                    config.get("original_max_position_embeddings"),
+                )
             if (kind == "longrope" or "dynamic" in kind) and isinstance(switch, int):
                 switches.append((kind, switch))
-    parts = (value for value in config.values() if isinstance(value, dict) and "model_type" in value)
+    parts = (
+        value for value in config.values() if isinstance(value, dict) and "model_type" in value
+    )
     return [*switches, *(each for part in parts for each in length_switches(part))]
 
 
 def flash_attention(x: Candidate) -> Diagnostic | None:
-    """flash-attn 2 (README, "NVIDIA CUDA Support"): fp16 and bf16, Ampere or newer, head sizes up to 256."""
+    """flash-attn 2 (README, "NVIDIA CUDA Support"): fp16 and bf16, Ampere or newer, head sizes up
+    to 256."""
     gpu, precision = x.cluster.gpu, x.recipe.training.precision
     if x.graph.attention != FLASH:
         return None
     if gpu.is_cpu or "bf16" not in gpu.peak_flops:
-        why = f"has no kernels for the gpu {gpu.name}: it takes GPUs that compute in bf16, Ampere or newer"
+        why = (
+            f"has no kernels for the gpu {gpu.name}: it takes GPUs that compute in bf16, Ampere "
+            "or newer"
+        )
     elif precision == "fp32":
         why = "has no kernels for fp32: write `precision: bf16`, or another attention"
     elif x.graph.head_dim > FLASH_HEAD_SIZE:

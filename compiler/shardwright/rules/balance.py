@@ -1,4 +1,5 @@
-"""`model.router_aux_loss`: the balance loss of a mixture's routers (hf/balance.py), and where it does not run."""
+"""`model.router_aux_loss`: the balance loss of a mixture's routers (hf/balance.py), and where it
+does not run."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def asked_for(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3160",
         _KEY,
-        "the model's configuration asks for a balance loss (output_router_logits), which is off here",
+        (
+            "the model's configuration asks for a balance loss (output_router_logits), which is "
+            "off here"
+        ),
         "Hugging Face's own loss does not add up over stages and micro-batches. "
         f"`router_aux_loss: {coefficient or 0.001}` trains with DeepSeek-V3's, which does; "
         "`output_router_logits: false` in the configuration says that none is wanted.",

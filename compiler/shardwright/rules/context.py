@@ -1,5 +1,5 @@
-"""What context ranks (modules/context/) do not run: sizes that do not divide, models that look beyond a token, and
-dropout, which is not proved beside them."""
+"""What context ranks (modules/context/) do not run: sizes that do not divide, models that look
+beyond a token, and dropout, which is not proved beside them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def row(x: Candidate) -> Diagnostic | None:
 
 
 def heads(x: Candidate) -> Diagnostic | None:
-    """In attention each rank has as many heads; those of keys are repeated where they are fewer. Not asked of
-    a type that context ranks refuse altogether (SW3143)."""
+    """In attention each rank has as many heads; those of keys are repeated where they are fewer.
+    Not asked of a type that context ranks refuse altogether (SW3143)."""
     s = x.strategy
     if x.graph.context_ranks:
         return None
@@ -52,21 +52,27 @@ def model_type(x: Candidate) -> Diagnostic | None:
         "SW3143",
         _KEY,
         f"rows of a {x.graph.model_type!r} are not cut over ranks: {why}",
-        "Use context: 1. Recomputation, the chunked loss and tensor ranks make long rows fit as well.",
+        (
+            "Use context: 1. Recomputation, the chunked loss and tensor ranks make long rows fit "
+            "as well."
+        ),
         (1,),
     )
 
 
 def dropout(x: Candidate) -> Diagnostic | None:
-    """A rank would draw for its own tokens, and in attention for its own heads; that is compared with no plain run
-    yet."""
+    """A rank would draw for its own tokens, and in attention for its own heads; that is compared
+    with no plain run yet."""
     largest = max(x.graph.max_dropout, 0.0 if x.recipe.lora is None else x.recipe.lora.dropout)
     if x.strategy.context == 1 or largest == 0:
         return None
     return found(
         "SW3144",
         _KEY,
-        f"context {x.strategy.context} beside dropout {largest:g} is not proved against a plain run",
+        (
+            f"context {x.strategy.context} beside dropout {largest:g} is not proved against a "
+            "plain run"
+        ),
         "Use context: 1, or no dropout (keys of model.config, and lora.dropout).",
         (1,),
     )

@@ -11,26 +11,30 @@ DATA = "data"
 
 
 def data_ranks_alone(x: Candidate) -> Diagnostic | None:
-    """Features of all pairs meet in the loss: they are gathered over data ranks, and both sides are small."""
+    """Features of all pairs meet in the loss: they are gathered over data ranks, and both sides are
+    small."""
     if not x.graph.contrastive:
         return None
-    degrees = {**{axis.name: x.strategy.degrees()[axis.name] for axis in rank_axes()}, "expert": x.strategy.expert}
+    degrees = {
+        **{axis.name: x.strategy.degrees()[axis.name] for axis in rank_axes()},
+        "expert": x.strategy.expert,
+    }
     axis = next((name for name, degree in degrees.items() if name != DATA and degree > 1), None)
     if axis is None:
         return None
     return found(
         "SW3181",
         f"parallelism.{axis}",
-        f"{axis} {degrees[axis]}: a contrastive loss compares the pairs of all ranks, which is proved over data ranks "
-        "alone",
+        f"{axis} {degrees[axis]}: a contrastive loss compares the pairs of all ranks, which is "
+        "proved over data ranks alone",
         f"Write `{axis}: 1`. ZeRO shares out the states of a model that is too large for a GPU.",
         (1,),
     )
 
 
 def one_micro_batch(x: Candidate) -> Diagnostic | None:
-    """Two micro-batches are two losses, each of fewer pairs: their mean is another loss (arXiv 2103.00020 compares each
-    picture with all captions of the batch)."""
+    """Two micro-batches are two losses, each of fewer pairs: their mean is another loss (arXiv
+    2103.00020 compares each picture with all captions of the batch)."""
     steps = x.strategy.gradient_accumulation_steps
     if not x.graph.contrastive or steps == 1:
         return None
@@ -39,10 +43,10 @@ def one_micro_batch(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3182",
         "parallelism.micro_batch_size" if fitting else "training.global_batch_size",
-        f"{steps} micro-batches a step are {steps} losses, each over a part of the {batch} pairs, and not the loss of "
-        "all",
-        f"Write `micro_batch_size: {fitting}` (or auto), recompute activations, or take more GPUs: each holds its "
-        "share of the batch at once."
+        f"{steps} micro-batches a step are {steps} losses, each over a part of the {batch} pairs, "
+        "and not the loss of all",
+        f"Write `micro_batch_size: {fitting}` (or auto), recompute activations, or take more GPUs: "
+        "each holds its share of the batch at once."
         if fitting
         else f"Give a batch that {data} data ranks divide.",
         () if fitting is None else (fitting,),
@@ -55,7 +59,12 @@ def unproved(x: Candidate) -> Diagnostic | None:
         return None
     recipe = x.recipe
     asked = (
-        ("target", f"target: {recipe.target}", recipe.target not in _running(), "Write `target: deepspeed`."),
+        (
+            "target",
+            f"target: {recipe.target}",
+            recipe.target not in _running(),
+            "Write `target: deepspeed`.",
+        ),
         (
             "training.tokens",
             "`tokens`",
@@ -66,8 +75,8 @@ def unproved(x: Candidate) -> Diagnostic | None:
             "validation",
             "`validation`",
             recipe.validation is not None,
-            "A loss over held-out pairs depends on how many are compared at once. Remove the section, and evaluate "
-            "checkpoints by zero-shot accuracy.",
+            "A loss over held-out pairs depends on how many are compared at once. Remove the "
+            "section, and evaluate checkpoints by zero-shot accuracy.",
         ),
         (
             "lora",
@@ -84,7 +93,9 @@ def unproved(x: Candidate) -> Diagnostic | None:
     )
     for key, what, is_asked, help in asked:
         if is_asked:
-            return found("SW3183", key, f"{what} is not for contrastive training in this version", help)
+            return found(
+                "SW3183", key, f"{what} is not for contrastive training in this version", help
+            )
     return None
 
 

@@ -1,4 +1,5 @@
-"""What `run` executes in this version: one table. A recipe beyond it is valid and can be estimated, not compiled."""
+"""What `run` executes in this version: one table. A recipe beyond it is valid and can be estimated,
+not compiled."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ EXECUTABLE: tuple[Limit, ...] = (
             value=value,
             allowed=allowed,
             help="Remove it: `assume` changes what an estimate predicts, not what a run does."
-            + (" `model.kernels: compile` runs what `compiled` assumes." if key == "kernels" else ""),
+            + (
+                " `model.kernels: compile` runs what `compiled` assumes."
+                if key == "kernels"
+                else ""
+            ),
         )
         for key, value, allowed in (
             ("kernels", _assumed_kernels, ("auto", "hf")),
@@ -63,7 +68,9 @@ EXECUTABLE: tuple[Limit, ...] = (
     Limit(
         code="SW1925",
         key=("model", "transformer_engine"),
-        value=lambda r: "auto" if ENGINES[r.target].transformer_engine else r.model.transformer_engine,
+        value=lambda r: (
+            "auto" if ENGINES[r.target].transformer_engine else r.model.transformer_engine
+        ),
         allowed=("auto", "off"),
         help="Leave it out, or write `target: megatron`.",
     ),
@@ -73,7 +80,10 @@ EXECUTABLE: tuple[Limit, ...] = (
             key=(axis.section, axis.name),
             value=partial(_beyond_engine, axis),
             allowed=(axis.plain, None),
-            help=f"Write `{axis.name}: {str(axis.plain).lower()}`. {LATER if axis.priced else UNKNOWN}",
+            help=(
+                f"Write `{axis.name}: {str(axis.plain).lower()}`. "
+                f"{LATER if axis.priced else UNKNOWN}"
+            ),
         )
         for axis in printed_axes()
         if not axis.runs
@@ -83,14 +93,19 @@ EXECUTABLE: tuple[Limit, ...] = (
 
 def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Everything in the recipe that this version cannot run, at once."""
-    errors = [refuse(limit, recipe) for limit in EXECUTABLE if limit.value(recipe) not in limit.allowed]
+    errors = [
+        refuse(limit, recipe) for limit in EXECUTABLE if limit.value(recipe) not in limit.allowed
+    ]
     if recipe.data is None:
         errors.append(
             found(
                 "SW1910",
                 "data",
                 "the recipe has no `data` section, so there is nothing to train on",
-                "Add for example `data: {kind: text, path: corpus/*.txt, tokenizer: byte}`, or `kind: synthetic`.",
+                (
+                    "Add for example `data: {kind: text, path: corpus/*.txt, tokenizer: byte}`, or "
+                    "`kind: synthetic`."
+                ),
             )
         )
     errors += check_tokenizers(recipe)
@@ -123,7 +138,10 @@ def check_tokenizers(recipe: Recipe) -> Iterator[Diagnostic]:
                 "SW1402",
                 key,
                 "chat data needs a chat template, and the byte tokenizer has none",
-                "Add `template:`, a Jinja2 chat template, or take the tokenizer of an instruction-tuned model.",
+                (
+                    "Add `template:`, a Jinja2 chat template, or take the tokenizer of an "
+                    "instruction-tuned model."
+                ),
             )
     names = [part.tokenizer for _, part in parts if part.tokenizer is not None]
     for key, part in parts:
@@ -132,18 +150,29 @@ def check_tokenizers(recipe: Recipe) -> Iterator[Diagnostic]:
                 "SW1401",
                 (*key, "tokenizer"),
                 f"the tokenizer {part.tokenizer!r} stands beside {names[0]!r}: a model has one",
-                f"Write `tokenizer: {names[0]}` for every part of the data, and for the validation data.",
+                (
+                    f"Write `tokenizer: {names[0]}` for every part of the data, and for the "
+                    "validation data."
+                ),
             )
 
 
 def refuse(limit: Limit, recipe: Recipe) -> Diagnostic:
     value = limit.value(recipe)
     name = ".".join(str(part) for part in limit.key)
-    shown = "this section" if value == "given" else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    shown = (
+        "this section"
+        if value == "given"
+        else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    )
     return found(
         limit.code,
         limit.key,
         f"{name}: {shown} is valid, but this version does not run it",
         limit.help,
-        tuple(str(v).lower() if isinstance(v, bool) else str(v) for v in limit.allowed if v is not None),
+        tuple(
+            str(v).lower() if isinstance(v, bool) else str(v)
+            for v in limit.allowed
+            if v is not None
+        ),
     )

@@ -1,5 +1,5 @@
-"""What expert ranks (modules/expert/) do not run: degrees that do not divide, types whose experts cannot be shared,
-and what is not proved beside them."""
+"""What expert ranks (modules/expert/) do not run: degrees that do not divide, types whose experts
+cannot be shared, and what is not proved beside them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def groups(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3145",
         _KEY,
-        f"expert {s.expert} does not divide the {s.shards} ranks of data {s.data} x context {s.context}",
+        (
+            f"expert {s.expert} does not divide the {s.shards} ranks of data {s.data} x context "
+            f"{s.context}"
+        ),
         "Expert ranks are taken out of data x context ranks, which expert must divide.",
         nearest_divisors(s.shards, s.expert),
     )
@@ -51,19 +54,26 @@ def model_type(x: Candidate) -> Diagnostic | None:
         "SW3147",
         _KEY,
         f"experts of a {x.graph.model_type!r} are not shared out over ranks: {why}",
-        "Use expert: 1. ZeRO, tensor ranks and pipelines share out experts as any other parameters.",
+        (
+            "Use expert: 1. ZeRO, tensor ranks and pipelines share out experts as any other "
+            "parameters."
+        ),
         (1,),
     )
 
 
 def dropout(x: Candidate) -> Diagnostic | None:
-    """Ranks that exchange rows must have chosen experts alike; that is compared with no plain run yet."""
+    """Ranks that exchange rows must have chosen experts alike; that is compared with no plain run
+    yet."""
     if x.strategy.expert == 1 or x.graph.max_dropout == 0:
         return None
     return found(
         "SW3148",
         _KEY,
-        f"expert {x.strategy.expert} beside dropout {x.graph.max_dropout:g} is not proved against a plain run",
+        (
+            f"expert {x.strategy.expert} beside dropout {x.graph.max_dropout:g} is not proved "
+            "against a plain run"
+        ),
         "Use expert: 1, or no dropout (keys of model.config).",
         (1,),
     )

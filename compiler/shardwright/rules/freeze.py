@@ -12,12 +12,17 @@ def names(x: Candidate) -> Diagnostic | None:
     if entry is None:
         return None
     vision = x.graph.vision
-    why = f": {vision.untraced}" if vision is not None and entry in PARTS and vision.untraced else ""
+    why = (
+        f": {vision.untraced}" if vision is not None and entry in PARTS and vision.untraced else ""
+    )
     return found(
         "SW1435",
         "model.freeze",
         f"{entry!r} names no parameter of a {x.graph.model_type!r}{why}",
-        "Name a part of a model that sees, or a pattern of parameters' names (`model.visual.blocks.*`).",
+        (
+            "Name a part of a model that sees, or a pattern of parameters' names "
+            "(`model.visual.blocks.*`)."
+        ),
         PARTS if x.graph.sees else (),
     )
 
@@ -29,7 +34,9 @@ def something_trained(x: Candidate) -> Diagnostic | None:
     all_names = {p.name for layer in x.graph.layers for p in layer.parameters}
     if any(name not in frozen and name not in x.graph.cut.untrained for name in all_names):
         return None
-    return found("SW1436", "model.freeze", "nothing is left to train", "Take a part out of `freeze`.")
+    return found(
+        "SW1436", "model.freeze", "nothing is left to train", "Take a part out of `freeze`."
+    )
 
 
 def without_lora(x: Candidate) -> Diagnostic | None:

@@ -1,4 +1,5 @@
-"""What runs over islands: what was compared with a simulation in one process, and no more (docs/islands.md)."""
+"""What runs over islands: what was compared with a simulation in one process, and no more
+(docs/islands.md)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,12 @@ _PROVED: dict[str, int | str] = {"context": 1, "offload": "none", "schedule": "1
 
 def unproved(x: Candidate) -> Diagnostic | None:
     """The outer step takes each rank's own range of the fp32 masters."""
-    wrong = {key: value for key, plain in _PROVED.items() if (value := getattr(x.strategy, key)) != plain}
-    if x.strategy.expert > 1 and x.strategy.zero_stage == 0:  # data ranks then share no masters to slice
+    wrong = {
+        key: value for key, plain in _PROVED.items() if (value := getattr(x.strategy, key)) != plain
+    }
+    if (
+        x.strategy.expert > 1 and x.strategy.zero_stage == 0
+    ):  # data ranks then share no masters to slice
         wrong["expert"] = x.strategy.expert
     if x.recipe.cluster.islands == 1 or not wrong:
         return None
@@ -25,8 +30,14 @@ def unproved(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3173",
         f"parallelism.{key}",
-        f"{key} {value}{beside} beside {x.recipe.cluster.islands} islands is not compared with a run in one process",
-        f"Use {key}: {plain}. Islands run under ZeRO 0 to 3, with tensor and expert ranks and 1F1B pipelines.",
+        (
+            f"{key} {value}{beside} beside {x.recipe.cluster.islands} islands is not compared with "
+            "a run in one process"
+        ),
+        (
+            f"Use {key}: {plain}. Islands run under ZeRO 0 to 3, with tensor and expert ranks and "
+            "1F1B pipelines."
+        ),
         (plain,),
     )
 
@@ -38,7 +49,10 @@ def check_islands(recipe: Recipe) -> Iterator[Diagnostic]:
         return
     beside: dict[str, tuple[bool, str]] = {
         "target": (not ENGINES[recipe.target].islands, f"Write `target: {DEFAULT}`."),
-        "training.precision": (recipe.training.precision == "fp16", "Write `precision: bf16` or fp32."),
+        "training.precision": (
+            recipe.training.precision == "fp16",
+            "Write `precision: bf16` or fp32.",
+        ),
         "data.images": (
             any(part.images is not None for _, part in recipe.data_parts()),
             "Train a model on text: pictures were not tried.",
@@ -46,7 +60,10 @@ def check_islands(recipe: Recipe) -> Iterator[Diagnostic]:
         "lora": (recipe.lora is not None, "Remove the section: adapters were not tried."),
         "launch.hostfile": (
             launch.hostfile is not None,
-            "Each island has hosts of its own: give `--hostfile` to each `shardwright run DIR --island K`.",
+            (
+                "Each island has hosts of its own: give `--hostfile` to each `shardwright run DIR "
+                "--island K`."
+            ),
         ),
         "launch.launcher": (
             launch.kubernetes is not None or launch.launcher == "kubernetes",

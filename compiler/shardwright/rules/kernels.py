@@ -1,4 +1,5 @@
-"""Where `model.kernels: compile` runs: what is compared with a plain Hugging Face run, and nothing else."""
+"""Where `model.kernels: compile` runs: what is compared with a plain Hugging Face run, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ _HELP = "Write `kernels: hf`, or `kernels: auto`, which takes `compile` only whe
 
 
 def compiled_model(x: Candidate) -> Diagnostic | None:
-    """Per type (model/compile_proved.json). A compiled layer draws other random numbers than the plain one, so dropout
-    cannot be compared; flash-attn does not run where this is proved."""
+    """Per type (model/compile_proved.json). A compiled layer draws other random numbers than the
+    plain one, so dropout cannot be compared; flash-attn does not run where this is proved."""
     recipe, graph = x.recipe, x.graph
     if recipe.model.kernels != "compile":
         return None
@@ -32,12 +33,15 @@ def compiled_model(x: Candidate) -> Diagnostic | None:
         why = "in fp16"
     else:
         return None
-    return found("SW3161", _KEY, f"torch.compile of the layers is not proved {why}", _HELP, ("hf", "auto"))
+    return found(
+        "SW3161", _KEY, f"torch.compile of the layers is not proved {why}", _HELP, ("hf", "auto")
+    )
 
 
 def compiled_layout(x: Candidate) -> Diagnostic | None:
-    """A graph of a layer would have collectives in it (tensor, context and expert ranks, ZeRO-3's gathers), the two
-    halves of DualPipeV's backward pass, or a second pass over a part of it (selective recomputation)."""
+    """A graph of a layer would have collectives in it (tensor, context and expert ranks, ZeRO-3's
+    gathers), the two halves of DualPipeV's backward pass, or a second pass over a part of it
+    (selective recomputation)."""
     s = x.strategy
     if x.recipe.model.kernels != "compile":
         return None
@@ -54,7 +58,9 @@ def compiled_layout(x: Candidate) -> Diagnostic | None:
     if name is None:
         return None
     message = f"torch.compile of the layers is not proved at {name}: {getattr(s, name)}"
-    return found("SW3162", ("parallelism", name), message, "Pin another value, or write `model.kernels: hf`.")
+    return found(
+        "SW3162", ("parallelism", name), message, "Pin another value, or write `model.kernels: hf`."
+    )
 
 
 def liger(x: Candidate) -> Diagnostic | None:
@@ -64,7 +70,13 @@ def liger(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3163",
         _KEY,
-        "kernels: liger is not in this version: its Triton kernels have not been compared with a plain run",
-        "Write `kernels: compile`, which fuses the same norms, rotary embeddings and activations, or `kernels: hf`.",
+        (
+            "kernels: liger is not in this version: its Triton kernels have not been compared with "
+            "a plain run"
+        ),
+        (
+            "Write `kernels: compile`, which fuses the same norms, rotary embeddings and "
+            "activations, or `kernels: hf`."
+        ),
         ("hf", "compile", "auto"),
     )

@@ -29,12 +29,22 @@ def world_size(x: Candidate) -> Diagnostic | None:
     if wrong is None:
         return None
     culprit, near = wrong
-    shown = [f"{a.name} {s.degrees()[a.name]}" for a in rank_axes() if a.is_free or s.degrees()[a.name] != a.plain]
+    shown = [
+        f"{a.name} {s.degrees()[a.name]}"
+        for a in rank_axes()
+        if a.is_free or s.degrees()[a.name] != a.plain
+    ]
     return found(
         "SW3101",
         f"parallelism.{culprit}",
-        f"{' x '.join(shown)} = {s.world_size}, but {x.cluster.nodes} nodes x {x.cluster.gpus_per_node} GPUs = {world}",
-        "The product must be the number of GPUs; leave tensor, pipeline or data at auto to have it computed.",
+        (
+            f"{' x '.join(shown)} = {s.world_size}, but {x.cluster.nodes} nodes x "
+            f"{x.cluster.gpus_per_node} GPUs = {world}"
+        ),
+        (
+            "The product must be the number of GPUs; leave tensor, pipeline or data at auto to "
+            "have it computed."
+        ),
         near,
     )
 
@@ -47,7 +57,10 @@ def batch(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3102",
         "training.global_batch_size",
-        f"global_batch_size {size} is not a multiple of micro_batch_size {s.micro_batch_size} x data {s.data}",
+        (
+            f"global_batch_size {size} is not a multiple of micro_batch_size {s.micro_batch_size} "
+            f"x data {s.data}"
+        ),
         "Gradient accumulation takes whole micro-batches on every data rank.",
         nearest_multiples(s.micro_batch_size * s.data, size),
     )
@@ -77,26 +90,33 @@ def _indivisible(x: Candidate, code: str) -> Diagnostic | None:
 
 
 def layers(x: Candidate) -> Diagnostic | None:
-    """A stage holds at least one layer; embedding and head count as one each, layers that share something as one."""
+    """A stage holds at least one layer; embedding and head count as one each, layers that share
+    something as one."""
     if most_stages(x.graph) >= x.strategy.stages:
         return None
     return too_few_layers(x.graph, x.strategy)
 
 
 def checkpointed_layers(x: Candidate) -> Diagnostic | None:
-    """{full: N} counts layers of each stage. Stages are cut by time and memory, so one may have a few fewer than the
-    others: it recomputes all of them. More than an even share would mean `full`."""
+    """{full: N} counts layers of each stage. Stages are cut by time and memory, so one may have a
+    few fewer than the others: it recomputes all of them. More than an even share would mean
+    `full`."""
     s, choice = x.strategy, x.strategy.activation_checkpointing
     share = layers_of_a_part(x.graph, s) * (s.parts // s.stages)
     if not isinstance(choice, PartialCheckpointing) or choice.full <= share:
         return None
     stages = (
-        f"spread evenly {s.stages} stages have {share} each, or fewer" if s.stages > 1 else f"the model has {share}"
+        f"spread evenly {s.stages} stages have {share} each, or fewer"
+        if s.stages > 1
+        else f"the model has {share}"
     )
     return found(
         "SW3135",
         "parallelism.activation_checkpointing",
-        f"activation_checkpointing {choice} recomputes {choice.full} layers of a stage, but {stages}",
+        (
+            f"activation_checkpointing {choice} recomputes {choice.full} layers of a stage, but "
+            f"{stages}"
+        ),
         f"Write full to recompute every layer, or {{full: N}} with N below {share}.",
     )
 
@@ -120,7 +140,10 @@ def tensor_in_node(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3112",
         "parallelism.tensor",
-        f"tensor {t} does not divide the {slots} GPUs of a node, so a tensor group would cross nodes",
+        (
+            f"tensor {t} does not divide the {slots} GPUs of a node, so a tensor group would "
+            "cross nodes"
+        ),
         "Tensor parallelism sends every layer's activations; keep it inside a node.",
         nearest_divisors(slots, t),
     )
@@ -133,15 +156,16 @@ def tensor_styles(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3123",
         "parallelism.tensor",
-        f"tensor {x.strategy.tensor}: model_type {x.graph.model_type!r} is not cut over tensor ranks: "
-        f"{x.graph.tensor_reason}",
+        f"tensor {x.strategy.tensor}: model_type {x.graph.model_type!r} is not cut over tensor "
+        f"ranks: {x.graph.tensor_reason}",
         "Use tensor: 1; pipeline and ZeRO run this type.",
         (1,),
     )
 
 
 def chunked_loss(x: Candidate) -> Diagnostic | None:
-    """Whether a type's head can be run for some tokens alone is proved per type (model/chunked_proved.json)."""
+    """Whether a type's head can be run for some tokens alone is proved per type
+    (model/chunked_proved.json)."""
     if x.graph.sees or x.recipe.model.loss != "chunked" or proved_chunked(x.graph.model_type):
         return None
     return found(
@@ -154,8 +178,9 @@ def chunked_loss(x: Candidate) -> Diagnostic | None:
 
 
 def layer_drop(x: Candidate) -> Diagnostic | None:
-    """Skipping layers at random: a stage cannot skip what another one sends, and ZeRO-3 hangs where data ranks, each
-    with its own numbers, gather different layers. Ordinary dropout runs under every layout (modules/dropout.py)."""
+    """Skipping layers at random: a stage cannot skip what another one sends, and ZeRO-3 hangs where
+    data ranks, each with its own numbers, gather different layers. Ordinary dropout runs under
+    every layout (modules/dropout.py)."""
     s = x.strategy
     name = next((k for k in ("layerdrop", "decoder_layerdrop") if x.graph.config.get(k)), None)
     if name is None or (s.pipeline == 1 and s.zero_stage < 3):
@@ -163,7 +188,10 @@ def layer_drop(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3113",
         "parallelism.pipeline" if s.pipeline > 1 else "parallelism.zero_stage",
-        f"{name} {x.graph.config[name]} skips layers at random, which a pipeline and zero_stage 3 cannot",
+        (
+            f"{name} {x.graph.config[name]} skips layers at random, which a pipeline and "
+            "zero_stage 3 cannot"
+        ),
         f"Set {name} to 0 in model.config, or use pipeline: 1 with a zero_stage below 3.",
     )
 
@@ -178,16 +206,24 @@ def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3121",
         "training.gradient_accumulation_dtype",
-        f"{x.strategy.gradient_accumulation_steps} micro-batches are summed in {training.gradient_accumulation_dtype}",
+        (
+            f"{x.strategy.gradient_accumulation_steps} micro-batches are summed in "
+            f"{training.gradient_accumulation_dtype}"
+        ),
         "gradient_accumulation_dtype: fp32 loses nothing, for two more bytes a parameter.",
         severity="warning",
     )
 
 
 def not_yet(x: Candidate) -> Diagnostic | None:
-    """Axes that no engine here runs. Of those that are not even priced nothing is said: neither time nor memory."""
+    """Axes that no engine here runs. Of those that are not even priced nothing is said: neither
+    time nor memory."""
     known = ENGINES[x.recipe.target].axes
-    wrong = {a: v for a, v in x.strategy.beyond_plain() if not a.priced or not (a.runs or a.name in known)}
+    wrong = {
+        a: v
+        for a, v in x.strategy.beyond_plain()
+        if not a.priced or not (a.runs or a.name in known)
+    }
     if not wrong:
         return None
     plain = [
@@ -206,24 +242,33 @@ def not_yet(x: Candidate) -> Diagnostic | None:
 
 
 def no_expert_parallelism(x: Candidate) -> Diagnostic | None:
-    """A mixture of experts without expert ranks: what an engine lacks, or a recipe does not ask for."""
+    """A mixture of experts without expert ranks: what an engine lacks, or a recipe does not ask
+    for."""
     experts = experts_of(x.graph)
     if experts < 2 or x.strategy.expert > 1:
         return None
     has = "expert" in ENGINES[x.recipe.target].axes
-    help = "`expert: N` spreads them over ranks, and" if has else "An engine that spreads experts over ranks"
+    help = (
+        "`expert: N` spreads them over ranks, and"
+        if has
+        else "An engine that spreads experts over ranks"
+    )
     return found(
         "SW3132",
         "parallelism.expert",
-        f"{experts} experts a layer without expert parallelism{'' if has else ', which this version lacks'}",
-        "Every data-parallel rank holds all experts of its layers, or gathers them (ZeRO-3), and all figures are for "
-        f"that. {help} may take much less time and memory.",
+        (
+            f"{experts} experts a layer without expert "
+            f"parallelism{'' if has else ', which this version lacks'}"
+        ),
+        "Every data-parallel rank holds all experts of its layers, or gathers them (ZeRO-3), and "
+        f"all figures are for that. {help} may take much less time and memory.",
         severity="warning",
     )
 
 
 def learned_positions(x: Candidate) -> Diagnostic | None:
-    """A learned table has no row for a later position. It stands in the embedding layer, beside the tokens' table."""
+    """A learned table has no row for a later position. It stands in the embedding layer, beside the
+    tokens' table."""
     length, most = x.recipe.training.sequence_length, x.graph.max_positions
     if most is None or length <= most or not _has_position_table(x.graph):
         return None
@@ -245,7 +290,10 @@ def rotary_positions(x: Candidate) -> Diagnostic | None:
         "SW3117",
         "training.sequence_length",
         f"sequence_length {length} is longer than the model's max_position_embeddings {most}",
-        "It runs, but positions beyond that were never trained; set the model's rope scaling if that is meant.",
+        (
+            "It runs, but positions beyond that were never trained; set the model's rope scaling "
+            "if that is meant."
+        ),
         (most,),
         severity="warning",
     )
@@ -285,14 +333,18 @@ def not_causal(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3130",
         "model",
-        f"a {x.graph.model_type!r} of this configuration sees later tokens: next-token prediction is no task for it",
+        (
+            f"a {x.graph.model_type!r} of this configuration sees later tokens: next-token "
+            "prediction is no task for it"
+        ),
         "Where the type has the key, set is_decoder: true in the model's configuration.",
         severity="warning",
     )
 
 
 def own_loss(x: Candidate) -> Diagnostic | None:
-    """Found by the probe: label smoothing, codebooks, image tokens, an auxiliary loss of the router."""
+    """Found by the probe: label smoothing, codebooks, image tokens, an auxiliary loss of the
+    router."""
     if x.graph.cut.loss != "other":
         return None
     return found(

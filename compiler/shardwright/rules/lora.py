@@ -8,14 +8,17 @@ from shardwright.layout.rule import Candidate
 
 
 def no_pipeline(x: Candidate) -> Diagnostic | None:
-    """A stage of frozen layers has no gradient to send back before its first adapter, and DeepSpeed's pipeline engine
-    waits for one."""
+    """A stage of frozen layers has no gradient to send back before its first adapter, and
+    DeepSpeed's pipeline engine waits for one."""
     if x.recipe.lora is None or x.strategy.pipeline == 1:
         return None
     return found(
         "SW1432",
         "parallelism.pipeline",
-        f"LoRA runs without a pipeline, not at pipeline {x.strategy.pipeline}: its stages are not proved",
+        (
+            f"LoRA runs without a pipeline, not at pipeline {x.strategy.pipeline}: its stages are "
+            "not proved"
+        ),
         "Write `pipeline: 1`; zero_stage: 3 shares out the frozen parameters instead.",
         (1,),
     )
@@ -42,7 +45,11 @@ def modules(x: Candidate) -> Diagnostic | None:
     missing = [name for name in target_modules(x.graph, lora) if name not in known]
     if known and not missing:
         return None
-    what = f"has no linear {missing[0]!r} in its decoder layers" if missing else "has no linear in its decoder layers"
+    what = (
+        f"has no linear {missing[0]!r} in its decoder layers"
+        if missing
+        else "has no linear in its decoder layers"
+    )
     return found(
         "SW1434",
         "lora.target_modules",

@@ -26,7 +26,10 @@ def host_memory(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3127",
         "parallelism.offload",
-        f"offload {x.strategy.offload} keeps {needed / 2**30:.0f} GiB in each node's memory, which has "
-        f"{has / 2**30:.0f} GiB",
-        "The system would kill the ranks with signal 9. Use more nodes (each then keeps less), or offload: none.",
+        f"offload {x.strategy.offload} keeps {needed / 2**30:.0f} GiB in each node's memory, which "
+        f"has {has / 2**30:.0f} GiB",
+        (
+            "The system would kill the ranks with signal 9. Use more nodes (each then keeps less), "
+            "or offload: none."
+        ),
     )

@@ -14,7 +14,10 @@ def no_peak(precision: Precision, cluster: Cluster) -> Diagnostic | None:
         "SW3118",
         "training.precision",
         f"gpu {cluster.gpu.name} has no {precision} peak",
-        "Choose a precision that the GPU computes in, or give its peak in an inline gpu's peak_tflops.",
+        (
+            "Choose a precision that the GPU computes in, or give its peak in an inline gpu's "
+            "peak_tflops."
+        ),
         tuple(cluster.gpu.peak_flops),
     )
 

@@ -1,4 +1,5 @@
-"""The rules, one line each: its code, its function (the severity is in there), and what of the layout it reads."""
+"""The rules, one line each: its code, its function (the severity is in there), and what of the
+layout it reads."""
 
 from __future__ import annotations
 
@@ -95,10 +96,14 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3172": rule(sight.tower_uncounted),
     "SW3173": rule(islands.unproved, "expert", "zero_stage", "context", "offload", "schedule"),
     "SW3181": rule(contrastive.data_ranks_alone, "tensor", "pipeline", "context", "expert"),
-    "SW3182": rule(contrastive.one_micro_batch, "data", "micro_batch_size", "gradient_accumulation_steps"),
+    "SW3182": rule(
+        contrastive.one_micro_batch, "data", "micro_batch_size", "gradient_accumulation_steps"
+    ),
     "SW3183": rule(contrastive.unproved, "activation_checkpointing"),
     "SW3191": rule(noise.unproved, "context", "expert", "pipeline"),
-    "SW3192": rule(noise.nothing_to_compare, "data", "micro_batch_size", "gradient_accumulation_steps"),
+    "SW3192": rule(
+        noise.nothing_to_compare, "data", "micro_batch_size", "gradient_accumulation_steps"
+    ),
     "SW3220": rule(schedule.rate_zero),
     "SW3119": rule(layout.fp16_on_cpu),
     "SW3120": rule(layout.zero_3_slow_links, "zero_stage"),
@@ -128,4 +133,6 @@ def check_layout(problem: Problem, strategy: Strategy) -> tuple[Diagnostic, ...]
 
 
 def in_order(found: Iterable[Diagnostic | None]) -> tuple[Diagnostic, ...]:
-    return tuple(sorted((d for d in found if d is not None), key=lambda d: (d.severity != "error", d.code)))
+    return tuple(
+        sorted((d for d in found if d is not None), key=lambda d: (d.severity != "error", d.code))
+    )

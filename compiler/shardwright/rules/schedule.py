@@ -11,8 +11,8 @@ SHARE = 0.2
 
 
 def rate_zero(x: Candidate) -> Diagnostic | None:
-    """Update k of n has the rate of the curve at k / n, so the last one is at min_lr. transformers' schedules take it
-    at (k - 1) / n: their first update is at lr, and none is at 0."""
+    """Update k of n has the rate of the curve at k / n, so the last one is at min_lr. transformers'
+    schedules take it at (k - 1) / n: their first update is at lr, and none is at 0."""
     training = x.recipe.training
     zero, steps = updates_at_rate_zero(training), training.known_steps
     if zero < SHARE * steps or zero == 0 or training.epochs is not None:
@@ -21,9 +21,11 @@ def rate_zero(x: Candidate) -> Diagnostic | None:
     trains = "nothing is trained" if zero == steps else f"{zero} of {steps} updates trains nothing"
     return found(
         "SW3220",
-        "training.scheduler.min_lr" if training.scheduler.min_lr is not None else "training.scheduler",
+        "training.scheduler.min_lr"
+        if training.scheduler.min_lr is not None
+        else "training.scheduler",
         f"{trains}: the last update of a {name} schedule with min_lr 0 has the learning rate 0",
-        "Write `scheduler: {name: constant}` for a trial run of a few steps, or a min_lr above 0. Under transformers' "
-        "schedules update k has the rate that is update k - 1's here.",
+        "Write `scheduler: {name: constant}` for a trial run of a few steps, or a min_lr above 0. "
+        "Under transformers' schedules update k has the rate that is update k - 1's here.",
         severity="warning",
     )

@@ -16,12 +16,18 @@ def unproved(x: Candidate) -> Diagnostic | None:
     asked = (
         ("target", f"target: {recipe.target}", seeing[0], recipe.target not in seeing),
         ("parallelism.schedule", "dualpipev", "1f1b", x.strategy.schedule == "dualpipev"),
-        ("parallelism.offload", f"offload {x.strategy.offload}", "none", x.strategy.offload != "none"),
+        (
+            "parallelism.offload",
+            f"offload {x.strategy.offload}",
+            "none",
+            x.strategy.offload != "none",
+        ),
         ("model.attention", FLASH, "auto", x.graph.attention == FLASH),
         ("model.loss", "the chunked loss", "full", recipe.model.loss == "chunked"),
         ("model.kernels", "compile", "hf", recipe.model.kernels == "compile"),
         ("training.precision", "fp16", "bf16", recipe.training.precision == "fp16"),
-        # Ranks gather a module's weights when it runs: those with more pictures would wait for the others.
+        # Ranks gather a module's weights when it runs: those with more pictures would wait for the
+        # others.
         (
             "parallelism.zero_stage",
             f"ZeRO-3, where {next(iter(x.graph.once_a_picture), '')} runs once for each picture,",
@@ -49,7 +55,10 @@ def tower_uncounted(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3172",
         "model",
-        f"time and memory are counted without the tower's work on pictures{why}; its parameters are counted",
+        (
+            f"time and memory are counted without the tower's work on pictures{why}; its "
+            "parameters are counted"
+        ),
         "Leave room on the first stage, and measure a step.",
         severity="warning",
     )

@@ -1,8 +1,10 @@
-"""One step as discrete events: each pipeline rank runs its instruction stream; messages wait for both their ends.
+"""One step as discrete events: each pipeline rank runs its instruction stream; messages wait for
+both their ends.
 
-DeepSpeed sends and receives in order and blocks (runtime/pipe/p2p.py: dist.send, dist.recv): a message starts when both
-ranks have come to it and holds both until it has arrived, with gloo as with NCCL on one stream. DualPipeV launches what
-it has queued and waits for all of it (batch_isend_irecv). Messages of one direction follow each other on their link.
+DeepSpeed sends and receives in order and blocks (runtime/pipe/p2p.py: dist.send, dist.recv): a
+message starts when both ranks have come to it and holds both until it has arrived, with gloo as
+with NCCL on one stream. DualPipeV launches what it has queued and waits for all of it
+(batch_isend_irecv). Messages of one direction follow each other on their link.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """ranks: what each pipeline rank computes, in order; exchanges: its messages. It waits in the gaps."""
+    """ranks: what each pipeline rank computes, in order; exchanges: its messages. It waits in the
+    gaps."""
 
     seconds: float
     ranks: tuple[tuple[Interval, ...], ...]
@@ -57,7 +60,8 @@ class Timeline:
 
 @dataclass(slots=True)
 class _Message:
-    """ready: when each end came to it (sender, receiver); started, arrived: None until both have."""
+    """ready: when each end came to it (sender, receiver); started, arrived: None until both
+    have."""
 
     ready: list[float | None]
     started: float | None = None
@@ -71,8 +75,9 @@ def simulate(
     backward_seconds: Sequence[float],
     send_seconds: Sequence[float],
 ) -> Timeline:
-    """forward, backward: per stage, one micro-batch, recomputation included; send: per boundary between pipeline ranks,
-    one message. Stages are p for 1f1b and 2 p for dualpipev, whose rank r holds r and 2 p - 1 - r."""
+    """forward, backward: per stage, one micro-batch, recomputation included; send: per boundary
+    between pipeline ranks, one message. Stages are p for 1f1b and 2 p for dualpipev, whose rank r
+    holds r and 2 p - 1 - r."""
     stages = len(forward_seconds)
     count = stages // 2 if schedule == "dualpipev" else stages
     links = _Links(send_seconds)
@@ -92,7 +97,9 @@ def simulate(
             while rank.advance(links):
                 moved = True
     if any(rank.waiting is not None for rank in ranks):
-        raise ValueError(f"{schedule} over {count} ranks and {micro_batches} micro-batches waits for itself")
+        raise ValueError(
+            f"{schedule} over {count} ranks and {micro_batches} micro-batches waits for itself"
+        )
     return Timeline(
         seconds=max(rank.now for rank in ranks),
         ranks=tuple(tuple(rank.done) for rank in ranks),
@@ -127,8 +134,9 @@ class _Links:
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """One pipeline rank: where its program stands, and what it has done. stages: by an instruction's phase. seconds: by
-    its name, of all stages. waiting: messages that the next instruction waits for."""
+    """One pipeline rank: where its program stands, and what it has done. stages: by an
+    instruction's phase. seconds: by its name, of all stages. waiting: messages that the next
+    instruction waits for."""
 
     number: int
     program: list[Instruction | tuple[Instruction, ...]]
@@ -141,7 +149,8 @@ class _Rank:
     exchanged: list[Exchange] = field(default_factory=list)
 
     def advance(self, links: _Links) -> bool:
-        """One instruction (or one group of messages) further; False where the rank has to wait, or is done."""
+        """One instruction (or one group of messages) further; False where the rank has to wait, or
+        is done."""
         if self.waiting is not None:
             return self._receive(self.waiting)
         if self.at == len(self.program):
@@ -163,7 +172,9 @@ class _Rank:
         if pending:
             started = min(m.started for m in pending if m.started is not None)
             self.exchanged.append(
-                Exchange(ready_seconds=self.now, start_seconds=max(self.now, started), stop_seconds=stop)
+                Exchange(
+                    ready_seconds=self.now, start_seconds=max(self.now, started), stop_seconds=stop
+                )
             )
         self.now, self.waiting = stop, None
         return True
@@ -182,8 +193,11 @@ class _Rank:
         )
 
 
-def grouped(instructions: tuple[Instruction, ...], schedule: str) -> list[Instruction | tuple[Instruction, ...]]:
-    """Passes as they are; messages in the groups that are waited for together: one by one, or up to a commit."""
+def grouped(
+    instructions: tuple[Instruction, ...], schedule: str
+) -> list[Instruction | tuple[Instruction, ...]]:
+    """Passes as they are; messages in the groups that are waited for together: one by one, or up to
+    a commit."""
     out: list[Instruction | tuple[Instruction, ...]] = []
     queued: list[Instruction] = []
     for instruction in instructions:

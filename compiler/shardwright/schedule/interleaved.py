@@ -1,10 +1,11 @@
 """Megatron-Core's interleaved 1F1B, simulated pass by pass from its own schedule table.
 
-p ranks hold v parts of the model each: part c p + r is chunk c of rank r. Micro-batches go round the ranks in groups of
-p (megatron/core/pipeline_parallel/schedules.py, get_schedule_table): forward pass k of every rank is of chunk
-(k // p) % v, backward pass k of chunk v - 1 - (k // p) % v. Rank r makes 2 (p - r - 1) + (v - 1) p forward passes
-before its first backward pass, then one of each in turns, then the backward passes that are left
-(get_pp_rank_microbatches, forward_backward_pipelining_with_interleaving). A test compares both with the installed one.
+p ranks hold v parts of the model each: part c p + r is chunk c of rank r. Micro-batches go round
+the ranks in groups of p (megatron/core/pipeline_parallel/schedules.py, get_schedule_table): forward
+pass k of every rank is of chunk (k // p) % v, backward pass k of chunk v - 1 - (k // p) % v. Rank r
+makes 2 (p - r - 1) + (v - 1) p forward passes before its first backward pass, then one of each in
+turns, then the backward passes that are left (get_pp_rank_microbatches,
+forward_backward_pipelining_with_interleaving). A test compares both with the installed one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from shardwright.schedule.streams import BACKWARD, FORWARD
 
 LEAST_GROUPS = 4
 PASSES = 6000
-"""So many are simulated, in LEAST_GROUPS groups of p micro-batches at least; the groups after them go on as the last
-one did. Of parts that differ by 5 % the step is within 1 % of the whole simulation."""
+"""So many are simulated, in LEAST_GROUPS groups of p micro-batches at least; the groups after them
+go on as the last one did. Of parts that differ by 5 % the step is within 1 % of the whole
+simulation."""
 
 
 def first_forwards(ranks: int, rank: int, chunks: int, micro_batches: int) -> int:
@@ -28,44 +30,67 @@ def first_forwards(ranks: int, rank: int, chunks: int, micro_batches: int) -> in
 
 
 def kept_at_once(ranks: int, rank: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches whose activations each chunk of the rank keeps when its first backward pass begins."""
+    """Micro-batches whose activations each chunk of the rank keeps when its first backward pass
+    begins."""
     passes = min(first_forwards(ranks, rank, chunks, micro_batches) + 1, micro_batches * chunks)
     rounds, rest = divmod(passes, ranks * chunks)
-    return tuple(rounds * ranks + min(ranks, max(0, rest - chunk * ranks)) for chunk in range(chunks))
+    return tuple(
+        rounds * ranks + min(ranks, max(0, rest - chunk * ranks)) for chunk in range(chunks)
+    )
 
 
 @functools.lru_cache(maxsize=8192)
 def step_seconds(
-    ranks: int, micro_batches: int, forward_seconds: tuple[float, ...], backward_seconds: tuple[float, ...]
+    ranks: int,
+    micro_batches: int,
+    forward_seconds: tuple[float, ...],
+    backward_seconds: tuple[float, ...],
 ) -> float:
-    """From the first forward pass to the last backward pass. forward, backward: of one micro-batch, a part of the model
-    each, messages included. micro_batches: a multiple of the ranks."""
+    """From the first forward pass to the last backward pass. forward, backward: of one micro-batch,
+    a part of the model each, messages included. micro_batches: a multiple of the ranks."""
     passes_a_group = 2 * ranks * len(forward_seconds)
     groups, all_groups = max(LEAST_GROUPS, PASSES // passes_a_group), micro_batches // ranks
     if all_groups <= groups:
         return _makespan(ranks, micro_batches, forward_seconds, backward_seconds)
-    shorter, seconds = (_makespan(ranks, g * ranks, forward_seconds, backward_seconds) for g in (groups - 1, groups))
+    shorter, seconds = (
+        _makespan(ranks, g * ranks, forward_seconds, backward_seconds) for g in (groups - 1, groups)
+    )
     both = [f + b for f, b in zip(forward_seconds, backward_seconds, strict=True)]
     slowest = max(sum(both[rank::ranks]) for rank in range(ranks))
     return seconds + (all_groups - groups) * max(seconds - shorter, ranks * slowest)
 
 
 def simulate(
-    ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float], send_seconds: float
+    ranks: int,
+    micro_batches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send_seconds: float,
 ) -> Timeline:
-    """As events.simulate, of all micro-batches. forward, backward: without messages; each pass is followed by one."""
-    with_send = tuple([x + send_seconds for x in forward]), tuple([x + send_seconds for x in backward])
+    """As events.simulate, of all micro-batches. forward, backward: without messages; each pass is
+    followed by one."""
+    with_send = (
+        tuple([x + send_seconds for x in forward]),
+        tuple([x + send_seconds for x in backward]),
+    )
     program = _run(ranks, micro_batches, *with_send)
     each = [rank.passes() for rank in program]
     return Timeline(
         seconds=max(rank.now for rank in program),
         ranks=tuple(
-            tuple(replace(interval, stop_seconds=interval.stop_seconds - send_seconds) for interval in intervals)
+            tuple(
+                replace(interval, stop_seconds=interval.stop_seconds - send_seconds)
+                for interval in intervals
+            )
             for intervals in each
         ),
         exchanges=tuple(
             tuple(
-                Exchange(ready_seconds=end - send_seconds, start_seconds=end - send_seconds, stop_seconds=end)
+                Exchange(
+                    ready_seconds=end - send_seconds,
+                    start_seconds=end - send_seconds,
+                    stop_seconds=end,
+                )
                 for end in (interval.stop_seconds for interval in intervals)
             )
             for intervals in each
@@ -73,14 +98,24 @@ def simulate(
     )
 
 
-def _makespan(ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float]) -> float:
+def _makespan(
+    ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
+) -> float:
     return max(rank.now for rank in _run(ranks, micro_batches, forward, backward))
 
 
-def _run(ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float]) -> list[_RingRank]:
+def _run(
+    ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
+) -> list[_RingRank]:
     """As long as passes that are ready are found, rank by rank."""
     program = [
-        _RingRank(number=rank, ranks=ranks, micro_batches=micro_batches, forward=forward, backward=backward)
+        _RingRank(
+            number=rank,
+            ranks=ranks,
+            micro_batches=micro_batches,
+            forward=forward,
+            backward=backward,
+        )
         for rank in range(ranks)
     ]
     waiting = list(range(ranks))
@@ -92,10 +127,17 @@ def _run(ranks: int, micro_batches: int, forward: Sequence[float], backward: Seq
 
 
 class _RingRank:
-    """ahead, back: when its forward passes, and its backward passes, were through, in the order of the table."""
+    """ahead, back: when its forward passes, and its backward passes, were through, in the order of
+    the table."""
 
     def __init__(
-        self, *, number: int, ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
+        self,
+        *,
+        number: int,
+        ranks: int,
+        micro_batches: int,
+        forward: Sequence[float],
+        backward: Sequence[float],
     ) -> None:
         chunks = len(forward) // ranks
         self.now = 0.0
@@ -111,15 +153,18 @@ class _RingRank:
         return len(self.back) == self._total
 
     def advance(self, before: list[float], behind: list[float]) -> None:
-        """Until a pass waits. before: forward passes of the rank before, around the ring; behind: backward passes of
-        the one behind. The same list where there is one rank."""
+        """Until a pass waits. before: forward passes of the rank before, around the ring; behind:
+        backward passes of the one behind. The same list where there is one rank."""
         ranks, chunks, total, first = self._ranks, self._chunks, self._total, self._first
         ahead, back, now = self.ahead, self.back, self.now
         while (b := len(back)) < total:
             f = len(ahead)
-            if f < total and f - b <= first:  # one of each in turns, once the first ones are through
+            if (
+                f < total and f - b <= first
+            ):  # one of each in turns, once the first ones are through
                 chunk = f // ranks % chunks
-                # The first part of the model waits for none; later ones on the first rank for the ring's last rank.
+                # The first part of the model waits for none; later ones on the first rank for the
+                # ring's last rank.
                 needs = f if not self._leads else f - ranks if chunk else -1
                 if needs >= len(before):
                     break
@@ -128,7 +173,9 @@ class _RingRank:
                 ahead.append(now)
             else:
                 turn = b // ranks % chunks
-                needs = b if not self._ends else b - ranks if turn else -1  # its own forward pass is through by then
+                needs = (
+                    b if not self._ends else b - ranks if turn else -1
+                )  # its own forward pass is through by then
                 if needs >= len(behind):
                     break
                 ready = behind[needs] if needs >= 0 else 0.0

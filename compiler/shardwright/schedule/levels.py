@@ -1,10 +1,11 @@
 """The same step as arrays: many partitions at once, all pipeline ranks at once, level after level.
 
-A level is at most one exchange with each neighbour, and the passes after it. The time of a rank after a level is the
-largest of its own and its neighbours' times before it, plus messages and work: a max-plus product with a band of three.
-In the middle of a step two levels repeat, one a direction. As soon as a round of them adds the same to every rank, all
-later rounds do, for max-plus products keep a common addend: they are multiplied, not run.
-`events` runs the same instruction by instruction; a test compares the two.
+A level is at most one exchange with each neighbour, and the passes after it. The time of a rank
+after a level is the largest of its own and its neighbours' times before it, plus messages and work:
+a max-plus product with a band of three. In the middle of a step two levels repeat, one a direction.
+As soon as a round of them adds the same to every rank, all later rounds do, for max-plus products
+keep a common addend: they are multiplied, not run. `events` runs the same instruction by
+instruction; a test compares the two.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ SAME = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
-    """left, right (level, rank): messages one after the other with that neighbour, 0 where there is no exchange.
+    """left, right (level, rank): messages one after the other with that neighbour, 0 where there is
+    no exchange.
 
-    work (level, rank, kind): passes after it. Kinds: forward, backward; with DualPipeV those of phase 0, then of 1.
-    The round of levels from repeat_at on runs `repeats` times in all.
+    work (level, rank, kind): passes after it. Kinds: forward, backward; with DualPipeV those of
+    phase 0, then of 1. The round of levels from repeat_at on runs `repeats` times in all.
     """
 
     left: Floats
@@ -43,10 +45,14 @@ class Levels:
 
 
 def makespans(
-    schedule: str, micro_batches: int, forward_seconds: Floats, backward_seconds: Floats, send_seconds: float
+    schedule: str,
+    micro_batches: int,
+    forward_seconds: Floats,
+    backward_seconds: Floats,
+    send_seconds: float,
 ) -> Floats:
-    """Seconds of each row's step. forward, backward: (partitions, stages), as in `events.simulate`; send: one message
-    over any boundary."""
+    """Seconds of each row's step. forward, backward: (partitions, stages), as in `events.simulate`;
+    send: one message over any boundary."""
     stages = forward_seconds.shape[1]
     if schedule == "dualpipev":
         ranks = stages // 2
@@ -57,7 +63,9 @@ def makespans(
         kinds = [forward_seconds, backward_seconds]
     levels, messages, never = _levels(schedule, ranks, micro_batches)
     seconds = np.stack([kind.T for kind in kinds], axis=1)  # (ranks, kinds, partitions)
-    work = np.matmul(levels.work.transpose(1, 0, 2), seconds).transpose(1, 0, 2)  # (levels, ranks, partitions)
+    work = np.matmul(levels.work.transpose(1, 0, 2), seconds).transpose(
+        1, 0, 2
+    )  # (levels, ranks, partitions)
     added = np.empty((len(work), 3, *work.shape[1:]))
     np.add(work[:, None], (messages * send_seconds + never)[..., None], out=added)
     return _run(levels, added)
@@ -65,8 +73,8 @@ def makespans(
 
 @functools.lru_cache(maxsize=512)
 def _levels(schedule: str, ranks: int, micro_batches: int) -> tuple[Levels, Floats, Floats]:
-    """The levels, and (level, from, rank): messages behind the left neighbour, the rank itself, the right neighbour;
-    and -inf where a rank does not wait for that one, else 0."""
+    """The levels, and (level, from, rank): messages behind the left neighbour, the rank itself, the
+    right neighbour; and -inf where a rank does not wait for that one, else 0."""
     make = dualpipev_levels if schedule == "dualpipev" else one_forward_one_backward_levels
     levels = make(ranks, micro_batches)
     messages = np.stack([levels.left, np.maximum(levels.left, levels.right), levels.right], axis=1)
@@ -76,7 +84,8 @@ def _levels(schedule: str, ranks: int, micro_batches: int) -> tuple[Levels, Floa
 
 
 def _run(levels: Levels, added: Floats) -> Floats:
-    """added (level, from, rank, partition): to the left neighbour's, the own and the right neighbour's time."""
+    """added (level, from, rank, partition): to the left neighbour's, the own and the right
+    neighbour's time."""
     ranks, partitions = added.shape[2:]
     padded = np.full((ranks + 2, partitions), -np.inf)
     own = padded[1:-1]
@@ -104,9 +113,9 @@ def _run(levels: Levels, added: Floats) -> Floats:
 
 
 def one_forward_one_backward_levels(ranks: int, micro_batches: int) -> Levels:
-    """Level t is step t of TrainSchedule: ranks of t's parity go forward after an exchange with the rank before, the
-    others backward after one with the rank behind. No round repeats in a step of fewer micro-batches than ranks, and
-    longer ones have a closed form."""
+    """Level t is step t of TrainSchedule: ranks of t's parity go forward after an exchange with the
+    rank before, the others backward after one with the rank behind. No round repeats in a step of
+    fewer micro-batches than ranks, and longer ones have a closed form."""
     step, rank = np.arange(2 * (micro_batches + ranks - 1))[:, None], np.arange(ranks)[None, :]
     is_forward = (step + rank) % 2 == 0
     forward = is_forward & (step - rank >= 0) & ((step - rank) // 2 < micro_batches)
@@ -128,7 +137,8 @@ def dualpipev_levels(ranks: int, micro_batches: int) -> Levels:
     if kept == micro_batches:
         return levels
     left, right, work = levels.left, levels.right, levels.work
-    # A round has each pass once on every rank: an exchange with either neighbour, where there are two.
+    # A round has each pass once on every rank: an exchange with either neighbour, where there are
+    # two.
     size = 1 if ranks == 2 else 2
     last = len(work) - 2 * size
     at = next(
@@ -137,7 +147,9 @@ def dualpipev_levels(ranks: int, micro_batches: int) -> Levels:
         if (work[i : i + size].sum(axis=0) == 1).all()
         and all((x[i : i + size] == x[i + size : i + 2 * size]).all() for x in (left, right, work))
     )
-    return dataclasses.replace(levels, repeat_at=at, round_levels=size, repeats=micro_batches - kept + 1)
+    return dataclasses.replace(
+        levels, repeat_at=at, round_levels=size, repeats=micro_batches - kept + 1
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -173,7 +185,9 @@ def _of_streams(ranks: int, micro_batches: int) -> Levels:
     return Levels(left=left, right=right, work=work)
 
 
-def _events(ranks: int, rank: int, micro_batches: int) -> list[tuple[tuple[Instruction, ...], list[int]]]:
+def _events(
+    ranks: int, rank: int, micro_batches: int
+) -> list[tuple[tuple[Instruction, ...], list[int]]]:
     """Groups of messages, each with the passes after it by kind; the first group is empty."""
     out: list[tuple[tuple[Instruction, ...], list[int]]] = [((), [0, 0, 0, 0])]
     for step in grouped(stream("dualpipev", ranks, rank, micro_batches), "dualpipev"):
@@ -187,7 +201,8 @@ def _events(ranks: int, rank: int, micro_batches: int) -> list[tuple[tuple[Instr
 def _level_numbers(
     lengths: list[int], together: _Together, members: dict[tuple[int, int], list[int]]
 ) -> tuple[dict[tuple[int, int], int], int]:
-    """Level of each event, and how many levels there are: one more than the last of those that it waits for."""
+    """Level of each event, and how many levels there are: one more than the last of those that it
+    waits for."""
     level_of: dict[tuple[int, int], int] = {}
     at, next_level = [0] * len(lengths), [0] * len(lengths)
     arrived: dict[tuple[int, int], int] = defaultdict(int)

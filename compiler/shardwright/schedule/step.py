@@ -1,4 +1,5 @@
-"""Seconds from the first forward pass of a step to its last backward pass, by the quickest exact way there is."""
+"""Seconds from the first forward pass of a step to its last backward pass, by the quickest exact
+way there is."""
 
 from __future__ import annotations
 
@@ -9,19 +10,29 @@ import numpy as np
 from shardwright.schedule import levels, one_forward_one_backward
 from shardwright.schedule.levels import Floats
 
-# DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes half a second.
+# DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes
+# half a second.
 MOST_SIMULATED_RANKS = 16
 
 
 def steps_seconds(
-    schedule: str, micro_batches: int, forward_seconds: Floats, backward_seconds: Floats, send_seconds: float
+    schedule: str,
+    micro_batches: int,
+    forward_seconds: Floats,
+    backward_seconds: Floats,
+    send_seconds: float,
 ) -> Floats:
-    """Of each partition. forward, backward (partitions, stages): one micro-batch, recomputation in the backward pass;
-    2 p stages for dualpipev, whose rank r holds r and 2 p - 1 - r, and at least 2 p micro-batches. send: one message.
+    """Of each partition. forward, backward (partitions, stages): one micro-batch, recomputation in
+    the backward pass; 2 p stages for dualpipev, whose rank r holds r and 2 p - 1 - r, and at least
+    2 p micro-batches. send: one message.
     """
     if schedule == "1f1b" and micro_batches >= forward_seconds.shape[1]:
-        return one_forward_one_backward.step_seconds(micro_batches, forward_seconds, backward_seconds, send_seconds)
-    return levels.makespans(schedule, micro_batches, forward_seconds, backward_seconds, send_seconds)
+        return one_forward_one_backward.step_seconds(
+            micro_batches, forward_seconds, backward_seconds, send_seconds
+        )
+    return levels.makespans(
+        schedule, micro_batches, forward_seconds, backward_seconds, send_seconds
+    )
 
 
 @functools.lru_cache(maxsize=8192)

@@ -1,4 +1,5 @@
-"""DeepSpeed's instruction streams, one a pipeline rank, without DeepSpeed (its runtime/pipe/schedule.py, 0.19.8).
+"""DeepSpeed's instruction streams, one a pipeline rank, without DeepSpeed (its
+runtime/pipe/schedule.py, 0.19.8).
 
 m micro-batches over p pipeline ranks. A test compares them with those of the installed DeepSpeed.
 """
@@ -14,9 +15,11 @@ SEND_GRADIENT, RECV_GRADIENT = "SendGrad", "RecvGrad"
 
 
 class Instruction(NamedTuple):
-    """name: DeepSpeed's. phase: 0, or 1 for the half of DualPipeV on which micro-batches travel back to rank 0.
+    """name: DeepSpeed's. phase: 0, or 1 for the half of DualPipeV on which micro-batches travel
+    back to rank 0.
 
-    A CommitP2P (DualPipeV) launches the sends and receives before it and waits for all; it has micro_batch -1.
+    A CommitP2P (DualPipeV) launches the sends and receives before it and waits for all; it has
+    micro_batch -1.
     """
 
     name: str
@@ -25,13 +28,15 @@ class Instruction(NamedTuple):
 
 
 def stream(schedule: str, ranks: int, rank: int, micro_batches: int) -> tuple[Instruction, ...]:
-    """What one pipeline rank executes, loading and the optimizer left out. DualPipeV needs m >= 2 p."""
+    """What one pipeline rank executes, loading and the optimizer left out. DualPipeV needs m >= 2
+    p."""
     generate = _dualpipev if schedule == "dualpipev" else _one_forward_one_backward
     return tuple(generate(ranks, rank, micro_batches))
 
 
 def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iterator[Instruction]:
-    """TrainSchedule: step t is a forward pass where t and the rank are both even or both odd, else a backward pass.
+    """TrainSchedule: step t is a forward pass where t and the rank are both even or both odd, else
+    a backward pass.
 
     Both ends of a boundary exchange before the step: the gradient first, then the activation.
     """
@@ -56,7 +61,8 @@ def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iter
 
 
 def _dualpipev(ranks: int, rank: int, micro_batches: int) -> Iterator[Instruction]:
-    """DualPipeVSchedule (github.com/deepseek-ai/DualPipe): its eight steps, weight gradients inside the backward."""
+    """DualPipeVSchedule (github.com/deepseek-ai/DualPipe): its eight steps, weight gradients inside
+    the backward."""
     v = _Vee(first=rank == 0, last=rank == ranks - 1)
     after = ranks - rank - 1
     for _ in range(2 * after):
@@ -99,8 +105,8 @@ _COMMIT = Instruction(COMMIT, -1)
 
 
 class _Vee:
-    """One rank of DualPipeV. Each method gives the next such passes with their messages; micro-batches are counted by
-    instruction and phase."""
+    """One rank of DualPipeV. Each method gives the next such passes with their messages;
+    micro-batches are counted by instruction and phase."""
 
     def __init__(self, *, first: bool, last: bool) -> None:
         self.first, self.last = first, last
@@ -120,12 +126,19 @@ class _Vee:
         before = self.message(RECV_ACTIVATION, ahead) if receive else []
         before += self.message(RECV_GRADIENT, back)
         middle = [_COMMIT, self._one(FORWARD, ahead), self._one(BACKWARD, back)]
-        return before + middle + self.message(SEND_ACTIVATION, ahead) + self.message(SEND_GRADIENT, back)
+        return (
+            before
+            + middle
+            + self.message(SEND_ACTIVATION, ahead)
+            + self.message(SEND_GRADIENT, back)
+        )
 
     def message(self, name: str, phase: int) -> list[Instruction]:
         """Nothing at either end of the model, and where it turns around on the last rank."""
         comes = name in (RECV_ACTIVATION, SEND_GRADIENT)  # at the border where activations come in
-        border = (self.last if phase else self.first) if comes else (self.first if phase else self.last)
+        border = (
+            (self.last if phase else self.first) if comes else (self.first if phase else self.last)
+        )
         return [] if border else [self._one(name, phase)]
 
     def _one(self, name: str, phase: int) -> Instruction:

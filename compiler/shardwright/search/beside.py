@@ -15,8 +15,8 @@ R = TypeVar("R")
 
 
 class Beside(Generic[R]):
-    """In a copy of this process, where that is safe and another processor is there to run it; else in this process,
-    once it is asked for."""
+    """In a copy of this process, where that is safe and another processor is there to run it; else
+    in this process, once it is asked for."""
 
     def __init__(self, function: Callable[[], R]) -> None:
         self._function = function
@@ -27,7 +27,10 @@ class Beside(Generic[R]):
         if self._answer is not None:
             try:
                 return cast(R, self._answer.recv())
-            except (EOFError, OSError):  # it failed, or was killed: what it says, this process says too
+            except (
+                EOFError,
+                OSError,
+            ):  # it failed, or was killed: what it says, this process says too
                 pass
             finally:
                 self._answer.close()
@@ -36,7 +39,11 @@ class Beside(Generic[R]):
 
 def may_fork() -> bool:
     """A copy has the thread alone that makes it: locks that others hold stay locked in it."""
-    if not sys.platform.startswith("linux") or threading.active_count() > 1 or "torch" in sys.modules:
+    if (
+        not sys.platform.startswith("linux")
+        or threading.active_count() > 1
+        or "torch" in sys.modules
+    ):
         return False
     return len(os.sched_getaffinity(0)) > 1 and not multiprocessing.current_process().daemon
 
@@ -55,7 +62,9 @@ def _begun(function: Callable[[], object]) -> Connection | None:
 
 def _answer(function: Callable[[], object], answer: Connection) -> None:
     """A failure is told by silence."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells both; this one ends with the other
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the terminal tells both; this one ends with the other
     try:
         answer.send(function())
     except Exception:

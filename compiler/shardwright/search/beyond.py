@@ -1,4 +1,5 @@
-"""Legal layouts that have no room: the one that misses by least, and the fastest that more memory would hold."""
+"""Legal layouts that have no room: the one that misses by least, and the fastest that more memory
+would hold."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from shardwright.search.settle import settle
 
 MORE_MEMORY = 2.0  # the next GPU: 40 GB -> 80 GB, 80 GB -> 141 GB
 BINDS_FROM = 0.05
-"""A layout beyond memory that is faster by less, within what predictions are off by, binds nothing."""
+"""A layout beyond memory that is faster by less, within what predictions are off by, binds
+nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,9 +48,14 @@ class Beyond:
         self._fastest: dict[tuple[float, float], Estimate | None] = {}
 
     def add(
-        self, strategy: Strategy, warnings: tuple[Diagnostic, ...], layout: Layout | None, memory: Memory | None
+        self,
+        strategy: Strategy,
+        warnings: tuple[Diagnostic, ...],
+        layout: Layout | None,
+        memory: Memory | None,
     ) -> Diagnostic:
-        """Why it does not fit, in the figures of the first one. layout, memory: None where it is not settled."""
+        """Why it does not fit, in the figures of the first one. layout, memory: None where it is
+        not settled."""
         added = _NoRoom(strategy=strategy, warnings=warnings, layout=layout, memory=memory)
         self._found.append(added)
         if self._reason is None:
@@ -60,8 +67,8 @@ class Beyond:
         return price(*min(settled, key=lambda each: each[1].peak_bytes)) if settled else None
 
     def fastest(self, times: float, below: float) -> Estimate | None:
-        """Of those that so many times the memory would hold, and whose step takes less than `below`, each moving part
-        at its price."""
+        """Of those that so many times the memory would hold, and whose step takes less than
+        `below`, each moving part at its price."""
         asked = times, below
         if asked not in self._fastest:
             self._fastest[asked] = self._find_fastest(*asked)

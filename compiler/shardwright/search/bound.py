@@ -1,4 +1,5 @@
-"""What a layout takes at least, before its layers are placed: no search prices what can be no answer."""
+"""What a layout takes at least, before its layers are placed: no search prices what can be no
+answer."""
 
 from __future__ import annotations
 
@@ -47,17 +48,21 @@ from shardwright.search.settle import with_hpz
 WORTH_PRICING = 1.05
 """Times the best layout's weighed time; what takes longer for certain is counted, not priced."""
 ENOUGH, WORTH_COMPARING = 40, 1.25
-"""The first so many layouts are priced to so many times the best one's step: what others lose by is worth knowing."""
+"""The first so many layouts are priced to so many times the best one's step: what others lose by is
+worth knowing."""
 ROUNDING = 1e-9
 """Where all of a step is known, it is summed in another order."""
 FEW = 250
-"""Layouts, so many of which are priced in about half a second: all of them, for what a complete list is worth."""
+"""Layouts, so many of which are priced in about half a second: all of them, for what a complete
+list is worth."""
 
 _WORK: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
 _WORK += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
 _work_key = operator.attrgetter(*_WORK)
 _holding = operator.attrgetter(*(axis.name for axis in AXES if axis.holds), "hpz_partition_size")
-_but_checkpointing = operator.attrgetter(*(f.name for f in fields(Strategy) if f.name != "activation_checkpointing"))
+_but_checkpointing = operator.attrgetter(
+    *(f.name for f in fields(Strategy) if f.name != "activation_checkpointing")
+)
 _placing = operator.attrgetter(*_WORK, "schedule", "virtual_stages", "pipeline", "data")
 
 
@@ -90,8 +95,9 @@ class Bound:
         self._usable_bytes = usable_bytes(problem, self._constants)
 
     def _work_of(self, s: Strategy) -> tuple[Value, ...]:
-        """What the work of a micro-batch over all layers is the same for. Of the other degrees it knows no more than
-        whether there are several ranks; of the schedule, where it puts a tied tensor."""
+        """What the work of a micro-batch over all layers is the same for. Of the other degrees it
+        knows no more than whether there are several ranks; of the schedule, where it puts a tied
+        tensor."""
         return *_work_key(s), self._is_tied and s.schedule, s.pipeline > 1, s.shards > 1
 
     def _laid_out(self, s: Strategy) -> Layout:
@@ -108,7 +114,9 @@ class Bound:
         return self._least_bytes[key]
 
     def may_hold(self, s: Strategy) -> bool:
-        return self._problem.recipe.assume.ignore_memory or self.least_bytes(s) <= self._usable_bytes
+        return (
+            self._problem.recipe.assume.ignore_memory or self.least_bytes(s) <= self._usable_bytes
+        )
 
     def has_room(self, s: Strategy) -> bool:
         """False where the layers certainly have none."""
@@ -127,8 +135,9 @@ class Bound:
         return max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
 
     def least_seconds(self, s: Strategy) -> float:
-        """Of a step: all micro-batches over ranks that share the layers in the best of all shares; of a pipeline also a
-        mean rank's gradients and update. Recomputing only a part of the layers may take less.
+        """Of a step: all micro-batches over ranks that share the layers in the best of all shares;
+        of a pipeline also a mean rank's gradients and update. Recomputing only a part of the layers
+        may take less.
         """
         m, p = s.gradient_accumulation_steps, s.pipeline
         key = self._work_of(s)
@@ -150,14 +159,19 @@ class Bound:
         """The same with no layer recomputed."""
         key = _but_checkpointing(s)
         if key not in self._kept:
-            kept = s if s.activation_checkpointing == "none" else replace(s, activation_checkpointing="none")
+            kept = (
+                s
+                if s.activation_checkpointing == "none"
+                else replace(s, activation_checkpointing="none")
+            )
             self._kept[key] = self.least_seconds(kept)
         return self._kept[key]
 
     def least_placed_seconds(self, s: Strategy, *, may_recompute_less: bool = False) -> float:
-        """At least `least_seconds`, and of a pipeline also what the slowest rank does where no rank has more layers
-        than it has room for; infinite where they have none. It takes several times as long to say. may_recompute_less:
-        s, which recomputes all layers, stands for those that recompute fewer of them."""
+        """At least `least_seconds`, and of a pipeline also what the slowest rank does where no rank
+        has more layers than it has room for; infinite where they have none. It takes several times
+        as long to say. may_recompute_less: s, which recomputes all layers, stands for those that
+        recompute fewer of them."""
         least = self.least_seconds(s)
         if self._knows_room(s):
             room = self._rooms.of(self._laid_out(s))
@@ -167,7 +181,8 @@ class Bound:
         return least
 
     def least_recomputing_less(self, s: Strategy) -> float:
-        """Of those that recompute as many layers of each stage, but not all of them, as s, which does, has room for."""
+        """Of those that recompute as many layers of each stage, but not all of them, as s, which
+        does, has room for."""
         kept = self.least_kept_seconds(s)
         if not self._knows_room(s):
             return kept
@@ -176,15 +191,16 @@ class Bound:
         return max(kept, self._partly(s, whole, room))
 
     def least_settled_seconds(self, layout: Layout) -> float:
-        """Of one whose layers are placed, and whose price takes long to say: at least that much; else 0."""
+        """Of one whose layers are placed, and whose price takes long to say: at least that much;
+        else 0."""
         if not (layout.strategy.interleaves and is_simulated(layout.strategy)):
             return 0.0
         factor = run_factor(layout.recipe, layout.graph, layout.strategy)
         return least_interleaved_seconds(layout) * (1 - ROUNDING) * factor
 
     def _partly(self, s: Strategy, whole: Strategy, room: Room) -> float:
-        """The best of all numbers of recomputed layers a stage, one at least. More of them make room for layers, and
-        take longer."""
+        """The best of all numbers of recomputed layers a stage, one at least. More of them make
+        room for layers, and take longer."""
         graph, again = self._problem.graph, self._again(s, whole)
         stages, most = s.stages // s.pipeline, layers_of_a_part(self._problem.graph, s)
         best = math.inf
@@ -207,7 +223,9 @@ class Bound:
         key = (*self._work_of(s), in_a_row(s))
         work = self._rows.get(key)
         if work is None:
-            work = self._rows[key] = work_of(passes(self._laid_out(s)), self._counted, in_a_row=in_a_row(s))
+            work = self._rows[key] = work_of(
+                passes(self._laid_out(s)), self._counted, in_a_row=in_a_row(s)
+            )
         return work
 
     def _of_slowest(self, s: Strategy, work: RowSeconds, most: Ints) -> float:
@@ -218,7 +236,9 @@ class Bound:
         beyond = self._beyond_layers(s)
         placed = _of_slowest(s, work, *slowest, *beyond) + self._once_a_step(s)
         if is_simulated(s):
-            placed = max(placed, _of_ranks(s, work, most, *beyond, functools.partial(self._once_a_step, s)))
+            placed = max(
+                placed, _of_ranks(s, work, most, *beyond, functools.partial(self._once_a_step, s))
+            )
         return placed * (1 - ROUNDING) * run_factor(self._problem.recipe, self._problem.graph, s)
 
     def _of_one_stage(self, s: Strategy) -> float:
@@ -238,31 +258,46 @@ class Bound:
         return self._beyond[key]
 
     def _interleaved(self, s: Strategy, work: list[float], more: float) -> float:
-        """Its parts are placed already: rank r works on m micro-batches, after the first parts of the ranks before it
-        went forward, and before they go backward. more: of each part, beyond its layers."""
+        """Its parts are placed already: rank r works on m micro-batches, after the first parts of
+        the ranks before it went forward, and before they go backward. more: of each part, beyond
+        its layers."""
         m, p = s.gradient_accumulation_steps, s.pipeline
         bounds = place_parts(self._problem.recipe, self._problem.graph, s.parts)
         parts = [work[stop] - work[start] + more for start, stop in itertools.pairwise(bounds)]
         before = itertools.accumulate(parts[:p], initial=0.0)
-        return max(m * sum(parts[rank::p]) + ahead for rank, ahead in zip(range(p), before, strict=False))
+        return max(
+            m * sum(parts[rank::p]) + ahead for rank, ahead in zip(range(p), before, strict=False)
+        )
 
     def _once_a_step(self, s: Strategy, layers: int = 0) -> float:
         """layers: that a rank has at least, where that is known."""
         if s.offload != "none":
             return 0.0
-        key = (s.tensor, s.pipeline, s.context, s.expert, s.expert_tensor, s.data, s.zero_stage, s.schedule, layers)
+        key = (
+            s.tensor,
+            s.pipeline,
+            s.context,
+            s.expert,
+            s.expert_tensor,
+            s.data,
+            s.zero_stage,
+            s.schedule,
+            layers,
+        )
         if key not in self._once:
             self._once[key] = least_once_a_step_seconds(self._laid_out(s), layers)
         return self._once[key]
 
 
-def _of_slowest(s: Strategy, work: RowSeconds, slowest: float, first: int, each: float, message: float) -> float:
-    """slowest: seconds of a micro-batch's layers on the slowest rank, which is `first` or one behind it. each, message:
-    of a rank beyond its layers, and of a message.
+def _of_slowest(
+    s: Strategy, work: RowSeconds, slowest: float, first: int, each: float, message: float
+) -> float:
+    """slowest: seconds of a micro-batch's layers on the slowest rank, which is `first` or one
+    behind it. each, message: of a rank beyond its layers, and of a message.
 
-    A rank begins behind the ranks before it, each of which has a layer. Under 1F1B it also waits for the first
-    gradient: of one micro-batch no two passes run at once, and of its own passes only the forward ones that it makes
-    ahead, min(p - rank, m), run beside them.
+    A rank begins behind the ranks before it, each of which has a layer. Under 1F1B it also waits
+    for the first gradient: of one micro-batch no two passes run at once, and of its own passes only
+    the forward ones that it makes ahead, min(p - rank, m), run beside them.
     """
     m, p = s.gradient_accumulation_steps, s.pipeline
     own, all_ranks = slowest + each, work.total + p * each
@@ -274,24 +309,37 @@ def _of_slowest(s: Strategy, work: RowSeconds, slowest: float, first: int, each:
         return m * own + (all_ranks - own) / bubble_divisor(s)
     share = max(work.forward_share, FORWARD_SHARE)
     ahead = min(p - first, m)
-    waits = all_ranks + (m - 1) * own - (ahead - 1) * share * own + (2 * (p - 1) + 2 * m - ahead - 1) * message
+    waits = (
+        all_ranks
+        + (m - 1) * own
+        - (ahead - 1) * share * own
+        + (2 * (p - 1) + 2 * m - ahead - 1) * message
+    )
     before = max(0, first - 1) * float(work.each.min()) + first * (each + 2 * message)
     return max(waits, m * (own + 2 * message) + before)
 
 
 def _of_ranks(
-    s: Strategy, work: RowSeconds, most: Ints, each: float, message: float, once: Callable[[int], float]
+    s: Strategy,
+    work: RowSeconds,
+    most: Ints,
+    each: float,
+    message: float,
+    once: Callable[[int], float],
 ) -> float:
-    """What all ranks say together, of a schedule that is simulated. once: of a step, by the layers of a rank.
+    """What all ranks say together, of a schedule that is simulated. once: of a step, by the layers
+    of a rank.
 
-    One micro-batch takes W on all ranks. Beside it, rank r has m - 1 of its own to do under 1F1B, but for the forward
-    passes that it makes ahead. DualPipeV's rank r has made 2 p - r and p + 1 forward passes of its two stages, and
-    p - r backward passes of the second, before the first micro-batch comes back to the first (schedule/streams.py);
-    of its four messages with a neighbour, two at most pass at once.
+    One micro-batch takes W on all ranks. Beside it, rank r has m - 1 of its own to do under 1F1B,
+    but for the forward passes that it makes ahead. DualPipeV's rank r has made 2 p - r and p + 1
+    forward passes of its two stages, and p - r backward passes of the second, before the first
+    micro-batch comes back to the first (schedule/streams.py); of its four messages with a
+    neighbour, two at most pass at once.
 
-    Where the rank with the most layers has c of them, others have few or many: of the k ranks with the most, the last
-    one is rank k - 1 or stands behind it. The longest of what these say is the step's bound for this c, and the least
-    over c is the layout's. What the first of them says grows with c.
+    Where the rank with the most layers has c of them, others have few or many: of the k ranks with
+    the most, the last one is rank k - 1 or stands behind it. The longest of what these say is the
+    step's bound for this c, and the least over c is the layout's. What the first of them says grows
+    with c.
     """
     m, p = s.gradient_accumulation_steps, s.pipeline
     rank = np.arange(p)
@@ -310,7 +358,9 @@ def _of_ranks(
         if held is None:
             continue
         # Of n <= c layers, n r / c at least are among the r that are recomputed.
-        again = times * work.again_on(held) + work.layers * work.again * min(1.0, work.repeated / largest)
+        again = times * work.again_on(held) + work.layers * work.again * min(
+            1.0, work.repeated / largest
+        )
         seconds = alone + waits * (work.least[held] + each) + again
         more = once(largest)
         best = min(best, float(seconds.max()) + more)
@@ -322,10 +372,11 @@ def _of_ranks(
 def _pipelined(s: Strategy, work: float, messages: float) -> float:
     """work: of one micro-batch on all ranks; messages: one each way.
 
-    Under 1F1B rank r begins when the ranks before it have passed a micro-batch on, and ends as long before they do:
-    the step T is at least m w_r + (w_0 + ... + w_(r-1)), w_r being its own share of the work W. With all of these
-    equal, which is the best that any shares make of it, T = W / (1 - (1 - 1/m)^p). A rank between two others trades
-    two messages with each for every micro-batch; those before it were passed by one of each kind.
+    Under 1F1B rank r begins when the ranks before it have passed a micro-batch on, and ends as long
+    before they do: the step T is at least m w_r + (w_0 + ... + w_(r-1)), w_r being its own share of
+    the work W. With all of these equal, which is the best that any shares make of it, T = W / (1 -
+    (1 - 1/m)^p). A rank between two others trades two messages with each for every micro-batch;
+    those before it were passed by one of each kind.
     """
     m, p = s.gradient_accumulation_steps, s.pipeline
     if s.schedule != "1f1b":

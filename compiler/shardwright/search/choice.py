@@ -1,4 +1,5 @@
-"""What a ranking weighs: a layout's time over the chance that it fits, and a price for each of its moving parts."""
+"""What a ranking weighs: a layout's time over the chance that it fits, and a price for each of its
+moving parts."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from shardwright.layout.strategy import Strategy
 from shardwright.remembered import MOST
 
 SURE = 0.95
-"""The chance at which memory has no price: `memory_headroom` is what predictions fall short by in 19 rows of 20."""
+"""The chance at which memory has no price: `memory_headroom` is what predictions fall short by in
+19 rows of 20."""
 
 
 def chance_of_fitting(recipe: Recipe, memory: Memory) -> float:
-    """That a run needs no more than the device has, the prediction's error being normal. 1 where the recipe says how
-    much to keep free, or to ignore memory: then nothing is left to weigh."""
+    """That a run needs no more than the device has, the prediction's error being normal. 1 where
+    the recipe says how much to keep free, or to ignore memory: then nothing is left to weigh."""
     if recipe.parallelism.memory_headroom is not None or recipe.assume.ignore_memory:
         return 1.0
     kept = default_constants().memory_headroom
@@ -28,8 +30,8 @@ def chance_of_fitting(recipe: Recipe, memory: Memory) -> float:
 
 
 def expected_seconds(recipe: Recipe, estimate: Estimate) -> float:
-    """Of a step, over the chance of fitting; that of a layout which leaves memory_headroom free is 1. Infinite where
-    there is no chance."""
+    """Of a step, over the chance of fitting; that of a layout which leaves memory_headroom free is
+    1. Infinite where there is no chance."""
     chance = chance_of_fitting(recipe, estimate.memory)
     return estimate.time.step_seconds / min(1.0, chance / SURE) if chance else math.inf
 
@@ -46,5 +48,8 @@ def outweighed(s: Strategy, seconds: float) -> float:
 
 @functools.lru_cache(maxsize=MOST)
 def moving_parts(s: Strategy) -> frozenset[str]:
-    """What a layout has beyond data parallelism and ZeRO. hpZ is none: nobody chooses it, and nothing is lost by it."""
-    return frozenset(axis.machinery.format(value) for axis, value in s.beyond_plain() if axis.machinery)
+    """What a layout has beyond data parallelism and ZeRO. hpZ is none: nobody chooses it, and
+    nothing is lost by it."""
+    return frozenset(
+        axis.machinery.format(value) for axis, value in s.beyond_plain() if axis.machinery
+    )

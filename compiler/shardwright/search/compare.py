@@ -1,4 +1,5 @@
-"""What a ranking says beyond its first row: the Pareto front, why each other region lost, and what binds the winner."""
+"""What a ranking says beyond its first row: the Pareto front, why each other region lost, and what
+binds the winner."""
 
 from __future__ import annotations
 
@@ -29,9 +30,10 @@ PARTS = {
 class LostRegion:
     """The feasible layouts of one region that is not the winner's.
 
-    where: the keys that make it, and their values. best: of those that are priced.
-    slower: the best one's step over the winner's, less 1. because: the part of the step that costs it most.
-    at_least: the same of all, where one that is not priced may be faster than the best; None elsewhere.
+    where: the keys that make it, and their values. best: of those that are priced. slower: the best
+    one's step over the winner's, less 1. because: the part of the step that costs it most.
+    at_least: the same of all, where one that is not priced may be faster than the best; None
+    elsewhere.
     """
 
     where: tuple[tuple[str, Value], ...]
@@ -66,7 +68,8 @@ def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
 def lost_regions(
     recipe: Recipe, ranked: Sequence[Estimate], slow: Iterable[tuple[float, Strategy]] = ()
 ) -> tuple[LostRegion, ...]:
-    """`ranked`: best first. The nearest region first. slow: what is not priced, and what it takes at least."""
+    """`ranked`: best first. The nearest region first. slow: what is not priced, and what it takes
+    at least."""
     if not ranked:
         return ()
     winner = ranked[0]
@@ -99,7 +102,8 @@ def lost_regions(
 
 
 def _below(unpriced_seconds: float, best: Estimate, winner: Estimate) -> float | None:
-    """Over the winner's step, less 1, where what is not priced may take less than the best that is."""
+    """Over the winner's step, less 1, where what is not priced may take less than the best that
+    is."""
     is_less = unpriced_seconds < best.time.step_seconds
     return unpriced_seconds / winner.time.step_seconds - 1 if is_less else None
 
@@ -108,17 +112,24 @@ def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
     """Why `winner` ranks before `estimate`, with the figures of both."""
     if recipe.objective == "memory" and estimate.memory.peak_bytes > winner.memory.peak_bytes:
         return f"{_gib(estimate)} GiB against {_gib(winner)}"
-    if expected_seconds(recipe, estimate) >= expected_seconds(recipe, winner) and _is_faster(estimate, winner):
+    if expected_seconds(recipe, estimate) >= expected_seconds(recipe, winner) and _is_faster(
+        estimate, winner
+    ):
         chance = chance_of_fitting(recipe, estimate.memory)
         return (
-            f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: fits with a chance of {chance:.0%}"
+            f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: fits with a "
+            f"chance of {chance:.0%}"
         )
-    if _is_faster(estimate, winner) and (needs := moving_parts(estimate.strategy) - moving_parts(winner.strategy)):
+    if _is_faster(estimate, winner) and (
+        needs := moving_parts(estimate.strategy) - moving_parts(winner.strategy)
+    ):
         return f"within the prediction's error, and needs {' and '.join(sorted(needs))}"
     part = max(PARTS, key=lambda name: getattr(estimate.time, name) - getattr(winner.time, name))
     theirs, ours = getattr(estimate.time, part), getattr(winner.time, part)
     words = part_words(part, estimate.strategy, winner.strategy)
-    return f"{words}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
+    return (
+        f"{words}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
+    )
 
 
 def part_words(part: str, *strategies: Strategy) -> str:
@@ -131,8 +142,8 @@ def _is_faster(estimate: Estimate, winner: Estimate) -> bool:
 
 
 def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:
-    """One sentence: memory, where a layout that does not fit would be faster; else the largest part of the step.
-    beyond_memory: of the search."""
+    """One sentence: memory, where a layout that does not fit would be faster; else the largest part
+    of the step. beyond_memory: of the search."""
     step = winner.time.step_seconds
     if beyond_memory is not None:
         faster = 1 - beyond_memory.time.step_seconds / step
@@ -142,13 +153,18 @@ def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:
         )
     part = max(PARTS, key=lambda name: getattr(winner.time, name))
     words, share = part_words(part, winner.strategy), getattr(winner.time, part) / step
-    return f"{words}: {share:.0%} of the step; twice the memory would make it less than {BINDS_FROM:.0%} faster"
+    return (
+        f"{words}: {share:.0%} of the step; twice the memory would make it less than "
+        f"{BINDS_FROM:.0%} faster"
+    )
 
 
 def hpz_words(s: Strategy) -> str:
     """ "" without it; it follows from the layout and is no key of a recipe."""
     ranks = s.hpz_partition_size
-    return "" if ranks == 1 else f"a second copy inside each node, shared out over {ranks} ranks (hpZ)"
+    return (
+        "" if ranks == 1 else f"a second copy inside each node, shared out over {ranks} ranks (hpZ)"
+    )
 
 
 def _gib(estimate: Estimate) -> str:

@@ -1,4 +1,5 @@
-"""`target: auto`: the engine whose best plan is the better one; and beside any plan what another engine would make."""
+"""`target: auto`: the engine whose best plan is the better one; and beside any plan what another
+engine would make."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ from shardwright.search.sums import sized_and_summed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherEngine:
-    """The best layout under another engine. slower: its step over the chosen one's, less 1. because: what the one of
-    the two that ranks lower loses by. chosen: the engine of the plan; automatic: the compiler chose it."""
+    """The best layout under another engine. slower: its step over the chosen one's, less 1.
+    because: what the one of the two that ranks lower loses by. chosen: the engine of the plan;
+    automatic: the compiler chose it."""
 
     target: str
     chosen: str
@@ -43,15 +45,17 @@ class OtherEngine:
         taken = f"target: auto takes {self.chosen}; " if self.automatic else ""
         loser = self.chosen if self.wins else self.target
         return (
-            f"{taken}the best step under target: {self.target} would take {self.step_seconds:.3g} s "
-            f"({self.slower:+.1%}), {self.strategy.describe()}; {loser} ranks lower: {self.because}"
+            f"{taken}the best step under target: {self.target} would take {self.step_seconds:.3g} "
+            f"s ({self.slower:+.1%}), {self.strategy.describe()}; {loser} ranks lower: "
+            f"{self.because}"
         )
 
 
 def settle_problem(problem: Problem) -> tuple[Problem, Sizing | None]:
-    """What the recipe leaves open before a layout is chosen: the engine, whose kernels run, the number of nodes, and
-    what gradients are summed in. Sizing: None where the recipe gave the nodes. Raises as size_cluster; with an open
-    engine as the default one does, where no engine has a way."""
+    """What the recipe leaves open before a layout is chosen: the engine, whose kernels run, the
+    number of nodes, and what gradients are summed in. Sizing: None where the recipe gave the nodes.
+    Raises as size_cluster; with an open engine as the default one does, where no engine has a
+    way."""
     if problem.recipe.target != AUTO:
         return settle_kernels(problem, sized_and_summed)
     settled: list[tuple[Problem, Sizing | None]] = []
@@ -68,14 +72,17 @@ def settle_problem(problem: Problem) -> tuple[Problem, Sizing | None]:
 
 
 def asked_engine(problem: Problem, target: str) -> Problem:
-    """The same under the engine that a question names, with nothing settled for the plan's own. Raises Refusal: what
-    that engine does not take of the recipe or the model."""
+    """The same under the engine that a question names, with nothing settled for the plan's own.
+    Raises Refusal: what that engine does not take of the recipe or the model."""
     engine = ENGINES[target]
     other = _under(_reopened(problem), engine)
     wrong = engine.check_extra(other.recipe)
     lacks = engine.lacks(problem.graph)
     if lacks:
-        wrong = (*wrong, found("SW2051", "target", f"target: {target}: {lacks}", "Use another target."))
+        wrong = (
+            *wrong,
+            found("SW2051", "target", f"target: {target}: {lacks}", "Use another target."),
+        )
     if wrong:
         raise Refusal(*wrong)
     return other
@@ -86,8 +93,8 @@ _BEGUN: list[tuple[Problem, Beside[list[tuple[str, Estimate]]]]] = []
 
 
 def begin_others(problem: Problem) -> None:
-    """What `other_engine` will ask, where that is known before the problem is settled: it takes as long as the search
-    for the plan itself."""
+    """What `other_engine` will ask, where that is known before the problem is settled: it takes as
+    long as the search for the plan itself."""
     is_settled = problem.recipe.target != AUTO and problem.recipe.cluster.nodes is not None
     if is_settled and _compares_engines(problem):
         reopened = _reopened(problem)
@@ -95,8 +102,8 @@ def begin_others(problem: Problem) -> None:
 
 
 def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
-    """problem: settled. None where no other engine takes the recipe and the model, none of its layouts runs, or the
-    figures are not of this project's own run on GPUs. Of several the best."""
+    """problem: settled. None where no other engine takes the recipe and the model, none of its
+    layouts runs, or the figures are not of this project's own run on GPUs. Of several the best."""
     recipe = problem.recipe
     if not _compares_engines(problem):
         return None
@@ -128,7 +135,9 @@ def _compares_engines(problem: Problem) -> bool:
 
 def _bests(reopened: Problem) -> list[tuple[str, Estimate]]:
     """Of each other engine that takes the recipe and the model, and has a layout that runs."""
-    others = [e for e in engines_for(AUTO) if e.name != reopened.recipe.target and _takes(e, reopened)]
+    others = [
+        e for e in engines_for(AUTO) if e.name != reopened.recipe.target and _takes(e, reopened)
+    ]
     return [(e.name, best) for e in others if (best := best_of(_under(reopened, e))) is not None]
 
 
@@ -139,7 +148,9 @@ def _under(problem: Problem, engine: Engine) -> Problem:
         lacking: dict[str, Any] = {
             a.name: a.plain for a in AXES if a.section and not a.runs and a.name not in engine.axes
         }
-        recipe = dataclasses.replace(recipe, parallelism=dataclasses.replace(recipe.parallelism, **lacking))
+        recipe = dataclasses.replace(
+            recipe, parallelism=dataclasses.replace(recipe.parallelism, **lacking)
+        )
     return dataclasses.replace(problem, recipe=under(recipe, engine))
 
 
@@ -148,7 +159,8 @@ def _takes(engine: Engine, problem: Problem) -> bool:
 
 
 def _reopened(problem: Problem) -> Problem:
-    """What was settled for the chosen engine, as an engine of any kind has it: sums in fp32, Hugging Face's modules."""
+    """What was settled for the chosen engine, as an engine of any kind has it: sums in fp32,
+    Hugging Face's modules."""
     recipe = problem.recipe
     if _said(recipe, "training", "gradient_accumulation_dtype") is None:
         training = dataclasses.replace(recipe.training, gradient_accumulation_dtype=None)

@@ -1,4 +1,5 @@
-"""Why this layout: what it is made of, what each of its keys would cost otherwise, and what comes next."""
+"""Why this layout: what it is made of, what each of its keys would cost otherwise, and what comes
+next."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ NEXT = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another layout that runs. slower: its step over the chosen one's, less 1. because: what it loses by; where it is
-    the better one (only pins can bring that about, and wins says so), what the chosen one does."""
+    """Another layout that runs. slower: its step over the chosen one's, less 1. because: what it
+    loses by; where it is the better one (only pins can bring that about, and wins says so), what
+    the chosen one does."""
 
     strategy: Strategy
     step_seconds: float
@@ -40,9 +42,9 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyReason:
-    """One key of the layout. other: the best layout with any other value of it; None where no such layout runs or is
-    worth a price: then slow_seconds is what the fastest of those takes at least, or refused a region that says why
-    (neither where the search had no other value to try)."""
+    """One key of the layout. other: the best layout with any other value of it; None where no such
+    layout runs or is worth a price: then slow_seconds is what the fastest of those takes at least,
+    or refused a region that says why (neither where the search had no other value to try)."""
 
     key: str
     value: int | str
@@ -54,8 +56,8 @@ class KeyReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondCopy:
-    """hpZ's copy of the weights inside each node. taken: the chosen layout has one; other_*: of the same layout the
-    other way. has_room: beside it what predictions fall short by stays free."""
+    """hpZ's copy of the weights inside each node. taken: the chosen layout has one; other_*: of the
+    same layout the other way. has_room: beside it what predictions fall short by stays free."""
 
     ranks: int
     taken: bool
@@ -66,10 +68,11 @@ class SecondCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanExplanation:
-    """place: of the chosen layout among all that run, counted from 1, without the recipe's pins; None where it does
-    not run. next_best: those that follow the chosen one within the pins, or, where the pins leave it alone, the best of
-    the others without them. rejected: without the pins, a region a code. second_copy: None where there can be none.
-    set_aside: for the chosen layout, where that is the best within the pins. other_engine: for one that runs."""
+    """place: of the chosen layout among all that run, counted from 1, without the recipe's pins;
+    None where it does not run. next_best: those that follow the chosen one within the pins, or,
+    where the pins leave it alone, the best of the others without them. rejected: without the pins,
+    a region a code. second_copy: None where there can be none. set_aside: for the chosen layout,
+    where that is the best within the pins. other_engine: for one that runs."""
 
     chosen: Estimate
     breakdown: Breakdown
@@ -92,9 +95,15 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
     layout, _ = as_planned(problem, chosen.strategy, chosen.boundaries)
     within = search(problem)
     pinned = pinned_keys(recipe)
-    everywhere = search(dataclasses.replace(problem, recipe=without_layout_pins(recipe))) if pinned else within
+    everywhere = (
+        search(dataclasses.replace(problem, recipe=without_layout_pins(recipe)))
+        if pinned
+        else within
+    )
     inside = [e.strategy for e in within.ranked]
-    after = list(within.ranked[inside.index(chosen.strategy) + 1 if chosen.strategy in inside else 0 :])
+    after = list(
+        within.ranked[inside.index(chosen.strategy) + 1 if chosen.strategy in inside else 0 :]
+    )
     beyond_pins = not after and bool(pinned)
     if beyond_pins:
         after = [e for e in everywhere.ranked if e.strategy != chosen.strategy]
@@ -103,7 +112,8 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
         breakdown=break_down(layout, chosen),
         binding=binding_constraint(chosen, within.beyond_memory(chosen)),
         keys=tuple(
-            _reason(recipe, everywhere, chosen, axis.name, axis.name in pinned) for axis in searched_axes(recipe)
+            _reason(recipe, everywhere, chosen, axis.name, axis.name in pinned)
+            for axis in searched_axes(recipe)
         ),
         place=_place(recipe, everywhere, chosen),
         layouts=len(everywhere.ranked),
@@ -118,12 +128,15 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
 
 
 def _place(recipe: Recipe, everywhere: SearchResult, chosen: Estimate) -> int | None:
-    """Where the search would rank it: how many layers a recipe says to recompute need not be what the search tries."""
+    """Where the search would rank it: how many layers a recipe says to recompute need not be what
+    the search tries."""
     order = [e.strategy for e in everywhere.ranked]
     if chosen.strategy in order:
         return order.index(chosen.strategy) + 1
     key = rank_key(recipe, chosen)
-    return 1 + sum(rank_key(recipe, e) < key for e in everywhere.ranked) if chosen.feasible else None
+    return (
+        1 + sum(rank_key(recipe, e) < key for e in everywhere.ranked) if chosen.feasible else None
+    )
 
 
 def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
@@ -137,15 +150,19 @@ def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
     return SecondCopy(
         ranks=copied.strategy.hpz_partition_size,
         taken=taken,
-        has_room=is_accepted(layout.recipe, beside.memory) and is_roomy(layout.recipe, beside.memory),
+        has_room=is_accepted(layout.recipe, beside.memory)
+        and is_roomy(layout.recipe, beside.memory),
         other_step_seconds=estimate.time.step_seconds,
         other_peak_bytes=estimate.memory.peak_bytes,
     )
 
 
 def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
-    """Layout keys that the recipe gives; a default (`offload: none`) is what one says that does not speak of it."""
-    keys = (axis for axis in printed_axes() if axis.section == "parallelism" and axis.values is not None)
+    """Layout keys that the recipe gives; a default (`offload: none`) is what one says that does not
+    speak of it."""
+    keys = (
+        axis for axis in printed_axes() if axis.section == "parallelism" and axis.values is not None
+    )
     return tuple(axis.name for axis in keys if axis.pin(recipe) not in (None, axis.default))
 
 
@@ -162,7 +179,9 @@ def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alterna
     )
 
 
-def _reason(recipe: Recipe, everywhere: SearchResult, chosen: Estimate, key: str, pinned: bool) -> KeyReason:
+def _reason(
+    recipe: Recipe, everywhere: SearchResult, chosen: Estimate, key: str, pinned: bool
+) -> KeyReason:
     value = getattr(chosen.strategy, key)
     other = next((e for e in everywhere.ranked if getattr(e.strategy, key) != value), None)
     slow = next((least for least, s in everywhere.slow if getattr(s, key) != value), None)

@@ -1,4 +1,5 @@
-"""`model.kernels: auto`: torch.compile of the layers where it is proved and faster, else Hugging Face's modules."""
+"""`model.kernels: auto`: torch.compile of the layers where it is proved and faster, else Hugging
+Face's modules."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ Settled = tuple[Problem, Sizing | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenKernels:
-    """seconds: of the best layout's step; other_seconds: with the kernels that were not taken, None where no layout
-    runs with them."""
+    """seconds: of the best layout's step; other_seconds: with the kernels that were not taken, None
+    where no layout runs with them."""
 
     kernels: Kernels
     seconds: float
@@ -31,12 +32,15 @@ class ChosenKernels:
         other = "hf" if self.kernels == "compile" else "compile"
         if self.other_seconds is None:
             return f"kernels: auto takes {self.kernels}: no layout runs with {other}"
-        return f"kernels: auto takes {self.kernels}: the best step would take {self.other_seconds:.3g} s with {other}"
+        return (
+            f"kernels: auto takes {self.kernels}: the best step would take "
+            f"{self.other_seconds:.3g} s with {other}"
+        )
 
 
 def settle_kernels(problem: Problem, settle: Callable[[Problem], Settled]) -> Settled:
-    """settle: what else is open, in that order: fewer nodes first, then the shorter step. Raises as `settle` does for
-    Hugging Face's modules, where torch.compile is no way out."""
+    """settle: what else is open, in that order: fewer nodes first, then the shorter step. Raises as
+    `settle` does for Hugging Face's modules, where torch.compile is no way out."""
     if problem.recipe.model.kernels != "auto":
         return settle(problem)
     compiled: Settled | None
@@ -66,10 +70,14 @@ def chosen_kernels(problem: Problem) -> ChosenKernels | None:
 
 
 def _of(problem: Problem, kernels: Kernels) -> Problem:
-    return Problem(recipe=with_kernels(problem.recipe, kernels), graph=problem.graph, cluster=problem.cluster)
+    return Problem(
+        recipe=with_kernels(problem.recipe, kernels), graph=problem.graph, cluster=problem.cluster
+    )
 
 
 def _rank(settled: Settled) -> tuple[int, float]:
     problem, _ = settled
     ranked = search(problem).ranked
-    return problem.cluster.nodes, weighed_seconds(problem.recipe, ranked[0]) if ranked else float("inf")
+    return problem.cluster.nodes, weighed_seconds(problem.recipe, ranked[0]) if ranked else float(
+        "inf"
+    )

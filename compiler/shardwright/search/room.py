@@ -1,5 +1,6 @@
-"""What memory makes of a pipeline before its layers are placed: early ranks keep more micro-batches, so that they hold
-fewer layers and the others do more. What the slowest rank does at least bounds the step (bound.py).
+"""What memory makes of a pipeline before its layers are placed: early ranks keep more
+micro-batches, so that they hold fewer layers and the others do more. What the slowest rank does at
+least bounds the step (bound.py).
 
 Shape letters: p pipeline ranks, m micro-batches of a step, L decoder layers that are counted.
 """
@@ -31,11 +32,12 @@ NEARLY_ALL = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSeconds:
-    """Seconds of one micro-batch, forward and backward. least, most: by a rank's number of counted decoder layers, of
-    the shortest ones that it can have, and of the longest with all that are not counted. each: of the decoder layers.
-    head: of the head. total: of all layers. forward_share: the largest part of a layer's seconds that is its forward
-    pass. repeated, again: of partial checkpointing, the layers of a rank that are recomputed, and what each of them
-    takes; in none of the other figures."""
+    """Seconds of one micro-batch, forward and backward. least, most: by a rank's number of counted
+    decoder layers, of the shortest ones that it can have, and of the longest with all that are not
+    counted. each: of the decoder layers. head: of the head. total: of all layers. forward_share:
+    the largest part of a layer's seconds that is its forward pass. repeated, again: of partial
+    checkpointing, the layers of a rank that are recomputed, and what each of them takes; in none of
+    the other figures."""
 
     least: Floats
     most: Floats
@@ -57,17 +59,17 @@ class RowSeconds:
 
 
 def commonest_layers(graph: ModelGraph) -> Mask | None:
-    """Which decoder layers are of the kind that nearly all are of, where a few are of another (dense ones before those
-    with experts): what ranks have of these says more than what they have of all, which could be the few. None where
-    all are alike, or none are nearly all."""
+    """Which decoder layers are of the kind that nearly all are of, where a few are of another
+    (dense ones before those with experts): what ranks have of these says more than what they have
+    of all, which could be the few. None where all are alike, or none are nearly all."""
     kinds = np.array(model_shapes(graph, 1).kind_of[1:-1])
     found: Mask = kinds == np.bincount(kinds).argmax()
     return found if NEARLY_ALL <= found.mean() < 1 else None
 
 
 def work_of(found: Passes, counted: Mask | None, *, in_a_row: bool) -> RowSeconds:
-    """counted: the decoder layers that are counted, None for all. in_a_row: as those of a rank are, but for
-    DualPipeV's, of two stages."""
+    """counted: the decoder layers that are counted, None for all. in_a_row: as those of a rank are,
+    but for DualPipeV's, of two stages."""
     forward = np.add(found.forward_compute, found.forward_comm)
     both = forward + found.backward_compute + found.backward_comm
     each = np.diff(both)
@@ -106,12 +108,18 @@ class Rooms:
         self._kept: dict[Hashable, tuple[Floats, Floats]] = {}
 
     def of(self, layout: Layout, kept_whole: Layout | None = None) -> Room:
-        """kept_whole: the same layout with nothing recomputed, to ask about partial checkpointing of a layout that
-        recomputes all layers."""
-        rank, head = least_rank_bytes(layout if kept_whole is None else kept_whole)  # the latter's makes no layer again
+        """kept_whole: the same layout with nothing recomputed, to ask about partial checkpointing
+        of a layout that recomputes all layers."""
+        rank, head = least_rank_bytes(
+            layout if kept_whole is None else kept_whole
+        )  # the latter's makes no layer again
         s = layout.strategy
-        room = np.full((s.pipeline, 1), float(usable_bytes(layout.problem, layout.constants) - rank))
-        if layout.recipe.model.loss != "auto":  # which may take the loss in chunks, so that the head needs less
+        room = np.full(
+            (s.pipeline, 1), float(usable_bytes(layout.problem, layout.constants) - rank)
+        )
+        if (
+            layout.recipe.model.loss != "auto"
+        ):  # which may take the loss in chunks, so that the head needs less
             room[head_rank(s)] -= head
         kept, each = self._kept_of(layout)
         whole, whole_each = (kept, each) if kept_whole is None else self._kept_of(kept_whole)
@@ -146,10 +154,12 @@ class Rooms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Decoder layers of those counted that the ranks of one layout have room for, whichever these are.
+    """Decoder layers of those counted that the ranks of one layout have room for, whichever these
+    are.
 
-    room: bytes of each rank (p, 1). flights: micro-batches that it keeps at once (p, 1). states, kept, kept_whole:
-    bytes by the number of layers. dropped: what recomputing one layer saves at most.
+    room: bytes of each rank (p, 1). flights: micro-batches that it keeps at once (p, 1). states,
+    kept, kept_whole: bytes by the number of layers. dropped: what recomputing one layer saves at
+    most.
     """
 
     room: Floats
@@ -169,17 +179,20 @@ class Room:
         return replace(self, room=self.room + each)
 
     def most_layers(self, recomputed: int = 0) -> Ints:
-        """Of each rank; -1 where it has room for none. recomputed: layers of the rank, of partial checkpointing."""
+        """Of each rank; -1 where it has room for none. recomputed: layers of the rank, of partial
+        checkpointing."""
         kept = np.maximum(self.kept, self.kept_whole - recomputed * self.dropped)
         found: Ints = (self.states + self.flights * kept <= self.room).sum(axis=1) - 1
         return found
 
     def fewest_recomputed(self, most: int, stages: int) -> int:
-        """Of each of a rank's stages; with fewer there is no room for all layers. `most` and one where there is none
-        with as many either."""
+        """Of each of a rank's stages; with fewer there is no room for all layers. `most` and one
+        where there is none with as many either."""
         layers = len(self.states) - 1
         return bisect.bisect_left(
-            range(most + 1), True, key=lambda each: suffices(self.most_layers(each * stages), layers)
+            range(most + 1),
+            True,
+            key=lambda each: suffices(self.most_layers(each * stages), layers),
         )
 
 
@@ -197,8 +210,9 @@ def suffices(most: Ints, layers: int) -> bool:
 
 
 def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] | None:
-    """What the slowest rank's layers take at least, of a micro-batch, and the first rank that can take as long. most:
-    layers that each rank has room for; head: the rank that has the head. None where there is no room for all layers."""
+    """What the slowest rank's layers take at least, of a micro-batch, and the first rank that can
+    take as long. most: layers that each rank has room for; head: the rank that has the head. None
+    where there is no room for all layers."""
     layers = work.layers
     if not suffices(most, layers):
         return None
@@ -218,8 +232,9 @@ def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] |
 
 
 def fewest_by_place(layers: int, most: Ints, largest: int) -> Ints | None:
-    """Of the rank with the k-th most layers, for each k from 1 on, how many it has at least where the first of them has
-    `largest`. most: as above, the largest first. None where there is no room for all layers."""
+    """Of the rank with the k-th most layers, for each k from 1 on, how many it has at least where
+    the first of them has `largest`. most: as above, the largest first. None where there is no room
+    for all layers."""
     held = np.minimum(most, largest)
     if held.min() < 0 or held.sum() < layers:
         return None

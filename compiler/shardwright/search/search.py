@@ -30,15 +30,18 @@ from shardwright.search.space import as_today, candidates, nearest
 from shardwright.search.walk import Legal, RejectedRegion, Rejections, legal_layouts
 
 NEARLY = 4 / 3
-"""Sums of gradients in half precision save up to a quarter of a rank's bytes: 2 of 8 a parameter under ZeRO-1."""
+"""Sums of gradients in half precision save up to a quarter of a rank's bytes: 2 of 8 a parameter
+under ZeRO-1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """ranked: the feasible layouts, best first. rejected: one region a code, the largest first. slow: legal ones that
-    are not priced, and what each takes at least (bound.py), the fastest first.
+    """ranked: the feasible layouts, best first. rejected: one region a code, the largest first.
+    slow: legal ones that are not priced, and what each takes at least (bound.py), the fastest
+    first.
 
-    closest: the legal layout that misses memory by least, where none fits. beyond: those that have no room.
+    closest: the legal layout that misses memory by least, where none fits. beyond: those that have
+    no room.
     """
 
     ranked: tuple[Estimate, ...]
@@ -49,13 +52,14 @@ class SearchResult:
     seconds: float
 
     def beyond_memory(self, winner: Estimate) -> Estimate | None:
-        """The best of those that MORE_MEMORY times the memory would hold, and that are faster than the winner by
-        BINDS_FROM; where some layout fits."""
+        """The best of those that MORE_MEMORY times the memory would hold, and that are faster than
+        the winner by BINDS_FROM; where some layout fits."""
         below = winner.time.step_seconds * (1 - BINDS_FROM)
         return self.beyond.fastest(MORE_MEMORY, below) if self.ranked else None
 
     def nearly_fits(self, below: float) -> Estimate | None:
-        """The best of those that NEARLY times the memory would hold, and whose step takes less than `below`."""
+        """The best of those that NEARLY times the memory would hold, and whose step takes less than
+        `below`."""
         return self.beyond.fastest(NEARLY, below)
 
 
@@ -74,8 +78,8 @@ def search(problem: Problem) -> SearchResult:
 
 @dataclass(slots=True)
 class _Best:
-    """Of the layouts priced so far the first in rank. weighed: its step with the prices of risk and moving parts.
-    priced: how many there are."""
+    """Of the layouts priced so far the first in rank. weighed: its step with the prices of risk and
+    moving parts. priced: how many there are."""
 
     weighed: float = math.inf
     step: float = math.inf
@@ -94,13 +98,15 @@ class _Best:
 
 
 def best_of(problem: Problem) -> Estimate | None:
-    """The best feasible layout as another plan is compared with: no other one is kept. By branch and bound, the least
-    bound first, until none that is left can be better."""
+    """The best feasible layout as another plan is compared with: no other one is kept. By branch
+    and bound, the least bound first, until none that is left can be better."""
     if problem.recipe.objective == "memory":  # the bound is one of time
         return next(iter(_search(problem).ranked), None)
     recipe, bound = problem.recipe, Bound(problem)
     # Where the smallest micro-batch has no room, none has.
-    groups = [group for group in legal_layouts(problem, Rejections()) if bound.may_hold(group[0][0])]
+    groups = [
+        group for group in legal_layouts(problem, Rejections()) if bound.may_hold(group[0][0])
+    ]
     # With no layer recomputed first, for which three layouts have one bound.
     waiting = [
         (bound.least_kept_seconds(strategy), number, place, False)
@@ -120,7 +126,9 @@ def best_of(problem: Problem) -> Estimate | None:
         strategy, warnings = groups[number][place]
         if not is_own:
             stands = _stands(problem, strategy)
-            own = outweighed(strategy, bound.least_placed_seconds(strategy, may_recompute_less=stands))
+            own = outweighed(
+                strategy, bound.least_placed_seconds(strategy, may_recompute_less=stands)
+            )
             if own > least:
                 heapq.heappush(waiting, (own, number, place, True))
                 continue
@@ -147,8 +155,8 @@ def _priced(
     warnings: tuple[Diagnostic, ...],
     best: _Best,
 ) -> list[Estimate]:
-    """A layout that fits; beside one that recomputes all layers, the one that recomputes fewer of them. Each where it
-    is worth a price."""
+    """A layout that fits; beside one that recomputes all layers, the one that recomputes fewer of
+    them. Each where it is worth a price."""
     found: list[Estimate] = []
 
     def take(layout: Layout, memory: Memory) -> None:
@@ -156,7 +164,9 @@ def _priced(
             found.append(price(layout, memory, warnings))
 
     take(layout, memory)
-    if bound is None or best.is_near(layout.strategy, bound.least_recomputing_less(layout.strategy)):
+    if bound is None or best.is_near(
+        layout.strategy, bound.least_recomputing_less(layout.strategy)
+    ):
         less = recompute_less(problem, layout, memory)
         if less:
             take(*less)
@@ -164,13 +174,15 @@ def _priced(
 
 
 def _search(problem: Problem) -> SearchResult:
-    """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for `seconds`.
+    """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for
+    `seconds`.
 
-    Exhaustive, with three bounds: a rule forbids all that it does not read about; where a micro-batch does not fit no
-    larger one does (activations and logits grow with it, nothing shrinks); and of more than a FEW layouts, what
-    certainly takes longer than the best, by a twentieth with the price of its moving parts (the first ENOUGH: by a
-    quarter without), is not priced. Beside a layout that recomputes all layers stands the one that recomputes fewer of
-    them, where that is faster.
+    Exhaustive, with three bounds: a rule forbids all that it does not read about; where a
+    micro-batch does not fit no larger one does (activations and logits grow with it, nothing
+    shrinks); and of more than a FEW layouts, what certainly takes longer than the best, by a
+    twentieth with the price of its moving parts (the first ENOUGH: by a quarter without), is not
+    priced. Beside a layout that recomputes all layers stands the one that recomputes fewer of them,
+    where that is faster.
     """
     recipe = problem.recipe
     started = time.perf_counter()
@@ -182,13 +194,18 @@ def _search(problem: Problem) -> SearchResult:
     beyond = Beyond(problem, bound)
     for group in _fastest_first(problem, bound, groups, best):
         for place, (least, less, strategy, warnings) in enumerate(group):
-            least, matters = min(least, less), best.is_near(strategy, least) or best.is_near(strategy, less)
+            least, matters = (
+                min(least, less),
+                best.is_near(strategy, least) or best.is_near(strategy, less),
+            )
             if least < math.inf and not matters:
                 slow.append((least, strategy))
                 continue
             layout, memory = settle(problem, strategy) if least < math.inf else (None, None)
             if layout is None or memory is None or not is_accepted(recipe, memory):
-                rejections.add(beyond.add(strategy, warnings, layout, memory), strategy, len(group) - place)
+                rejections.add(
+                    beyond.add(strategy, warnings, layout, memory), strategy, len(group) - place
+                )
                 break
             found = _priced(problem, bound, layout, memory, warnings, best)
             if bound is not None and all(e.strategy != layout.strategy for e in found):
@@ -236,22 +253,35 @@ def _bounded(problem: Problem, bound: Bound, group: tuple[Legal, ...]) -> _Group
     found: _Group = []
     for place, (strategy, warnings) in enumerate(group):
         room = room if place == 0 or place >= room or bound.has_room(strategy) else place
-        found.append(_Bounded(least(strategy) if place < room else math.inf, math.inf, strategy, warnings))
+        found.append(
+            _Bounded(least(strategy) if place < room else math.inf, math.inf, strategy, warnings)
+        )
     return found
 
 
-def _fastest_first(problem: Problem, bound: Bound | None, groups: list[_Group], best: _Best) -> Iterator[_Group]:
-    """The group that can be fastest first. What the better bound says is asked of those alone that can still matter."""
+def _fastest_first(
+    problem: Problem, bound: Bound | None, groups: list[_Group], best: _Best
+) -> Iterator[_Group]:
+    """The group that can be fastest first. What the better bound says is asked of those alone that
+    can still matter."""
     if bound is None:
         yield from groups
         return
-    waiting = [(min(each.least for each in group), number, False) for number, group in enumerate(groups)]
+    waiting = [
+        (min(each.least for each in group), number, False) for number, group in enumerate(groups)
+    ]
     heapq.heapify(waiting)
     while waiting:
         _, number, is_placed = heapq.heappop(waiting)
-        if not is_placed and any(best.is_near(each.strategy, each.least) for each in groups[number]):
-            groups[number] = group = [_placed(problem, bound, each, best) for each in groups[number]]
-            heapq.heappush(waiting, (min(min(each.least, each.less) for each in group), number, True))
+        if not is_placed and any(
+            best.is_near(each.strategy, each.least) for each in groups[number]
+        ):
+            groups[number] = group = [
+                _placed(problem, bound, each, best) for each in groups[number]
+            ]
+            heapq.heappush(
+                waiting, (min(min(each.least, each.less) for each in group), number, True)
+            )
         else:
             yield groups[number]
 
@@ -265,10 +295,17 @@ def _placed(problem: Problem, bound: Bound, each: _Bounded, best: _Best) -> _Bou
 
 
 def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:
-    """By the objective (a fixed cluster costs what its time costs), then the simpler layout, then the other keys."""
+    """By the objective (a fixed cluster costs what its time costs), then the simpler layout, then
+    the other keys."""
     strategy = estimate.strategy
-    goal = estimate.memory.peak_bytes if recipe.objective == "memory" else weighed_seconds(recipe, estimate)
-    other = estimate.time.step_seconds if recipe.objective == "memory" else estimate.memory.peak_bytes
+    goal = (
+        estimate.memory.peak_bytes
+        if recipe.objective == "memory"
+        else weighed_seconds(recipe, estimate)
+    )
+    other = (
+        estimate.time.step_seconds if recipe.objective == "memory" else estimate.memory.peak_bytes
+    )
     # Nine digits: what floating-point noise decides would not be a choice.
     regions = (getattr(strategy, axis.name) for axis in AXES if axis.region)
     rest = (getattr(strategy, axis.name) for axis in reversed(AXES) if axis.section)
@@ -277,7 +314,8 @@ def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...
 
 
 def choose(problem: Problem) -> Estimate:
-    """The best feasible layout. Errors: the rules that the pins break, at the pins; SW3202 where nothing fits."""
+    """The best feasible layout. Errors: the rules that the pins break, at the pins; SW3202 where
+    nothing fits."""
     cluster = problem.cluster
     result = search(problem)
     if result.ranked:
@@ -291,19 +329,30 @@ def why_not(problem: Problem) -> tuple[Diagnostic, ...]:
     """The errors of the layout within the pins that breaks the fewest rules."""
     recipe, cluster = problem.recipe, problem.cluster
     found = (
-        tuple(d for d in check_layout(problem, strategy) if d.severity == "error") for strategy in candidates(problem)
+        tuple(d for d in check_layout(problem, strategy) if d.severity == "error")
+        for strategy in candidates(problem)
     )
     fewest = min(found, key=len, default=())
     if fewest:
         return fewest
-    # No layout multiplies out: explain the pinned one, but not by the values that only fill the gaps.
+    # No layout multiplies out: explain the pinned one, but not by the values that only fill the
+    # gaps.
     pins = recipe.parallelism
-    pinned = {("parallelism", field.name) for field in fields(pins) if getattr(pins, field.name) is not None}
+    pinned = {
+        ("parallelism", field.name)
+        for field in fields(pins)
+        if getattr(pins, field.name) is not None
+    }
     errors = tuple(
         d
         for d in check_layout(problem, nearest(recipe, cluster))
         if d.severity == "error"
-        and (d.code in UNCOUNTABLE_CODES or d.key is None or d.key[0] != "parallelism" or d.key in pinned)
+        and (
+            d.code in UNCOUNTABLE_CODES
+            or d.key is None
+            or d.key[0] != "parallelism"
+            or d.key in pinned
+        )
     )
     return errors or (
         Diagnostic(
@@ -319,8 +368,8 @@ def why_not(problem: Problem) -> tuple[Diagnostic, ...]:
 def pinned_estimate(problem: Problem) -> Estimate:
     """What `estimate` prints: the pinned layout, `auto` filled by the search.
 
-    Where no layout within the pins is feasible, the one that breaks least is priced all the same. Raises Refusal
-    where none multiplies out to the world and the batch.
+    Where no layout within the pins is feasible, the one that breaks least is priced all the same.
+    Raises Refusal where none multiplies out to the world and the batch.
     """
     recipe = problem.recipe
     strategies = tuple(candidates(problem))
@@ -345,7 +394,8 @@ def pinned_estimate(problem: Problem) -> Estimate:
 def baselines(problem: Problem) -> tuple[Estimate, ...]:
     """The best pipeline 1, tensor 1 layouts with ZeRO-2 and with ZeRO-3: what one would run today.
 
-    Pins on the layout do not apply. Where none fits, the one nearest to fitting; none where the batch does not divide.
+    Pins on the layout do not apply. Where none fits, the one nearest to fitting; none where the
+    batch does not divide.
     """
     recipes = (as_today(problem.recipe, zero_stage=zero_stage) for zero_stage in (2, 3))
     results = [search(dataclasses.replace(problem, recipe=recipe)) for recipe in recipes]
@@ -354,8 +404,9 @@ def baselines(problem: Problem) -> tuple[Estimate, ...]:
 
 
 BEYOND = (
-    "Every layer is recomputed already. What longer rows take elsewhere, feed-forward layers in tiles and the "
-    "inputs of layers kept in host memory (arXiv 2506.13996), this version does not have."
+    "Every layer is recomputed already. What longer rows take elsewhere, feed-forward layers in "
+    "tiles and the inputs of layers kept in host memory (arXiv 2506.13996), this version does not "
+    "have."
 )
 
 
@@ -366,7 +417,10 @@ def _nothing_fits(closest: Estimate, cluster: Cluster) -> Refusal:
     _, remedy = max(
         (states, "model states: more nodes, or GPUs with more memory,"),
         (fullest.activations_bytes, "activations: a shorter sequence, or GPUs with more memory,"),
-        (fullest.workspace_bytes, "workspace (logits, buffers, the libraries' own): GPUs with more memory"),
+        (
+            fullest.workspace_bytes,
+            "workspace (logits, buffers, the libraries' own): GPUs with more memory",
+        ),
         key=lambda part: part[0],
     )
     if fullest.activations_bytes > states and closest.strategy.activation_checkpointing == "full":
@@ -375,8 +429,9 @@ def _nothing_fits(closest: Estimate, cluster: Cluster) -> Refusal:
         remedy = f"{remedy} would help."
     return refusal(
         "SW3202",
-        f"the model does not fit anywhere on {cluster.world_size} x {cluster.gpu.name}: "
-        f"the closest layout needs {memory.peak_bytes / 2**30:.1f} GiB of {memory.capacity_bytes / 2**30:.1f} GiB",
+        f"the model does not fit anywhere on {cluster.world_size} x {cluster.gpu.name}: the "
+        f"closest layout needs {memory.peak_bytes / 2**30:.1f} GiB of "
+        f"{memory.capacity_bytes / 2**30:.1f} GiB",
         f"The closest layout is {closest.strategy.describe()}. Most of it is {remedy}",
         key=("cluster", "nodes"),
     )

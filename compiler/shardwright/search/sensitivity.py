@@ -1,4 +1,5 @@
-"""What a little more of each resource would change: the chosen layout priced again, and the search run again."""
+"""What a little more of each resource would change: the chosen layout priced again, and the search
+run again."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ MORE = 1.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """same: the chosen layout on the better cluster; best: the layout that a search finds there (the same strategy
-    where nothing better comes up), None where none fits."""
+    """same: the chosen layout on the better cluster; best: the layout that a search finds there
+    (the same strategy where nothing better comes up), None where none fits."""
 
     resource: str
     same: Estimate
@@ -32,13 +33,17 @@ def sensitivities(problem: Problem, chosen: Estimate) -> tuple[Sensitivity, ...]
     for resource, (matters, better) in RESOURCES.items():
         if matters(cluster):
             there = dataclasses.replace(problem, cluster=better(cluster))
-            same, best = estimate_strategy(there, chosen.strategy), next(iter(search(there).ranked), None)
+            same, best = (
+                estimate_strategy(there, chosen.strategy),
+                next(iter(search(there).ranked), None),
+            )
             found.append(Sensitivity(resource=resource, same=same, best=best))
     return tuple(found)
 
 
 def _faster_gpu(cluster: Cluster) -> Cluster:
-    """At the same power a FLOP: with the old limit in watts a board would throttle away what it gains."""
+    """At the same power a FLOP: with the old limit in watts a board would throttle away what it
+    gains."""
     gpu = cluster.gpu
     peaks = {precision: flops * MORE for precision, flops in gpu.peak_flops.items()}
     watts = None if gpu.watts is None else gpu.watts * MORE
@@ -55,11 +60,15 @@ def _with_gpu(cluster: Cluster, **changes: object) -> Cluster:
 RESOURCES: dict[str, tuple[Callable[[Cluster], bool], Callable[[Cluster], Cluster]]] = {
     "inter_node_bandwidth": (
         lambda c: c.nodes > 1,
-        lambda c: dataclasses.replace(c, inter_node_bytes_per_second=c.inter_node_bytes_per_second * MORE),
+        lambda c: dataclasses.replace(
+            c, inter_node_bytes_per_second=c.inter_node_bytes_per_second * MORE
+        ),
     ),
     "intra_node_bandwidth": (
         lambda c: c.gpus_per_node > 1,
-        lambda c: dataclasses.replace(c, intra_node_bytes_per_second=c.intra_node_bytes_per_second * MORE),
+        lambda c: dataclasses.replace(
+            c, intra_node_bytes_per_second=c.intra_node_bytes_per_second * MORE
+        ),
     ),
     "memory": (lambda c: True, lambda c: _with_gpu(c, memory_gib=c.gpu.memory_gib * MORE)),
     "memory_bandwidth": (

@@ -1,4 +1,5 @@
-"""Faster layouts that rank behind the best one: what may not fit, and what has more moving parts for too little."""
+"""Faster layouts that rank behind the best one: what may not fit, and what has more moving parts
+for too little."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ WORTH_A_LINE = 5e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAside:
-    """place: in the ranking, from 1. faster: 1 less its step over the best one's. chance: of fitting; it is why, where
-    `needs` is empty. needs: the parts that it has and the best layout has not, which are why otherwise. gives_up: what
-    a run with it cannot have, and with the best layout can."""
+    """place: in the ranking, from 1. faster: 1 less its step over the best one's. chance: of
+    fitting; it is why, where `needs` is empty. needs: the parts that it has and the best layout has
+    not, which are why otherwise. gives_up: what a run with it cannot have, and with the best layout
+    can."""
 
     place: int
     strategy: Strategy
@@ -50,7 +52,9 @@ def set_aside(recipe: Recipe, ranked: Sequence[Estimate]) -> tuple[SetAside, ...
             capacity_bytes=e.memory.capacity_bytes,
             needs=() if may_not_fit else tuple(sorted(moving_parts(e.strategy) - mine)),
             # Both need each rank to have the whole model.
-            gives_up=(FOR_SCRIPTS, "LoRA") if best.strategy.is_whole and not e.strategy.is_whole else (),
+            gives_up=(FOR_SCRIPTS, "LoRA")
+            if best.strategy.is_whole and not e.strategy.is_whole
+            else (),
         )
         fastest.setdefault(may_not_fit, found)
     return tuple(fastest[reason] for reason in (True, False) if reason in fastest)
@@ -66,8 +70,8 @@ def set_aside_words(found: SetAside) -> str:
 
 def chance_words(found: SetAside) -> str:
     return (
-        f"needs {found.peak_bytes / 2**30:.1f} of {found.capacity_bytes / 2**30:.0f} GiB and fits with a chance of "
-        f"{found.chance:.0%} ({SURE:.0%} has no price)"
+        f"needs {found.peak_bytes / 2**30:.1f} of {found.capacity_bytes / 2**30:.0f} GiB and fits "
+        f"with a chance of {found.chance:.0%} ({SURE:.0%} has no price)"
     )
 
 

@@ -1,7 +1,7 @@
 """What follows from a strategy and is not searched for: its layers' stages, `loss: auto`, and hpZ.
 
-hpZ (ZeRO++, arXiv 2306.10209, section 3.2): a second copy of ZeRO-3's weights, shared out inside each node, so that
-they are gathered without the links between nodes.
+hpZ (ZeRO++, arXiv 2306.10209, section 3.2): a second copy of ZeRO-3's weights, shared out inside
+each node, so that they are gathered without the links between nodes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from shardwright.rules.registry import check_layout, is_countable
 def estimate_strategy(problem: Problem, strategy: Strategy) -> Estimate:
     """Numbers for any layout whose world and batch work out; rules and memory decide `feasible`.
 
-    Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not, and for axes that the cost
-    model does not know: there is nothing to count.
+    Raises Refusal (SW3101, SW3102, SW3115 and every other broken rule) where they do not, and for
+    axes that the cost model does not know: there is nothing to count.
     """
     return settled_estimate(problem, strategy, _countable(problem, strategy))
 
 
-def as_planned(problem: Problem, strategy: Strategy, boundaries: tuple[int, ...]) -> tuple[Layout, Estimate]:
+def as_planned(
+    problem: Problem, strategy: Strategy, boundaries: tuple[int, ...]
+) -> tuple[Layout, Estimate]:
     """What a plan has decided, priced by this version: nothing is settled or placed anew. Raises as
     estimate_strategy."""
     diagnostics = _countable(problem, strategy)
@@ -59,14 +61,17 @@ def settled_estimate(
     diagnostics: tuple[Diagnostic, ...],
     constants: Constants | None = None,
 ) -> Estimate:
-    """As estimate_strategy, for a caller that has checked the rules already, or that varies the constants."""
+    """As estimate_strategy, for a caller that has checked the rules already, or that varies the
+    constants."""
     layout, memory = settle(problem, strategy, constants)
     return price(layout, memory, diagnostics)
 
 
-def settle(problem: Problem, strategy: Strategy, constants: Constants | None = None) -> tuple[Layout, Memory]:
-    """The layout, whose strategy says how all is settled, and its memory: the cheap half of a price. A search asks no
-    more of what does not fit."""
+def settle(
+    problem: Problem, strategy: Strategy, constants: Constants | None = None
+) -> tuple[Layout, Memory]:
+    """The layout, whose strategy says how all is settled, and its memory: the cheap half of a
+    price. A search asks no more of what does not fit."""
     recipe, graph = problem.recipe, problem.graph
     layout = place(problem, strategy, constants)
     memory = estimate_memory(layout)
@@ -85,7 +90,8 @@ def place(problem: Problem, strategy: Strategy, constants: Constants | None = No
 
 
 def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Memory) -> bool:
-    """`loss: auto` makes the head's product once more only for memory that is asked for or needed (decision 018)."""
+    """`loss: auto` makes the head's product once more only for memory that is asked for or needed
+    (decision 018)."""
     own = ENGINES[recipe.target].traits.chunked_loss and recipe.prices_own_run
     unsettled = recipe.model.loss == "auto" and strategy.loss == "full"
     wanted = recipe.objective == "memory" or not is_accepted(recipe, memory)
@@ -93,8 +99,9 @@ def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Strategy, memory: Me
 
 
 def _settle_hpz(layout: Layout, memory: Memory) -> tuple[Layout, Memory]:
-    """With the second copy of the weights where that is shorter in time and leaves the room that predictions may fall
-    short by (decision 019). A strategy that comes with one keeps it. memory: of this layout."""
+    """With the second copy of the weights where that is shorter in time and leaves the room that
+    predictions may fall short by (decision 019). A strategy that comes with one keeps it. memory:
+    of this layout."""
     if (
         not is_accepted(layout.recipe, memory)
         or layout.recipe.objective == "memory"
@@ -106,16 +113,31 @@ def _settle_hpz(layout: Layout, memory: Memory) -> tuple[Layout, Memory]:
     if copied is None or data_seconds(copied) >= data_seconds(layout):
         return layout, memory
     more = estimate_memory(copied)
-    return (copied, more) if is_accepted(layout.recipe, more) and is_roomy(layout.recipe, more) else (layout, memory)
+    return (
+        (copied, more)
+        if is_accepted(layout.recipe, more) and is_roomy(layout.recipe, more)
+        else (layout, memory)
+    )
 
 
 def with_hpz(layout: Layout) -> Layout | None:
-    """The same layout with the second copy; None where the recipe wants none, where no data group has several ranks on
-    each of several nodes, and where DeepSpeed cannot: below ZeRO-3, and under offload (the loss freezes,
-    DeepSpeed#6926). Beside context ranks it is not tried."""
+    """The same layout with the second copy; None where the recipe wants none, where no data group
+    has several ranks on each of several nodes, and where DeepSpeed cannot: below ZeRO-3, and under
+    offload (the loss freezes, DeepSpeed#6926). Beside context ranks it is not tried."""
     s, recipe = layout.strategy, layout.recipe
-    own = ENGINES[recipe.target].traits.hpz and recipe.assume.kernels == "auto" and not asks_for_none(recipe.extra)
-    if not own or s.zero_stage != 3 or s.pipeline > 1 or s.context > 1 or s.expert > 1 or s.offload != "none":
+    own = (
+        ENGINES[recipe.target].traits.hpz
+        and recipe.assume.kernels == "auto"
+        and not asks_for_none(recipe.extra)
+    )
+    if (
+        not own
+        or s.zero_stage != 3
+        or s.pipeline > 1
+        or s.context > 1
+        or s.expert > 1
+        or s.offload != "none"
+    ):
         return None
     group = group_of(layout.cluster, s.shards, s.tensor)
     if not 1 < group.ranks_per_node < group.ranks or group.ranks % group.ranks_per_node:
@@ -128,7 +150,8 @@ def without_hpz(layout: Layout) -> Layout:
 
 
 def is_roomy(recipe: Recipe, memory: Memory) -> bool:
-    """Whether memory_headroom: auto leaves what predictions fall short by; a pinned headroom is in `fits` already."""
+    """Whether memory_headroom: auto leaves what predictions fall short by; a pinned headroom is in
+    `fits` already."""
     if recipe.parallelism.memory_headroom is not None or recipe.assume.ignore_memory:
         return True
     return memory.peak_bytes <= cautious_bytes(memory.capacity_bytes)

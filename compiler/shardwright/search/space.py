@@ -1,4 +1,5 @@
-"""The layouts to try: every choice of the axes' values (layout/axes.py) that fills the cluster, pins respected."""
+"""The layouts to try: every choice of the axes' values (layout/axes.py) that fills the cluster,
+pins respected."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from typing import Any
 from shardwright.engines.table import ENGINES
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.recipe import Recipe
-from shardwright.layout.axes import AXES, Value, choices, degrees_that_fill, rank_axes, whole, world_of
+from shardwright.layout.axes import (
+    AXES,
+    Value,
+    choices,
+    degrees_that_fill,
+    rank_axes,
+    whole,
+    world_of,
+)
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy, free_axes
 
@@ -20,9 +29,9 @@ _make: Callable[..., Strategy] = Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """settled: the degrees, which fill the cluster, and what has one value there. axes: the values that the other keys
-    can take, in the order in which a search settles them. The last is micro_batch_size, smallest first, so that memory
-    only grows along it."""
+    """settled: the degrees, which fill the cluster, and what has one value there. axes: the values
+    that the other keys can take, in the order in which a search settles them. The last is
+    micro_batch_size, smallest first, so that memory only grows along it."""
 
     settled: Mapping[str, Value]
     axes: tuple[tuple[str, tuple[Value, ...]], ...]
@@ -66,18 +75,28 @@ def strategy_of(recipe: Recipe, placement: Placement, settled: Mapping[str, Valu
 
 
 def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
-    """The pinned layout with plain values for the rest, whether or not it multiplies out: what the rules explain."""
+    """The pinned layout with plain values for the rest, whether or not it multiplies out: what the
+    rules explain."""
     pins = {axis.name: axis.pin(recipe) for axis in AXES if axis.section}
-    values = {axis.name: axis.plain if (pin := pins.get(axis.name)) is None else pin for axis in AXES if axis.section}
+    values = {
+        axis.name: axis.plain if (pin := pins.get(axis.name)) is None else pin
+        for axis in AXES
+        if axis.section
+    }
 
     def room(name: str) -> int:
         """What the other degrees leave of the world to this one; 0 where they do not divide it."""
-        others = world_of({axis.name: whole(values[axis.name]) for axis in rank_axes()}) // whole(values[name])
+        others = world_of({axis.name: whole(values[axis.name]) for axis in rank_axes()}) // whole(
+            values[name]
+        )
         return 0 if cluster.world_size % others else cluster.world_size // others
 
     *others, last = (axis.name for axis in rank_axes())
     if pins[last] is None:
-        values[last] = max(1, cluster.world_size // world_of({name: whole(values[name]) for name in (*others, last)}))
+        values[last] = max(
+            1,
+            cluster.world_size // world_of({name: whole(values[name]) for name in (*others, last)}),
+        )
     free = next((name for name in others if pins[name] is None and room(name)), None)
     if free is not None:
         values[free] = room(free)
@@ -94,7 +113,11 @@ def without_layout_pins(recipe: Recipe) -> Recipe:
 def as_today(recipe: Recipe, *, zero_stage: int) -> Recipe:
     """The same run as people run it today: nothing beyond data parallelism and this ZeRO stage."""
     free = without_layout_pins(recipe)
-    left = [axis for axis in AXES if axis.is_free or (axis.yields and axis.section and axis.pin(recipe) is None)]
+    left = [
+        axis
+        for axis in AXES
+        if axis.is_free or (axis.yields and axis.section and axis.pin(recipe) is None)
+    ]
     plain: dict[str, Any] = {axis.name: axis.plain for axis in left if axis.machinery}
     pins = dataclasses.replace(free.parallelism, **plain, zero_stage=zero_stage)
     return dataclasses.replace(free, parallelism=pins)
@@ -103,4 +126,6 @@ def as_today(recipe: Recipe, *, zero_stage: int) -> Recipe:
 def _strategy(recipe: Recipe, values: Mapping[str, Value]) -> Strategy:
     """values: of all keys of the recipe. `loss: auto` is settled in search.settle."""
     at_once = whole(values["micro_batch_size"]) * whole(values["data"])
-    return _make(**values, gradient_accumulation_steps=max(1, recipe.training.global_batch_size // at_once))
+    return _make(
+        **values, gradient_accumulation_steps=max(1, recipe.training.global_batch_size // at_once)
+    )

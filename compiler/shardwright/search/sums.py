@@ -1,5 +1,6 @@
-"""`training.gradient_accumulation_dtype: auto`: fp32 for bf16, unless the two bytes a parameter that it takes are what
-keeps the only fast layout out of memory. Then bf16, which is what DeepSpeed's ZeRO sums in where nobody says."""
+"""`training.gradient_accumulation_dtype: auto`: fp32 for bf16, unless the two bytes a parameter
+that it takes are what keeps the only fast layout out of memory. Then bf16, which is what
+DeepSpeed's ZeRO sums in where nobody says."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from shardwright.search.deadline import Sizing, size_cluster
 from shardwright.search.search import SearchResult, search
 
 MUCH_SLOWER = 1.2
-"""Weighed time of the best layout with sums in fp32, over that with sums in bf16, from which on bf16 is taken: long
-sums lose small gradients in it, so a few percent are not worth it (SW3121)."""
+"""Weighed time of the best layout with sums in fp32, over that with sums in bf16, from which on
+bf16 is taken: long sums lose small gradients in it, so a few percent are not worth it (SW3121)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShortSums:
-    """Why gradients are summed in bf16. seconds: of the best layout's step with sums in fp32; None where none fits."""
+    """Why gradients are summed in bf16. seconds: of the best layout's step with sums in fp32; None
+    where none fits."""
 
     seconds: float | None
     weighed: float | None
@@ -29,8 +31,15 @@ class ShortSums:
     def words(self) -> str:
         if self.seconds is None:
             return "gradients are summed in bf16: no layout fits with sums in fp32"
-        more = "" if self.weighed is None or self.weighed <= self.seconds else f", {self.weighed:.3g} s with its risk"
-        return f"gradients are summed in bf16: with sums in fp32 the best step would take {self.seconds:.3g} s{more}"
+        more = (
+            ""
+            if self.weighed is None or self.weighed <= self.seconds
+            else f", {self.weighed:.3g} s with its risk"
+        )
+        return (
+            "gradients are summed in bf16: with sums in fp32 the best step would take "
+            f"{self.seconds:.3g} s{more}"
+        )
 
 
 def sized_and_summed(problem: Problem) -> tuple[Problem, Sizing | None]:
@@ -48,7 +57,9 @@ def short_sums(problem: Problem) -> ShortSums | None:
     full = search(_summed_in(problem, None)).ranked
     if not full:
         return ShortSums(seconds=None, weighed=None)
-    return ShortSums(seconds=full[0].time.step_seconds, weighed=weighed_seconds(problem.recipe, full[0]))
+    return ShortSums(
+        seconds=full[0].time.step_seconds, weighed=weighed_seconds(problem.recipe, full[0])
+    )
 
 
 def _with_sums(problem: Problem) -> Problem:
@@ -74,15 +85,20 @@ def _refused(problem: Problem) -> int:
 
 def _summed_in(problem: Problem, dtype: str | None) -> Problem:
     training = dataclasses.replace(problem.recipe.training, gradient_accumulation_dtype=dtype)
-    return dataclasses.replace(problem, recipe=dataclasses.replace(problem.recipe, training=training))
+    return dataclasses.replace(
+        problem, recipe=dataclasses.replace(problem.recipe, training=training)
+    )
 
 
 def _binds(problem: Problem, full: SearchResult) -> bool:
-    """Whether there is a layout at all that would be faster by so much with as much memory as shorter sums free."""
+    """Whether there is a layout at all that would be faster by so much with as much memory as
+    shorter sums free."""
     if not full.ranked:
         return full.closest is not None
     most = weighed_seconds(problem.recipe, full.ranked[0]) / MUCH_SLOWER
-    return any(e.time.step_seconds <= most for e in full.ranked) or full.nearly_fits(most) is not None
+    return (
+        any(e.time.step_seconds <= most for e in full.ranked) or full.nearly_fits(most) is not None
+    )
 
 
 def _is_much_slower(problem: Problem, full: Estimate, half: Estimate) -> bool:

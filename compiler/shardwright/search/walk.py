@@ -1,5 +1,5 @@
-"""The legal layouts, generated lazily: a rule is asked as soon as the keys that it reads are settled, and what it
-forbids is counted, not enumerated."""
+"""The legal layouts, generated lazily: a rule is asked as soon as the keys that it reads are
+settled, and what it forbids is counted, not enumerated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from shardwright.search.space import Placement, placements, strategy_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedRegion:
-    """Layouts that one rule (or the memory) forbids. reason: that rule's message for the first of them."""
+    """Layouts that one rule (or the memory) forbids. reason: that rule's message for the first of
+    them."""
 
     code: str
     reason: str
@@ -54,7 +55,8 @@ Legal = tuple[Strategy, tuple[Diagnostic, ...]]
 
 
 def legal_layouts(problem: Problem, rejections: Rejections) -> Iterator[tuple[Legal, ...]]:
-    """Groups that differ in the micro-batch alone, smallest first. What a rule forbids goes to `rejections`."""
+    """Groups that differ in the micro-batch alone, smallest first. What a rule forbids goes to
+    `rejections`."""
     known: dict[tuple[str, ...], tuple[_Level, ...]] = {}
     for placement in placements(problem):
         names = tuple(name for name, _ in placement.axes)
@@ -65,8 +67,9 @@ def legal_layouts(problem: Problem, rejections: Rejections) -> Iterator[tuple[Le
 
 @dataclass(slots=True, kw_only=True)
 class _Level:
-    """Rules that can be asked once an axis is settled, and not before. reads: the keys that decide whether one of them
-    is broken. told: by the values of these, the rule that is broken, or None where nothing is to be said."""
+    """Rules that can be asked once an axis is settled, and not before. reads: the keys that decide
+    whether one of them is broken. told: by the values of these, the rule that is broken, or None
+    where nothing is to be said."""
 
     rules: tuple[Rule, ...]
     reads: tuple[str, ...]
@@ -77,9 +80,18 @@ class _Walk:
     """One placement: its axes settled one after the other."""
 
     def __init__(
-        self, problem: Problem, placement: Placement, rejections: Rejections, levels: tuple[_Level, ...]
+        self,
+        problem: Problem,
+        placement: Placement,
+        rejections: Rejections,
+        levels: tuple[_Level, ...],
     ) -> None:
-        self.problem, self.placement, self.rejections, self.levels = problem, placement, rejections, levels
+        self.problem, self.placement, self.rejections, self.levels = (
+            problem,
+            placement,
+            rejections,
+            levels,
+        )
 
     def groups(self) -> Iterator[tuple[Legal, ...]]:
         warnings = self._check(0, {})
@@ -98,14 +110,20 @@ class _Walk:
             if found is None:
                 continue
             if last:
-                group.append((strategy_of(self.problem.recipe, self.placement, below), in_order((*warnings, *found))))
+                group.append(
+                    (
+                        strategy_of(self.problem.recipe, self.placement, below),
+                        in_order((*warnings, *found)),
+                    )
+                )
             else:
                 yield from self._descend(level + 1, below, (*warnings, *found))
         if group:
             yield tuple(group)
 
     def _check(self, level: int, settled: dict[str, Value]) -> tuple[Diagnostic, ...] | None:
-        """The warnings of this level's rules; None where one is broken, which rules out all below."""
+        """The warnings of this level's rules; None where one is broken, which rules out all
+        below."""
         asked = self.levels[level]
         fixed = self.placement.settled
         values = tuple([settled[name] if name in settled else fixed[name] for name in asked.reads])

@@ -1,4 +1,5 @@
-"""Why the plan is not some other layout: the rule that forbids all of it, or what its best completion loses by."""
+"""Why the plan is not some other layout: the rule that forbids all of it, or what its best
+completion loses by."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ MEMORY_CODE = "SW3201"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyNotAnswer:
-    """verdict: chosen (it is the plan), loses (it runs, and ranks behind the plan), wins (it ranks before the plan,
-    which other pins hold), forbidden (a rule), does not fit (memory).
+    """verdict: chosen (it is the plan), loses (it runs, and ranks behind the plan), wins (it ranks
+    before the plan, which other pins hold), forbidden (a rule), does not fit (memory).
 
-    estimate: of the best completion, as `estimate` prints it; None where there is nothing to count. diagnostics: the
-    rules that it breaks, or what is said of it. because: the part of the step, or the memory, that decides.
+    estimate: of the best completion, as `estimate` prints it; None where there is nothing to count.
+    diagnostics: the rules that it breaks, or what is said of it. because: the part of the step, or
+    the memory, that decides.
     """
 
     verdict: str
@@ -48,10 +50,14 @@ def why_not(problem: Problem, chosen: Estimate) -> WhyNotAnswer:
         verdict, reason = WINS, because(asked, chosen, best)
     else:
         verdict, reason = LOSES, because(asked, best, chosen)
-    return WhyNotAnswer(verdict=verdict, estimate=best, diagnostics=best.diagnostics, because=reason)
+    return WhyNotAnswer(
+        verdict=verdict, estimate=best, diagnostics=best.diagnostics, because=reason
+    )
 
 
 def refused(refusal: Refusal) -> WhyNotAnswer:
     """Where nothing multiplies out to the GPUs and the batch."""
     found = refusal.diagnostics
-    return WhyNotAnswer(verdict=FORBIDDEN, estimate=None, diagnostics=tuple(found), because=found[0].message)
+    return WhyNotAnswer(
+        verdict=FORBIDDEN, estimate=None, diagnostics=tuple(found), because=found[0].message
+    )

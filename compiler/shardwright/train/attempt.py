@@ -1,5 +1,6 @@
-"""Each start of a run is an attempt with a number and a checkpoint to go on from. No torch at module level: `run`
-begins one in the user's shell; where each node starts its ranks by itself, rank 0 does.
+"""Each start of a run is an attempt with a number and a checkpoint to go on from. No torch at
+module level: `run` begins one in the user's shell; where each node starts its ranks by itself, rank
+0 does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from shardwright.watch.journal import AttemptRecord, read_attempt_record, write_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """resume: the checkpoint that it goes on from, None at the start; step: what that closed. line: which run it is."""
+    """resume: the checkpoint that it goes on from, None at the start; step: what that closed. line:
+    which run it is."""
 
     number: int
     resume: str | None
@@ -29,12 +31,18 @@ class Attempt:
 
 
 def begin_attempt(
-    plan: Plan, folder: Path, chosen: Chosen | None, *, fresh: bool, ranks_live: bool = False, lease: str | None = None
+    plan: Plan,
+    folder: Path,
+    chosen: Chosen | None,
+    *,
+    fresh: bool,
+    ranks_live: bool = False,
+    lease: str | None = None,
 ) -> Attempt:
     """Clears what the last attempt left and writes run/attempt.json.
 
-    fresh: another run than the last one. ranks_live: this attempt's ranks write their logs already. lease: the token
-    that rank 0 takes over.
+    fresh: another run than the last one. ranks_live: this attempt's ranks write their logs already.
+    lease: the token that rank 0 takes over.
     """
     run = folder / "run"
     line = chosen.line if chosen else (None if fresh else current_line(folder)) or new_line()
@@ -52,7 +60,9 @@ def begin_attempt(
         shutil.rmtree(run / leftovers, ignore_errors=True)
     for log in () if ranks_live else (run / "logs").glob("rank-*.log"):
         log.unlink()
-    record = carried(AttemptRecord, attempt, steps=plan.training.steps, line=asdict(line), lease=lease)
+    record = carried(
+        AttemptRecord, attempt, steps=plan.training.steps, line=asdict(line), lease=lease
+    )
     write_attempt_record(folder, record)
     return attempt
 
@@ -68,11 +78,13 @@ def read_attempt(folder: Path) -> Attempt:
     )
 
 
-def begin_on_ranks(plan: Plan, folder: Path, rank: int, resume: str | None, lease: Lease | None) -> Attempt:
+def begin_on_ranks(
+    plan: Plan, folder: Path, rank: int, resume: str | None, lease: Lease | None
+) -> Attempt:
     """Decided by rank 0 and told to all: a shared file could reach some ranks late.
 
-    resume: as for `run`; None where `run` has begun the attempt. lease: rank 0's, taken here where it is not yet.
-    Process groups exist. Raises Refusal on every rank.
+    resume: as for `run`; None where `run` has begun the attempt. lease: rank 0's, taken here where
+    it is not yet. Process groups exist. Raises Refusal on every rank.
     """
     from torch import distributed as dist
 

@@ -1,7 +1,8 @@
 """Values of launch.env_from: on no command line, in no log, in no file that another user can read.
 
-launch.sh of a pdsh run writes them over ssh into a file in each host's memory, named by SHARDWRIGHT_ENV_FILE; a rank
-takes them from there before it does anything else. Other launchers hand the environment on by themselves.
+launch.sh of a pdsh run writes them over ssh into a file in each host's memory, named by
+SHARDWRIGHT_ENV_FILE; a rank takes them from there before it does anything else. Other launchers
+hand the environment on by themselves.
 """
 
 from __future__ import annotations
@@ -19,29 +20,33 @@ TAKEN = "SHARDWRIGHT_ENV_TAKEN"
 """The same path, in a rank that has read it: what is left to remove."""
 
 SHORTEST = 6
-"""Characters of a value that is blotted out. A shorter one (`1`, `true`) is no secret and is part of too many words."""
+"""Characters of a value that is blotted out. A shorter one (`1`, `true`) is no secret and is part
+of too many words."""
 
 
 def take_environment() -> Refusal | None:
-    """Starts this process again with the values of the file in its environment, where launch.sh named one: some
-    (LD_LIBRARY_PATH, PYTHONPATH) are read only when a process begins. Same process id. Returns SW6012 where there is
-    no such file, for the rank to tell once it is able to."""
+    """Starts this process again with the values of the file in its environment, where launch.sh
+    named one: some (LD_LIBRARY_PATH, PYTHONPATH) are read only when a process begins. Same process
+    id. Returns SW6012 where there is no such file, for the rank to tell once it is able to."""
     try:
         if values := _values():
-            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **values})
+            os.execve(
+                sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **values}
+            )
     except Refusal as refusal:
         return refusal
     return None
 
 
 def load_environment() -> None:
-    """For a script of one's own, which is not started again: the values are there from here on. Raises Refusal:
-    SW6012."""
+    """For a script of one's own, which is not started again: the values are there from here on.
+    Raises Refusal: SW6012."""
     os.environ.update(_values())
 
 
 def _values() -> dict[str, str]:
-    """What the file says, and where it is: empty where launch.sh named none, or it was read before."""
+    """What the file says, and where it is: empty where launch.sh named none, or it was read
+    before."""
     path = os.environ.pop(VARIABLE, "")
     try:
         return {**_read(Path(path)), TAKEN: path} if path else {}
@@ -49,8 +54,8 @@ def _values() -> dict[str, str]:
         raise refusal(
             "SW6012",
             f"the values of launch.env_from did not reach this host: {error}",
-            "launch.sh sends them by ssh when it starts. Try `ssh HOST true` from where it was started, and "
-            "see that /dev/shm is not full there.",
+            "launch.sh sends them by ssh when it starts. Try `ssh HOST true` from where it was "
+            "started, and see that /dev/shm is not full there.",
         ) from None
 
 
@@ -74,10 +79,13 @@ def forget_environment() -> None:
 
 
 def blotter(names: Iterable[str]) -> Callable[[str], str]:
-    """A function that puts `[NAME]` where a text holds the value of one of these environment variables."""
+    """A function that puts `[NAME]` where a text holds the value of one of these environment
+    variables."""
     values = [(line, name) for name in names for line in os.environ.get(name, "").splitlines()]
     # A value that holds another one goes first.
-    found = sorted(((v, n) for v, n in values if len(v) >= SHORTEST), key=lambda pair: -len(pair[0]))
+    found = sorted(
+        ((v, n) for v, n in values if len(v) >= SHORTEST), key=lambda pair: -len(pair[0])
+    )
 
     def blot(text: str) -> str:
         for value, name in found:

@@ -1,7 +1,9 @@
-"""A run whose loss is no finite number any more trains nothing: said at the first such loss, ended after some in a row.
+"""A run whose loss is no finite number any more trains nothing: said at the first such loss, ended
+after some in a row.
 
-Every rank has the same losses (they are sums over all ranks), so that all come to the same end in the same step. A step
-that fp16's loss scaler skips counts for nothing: its loss is a number, only its scaled gradient overflowed.
+Every rank has the same losses (they are sums over all ranks), so that all come to the same end in
+the same step. A step that fp16's loss scaler skips counts for nothing: its loss is a number, only
+its scaled gradient overflowed.
 """
 
 from __future__ import annotations
@@ -29,10 +31,20 @@ class Divergence:
         if 0 < self._limit <= self._in_a_row:
             raise self._stopped(step, loss)
         if not self.finite:
-            after = f"the run ends after {self._limit} in a row" if self._limit else "the run goes on all the same"
-            return self._once("SW6310", f"step {step}: the loss is {loss}; {after} (training.stop_after_nonfinite)")
+            after = (
+                f"the run ends after {self._limit} in a row"
+                if self._limit
+                else "the run goes on all the same"
+            )
+            return self._once(
+                "SW6310",
+                f"step {step}: the loss is {loss}; {after} (training.stop_after_nonfinite)",
+            )
         if not math.isfinite(grad_norm) and not self._scaled:
-            return self._once("SW6312", f"step {step}: the gradient norm is {grad_norm}, and the loss is {loss:.4f}")
+            return self._once(
+                "SW6312",
+                f"step {step}: the gradient norm is {grad_norm}, and the loss is {loss:.4f}",
+            )
         return []
 
     def _once(self, code: str, message: str) -> list[str]:
@@ -48,7 +60,8 @@ class Divergence:
             "SW6311",
             f"the loss is no finite number any more ({loss}, in {steps}): training ended, as "
             f"training.stop_after_nonfinite: {self._limit} says",
-            "Nothing is trained by such steps. `shardwright run` goes on from the newest checkpoint with a finite "
-            "loss: before that compile again with a lower training.optimizer.lr, more warm-up or precision: bf16, or "
-            "look for the samples that cause it.",
+            "Nothing is trained by such steps. `shardwright run` goes on from the newest "
+            "checkpoint with a finite loss: before that compile again with a lower "
+            "training.optimizer.lr, more warm-up or precision: bf16, or look for the samples that "
+            "cause it.",
         )

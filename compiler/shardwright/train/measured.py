@@ -1,4 +1,5 @@
-"""What the run takes beside what the plan predicted: a line now and then, and run/summary.json at the end."""
+"""What the run takes beside what the plan predicted: a line now and then, and run/summary.json at
+the end."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class AttemptSummary:
         )
 
     def write(self, folder: Path, status: str, step: int, attempt: int) -> None:
-        """run/summary.json, by rank 0. A collective call. Values of steps are null where too few were trained."""
+        """run/summary.json, by rank 0. A collective call. Values of steps are null where too few
+        were trained."""
         peak, seconds = self._peak_bytes(), self._median()
         predicted = self._plan.predicted
         if dist.get_rank() != 0:
@@ -75,8 +77,12 @@ class AttemptSummary:
             },
             "measured": {
                 "step_seconds": seconds,
-                "tokens_per_second_per_gpu": None if seconds is None else self._tokens_per_second_per_gpu(seconds),
-                "mfu": None if seconds is None else predicted.time.mfu * predicted.time.step_seconds / seconds,
+                "tokens_per_second_per_gpu": None
+                if seconds is None
+                else self._tokens_per_second_per_gpu(seconds),
+                "mfu": None
+                if seconds is None
+                else predicted.time.mfu * predicted.time.step_seconds / seconds,
                 "peak_bytes": peak,
             },
             "loss": dict(zip(("first", "last"), self._losses, strict=False)),
@@ -88,18 +94,27 @@ class AttemptSummary:
 
     def _tokens_per_second_per_gpu(self, seconds: float) -> float:
         training = self._plan.training
-        return training.global_batch_size * training.sequence_length / seconds / self._plan.strategy.world_size
+        return (
+            training.global_batch_size
+            * training.sequence_length
+            / seconds
+            / self._plan.strategy.world_size
+        )
 
     def _peak_bytes(self) -> int:
-        peak = torch.tensor([float(_held_at_most(self._device))], dtype=torch.float64, device=self._device)
+        peak = torch.tensor(
+            [float(_held_at_most(self._device))], dtype=torch.float64, device=self._device
+        )
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return int(peak.item())
 
 
 def _held_at_most(device: torch.device) -> int:
-    """Bytes: on a GPU what nvidia-smi shows of it now and the allocator's peak beyond what it holds now; on a CPU the
-    process's largest resident set."""
+    """Bytes: on a GPU what nvidia-smi shows of it now and the allocator's peak beyond what it holds
+    now; on a CPU the process's largest resident set."""
     if device.type != "cuda":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     free, total = torch.cuda.mem_get_info(device)
-    return total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    return (
+        total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    )

@@ -1,8 +1,9 @@
-"""Norms of single micro-batches' gradients, in some of the steps: what the noise scale is worked out from.
+"""Norms of single micro-batches' gradients, in some of the steps: what the noise scale is worked
+out from.
 
-A hook on each parameter sees a micro-batch's gradient before the engine adds it to the others, under ZeRO 0 to 3 and in
-a pipeline alike, reads its norm and hands it on as it is. What it returns is nothing, so that the optimizer's path is
-the same bit for bit; other steps have no hook.
+A hook on each parameter sees a micro-batch's gradient before the engine adds it to the others,
+under ZeRO 0 to 3 and in a pipeline alike, reads its norm and hands it on as it is. What it returns
+is nothing, so that the optimizer's path is the same bit for bit; other steps have no hook.
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ from shardwright.plan.plan import Plan
 from shardwright.watch.noise_scale import NoiseScale, StepNoise, pooled
 
 
-def noise_meter(plan: Plan, rank: int, trainer: Trainer, measured: list[tuple[int, StepNoise]]) -> NoiseMeter | None:
+def noise_meter(
+    plan: Plan, rank: int, trainer: Trainer, measured: list[tuple[int, StepNoise]]
+) -> NoiseMeter | None:
     """None where the recipe asks for none. measured: the steps of earlier attempts, on rank 0."""
     section = None if plan.tracking is None else plan.tracking.noise_scale
-    return None if section is None else NoiseMeter(plan, section, rank, cast(MeasuredTrainer, trainer), measured)
+    return (
+        None
+        if section is None
+        else NoiseMeter(plan, section, rank, cast(MeasuredTrainer, trainer), measured)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +48,13 @@ class MeasuredNoise:
         """What run/metrics.jsonl has of it."""
         noise, scale = self.noise, self.scale
         own = {"gradient_square": noise.square, "row_variance": noise.variance, "rows": noise.rows}
-        return {**own, "steps": scale.steps, "value": scale.value, "low": scale.low, "high": scale.high}
+        return {
+            **own,
+            "steps": scale.steps,
+            "value": scale.value,
+            "low": scale.low,
+            "high": scale.high,
+        }
 
 
 class NoiseMeter:
@@ -67,9 +80,12 @@ class NoiseMeter:
     def measure(
         self, step: int, train: Callable[[], StepResult], micro_batches: Sequence[MicroBatch]
     ) -> tuple[StepResult, MeasuredNoise | None]:
-        """A collective call. train: makes the step with these micro-batches. None where `noise_of` gives none."""
+        """A collective call. train: makes the step with these micro-batches. None where `noise_of`
+        gives none."""
         by_parameter = [_Norms(self._taken) for _ in self._parameters]
-        hooks = [p.register_hook(take) for p, take in zip(self._parameters, by_parameter, strict=True)]
+        hooks = [
+            p.register_hook(take) for p, take in zip(self._parameters, by_parameter, strict=True)
+        ]
         try:
             result = train()
         finally:
@@ -80,14 +96,21 @@ class NoiseMeter:
         if sums is None or noise is None:
             return result, None
         self._measured.append((step, noise))
-        return result, MeasuredNoise(sums=sums, noise=noise, scale=pooled(self._measured, self._batch))
+        return result, MeasuredNoise(
+            sums=sums, noise=noise, scale=pooled(self._measured, self._batch)
+        )
 
     def _sums(self, by_parameter: Sequence[_Norms], predicted: list[int]) -> Sums | None:
-        """Collective: over all ranks. None where a parameter took another number of gradients than micro-batches, so
-        that it is not known whose they are."""
+        """Collective: over all ranks. None where a parameter took another number of gradients than
+        micro-batches, so that it is not known whose they are."""
         norms = [norm for each in by_parameter for norm in each.norms]
-        # The engine averages over data ranks what the loss was scaled up by; a hook sees a gradient before.
-        own = torch.stack(norms).double().square().sum().item() / self._plan.strategy.shards**2 if norms else 0.0
+        # The engine averages over data ranks what the loss was scaled up by; a hook sees a gradient
+        # before.
+        own = (
+            torch.stack(norms).double().square().sum().item() / self._plan.strategy.shards**2
+            if norms
+            else 0.0
+        )
         unclear = any(each.seen not in (0, len(predicted)) for each in by_parameter)
         taken = predicted[: self._taken]
         speaks = self._at.tensor == 0 and self._at.pipeline == 0  # for its data rank
@@ -99,8 +122,8 @@ class NoiseMeter:
 
 
 class Sums(NamedTuple):
-    """Over some micro-batches of a step, n labels in each: of |h|^2 / N^2, of n and of n^2. h: the gradient of the sum
-    of their losses. all_labels: N, those of the step."""
+    """Over some micro-batches of a step, n labels in each: of |h|^2 / N^2, of n and of n^2. h: the
+    gradient of the sum of their losses. all_labels: N, those of the step."""
 
     squares: float
     labels: float
@@ -111,9 +134,10 @@ class Sums(NamedTuple):
 def noise_of(grad_norm: float, sums: Sums, batch: int, rows: int) -> StepNoise | None:
     """grad_norm: |H| / N, H the sum of the step's h.
 
-    With h = n G + e and E |e|^2 = n V, errors of micro-batches independent: E |h|^2 = n^2 |G|^2 + n V, and E |H|^2 =
-    N^2 |G|^2 + N V. That gives |G|^2, and V / (labels a row) is a row's variance; with equal n it is the pair of
-    estimators of arXiv 1812.06162, appendix A.1. None where a number is not finite, or there is nothing to compare.
+    With h = n G + e and E |e|^2 = n V, errors of micro-batches independent: E |h|^2 = n^2 |G|^2 + n
+    V, and E |H|^2 = N^2 |G|^2 + N V. That gives |G|^2, and V / (labels a row) is a row's variance;
+    with equal n it is the pair of estimators of arXiv 1812.06162, appendix A.1. None where a number
+    is not finite, or there is nothing to compare.
     """
     whole, n = grad_norm**2, sums.all_labels
     between = n * sums.labels - sums.labels_squared
@@ -124,8 +148,8 @@ def noise_of(grad_norm: float, sums: Sums, batch: int, rows: int) -> StepNoise |
 
 
 def micro_batches_of(plan: Plan, rows: int, data_rank: int) -> int:
-    """How many of a data rank's micro-batches, its first ones, hold the first `rows` rows of a step. Micro-batch m of
-    data rank d is the (m x data + d)-th of the step (modules/batches.py)."""
+    """How many of a data rank's micro-batches, its first ones, hold the first `rows` rows of a
+    step. Micro-batch m of data rank d is the (m x data + d)-th of the step (modules/batches.py)."""
     s = plan.strategy
     whole = math.ceil(rows / s.micro_batch_size)
     return min(s.gradient_accumulation_steps, max(0, math.ceil((whole - data_rank) / s.data)))
@@ -138,7 +162,8 @@ def rows_of(plan: Plan, rows: int) -> int:
 
 
 class _Norms:
-    """Of one parameter, whose gradients come in the order of the micro-batches: the norms of the first so many."""
+    """Of one parameter, whose gradients come in the order of the micro-batches: the norms of the
+    first so many."""
 
     def __init__(self, most: int) -> None:
         self._most, self.seen = most, 0

@@ -1,7 +1,8 @@
-"""A run's lease on its compiled folder and on where its checkpoints go: no second run, however it is started and on
-whichever host, writes there. No torch here.
+"""A run's lease on its compiled folder and on where its checkpoints go: no second run, however it
+is started and on whichever host, writes there. No torch here.
 
-`run` takes it, rank 0 takes it over; where nobody called `run` (launch.sh by hand, a scheduler), rank 0 takes it.
+`run` takes it, rank 0 takes it over; where nobody called `run` (launch.sh by hand, a scheduler),
+rank 0 takes it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ HANDED_SECONDS = 10.0
 
 
 def lease_of(plan: Plan, folder: Path, role: str) -> Lease:
-    """Not taken yet. `run` looks at the checkpoints' folder where it is there: it may be on the ranks' hosts only."""
+    """Not taken yet. `run` looks at the checkpoints' folder where it is there: it may be on the
+    ranks' hosts only."""
     root = checkpoint_root(plan, folder)
     beside = [root / ".lease"] if role == RANKS or root.is_dir() else []
     return Lease([folder / "run" / "lease", *beside], this_process(role, folder))
@@ -55,7 +57,11 @@ def take(lease: Lease, folder: Path, handed: str | None = None) -> None:
             "Make room or give permission there, then `run` again.",
         ) from None
     for owner in dict.fromkeys(dead):
-        print(f"the run on {owner.place} ended without a word; what it held is taken over", file=sys.stderr, flush=True)
+        print(
+            f"the run on {owner.place} ended without a word; what it held is taken over",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def take_on_rank_0(lease: Lease, folder: Path) -> bool:
@@ -78,9 +84,10 @@ def _handed(folder: Path) -> str | None:
 
 
 def check_alone(plan: Plan, folder: Path, rank: int) -> None:
-    """On a neighbour of rank 0, before it looks for its own: where another launch of this folder trains on this
-    machine, what it finds is that one's. Ranks of other nodes have a launcher of their own, which may run on the same
-    machine (two nodes of Slurm can). Raises Refusal: SW6006."""
+    """On a neighbour of rank 0, before it looks for its own: where another launch of this folder
+    trains on this machine, what it finds is that one's. Ranks of other nodes have a launcher of
+    their own, which may run on the same machine (two nodes of Slurm can). Raises Refusal:
+    SW6006."""
     if plan.ranks[rank].node != plan.ranks[0].node:
         return
     path = folder / "run" / "lease"
@@ -93,7 +100,10 @@ def taken_over(owner: Owner, folder: Path) -> Refusal:
     return refusal(
         "SW6216",
         f"another run ({owner.place}) has taken over {str(folder)!r} while this one did not move",
-        "This one ends, and has written nothing since. `shardwright status` says how the other is doing.",
+        (
+            "This one ends, and has written nothing since. `shardwright status` says how the other "
+            "is doing."
+        ),
     )
 
 
@@ -102,6 +112,11 @@ def _another(folder: Path, held: Held) -> Refusal:
     if owner.folder == str(folder.resolve()):
         message = f"another run of {str(folder)!r} is alive: {owner.place}"
     else:
-        message = f"a run of {owner.folder!r} ({owner.place}) writes its checkpoints to {str(held.path.parent)!r}"
-    help = "`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint."
+        message = (
+            f"a run of {owner.folder!r} ({owner.place}) writes its checkpoints to "
+            f"{str(held.path.parent)!r}"
+        )
+    help = (
+        "`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint."
+    )
     return refusal("SW6006", message, help)

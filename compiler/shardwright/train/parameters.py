@@ -21,13 +21,18 @@ class PlannedParameter:
     is_trained: bool
 
 
-def planned_parameters(plan: Plan, rank: int, transposed: frozenset[str]) -> dict[str, PlannedParameter]:
-    """Return what the plan puts on `rank`, by Hugging Face name, of tied parameters by the first one.
+def planned_parameters(
+    plan: Plan, rank: int, transposed: frozenset[str]
+) -> dict[str, PlannedParameter]:
+    """Return what the plan puts on `rank`, by Hugging Face name, of tied parameters by the first
+    one.
 
     transposed: weights that are held the other way round than Hugging Face has them, by name.
     """
     at = plan.ranks[rank]
-    layers = {name for stage in plan.stages if stage.pipeline_rank == at.pipeline for name in stage.layers}
+    layers = {
+        name for stage in plan.stages if stage.pipeline_rank == at.pipeline for name in stage.layers
+    }
     outside = {"embedding": plan.model.embedding_modules, "head": plan.model.head_modules}
     first = {alias: group[0] for group in plan.model.tied for alias in group}
     paths = {path for layer in layers for path in outside.get(layer, (layer,))}
@@ -43,10 +48,14 @@ def planned_parameters(plan: Plan, rank: int, transposed: frozenset[str]) -> dic
         is_trained = plan.lora is None and not plan.model.is_frozen(name)
         found[first.get(name, name)] = PlannedParameter(shape=shape, is_trained=is_trained)
     adapters = planned_adapters(plan, transposed)
-    return found | {name: PlannedParameter(shape=shape, is_trained=True) for name, shape in adapters.items()}
+    return found | {
+        name: PlannedParameter(shape=shape, is_trained=True) for name, shape in adapters.items()
+    }
 
 
-def check_parameters(plan: Plan, rank: int, held: Mapping[str, HeldParameter], transposed: frozenset[str]) -> None:
+def check_parameters(
+    plan: Plan, rank: int, held: Mapping[str, HeldParameter], transposed: frozenset[str]
+) -> None:
     """Raises Refusal: SW6259 with the first parameters of this rank that are not as planned."""
     planned = planned_parameters(plan, rank, transposed)
     first = {alias: group[0] for group in plan.model.tied for alias in group}
@@ -62,9 +71,13 @@ def check_parameters(plan: Plan, rank: int, held: Mapping[str, HeldParameter], t
     if differences:
         raise refusal(
             "SW6259",
-            f"rank {rank}: {len(differences)} of {len(planned)} planned parameters differ in the model: "
+            (
+                f"rank {rank}: {len(differences)} of {len(planned)} planned parameters differ in "
+                "the model: "
+            )
             + "; ".join(differences[:3]),
-            "Nothing was trained. Compile again with the packages that are installed on the hosts of the run; where"
+            "Nothing was trained. Compile again with the packages that are installed on the hosts "
+            "of the run; where"
             " the message stays, report the model type and the recipe.",
         )
 
@@ -76,9 +89,13 @@ def _described(p: PlannedParameter | None) -> str:
 
 
 def parameter_counts(held: Mapping[str, HeldParameter]) -> dict[str, JsonValue]:
-    """Return tensors and elements that this rank trains and that it leaves frozen, before ZeRO cuts them."""
+    """Return tensors and elements that this rank trains and that it leaves frozen, before ZeRO cuts
+    them."""
     counts: dict[str, JsonValue] = {}
     for kind, is_trained in (("trained", True), ("frozen", False)):
         shapes = [p.shape for p in held.values() if p.is_trained == is_trained]
-        counts[kind] = {"tensors": len(shapes), "elements": sum(math.prod(shape) for shape in shapes)}
+        counts[kind] = {
+            "tensors": len(shapes),
+            "elements": sum(math.prod(shape) for shape in shapes),
+        }
     return counts

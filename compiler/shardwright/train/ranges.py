@@ -1,6 +1,8 @@
-"""What an island sends of itself from one rank: its own ranges of the fp32 masters, one behind the other.
+"""What an island sends of itself from one rank: its own ranges of the fp32 masters, one behind the
+other.
 
-Where data ranks have the same masters (ZeRO-0), each takes an equal part of them, and the parts are gathered.
+Where data ranks have the same masters (ZeRO-0), each takes an equal part of them, and the parts are
+gathered.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ MASTER = "fp32"
 
 
 class Ranges:
-    """1-D tensors, fp32, on the host. own: what this rank sends. whole: its own ranges and all of the shared ones."""
+    """1-D tensors, fp32, on the host. own: what this rank sends. whole: its own ranges and all of
+    the shared ones."""
 
     def __init__(self, plan: Plan, trainer: Trainer, rank: int) -> None:
         """Collective."""
@@ -47,17 +50,25 @@ class Ranges:
     def state_names(self) -> list[str]:
         """The same on every rank and island: the master first."""
         alone, shared = self._fragments()
-        return list(dict.fromkeys((MASTER, *(name for f in (*alone, *shared) for name in f.states))))
+        return list(
+            dict.fromkeys((MASTER, *(name for f in (*alone, *shared) for name in f.states)))
+        )
 
     # In a checkpoint, beside the trainer's own states.
 
     def saved(self, states: dict[str, torch.Tensor]) -> Trainer:
         """Collective. The trainer with these states, of which each is this rank's own."""
-        return _with(self._trainer, {name: self._whole(own).clone() for name, own in states.items()})
+        return _with(
+            self._trainer, {name: self._whole(own).clone() for name, own in states.items()}
+        )
 
     def load(self, names: tuple[str, ...], checkpoint: Path) -> dict[str, torch.Tensor]:
         """Those of the states that the checkpoint has; of each, this rank's own."""
-        held = {state for tensor in read_manifest(checkpoint).tensors.values() for state in tensor.states}
+        held = {
+            state
+            for tensor in read_manifest(checkpoint).tensors.values()
+            for state in tensor.states
+        }
         wholes = {name: torch.zeros_like(self._gathered(MASTER)) for name in names if name in held}
         read_states(self._plan, _with(self._trainer, wholes), checkpoint, tuple(wholes))
         return {name: self._own_of(whole) for name, whole in wholes.items()}
@@ -73,7 +84,8 @@ class Ranges:
         return torch.cat(parts, out=out) if parts else torch.zeros(0)
 
     def _bounds(self) -> tuple[int, int, int]:
-        """(elements that this data rank alone has, shared ones, of which each rank takes this many, the last fewer)."""
+        """(elements that this data rank alone has, shared ones, of which each rank takes this many,
+        the last fewer)."""
         own, shared = self._fragments()
         counts = [sum(f.states[MASTER].numel() for f in each) for each in (own, shared)]
         return counts[0], counts[1], -(-counts[1] // self._plan.strategy.shards)
@@ -83,7 +95,9 @@ class Ranges:
             return whole
         alone, shared, each = self._bounds()
         first = min(shared, each * self._place_among_replicas())
-        return torch.cat([whole[:alone], whole[alone + first : alone + min(shared, first + each)]], out=out)
+        return torch.cat(
+            [whole[:alone], whole[alone + first : alone + min(shared, first + each)]], out=out
+        )
 
     def _place_among_replicas(self) -> int:
         at = self._plan.ranks[self._rank]
@@ -102,7 +116,8 @@ class Ranges:
 
 
 class _Saved:
-    """A trainer whose trained fragments have more states. wholes: state -> the values, in the order of `_gathered`."""
+    """A trainer whose trained fragments have more states. wholes: state -> the values, in the order
+    of `_gathered`."""
 
     def __init__(self, trainer: Trainer, wholes: dict[str, torch.Tensor]) -> None:
         self._trainer, self._wholes = trainer, wholes
@@ -129,8 +144,8 @@ def _with(trainer: Trainer, wholes: dict[str, torch.Tensor]) -> Trainer:
 
 
 def _replicas(plan: Plan, rank: int) -> Any:
-    """Collective: each rank makes all of the groups. The data ranks that have the same masters as this one; None where
-    each has its own."""
+    """Collective: each rank makes all of the groups. The data ranks that have the same masters as
+    this one; None where each has its own."""
     if plan.strategy.zero_stage > 0 or plan.strategy.shards == 1:
         return None
     members: dict[tuple[int, int], list[int]] = {}

@@ -1,6 +1,8 @@
-"""A compiled folder in training on this rank: the engine, the data, the schedule, the checkpoints, the records.
+"""A compiled folder in training on this rank: the engine, the data, the schedule, the checkpoints,
+the records.
 
-`train.worker` is one loop over it; `open_session` gives it to loops of one's own (docs/python-api.md).
+`train.worker` is one loop over it; `open_session` gives it to loops of one's own
+(docs/python-api.md).
 """
 
 from __future__ import annotations
@@ -43,18 +45,28 @@ from shardwright.train.ownership import RANKS, lease_of, taken_over
 from shardwright.train.parameters import check_parameters, parameter_counts
 from shardwright.train.store_links import Unreached
 from shardwright.train.tracking import Tracking
-from shardwright.watch.journal import Evaluations, Metrics, OuterSteps, Saves, write_json, write_status
+from shardwright.watch.journal import (
+    Evaluations,
+    Metrics,
+    OuterSteps,
+    Saves,
+    write_json,
+    write_status,
+)
 from shardwright.watch.noise_scale import read_noise
 from shardwright.watch.watch import Watch
 
 
 class Session:
-    """done: optimizer steps that are in the weights. engine: the engine's own object. Every rank makes the same calls.
+    """done: optimizer steps that are in the weights. engine: the engine's own object. Every rank
+    makes the same calls.
 
     plan: with the number of steps, also where the recipe counts epochs.
     """
 
-    def __init__(self, plan: Plan, folder: Path, rank: int, attempt: Attempt, lease: Lease | None = None) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, rank: int, attempt: Attempt, lease: Lease | None = None
+    ) -> None:
         """Process groups exist. lease: rank 0's."""
         prepare_root(plan, folder, attempt.number, attempt.step)
         if int(os.environ["LOCAL_RANK"]) == 0:
@@ -73,7 +85,9 @@ class Session:
         check_parameters(self.plan, rank, held, self._trainer.transposed)
         self.data_rank = self.plan.ranks[rank].data
         seed_dropout(self.plan, rank)
-        self.done = self._saved = load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
+        self.done = self._saved = (
+            load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
+        )
         self._outer: Outer | None = None
         made_up: list[OuterResult] = []
         if self.plan.outer is not None:
@@ -87,13 +101,17 @@ class Session:
             notes = other_data(Path(resume), data.parts, digests)
             for warning in (*notes, *other_schedule(self.plan, Path(resume), self.done)):
                 print(warning, flush=True)
-        self._held_out = HeldOut(self.plan, data.validation, self.data_rank, sight) if data.validation else None
+        self._held_out = (
+            HeldOut(self.plan, data.validation, self.data_rank, sight) if data.validation else None
+        )
         self._measured = AttemptSummary(self.plan, self.device)
         self._divergence = Divergence(self.plan)
         first = rank == 0
         self._metrics = Metrics(folder, self.attempt, self.done) if first else None
         self._saves = Saves(folder, self.attempt, self.done) if first else None
-        self._evaluations = Evaluations(folder, self.attempt, self.done) if first and self.plan.validation else None
+        self._evaluations = (
+            Evaluations(folder, self.attempt, self.done) if first and self.plan.validation else None
+        )
         self._outer_steps: OuterSteps | None = None
         if first and self._outer is not None:
             had = min([self._outer.base, *(each.step - 1 for each in made_up)])
@@ -101,8 +119,11 @@ class Session:
             for each in made_up:
                 self._outer_steps.write(each.step, each.members, each.seconds, each.sent_bytes)
         self._tracking = Tracking(self.plan, folder, self.done) if first else None
-        self._noise = noise_meter(self.plan, rank, self._trainer, read_noise(folder) if first else [])
-        # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks its line.
+        self._noise = noise_meter(
+            self.plan, rank, self._trainer, read_noise(folder) if first else []
+        )
+        # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks
+        # its line.
         told = [self._evaluations.step if self._evaluations else 0]
         dist.broadcast_object_list(told, src=0)
         self._evaluated = told[0]
@@ -113,14 +134,19 @@ class Session:
 
     def learning_rate(self, step: int) -> float:
         """The recipe's, for this update."""
-        return learning_rate(self.plan.optimizer, self.plan.scheduler, self.plan.training.steps, step)
+        return learning_rate(
+            self.plan.optimizer, self.plan.scheduler, self.plan.training.steps, step
+        )
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This data rank's share of the step's global batch."""
         return self._batches.micro_batches(step, self.data_rank)
 
-    def train(self, step: int, micro_batches: list[MicroBatch] | None = None, rate: float | None = None) -> StepResult:
-        """One optimizer step, recorded in run/metrics.jsonl. micro_batches: as many and as large as the plan's.
+    def train(
+        self, step: int, micro_batches: list[MicroBatch] | None = None, rate: float | None = None
+    ) -> StepResult:
+        """One optimizer step, recorded in run/metrics.jsonl. micro_batches: as many and as large as
+        the plan's.
 
         Raises Refusal on every rank where the losses have not been finite for too long: SW6311.
         """
@@ -130,7 +156,9 @@ class Session:
         batches = self.micro_batches(step) if micro_batches is None else micro_batches
         noise: MeasuredNoise | None = None
         if self._noise is not None and self._noise.is_due(step):
-            result, noise = self._noise.measure(step, lambda: self._trainer.step(batches, rate), batches)
+            result, noise = self._noise.measure(
+                step, lambda: self._trainer.step(batches, rate), batches
+            )
         else:
             result = self._trainer.step(batches, rate)
         seconds = time.perf_counter() - began
@@ -141,7 +169,9 @@ class Session:
             tokens = training.global_batch_size * training.sequence_length
             pairs = training.global_batch_size if self.plan.model.contrastive else None
             measured = None if noise is None else noise.line()
-            self._metrics.write(step, result.loss, result.grad_norm, rate, tokens, seconds, pairs, measured)
+            self._metrics.write(
+                step, result.loss, result.grad_norm, rate, tokens, seconds, pairs, measured
+            )
             values = {"loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate}
             values |= {} if noise is None else noise.scale.curves()
             self._tracking.log(step, {**values, "tokens_per_second": tokens / seconds})
@@ -155,8 +185,9 @@ class Session:
         return result
 
     def _meet_islands(self, outer: Outer) -> None:
-        """The outer steps that are due. An island that is behind goes on from another one's step. Raises Refusal:
-        SW6315 where the store is not reached, with a checkpoint that its outer step is made up for from."""
+        """The outer steps that are due. An island that is behind goes on from another one's step.
+        Raises Refusal: SW6315 where the store is not reached, with a checkpoint that its outer step
+        is made up for from."""
         try:
             for met in outer.after(self.done):
                 self._record(met)
@@ -164,10 +195,10 @@ class Session:
             self.save(last=True)
             raise refusal(
                 "SW6315",
-                f"the outer store was not reached for {outer.outer.deadline_seconds:g} s at the outer step of "
-                f"{error.step}: {error}",
-                "An island never trains on alone. It saved a checkpoint: start the store again, or see to the link, "
-                "and `shardwright run` goes on from here.",
+                f"the outer store was not reached for {outer.outer.deadline_seconds:g} s at the "
+                f"outer step of {error.step}: {error}",
+                "An island never trains on alone. It saved a checkpoint: start the store again, or "
+                "see to the link, and `shardwright run` goes on from here.",
             ) from None
 
     def _record(self, met: OuterResult) -> None:
@@ -177,15 +208,16 @@ class Session:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the recipe wants the held-out data evaluated after the step that is done, and it is not yet: so too
-        where a run resumes from a checkpoint whose evaluation failed."""
+        """Whether the recipe wants the held-out data evaluated after the step that is done, and it
+        is not yet: so too where a run resumes from a checkpoint whose evaluation failed."""
         validation = self.plan.validation
         if validation is None or self._held_out is None or self.done in (0, self._evaluated):
             return False
         return self._falls_due(validation.every_steps) or self.done == self.plan.training.steps
 
     def evaluate(self) -> float:
-        """Loss over the held-out data, recorded in run/evaluation.jsonl. There is some: the recipe has `validation`."""
+        """Loss over the held-out data, recorded in run/evaluation.jsonl. There is some: the recipe
+        has `validation`."""
         assert self._held_out is not None, "the recipe has no validation"
         began = time.perf_counter()
         loss, predicted = self._trainer.evaluate(self._held_out)
@@ -202,13 +234,15 @@ class Session:
         return every is not None and self._falls_due(every)
 
     def _falls_due(self, every_steps: int) -> bool:
-        """Of what is made every so many steps. Where outer steps are overlapped, once that step's has arrived."""
+        """Of what is made every so many steps. Where outer steps are overlapped, once that step's
+        has arrived."""
         at = self.done - (0 if self.plan.outer is None else self.plan.outer.overlap_steps)
         return at > 0 and at % every_steps == 0
 
     def save(self, *, last: bool = False) -> None:
-        """A checkpoint of the step that is done, with a line in run/saves.jsonl; nothing where it has one. last:
-        nothing is trained after it, so that a copy that fails (checkpoint.upload_to) is an error and not a warning."""
+        """A checkpoint of the step that is done, with a line in run/saves.jsonl; nothing where it
+        has one. last: nothing is trained after it, so that a copy that fails (checkpoint.upload_to)
+        is an error and not a warning."""
         self._check_lease()
         if self._saved != self.done:
             last = last or self.done == self.plan.training.steps
@@ -217,7 +251,9 @@ class Session:
             if self._outer is not None and (met := self._outer.arrived(self.done)):
                 self._record(met)
             trainer = self._trainer if self._outer is None else self._outer.saved(self.done)
-            nodes = save_checkpoint(self.plan, self.folder, trainer, self.done, last=last, origin=origin)
+            nodes = save_checkpoint(
+                self.plan, self.folder, trainer, self.done, last=last, origin=origin
+            )
             if self._saves:
                 self._saves.write(self.done, time.perf_counter() - began, sum(nodes), max(nodes))
             self._saved = self.done
@@ -242,9 +278,11 @@ class Session:
 
 
 def live_record(held: Mapping[str, HeldParameter], rank: int) -> dict[str, JsonValue]:
-    """parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this data rank's partitions).
+    """parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this data rank's
+    partitions).
 
-    shapes: Hugging Face name -> the shape of this rank's part, before ZeRO's flattening. trained, frozen: how many.
+    shapes: Hugging Face name -> the shape of this rank's part, before ZeRO's flattening. trained,
+    frozen: how many.
     """
     return {
         "rank": rank,
@@ -257,9 +295,15 @@ def live_record(held: Mapping[str, HeldParameter], rank: int) -> dict[str, JsonV
 
 
 def begin_session(
-    plan: Plan, folder: Path, rank: int, resume: str | None, lease: Lease | None, watch: Watch | None = None
+    plan: Plan,
+    folder: Path,
+    rank: int,
+    resume: str | None,
+    lease: Lease | None,
+    watch: Watch | None = None,
 ) -> Session:
-    """Opens the process groups and begins the attempt. resume, lease: as begin_on_ranks takes them."""
+    """Opens the process groups and begins the attempt. resume, lease: as begin_on_ranks takes
+    them."""
     runtime_of(plan).open_groups(plan)
     forget_environment()  # every rank is there
     check_same_files(plan, folder)
@@ -274,11 +318,12 @@ def begin_session(
 
 @contextmanager
 def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterator[Session]:
-    """For a script of one's own, started by `deepspeed` (or torchrun) with the plan's number of ranks.
+    """For a script of one's own, started by `deepspeed` (or torchrun) with the plan's number of
+    ranks.
 
-    resume: auto (the newest valid checkpoint, else from the start), never, or a step folder. At the end a checkpoint
-    of the last step is written and the process groups are closed. Raises Refusal where the folder, the world or the
-    data are not the plan's.
+    resume: auto (the newest valid checkpoint, else from the start), never, or a step folder. At the
+    end a checkpoint of the last step is written and the process groups are closed. Raises Refusal
+    where the folder, the world or the data are not the plan's.
     """
     load_environment()
     path = Path(folder).resolve()

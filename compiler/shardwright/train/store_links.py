@@ -33,11 +33,12 @@ class Unreached(Exception):
 
 
 class StoreLinks:
-    """This rank's, and what the ranks have to know of each other's. A rank's part of a round raises Broken where its
-    connection is lost: then the island connects anew on every rank."""
+    """This rank's, and what the ranks have to know of each other's. A rank's part of a round raises
+    Broken where its connection is lost: then the island connects anew on every rank."""
 
     def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, data_digest: str) -> None:
-        """Collective. attempt: of the folder. Raises Refusal: SW6313 where this host has no secret."""
+        """Collective. attempt: of the folder. Raises Refusal: SW6313 where this host has no
+        secret."""
         assert plan.outer is not None and plan.outer.island is not None, "asked for before"
         assert plan.launch.outer_store is not None, "a plan with islands has one"
         self._address, self._deadline = plan.launch.outer_store, plan.outer.deadline_seconds
@@ -64,8 +65,8 @@ class StoreLinks:
         return self._link
 
     def agreed(self, step: int, part: Callable[[Link], T]) -> T:
-        """Collective. This rank's part of a round, begun again until that of every rank has gone well. Raises Unreached
-        on every rank, and Refusal."""
+        """Collective. This rank's part of a round, begun again until that of every rank has gone
+        well. Raises Unreached on every rank, and Refusal."""
         if self._link is not None or not self._heard:  # else since the loss that this is about
             self._heard = time.monotonic()
         while True:
@@ -90,7 +91,8 @@ class StoreLinks:
         return future
 
     def ended(self, future: Future[T]) -> T | None:
-        """Collective. Waits for what was begun. None on every rank where it has to be begun again."""
+        """Collective. Waits for what was begun. None on every rank where it has to be begun
+        again."""
         result = self._together(future.result)
         if result is None:
             self._hang_up()
@@ -102,8 +104,8 @@ class StoreLinks:
             self._link.leave(done=done)
 
     def _reach(self, step: int) -> None:
-        """Collective. A connection on every rank. Raises Unreached, or Refusal, on all: a deadline after the store's
-        last word, or half of one where it was lost behind steps that overlap."""
+        """Collective. A connection on every rank. Raises Unreached, or Refusal, on all: a deadline
+        after the store's last word, or half of one where it was lost behind steps that overlap."""
         self._until = max(self._heard + self._deadline, time.monotonic() + self._deadline / 2)
         while self._link is None:
             told = self._together(self._connect)
@@ -129,8 +131,8 @@ class StoreLinks:
         self._place = replace(self._place, connection=self._place.connection + 1)
 
     def _together(self, work: Callable[[], T]) -> T | None:
-        """Collective. What `work` gave this rank; None on every rank where the connection of one broke. Raises Refusal
-        on all where the store does not take one."""
+        """Collective. What `work` gave this rank; None on every rank where the connection of one
+        broke. Raises Refusal on all where the store does not take one."""
         mine: T | None = None
         error: tuple[str, str] | None = None
         try:
@@ -150,12 +152,23 @@ class StoreLinks:
 
 
 _REFUSED = {
-    "SW6313": "Every island's folder has the same run/outer.secret: `outer-store` writes it, and you copy it.",
-    "SW6316": "Copy the island's folder from the compiled one that the store was started with; bring the same data.",
-    "SW6320": "Its weights lack the others' last outer steps. Take the newest checkpoint of an island that is done.",
+    "SW6313": (
+        "Every island's folder has the same run/outer.secret: `outer-store` writes it, and "
+        "you copy it."
+    ),
+    "SW6316": (
+        "Copy the island's folder from the compiled one that the store was started with; "
+        "bring the same data."
+    ),
+    "SW6320": (
+        "Its weights lack the others' last outer steps. Take the newest checkpoint of an "
+        "island that is done."
+    ),
     "SW6319": "End the other run, or this one: an island is one run.",
 }
 
 
 def _not_taken(code: str, why: str) -> Diagnostic:
-    return found(code, None, f"the outer store does not take this island: {why}", _REFUSED.get(code, ""))
+    return found(
+        code, None, f"the outer store does not take this island: {why}", _REFUSED.get(code, "")
+    )

@@ -1,8 +1,9 @@
-"""TensorBoard and Weights & Biases: rank 0's metrics as curves. No torch at module level: `run` checks first.
+"""TensorBoard and Weights & Biases: rank 0's metrics as curves. No torch at module level: `run`
+checks first.
 
-A run has one id for all its attempts (run/tracking.json); steps behind a checkpoint that is resumed from are taken back
-where the library can (TensorBoard's purge_step), and written over where it cannot. What a tracker raises never ends a
-training run.
+A run has one id for all its attempts (run/tracking.json); steps behind a checkpoint that is resumed
+from are taken back where the library can (TensorBoard's purge_step), and written over where it
+cannot. What a tracker raises never ends a training run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ def missing_trackers(plan: Plan) -> tuple[Diagnostic, ...]:
     }
     help = "pip install 'shardwright[tracking]', or take it out of the recipe and compile again."
     return tuple(
-        found("SW6501", None, f"tracking.{name} needs the package {name}, which is not installed", help)
+        found(
+            "SW6501",
+            None,
+            f"tracking.{name} needs the package {name}, which is not installed",
+            help,
+        )
         for name, asked in wanted.items()
         if asked and importlib.util.find_spec(name) is None
     )
@@ -75,7 +81,9 @@ class Tracking:
         except Exception as error:
             self._trackers.pop(name, None)
             what = str(error).splitlines()[0] if str(error) else type(error).__name__
-            print(f"warning: {name} stops here, the run goes on: {what}", file=sys.stderr, flush=True)
+            print(
+                f"warning: {name} stops here, the run goes on: {what}", file=sys.stderr, flush=True
+            )
 
     def _tensorboard(self, folder: Path, resumed_step: int) -> Tracker:
         from torch.utils.tensorboard import SummaryWriter
@@ -107,7 +115,8 @@ class Tracking:
                 "nodes": plan.nodes,
             },
         )
-        # A step that is trained again after a crash is logged again: the step is a value, not wandb's own counter.
+        # A step that is trained again after a crash is logged again: the step is a value, not
+        # wandb's own counter.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         self._closers.append(run.finish)

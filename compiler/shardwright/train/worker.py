@@ -1,4 +1,5 @@
-"""What every rank runs under the `deepspeed` launcher: the compiled folder's train.py calls main()."""
+"""What every rank runs under the `deepspeed` launcher: the compiled folder's train.py calls
+main()."""
 
 from __future__ import annotations
 
@@ -55,13 +56,16 @@ def main() -> NoReturn:
         event = _failure(plan, rank, error)
         if event.code != "SW6006":  # the folder is another run's
             write_json(
-                folder / "run" / "errors" / f"rank-{rank:05d}.json", {"attempt": watch.attempt, **event_object(event)}
+                folder / "run" / "errors" / f"rank-{rank:05d}.json",
+                {"attempt": watch.attempt, **event_object(event)},
             )
         watch.failed(event)
         if is_echo(str(error)):
-            # Let the launcher, which looks once a second, see the process that was killed before it sees this one.
+            # Let the launcher, which looks once a second, see the process that was killed before it
+            # sees this one.
             time.sleep(ECHO_GRACE_SECONDS)
-        # Not the interpreter's way out: a collective that other ranks are in could block it for minutes.
+        # Not the interpreter's way out: a collective that other ranks are in could block it for
+        # minutes.
         sys.stdout.flush()
         sys.stderr.flush()
         if lease is not None:
@@ -78,7 +82,8 @@ def _redirect_output(path: Path) -> None:
 
 
 def _failure(plan: Plan, rank: int, error: BaseException) -> RankFailed:
-    """The launcher ends every rank once one is down; the earliest is the cause, the others its echo."""
+    """The launcher ends every rank once one is down; the earliest is the cause, the others its
+    echo."""
     if isinstance(error, Refusal):
         first = error.diagnostics[0]
         cause, code, help_text = first.message, first.code, first.help
@@ -97,7 +102,8 @@ def _failure(plan: Plan, rank: int, error: BaseException) -> RankFailed:
 
 
 def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | None) -> int:
-    """lease: rank 0's. Returns the exit code: 0, or what a scheduler wants of a run that was told to stop."""
+    """lease: rank 0's. Returns the exit code: 0, or what a scheduler wants of a run that was told
+    to stop."""
     runtime = runtime_of(plan)
     if plan.is_cpu:
         keep_freed_memory()
@@ -126,7 +132,9 @@ def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | Non
 def train_steps(session: Session, watch: Watch, stop: _StopRequest) -> str:
     """Every step still to train. Returns done, or preempted."""
     last, status = session.steps().stop - 1, "done"
-    _evaluate(session, watch)  # of the step that is resumed from, where an earlier attempt failed in it
+    _evaluate(
+        session, watch
+    )  # of the step that is resumed from, where an earlier attempt failed in it
     while session.done < last:  # an island that was behind goes on from another one's step
         watch.at(f"in step {session.done + 1}", session.done)
         session.train(session.done + 1)

@@ -1,4 +1,5 @@
-"""The tiny copy: the same architecture and the same kinds of parallelism, sizes and degrees that one machine runs."""
+"""The tiny copy: the same architecture and the same kinds of parallelism, sizes and degrees that
+one machine runs."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from shardwright.rules.attention import length_switches
 
 STEPS, EVERY, LENGTH, SEED, WARMUP = 6, 3, 32, 11, 2
 LR, BETAS, EPS, DECAY, CLIPPING = 1e-3, (0.9, 0.95), 1e-3, 0.1, 0.5
-"""eps: a gradient that is zero in theory (a key's bias) is rounding noise, which Adam with a small one turns into
-steps of the learning rate."""
+"""eps: a gradient that is zero in theory (a key's bias) is rounding noise, which Adam with a small
+one turns into steps of the learning rate."""
 ODD_VOCABULARY, RANK = 259, 4
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
 _VOCABULARY = "vocab_size"
@@ -25,8 +26,8 @@ MODEL, TOKENS, HELD_OUT = "model", "tokens", "held-out"
 
 
 def tiny_strategy(s: Strategy) -> Strategy:
-    """Degrees above 1 become 2; the fewest micro-batches that still accumulate, and that the schedule needs; of some
-    layers that are recomputed in each stage, one."""
+    """Degrees above 1 become 2; the fewest micro-batches that still accumulate, and that the
+    schedule needs; of some layers that are recomputed in each stage, one."""
     pipeline, data = min(s.pipeline, 2), min(s.data, 2)
     accumulation = min(s.gradient_accumulation_steps, 2)
     if s.schedule == "dualpipev":
@@ -34,7 +35,9 @@ def tiny_strategy(s: Strategy) -> Strategy:
     checkpointing = s.activation_checkpointing
     return dataclasses.replace(
         s,
-        activation_checkpointing=PartialCheckpointing(full=1) if checkpointing != s.checkpointing else checkpointing,
+        activation_checkpointing=PartialCheckpointing(full=1)
+        if checkpointing != s.checkpointing
+        else checkpointing,
         tensor=min(s.tensor, 2),
         pipeline=pipeline,
         data=data,
@@ -50,10 +53,13 @@ def batch_of(s: Strategy) -> int:
     return s.micro_batch_size * s.gradient_accumulation_steps * s.data
 
 
-def tiny_config(config: JsonObject, s: Strategy, sequence_length: int, *, depth: bool = True) -> dict[str, JsonValue]:
-    """config: the model's own, complete. What tensor ranks must do apart from sizes is kept: a vocabulary that they do
-    not divide, key/value heads that they share. So is the side of the length at which rotary embeddings change that
-    the recipe's sequences lie on. depth False keeps every layer."""
+def tiny_config(
+    config: JsonObject, s: Strategy, sequence_length: int, *, depth: bool = True
+) -> dict[str, JsonValue]:
+    """config: the model's own, complete. What tensor ranks must do apart from sizes is kept: a
+    vocabulary that they do not divide, key/value heads that they share. So is the side of the
+    length at which rotary embeddings change that the recipe's sequences lie on. depth False keeps
+    every layer."""
     from shardwright.hf.shrink import shrink
 
     small: dict[str, JsonValue] = shrink(config, depth=depth)
@@ -61,7 +67,9 @@ def tiny_config(config: JsonObject, s: Strategy, sequence_length: int, *, depth:
     if switches and sequence_length <= min(switches):
         _switch_beyond(small, 2 * LENGTH)
     small.pop("architectures", None)
-    small.pop("output_router_logits", None)  # Hugging Face's own balance loss, which is not trained on
+    small.pop(
+        "output_router_logits", None
+    )  # Hugging Face's own balance loss, which is not trained on
     _keep_uneven(config, small, s.tensor)
     for name, value in small.items():
         whole = config.get(name)
@@ -71,13 +79,15 @@ def tiny_config(config: JsonObject, s: Strategy, sequence_length: int, *, depth:
 
 
 def _switch_beyond(small: JsonObject, length: int) -> None:
-    """Lets the rotary embeddings of the tiny configuration change beyond `length` tokens, in place. shrink() has it
-    within the sequences."""
+    """Lets the rotary embeddings of the tiny configuration change beyond `length` tokens, in place.
+    shrink() has it within the sequences."""
     assert isinstance(small, dict)
     for name, value in small.items():
         if isinstance(value, dict):
             _switch_beyond(value, length)
-        elif name in ("original_max_position_embeddings", "max_position_embeddings") and isinstance(value, int):
+        elif name in ("original_max_position_embeddings", "max_position_embeddings") and isinstance(
+            value, int
+        ):
             small[name] = max(length, value)
 
 
@@ -88,7 +98,9 @@ def with_dropout(small: JsonObject, config: JsonObject) -> dict[str, JsonValue]:
         inside = made.get(name)
         if isinstance(value, dict) and isinstance(inside, dict):
             made[name] = with_dropout(inside, value)
-        elif name in made and isinstance(value, float) and "drop" in name and "layerdrop" not in name:
+        elif (
+            name in made and isinstance(value, float) and "drop" in name and "layerdrop" not in name
+        ):
             made[name] = value
     return made
 
@@ -108,7 +120,12 @@ def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
     if lora is None:
         return None
     modules = "auto" if lora.target_modules is None else list(lora.target_modules)
-    return {"rank": min(lora.rank, RANK), "alpha": lora.alpha, "dropout": 0.0, "target_modules": modules}
+    return {
+        "rank": min(lora.rank, RANK),
+        "alpha": lora.alpha,
+        "dropout": 0.0,
+        "target_modules": modules,
+    }
 
 
 def held_out_rows(s: Strategy) -> int:
@@ -116,9 +133,11 @@ def held_out_rows(s: Strategy) -> int:
     return batch_of(s) + 1
 
 
-def tiny_freeze(graph: ModelGraph, freeze: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what `model.freeze` names of the tiny copy, whose parameters are `names`. Where it freezes some of the
-    layers, the copy's layers at the same share of the depth."""
+def tiny_freeze(
+    graph: ModelGraph, freeze: tuple[str, ...], names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return what `model.freeze` names of the tiny copy, whose parameters are `names`. Where it
+    freezes some of the layers, the copy's layers at the same share of the depth."""
     stack = graph.cut.stack + "."
 
     def number(name: str) -> int:
@@ -136,10 +155,15 @@ def tiny_freeze(graph: ModelGraph, freeze: tuple[str, ...], names: tuple[str, ..
 
 
 def tiny_recipe(
-    recipe: Recipe, s: Strategy, data: JsonObject, held_out: JsonObject | None, freeze: tuple[str, ...] = ()
+    recipe: Recipe,
+    s: Strategy,
+    data: JsonObject,
+    held_out: JsonObject | None,
+    freeze: tuple[str, ...] = (),
 ) -> JsonObject:
-    """The document beside the tiny model and its tokens. fp32: in half precision a wrong sum hides in the rounding.
-    data, held_out: keys that name the tokens. freeze: the tiny copy's `model.freeze`."""
+    """The document beside the tiny model and its tokens. fp32: in half precision a wrong sum hides
+    in the rounding. data, held_out: keys that name the tokens. freeze: the tiny copy's
+    `model.freeze`."""
     training = recipe.training
     return {
         "version": 1,

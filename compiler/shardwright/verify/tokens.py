@@ -1,5 +1,6 @@
-"""What the tiny copy trains on and is evaluated with: random tokens, in documents where the recipe packs its own, and
-random conversations, with the padding that they leave, where it has conversations."""
+"""What the tiny copy trains on and is evaluated with: random tokens, in documents where the recipe
+packs its own, and random conversations, with the padding that they leave, where it has
+conversations."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ LONGEST = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """ids: (rows, sequence length). ends: of the documents, in the stream that the rows are cut from; None: no
-    documents."""
+    """ids: (rows, sequence length). ends: of the documents, in the stream that the rows are cut
+    from; None: no documents."""
 
     ids: npt.NDArray[np.int32]
     ends: tuple[int, ...] | None
@@ -56,7 +57,9 @@ class Tokens:
         pieces, length = [], ids.shape[1]
         for row, tokens in enumerate(ids, first):
             cuts = [end - row * length for end in self.ends if 0 < end - row * length < length]
-            pieces += [(row, tokens[a:b][None]) for a, b in zip([0, *cuts], [*cuts, length], strict=True)]
+            pieces += [
+                (row, tokens[a:b][None]) for a, b in zip([0, *cuts], [*cuts, length], strict=True)
+            ]
         return [{"input_ids": piece, "labels": piece, "row": row} for row, piece in pieces]
 
 
@@ -73,7 +76,10 @@ class Talks:
 
     def write(self, path: Path) -> JsonObject:
         """As Tokens.write."""
-        lines = [json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n" for text in self.texts]
+        lines = [
+            json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n"
+            for text in self.texts
+        ]
         path.with_suffix(".jsonl").write_text("".join(lines), encoding="utf-8")
         return {
             "kind": "chat",
@@ -86,13 +92,17 @@ class Talks:
 
 
 def alone(block: TokenBlock, *, padded: bool) -> Rows:
-    """Each row, or each document of a packed row, alone. padded: rows keep their padding, whose length some rotary
-    embeddings follow; else it is cut off."""
+    """Each row, or each document of a packed row, alone. padded: rows keep their padding, whose
+    length some rotary embeddings follow; else it is cut off."""
     import torch
 
     from shardwright.hf.objective import IGNORED
 
-    lengths = np.full(len(block.tokens), block.tokens.shape[1]) if block.lengths is None else block.lengths
+    lengths = (
+        np.full(len(block.tokens), block.tokens.shape[1])
+        if block.lengths is None
+        else block.lengths
+    )
     rows: Rows = []
     for row, (tokens, real) in enumerate(zip(block.tokens, lengths.tolist(), strict=True)):
         ids = torch.from_numpy(tokens.astype(np.int64))
@@ -117,22 +127,34 @@ def talks(recipe: Recipe) -> bool:
 
 
 def random_talks(seed: int, rows: int, length: int, *, packed: bool) -> Talks:
-    """Conversations for so many rows of `length` tokens: of a token more than the template's two up to a whole row."""
+    """Conversations for so many rows of `length` tokens: of a token more than the template's two up
+    to a whole row."""
     random = np.random.default_rng(seed)
     shortest = length // 3 if packed else 1  # several fill a row, hardly ever to its end
     sizes = random.integers(shortest, length - 1, 4 * rows if packed else rows)
-    return Talks(texts=tuple("".join(map(chr, random.integers(32, 127, size))) for size in sizes), packed=packed)
+    return Talks(
+        texts=tuple("".join(map(chr, random.integers(32, 127, size))) for size in sizes),
+        packed=packed,
+    )
 
 
 def random_tokens(
-    seed: int, rows: int, length: int, vocabulary: int, *, packed: bool, special: tuple[int, ...] = ()
+    seed: int,
+    rows: int,
+    length: int,
+    vocabulary: int,
+    *,
+    packed: bool,
+    special: tuple[int, ...] = (),
 ) -> Tokens:
     """Draw ids of the vocabulary, one in eight of them a special one."""
     random = np.random.default_rng(seed)
     ids = random.integers(3, vocabulary, (rows, length), dtype=np.int32)
     if special:
         ids = np.where(
-            random.random(ids.shape) < 1 / 8, random.choice(np.array(special, dtype=np.int32), ids.shape), ids
+            random.random(ids.shape) < 1 / 8,
+            random.choice(np.array(special, dtype=np.int32), ids.shape),
+            ids,
         )
     if not packed:
         return Tokens(ids=ids, ends=None)

@@ -1,4 +1,5 @@
-"""What was compared, how far it was off, and the limits (the same as of the project's own proofs)."""
+"""What was compared, how far it was off, and the limits (the same as of the project's own
+proofs)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, RATE_ABSOLUTE = 1e-5, 1e-4, 2e-5,
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """worst: the largest difference (ir/apart.py: infinite, never NaN), in the unit that `what` names; it passes up to
-    limit."""
+    """worst: the largest difference (ir/apart.py: infinite, never NaN), in the unit that `what`
+    names; it passes up to limit."""
 
     name: str
     what: str
@@ -24,7 +25,8 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """model: the tiny one. layout, verified: recipe key names, of the recipe's own and of the tiny layout."""
+    """model: the tiny one. layout, verified: recipe key names, of the recipe's own and of the tiny
+    layout."""
 
     architecture: str
     parameters: int

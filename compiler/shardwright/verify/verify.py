@@ -1,4 +1,5 @@
-"""Compile, launch, compare: the tiny copy under the real launcher against one plain process of the same weights."""
+"""Compile, launch, compare: the tiny copy under the real launcher against one plain process of the
+same weights."""
 
 from __future__ import annotations
 
@@ -37,7 +38,15 @@ from shardwright.recipe.load import load_recipe
 from shardwright.search.engines import settle_problem
 from shardwright.search.search import choose
 from shardwright.verify import tiny
-from shardwright.verify.tokens import Talks, Tokens, alone, packs, random_talks, random_tokens, talks
+from shardwright.verify.tokens import (
+    Talks,
+    Tokens,
+    alone,
+    packs,
+    random_talks,
+    random_tokens,
+    talks,
+)
 from shardwright.verify.verdict import (
     LOSS_ABSOLUTE,
     NORM_RELATIVE,
@@ -56,15 +65,16 @@ if TYPE_CHECKING:
 
 DROPOUT = "dropout"
 LAUNCH_SECONDS = 600
-"""A launch of a tiny model takes half a minute; one that takes this long, even on a busy machine, hangs."""
+"""A launch of a tiny model takes half a minute; one that takes this long, even on a busy machine,
+hangs."""
 Say = Callable[[str], None]
 Row = dict[str, float | None]
 """A line of metrics.jsonl; None where a value is not finite."""
 
 
 def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
-    """say: told each stage as it begins. Raises Refusal: what compile says of the recipe; SW5402 the model has no tiny
-    copy; SW5403 the tiny run does not finish (its folder is kept)."""
+    """say: told each stage as it begins. Raises Refusal: what compile says of the recipe; SW5402
+    the model has no tiny copy; SW5403 the tiny run does not finish (its folder is kept)."""
     began = time.monotonic()
     graph, strategy = _planned(recipe)
     small = tiny.tiny_strategy(strategy)
@@ -74,7 +84,12 @@ def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
         wanted, plan, held_out = _prepare(recipe, graph, strategy, small, folder)
         say(f"training it on {small.world_size} rank{'' if small.world_size == 1 else 's'}")
         checks = _measure(folder, plan, wanted, say)
-        if held_out is not None and graph.max_dropout > 0 and plan.lora is None and all(c.passed for c in checks):
+        if (
+            held_out is not None
+            and graph.max_dropout > 0
+            and plan.lora is None
+            and all(c.passed for c in checks)
+        ):
             say("training it with dropout")
             checks = (*checks, _evaluated_without_dropout(folder, graph, held_out))
     except BaseException as error:
@@ -98,19 +113,24 @@ def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
         raise refusal(
             "SW5402",
             "a model with code of its own has no tiny copy here",
-            "`verify` shrinks transformers' own types. Compile a small recipe for `gpu: cpu` and run that.",
+            (
+                "`verify` shrinks transformers' own types. Compile a small recipe for `gpu: cpu` "
+                "and run that."
+            ),
             ("model", "trust_remote_code"),
         )
     cluster = resolve_cluster(recipe.cluster)
-    problem, _ = settle_problem(Problem(recipe=recipe, graph=build_model_graph(recipe.model), cluster=cluster))
+    problem, _ = settle_problem(
+        Problem(recipe=recipe, graph=build_model_graph(recipe.model), cluster=cluster)
+    )
     return problem.graph, choose(problem).strategy
 
 
 def _prepare(
     recipe: Recipe, graph: ModelGraph, strategy: Strategy, small: Strategy, folder: Path
 ) -> tuple[Reference, Plan, Rows | None]:
-    """The tiny model's weights and tokens, its compiled folder `out`, what one process makes of them, and the rows that
-    are held out."""
+    """The tiny model's weights and tokens, its compiled folder `out`, what one process makes of
+    them, and the rows that are held out."""
     from transformers import AutoConfig
 
     from shardwright.data.dataset import open_dataset
@@ -127,7 +147,9 @@ def _prepare(
     freeze = tiny.tiny_freeze(graph, recipe.model.freeze, names)
     batch = tiny.batch_of(small)
     packed, of_talks = packs(recipe), talks(recipe)
-    special = token_ids(AutoConfig.from_pretrained(folder / tiny.MODEL, trust_remote_code=False)).special
+    special = token_ids(
+        AutoConfig.from_pretrained(folder / tiny.MODEL, trust_remote_code=False)
+    ).special
 
     def drawn(seed: int, rows: int) -> Tokens | Talks:
         if of_talks:
@@ -135,7 +157,9 @@ def _prepare(
         return random_tokens(seed, rows, tiny.LENGTH, vocabulary, packed=packed, special=special)
 
     data = drawn(tiny.SEED, tiny.STEPS * batch)
-    held_out = drawn(tiny.SEED + 1, tiny.held_out_rows(small)) if recipe.validation is not None else None
+    held_out = (
+        drawn(tiny.SEED + 1, tiny.held_out_rows(small)) if recipe.validation is not None else None
+    )
     document = tiny.tiny_recipe(
         recipe,
         small,
@@ -148,16 +172,21 @@ def _prepare(
     balance = plan.model.router_aux_loss
     if isinstance(data, Tokens):
         blocks = [data.rows(step * batch, (step + 1) * batch) for step in range(tiny.STEPS)]
-        held_out_rows = held_out.rows(0, len(held_out.ids)) if isinstance(held_out, Tokens) else None
+        held_out_rows = (
+            held_out.rows(0, len(held_out.ids)) if isinstance(held_out, Tokens) else None
+        )
     else:  # what is packed with what, `prepare` decides
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # its progress
             prepare(plan, folder / "out", limit_bytes=None)
         opened, padded = open_dataset(plan, folder / "out"), bool(length_dependent(plain))
         blocks = [
-            alone(opened.train.read(opened.order.indices(step)), padded=padded) for step in range(1, tiny.STEPS + 1)
+            alone(opened.train.read(opened.order.indices(step)), padded=padded)
+            for step in range(1, tiny.STEPS + 1)
         ]
         rows = opened.validation
-        held_out_rows = None if rows is None else alone(rows.read(np.arange(len(rows))), padded=padded)
+        held_out_rows = (
+            None if rows is None else alone(rows.read(np.arange(len(rows))), padded=padded)
+        )
     _freeze_and_adapt(plain, plan, recipe, freeze)
     wanted = train(
         plain,
@@ -171,11 +200,15 @@ def _prepare(
         own_loss=plan.model.cut.loss == "next_token",
         held_out=held_out_rows,
         every=tiny.EVERY,
-        balance=None if balance is None else PlainBalance(plain, balance.coefficient, balance.affinity),
+        balance=None
+        if balance is None
+        else PlainBalance(plain, balance.coefficient, balance.affinity),
     )
     if recipe.lora is not None:
         scale = recipe.lora.alpha / min(recipe.lora.rank, tiny.RANK)
-        wanted = dataclasses.replace(wanted, weights=merge_plain_adapters(plain, wanted.weights, scale))
+        wanted = dataclasses.replace(
+            wanted, weights=merge_plain_adapters(plain, wanted.weights, scale)
+        )
     return wanted, plan, held_out_rows
 
 
@@ -192,8 +225,8 @@ def _configuration(document: JsonObject) -> PretrainedConfig:
 def _tiny_model(
     graph: ModelGraph, strategy: Strategy, folder: Path, sequence_length: int
 ) -> tuple[int, tuple[str, ...]]:
-    """Weights and configuration of the tiny model, written to `folder`. Returns the size of its vocabulary, and its
-    parameters' names."""
+    """Weights and configuration of the tiny model, written to `folder`. Returns the size of its
+    vocabulary, and its parameters' names."""
     import torch
     from transformers.utils import logging
 
@@ -214,7 +247,9 @@ def _tiny_model(
         torch.manual_seed(tiny.SEED)
         model = task_of(config).build(config)
         with torch.no_grad():
-            for parameter in model.parameters():  # no bias is zero and no norm one: each of them has to count
+            for (
+                parameter
+            ) in model.parameters():  # no bias is zero and no norm one: each of them has to count
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         model.save_pretrained(folder / tiny.MODEL)
         config.save_pretrained(folder / tiny.MODEL)
@@ -238,7 +273,8 @@ def _compiled(graph: ModelGraph, document: JsonObject, folder: Path, out: str = 
 
 
 def _freeze_and_adapt(model: nn.Module, plan: Plan, recipe: Recipe, freeze: Sequence[str]) -> None:
-    """In place, by the recipe and the model alone: whatever the plan and peft make of them is compared with it."""
+    """In place, by the recipe and the model alone: whatever the plan and peft make of them is
+    compared with it."""
     from shardwright.hf.reference import add_plain_adapters
 
     for name, parameter in model.named_parameters():
@@ -276,15 +312,28 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Com
     except Refusal as refused:  # of a checkpoint that this run wrote
         weights = Comparison("weights", refused.diagnostics[0].message, math.inf, WEIGHT_ABSOLUTE)
     else:
-        mine = {name: weight for name, weight in first.items() if name in used or name not in wanted.unused}
-        weights = Comparison("weights", "trained, saved and exported", weights_apart(mine, used), WEIGHT_ABSOLUTE)
+        mine = {
+            name: weight
+            for name, weight in first.items()
+            if name in used or name not in wanted.unused
+        }
+        weights = Comparison(
+            "weights", "trained, saved and exported", weights_apart(mine, used), WEIGHT_ABSOLUTE
+        )
     held = sum(_held(out, rank.rank) != rank.parameter_bytes for rank in plan.ranks)
     trained = (
-        Comparison("losses", f"of {tiny.STEPS} steps", _off(rows, "loss", wanted.losses), LOSS_ABSOLUTE),
         Comparison(
-            "gradient norms", "relative", _off(rows, "grad_norm", wanted.grad_norms, relative=True), NORM_RELATIVE
+            "losses", f"of {tiny.STEPS} steps", _off(rows, "loss", wanted.losses), LOSS_ABSOLUTE
         ),
-        Comparison("learning rates", "", _off(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE),
+        Comparison(
+            "gradient norms",
+            "relative",
+            _off(rows, "grad_norm", wanted.grad_norms, relative=True),
+            NORM_RELATIVE,
+        ),
+        Comparison(
+            "learning rates", "", _off(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE
+        ),
         weights,
         *_held_out(out, wanted),
         Comparison("split", "ranks that hold other bytes than planned", float(held), 0.0),
@@ -298,9 +347,22 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Com
     resumed = _exported(plan, out, folder / "again")
     return (
         *trained,
-        Comparison("resume", "losses, against the uninterrupted run", _off(again, "loss", losses), LOSS_ABSOLUTE),
-        *(dataclasses.replace(check, name=f"resumed {check.name}") for check in _held_out(out, wanted)),
-        Comparison("resumed weights", "against the uninterrupted run", weights_apart(resumed, first), WEIGHT_ABSOLUTE),
+        Comparison(
+            "resume",
+            "losses, against the uninterrupted run",
+            _off(again, "loss", losses),
+            LOSS_ABSOLUTE,
+        ),
+        *(
+            dataclasses.replace(check, name=f"resumed {check.name}")
+            for check in _held_out(out, wanted)
+        ),
+        Comparison(
+            "resumed weights",
+            "against the uninterrupted run",
+            weights_apart(resumed, first),
+            WEIGHT_ABSOLUTE,
+        ),
     )
 
 
@@ -310,13 +372,18 @@ def _held_out(out: Path, wanted: Reference) -> tuple[Comparison, ...]:
         return ()
     found = _lines(out / "run" / "evaluation.jsonl")
     steps = [row["step"] for row in found] == list(wanted.held_out)
-    off = series_apart([row["loss"] for row in found], list(wanted.held_out.values())) if steps else math.inf
+    off = (
+        series_apart([row["loss"] for row in found], list(wanted.held_out.values()))
+        if steps
+        else math.inf
+    )
     return (Comparison("held-out losses", f"after each {tiny.EVERY} steps", off, LOSS_ABSOLUTE),)
 
 
 def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) -> Comparison:
-    """The tiny copy with the model's own dropout, which makes each layout's training another one: the held-out loss of
-    the weights that came of it is that of one process, which drops nothing out."""
+    """The tiny copy with the model's own dropout, which makes each layout's training another one:
+    the held-out loss of the weights that came of it is that of one process, which drops nothing
+    out."""
     import torch
 
     from shardwright.hf.reference import loaded, mean_loss
@@ -326,24 +393,33 @@ def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) 
     document["training"]["steps"] = tiny.EVERY
     shutil.copytree(folder / tiny.MODEL, folder / f"{tiny.MODEL}-{DROPOUT}")
     config = folder / f"{tiny.MODEL}-{DROPOUT}" / "config.json"
-    config.write_text(json.dumps(tiny.with_dropout(json.loads(config.read_text("utf-8")), graph.config)), "utf-8")
+    config.write_text(
+        json.dumps(tiny.with_dropout(json.loads(config.read_text("utf-8")), graph.config)), "utf-8"
+    )
     plan, out = _compiled(graph, document, folder, DROPOUT), folder / DROPOUT
     _launch(out)
     _exported(plan, out, folder / f"{DROPOUT}-exported")
     model = loaded(folder / f"{DROPOUT}-exported", plan.model.attention)
     with torch.no_grad():
-        wanted = float(mean_loss(model.eval(), held_out, own_loss=plan.model.cut.loss == "next_token"))
+        wanted = float(
+            mean_loss(model.eval(), held_out, own_loss=plan.model.cut.loss == "next_token")
+        )
     found = [row["loss"] for row in _lines(out / "run" / "evaluation.jsonl")]
     off = series_apart(found[-1:], [wanted])
-    return Comparison(f"held-out loss beside {DROPOUT}", "evaluation drops nothing out", off, LOSS_ABSOLUTE)
+    return Comparison(
+        f"held-out loss beside {DROPOUT}", "evaluation drops nothing out", off, LOSS_ABSOLUTE
+    )
 
 
-def _off(rows: list[Row], key: str, wanted: Sequence[float | None], *, relative: bool = False) -> float:
+def _off(
+    rows: list[Row], key: str, wanted: Sequence[float | None], *, relative: bool = False
+) -> float:
     return series_apart([row[key] for row in rows], wanted, relative=relative)
 
 
 def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
-    """The model's parameters, adapters merged into them, and the adapters themselves as the checkpoint has them."""
+    """The model's parameters, adapters merged into them, and the adapters themselves as the
+    checkpoint has them."""
 
     from shardwright.checkpoint.export import export_checkpoint
     from shardwright.checkpoint.read import CheckpointReader
@@ -355,7 +431,9 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
         export_checkpoint(newest, target, merge=plan.lora is not None)
         model = loaded(target)
     with CheckpointReader(newest) as reader:
-        adapters = {name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name}
+        adapters = {
+            name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name
+        }
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | adapters
 
 
@@ -368,7 +446,9 @@ def _lines(path: Path) -> list[Row]:
 
 
 def _held(out: Path, rank: int) -> int:
-    document: JsonObject = json.loads((out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text("utf-8"))
+    document: JsonObject = json.loads(
+        (out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text("utf-8")
+    )
     return int(str(document["parameter_bytes"]))
 
 

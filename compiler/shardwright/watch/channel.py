@@ -1,18 +1,20 @@
-"""What the ranks and rank 0 say to each other, how it stands on the wire, and how each side proves that it belongs.
+"""What the ranks and rank 0 say to each other, how it stands on the wire, and how each side proves
+that it belongs.
 
-TCP, one message a line: a JSON object in UTF-8 whose `kind` is one of _KINDS, with exactly that class's fields.
+TCP, one message a line: a JSON object in UTF-8 whose `kind` is one of _KINDS, with exactly that
+class's fields.
 
-    rank 0 -> peer   challenge  at once, with a nonce
-    peer -> rank 0   hello      within HELLO_SECONDS, in MOST_HELLO_BYTES: who it is, a nonce of its own, its proof
-    rank 0 -> peer   welcome    rank 0's proof; from here on the peer is that rank
-    rank -> rank 0   step, stack, failed, bye
-    rank 0 -> rank   dump, end
+    rank 0 -> peer   challenge  at once, with a nonce peer -> rank 0   hello      within
+    HELLO_SECONDS, in MOST_HELLO_BYTES: who it is, a nonce of its own, its proof rank 0 -> peer
+    welcome    rank 0's proof; from here on the peer is that rank rank -> rank 0   step, stack,
+    failed, bye rank 0 -> rank   dump, end
 
-A proof is HMAC-SHA256 under the run's token (token.py) of both nonces and of all that the hello says, another one on
-each side: the token itself never crosses the network, and neither side takes a stranger for the other. Whoever says
-anything else before its welcome is dropped, so strangers reach nothing but a small buffer, for a moment, and few of
-them at once (hub.py). Later lines are neither signed nor encrypted: the training network has to be trusted, as NCCL,
-gloo and torch's rendezvous store are open to all of it. What is kept out is whoever merely finds the port.
+A proof is HMAC-SHA256 under the run's token (token.py) of both nonces and of all that the hello
+says, another one on each side: the token itself never crosses the network, and neither side takes a
+stranger for the other. Whoever says anything else before its welcome is dropped, so strangers reach
+nothing but a small buffer, for a moment, and few of them at once (hub.py). Later lines are neither
+signed nor encrypted: the training network has to be trusted, as NCCL, gloo and torch's rendezvous
+store are open to all of it. What is kept out is whoever merely finds the port.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def encode(message: Message) -> bytes:
-    """The line, newline included. A lone surrogate (of a file's name, say) becomes a question mark."""
+    """The line, newline included. A lone surrogate (of a file's name, say) becomes a question
+    mark."""
     document = {"kind": _NAMES[type(message)], **asdict(message)}
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
@@ -126,7 +129,13 @@ def decode(line: bytes) -> Message | None:
 
 def hello_of(token: str, challenge: Challenge, rank: int, host: str, pid: int) -> Hello:
     nonce = new_nonce()
-    return Hello(rank=rank, host=host, pid=pid, nonce=nonce, proof=_proof(token, challenge, nonce, rank, host, pid))
+    return Hello(
+        rank=rank,
+        host=host,
+        pid=pid,
+        nonce=nonce,
+        proof=_proof(token, challenge, nonce, rank, host, pid),
+    )
 
 
 def proves(token: str, challenge: Challenge, hello: Hello) -> bool:
@@ -168,8 +177,8 @@ class LineReader:
 
 
 def call(address: str, port: int, token: str, rank: int, host: str, pid: int) -> socket.socket:
-    """A rank's line to rank 0, once both have proved that they have the token. Raises OSError: PermissionError where
-    one of them has not."""
+    """A rank's line to rank 0, once both have proved that they have the token. Raises OSError:
+    PermissionError where one of them has not."""
     line = socket.create_connection((address, port), timeout=WELCOME_SECONDS)
     until = time.monotonic() + WELCOME_SECONDS
     with contextlib.ExitStack() as stack:
@@ -187,8 +196,9 @@ def call(address: str, port: int, token: str, rank: int, host: str, pid: int) ->
 
 
 def _next(line: socket.socket, until: float) -> Message | None:
-    """One message, byte by byte: what comes behind it stays for Lines. None where it is none, or the peer has gone.
-    Raises TimeoutError where it is not complete at `until`, a time of the monotonic clock."""
+    """One message, byte by byte: what comes behind it stays for Lines. None where it is none, or
+    the peer has gone. Raises TimeoutError where it is not complete at `until`, a time of the
+    monotonic clock."""
     text = b""
     while not text.endswith(b"\n"):
         line.settimeout(max(until - time.monotonic(), 0.001))

@@ -1,4 +1,5 @@
-"""What ranks say to whoever watches the launcher's output: one line each, on any host, shared file system or not.
+"""What ranks say to whoever watches the launcher's output: one line each, on any host, shared file
+system or not.
 
 On the line an event is a JSON object: its `kind`, then its class's fields.
 """
@@ -133,7 +134,8 @@ def is_echo(cause: str) -> bool:
 
 
 def first_cause(events: Iterable[Event]) -> RankFailed | RankLost | None:
-    """The earliest error of a rank's own, else the rank that went away first, else the first echo."""
+    """The earliest error of a rank's own, else the rank that went away first, else the first
+    echo."""
     said = [e for e in events if isinstance(e, RankFailed | RankLost)]
     # A stable sort: the first of each kind stays in front.
     said.sort(key=lambda e: 1 if isinstance(e, RankLost) else 2 if is_echo(e.cause) else 0)

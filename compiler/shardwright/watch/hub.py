@@ -1,9 +1,11 @@
-"""Rank 0's ear: every rank holds a connection to it, and one that breaks without a word is a rank that is gone.
+"""Rank 0's ear: every rank holds a connection to it, and one that breaks without a word is a rank
+that is gone.
 
-What is said on it is channel.py's. Anybody can connect; who cannot prove to be a rank is dropped and changes nothing.
+What is said on it is channel.py's. Anybody can connect; who cannot prove to be a rank is dropped
+and changes nothing.
 
-A killed process closes its connections at once; a dead host stops answering the kernel's keepalive. So no rank has to
-send anything in time, and a rank that computes for an hour is not taken for dead.
+A killed process closes its connections at once; a dead host stops answering the kernel's keepalive.
+So no rank has to send anything in time, and a rank that computes for an hour is not taken for dead.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from shardwright.watch.stall import Stack, culprits, describe
 from shardwright.watch.token import forget_token
 
 GRACE_SECONDS = 3.0
-"""From the first sign of trouble to the end of all ranks: the cause shall arrive before its echoes are cut off."""
+"""From the first sign of trouble to the end of all ranks: the cause shall arrive before its echoes
+are cut off."""
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 5, 3, 4
 """A host that lost power or network is noticed after 5 + 3 x 4 = 17 seconds."""
 ABSENT_SECONDS = 60.0
@@ -36,7 +39,8 @@ STALL_SECONDS = float(os.environ.get("SHARDWRIGHT_STALL_SECONDS", "600"))
 STACK_SECONDS = 5.0
 TURN_SECONDS = 0.5
 MOST_STRANGERS = 256
-"""Connections at once, beside one for each rank, that have not said who they are; a rank needs milliseconds for it."""
+"""Connections at once, beside one for each rank, that have not said who they are; a rank needs
+milliseconds for it."""
 MOST_COMPLAINTS = 20
 HEARTBEAT_SECONDS = 5.0
 
@@ -48,7 +52,10 @@ def keep_alive(connection: socket.socket) -> None:
         (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS),
         (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
         # For what was sent and not acknowledged: keepalive does not run then.
-        (socket.TCP_USER_TIMEOUT, 1000 * (KEEPALIVE_IDLE_SECONDS + KEEPALIVE_INTERVAL_SECONDS * KEEPALIVE_PROBES)),
+        (
+            socket.TCP_USER_TIMEOUT,
+            1000 * (KEEPALIVE_IDLE_SECONDS + KEEPALIVE_INTERVAL_SECONDS * KEEPALIVE_PROBES),
+        ),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
@@ -67,7 +74,9 @@ class _Peer:
 class Hub(threading.Thread):
     """Serves for as long as the process lives, whatever a peer or a full disk does."""
 
-    def __init__(self, plan: Plan, folder: Path, attempt: int, output: int, server: socket.socket, token: str) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, attempt: int, output: int, server: socket.socket, token: str
+    ) -> None:
         super().__init__(name="hub", daemon=True)
         self.plan, self.folder, self.attempt, self.output = plan, folder, attempt, output
         self._server, self._token = server, token
@@ -117,7 +126,8 @@ class Hub(threading.Thread):
             self._end()
 
     def _accept(self) -> None:
-        """Takes what has come. Where more are unauthenticated than may be at once, the oldest have no hello to say."""
+        """Takes what has come. Where more are unauthenticated than may be at once, the oldest have
+        no hello to say."""
         for _ in range(MOST_STRANGERS // 2):  # then the others are heard
             try:
                 connection, address = self._server.accept()
@@ -156,13 +166,20 @@ class Hub(threading.Thread):
 
     def _admit(self, peer: _Peer, hello: channel.Hello) -> bool:
         if not channel.proves(self._token, peer.challenge, hello):
-            self._complain(f"a peer that calls itself rank {hello.rank} does not have this run's token: dropped")
+            self._complain(
+                f"a peer that calls itself rank {hello.rank} does not have this run's "
+                "token: dropped"
+            )
             return False
         if not 0 <= hello.rank < len(self.plan.ranks) or hello.rank in self._came:
-            self._complain(f"a second peer calls itself rank {hello.rank}, or there is no such rank: dropped")
+            self._complain(
+                f"a second peer calls itself rank {hello.rank}, or there is no such rank: dropped"
+            )
             return False
         try:
-            peer.connection.sendall(channel.encode(channel.welcome_to(self._token, peer.challenge, hello)))
+            peer.connection.sendall(
+                channel.encode(channel.welcome_to(self._token, peer.challenge, hello))
+            )
         except OSError:
             return False
         self._strangers.remove(peer)
@@ -175,7 +192,8 @@ class Hub(threading.Thread):
         return True
 
     def _take(self, peer: _Peer, rank: int, message: channel.Message | None) -> None:
-        """What a rank may not say is passed over: it has proved to be one of ours, and its line is its life."""
+        """What a rank may not say is passed over: it has proved to be one of ours, and its line is
+        its life."""
         match message:
             case channel.StepDone(step=step):
                 self._advance(rank, step)
@@ -230,13 +248,16 @@ class Hub(threading.Thread):
             self._ends_at = time.monotonic() + GRACE_SECONDS
 
     def _end(self) -> None:
-        """Every rank ends itself; rank 0, in whose process this runs, hears of it as the others do."""
+        """Every rank ends itself; rank 0, in whose process this runs, hears of it as the others
+        do."""
         self._ends_at = 0.0
         first = first_cause(self._causes)
         if first is None:
             return
         cause = (first.cause if isinstance(first, RankFailed) else "") or "went away without a word"
-        self._write_status("failed", rank=first.rank, host=first.host, stage=first.stage, cause=cause)
+        self._write_status(
+            "failed", rank=first.rank, host=first.host, stage=first.stage, cause=cause
+        )
         self._tell_all(channel.End(cause=f"rank {first.rank} on {first.host}: {cause}"))
 
     def _write_status(self, status: str, **more: JsonValue) -> None:
@@ -270,12 +291,19 @@ class Hub(threading.Thread):
         ):
             stacks, self._stacks = self._stacks, None
             self._report_stall(stacks)
-        elif not self._dumped_at and not self._ends_at and self._peers and now - self._moved > STALL_SECONDS:
+        elif (
+            not self._dumped_at
+            and not self._ends_at
+            and self._peers
+            and now - self._moved > STALL_SECONDS
+        ):
             self._dumped_at, self._stacks = now, {}
             self._tell_all(channel.Dump())
 
     def _report_stall(self, stacks: dict[int, Stack]) -> None:
-        hosts = {rank: peer.hello.host for rank, peer in self._peers.items() if peer.hello is not None}
+        hosts = {
+            rank: peer.hello.host for rank, peer in self._peers.items() if peer.hello is not None
+        }
         blamed = culprits(stacks, set(hosts))
         text = describe(stacks, blamed, hosts, STALL_SECONDS)
         emit(self.output, RunStalled(ranks=tuple(blamed), text=text))
@@ -290,7 +318,8 @@ class Hub(threading.Thread):
 
 
 def open_server(address: str) -> socket.socket:
-    """On the rendezvous address only, where this host has it; a translated address is somebody else's card."""
+    """On the rendezvous address only, where this host has it; a translated address is somebody
+    else's card."""
     try:
         return socket.create_server((address, 0), backlog=1024)
     except OSError:

@@ -1,5 +1,5 @@
-"""What a run leaves for its readers: run/attempt.json (in), run/metrics.jsonl, run/evaluation.jsonl, run/saves.jsonl,
-run/status.json, run/errors/ (out)."""
+"""What a run leaves for its readers: run/attempt.json (in), run/metrics.jsonl,
+run/evaluation.jsonl, run/saves.jsonl, run/status.json, run/errors/ (out)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def read_json(path: Path) -> dict[str, JsonValue]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """run/attempt.json. number: None where no attempt was begun. resume: the checkpoint that it goes on from; step:
-    what that closed; steps: of the training; line: as checkpoint/lineage.py reads it; lease: the token of `run`."""
+    """run/attempt.json. number: None where no attempt was begun. resume: the checkpoint that it
+    goes on from; step: what that closed; steps: of the training; line: as checkpoint/lineage.py
+    reads it; lease: the token of `run`."""
 
     number: int | None = None
     resume: str | None = None
@@ -67,8 +68,8 @@ def write_attempt_record(folder: Path, record: AttemptRecord) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRecord:
-    """run/status.json. status: running | done | preempted | failed; None where there is none. step: the last one.
-    rank, host, stage, cause, help: of a failure, or of what is `stalled`."""
+    """run/status.json. status: running | done | preempted | failed; None where there is none. step:
+    the last one. rank, host, stage, cause, help: of a failure, or of what is `stalled`."""
 
     status: str | None = None
     attempt: int | None = None
@@ -91,7 +92,9 @@ _TYPES = {"int | None": int, "str | None": str, "JsonValue": object}
 def _lenient(kind: type[Record], document: JsonObject) -> Record:
     """Without what `kind` has no field for, or a field of another type."""
     types = {f.name: _TYPES[str(f.type)] for f in fields(cast(Any, kind)) if f.name in document}
-    return kind(**{name: document[name] for name, of in types.items() if isinstance(document[name], of)})
+    return kind(
+        **{name: document[name] for name, of in types.items() if isinstance(document[name], of)}
+    )
 
 
 _HALF_WRITTEN = 2**62
@@ -119,7 +122,8 @@ class Metrics:
         pairs: int | None = None,
         noise: JsonObject | None = None,
     ) -> None:
-        """pairs: of the step, of a model that learns from them. noise: of a measured step (watch/noise_scale.py)."""
+        """pairs: of the step, of a model that learns from them. noise: of a measured step
+        (watch/noise_scale.py)."""
         line = {
             "step": step,
             "loss": loss,
@@ -138,8 +142,8 @@ class Metrics:
 
 
 class Evaluations:
-    """run/evaluation.jsonl: a line per evaluation of the held-out data, cut back like the metrics. step: the last one
-    that an earlier attempt left."""
+    """run/evaluation.jsonl: a line per evaluation of the held-out data, cut back like the metrics.
+    step: the last one that an earlier attempt left."""
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
         self.attempt = attempt
@@ -149,10 +153,18 @@ class Evaluations:
     def write(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """loss: over all `tokens`, which are the predicted ones."""
         perplexity = math.exp(min(loss, LARGEST_EXPONENT)) if math.isfinite(loss) else math.nan
-        figures = {"step": step, "loss": loss, "perplexity": perplexity, "tokens": tokens, "seconds": seconds}
+        figures = {
+            "step": step,
+            "loss": loss,
+            "perplexity": perplexity,
+            "tokens": tokens,
+            "seconds": seconds,
+        }
         line = {**figures, "attempt": self.attempt}
         self._file.write(strict_json(line) + "\n")
-        print(f"validation at step {step}  loss {loss:.4f}  perplexity {perplexity:.2f}", flush=True)
+        print(
+            f"validation at step {step}  loss {loss:.4f}  perplexity {perplexity:.2f}", flush=True
+        )
 
 
 class OuterSteps:
@@ -163,10 +175,13 @@ class OuterSteps:
         self._file = _open_cut_back(folder / OUTER_STEPS, resumed_step)
 
     def write(self, step: int, members: tuple[int, ...], seconds: float, sent_bytes: int) -> None:
-        """members: () where another island's state was taken. seconds: that training waited. sent_bytes: by rank 0."""
+        """members: () where another island's state was taken. seconds: that training waited.
+        sent_bytes: by rank 0."""
         line = {"step": step, "members": list(members), "seconds": seconds, "bytes": sent_bytes}
         self._file.write(strict_json({**line, "attempt": self.attempt}) + "\n")
-        what = f"islands {', '.join(map(str, members))}" if members else "another island's state taken"
+        what = (
+            f"islands {', '.join(map(str, members))}" if members else "another island's state taken"
+        )
         print(f"outer step at {step}  {what}  {seconds:.3g} s", flush=True)
 
 
@@ -178,9 +193,15 @@ class Saves:
         self._file = _open_cut_back(folder / "run" / "saves.jsonl", resumed_step)
 
     def write(self, step: int, seconds: float, size: int, node_size: int) -> None:
-        """seconds: that training waited, copies to upload_to included. size: bytes of all ranks' files; node_size: of
-        those of the node that wrote most."""
-        line = {"step": step, "seconds": seconds, "bytes": size, "node_bytes": node_size, "attempt": self.attempt}
+        """seconds: that training waited, copies to upload_to included. size: bytes of all ranks'
+        files; node_size: of those of the node that wrote most."""
+        line = {
+            "step": step,
+            "seconds": seconds,
+            "bytes": size,
+            "node_bytes": node_size,
+            "attempt": self.attempt,
+        }
         self._file.write(strict_json(line) + "\n")
 
 
@@ -249,4 +270,7 @@ def _step_of(line: str) -> int:
 
 def write_status(folder: Path, status: str, attempt: int, **more: JsonValue) -> None:
     """status: running | done | preempted | failed."""
-    write_json(folder / "run" / "status.json", {"status": status, "attempt": attempt, "time": time.time(), **more})
+    write_json(
+        folder / "run" / "status.json",
+        {"status": status, "attempt": attempt, "time": time.time(), **more},
+    )

@@ -13,9 +13,10 @@ ROUNDS = "run/rounds.jsonl"
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """As they were written: `step`, `members`, `joined` (those that took a member's state after it), `store` (from 1:
-    which start of the store wrote it), `attempt` (of that store, retries counted), `bytes` and `seconds`. A line that
-    was cut short by the end of its store is left out. [] where nothing was written."""
+    """As they were written: `step`, `members`, `joined` (those that took a member's state after
+    it), `store` (from 1: which start of the store wrote it), `attempt` (of that store, retries
+    counted), `bytes` and `seconds`. A line that was cut short by the end of its store is left out.
+    [] where nothing was written."""
     try:
         lines = (folder / ROUNDS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -30,7 +31,8 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
 
 
 class RoundsFile:
-    """run/rounds.jsonl, open for one start of the store. Every method raises OSError where the disk does."""
+    """run/rounds.jsonl, open for one start of the store. Every method raises OSError where the disk
+    does."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / ROUNDS
@@ -38,7 +40,9 @@ class RoundsFile:
         self.store = 1 + max((number for number in starts if isinstance(number, int)), default=0)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":  # a store that was killed may have left half a line
+        if (
+            size and os.pread(self._file, 1, size - 1) != b"\n"
+        ):  # a store that was killed may have left half a line
             self._append(b"\n")
 
     def write(self, line: dict[str, Any]) -> None:
@@ -62,8 +66,9 @@ class RoundsFile:
 
 
 def standing(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that the weights of today come from. Islands that resume from an older checkpoint make its later outer
-    steps again: a line undoes the ones before it of the same step and of later ones."""
+    """Those that the weights of today come from. Islands that resume from an older checkpoint make
+    its later outer steps again: a line undoes the ones before it of the same step and of later
+    ones."""
     found: list[dict[str, Any]] = []
     for line in rounds:
         found = [each for each in found if each["step"] < line["step"]]

@@ -1,9 +1,10 @@
 """The run's token: what a rank proves to know before rank 0 listens to it (channel.py).
 
-Where launch.sh starts every node itself over a network (pdsh, Open MPI, Slurm) it makes one and hands it to the ranks
-in their environment. Elsewhere rank 0 makes one and leaves it in run/, in a file that this user alone can read: on one
-host, or where the nodes share the folder (no_ssh, Kubernetes). Nodes that share no folder and start by themselves are
-given one by hand: the same SHARDWRIGHT_TOKEN on each. It is never handed out over the network.
+Where launch.sh starts every node itself over a network (pdsh, Open MPI, Slurm) it makes one and
+hands it to the ranks in their environment. Elsewhere rank 0 makes one and leaves it in run/, in a
+file that this user alone can read: on one host, or where the nodes share the folder (no_ssh,
+Kubernetes). Nodes that share no folder and start by themselves are given one by hand: the same
+SHARDWRIGHT_TOKEN on each. It is never handed out over the network.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ _PREFIX = ".token-"
 
 
 def make_token(folder: Path) -> tuple[str, str]:
-    """Rank 0's: (the token, where the others find it: IN_ENVIRONMENT, or the name of a file in run/)."""
+    """Rank 0's: (the token, where the others find it: IN_ENVIRONMENT, or the name of a file in
+    run/)."""
     if given := os.environ.pop(VARIABLE, ""):
         return given, IN_ENVIRONMENT
     run = folder / "run"
     forget_token(folder)
     token = secrets.token_hex(32)
-    # A name of its own for each token: a file system that caches what it looked up has not seen it yet.
+    # A name of its own for each token: a file system that caches what it looked up has not seen it
+    # yet.
     name = _PREFIX + _fingerprint(token)
     with os.fdopen(os.open(run / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(token)
@@ -36,7 +39,8 @@ def make_token(folder: Path) -> tuple[str, str]:
 
 
 def find_token(folder: Path, where: str) -> str | None:
-    """Another rank's. where: what rank 0 said, over a network that anybody may write to. None: it has none."""
+    """Another rank's. where: what rank 0 said, over a network that anybody may write to. None: it
+    has none."""
     given = os.environ.pop(VARIABLE, "")
     if where == IN_ENVIRONMENT:
         return given or None

@@ -1,6 +1,8 @@
-"""What every rank does beside training: it holds a line to rank 0, and ends itself when the run is over without it.
+"""What every rank does beside training: it holds a line to rank 0, and ends itself when the run is
+over without it.
 
-Nothing outside has to find and kill it: its launcher, the reader of its output and rank 0 each end it by going away.
+Nothing outside has to find and kill it: its launcher, the reader of its output and rank 0 each end
+it by going away.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ class Watch:
     """One rank's line to the others. output: descriptor of the launcher's output."""
 
     def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, output: int) -> None:
-        self.plan, self.folder, self.rank, self.attempt, self.output = plan, folder, rank, attempt, output
+        self.plan, self.folder, self.rank, self.attempt, self.output = (
+            plan,
+            folder,
+            rank,
+            attempt,
+            output,
+        )
         self.phase, self.step = "starting", 0
         self._main = threading.get_ident()
         self._line: socket.socket | None = None
@@ -51,7 +59,8 @@ class Watch:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def join(self) -> None:
-        """Finds rank 0 through torch's rendezvous store. Raises Refusal where it cannot be reached."""
+        """Finds rank 0 through torch's rendezvous store. Raises Refusal where it cannot be
+        reached."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -75,7 +84,11 @@ class Watch:
             line = self._call(address, int(hub_port), token)
         except PermissionError as error:
             raise self._stranger(str(error)) from None
-        except (OSError, RuntimeError, ValueError) as error:  # torch's network errors are RuntimeErrors
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # torch's network errors are RuntimeErrors
             raise self._unreachable(address, port, error) from None
         keep_alive(line)
         self._line = line
@@ -93,7 +106,9 @@ class Watch:
         """Rank 0 drops whom it does not know yet where strangers crowd it: then once more."""
         for tries_left in range(CALLS - 1, -1, -1):
             try:
-                return channel.call(address, port, token, self.rank, socket.gethostname(), os.getpid())
+                return channel.call(
+                    address, port, token, self.rank, socket.gethostname(), os.getpid()
+                )
             except OSError:
                 if not tries_left:
                     raise
@@ -110,22 +125,33 @@ class Watch:
         return refusal(
             "SW6306",
             f"rank {self.rank} on {socket.gethostname()} {why}",
-            f"Nodes that are started one by one and share no folder need the same {VARIABLE} in their environment: "
-            "any text that nobody can guess, such as `openssl rand -hex 32` prints, made for the run.",
+            f"Nodes that are started one by one and share no folder need the same {VARIABLE} in "
+            "their environment: any text that nobody can guess, such as `openssl rand -hex 32` "
+            "prints, made for the run.",
         )
 
     def _unreachable(self, address: str, port: int, error: Exception) -> Refusal:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self.rank == 0:
             message = f"rank 0 cannot listen on {address}:{port}: {first}"
-            help = "Set launch.master_port to a free port of that host, and launch.master_addr to an address of it."
+            help = (
+                "Set launch.master_port to a free port of that host, and launch.master_addr to "
+                "an address of it."
+            )
         else:
-            message = f"rank {self.rank} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}: {first}"
-            help = "`shardwright doctor` tries every host. Set launch.master_addr to an address that all reach."
+            message = (
+                f"rank {self.rank} on {socket.gethostname()} cannot reach rank 0 at "
+                f"{address}:{port}: {first}"
+            )
+            help = (
+                "`shardwright doctor` tries every host. Set launch.master_addr to an address "
+                "that all reach."
+            )
         return refusal("SW6302", message, help)
 
     def at(self, phase: str, step: int) -> None:
-        """step: the last one that is finished. Into the rank's own log but for the steps themselves."""
+        """step: the last one that is finished. Into the rank's own log but for the steps
+        themselves."""
         if self.rank and step == self.step:
             print(f"{time.strftime('%H:%M:%S')} rank {self.rank}: {phase}", flush=True)
         self.phase = phase
@@ -174,20 +200,28 @@ class Watch:
                         self._dump()
 
     def _reader_is_gone(self) -> None:
-        cause = "nobody reads the launcher's output any more: `run` was killed, or the connection to it broke"
-        if self.rank == 0 and read_status(self.folder).status == "running":  # else `run` has said why
+        cause = (
+            "nobody reads the launcher's output any more: `run` was killed, or the connection "
+            "to it broke"
+        )
+        if (
+            self.rank == 0 and read_status(self.folder).status == "running"
+        ):  # else `run` has said why
             write_status(self.folder, "failed", self.attempt, rank=None, cause=cause)
         self._end(cause)
 
     def _hub_is_gone(self) -> None:
-        """Rank 0 is dead, or about to be: its launcher may just have ended it because of another rank."""
+        """Rank 0 is dead, or about to be: its launcher may just have ended it because of another
+        rank."""
         if self._leaving:
             return
         host, stage = self._hub_host, self.plan.ranks[0].pipeline
         emit(self.output, RankLost(rank=0, host=host, stage=stage))
         if self.rank == 1:  # where no `run` watches, somebody has to write it down
             cause = "went away without a word"
-            write_status(self.folder, "failed", self.attempt, rank=0, host=host, stage=stage, cause=cause)
+            write_status(
+                self.folder, "failed", self.attempt, rank=0, host=host, stage=stage, cause=cause
+            )
         time.sleep(GRACE_SECONDS)
         self._end("rank 0 went away")
 
@@ -199,7 +233,9 @@ class Watch:
                 faulthandler.dump_traceback(file, all_threads=True)
         where, collective = place_of(self._main)
         counts = _collectives_started()
-        stack = Stack(step=self.step, phase=self.phase, where=where, waits_in=collective, counts=counts)
+        stack = Stack(
+            step=self.step, phase=self.phase, where=where, waits_in=collective, counts=counts
+        )
         self._say(channel.StackTaken(stack=stack))
 
     def _end(self, cause: str) -> None:
@@ -210,7 +246,11 @@ class Watch:
 
 
 def _place(where: str) -> str:
-    return f"its environment ({VARIABLE})" if where == IN_ENVIRONMENT else "run/ of the folder as this host sees it"
+    return (
+        f"its environment ({VARIABLE})"
+        if where == IN_ENVIRONMENT
+        else "run/ of the folder as this host sees it"
+    )
 
 
 def _collectives_started() -> dict[str, int]:

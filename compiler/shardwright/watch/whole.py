@@ -1,4 +1,5 @@
-"""The training of several islands as one: their metrics put together, and who took part in its outer steps."""
+"""The training of several islands as one: their metrics put together, and who took part in its
+outer steps."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from shardwright.watch.journal import number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeStep:
-    """islands: whose rows count. loss: their mean, weighted by `tokens`; tokens: of all of them. NaN where one is."""
+    """islands: whose rows count. loss: their mean, weighted by `tokens`; tokens: of all of them.
+    NaN where one is."""
 
     step: int
     islands: tuple[int, ...]
@@ -21,10 +23,12 @@ class WholeStep:
     tokens: int
 
 
-def whole_steps(folders: Mapping[int, Path], rounds: Sequence[Mapping[str, Any]], every_steps: int) -> list[WholeStep]:
-    """folders: of the islands that are here. rounds: those that stand. Where it is known who took part in the outer
-    step that closed a step, the others' rows are left out: nothing of the result was trained on them. Without a round
-    every island that has made the step counts."""
+def whole_steps(
+    folders: Mapping[int, Path], rounds: Sequence[Mapping[str, Any]], every_steps: int
+) -> list[WholeStep]:
+    """folders: of the islands that are here. rounds: those that stand. Where it is known who took
+    part in the outer step that closed a step, the others' rows are left out: nothing of the result
+    was trained on them. Without a round every island that has made the step counts."""
     members = {int(each["step"]): set(each["members"]) for each in rounds}
     rows = {island: _rows(folder / "run" / "metrics.jsonl") for island, folder in folders.items()}
     found = []
@@ -40,7 +44,8 @@ def whole_steps(folders: Mapping[int, Path], rounds: Sequence[Mapping[str, Any]]
 
 
 def missing(count: int, rounds: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """rounds: those that stand. Island -> outer steps in a row, up to the last one, that were made without it."""
+    """rounds: those that stand. Island -> outer steps in a row, up to the last one, that were made
+    without it."""
     found = {}
     for island in range(count):
         without = 0

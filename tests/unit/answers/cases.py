@@ -1,4 +1,5 @@
-"""Models, clusters and recipes for the tests of `explain` and `--why-not`: shipped graphs, so nothing is traced."""
+"""Models, clusters and recipes for the tests of `explain` and `--why-not`: shipped graphs, so
+nothing is traced."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ MODELS = {"llama": shipped("meta-llama/Llama-3.1-8B"), "gpt2": shipped("openai-c
 def recipe_for(nodes: int = 1, **parallelism: object) -> Recipe:
     cluster = {"nodes": nodes, "gpu": "a100-sxm4-80gb", "host_memory_gib": 1800.0}
     return recipe_of(
-        cluster=cluster, training={"sequence_length": 1024, "global_batch_size": 64}, parallelism=parallelism
+        cluster=cluster,
+        training={"sequence_length": 1024, "global_batch_size": 64},
+        parallelism=parallelism,
     )
 
 

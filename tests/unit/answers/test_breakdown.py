@@ -20,7 +20,8 @@ from tests.unit.model.factory import problem_of
 
 
 def layouts() -> list[tuple[str, int, Strategy]]:
-    """A few of every schedule, ZeRO stage, checkpointing and offload that is legal, on one node and on four."""
+    """A few of every schedule, ZeRO stage, checkpointing and offload that is legal, on one node and
+    on four."""
     draw = random.Random(7)
     found = []
     for model, graph in MODELS.items():
@@ -31,14 +32,16 @@ def layouts() -> list[tuple[str, int, Strategy]]:
                 s
                 for s in candidates(problem_of(recipe, graph, cluster))
                 if all(
-                    d.severity != "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s)
+                    d.severity != "error"
+                    for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s)
                 )
             ]
             found += [(model, nodes, s) for s in draw.sample(legal, 25)]
             full = [s for s in legal if s.activation_checkpointing == "full"]
             some = PartialCheckpointing(full=1)
             found += [
-                (model, nodes, dataclasses.replace(s, activation_checkpointing=some)) for s in draw.sample(full, 5)
+                (model, nodes, dataclasses.replace(s, activation_checkpointing=some))
+                for s in draw.sample(full, 5)
             ]
     return found
 
@@ -68,14 +71,17 @@ def test_parts_add_up(model: str, nodes: int, strategy: Strategy) -> None:
         assert rank.time.total_seconds == pytest.approx(total, rel=1e-9)
         assert min(dataclasses.astuple(rank.time)) >= -1e-9 * total
     assert found.ranks[found.fullest].memory.peak_bytes == estimate.memory.peak_bytes
-    held = sorted(i for rank in found.ranks for start, stop in rank.layers for i in range(start, stop))
+    held = sorted(
+        i for rank in found.ranks for start, stop in rank.layers for i in range(start, stop)
+    )
     assert held == list(range(len(graph.layers)))
     boundaries = estimate.boundaries
     assert {start for rank in found.ranks for start, _ in rank.layers} == set(boundaries[:-1])
 
 
 def test_a_larger_part_is_a_larger_part() -> None:
-    """The same layout with slower links between nodes: only the collectives over them and the idle time change."""
+    """The same layout with slower links between nodes: only the collectives over them and the idle
+    time change."""
     graph, recipe = MODELS["llama"], recipe_for()
     strategy = next(
         s
@@ -85,9 +91,15 @@ def test_a_larger_part_is_a_larger_part() -> None:
 
     def step(cluster: Cluster) -> dict[str, float]:
         estimate = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
-        return dataclasses.asdict(break_down(settle(problem_of(recipe, graph, cluster), strategy)[0], estimate).step)
+        return dataclasses.asdict(
+            break_down(settle(problem_of(recipe, graph, cluster), strategy)[0], estimate).step
+        )
 
     fast = step(cluster_of(4))
     slow = step(dataclasses.replace(cluster_of(4), inter_node_bytes_per_second=1e9))
-    changed = {name for name in fast if slow[name] != pytest.approx(fast[name], rel=1e-9, abs=1e-12)}
-    assert changed == {"data_comm_seconds"} and slow["data_comm_seconds"] > fast["data_comm_seconds"]
+    changed = {
+        name for name in fast if slow[name] != pytest.approx(fast[name], rel=1e-9, abs=1e-12)
+    }
+    assert (
+        changed == {"data_comm_seconds"} and slow["data_comm_seconds"] > fast["data_comm_seconds"]
+    )

@@ -43,10 +43,14 @@ def test_nothing_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "nothing differs" in capsys.readouterr().out
 
 
-def test_effect_is_what_estimate_says_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_effect_is_what_estimate_says_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     price = {"nodes": 2, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb", "price_per_gpu_hour": 2.0}
     a = write_llama(tmp_path, parallelism=PINS, cluster=price)
-    b = write_llama(tmp_path, "b.yaml", parallelism={**PINS, "activation_checkpointing": "none"}, cluster=price)
+    b = write_llama(
+        tmp_path, "b.yaml", parallelism={**PINS, "activation_checkpointing": "none"}, cluster=price
+    )
     found = between(capsys, a, b)
     assert main(["estimate", "--json", a, b]) in (0, 1)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -56,7 +60,9 @@ def test_effect_is_what_estimate_says_of_both(tmp_path: Path, capsys: pytest.Cap
             name: figures[name] for name in found["effect"]
         }
     for effect in found["effect"].values():
-        assert effect["change"] is None or effect["change"] == pytest.approx(effect["b"] / effect["a"] - 1)
+        assert effect["change"] is None or effect["change"] == pytest.approx(
+            effect["b"] / effect["a"] - 1
+        )
     assert keys(found, "recipe") == {"parallelism.activation_checkpointing": ("full", "none")}
     assert keys(found, "strategy") == {"activation_checkpointing": ("full", "none")}
     assert found["effect"]["cost"]["change"] < 0 < found["effect"]["peak_bytes"]["change"]
@@ -65,10 +71,18 @@ def test_effect_is_what_estimate_says_of_both(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("change", "verdict", "says"),
     [
-        ({"parallelism": {**PINS, "activation_checkpointing": "none"}}, "same ranks", "activation_checkpointing"),
+        (
+            {"parallelism": {**PINS, "activation_checkpointing": "none"}},
+            "same ranks",
+            "activation_checkpointing",
+        ),
         ({"parallelism": {**PINS, "micro_batch_size": 2}}, "same ranks", "micro_batch_size"),
         ({"parallelism": {**PINS, "tensor": 4, "data": 2}}, "converted", "tensor, data"),
-        ({"parallelism": {**PINS, "pipeline": 1, "data": 8, "zero_stage": 3}}, "converted", "pipeline"),
+        (
+            {"parallelism": {**PINS, "pipeline": 1, "data": 8, "zero_stage": 3}},
+            "converted",
+            "pipeline",
+        ),
         ({"training": {**TRAINING, "precision": "fp16"}}, "converted", "precision"),
         ({"training": {**TRAINING, "seed": 7}}, "same ranks", "training.seed"),
         ({"training": {**TRAINING, "optimizer": {"lr": 1e-5}}}, "same ranks", "training.optimizer"),
@@ -80,27 +94,42 @@ def test_effect_is_what_estimate_says_of_both(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_whether_checkpoints_resume(
-    change: dict[str, Any], verdict: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any],
+    verdict: str,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plain = {"parallelism": PINS, "training": TRAINING, "data": DATA}
-    found = between(capsys, write_llama(tmp_path, **plain), write_llama(tmp_path, "b.yaml", **{**plain, **change}))
+    found = between(
+        capsys,
+        write_llama(tmp_path, **plain),
+        write_llama(tmp_path, "b.yaml", **{**plain, **change}),
+    )
     resume = found["resume"]
     assert resume["verdict"] == verdict
     assert says in " ".join([resume["how"], *resume["notes"]])
 
 
-def test_a_second_copy_of_the_weights_changes_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_copy_of_the_weights_changes_no_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pins = {**PINS, "tensor": 1, "pipeline": 1, "data": 16, "zero_stage": 3}
     plain = {"parallelism": pins, "training": TRAINING, "data": DATA}
     none = {"zero_optimization": {"zero_hpz_partition_size": 1}}
-    found = between(capsys, write_llama(tmp_path, **plain), write_llama(tmp_path, "b.yaml", **plain, extra=none))
+    found = between(
+        capsys, write_llama(tmp_path, **plain), write_llama(tmp_path, "b.yaml", **plain, extra=none)
+    )
     assert keys(found, "strategy") == {"hpz_partition_size": (8, 1)}
     assert found["effect"]["peak_bytes"]["change"] < 0 < found["effect"]["step_seconds"]["change"]
     assert found["resume"]["verdict"] == "bit for bit"
 
 
 def test_folder_against_recipe(
-    tmp_path: Path, write_recipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    write_recipe: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipe = str(write_recipe())
     folder = str(tmp_path / "built")
@@ -121,7 +150,9 @@ def test_folder_against_recipe(
     assert "Stages" in out and "yes, converted" in out and "\x1b" not in out
 
 
-def test_what_does_not_run_is_compared_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_run_is_compared_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     b = write_llama(tmp_path, "b.yaml", parallelism={"pipeline": 2, "zero_stage": 3})
     assert main(["diff", write_llama(tmp_path, parallelism=PINS), b]) == 0
     assert "B does not run: SW3108" in capsys.readouterr().out

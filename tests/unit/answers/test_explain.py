@@ -1,4 +1,5 @@
-"""`explain` of a recipe and of a compiled folder: its figures are the plan's, and a folder needs nothing but itself."""
+"""`explain` of a recipe and of a compiled folder: its figures are the plan's, and a folder needs
+nothing but itself."""
 
 from __future__ import annotations
 
@@ -32,15 +33,21 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("source", [*shipped_ids()[::9], "deepseek-ai/DeepSeek-V3", "google/gemma-2-9b"])
+@pytest.mark.parametrize(
+    "source", [*shipped_ids()[::9], "deepseek-ai/DeepSeek-V3", "google/gemma-2-9b"]
+)
 def test_a_graph_comes_back_as_it_was(source: str) -> None:
     text = graph_to_json(shipped(source))
     assert graph_from_json(text) == shipped(source)
-    blocks = 0 if shipped(source).vision is None else len(shipped(source).vision.layers)  # of a tower, each written out
+    blocks = (
+        0 if shipped(source).vision is None else len(shipped(source).vision.layers)
+    )  # of a tower, each written out
     assert len(text) < (64 + 2 * blocks) * 1024
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"layer_kinds": [], "layers": [["embedding", 0]]}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"layer_kinds": [], "layers": [["embedding", 0]]}']
+)
 def test_what_is_no_graph(text: str) -> None:
     with pytest.raises(ValueError):
         graph_from_json(text)
@@ -53,18 +60,28 @@ def test_a_plan_is_taken_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (found["strategy"], found["time"], found["memory"]) == tuple(
         plans[0][key] for key in ("strategy", "time", "memory")
     )
-    assert sum(found["breakdown"]["step"].values()) == pytest.approx(found["time"]["step_seconds"], rel=1e-12)
+    assert sum(found["breakdown"]["step"].values()) == pytest.approx(
+        found["time"]["step_seconds"], rel=1e-12
+    )
     assert found["place"] == 1 and not found["next_best_beyond_pins"]
-    assert [other["strategy"] for other in found["next_best"]] == [plan["strategy"] for plan in plans[1:4]]
+    assert [other["strategy"] for other in found["next_best"]] == [
+        plan["strategy"] for plan in plans[1:4]
+    ]
     for other, plan in zip(found["next_best"], plans[1:4], strict=True):
-        assert other["slower"] == pytest.approx(plan["time"]["step_seconds"] / found["time"]["step_seconds"] - 1)
+        assert other["slower"] == pytest.approx(
+            plan["time"]["step_seconds"] / found["time"]["step_seconds"] - 1
+        )
         assert other["because"]
     assert {reason["key"]: reason["value"] for reason in found["keys"]} == {
-        key: value for key, value in found["strategy"].items() if key in {r["key"] for r in found["keys"]}
+        key: value
+        for key, value in found["strategy"].items()
+        if key in {r["key"] for r in found["keys"]}
     }
 
 
-def test_sensitivity_is_a_plan_of_the_better_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sensitivity_is_a_plan_of_the_better_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     links = {"inter_node_gbits_per_second": 100, "intra_node_gbytes_per_second": 300}
     plain = {"nodes": 2, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb", **links}
     found = told(capsys, "explain", write_llama(tmp_path, cluster=plain))
@@ -84,21 +101,33 @@ def test_sensitivity_is_a_plan_of_the_better_cluster(tmp_path: Path, capsys: pyt
     assert -1 / 6 - 1e-6 <= resources["peak_flops"]["same_layout"]["change"] < -0.05
 
 
-def test_pins_are_weighed_against_what_they_keep_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pins = {"tensor": 8, "pipeline": 1, "zero_stage": 1, "micro_batch_size": 1, "activation_checkpointing": "full"}
+def test_pins_are_weighed_against_what_they_keep_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pins = {
+        "tensor": 8,
+        "pipeline": 1,
+        "zero_stage": 1,
+        "micro_batch_size": 1,
+        "activation_checkpointing": "full",
+    }
     found = told(capsys, "explain", write_llama(tmp_path, parallelism={**pins, "schedule": "1f1b"}))
     assert found["place"] > 1 and found["next_best_beyond_pins"]
     assert found["next_best"][0]["slower"] < 0
     assert {r["key"] for r in found["keys"] if r["pinned"]} == {*pins, "schedule"}
 
 
-def test_one_node_has_no_links_between_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_node_has_no_links_between_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_llama(tmp_path, cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"})
     resources = [each["resource"] for each in told(capsys, "explain", path)["sensitivity"]]
     assert "inter_node_bandwidth" not in resources and "intra_node_bandwidth" in resources
 
 
-def test_what_does_not_run_is_taken_apart_all_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_run_is_taken_apart_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_llama(tmp_path, parallelism={"pipeline": 2, "zero_stage": 3})
     found = told(capsys, "explain", path, code=1)
     assert found["place"] is None and [d["code"] for d in found["diagnostics"]] == ["SW3108"]
@@ -111,10 +140,14 @@ def test_what_does_not_run_is_taken_apart_all_the_same(tmp_path: Path, capsys: p
 @pytest.fixture
 def compiled(write_recipe: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     assert main(["compile", str(write_recipe()), "-o", str(tmp_path / "built")]) == 0
-    return shutil.move(tmp_path / "built", tmp_path / "elsewhere")  # nothing of it knows where it was made
+    return shutil.move(
+        tmp_path / "built", tmp_path / "elsewhere"
+    )  # nothing of it knows where it was made
 
 
-def test_a_folder_explains_itself(compiled: Path, write_recipe: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_explains_itself(
+    compiled: Path, write_recipe: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = json.loads((compiled / "plan.json").read_text())
     found = told(capsys, "explain", str(compiled))
     assert found["strategy"] == plan["strategy"] and found["predicted_by_this_version"]
@@ -122,24 +155,36 @@ def test_a_folder_explains_itself(compiled: Path, write_recipe: Write, capsys: p
         ("time", {"step_error_fraction", "error_regime", "outer_comm_seconds"}),
         ("memory", {"peak_error_fraction"}),
     ):
-        assert {key: value for key, value in found[part].items() if key not in more} == plan["predicted"][part]
+        assert {key: value for key, value in found[part].items() if key not in more} == plan[
+            "predicted"
+        ][part]
         assert more <= set(found[part])
-    assert [rank["layers"] for rank in found["breakdown"]["ranks"]] == [stage["layers"] for stage in plan["stages"]]
+    assert [rank["layers"] for rank in found["breakdown"]["ranks"]] == [
+        stage["layers"] for stage in plan["stages"]
+    ]
     of_recipe = told(capsys, "explain", str(write_recipe()))
     differ = {key for key in found if found[key] != of_recipe[key]}
     assert differ == {"recipe"}
 
 
 @pytest.mark.parametrize("words", [[], ["--why-not", "tensor=4"], ["--json"]])
-def test_a_folder_needs_no_torch_no_network_and_no_cache(words: list[str], compiled: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "SHARDWRIGHT_CACHE": str(tmp_path / "nothing"), "HF_HUB_CACHE": str(tmp_path / "no")}
+def test_a_folder_needs_no_torch_no_network_and_no_cache(
+    words: list[str], compiled: Path, tmp_path: Path
+) -> None:
+    environment = {
+        **os.environ,
+        "SHARDWRIGHT_CACHE": str(tmp_path / "nothing"),
+        "HF_HUB_CACHE": str(tmp_path / "no"),
+    }
     command = [sys.executable, "-c", LIGHT, "explain", str(compiled), *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "nothing").exists()
 
 
-def test_another_versions_prediction_is_told(compiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_versions_prediction_is_told(
+    compiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = compiled / "plan.json"
     plan = json.loads(path.read_text())
     plan["predicted"]["time"]["step_seconds"] *= 1.5
@@ -151,7 +196,9 @@ def test_another_versions_prediction_is_told(compiled: Path, capsys: pytest.Capt
     assert not told(capsys, "explain", str(compiled))["predicted_by_this_version"]
 
 
-def test_folders_that_are_none(compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_none(
+    compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", str(tmp_path)]) == 1
     assert "SW6001" in capsys.readouterr().err
     (compiled / "model_graph.json").write_text("{}")
@@ -179,18 +226,34 @@ def test_codes_still_mean_what_they_mean(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("gigabits", "memory_gib", "objective", "words"),
     [
-        (25, 80, "throughput", "a second copy inside each node, shared out over 8 ranks (hpZ): without it +"),
+        (
+            25,
+            80,
+            "throughput",
+            "a second copy inside each node, shared out over 8 ranks (hpZ): without it +",
+        ),
         (4000, 80, "throughput", "no second copy inside each node (hpZ): the step would take"),
         (25, 14, "throughput", "leaves less than predictions fall short by"),
         (25, 80, "memory", "no second copy inside each node (hpZ): objective: memory"),
     ],
 )
 def test_why_there_is_a_second_copy_of_the_weights(
-    gigabits: int, memory_gib: int, objective: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gigabits: int,
+    memory_gib: int,
+    objective: str,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     gpu = {"memory_gib": memory_gib, "hbm_gbytes_per_second": 2039, "peak_tflops": {"bf16": 312}}
     cluster = {"nodes": 4, "gpus_per_node": 8, "gpu": gpu, "intra_node_gbytes_per_second": 300}
-    pins = {"pipeline": 1, "tensor": 1, "zero_stage": 3, "micro_batch_size": 1, "activation_checkpointing": "full"}
+    pins = {
+        "pipeline": 1,
+        "tensor": 1,
+        "zero_stage": 3,
+        "micro_batch_size": 1,
+        "activation_checkpointing": "full",
+    }
     path = write_llama(
         tmp_path,
         cluster={**cluster, "inter_node_gbits_per_second": gigabits},
@@ -211,12 +274,24 @@ def test_why_there_is_a_second_copy_of_the_weights(
 
 @pytest.mark.parametrize(
     ("scheduler", "said"),
-    [({}, True), ({"min_lr_ratio": 0.1}, False), ({"min_lr": 1e-5}, False), ({"name": "constant"}, False)],
+    [
+        ({}, True),
+        ({"min_lr_ratio": 0.1}, False),
+        ({"min_lr": 1e-5}, False),
+        ({"name": "constant"}, False),
+    ],
 )
 def test_a_last_step_that_trains_nothing_is_said(scheduler: dict[str, Any], said: bool) -> None:
     training = load_recipe(ROOT / "recipes/tiny-llama-cpu.yaml").training
     section = dataclasses.replace(
-        training.scheduler, **{"name": "cosine", "min_lr": None, "min_lr_ratio": None, "decay_steps": None, **scheduler}
+        training.scheduler,
+        **{
+            "name": "cosine",
+            "min_lr": None,
+            "min_lr_ratio": None,
+            "decay_steps": None,
+            **scheduler,
+        },
     )
     assert ends_at_zero(dataclasses.replace(training, scheduler=section)) == said
 
@@ -225,7 +300,19 @@ def test_a_last_step_that_trains_nothing_is_said(scheduler: dict[str, Any], said
 def test_explain_prints_that_the_last_step_trains_nothing(
     name: str, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pins = {"tensor": 2, "pipeline": 1, "data": 8, "zero_stage": 1, "micro_batch_size": 1, "schedule": "1f1b"}
-    training = {"sequence_length": 2048, "global_batch_size": 256, "steps": 1000, "scheduler": {"name": name}}
+    pins = {
+        "tensor": 2,
+        "pipeline": 1,
+        "data": 8,
+        "zero_stage": 1,
+        "micro_batch_size": 1,
+        "schedule": "1f1b",
+    }
+    training = {
+        "sequence_length": 2048,
+        "global_batch_size": 256,
+        "steps": 1000,
+        "scheduler": {"name": name},
+    }
     main(["explain", write_llama(tmp_path, parallelism=pins, training=training)])
     assert ("the last step's learning rate is 0" in capsys.readouterr().out) == said

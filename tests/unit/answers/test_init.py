@@ -1,4 +1,5 @@
-"""`init`: a recipe that the other commands take, nothing that they would refuse. `completion`: what a shell offers."""
+"""`init`: a recipe that the other commands take, nothing that they would refuse. `completion`: what
+a shell offers."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ FITTING = (
 
 
 def words(model: str, gpu: str, nodes: int, gpus_per_node: int) -> list[str]:
-    return ["init", model, "--gpu", gpu, "--nodes", str(nodes), "--gpus-per-node", str(gpus_per_node)]
+    return [
+        "init",
+        model,
+        "--gpu",
+        gpu,
+        "--nodes",
+        str(nodes),
+        "--gpus-per-node",
+        str(gpus_per_node),
+    ]
 
 
 @pytest.mark.parametrize("asked", FITTING, ids=lambda asked: f"{Path(asked[0]).name}-{asked[1]}")
@@ -95,14 +105,18 @@ def test_what_no_recipe_would_do(
     assert not path.exists()
 
 
-def test_a_pipe_is_asked_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_is_asked_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("h100-sxm-80gb\n"))
     assert main(["init", "gpt2"]) == 1
     assert "--gpu is missing" in capsys.readouterr().err
     assert sys.stdin.read() == "h100-sxm-80gb\n"
 
 
-def test_a_folder_is_named_from_where_the_recipe_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_named_from_where_the_recipe_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from shardwright.model.popular.shipped import shipped_config
 
     (tmp_path / "models/tiny").mkdir(parents=True)
@@ -116,8 +130,11 @@ def test_a_folder_is_named_from_where_the_recipe_stands(tmp_path: Path, monkeypa
     assert 'source: "./models/tiny"' in Path("r.yaml").read_text()
 
 
-def test_a_folder_with_weights_is_fine_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who then swaps in data alone does not train from scratch unawares: the recipe and every summary say which."""
+def test_a_folder_with_weights_is_fine_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who then swaps in data alone does not train from scratch unawares: the recipe and every
+    summary say which."""
     from safetensors.numpy import save
 
     from shardwright.model.popular.shipped import shipped_config
@@ -126,7 +143,10 @@ def test_a_folder_with_weights_is_fine_tuned(tmp_path: Path, capsys: pytest.Capt
     folder = tmp_path / "tiny"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(shipped_config("gpt2")))
-    for file, weights, lr in (("README.md", "random", 3e-4), ("model.safetensors", "pretrained", 2e-5)):
+    for file, weights, lr in (
+        ("README.md", "random", 3e-4),
+        ("model.safetensors", "pretrained", 2e-5),
+    ):
         (folder / file).write_bytes(save({}))
         path = tmp_path / f"{weights}.yaml"
         assert main([*words(str(folder), "a100-sxm4-40gb", 1, 1), "-o", str(path)]) == 0
@@ -151,7 +171,8 @@ def offered(script: str, *typed: str) -> set[str]:
     """What bash would offer for the last word."""
     line = " ".join(f"'{word}'" for word in ("shardwright", *typed))
     program = (
-        f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(typed)}; _shtab_shardwright; printf '%s\\n' ${{COMPREPLY[@]}}"
+        f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(typed)}; _shtab_shardwright; printf "
+        f"'%s\\n' ${{COMPREPLY[@]}}"
     )
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
     return set(done.stdout.split())

@@ -11,7 +11,12 @@ from shardwright.cli.tables import table_lines, title
 
 HEADER = ("layout", "peak memory, GiB", "ms", "")
 ROWS = (
-    ("tensor=1 pipeline=4 data=4 activation_checkpointing=none", "70.60", "41,688.9", "data-parallel collectives"),
+    (
+        "tensor=1 pipeline=4 data=4 activation_checkpointing=none",
+        "70.60",
+        "41,688.9",
+        "data-parallel collectives",
+    ),
     ("tensor=8 [bold]", "9.10", "1,141,688.9", ""),
 )
 
@@ -43,4 +48,6 @@ def test_no_figure_is_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_heading_is_broken_between_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines(monkeypatch, 80)]
-    assert any(line.split()[-1:] == ["memory,"] for line in found) and "peak memory, GiB" not in "\n".join(found)
+    assert any(
+        line.split()[-1:] == ["memory,"] for line in found
+    ) and "peak memory, GiB" not in "\n".join(found)

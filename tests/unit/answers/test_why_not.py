@@ -17,8 +17,18 @@ from shardwright.cli.main import main
 from tests.unit.answers.cases import write_llama
 
 MODELS = (
-    *("meta-llama/Llama-3.2-1B", "openai-community/gpt2-medium", "Qwen/Qwen3-0.6B", "google/gemma-2-2b"),
-    *("bigscience/bloom-1b1", "mistralai/Mixtral-8x7B-v0.1", "EleutherAI/pythia-1.4b", "facebook/opt-6.7b"),
+    *(
+        "meta-llama/Llama-3.2-1B",
+        "openai-community/gpt2-medium",
+        "Qwen/Qwen3-0.6B",
+        "google/gemma-2-2b",
+    ),
+    *(
+        "bigscience/bloom-1b1",
+        "mistralai/Mixtral-8x7B-v0.1",
+        "EleutherAI/pythia-1.4b",
+        "facebook/opt-6.7b",
+    ),
 )
 # Values that fit, and values that do not.
 VALUES: dict[str, tuple[int | str, ...]] = {
@@ -37,7 +47,8 @@ Run = Callable[..., Any]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command's JSON. A recipe's own plan is remembered: `--why-not` would search it for each question."""
+    """The command's JSON. A recipe's own plan is remembered: `--why-not` would search it for each
+    question."""
     read = subject.read_subject
     known = functools.cache(lambda name: read(name))
     monkeypatch.setattr(subject, "read_subject", lambda name, overrides: known(name))
@@ -52,7 +63,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def recipe(draw: random.Random, folder: Path, number: int) -> str:
     """One that pins this and that."""
-    pins = {key: draw.choice(VALUES[key]) for key in draw.sample(list(VALUES), draw.choice((0, 0, 0, 1, 2)))}
+    pins = {
+        key: draw.choice(VALUES[key])
+        for key in draw.sample(list(VALUES), draw.choice((0, 0, 0, 1, 2)))
+    }
     gpus = draw.choice((4, 8))
     return write_llama(
         folder,
@@ -61,7 +75,9 @@ def recipe(draw: random.Random, folder: Path, number: int) -> str:
         cluster={
             "nodes": draw.choice((1, 1, 2)),
             "gpus_per_node": gpus,
-            "gpu": draw.choice(("a100-sxm4-80gb", "a100-sxm4-40gb", "rtx4090-24gb", "h100-sxm-80gb")),
+            "gpu": draw.choice(
+                ("a100-sxm4-80gb", "a100-sxm4-40gb", "rtx4090-24gb", "h100-sxm-80gb")
+            ),
             **draw.choice(({}, {"host_memory_gib": 1000})),
         },
         training={
@@ -80,7 +96,8 @@ def question(draw: random.Random) -> dict[str, int | str]:
 
 
 def check_answers(count: int, seed: int, folder: Path, run: Run) -> Counter[str]:
-    """Asks so many, QUESTIONS of each recipe; one whose own pins do not multiply out has no plan to ask about."""
+    """Asks so many, QUESTIONS of each recipe; one whose own pins do not multiply out has no plan to
+    ask about."""
     draw = random.Random(seed)
     verdicts: Counter[str] = Counter()
     number = 0
@@ -90,7 +107,12 @@ def check_answers(count: int, seed: int, folder: Path, run: Run) -> Counter[str]
         if "memory" not in plan:
             continue
         for asked in (question(draw) for _ in range(QUESTIONS)):
-            answer = run("explain", path, "--why-not", ",".join(f"{key}={value}" for key, value in asked.items()))
+            answer = run(
+                "explain",
+                path,
+                "--why-not",
+                ",".join(f"{key}={value}" for key, value in asked.items()),
+            )
             consistent(path, asked, plan, answer, run)
             verdicts[answer["verdict"]] += 1
     return verdicts
@@ -101,7 +123,9 @@ def consistent(path: str, asked: dict[str, int | str], plan: Any, answer: Any, r
     estimate = answer["estimate"]
     assert codes or estimate is not None, "neither a code nor figures"
     assert answer["because"] or answer["verdict"] == "chosen"
-    assert all(answer["plan"][key] == plan[key] for key in ("strategy", "memory", "time", "diagnostics"))
+    assert all(
+        answer["plan"][key] == plan[key] for key in ("strategy", "memory", "time", "diagnostics")
+    )
     # The same question to `estimate`.
     sets = [f"parallelism.{key}=auto" for key in answer["set_aside"]]
     sets += [f"parallelism.{key}={value}" for key, value in asked.items()]
@@ -115,8 +139,14 @@ def consistent(path: str, asked: dict[str, int | str], plan: Any, answer: Any, r
     assert all(estimate["strategy"][key] == value for key, value in asked.items())
     # And of exactly the layout that the answer names.
     whole = {key: estimate["strategy"][key] for key in (*VALUES, "expert", "context")}
-    same = run("estimate", path, *(w for k, v in whole.items() for w in ("--set", f"parallelism.{k}={v}")))
-    assert (same["feasible"], same["memory"], same["time"]) == (told["feasible"], told["memory"], told["time"])
+    same = run(
+        "estimate", path, *(w for k, v in whole.items() for w in ("--set", f"parallelism.{k}={v}"))
+    )
+    assert (same["feasible"], same["memory"], same["time"]) == (
+        told["feasible"],
+        told["memory"],
+        told["time"],
+    )
     step, slower = estimate["time"]["step_seconds"], answer["difference"]["slower"]
     assert slower == pytest.approx(step / plan["time"]["step_seconds"] - 1)
     match answer["verdict"]:
@@ -127,15 +157,21 @@ def consistent(path: str, asked: dict[str, int | str], plan: Any, answer: Any, r
         case "chosen":
             assert estimate["strategy"] == plan["strategy"] and not codes
         case "wins":
-            assert estimate["feasible"] and (answer["set_aside"] or not plan["feasible"] or pins_differ(path, asked))
+            assert estimate["feasible"] and (
+                answer["set_aside"] or not plan["feasible"] or pins_differ(path, asked)
+            )
         case "loses":
             assert estimate["feasible"] and plan["feasible"]
 
 
 def pins_differ(path: str, asked: dict[str, int | str]) -> bool:
-    """Only what the recipe forbids itself can be better than what it chose (it never offloads unasked)."""
+    """Only what the recipe forbids itself can be better than what it chose (it never offloads
+    unasked)."""
     pins = json.loads(Path(path).read_text())["parallelism"]
-    return any(pins.get(key, "none" if key == "offload" else value) != value for key, value in asked.items())
+    return any(
+        pins.get(key, "none" if key == "offload" else value) != value
+        for key, value in asked.items()
+    )
 
 
 def test_sixty_random_layouts(tmp_path: Path, run: Run) -> None:
@@ -154,10 +190,16 @@ def test_what_does_not_fit_says_by_how_much(tmp_path: Path, run: Run) -> None:
 @pytest.mark.prove
 def test_a_thousand_random_layouts(tmp_path: Path, run: Run, proved: Callable[..., None]) -> None:
     verdicts = check_answers(1000, 1, tmp_path, run)
-    proved("why-not", "random layouts", {"asked": verdicts.total(), "contradicted": 0, "verdicts": dict(verdicts)})
+    proved(
+        "why-not",
+        "random layouts",
+        {"asked": verdicts.total(), "contradicted": 0, "verdicts": dict(verdicts)},
+    )
 
 
-def test_the_page_names_rule_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_names_rule_and_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_llama(tmp_path)
     assert main(["explain", path, "--why-not", "pipeline=2,zero_stage=3"]) == 0
     out = capsys.readouterr().out
@@ -170,15 +212,20 @@ def test_the_page_names_rule_and_figures(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`target` is asked as a key of the layout is; its answer is what `estimate` makes of that engine."""
+    """`target` is asked as a key of the layout is; its answer is what `estimate` makes of that
+    engine."""
     path = write_llama(tmp_path)
     assert main(["explain", path, "--why-not", "target=megatron,tensor=2", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     found = answer["estimate"]["strategy"]
-    assert found["tensor"] == 2 and found["zero_stage"] <= 1 and answer["verdict"] in ("loses", "wins")
+    assert (
+        found["tensor"] == 2 and found["zero_stage"] <= 1 and answer["verdict"] in ("loses", "wins")
+    )
     assert main(["estimate", path, "--set", "target=megatron", "--json", *pins(found)]) == 0
     assert json.loads(capsys.readouterr().out)["time"] == answer["estimate"]["time"]
-    gemma = write_llama(tmp_path, "gemma.yaml", model={"source": "google/gemma-2-9b", "weights": "random"})
+    gemma = write_llama(
+        tmp_path, "gemma.yaml", model={"source": "google/gemma-2-9b", "weights": "random"}
+    )
     assert main(["explain", gemma, "--why-not", "target=megatron"]) == 0
     assert "error[SW2051]: target: megatron: it has no gemma2" in capsys.readouterr().out
     assert main(["explain", path, "--why-not", "target=fsdp"]) == 1
@@ -186,7 +233,15 @@ def test_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def pins(strategy: dict[str, Any]) -> list[str]:
-    keys = ("tensor", "pipeline", "data", "micro_batch_size", "zero_stage", "virtual_stages", "sequence_parallel")
+    keys = (
+        "tensor",
+        "pipeline",
+        "data",
+        "micro_batch_size",
+        "zero_stage",
+        "virtual_stages",
+        "sequence_parallel",
+    )
     wanted = {**{key: strategy[key] for key in keys}, "expert": 1, "context": strategy["context"]}
     checkpointing = strategy["activation_checkpointing"]
     return [
@@ -196,11 +251,16 @@ def pins(strategy: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_a_question_sets_aside_pins_of_every_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_sets_aside_pins_of_every_axis(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_llama(tmp_path, parallelism={"context": 2, "tensor": 4})
     assert main(["explain", path, "--why-not", "pipeline=1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert set(answer["set_aside"]) == {"context", "tensor"} and answer["estimate"]["strategy"]["context"] == 1
+    assert (
+        set(answer["set_aside"]) == {"context", "tensor"}
+        and answer["estimate"]["strategy"]["context"] == 1
+    )
 
 
 @pytest.mark.parametrize(

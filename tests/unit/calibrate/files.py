@@ -32,7 +32,14 @@ def measurements(**changes: Any) -> Measurements:
         "kind": "shardwright measurements",
         "version": 1,
         "machine": Machine(
-            device="a CPU", is_cpu=True, cores=2, nodes=1, ranks=2, threads=1, precision="fp32", versions={}
+            device="a CPU",
+            is_cpu=True,
+            cores=2,
+            nodes=1,
+            ranks=2,
+            threads=1,
+            precision="fp32",
+            versions={},
         ),
         "model": graph_of(SMALL_LLAMA).config_hash,
         "target": "deepspeed",
@@ -56,7 +63,9 @@ def layer(
     )
 
 
-def engine(zero_stage: int, *, micro_batch: float = 0.0, layer: float = 0.0, step: float = 0.0) -> EngineFigures:
+def engine(
+    zero_stage: int, *, micro_batch: float = 0.0, layer: float = 0.0, step: float = 0.0
+) -> EngineFigures:
     return EngineFigures(
         zero_stage=zero_stage,
         micro_batch_seconds=figure(micro_batch),
@@ -67,14 +76,21 @@ def engine(zero_stage: int, *, micro_batch: float = 0.0, layer: float = 0.0, ste
 
 
 def ran(pins: dict[str, Any], measured: float, predicted: float) -> RunFigures:
-    return RunFigures(pins=pins, step_seconds=figure(measured), predicted_step_seconds=predicted, peak_bytes=10**9)
+    return RunFigures(
+        pins=pins, step_seconds=figure(measured), predicted_step_seconds=predicted, peak_bytes=10**9
+    )
 
 
 def named(found: Measurements) -> MeasuredFile:
     content = json.dumps(asdict(found)).encode()
     import hashlib
 
-    return MeasuredFile(path="/measured.json", sha256=hashlib.sha256(content).hexdigest(), content=content, found=found)
+    return MeasuredFile(
+        path="/measured.json",
+        sha256=hashlib.sha256(content).hexdigest(),
+        content=content,
+        found=found,
+    )
 
 
 def problem(found: Measurements | None, gpus: int = 2, **changes: Any) -> Problem:

@@ -57,14 +57,20 @@ def test_the_ends_of_a_line_first() -> None:
 def test_what_a_search_would_ask_about() -> None:
     problem = files.problem(None, 4)
     found = wanted(problem, search(problem).ranked)
-    assert {each.tensor for each in found.layers} == {e.strategy.tensor for e in search(problem).ranked}
+    assert {each.tensor for each in found.layers} == {
+        e.strategy.tensor for e in search(problem).ranked
+    }
     assert all(each.checkpointing[0] == "none" for each in found.layers)
     assert found.places == (1,)  # every decoder layer is the same
     assert all(p.m and p.n and p.k for p in found.products)
 
 
 def test_a_job_and_what_is_told_come_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    told = Told(device="x", timed=(Timed(what="traffic", sizes={"bytes": 3}, seconds=(1.0, 2.0)),), left_out=("a: b",))
+    told = Told(
+        device="x",
+        timed=(Timed(what="traffic", sizes={"bytes": 3}, seconds=(1.0, 2.0)),),
+        left_out=("a: b",),
+    )
     told.write(tmp_path, 3)
     assert Told.read(tmp_path, 3) == told
     job = Job(
@@ -91,7 +97,9 @@ def timed(what: str, seconds: float, **sizes: int) -> Timed:
 
 
 def test_processes_are_pooled() -> None:
-    told = [Told(device="x", timed=(timed("traffic", s, bytes=3),), left_out=()) for s in (1.0, 3.0)]
+    told = [
+        Told(device="x", timed=(timed("traffic", s, bytes=3),), left_out=()) for s in (1.0, 3.0)
+    ]
     (row,) = samples(told)
     assert row.seconds.n == 4 and row.seconds.value == 2.0 and row.sizes == {"bytes": 3}
 
@@ -120,7 +128,8 @@ def test_layers_by_checkpointing() -> None:
 
 
 def test_what_the_engine_adds_is_taken_apart() -> None:
-    """A step: 0.5 s, 2e-6 s a parameter; a micro-batch: 0.1 s, and for each layer 0.03 s beside its own 0.2 s."""
+    """A step: 0.5 s, 2e-6 s a parameter; a micro-batch: 0.1 s, and for each layer 0.03 s beside its
+    own 0.2 s."""
     short = [timed("short layer", s, place=i) for i, s in enumerate((0.05, 0.2, 0.2, 0.15))]
     steps = [
         timed(

@@ -1,4 +1,5 @@
-"""cluster.measured: read strictly, a part of the recipe's hash, and a copy in the compiled folder."""
+"""cluster.measured: read strictly, a part of the recipe's hash, and a copy in the compiled
+folder."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def refused(folder: Path, measured: object) -> tuple[str, str]:
 def test_what_the_file_says_is_read_beside_the_recipe(tmp_path: Path) -> None:
     write(tmp_path / "m.json", measurements())
     found = load(tmp_path, "m.json").cluster.measured
-    assert found is not None and found.found == measurements() and found.path == str(tmp_path / "m.json")
+    assert (
+        found is not None
+        and found.found == measurements()
+        and found.path == str(tmp_path / "m.json")
+    )
     assert load(tmp_path, None).cluster.measured is None
     assert load(tmp_path, "./m.json").document == load(tmp_path, str(tmp_path / "m.json")).document
 
@@ -81,13 +86,22 @@ def test_no_measurements(tmp_path: Path, text: str, why: str) -> None:
     [
         ({"version": 2}, "version is 2"),
         ({"more": 1}, "'more'"),
-        ({"constants": {"tile_seconds": {"value": "1", "n": 1, "spread": 0}}}, "constants.value is '1'"),
+        (
+            {"constants": {"tile_seconds": {"value": "1", "n": 1, "spread": 0}}},
+            "constants.value is '1'",
+        ),
         (
             {"constants": {"tile_seconds": {"value": float("nan"), "n": 1, "spread": 0}}},
             "constants.tile_seconds.value is nan",
         ),
-        ({"constants": {"tile_seconds": {"value": -1, "n": 1, "spread": 0}}}, "constants.tile_seconds.value is -1"),
-        ({"constants": {"tile_seconds": {"value": 1, "n": 0, "spread": 0}}}, "constants.tile_seconds.n is 0"),
+        (
+            {"constants": {"tile_seconds": {"value": -1, "n": 1, "spread": 0}}},
+            "constants.tile_seconds.value is -1",
+        ),
+        (
+            {"constants": {"tile_seconds": {"value": 1, "n": 0, "spread": 0}}},
+            "constants.tile_seconds.n is 0",
+        ),
         ({"sequence_length": 0}, "sequence_length is not above 0"),
     ],
 )
@@ -121,7 +135,9 @@ def test_without_the_key_and_with_null_the_recipe_is_the_same(tmp_path: Path) ->
     document = json.loads(path.read_text())
     document["cluster"]["measured"] = None
     path.write_text(json.dumps(document))
-    assert load_recipe(path).document == plain.document and "measured" not in str(plain.document["cluster"])
+    assert load_recipe(path).document == plain.document and "measured" not in str(
+        plain.document["cluster"]
+    )
 
 
 def test_a_recipe_that_extends_another_names_its_file(tmp_path: Path) -> None:
@@ -156,10 +172,16 @@ def test_the_compiled_folder_has_a_copy_and_is_priced_by_it(tmp_path: Path) -> N
     [
         (measurements(), {"gpu": "h100-sxm-80gb"}, "of a CPU"),
         (measurements(constants={"speed_of_light": figure(3e8)}), {}, "no constant speed_of_light"),
-        (measurements(constants={"memory_efficiency": figure(0.0)}), {}, "memory_efficiency that is not above 0"),
+        (
+            measurements(constants={"memory_efficiency": figure(0.0)}),
+            {},
+            "memory_efficiency that is not above 0",
+        ),
     ],
 )
-def test_figures_of_another_machine_or_version(tmp_path: Path, found: Any, cluster: dict[str, Any], why: str) -> None:
+def test_figures_of_another_machine_or_version(
+    tmp_path: Path, found: Any, cluster: dict[str, Any], why: str
+) -> None:
     write(tmp_path / "m.json", found)
     recipe = load(tmp_path, "m.json", **cluster)
     for command in (estimate_recipe, compile_recipe):

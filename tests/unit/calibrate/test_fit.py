@@ -16,7 +16,9 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.measured import Sample
 from tests.unit.model.factory import recipe_of
 
-PRODUCTS = [(m, n, k) for m in (128, 1024, 8192) for n, k in ((512, 512), (4096, 4096), (11008, 4096))]
+PRODUCTS = [
+    (m, n, k) for m in (128, 1024, 8192) for n, k in ((512, 512), (4096, 4096), (11008, 4096))
+]
 
 
 def cluster(gpu: str = "a100-sxm4-80gb", nodes: int = 1) -> Cluster:
@@ -31,7 +33,10 @@ def sample(what: str, seconds: float, **sizes: int) -> Sample:
 def test_products(efficiency: float, tile: float) -> None:
     truth = dataclasses.replace(default_constants(), gemm_efficiency=efficiency, tile_seconds=tile)
     device = device_of(cluster(), "bf16", truth)
-    made = [sample("product", product_seconds(device, truth, m=m, n=n, k=k), m=m, n=n, k=k) for m, n, k in PRODUCTS]
+    made = [
+        sample("product", product_seconds(device, truth, m=m, n=n, k=k), m=m, n=n, k=k)
+        for m, n, k in PRODUCTS
+    ]
     found = fitted(cluster(), "bf16", made)
     assert found["gemm_efficiency"].value == pytest.approx(efficiency, rel=0.03)
     assert found["tile_seconds"].value == pytest.approx(tile, rel=0.25)
@@ -54,7 +59,9 @@ def links(c: Constants, where: Cluster, ranks: tuple[int, ...]) -> list[Sample]:
 
 
 def test_links_inside_a_node() -> None:
-    truth = dataclasses.replace(default_constants(), intra_node_efficiency=0.5, intra_node_hop_seconds=9e-6)
+    truth = dataclasses.replace(
+        default_constants(), intra_node_efficiency=0.5, intra_node_hop_seconds=9e-6
+    )
     found = fitted(cluster(), "bf16", links(truth, cluster(), (2, 4, 8)))
     assert found["intra_node_efficiency"].value == pytest.approx(0.5, rel=0.02)
     assert found["intra_node_hop_seconds"].value == pytest.approx(9e-6, rel=0.02)

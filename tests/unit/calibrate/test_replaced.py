@@ -1,4 +1,5 @@
-"""What measured figures do to a prediction, and that they speak of nothing else than what was measured."""
+"""What measured figures do to a prediction, and that they speak of nothing else than what was
+measured."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ def estimate(found: Measurements | None, s: Strategy = ONE, **changes: Any) -> E
 
 def whole_model(seconds: float = 1.0, **changes: Any) -> Measurements:
     """Every layer's forward pass takes so long for each row."""
-    rows = [layer(p, b, seconds * b, checkpointing=k) for p in (0, 1, HEAD) for b in (1, 4) for k in ("none",)]
+    rows = [
+        layer(p, b, seconds * b, checkpointing=k)
+        for p in (0, 1, HEAD)
+        for b in (1, 4)
+        for k in ("none",)
+    ]
     rows += [layer(1, b, seconds * b, checkpointing="full") for b in (1, 4)]
     return measurements(layers=tuple(rows), **changes)
 
@@ -74,7 +80,9 @@ def test_layers_take_what_they_were_measured_to_take() -> None:
 )
 def test_of_another_model_they_say_nothing(other: dict[str, Any]) -> None:
     bare = measurements()
-    assert estimate(whole_model(**other)).time == estimate(bare).time != estimate(whole_model()).time
+    assert (
+        estimate(whole_model(**other)).time == estimate(bare).time != estimate(whole_model()).time
+    )
 
 
 def test_a_tensor_degree_that_was_not_measured_has_the_formulas() -> None:
@@ -94,7 +102,9 @@ def test_the_engine_adds_its_own() -> None:
     found = measurements(engine=(engine(1, micro_batch=0.5, layer=0.25, step=7.0),))
     with_it, without = estimate(found).time, estimate(measurements()).time
     decoders, m = LAYERS - 2, ONE.gradient_accumulation_steps
-    assert with_it.compute_seconds - without.compute_seconds == pytest.approx(m * (0.5 + decoders * 0.25))
+    assert with_it.compute_seconds - without.compute_seconds == pytest.approx(
+        m * (0.5 + decoders * 0.25)
+    )
     assert with_it.optimizer_seconds == pytest.approx(7.0)
     other = dataclasses.replace(ONE, zero_stage=2)
     assert estimate(found, other).time == estimate(measurements(), other).time
@@ -107,7 +117,11 @@ def test_a_repeated_forward_pass_has_the_hooks_of_zero_3_again() -> None:
             measurements(engine=(engine(stage),)),
             measurements(engine=(engine(stage, layer=0.25),)),
         )
-        for choice, repeated in (("none", 0), (PartialCheckpointing(full=1), 1), ("full", LAYERS - 2)):
+        for choice, repeated in (
+            ("none", 0),
+            (PartialCheckpointing(full=1), 1),
+            ("full", LAYERS - 2),
+        ):
             s = dataclasses.replace(ONE, zero_stage=stage, activation_checkpointing=choice)
             more = estimate(hooked, s).time.step_seconds - estimate(plain, s).time.step_seconds
             layers = LAYERS - 2 + again * repeated
@@ -130,7 +144,9 @@ def parts_add_up(given: Problem, s: Strategy) -> Estimate:
     layout, found = as_planned(given, s, found.boundaries)
     t = found.time
     parts = (t.compute_seconds, t.tensor_comm_seconds, t.pipeline_comm_seconds, t.data_comm_seconds)
-    assert sum(parts) + t.optimizer_seconds + t.bubble_seconds == pytest.approx(t.step_seconds, rel=1e-6)
+    assert sum(parts) + t.optimizer_seconds + t.bubble_seconds == pytest.approx(
+        t.step_seconds, rel=1e-6
+    )
     step = break_down(layout, found).step
     assert step.total_seconds == pytest.approx(t.step_seconds, rel=1e-6)
     assert min(dataclasses.astuple(step)) >= 0
@@ -149,7 +165,11 @@ def test_ranks_that_share_cores_take_no_less_than_all_their_work() -> None:
     one_core = parts_add_up(problem(whole_model(machine=machine(1)), 4), s).time
     work = 3 * LAYERS * s.micro_batch_size * s.gradient_accumulation_steps
     assert alone.bubble_fraction > 0.2
-    assert max(alone.step_seconds, work / 2) <= shared.step_seconds <= 1.1 * max(alone.step_seconds, work / 2)
+    assert (
+        max(alone.step_seconds, work / 2)
+        <= shared.step_seconds
+        <= 1.1 * max(alone.step_seconds, work / 2)
+    )
     assert one_core.step_seconds == pytest.approx(work, rel=0.05)
 
 

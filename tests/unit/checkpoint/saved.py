@@ -38,9 +38,9 @@ def write_checkpoint(
     line: Line | None = None,
     finite: bool = True,
 ) -> Path:
-    """One parameter in the three states of training, `ranks` data ranks x the split's tensor ranks, each of so many
-    parts of `experts`; the compiled
-    `folder`'s own plan beside it. line: None for a checkpoint from before runs had ids."""
+    """One parameter in the three states of training, `ranks` data ranks x the split's tensor ranks,
+    each of so many parts of `experts`; the compiled `folder`'s own plan beside it. line: None for a
+    checkpoint from before runs had ids."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     whole = torch.arange(24.0).view(6, 4) if whole is None else whole
@@ -52,7 +52,11 @@ def write_checkpoint(
         for piece in flat.tensor_split(ranks):
             name = f"rank-{len(files):05d}-000.safetensors"
             save_file(
-                {f"{state}/w": piece + i for i, state in enumerate(("fp32", "exp_avg", "exp_avg_sq"))}, path / name
+                {
+                    f"{state}/w": piece + i
+                    for i, state in enumerate(("fp32", "exp_avg", "exp_avg_sq"))
+                },
+                path / name,
             )
             fragments.append(Fragment(file=len(files), start=start, numel=piece.numel()))
             files.append(SavedFile(name=name, size_bytes=(path / name).stat().st_size))
@@ -86,10 +90,14 @@ def write_model_checkpoint(folder: Path, state: dict[str, torch.Tensor], *, step
     path.mkdir(parents=True)
     name, states = "rank-00000-000.safetensors", ("fp32", "exp_avg", "exp_avg_sq")
     flat = {key: tensor.detach().float().reshape(-1) for key, tensor in state.items()}
-    save_file({f"{s}/{key}": t * (s == "fp32") for key, t in flat.items() for s in states}, path / name)
+    save_file(
+        {f"{s}/{key}": t * (s == "fp32") for key, t in flat.items() for s in states}, path / name
+    )
     tensors = {
         key: SavedTensor(
-            split=ParameterSplit(name=key, shape=tuple(tensor.shape), dimension=None, blocks=(), sizes=()),
+            split=ParameterSplit(
+                name=key, shape=tuple(tensor.shape), dimension=None, blocks=(), sizes=()
+            ),
             transposed=False,
             states=states,
             shards=((Fragment(file=0, start=0, numel=tensor.numel()),),),
@@ -97,7 +105,9 @@ def write_model_checkpoint(folder: Path, state: dict[str, torch.Tensor], *, step
         for key, tensor in state.items()
     }
     file = SavedFile(name=name, size_bytes=(path / name).stat().st_size)
-    manifest = Manifest(version=1, step=step, optimizer_step=step, loss_scale=None, tensors=tensors, files=(file,))
+    manifest = Manifest(
+        version=1, step=step, optimizer_step=step, loss_scale=None, tensors=tensors, files=(file,)
+    )
     write_manifest(path, manifest)
     return _with_companions(folder, path)
 
@@ -115,5 +125,7 @@ def _with_companions(folder: Path, path: Path) -> Path:
 
 def sum_up(path: Path) -> None:
     """SHA256SUMS of what is there now."""
-    names = [str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and p.name != CHECKSUMS]
+    names = [
+        str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and p.name != CHECKSUMS
+    ]
     (path / CHECKSUMS).write_text(checksums_text({name: checksum(path / name) for name in names}))

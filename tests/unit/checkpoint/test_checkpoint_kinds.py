@@ -14,9 +14,16 @@ from shardwright.recipe.files import _model_folder
 FILES = {
     "DeepSpeed, ZeRO": ("latest", "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     "DeepSpeed, of a pipeline": ("latest", "global_step5/layer_00-model_00-model_states.pt"),
-    "DeepSpeed, in the universal format": ("latest_universal", "global_step5_universal/zero/w/fp32.pt"),
+    "DeepSpeed, in the universal format": (
+        "latest_universal",
+        "global_step5_universal/zero/w/fp32.pt",
+    ),
     "DeepSpeed": ("latest", "global_step5/mp_rank_00_model_states.pt"),
-    "the Hugging Face Trainer, with weights": ("trainer_state.json", "optimizer.pt", "model.safetensors"),
+    "the Hugging Face Trainer, with weights": (
+        "trainer_state.json",
+        "optimizer.pt",
+        "model.safetensors",
+    ),
     "the Hugging Face Trainer": ("checkpoint-5/trainer_state.json",),
     "Accelerate (save_state)": ("random_states_0.pkl", "optimizer.bin"),
     "Megatron-Core": ("latest_checkpointed_iteration.txt", "iter_0000005/.metadata"),
@@ -31,8 +38,15 @@ def test_it_is_named_by_its_files(kind: str, tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     told = other_program(tmp_path)
-    assert told is not None and told.code == "SW6220" and told.message.endswith(f": {kind}") and "{" not in told.message
-    assert [d.code for d in not_whole(tmp_path, "").diagnostics] == ["SW6220"]  # run --resume and export
+    assert (
+        told is not None
+        and told.code == "SW6220"
+        and told.message.endswith(f": {kind}")
+        and "{" not in told.message
+    )
+    assert [d.code for d in not_whole(tmp_path, "").diagnostics] == [
+        "SW6220"
+    ]  # run --resume and export
     assert [d.code for d in _model_folder(str(tmp_path))] == ["SW6220"]  # check
 
 

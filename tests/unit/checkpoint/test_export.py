@@ -9,7 +9,9 @@ from shardwright.checkpoint.read import join
 from shardwright.ir.partition import ParameterSplit
 
 
-def cut(whole: torch.Tensor, dimension: int, blocks: tuple[int, ...], sizes: tuple[int, ...]) -> list[torch.Tensor]:
+def cut(
+    whole: torch.Tensor, dimension: int, blocks: tuple[int, ...], sizes: tuple[int, ...]
+) -> list[torch.Tensor]:
     if len(blocks) == 1:
         return list(whole.split(sizes, dim=dimension))
     degree = len(sizes)
@@ -40,6 +42,8 @@ def test_join_undoes_the_cut(
 def test_copies_of_a_shard_are_read_once() -> None:
     """Two key/value heads of three features over four ranks."""
     whole = torch.randn(6, 5)
-    split = ParameterSplit(name="w", shape=(6, 5), dimension=0, blocks=(6,), sizes=(3, 3, 3, 3), copies=2)
+    split = ParameterSplit(
+        name="w", shape=(6, 5), dimension=0, blocks=(6,), sizes=(3, 3, 3, 3), copies=2
+    )
     assert [split.pieces(rank) for rank in range(4)] == [((0, 3),), ((0, 3),), ((3, 3),), ((3, 3),)]
     assert torch.equal(join(split, [whole[:3], whole[3:]]), whole)

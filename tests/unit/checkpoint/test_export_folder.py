@@ -1,4 +1,5 @@
-"""What export reads is what the run wrote, what it writes has the rights of any new file, and it needs no DeepSpeed."""
+"""What export reads is what the run wrote, what it writes has the rights of any new file, and it
+needs no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -58,11 +59,11 @@ WEIGHTS = "rank-00000-000.safetensors"
         (lambda step: [flip(step / name) for name in (WEIGHTS, "plan.json", "model/config.json")], [
             WEIGHTS, "plan.json", "model/config.json",
         ]),
-        (lambda step: [(step / name).unlink() for name in (WEIGHTS, "plan.json")], [WEIGHTS, "plan.json"]),
-        (lambda step: (step / "model" / "tokenizer.json").symlink_to("/etc/hostname"), ["model/tokenizer.json"]),
-        (lambda step: (step / "model" / "generation_config.json").write_text("{}"), ["model/generation_config.json"]),
+        (lambda step: [(step / name).unlink() for name in (WEIGHTS, "plan.json")], [WEIGHTS, "plan.json"]),  # noqa: E501
+        (lambda step: (step / "model" / "tokenizer.json").symlink_to("/etc/hostname"), ["model/tokenizer.json"]),  # noqa: E501
+        (lambda step: (step / "model" / "generation_config.json").write_text("{}"), ["model/generation_config.json"]),  # noqa: E501
     ],
-    ids=["a bit", "bits in three", "two missing", "a link to a secret", "a file that is in no list"],
+    ids=["a bit", "bits in three", "two missing", "a link to a secret", "a file that is in no list"],  # noqa: E501
 )  # fmt: skip
 def test_bytes_that_no_run_wrote_are_refused_by_name(
     damage: Callable[[Path], object], named: list[str], step: Path, tmp_path: Path
@@ -106,7 +107,8 @@ def test_export_imports_no_deepspeed_and_says_nothing_else(step: Path, tmp_path:
 
 
 def test_a_configuration_says_nothing_of_what_an_export_does_not_hold() -> None:
-    """No quantised weights beside fp32 ones, no layers for multi-token prediction that were not loaded."""
+    """No quantised weights beside fp32 ones, no layers for multi-token prediction that were not
+    loaded."""
     stored = {"quantization_config": {"quant_method": "fp8"}, "num_nextn_predict_layers": 1}
     config = AutoConfig.for_model(**{**tiny_config("deepseek_v3"), **stored})
     with torch.device("meta"):

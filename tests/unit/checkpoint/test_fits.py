@@ -27,7 +27,9 @@ def notes(now: Plan, saved: Plan, compiled: Path, tmp_path: Path) -> tuple[str, 
 
 
 def changed(plan: Plan, section: str, **values: Any) -> Plan:
-    return dataclasses.replace(plan, **{section: dataclasses.replace(getattr(plan, section), **values)})
+    return dataclasses.replace(
+        plan, **{section: dataclasses.replace(getattr(plan, section), **values)}
+    )
 
 
 def test_the_same_plan_is_no_news(plan: Plan, compiled: Path, tmp_path: Path) -> None:
@@ -38,7 +40,10 @@ def test_the_same_plan_is_no_news(plan: Plan, compiled: Path, tmp_path: Path) ->
 def test_other_samples_are_warned_of(key: str, plan: Plan, compiled: Path, tmp_path: Path) -> None:
     """A step's number stands for the samples before it."""
     (note,) = notes(changed(plan, "training", **{key: 1237}), plan, compiled, tmp_path)
-    assert note.startswith("warning[SW6207]") and f"training.{key} {getattr(plan.training, key)} -> 1237" in note
+    assert (
+        note.startswith("warning[SW6207]")
+        and f"training.{key} {getattr(plan.training, key)} -> 1237" in note
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,9 @@ def test_who_has_the_same_layers_and_shards(plan: Plan, compiled: Path, tmp_path
     first, second = plan.stages
     stages = (
         dataclasses.replace(first, layers=first.layers[:-1]),
-        dataclasses.replace(second, first_layer=second.first_layer - 1, layers=(first.layers[-1], *second.layers)),
+        dataclasses.replace(
+            second, first_layer=second.first_layer - 1, layers=(first.layers[-1], *second.layers)
+        ),
     )
     moved = dataclasses.replace(plan, stages=stages)
     assert not same_ranks(moved, plan)

@@ -1,5 +1,5 @@
-"""What `diff` says of checkpoints is what `run` does with them: every pair of a set of recipes, both ways, and whether
-it looks at the recipes or at the folders that they were compiled to."""
+"""What `diff` says of checkpoints is what `run` does with them: every pair of a set of recipes,
+both ways, and whether it looks at the recipes or at the folders that they were compiled to."""
 
 from __future__ import annotations
 
@@ -49,13 +49,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "full, bf16": {**PLAIN, "training.precision": "bf16"},
     "full, packed": {**PLAIN, "data": {**PLAIN["data"], "packing": False}},
     "full, eager": {**PLAIN, "model.attention": "eager"},
-    "full, another key of DeepSpeed's": {**PLAIN, "extra": {"zero_optimization": {"reduce_bucket_size": 1000000}}},
+    "full, another key of DeepSpeed's": {
+        **PLAIN,
+        "extra": {"zero_optimization": {"reduce_bucket_size": 1000000}},
+    },
     "full, another seed": {**PLAIN, "training.seed": 7},
     "full, some held out": {**PLAIN, "validation": {"fraction": 0.1, "every_steps": 5}},
     "another model": {**PLAIN, "model.config.intermediate_size": 80},
     "lora": LORA,
     "lora, renamed": {**LORA, "name": "other"},
-    "lora, modules turned round": {**LORA, "lora": {**ADAPTERS, "target_modules": ["v_proj", "q_proj"]}},
+    "lora, modules turned round": {
+        **LORA,
+        "lora": {**ADAPTERS, "target_modules": ["v_proj", "q_proj"]},
+    },
     "lora, another rank": {**LORA, "lora": {**ADAPTERS, "rank": 8}},
     "lora, another alpha": {**LORA, "lora": {**ADAPTERS, "alpha": 16}},
     "lora, other modules": {**LORA, "lora": {**ADAPTERS, "target_modules": ["q_proj"]}},
@@ -153,5 +159,7 @@ def byte_level(tmp_path: Path) -> Path:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     Tokenizer(BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     return folder

@@ -22,13 +22,23 @@ from shardwright.recipe.load import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import write_model_checkpoint
 
-TIED = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
+TIED = {
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+}
 LORA = {"rank": 4, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}
 DATA = {"kind": "text", "path": "python-stdlib", "tokenizer": "byte"}
 RECIPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied, a padded vocabulary": {"model": {"config": TIED, "weights": "random"}},
-    "lora": {"lora": LORA, "parallelism": {"tensor": 1, "pipeline": 1, "data": 4, "micro_batch_size": 2}},
+    "lora": {
+        "lora": LORA,
+        "parallelism": {"tensor": 1, "pipeline": 1, "data": 4, "micro_batch_size": 2},
+    },
 }
 
 
@@ -38,8 +48,14 @@ def made(name: str, folder: Path) -> Path:
     plan = read_plan(folder / "out")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(load_config(plan, folder / "out"))
-    state = {name: 8 * parameter for name, parameter in model.named_parameters()}  # drawn small: all tokens alike
-    for path in [path for path in state if plan.lora and path.rpartition(".")[0].endswith(plan.lora.target_modules)]:
+    state = {
+        name: 8 * parameter for name, parameter in model.named_parameters()
+    }  # drawn small: all tokens alike
+    for path in [
+        path
+        for path in state
+        if plan.lora and path.rpartition(".")[0].endswith(plan.lora.target_modules)
+    ]:
         rows, columns = state[path].shape
         module = path.removesuffix(".weight")
         state[f"{module}.lora_A.default.weight"] = torch.randn(4, columns)
@@ -72,7 +88,11 @@ def test_it_is_what_transformers_writes_with_the_export(
     prompt = "def schön("
     ids = tokenizer(prompt, return_tensors="pt")
     wanted = model.generate(
-        **ids, max_new_tokens=12, do_sample=False, pad_token_id=0, suppress_tokens=list(range(256, 300))
+        **ids,
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+        suppress_tokens=list(range(256, 300)),
     )
     text = tokenizer.decode(wanted[0, len(prompt.encode()) :])
     capsys.readouterr()
@@ -102,7 +122,7 @@ def test_the_prompt_from_standard_input_and_the_end_of_the_positions(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--prompt", ""], ["--prompt", "x" * 64], ["--prompt", "a\udcff"], ["--prompt", "x", "--tokens", "0"],
+    [["--prompt", ""], ["--prompt", "x" * 64], ["--prompt", "a\udcff"], ["--prompt", "x", "--tokens", "0"],  # noqa: E501
      ["--prompt", "x", "--temperature", "nan"], []],
 )  # fmt: skip
 def test_what_cannot_be_continued_is_said(
@@ -112,17 +132,27 @@ def test_what_cannot_be_continued_is_said(
     assert "our fault" not in capsys.readouterr().err
 
 
-def test_folders_that_are_none(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_none(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(folder: Path) -> str:
         assert main(["generate", str(folder), "--prompt", "x"]) == 1
         return capsys.readouterr().err
 
     assert "SW6402" in refused(tmp_path) and "step-XXXXXXXX" in refused(tmp_path)
-    assert str(llama) in refused(llama.parent.parent), "a run's folder is told its newest checkpoint"
+    assert str(llama) in refused(llama.parent.parent), (
+        "a run's folder is told its newest checkpoint"
+    )
     damaged = Path(shutil.copytree(llama, tmp_path / llama.name))
     (damaged / MANIFEST).write_text("{}")
     assert "SW6201" in refused(damaged)
-    for text in ("[" * 100_000, "{}", '{"model_type": 5}', '{"model_type": "llama"}', '{"model_type": "t5"}'):
+    for text in (
+        "[" * 100_000,
+        "{}",
+        '{"model_type": 5}',
+        '{"model_type": "llama"}',
+        '{"model_type": "t5"}',
+    ):
         (tmp_path / "config.json").write_text(text)
         assert "SW6402" in refused(tmp_path), text[:40]
     (tmp_path / "config.json").unlink()

@@ -1,4 +1,5 @@
-"""`generate --image` writes what transformers writes with the export of the same checkpoint and the same processor."""
+"""`generate --image` writes what transformers writes with the export of the same checkpoint and the
+same processor."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ def made(model: str, folder: Path) -> Path:
     (folder / "recipe.json").write_text(json.dumps(recipe(SightCase(model))))
     write_folder(folder / "out", compile_recipe(load_recipe(folder / "recipe.json")).files)
     torch.manual_seed(0)
-    plain = AutoModelForImageTextToText.from_config(load_config(read_plan(folder / "out"), folder / "out"))
-    state = {name: 8 * parameter for name, parameter in plain.named_parameters()}  # drawn small: all tokens alike
+    plain = AutoModelForImageTextToText.from_config(
+        load_config(read_plan(folder / "out"), folder / "out")
+    )
+    state = {
+        name: 8 * parameter for name, parameter in plain.named_parameters()
+    }  # drawn small: all tokens alike
     return write_model_checkpoint(folder / "out", state)
 
 
@@ -63,14 +68,21 @@ def test_it_is_what_transformers_writes_with_the_export(
         suppress_tokens=list(range(len(tokenizer), 264)),
     )[0, inputs["input_ids"].shape[1] :]
     for folder in (step, hf):
-        answer = said(capsys, folder, "--prompt", QUESTION, "--image", tmp_path / "it.png", "--tokens", 6)
+        answer = said(
+            capsys, folder, "--prompt", QUESTION, "--image", tmp_path / "it.png", "--tokens", 6
+        )
         assert answer["text"] == tokenizer.decode(wanted, skip_special_tokens=True), folder
         assert answer["prompt_tokens"] == inputs["input_ids"].shape[1]
 
 
-def test_pictures_that_cannot_be_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_that_cannot_be_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     step = made("llava", tmp_path)
     (tmp_path / "it.png").write_bytes(b"not a picture")
-    assert main(["generate", str(step), "--prompt", QUESTION, "--image", str(tmp_path / "it.png")]) == 1
+    assert (
+        main(["generate", str(step), "--prompt", QUESTION, "--image", str(tmp_path / "it.png")])
+        == 1
+    )
     told = capsys.readouterr().err
     assert "SW6402" in told and "no picture that can be opened" in told

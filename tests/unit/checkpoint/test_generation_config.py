@@ -27,19 +27,34 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA3 = (
-    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>{% endfor %}"
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content "
+    "}}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-WORDS = ["<|im_end|>", "<|eot_id|>", "[UNK]", "</s>", "<s>", "hi", "user", "assistant", "<|im_start|>"]
+WORDS = [
+    "<|im_end|>",
+    "<|eot_id|>",
+    "[UNK]",
+    "</s>",
+    "<s>",
+    "hi",
+    "user",
+    "assistant",
+    "<|im_start|>",
+]
 CHAT = {"kind": "chat", "path": "drawn-shapes", "tokenizer": "./tok"}
 TEXT = {"kind": "text", "path": "python-stdlib", "tokenizer": "./tok"}
 
 
 def write_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([word for word in WORDS if word.startswith("<")])
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="[UNK]")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>", unk_token="[UNK]"
+    )
     made.save_pretrained(folder)
 
 
@@ -79,18 +94,28 @@ def test_the_trained_ends_are_exported(
     step = checkpoint(tmp_path, data)
     written = exported(step, tmp_path / "hf")
     assert (written["eos_token_id"], written["bos_token_id"]) == (ends, 4)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config.eos_token_id == ends
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config.eos_token_id == ends
+    )
     for folder in (step, tmp_path / "hf"):
         capsys.readouterr()
         assert main(["generate", str(folder), "--prompt", "hi", "--tokens", "4", "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)
-        assert (answer["stopped"], answer["tokens"]) == ((True, 1) if ends in (0, [3, 0]) else (False, 4)), folder
+        assert (answer["stopped"], answer["tokens"]) == (
+            (True, 1) if ends in (0, [3, 0]) else (False, 4)
+        ), folder
 
 
 def test_the_models_own_settings_and_ends_stay(tmp_path: Path) -> None:
     config = load_config_of_small()
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    own = {"eos_token_id": [3, 7], "bos_token_id": 4, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    own = {
+        "eos_token_id": [3, 7],
+        "bos_token_id": 4,
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+    }
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(own))
     model = {"source": "./base", "weights": "pretrained"}
     step = checkpoint(tmp_path, {**CHAT, "template": CHATML}, model)
@@ -108,7 +133,9 @@ def test_the_end_of_an_answer_in_published_templates(tmp_path: Path) -> None:
     ends = {}
     for name in ("chatml", "qwen2_5", "llama3", "gpt_oss", "gemma3", "glm4", "phi4"):
         family = FAMILIES[name]
-        tokenizer._hf.add_special_tokens({"bos_token": family.bos or "</s>", "eos_token": family.eos or "</s>"})
+        tokenizer._hf.add_special_tokens(
+            {"bos_token": family.bos or "</s>", "eos_token": family.eos or "</s>"}
+        )
         end = end_of_turn(tokenizer, family.plain)
         ends[name] = None if end is None else tokenizer._hf.convert_ids_to_tokens(end)
     assert ends == {

@@ -1,4 +1,5 @@
-"""A rank that holds a parameter in several pieces saves all of them, and another one reads what it wants of them."""
+"""A rank that holds a parameter in several pieces saves all of them, and another one reads what it
+wants of them."""
 
 from __future__ import annotations
 
@@ -34,16 +35,24 @@ class InPieces:
     def owned(self) -> Iterator[LiveFragment]:
         for f in self._trainer.owned():
             third = f.live.numel() // 3
-            for first, numel in ((2 * third, f.live.numel() - 2 * third), (0, third), (third, third)):
+            for first, numel in (
+                (2 * third, f.live.numel() - 2 * third),
+                (0, third),
+                (third, third),
+            ):
                 states = {name: values.narrow(0, first, numel) for name, values in f.states.items()}
-                yield dataclasses.replace(f, start=first, states=states, live=f.live.narrow(0, first, numel))
+                yield dataclasses.replace(
+                    f, start=first, states=states, live=f.live.narrow(0, first, numel)
+                )
 
 
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, Path]]:
     case = Case(model="llama", zero_stage=0)
     write_inputs(case, tmp_path)
-    (tmp_path / "recipe.json").write_text(json.dumps({**recipe(case, tmp_path), "target": "reference"}))
+    (tmp_path / "recipe.json").write_text(
+        json.dumps({**recipe(case, tmp_path), "target": "reference"})
+    )
     made = compile_recipe(load_recipe(tmp_path / "recipe.json"))
     write_folder(tmp_path / "out", made.files)
     monkeypatch.setitem(os.environ, "LOCAL_RANK", "0")
@@ -72,4 +81,6 @@ def test_saved_and_read_in_pieces(trained: tuple[Any, Any, Path]) -> None:
                     values.zero_()
         assert load_checkpoint(plan, reader, step) == 3
         for f in trainer.owned():
-            assert all(torch.equal(values, wanted[f.name][state]) for state, values in f.states.items()), f.name
+            assert all(
+                torch.equal(values, wanted[f.name][state]) for state, values in f.states.items()
+            ), f.name

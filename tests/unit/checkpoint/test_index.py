@@ -12,7 +12,13 @@ import pytest
 from shardwright.checkpoint.index import choose_checkpoint
 from shardwright.checkpoint.lineage import Ancestor, new_line
 from shardwright.checkpoint.manifest import CHECKSUMS, MANIFEST
-from shardwright.checkpoint.step_folders import parse_step, prune_set_aside, publish, published_steps, surplus
+from shardwright.checkpoint.step_folders import (
+    parse_step,
+    prune_set_aside,
+    publish,
+    published_steps,
+    surplus,
+)
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json, read_plan
@@ -53,7 +59,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "half a manifest": (lambda step: truncate(step / MANIFEST), ""),
     "no checksums": (lambda step: (step / CHECKSUMS).unlink(), f"there is no {CHECKSUMS}"),
     "a changed plan": (lambda step: flip(step / "plan.json"), "plan.json is damaged"),
-    "an empty folder": (lambda step: (shutil.rmtree(step), step.mkdir())[0], f"there is no {MANIFEST}"),
+    "an empty folder": (
+        lambda step: (shutil.rmtree(step), step.mkdir())[0],
+        f"there is no {MANIFEST}",
+    ),
 }
 
 
@@ -70,7 +79,9 @@ def test_a_damaged_one_is_skipped_and_said_so(kind: str, out: Path) -> None:
     spoil(out / "checkpoints" / "step-00000008")
     name, notes = chosen(out)
     assert name == "step-00000004"
-    assert len(notes) == 1 and notes[0].startswith(f"warning[SW6206]: step-00000008 is skipped: {why}")
+    assert len(notes) == 1 and notes[0].startswith(
+        f"warning[SW6206]: step-00000008 is skipped: {why}"
+    )
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
@@ -95,7 +106,9 @@ def test_the_newest_with_a_finite_loss(out: Path) -> None:
     ]
     assert all("it is skipped" in note for note in notes)
     name, notes = chosen(out, str(newest))
-    assert name == "step-00000016" and notes[0].startswith("warning[SW6212]: step-00000016 was written after a loss")
+    assert name == "step-00000016" and notes[0].startswith(
+        "warning[SW6212]: step-00000016 was written after a loss"
+    )
     for step in (4, 8):
         shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
     name, notes = chosen(out)  # none is better
@@ -115,9 +128,13 @@ def test_the_newest_with_a_finite_loss(out: Path) -> None:
         ("nf", 1, [0]),
     ],
 )
-def test_keep_never_takes_the_newest_with_a_finite_loss(finite: str, keep: int, gone: list[int]) -> None:
+def test_keep_never_takes_the_newest_with_a_finite_loss(
+    finite: str, keep: int, gone: list[int]
+) -> None:
     names = [f"step-{n:08d}" for n in range(len(finite))]
-    assert surplus(names, keep, lambda name: finite[names.index(name)] == "f") == [names[n] for n in gone]
+    assert surplus(names, keep, lambda name: finite[names.index(name)] == "f") == [
+        names[n] for n in gone
+    ]
 
 
 def test_none_is_whole(out: Path) -> None:
@@ -133,7 +150,9 @@ def rewrite(out: Path, plan: Plan) -> None:
 
 def test_another_model_is_refused(out: Path) -> None:
     plan = read_plan(out)
-    rewrite(out, dataclasses.replace(plan, model=dataclasses.replace(plan.model, config_hash="f" * 64)))
+    rewrite(
+        out, dataclasses.replace(plan, model=dataclasses.replace(plan.model, config_hash="f" * 64))
+    )
     with pytest.raises(Refusal) as refused:
         chosen(out)
     assert refused.value.diagnostics[0].code == "SW6203"
@@ -141,7 +160,9 @@ def test_another_model_is_refused(out: Path) -> None:
 
 def test_another_tokenizer_is_refused(out: Path) -> None:
     plan = read_plan(out)
-    rewrite(out, dataclasses.replace(plan, data=dataclasses.replace(plan.data, tokenizer="tokenizer")))
+    rewrite(
+        out, dataclasses.replace(plan, data=dataclasses.replace(plan.data, tokenizer="tokenizer"))
+    )
     (out / "tokenizer").mkdir()
     (out / "tokenizer" / "tokenizer.json").write_text("{}")
     write_checkpoint(out, step=12)
@@ -154,7 +175,12 @@ def test_another_tokenizer_is_refused(out: Path) -> None:
 
 def test_other_samples_are_said(out: Path) -> None:
     plan = read_plan(out)
-    rewrite(out, dataclasses.replace(plan, data=dataclasses.replace(plan.data, shuffle=not plan.data.shuffle)))
+    rewrite(
+        out,
+        dataclasses.replace(
+            plan, data=dataclasses.replace(plan.data, shuffle=not plan.data.shuffle)
+        ),
+    )
     _, notes = chosen(out)
     assert [note.split(":")[0] for note in notes] == ["warning[SW6207]"]
 
@@ -164,7 +190,9 @@ def test_other_weights_of_a_mixture_are_said(out: Path) -> None:
 
     def mixed(*weights: float) -> Plan:
         parts = tuple(dataclasses.replace(plan.data, weight=weight) for weight in weights)
-        return dataclasses.replace(plan, data=dataclasses.replace(plan.data, kind="mixture", mixture=parts))
+        return dataclasses.replace(
+            plan, data=dataclasses.replace(plan.data, kind="mixture", mixture=parts)
+        )
 
     rewrite(out, mixed(1.0, 3.0))
     write_checkpoint(out, step=12)
@@ -188,14 +216,17 @@ def names(root: Path) -> list[str]:
 
 
 def test_later_checkpoints_are_set_aside(out: Path) -> None:
-    """Going on from step 4 writes another step 8: neither is lost, and `auto` never takes the old one again."""
+    """Going on from step 4 writes another step 8: neither is lost, and `auto` never takes the old
+    one again."""
     root = out / "checkpoints"
     begun(out, str(root / "step-00000004"))
     assert names(root) == [".before-attempt-1", "step-00000004"]
     assert (root / ".before-attempt-1" / "step-00000008" / MANIFEST).is_file()
 
 
-def test_a_checkpoint_from_elsewhere_keeps_what_is_there_out_of_its_way(out: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_from_elsewhere_keeps_what_is_there_out_of_its_way(
+    out: Path, tmp_path: Path
+) -> None:
     """Step 6 of another folder, where this one has a step 8: the run would meet it."""
     (tmp_path / "other").mkdir()
     shutil.copyfile(out / "plan.json", tmp_path / "other" / "plan.json")
@@ -203,13 +234,21 @@ def test_a_checkpoint_from_elsewhere_keeps_what_is_there_out_of_its_way(out: Pat
     attempt = begun(out, str(theirs))
     assert (attempt.step, attempt.resume) == (6, str(theirs.resolve()))
     assert names(out / "checkpoints") == [".before-attempt-1", "step-00000004"]
-    # It ended before its first checkpoint: the next one goes on from the same place, as the same run.
+    # It ended before its first checkpoint: the next one goes on from the same place, as the same
+    # run.
     again = begun(out)
-    assert (again.number, again.step, again.resume, again.line) == (2, 6, str(theirs.resolve()), attempt.line)
+    assert (again.number, again.step, again.resume, again.line) == (
+        2,
+        6,
+        str(theirs.resolve()),
+        attempt.line,
+    )
     shutil.rmtree(theirs)
     with pytest.raises(Refusal) as refused:
         begun(out)
-    assert refused.value.diagnostics[0].code == "SW6201", "and not from step 4, which is of another run"
+    assert refused.value.diagnostics[0].code == "SW6201", (
+        "and not from step 4, which is of another run"
+    )
 
 
 def test_a_deleted_run_folder_does_not_make_two_of_one_name(out: Path) -> None:
@@ -219,18 +258,24 @@ def test_a_deleted_run_folder_does_not_make_two_of_one_name(out: Path) -> None:
     for step in (4, 8):
         write_checkpoint(out, step=step)
     begun(out, "never")
-    assert [names(root / f".before-attempt-{n}") for n in (1, 2)] == [["step-00000004", "step-00000008"]] * 2
+    assert [names(root / f".before-attempt-{n}") for n in (1, 2)] == [
+        ["step-00000004", "step-00000008"]
+    ] * 2
 
 
 def test_the_id_of_a_run(out: Path) -> None:
-    """Kept by every attempt that goes on by itself, another where it starts again or from a named checkpoint."""
+    """Kept by every attempt that goes on by itself, another where it starts again or from a named
+    checkpoint."""
     root = out / "checkpoints"
     first = begun(out)  # from a checkpoint without an id
     assert first.line.before == (Ancestor(run="", step=8),)
     write_checkpoint(out, step=12, line=first.line)
     assert begun(out).line == first.line
     named = begun(out, str(root / "step-00000012")).line
-    assert named.run != first.line.run and named.before == (*first.line.before, Ancestor(run=first.line.run, step=12))
+    assert named.run != first.line.run and named.before == (
+        *first.line.before,
+        Ancestor(run=first.line.run, step=12),
+    )
     assert begun(out).line == named, "ended before its first checkpoint"
     fresh = begun(out, "never").line
     assert fresh.before == () and fresh.run not in (first.line.run, named.run)
@@ -242,15 +287,27 @@ def test_a_checkpoint_put_there_by_hand_is_taken_and_said(out: Path) -> None:
     theirs = new_line()
     write_checkpoint(out, step=20, line=theirs)
     found = choose_checkpoint(read_plan(out), out, "auto")
-    assert found is not None and found.step == 20 and found.line.before == (Ancestor(run=theirs.run, step=20),)
-    assert [note.split(":")[0] for note in found.notes] == ["warning[SW6206]"] and "another run" in found.notes[0]
+    assert (
+        found is not None
+        and found.step == 20
+        and found.line.before == (Ancestor(run=theirs.run, step=20),)
+    )
+    assert [note.split(":")[0] for note in found.notes] == [
+        "warning[SW6206]"
+    ] and "another run" in found.notes[0]
 
 
 def test_steps_of_nine_digits(out: Path) -> None:
     root = out / "checkpoints"
     for step in (99_999_999, 100_000_000, 1_000_000_000):
         assert parse_step(write_checkpoint(out, step=step).name) == step
-    assert [step for step, _ in published_steps(root)] == [4, 8, 99_999_999, 100_000_000, 1_000_000_000]
+    assert [step for step, _ in published_steps(root)] == [
+        4,
+        8,
+        99_999_999,
+        100_000_000,
+        1_000_000_000,
+    ]
     assert chosen(out)[0] == "step-1000000000"
     for name in ("step-0100000000", "step-1000", "step-00000001x", ".step-00000001.partial"):
         assert parse_step(name) is None
@@ -273,4 +330,7 @@ def test_what_has_the_name_already_is_moved_aside(out: Path) -> None:
     (root / ".step-00000008.partial").mkdir()
     publish(root / ".step-00000008.partial", root, 8)
     assert names(root) == [".before-attempt-0", "step-00000004", "step-00000008"]
-    assert names(root / "step-00000008") == [] and (root / ".before-attempt-0" / "step-00000008" / MANIFEST).is_file()
+    assert (
+        names(root / "step-00000008") == []
+        and (root / ".before-attempt-0" / "step-00000008" / MANIFEST).is_file()
+    )

@@ -36,20 +36,28 @@ def fragment(document: dict[str, Any]) -> dict[str, Any]:
 
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "200,000 brackets": lambda step: (step / MANIFEST).write_text("[" * 200_000),
-    "200,000 brackets inside": lambda step: (step / MANIFEST).write_text('{"version": 1, "tensors": ' + "[" * 200_000),
+    "200,000 brackets inside": lambda step: (step / MANIFEST).write_text(
+        '{"version": 1, "tensors": ' + "[" * 200_000
+    ),
     "a key of nobody's": changed(lambda d: d.update(comment="hello")),
     "a fragment with a key of nobody's": changed(lambda d: fragment(d).update(comment="hello")),
     "a step in words": changed(lambda d: d.update(step="4")),
     "a name of a megabyte": changed(lambda d: d.update(step="4" * 2**20)),
     "a list": lambda step: (step / MANIFEST).write_text("[1]"),
     "a file elsewhere": changed(lambda d: d["files"].append({"name": "../../x", "size_bytes": 1})),
-    "a file from the root": changed(lambda d: d["files"].append({"name": "/etc/passwd", "size_bytes": 1})),
+    "a file from the root": changed(
+        lambda d: d["files"].append({"name": "/etc/passwd", "size_bytes": 1})
+    ),
     "a file that is not listed": changed(lambda d: fragment(d).update(file=7)),
     "a file from behind": changed(lambda d: fragment(d).update(file=-1)),
     "a negative start": changed(lambda d: fragment(d).update(start=-4)),
     "a shard too many": changed(lambda d: d["tensors"]["w"]["shards"].append([])),
-    "no copies": changed(lambda d: d["tensors"]["w"]["split"].update(dimension=0, blocks=[6], sizes=[6], copies=0)),
-    "a cut that is none": changed(lambda d: d["tensors"]["w"]["split"].update(dimension=0, blocks=[6], sizes=[10**12])),
+    "no copies": changed(
+        lambda d: d["tensors"]["w"]["split"].update(dimension=0, blocks=[6], sizes=[6], copies=0)
+    ),
+    "a cut that is none": changed(
+        lambda d: d["tensors"]["w"]["split"].update(dimension=0, blocks=[6], sizes=[10**12])
+    ),
     "checksums elsewhere": lambda step: (step / CHECKSUMS).write_text("0" * 64 + "  ../x\n"),
     "checksums without one": lambda step: (step / CHECKSUMS).write_text("x  manifest.json\n"),
     "checksums that are no text": lambda step: (step / CHECKSUMS).write_bytes(b"\xff\n"),
@@ -57,7 +65,9 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_it_is_damage_in_one_line(kind: str, step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_damage_in_one_line(
+    kind: str, step: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     HOSTILE[kind](step)
     why = damage(step, contents=False)
     assert why and "\n" not in why and len(why) < 1000
@@ -78,7 +88,9 @@ def test_one_that_is_too_large_is_not_read(step: Path, monkeypatch: pytest.Monke
         read_manifest(step)
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"run": "a", "before": [], "mine": 1}', '{"run": 7}', "\xff"])
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"run": "a", "before": [], "mine": 1}', '{"run": 7}', "\xff"]
+)
 def test_a_line_that_is_none_is_of_no_known_run(text: str, step: Path) -> None:
     write_line(step, line := new_line())
     assert line_of(step) == line

@@ -1,4 +1,5 @@
-"""What the check of masters takes for the same weight, by itself; on engines: tests/parity/test_masters.py."""
+"""What the check of masters takes for the same weight, by itself; on engines:
+tests/parity/test_masters.py."""
 
 from __future__ import annotations
 
@@ -28,11 +29,15 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fragment(master: torch.Tensor, live: torch.Tensor) -> LiveFragment:
     states = {"fp32": master}
-    return LiveFragment(name="w", shard_shape=tuple(live.shape), start=0, states=states, live=live, partitioned=True)
+    return LiveFragment(
+        name="w", shard_shape=tuple(live.shape), start=0, states=states, live=live, partitioned=True
+    )
 
 
 def weights(dtype: torch.dtype, *last: float) -> LiveFragment:
-    master = torch.cat([torch.randn(20, generator=torch.Generator().manual_seed(1)), torch.tensor(last)])
+    master = torch.cat(
+        [torch.randn(20, generator=torch.Generator().manual_seed(1)), torch.tensor(last)]
+    )
     return fragment(master, master.to(dtype, copy=True))
 
 
@@ -50,7 +55,9 @@ def test_no_numbers_are_the_same_too_and_are_told(dtype: torch.dtype, value: flo
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("there", "here"), [(1.0, 2.0), (1.0, math.nan), (math.nan, 1.0), (1.0, math.inf)])
+@pytest.mark.parametrize(
+    ("there", "here"), [(1.0, 2.0), (1.0, math.nan), (math.nan, 1.0), (1.0, math.inf)]
+)
 def test_one_element_of_the_last_piece(dtype: torch.dtype, there: float, here: float) -> None:
     f = weights(dtype, there)
     f.live[-1] = here

@@ -125,9 +125,12 @@ def test_a_folder_without_any(out: Path) -> None:
 def test_the_samples_are_those_of_all_islands(out: Path) -> None:
     plan = read_plan(out)
     half = dataclasses.replace(
-        plan, training=dataclasses.replace(plan.training, global_batch_size=plan.training.global_batch_size // 2)
+        plan,
+        training=dataclasses.replace(
+            plan.training, global_batch_size=plan.training.global_batch_size // 2
+        ),
     )
     assert fit(facts_of(plan, out), facts_of(of_an_island(half), out)).samples == ()
-    assert [each.key for each in fit(facts_of(plan, out), facts_of(of_an_island(plan), out)).samples] == [
-        "training.global_batch_size"
-    ]
+    assert [
+        each.key for each in fit(facts_of(plan, out), facts_of(of_an_island(plan), out)).samples
+    ] == ["training.global_batch_size"]

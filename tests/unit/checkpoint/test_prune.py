@@ -23,11 +23,18 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [12]), (2, [8, 12]), (3, [4, 8, 12]), (9, [2, 4, 8, 12])])
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [12]), (2, [8, 12]), (3, [4, 8, 12]), (9, [2, 4, 8, 12])]
+)
 def test_the_newest_stay(keep: int, left: list[int], tmp_path: Path) -> None:
     """Here, and the copies."""
     store = CheckpointStore(f"file://{tmp_path / 'store'}")
-    for step in (8, 2, 12, 4):  # written in no order: a resumed run's file times need not follow the steps
+    for step in (
+        8,
+        2,
+        12,
+        4,
+    ):  # written in no order: a resumed run's file times need not follow the steps
         path = write_checkpoint(tmp_path, step=step, line=OURS)
         store.put(path, [str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()])
     checkpoint._prune(tmp_path / "checkpoints", store, keep, OURS, 12, (True, False))

@@ -14,8 +14,12 @@ from shardwright.ir.partition import ParameterSplit
 from tests.unit.checkpoint.saved import WHOLE, write_checkpoint
 
 
-def split(dimension: int, blocks: tuple[int, ...], sizes: tuple[int, ...], copies: int = 1) -> ParameterSplit:
-    return ParameterSplit(name="w", shape=(6, 4), dimension=dimension, blocks=blocks, sizes=sizes, copies=copies)
+def split(
+    dimension: int, blocks: tuple[int, ...], sizes: tuple[int, ...], copies: int = 1
+) -> ParameterSplit:
+    return ParameterSplit(
+        name="w", shape=(6, 4), dimension=dimension, blocks=blocks, sizes=sizes, copies=copies
+    )
 
 
 SPLITS = {
@@ -43,9 +47,16 @@ def test_every_cut_reads_every_other(writer: str, reader: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("writer", "reader"), list(itertools.product((1, 2, 3, 6), repeat=2)))
-@pytest.mark.parametrize(("saved", "wanted"), list(itertools.product(("whole", "columns"), repeat=2)))
+@pytest.mark.parametrize(
+    ("saved", "wanted"), list(itertools.product(("whole", "columns"), repeat=2))
+)
 def test_every_part_of_the_experts_reads_every_other(
-    writer: int, reader: int, saved: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: int,
+    reader: int,
+    saved: str,
+    wanted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Six experts of four elements; a rank's own, and no others are read."""
     whole, split = torch.randn(6, 4), SPLITS[wanted]
@@ -56,7 +67,9 @@ def test_every_part_of_the_experts_reads_every_other(
         for part, rank in itertools.product(range(reader), range(max(1, len(split.sizes)))):
             shard = cut(split, whole.chunk(reader)[part] + 1, rank).reshape(-1)
             read.clear()
-            got = checkpoint.fragment("w", "exp_avg", split, rank, 1, shard.numel() - 1, (part, reader))
+            got = checkpoint.fragment(
+                "w", "exp_avg", split, rank, 1, shard.numel() - 1, (part, reader)
+            )
             assert torch.equal(got, shard[1:])
             assert reader == 1 or sum(read) <= 24 // reader
 

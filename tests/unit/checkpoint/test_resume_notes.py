@@ -40,11 +40,16 @@ def noted(step: Path, **about: object) -> Path:
 
 def test_data_that_grew_is_said(tmp_path: Path) -> None:
     step = write_checkpoint(tmp_path, step=8)
-    assert other_data(step, (7, 5), {"a": "1"}) == (), "written before rows were counted, and data looked at"
+    assert other_data(step, (7, 5), {"a": "1"}) == (), (
+        "written before rows were counted, and data looked at"
+    )
     noted(step, rows=(1234, 5))
     assert other_data(step, (1234, 5), {}) == ()
     (warning,) = other_data(step, (1300, 5), {})
-    assert warning.startswith("warning[SW6207]: ") and "had 1,234 + 5 sequences and has 1,300 + 5" in warning
+    assert (
+        warning.startswith("warning[SW6207]: ")
+        and "had 1,234 + 5 sequences and has 1,300 + 5" in warning
+    )
 
 
 CORPUS = {"kind": "text", "path": "*.txt", "tokenizer": "byte", "packing": False}
@@ -66,14 +71,21 @@ def test_other_content_under_the_same_path_is_said_by_name(
     prepare(plan, out, limit_bytes=None)
     assert resolve(plan, out)[1].parts == rows
     (warning,) = other_data(step, rows, fingerprints(plan, out))
-    assert warning.startswith("warning[SW6207]: ") and f"{str(tmp_path / '*.txt')!r} holds other content" in warning
+    assert (
+        warning.startswith("warning[SW6207]: ")
+        and f"{str(tmp_path / '*.txt')!r} holds other content" in warning
+    )
 
 
 def test_epochs_that_were_changed_stretch_the_schedule_and_it_is_said(
     trained: Callable[..., tuple[Plan, Path]], tmp_path: Path
 ) -> None:
     (tmp_path / "corpus.txt").write_text("one text " * 9999)
-    training = {"training.steps": None, "training.scheduler": {"name": "linear"}, "training.optimizer.lr": 1e-3}
+    training = {
+        "training.steps": None,
+        "training.scheduler": {"name": "linear"},
+        "training.optimizer.lr": 1e-3,
+    }
     plan, out = trained({"data": CORPUS, **training, "training.epochs": 1})
     steps = plan.training.steps
     step = write_checkpoint(out, step=8)
@@ -85,6 +97,8 @@ def test_epochs_that_were_changed_stretch_the_schedule_and_it_is_said(
     assert f"training.steps {steps:,} -> {2 * steps:,}" in warning
     before, now = (1e-3 * (1 - 9 / n) for n in (steps, 2 * steps))
     assert f"it is {now:.4g} at step 9, where it would have been {before:.4g}" in warning
-    other, _ = trained({"data": CORPUS, **training, "training.epochs": 1, "training.optimizer.lr": 2e-3})
+    other, _ = trained(
+        {"data": CORPUS, **training, "training.epochs": 1, "training.optimizer.lr": 2e-3}
+    )
     (warning,) = other_schedule(other, step, 8)
     assert "training.optimizer.lr 0.001 -> 0.002" in warning and "epochs" not in warning

@@ -12,7 +12,13 @@ import pytest
 
 from shardwright.checkpoint.index import choose_checkpoint
 from shardwright.checkpoint.lineage import Line
-from shardwright.checkpoint.manifest import CHECKSUMS, checksum, checksums_text, damage, read_checksums
+from shardwright.checkpoint.manifest import (
+    CHECKSUMS,
+    checksum,
+    checksums_text,
+    damage,
+    read_checksums,
+)
 from shardwright.checkpoint.store import CheckpointStore
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
@@ -61,7 +67,9 @@ def test_what_is_missing_or_damaged_comes_back(tmp_path: Path, url: str) -> None
     assert damage(fetched, contents=True) is None
 
 
-def test_a_copy_that_arrived_otherwise_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_arrived_otherwise_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, step = CheckpointStore("memory://bucket/run"), write_checkpoint(tmp_path)
     memory = fsspec.filesystem("memory")
 
@@ -75,7 +83,9 @@ def test_a_copy_that_arrived_otherwise_is_an_error(tmp_path: Path, monkeypatch: 
     assert store.steps() == []
 
 
-@pytest.mark.parametrize(("bad", "why"), [("nosuch://x/y", "nosuch"), ("file:///proc/nowhere/x", "cannot be written")])
+@pytest.mark.parametrize(
+    ("bad", "why"), [("nosuch://x/y", "nosuch"), ("file:///proc/nowhere/x", "cannot be written")]
+)
 def test_a_store_that_is_none(bad: str, why: str) -> None:
     with pytest.raises(Refusal, match=why) as refused:
         CheckpointStore(bad).check()
@@ -100,19 +110,30 @@ def test_a_lost_or_damaged_checkpoint_is_fetched_on_resume(tmp_path: Path, url: 
     found = choose_checkpoint(plan, out, "auto")
     assert found is not None and found.path.name == "step-00000008" and found.notes == ()
     # Without the store it would have been skipped.
-    alone = dataclasses.replace(plan, checkpoint=dataclasses.replace(plan.checkpoint, upload_to=None))
+    alone = dataclasses.replace(
+        plan, checkpoint=dataclasses.replace(plan.checkpoint, upload_to=None)
+    )
     (out / "plan.json").write_text(plan_to_json(alone))
     data.write_bytes(b"")
     found = choose_checkpoint(alone, out, "auto")
     assert found is not None and found.path.name == "step-00000004" and len(found.notes) == 1
 
 
-ESCAPES = ("../escaped", "model/../../escaped", "/tmp/escaped", "a\\..\\escaped", "model//escaped", "es\0caped", "..")
+ESCAPES = (
+    "../escaped",
+    "model/../../escaped",
+    "/tmp/escaped",
+    "a\\..\\escaped",
+    "model//escaped",
+    "es\0caped",
+    "..",
+)
 
 
 @pytest.mark.parametrize("name", ESCAPES)
 def test_a_hostile_store_writes_nothing_outside(name: str, tmp_path: Path, url: str) -> None:
-    """A name in SHA256SUMS that leads out of the folder is refused before any file of the copy is written."""
+    """A name in SHA256SUMS that leads out of the folder is refused before any file of the copy is
+    written."""
     store, step = CheckpointStore(url), write_checkpoint(tmp_path)
     sent(store, step)
     there = tmp_path / "store" / step.name
@@ -167,8 +188,11 @@ def saved(out: Path, store: CheckpointStore, line: Line, *steps: int) -> None:
         store.prune(line, 2)
 
 
-def test_a_new_run_and_an_abandoned_one_share_a_store(uploads: Path, url: str, tmp_path: Path) -> None:
-    """Neither prunes the other's copies, and what is resumed is never the abandoned run, however far it was."""
+def test_a_new_run_and_an_abandoned_one_share_a_store(
+    uploads: Path, url: str, tmp_path: Path
+) -> None:
+    """Neither prunes the other's copies, and what is resumed is never the abandoned run, however
+    far it was."""
     store, out = CheckpointStore(url), uploads
     old = begun(out, "auto").line
     saved(out, store, old, 4, 8, 12, 16)
@@ -179,7 +203,9 @@ def test_a_new_run_and_an_abandoned_one_share_a_store(uploads: Path, url: str, t
     assert store.steps() == ["step-00000008", "step-00000012", "step-00000016"]
     assert [store.line_of(name).run for name in store.steps()] == [new.run, new.run, old.run]
     aside = tmp_path / "store" / f".before-{new.run}" / "step-00000012"
-    assert damage(aside, contents=True) is None, "the new run's step 12 takes the name of the old one's"
+    assert damage(aside, contents=True) is None, (
+        "the new run's step 12 takes the name of the old one's"
+    )
     shutil.rmtree(out / "checkpoints")
     found = choose_checkpoint(read_plan(out), out, "auto")
     assert found is not None and (found.step, found.line) == (12, new)
@@ -209,10 +235,14 @@ def test_a_copy_that_cannot_be_fetched_is_skipped(uploads: Path, url: str, tmp_p
     (tmp_path / "store" / "step-00000008" / "rank-00000-000.safetensors").unlink()
     found = choose_checkpoint(read_plan(out), out, "auto")
     assert found is not None and found.step == 4
-    assert found.notes[0].startswith("warning[SW6206]: step-00000008 is skipped: checkpoint.upload_to")
+    assert found.notes[0].startswith(
+        "warning[SW6206]: step-00000008 is skipped: checkpoint.upload_to"
+    )
 
 
-def test_what_an_upload_left_unfinished_goes_with_the_older_ones(uploads: Path, url: str, tmp_path: Path) -> None:
+def test_what_an_upload_left_unfinished_goes_with_the_older_ones(
+    uploads: Path, url: str, tmp_path: Path
+) -> None:
     store, out = CheckpointStore(url), uploads
     line = begun(out, "auto").line
     cut_off = write_checkpoint(out, step=2, line=line)
@@ -237,6 +267,8 @@ def test_a_last_copy_that_failed_is_made_by_the_next_run(
 
 
 def test_a_url_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "recipe.json").write_text(json.dumps(SMALL_RECIPE | {"checkpoint": {"upload_to": "/mnt/copies"}}))
+    (tmp_path / "recipe.json").write_text(
+        json.dumps(SMALL_RECIPE | {"checkpoint": {"upload_to": "/mnt/copies"}})
+    )
     assert cli.main(["check", str(tmp_path / "recipe.json")]) == 1
     assert "upload_to" in capsys.readouterr().err

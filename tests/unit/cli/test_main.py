@@ -55,7 +55,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "--js", "r"], "--js"),
     ],
 )
-def test_usage_errors_exit_1(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_exit_1(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(arguments) == 1
     out, err = capsys.readouterr()
     assert words in err and out == "" and "Traceback" not in err
@@ -68,7 +70,8 @@ def test_check(recipe: str, bad: str, capsys: pytest.CaptureFixture[str]) -> Non
     out, err = capsys.readouterr()
     assert out == f"ok {recipe}: weights random (from scratch)\n"
     assert err.startswith(
-        f"error[SW1101]: unknown key `stepz` in `training`\n  --> {bad}:12:3\n   |\n12 |   stepz: 20\n"
+        f"error[SW1101]: unknown key `stepz` in `training`\n  --> {bad}:12:3\n   |\n12 |   "
+        "stepz: 20\n"
     )
     assert "error[SW1001]" in err and "Traceback" not in err
 
@@ -119,20 +122,30 @@ def test_our_fault_is_one_paragraph_and_a_file(
     assert cli.main(["raise"]) == 2
     err = capsys.readouterr().err
     (report,) = tmp_path.iterdir()
-    assert err.count("\n") == 1 and "our fault" in err and str(report) in err and "Traceback" not in err
+    assert (
+        err.count("\n") == 1
+        and "our fault" in err
+        and str(report) in err
+        and "Traceback" not in err
+    )
     assert "Traceback" in report.read_text() and "ZeroDivisionError" in report.read_text()
 
 
 @pytest.mark.parametrize("error", [RecursionError(), MemoryError()])
 def test_exhaustion_is_our_fault_too(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     raising(error, monkeypatch)
     assert cli.main(["raise"]) == 2
 
 
-def test_refused_and_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_and_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     raising(Refusal(Diagnostic(code="SW1104", message="too small")), monkeypatch)
     assert cli.main(["raise"]) == 1
     assert capsys.readouterr().err == "error[SW1104]: too small\n"
@@ -143,12 +156,16 @@ def test_refused_and_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 def shardwright(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardwright", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=60)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=60
+    )
 
 
 def test_a_closed_pipe_is_quiet() -> None:
     command = f"'{sys.executable}' -m shardwright schema | head -c 1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
 
 
@@ -176,15 +193,20 @@ def test_color(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--help"], ("torch", "numpy", "jsonschema", "ruamel", "shardwright.diagnostics")),
         (["check", "RECIPE"], ("torch", "numpy", "transformers", "deepspeed", "pydantic")),
-        (["import", "--launch", "deepspeed train.py"], ("torch", "numpy", "transformers", "deepspeed", "pydantic")),
+        (
+            ["import", "--launch", "deepspeed train.py"],
+            ("torch", "numpy", "transformers", "deepspeed", "pydantic"),
+        ),
         (["schema"], ("torch", "numpy", "transformers", "deepspeed", "pydantic", "ruamel")),
     ],
 )
-def test_light_commands_import_nothing_heavy(arguments: list[str], absent: tuple[str, ...], recipe: str) -> None:
+def test_light_commands_import_nothing_heavy(
+    arguments: list[str], absent: tuple[str, ...], recipe: str
+) -> None:
     words = [recipe if word == "RECIPE" else word for word in arguments]
     code = (
-        "import sys; from shardwright.cli.main import main; "
-        f"assert main({words!r}) == 0; print([n for n in {absent!r} if n in sys.modules], file=sys.stderr)"
+        f"import sys; from shardwright.cli.main import main; assert main({words!r}) == 0; print([n "
+        f"for n in {absent!r} if n in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "[]")

@@ -8,7 +8,14 @@ import pytest
 
 from shardwright.cli import main as cli
 from shardwright.cli import models
-from shardwright.model.support import COLUMNS, SIGHT_COLUMNS, Cell, seeing_types, support, support_text
+from shardwright.model.support import (
+    COLUMNS,
+    SIGHT_COLUMNS,
+    Cell,
+    seeing_types,
+    support,
+    support_text,
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -24,9 +31,14 @@ def test_a_row_a_type_and_the_counts(capsys: pytest.CaptureFixture[str]) -> None
     rows = table.splitlines()
     assert [row.split()[0] for row in rows] == ["type", *support().types]
     assert all(row == row.rstrip() for row in rows)
-    totals = [sum(int(row.split()[1 + column]) for row in counts.splitlines()) for column in range(len(COLUMNS))]
+    totals = [
+        sum(int(row.split()[1 + column]) for row in counts.splitlines())
+        for column in range(len(COLUMNS))
+    ]
     assert totals == [len(support().types)] * len(COLUMNS)
-    assert f"{len(support().types)} causal-LM types of transformers {support().transformers}" in note
+    assert (
+        f"{len(support().types)} causal-LM types of transformers {support().transformers}" in note
+    )
 
 
 def test_colours_on_a_terminal_change_no_letter() -> None:
@@ -46,32 +58,42 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_type(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "llama")
-    assert code == 0 and "worst differences: loss " in out and "tensor: a degree that divides" in out
+    assert (
+        code == 0 and "worst differences: loss " in out and "tensor: a degree that divides" in out
+    )
     by_model = run(capsys, "meta-llama/Llama-3.1-8B")
     assert by_model == (0, out, "")
     assert "expert: 1" in out and "context: a degree" in out and "target: megatron too" in out
     mixture = run(capsys, "mixtral")[1]
     assert "expert ranks over data ranks (data=2 expert=2 zero_stage=1): proved" in mixture
     assert "expert: a degree that divides data x context" in mixture
-    assert "context ranks (context=2 zero_stage=1): refused SW3143" in (found := run(capsys, "bloom")[1])
+    assert "context ranks (context=2 zero_stage=1): refused SW3143" in (
+        found := run(capsys, "bloom")[1]
+    )
     assert "context: 1" in found and "target: not megatron" in found
 
 
 def cell(verdict: str) -> Cell:
-    return Cell(verdict=verdict, code="", reason="", loss=None, norm=None, weights=None, sharded=None)
+    return Cell(
+        verdict=verdict, code="", reason="", loss=None, norm=None, weights=None, sharded=None
+    )
 
 
 def test_recipe_keys_say_no_more_than_was_proved() -> None:
     def keys(**verdicts: str) -> str:
         return " | ".join(
-            models.recipe_keys({name: cell(verdicts.get(name, "untested")) for name in support().columns})
+            models.recipe_keys(
+                {name: cell(verdicts.get(name, "untested")) for name in support().columns}
+            )
         )
 
     assert keys() == keys(zero="refused") == "no layout of this type is proved"
     assert "pipeline: 1 " in keys(zero="proved") and "tensor: 1" in keys(zero="proved")
     assert "gathered outputs" in keys(tensor_fallback="proved")
     assert "together: not proved" in keys(pipeline="proved", tensor_sharded="proved")
-    assert "together" not in keys(pipeline="proved", tensor_sharded="proved", pipeline_tensor="proved")
+    assert "together" not in keys(
+        pipeline="proved", tensor_sharded="proved", pipeline_tensor="proved"
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,26 +111,42 @@ def test_recipe_keys_say_no_more_than_was_proved() -> None:
 )
 def test_other_names(name: str, code: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     exit_code, out, err = run(capsys, *(name.split() if "--task" in name else [name]))
-    assert (exit_code, out) == (1, "") and f"error[{code}]" in err and words in err and "\x1b" not in err
+    assert (
+        (exit_code, out) == (1, "")
+        and f"error[{code}]" in err
+        and words in err
+        and "\x1b" not in err
+    )
 
 
 def test_types_that_see(capsys: pytest.CaptureFixture[str]) -> None:
     sight = support("image-text-to-text")
     assert set(sight.types) == seeing_types() and tuple(sight.columns) == SIGHT_COLUMNS
     code, out, err = run(capsys, "--task", "image-text-to-text")
-    assert (code, err) == (0, "") and f"{len(sight.types)} image-text-to-text types of transformers" in out
+    assert (code, err) == (
+        0,
+        "",
+    ) and f"{len(sight.types)} image-text-to-text types of transformers" in out
     assert [row.split()[0] for row in out.split("\n\n")[0].splitlines()] == ["type", *sight.types]
-    assert run(capsys, "--task", "image-text-to-text", "--json")[1] == support_text("image-text-to-text")
+    assert run(capsys, "--task", "image-text-to-text", "--json")[1] == support_text(
+        "image-text-to-text"
+    )
     found = run(capsys, "qwen2_5_vl")
     assert found == run(capsys, "Qwen/Qwen2.5-VL-7B-Instruct") and found[0] == 0
     assert "taken apart bit for bit (a picture in each row)" in found[1]
-    assert "context ranks" in run(capsys, "gemma3")[1], "of a type that has both, text is the default"
+    assert "context ranks" in run(capsys, "gemma3")[1], (
+        "of a type that has both, text is the default"
+    )
     assert "taken apart" in run(capsys, "gemma3", "--task", "image-text-to-text")[1]
 
 
 def test_keys_of_types_that_see_say_no_more_than_was_proved() -> None:
     def keys(**verdicts: str) -> str:
-        return " | ".join(models.sight_keys({name: cell(verdicts.get(name, "untested")) for name in SIGHT_COLUMNS}))
+        return " | ".join(
+            models.sight_keys(
+                {name: cell(verdicts.get(name, "untested")) for name in SIGHT_COLUMNS}
+            )
+        )
 
     assert keys() == "no layout of this type is proved"
     assert "pipeline: 1 " in keys(apart="proved") and "3 is not proved" in keys(pipeline="proved")

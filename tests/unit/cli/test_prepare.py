@@ -1,4 +1,5 @@
-"""What `prepare` prints: a table of the sources, what was left out, and samples around their labels; and --check."""
+"""What `prepare` prints: a table of the sources, what was left out, and samples around their
+labels; and --check."""
 
 from __future__ import annotations
 
@@ -21,17 +22,25 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-BAD: list[Any] = [{"talk": 1}, {"messages": []}, {"messages": [{"role": "user", "content": "no answer"}]}]
+BAD: list[Any] = [
+    {"talk": 1},
+    {"messages": []},
+    {"messages": [{"role": "user", "content": "no answer"}]},
+]
 
 
 def talk(number: int, lines: int = 1) -> dict[str, Any]:
     question = {"role": "user", "content": f"What is {number}?"}
-    return {"messages": [question, {"role": "assistant", "content": f"A number, {number}.\n" * lines}]}
+    return {
+        "messages": [question, {"role": "assistant", "content": f"A number, {number}.\n" * lines}]
+    }
 
 
 def compiled(folder: Path, records: list[Any], **data: Any) -> Path:
     """A compiled folder whose data is of these records, beside its recipe."""
-    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n", encoding="utf-8")
+    (folder / "talks.jsonl").write_text(
+        "\n".join(map(json.dumps, records)) + "\n", encoding="utf-8"
+    )
     source = {"kind": "chat", "path": "talks.jsonl", "tokenizer": "byte", **data}
     source |= {"template": TEMPLATE} if source["kind"] == "chat" else {}
     recipe = GOOD.replace("data: {kind: synthetic}", f"data: {json.dumps(source)}").replace(
@@ -87,7 +96,13 @@ def test_a_pipe_gets_plain_lines(folder: Path, capsys: pytest.CaptureFixture[str
     said = json.loads(called(capsys, folder, "--json"))
     (part,) = said["parts"]
     share = f"{part['trained_tokens'] / part['tokens']:.1%}"
-    assert row.removeprefix(name).split() == [str(part["sequences"]), f"{part['tokens']:,}", share, "0", "3"]
+    assert row.removeprefix(name).split() == [
+        str(part["sequences"]),
+        f"{part['tokens']:,}",
+        share,
+        "0",
+        "3",
+    ]
     at = lines.index("  left out, of 40 records:")
     assert lines[at + 1 : at + 6] == [
         "    1: a record without the field that is trained on (SW6110)",
@@ -96,9 +111,13 @@ def test_a_pipe_gets_plain_lines(folder: Path, capsys: pytest.CaptureFixture[str
         f"       {folder.parent / 'talks.jsonl'}:6: the conversation has no messages",
         "    1: no label within training.sequence_length",
     ]
-    assert text.count("labels in [[ ]]:") == 3 and re.search(r"\?</><assistant>\[\[A number, \d+\.\n", text)
+    assert text.count("labels in [[ ]]:") == 3 and re.search(
+        r"\?</><assistant>\[\[A number, \d+\.\n", text
+    )
     assert lines[-1] == f"next: shardwright run {folder}"
-    assert said["rows"] == part["sequences"] and len(said["samples"]) == 3 and said["checked"] is None
+    assert (
+        said["rows"] == part["sequences"] and len(said["samples"]) == 3 and said["checked"] is None
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 200])
@@ -107,7 +126,9 @@ def test_a_terminal_gets_colours_within_its_width(folder: Path, columns: int) ->
     assert "labels in green:" in text and "[[" not in text
     assert "<assistant>\x1b[4;32mA number, 0.\x1b[0m\n\x1b[4;32m</>\x1b[0m" in text
     plain = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
-    wide = [line for line in plain if len(line) > columns and str(folder.parent) not in line]  # a path is not broken
+    wide = [
+        line for line in plain if len(line) > columns and str(folder.parent) not in line
+    ]  # a path is not broken
     assert wide == [] and any("─" in line for line in plain)
 
 
@@ -124,13 +145,18 @@ def test_check_writes_nothing(
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     before = tree(folder.parent)
     text = called(capsys, folder, "--check", 8)
-    assert text.startswith("the first 8 records of each source\n") and "left out, of 8 records:" in text
+    assert (
+        text.startswith("the first 8 records of each source\n")
+        and "left out, of 8 records:" in text
+    )
     said = json.loads(called(capsys, folder.parent / "recipe.yaml", "--check", 2, "--json"))
     assert said["checked"] == 2 and said["documents"] == 2 and "steps" not in said
     assert tree(folder.parent) == before
 
 
-def test_check_fails_where_prepare_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_fails_where_prepare_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It shows all bad records, not the first one alone; a good beginning passes."""
     out = compiled(tmp_path, [talk(0), *BAD, *(talk(n) for n in range(40))])
     capsys.readouterr()
@@ -155,7 +181,9 @@ def test_check_of_records_of_no_use(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "none of 4 records can be used" in found.err
 
 
-def test_check_reads_a_long_file_no_further(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reads_a_long_file_no_further(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = compiled(tmp_path, [talk(0)])
     line = json.dumps(talk(7)) + "\n"
     (tmp_path / "talks.jsonl").write_text(line * 10**6, encoding="utf-8")
@@ -166,7 +194,9 @@ def test_check_reads_a_long_file_no_further(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
-def test_check_of_other_kinds(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_other_kinds(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Their documents are shown, though they fill no sequence."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -182,4 +212,8 @@ def test_check_of_other_kinds(tmp_path: Path, kind: str, capsys: pytest.CaptureF
     if kind == "text":
         assert said["documents"] == 1 and text.startswith('{"text": "text 0"}\n')
     else:
-        assert said["documents"] == 3 and said["parts"][0]["sequences"] == 0 and text.startswith("text 0")
+        assert (
+            said["documents"] == 3
+            and said["parts"][0]["sequences"] == 0
+            and text.startswith("text 0")
+        )

@@ -8,10 +8,20 @@ from shardwright.diagnostics import Diagnostic, Location, Severity, Source
 from shardwright.diagnostics.render import WIDEST, render, to_json, visible, width
 
 
-def at(line: str, column: int, length: int, *, number: int = 3, severity: Severity = "error", help: str = "") -> str:
+def at(
+    line: str,
+    column: int,
+    length: int,
+    *,
+    number: int = 3,
+    severity: Severity = "error",
+    help: str = "",
+) -> str:
     source = Source(file="r.yaml", texts={"r.yaml": "\n" * (number - 1) + line + "\nnext"})
     place = Location(file="r.yaml", line=number, column=column, length=length)
-    diagnostic = Diagnostic(code="SW1104", message="too small", severity=severity, help=help, location=place)
+    diagnostic = Diagnostic(
+        code="SW1104", message="too small", severity=severity, help=help, location=place
+    )
     return render([diagnostic], source, color=False)
 
 
@@ -76,7 +86,12 @@ def test_the_key_or_the_value_or_the_section_above() -> None:
             ("a", "b"): Location(file="r.yaml", line=2, column=3),
         },
     )
-    rows = [("SW1104", ("a", "b")), ("SW1101", ("a", "b")), ("SW1105", ("a", "c")), ("SW1105", ("a", "c", 0, "d"))]
+    rows = [
+        ("SW1104", ("a", "b")),
+        ("SW1101", ("a", "b")),
+        ("SW1105", ("a", "c")),
+        ("SW1105", ("a", "c", 0, "d")),
+    ]
     found = [to_json(Diagnostic(code=code, message="m", key=key), source) for code, key in rows]
     assert [(row["line"], row["column"]) for row in found] == [(2, 6), (2, 3), (1, 1), (1, 1)]
     assert to_json(Diagnostic(code="SW1104", message="m", key=("z",)), source)["line"] == 0
@@ -99,7 +114,9 @@ def test_the_users_text_cannot_reach_the_terminal_raw() -> None:
     evil = "\x1b]0;title\x07\r\n\u202e\ud800"
     place = Location(file=f"a{evil}", line=1, column=1)
     source = Source(file=place.file, texts={place.file: evil})
-    diagnostic = Diagnostic(code="SW1104", message=evil, help=evil, valid=(f"v{evil}",), location=place)
+    diagnostic = Diagnostic(
+        code="SW1104", message=evil, help=evil, valid=(f"v{evil}",), location=place
+    )
     text = render([diagnostic], source, color=False)
     assert not any(visible(c) != c for c in text if c != "\n")
     text.encode("utf-8")
@@ -115,11 +132,18 @@ def test_valid_values_are_listed_once() -> None:
     assert "= valid: 1, 2" in render(
         [Diagnostic(code="SW1104", message="m", help="h", valid=("1", "2"))], None, color=False
     )
-    text = render([Diagnostic(code="SW1104", message="m", help="Write `one`.", valid=("one",))], None, color=False)
+    text = render(
+        [Diagnostic(code="SW1104", message="m", help="Write `one`.", valid=("one",))],
+        None,
+        color=False,
+    )
     assert "valid" not in text
 
 
 def test_a_blank_line_between() -> None:
     diagnostic = Diagnostic(code="SW1104", message="m")
-    assert render([diagnostic, diagnostic], None, color=False) == "error[SW1104]: m\n\nerror[SW1104]: m\n"
+    assert (
+        render([diagnostic, diagnostic], None, color=False)
+        == "error[SW1104]: m\n\nerror[SW1104]: m\n"
+    )
     assert render([], None, color=False) == ""

@@ -14,21 +14,30 @@ from tools.pages.blocks import ROOT
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two islands, of which the second died after step 12 of 60, and an outer step at 10 and one at 20 without it."""
+    """Two islands, of which the second died after step 12 of 60, and an outer step at 10 and one at
+    20 without it."""
     out = tmp_path_factory.mktemp("islands") / "out"
     assert main(["compile", str(ROOT / "recipes/tiny-llama-islands-cpu.yaml"), "-o", str(out)]) == 0
     for k, steps in ((0, 20), (1, 12)):
         run = out / f"island-{k}" / "run"
         run.mkdir()
         lines = [
-            {"step": s, "loss": 5.0 - k, "tokens": 1000, "step_seconds": 0.5, "attempt": 1} for s in range(1, steps + 1)
+            {"step": s, "loss": 5.0 - k, "tokens": 1000, "step_seconds": 0.5, "attempt": 1}
+            for s in range(1, steps + 1)
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (run / "attempt.json").write_text(json.dumps({"attempt": 1, "steps": 60}))
-        (run / "status.json").write_text(json.dumps({"status": "failed", "attempt": 1, "cause": "killed"}))
-    rounds = [{"step": 10, "members": [0, 1], "joined": []}, {"step": 20, "members": [0], "joined": []}]
+        (run / "status.json").write_text(
+            json.dumps({"status": "failed", "attempt": 1, "cause": "killed"})
+        )
+    rounds = [
+        {"step": 10, "members": [0, 1], "joined": []},
+        {"step": 20, "members": [0], "joined": []},
+    ]
     (out / "run").mkdir(exist_ok=True)
-    (out / "run" / "rounds.jsonl").write_text("".join(json.dumps({**r, "seconds": 0.25}) + "\n" for r in rounds))
+    (out / "run" / "rounds.jsonl").write_text(
+        "".join(json.dumps({**r, "seconds": 0.25}) + "\n" for r in rounds)
+    )
     return out
 
 

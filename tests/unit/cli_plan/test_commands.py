@@ -1,4 +1,5 @@
-"""`estimate` and `plan`: the objects that they print, their exit codes, and bad input in the middle of a batch."""
+"""`estimate` and `plan`: the objects that they print, their exit codes, and bad input in the middle
+of a batch."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def call(command: Any, *argv: str) -> int:
     return code
 
 
-def test_one_json_line_a_recipe_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_json_line_a_recipe_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = write(tmp_path, "good.yaml")
     forbidden = write(tmp_path, "forbidden.yaml", parallelism={**PINNED, "zero_stage": 3})
     broken = tmp_path / "broken.yaml"
@@ -64,13 +67,15 @@ def test_one_json_line_a_recipe_in_order(tmp_path: Path, capsys: pytest.CaptureF
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["recipe"] for line in lines] == paths
     assert [line["feasible"] for line in lines] == [False, True, False, False, False]
-    assert all("memory" not in line and "time" not in line and line["diagnostics"] for line in lines[2:])
+    assert all(
+        "memory" not in line and "time" not in line and line["diagnostics"] for line in lines[2:]
+    )
     assert [d["code"] for d in lines[0]["diagnostics"]] == ["SW3108"]
     assert [d["code"] for d in lines[3]["diagnostics"]] == ["SW3001"]
     for line in lines[:2]:
-        assert {key: line["strategy"][key] for key in ("tensor", "pipeline", "data")} == dict.fromkeys(
-            ("tensor", "pipeline", "data"), 2
-        )
+        assert {
+            key: line["strategy"][key] for key in ("tensor", "pipeline", "data")
+        } == dict.fromkeys(("tensor", "pipeline", "data"), 2)
         assert line["strategy"]["gradient_accumulation_steps"] == 8
         time = line["time"]
         parts = [time[f"{p}_seconds"] for p in ("compute", "optimizer", "bubble")]
@@ -105,20 +110,34 @@ def test_an_axis_that_the_target_lacks_is_not_feasible(
     assert json.loads(capsys.readouterr().out)["pareto"] == []
 
 
-def test_auto_of_an_axis_that_is_not_there_yet_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_of_an_axis_that_is_not_there_yet_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     later: dict[str, Any] = dict.fromkeys(("expert", "context"), "auto")
     later |= {"virtual_stages": "auto", "sequence_parallel": "auto"}
-    plain, auto = write(tmp_path, "a.yaml"), write(tmp_path, "b.yaml", parallelism={**PINNED, **later})
+    plain, auto = (
+        write(tmp_path, "a.yaml"),
+        write(tmp_path, "b.yaml", parallelism={**PINNED, **later}),
+    )
     assert call(estimate_command, "--json", plain, auto) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert {**first, "recipe": ""} == {**second, "recipe": ""}
 
 
-def test_plan_warns_of_a_mixture_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_warns_of_a_mixture_of_experts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mixture = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4}
-    path = write(tmp_path, "moe.yaml", model={"config": mixture, "weights": "random"}, parallelism={"tensor": 1})
+    path = write(
+        tmp_path,
+        "moe.yaml",
+        model={"config": mixture, "weights": "random"},
+        parallelism={"tensor": 1},
+    )
     assert call(plan_command, path) == 0
-    assert "warning[SW3132]: 4 experts a layer without expert parallelism" in capsys.readouterr().err
+    assert (
+        "warning[SW3132]: 4 experts a layer without expert parallelism" in capsys.readouterr().err
+    )
     assert call(estimate_command, "--json", path) == 0
     assert [d["code"] for d in json.loads(capsys.readouterr().out)["diagnostics"]] == ["SW3132"]
 
@@ -131,7 +150,9 @@ def test_exit_0_where_all_are_feasible(tmp_path: Path, capsys: pytest.CaptureFix
     assert "tensor=2 pipeline=2 data=2" in capsys.readouterr().out
 
 
-def test_model_and_cluster_errors_come_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_and_cluster_errors_come_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bad = write(
         tmp_path,
         "bad.yaml",
@@ -147,7 +168,16 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "auto.yaml", parallelism={})
     assert call(plan_command, "--json", "--top", "3", path) == 0
     found = json.loads(capsys.readouterr().out)
-    keys = {"recipe", "plans", "rejected", "lost", "pareto", "binding", "measured_error", "search_seconds"}
+    keys = {
+        "recipe",
+        "plans",
+        "rejected",
+        "lost",
+        "pareto",
+        "binding",
+        "measured_error",
+        "search_seconds",
+    }
     keys |= {"set_aside", "not_priced", "short_sums", "kernels", "target", "other_engine"}
     assert set(found) == keys
     steps = [plan["time"]["step_seconds"] for plan in found["plans"] if plan["feasible"]]
@@ -159,7 +189,9 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(plan["recipe"] == path for plan in found["plans"])
 
 
-def test_plan_shows_todays_layouts_below_the_pinned_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_todays_layouts_below_the_pinned_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, "pinned.yaml")
     assert call(plan_command, "--json", path) == 0
     strategies = [plan["strategy"] for plan in json.loads(capsys.readouterr().out)["plans"]]
@@ -172,8 +204,15 @@ def test_plan_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     header, first, second, *_ = out.splitlines()
     assert header.split()[:6] == ["#", "TP", "x", "PP", "x", "DP"]
     assert first.split()[0] == "1" and "GPU-h" in first and second.split()[0] == "2"
-    assert "±" in first and re.search(r"^± \d+\.\d% \(DeepSpeed.*: \d+ runs.*\).* holds 80 % of", out, re.M)
-    assert "SW3108" in out and "bound by " in out and "lost to row 1" in out and "make bench-cost" in out
+    assert "±" in first and re.search(
+        r"^± \d+\.\d% \(DeepSpeed.*: \d+ runs.*\).* holds 80 % of", out, re.M
+    )
+    assert (
+        "SW3108" in out
+        and "bound by " in out
+        and "lost to row 1" in out
+        and "make bench-cost" in out
+    )
     assert "\x1b" not in out
 
 
@@ -184,7 +223,9 @@ def test_no_error_and_no_gpu_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixt
     assert call(plan_command, path) == 0
     out = capsys.readouterr().out
     assert (
-        "±" not in out and "not calibrated (a CPU): fewer than 20 published runs of 2 sources are of that kind" in out
+        "±" not in out
+        and "not calibrated (a CPU): fewer than 20 published runs of 2 sources are of that kind"
+        in out
     )
     assert "tokens/s/rank" in out and "rank-h" in out and "/GPU" not in out and "GPU-h" not in out
     assert call(estimate_command, path) == 0
@@ -192,7 +233,9 @@ def test_no_error_and_no_gpu_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "±" not in out and "not calibrated (a CPU)" in out and "GPU" not in out
     assert call(plan_command, "--json", path) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["measured_error"]["step_time"] is None and found["measured_error"]["memory"] is None
+    assert (
+        found["measured_error"]["step_time"] is None and found["measured_error"]["memory"] is None
+    )
     assert {plan["error"]["step_time_reason"] for plan in found["plans"]} == {"a CPU"}
 
 
@@ -211,11 +254,16 @@ def test_rows_without_an_error_say_why(tmp_path: Path, capsys: pytest.CaptureFix
 def test_large_figures_are_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = {"sequence_length": 128, "global_batch_size": 16, "tokens": 1e15}
     assert call(estimate_command, write(tmp_path, "long.yaml", training=training)) == 0
-    assert re.search(r"training 488,281,250,000 steps, [\d,]+ days, [\d,]+ GPU hours\n", capsys.readouterr().out)
+    assert re.search(
+        r"training 488,281,250,000 steps, [\d,]+ days, [\d,]+ GPU hours\n", capsys.readouterr().out
+    )
     epochs = {"sequence_length": 128, "global_batch_size": 16, "epochs": 2}
     data = {"kind": "text", "path": "x.txt", "tokenizer": "byte"}
     assert call(estimate_command, write(tmp_path, "epochs.yaml", training=epochs, data=data)) == 0
-    assert "training 2 epochs: the steps are known once the data is prepared" in capsys.readouterr().out
+    assert (
+        "training 2 epochs: the steps are known once the data is prepared"
+        in capsys.readouterr().out
+    )
 
 
 def test_plan_of_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +277,10 @@ def test_plan_of_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_plan_refuses_a_bad_recipe(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
-        call(plan_command, write(tmp_path, "gpu.yaml", cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h1000"}))
+        call(
+            plan_command,
+            write(tmp_path, "gpu.yaml", cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h1000"}),
+        )
     assert caught.value.source is not None
 
 
@@ -240,10 +291,15 @@ def test_flops_that_were_not_traced_are_told(
     graph = graph_of(SMALL_LLAMA)
     last = tuple(dataclasses.replace(layer, flops_source=source) for layer in graph.layers[-2:])
     # A graph of its own, for the cost model remembers what it has worked out of the other.
-    untraced = dataclasses.replace(graph, layers=(*graph.layers[:-2], *last), config_hash=f"{source} in two layers")
+    untraced = dataclasses.replace(
+        graph, layers=(*graph.layers[:-2], *last), config_hash=f"{source} in two layers"
+    )
     monkeypatch.setattr("shardwright.compile.build_model_graph", lambda section: untraced)
     path = write(tmp_path, "r.yaml")
-    for command, first in ((estimate_command, lambda found: found), (plan_command, lambda found: found["plans"][0])):
+    for command, first in (
+        (estimate_command, lambda found: found),
+        (plan_command, lambda found: found["plans"][0]),
+    ):
         assert call(command, path) == 0
         told = capsys.readouterr().out
         for words in ("counted from the parameters' shapes", "(TypeError: no value)"):
@@ -264,17 +320,26 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
     words = "the batch of 16 bounds it"
     assert call(plan_command, path) == 0
     page = capsys.readouterr().out
-    assert words in page and "global_batch_size" in page.split("nodes are the fewest")[1].splitlines()[1]
+    assert (
+        words in page
+        and "global_batch_size" in page.split("nodes are the fewest")[1].splitlines()[1]
+    )
     assert call(plan_command, "--json", path) == 0
     sizing = json.loads(capsys.readouterr().out)["sizing"]
     assert words in sizing["bound"] and sizing["other_batch"]["global_batch_size"] == 12
     larger = sizing["larger_batch"]
-    assert larger["global_batch_size"] == 32 and larger["shorter"] == pytest.approx(1 - larger["days"] / sizing["days"])
+    assert larger["global_batch_size"] == 32 and larger["shorter"] == pytest.approx(
+        1 - larger["days"] / sizing["days"]
+    )
 
 
 @pytest.mark.parametrize(
     ("peak", "fits", "words"),
-    [(66.6, True, "(17%)"), (460.9, False, "does not fit (5.8x)"), (79.9, False, "does not fit (1.00x)")],
+    [
+        (66.6, True, "(17%)"),
+        (460.9, False, "does not fit (5.8x)"),
+        (79.9, False, "does not fit (1.00x)"),
+    ],
 )
 def test_what_a_peak_leaves_of_a_device(peak: float, fits: bool, words: str) -> None:
     memory = Memory(peak_bytes=int(peak * 2**30), capacity_bytes=80 * 2**30, fits=fits, stages=())

@@ -1,4 +1,5 @@
-"""`plan MODEL`: a model's name in place of a recipe, the recipe that stands for it, and what is refused."""
+"""`plan MODEL`: a model's name in place of a recipe, the recipe that stands for it, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -42,31 +43,49 @@ def test_the_issues_own_command(capsys: pytest.CaptureFixture[str]) -> None:
     s = best["strategy"]
     assert s["tensor"] * s["pipeline"] * s["data"] == 32
     planned, assumed = found["planned_as"], found["assumed"]
-    assert planned["model"]["source"] == "meta-llama/Llama-3.1-70B" and planned["model"]["weights"] == "random"
+    assert (
+        planned["model"]["source"] == "meta-llama/Llama-3.1-70B"
+        and planned["model"]["weights"] == "random"
+    )
     assert planned["cluster"]["gpus_per_node"] == 8
     assert planned["training"]["sequence_length"] == 4096
     assert planned["training"]["global_batch_size"] == 1024  # 4 Mi tokens
     assert set(assumed) == {
         "cluster.gpus_per_node",
-        *(f"training.{key}" for key in ("sequence_length", "global_batch_size", "precision", "steps")),
+        *(
+            f"training.{key}"
+            for key in ("sequence_length", "global_batch_size", "precision", "steps")
+        ),
     }
     # 70 B parameters on 32 GPUs in some plausible time.
     assert 0.1 < best["time"]["mfu"] < 0.7
 
 
 def test_flags_and_set_are_not_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--gpus-per-node", "3", "--sequence-length", "512", "--global-batch-size", "6", "--precision", "fp16")
+    flags = (
+        "--gpus-per-node",
+        "3",
+        "--sequence-length",
+        "512",
+        "--global-batch-size",
+        "6",
+        "--precision",
+        "fp16",
+    )
     pins = ("--set", "training.steps=7", "--set", "parallelism.pipeline=3")
     found = plan_json(capsys, "gpt2", *H100, "1", *flags, *pins)
     training = found["planned_as"]["training"]
-    assert [training[k] for k in ("sequence_length", "global_batch_size", "precision", "steps")] == [512, 6, "fp16", 7]
+    assert [
+        training[k] for k in ("sequence_length", "global_batch_size", "precision", "steps")
+    ] == [512, 6, "fp16", 7]
     assert found["assumed"] == []
     assert found["plans"][0]["strategy"]["pipeline"] == 3
     assert found["plans"][0]["training"]["steps"] == 7
 
 
 def test_assumptions_follow_the_model_and_the_world(capsys: pytest.CaptureFixture[str]) -> None:
-    # GPT-2's longest sequence is 1024; 4 Mi tokens of it are 4096 sequences, and 24 GPUs want a multiple of 24.
+    # GPT-2's longest sequence is 1024; 4 Mi tokens of it are 4096 sequences, and 24 GPUs want a
+    # multiple of 24.
     training = plan_json(capsys, "gpt2", *H100, "3", "--top", "1")["planned_as"]["training"]
     assert (training["sequence_length"], training["global_batch_size"]) == (1024, 24 * 171)
 
@@ -84,13 +103,17 @@ def test_the_printed_recipe_is_one(capsys: pytest.CaptureFixture[str], tmp_path:
     assert lines[5].split()[:3] == ["#", "TP", "x"]
 
 
-def test_a_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "my model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SMALL_LLAMA))
     monkeypatch.chdir(tmp_path)
     found = plan_json(capsys, "my model", *H100, "1", "--top", "1")
-    assert found["planned_as"]["training"]["sequence_length"] == SMALL_LLAMA["max_position_embeddings"]
+    assert (
+        found["planned_as"]["training"]["sequence_length"] == SMALL_LLAMA["max_position_embeddings"]
+    )
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -118,9 +141,13 @@ def test_a_value_that_the_schema_refuses(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_errors_point_at_the_words_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """There is no file of the planned recipe that a reader could open."""
-    err = refused(capsys, "Qwen/Qwen3-9000B", "--gpu", "h1000", "--nodes", "4", "--gpus-per-node", "4")
+    err = refused(
+        capsys, "Qwen/Qwen3-9000B", "--gpu", "h1000", "--nodes", "4", "--gpus-per-node", "4"
+    )
     assert " --> Qwen/Qwen3-9000B\n" in err and " --> --gpu h1000\n" in err
-    err = refused(capsys, "gpt2", *H100, "1", "--set", "parallelism.data=8", "--global-batch-size", "3")
+    err = refused(
+        capsys, "gpt2", *H100, "1", "--set", "parallelism.data=8", "--global-batch-size", "3"
+    )
     assert " --> --global-batch-size 3\n" in err
     err = refused(capsys, "gpt2", *H100, "1", "--set", "training.steps=none")
     assert " --> --set:1:16\n" in err

@@ -1,4 +1,5 @@
-"""`plan --pin ROW`: the row becomes the recipe's only layout, and nothing else of the file changes."""
+"""`plan --pin ROW`: the row becomes the recipe's only layout, and nothing else of the file
+changes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def rows(path: str, capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict
     return plans
 
 
-def test_the_row_is_the_only_layout_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_row_is_the_only_layout_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     wanted = rows(str(path), capsys)[1]["strategy"]
@@ -71,7 +74,9 @@ def test_another_file_and_a_json_recipe(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_base_with_a_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The pins, and the number of nodes, stand in the file that was named."""
     base, path = tmp_path / "base.yaml", tmp_path / "recipe.yaml"
-    text = RECIPE.replace("nodes: 1", "nodes: auto").replace("steps: 10", "steps: 10\n  days_at_most: 1")
+    text = RECIPE.replace("nodes: 1", "nodes: auto").replace(
+        "steps: 10", "steps: 10\n  days_at_most: 1"
+    )
     base.write_text(text + "parallelism: {tensor: auto}\n")
     path.write_text("extends: base.yaml\nname: mine\n")
     assert main(["plan", str(path), "--pin", "1"]) == 0
@@ -81,9 +86,22 @@ def test_a_base_with_a_deadline(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert base.read_text().startswith(text)
 
 
-def test_a_models_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    argv = ["plan", "Qwen/Qwen3-8B", "--gpu", "h100-sxm-80gb", "--nodes", "1", "--top", "2", "--pin", "1"]
+    argv = [
+        "plan",
+        "Qwen/Qwen3-8B",
+        "--gpu",
+        "h100-sxm-80gb",
+        "--nodes",
+        "1",
+        "--top",
+        "2",
+        "--pin",
+        "1",
+    ]
     assert main(argv) == 0
     assert load_recipe(tmp_path / "Qwen3-8B.yaml").parallelism.pipeline is not None
     assert main(argv) == 1

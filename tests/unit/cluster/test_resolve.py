@@ -20,7 +20,9 @@ def test_every_catalogue_entry_resolves_and_names_its_source(name: str) -> None:
     assert cluster.gpu.peak_flops["fp32"] > 0
     # What a name says is what it is: "h100-sxm-80gb" has 80 GiB.
     if name.endswith("gb"):
-        assert entry["memory_gib"] == int(name.rsplit("-", 1)[1].removeprefix("nvl").removesuffix("gb"))
+        assert entry["memory_gib"] == int(
+            name.rsplit("-", 1)[1].removeprefix("nvl").removesuffix("gb")
+        )
 
 
 def test_units_and_overrides() -> None:
@@ -48,11 +50,14 @@ def test_inline_gpu_takes_the_named_fallback_links() -> None:
     assert cluster.gpu.hbm_bytes_per_second == 2.4e12
     fallback = catalogue()["inline_gpu"]
     assert cluster.intra_node_bytes_per_second == fallback["intra_node_gbytes_per_second"] * 1e9
-    assert cluster.gpu.watts == fallback["watts"] and set(fallback["sources"]) == set(fallback) - {"sources"}
+    assert cluster.gpu.watts == fallback["watts"] and set(fallback["sources"]) == set(fallback) - {
+        "sources"
+    }
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("h100", "h100-sxm-80gb"), ("A100-SXM4-80GB", "a100-sxm4-80gb"), ("h20", "h200")]
+    ("name", "near"),
+    [("h100", "h100-sxm-80gb"), ("A100-SXM4-80GB", "a100-sxm4-80gb"), ("h20", "h200")],
 )
 def test_unknown_gpu_suggests(name: str, near: str) -> None:
     with pytest.raises(Refusal) as caught:

@@ -1,4 +1,5 @@
-"""rules/executable.py both ways: what it allows compiles, what it does not is refused with its code."""
+"""rules/executable.py both ways: what it allows compiles, what it does not is refused with its
+code."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from shardwright.recipe.load import load_recipe
 from shardwright.rules.executable import EXECUTABLE, check_executable
 from tests.unit.model.factory import problem_of
 
-# A value beyond the table for each row, as a user would write it; keys of the small recipe to go with it.
+# A value beyond the table for each row, as a user would write it; keys of the small recipe to go
+# with it.
 BEYOND: dict[str, list[dict[str, Any]]] = {
     "assume.kernels": [{"assume": {"kernels": "compiled"}}],
     "assume.mfu": [{"assume": {"mfu": 0.4}}],
@@ -35,12 +37,30 @@ WITHIN: list[dict[str, Any]] = [
     {"data": {"kind": "tokens", "path": "tokens.npy"}},
     {"data": {"kind": "jsonl", "path": "corpus.txt", "tokenizer": "byte"}},
     {"data": {"kind": "parquet", "path": "corpus.txt", "tokenizer": "byte"}},
-    {"data": {"kind": "chat", "path": "corpus.txt", "tokenizer": "byte", "template": "{{ messages }}"}},
+    {
+        "data": {
+            "kind": "chat",
+            "path": "corpus.txt",
+            "tokenizer": "byte",
+            "template": "{{ messages }}",
+        }
+    },
     {"data": {"kind": "megatron", "path": "corpus"}},
-    {"data": {"mixture": [{"kind": "synthetic", "weight": 1}, {"kind": "tokens", "path": "tokens.npy", "weight": 2}]}},
+    {
+        "data": {
+            "mixture": [
+                {"kind": "synthetic", "weight": 1},
+                {"kind": "tokens", "path": "tokens.npy", "weight": 2},
+            ]
+        }
+    },
     {"validation": {"fraction": 0.1, "every_steps": 5}},
     {"validation": {"kind": "tokens", "path": "tokens.npy"}},
-    {"training.steps": None, "training.epochs": 1, "data": {"kind": "tokens", "path": "tokens.npy"}},
+    {
+        "training.steps": None,
+        "training.epochs": 1,
+        "data": {"kind": "tokens", "path": "tokens.npy"},
+    },
     {"model.loss": "full"},
     {"model.loss": "chunked"},
     {"model.attention": "sdpa"},
@@ -56,7 +76,15 @@ WITHIN: list[dict[str, Any]] = [
     {"parallelism.offload": "none"},
     {"parallelism.offload": "auto"},
     *(
-        {"parallelism": {"tensor": 2, "pipeline": 1, "data": 2, "offload": name, "zero_stage": stage}}
+        {
+            "parallelism": {
+                "tensor": 2,
+                "pipeline": 1,
+                "data": 2,
+                "offload": name,
+                "zero_stage": stage,
+            }
+        }
         for name, stage in (("optimizer", 2), ("optimizer", 3), ("parameters", 3))
     ),
 ]
@@ -76,8 +104,12 @@ def test_every_row_has_a_counterexample() -> None:
     assert {".".join(map(str, limit.key)) for limit in EXECUTABLE} == set(BEYOND)
 
 
-@pytest.mark.parametrize(("key", "changes"), [(key, c) for key, rows in BEYOND.items() for c in rows], ids=str)
-def test_beyond_the_table_is_refused(recipe_of: Callable[..., Recipe], key: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("key", "changes"), [(key, c) for key, rows in BEYOND.items() for c in rows], ids=str
+)
+def test_beyond_the_table_is_refused(
+    recipe_of: Callable[..., Recipe], key: str, changes: dict[str, Any]
+) -> None:
     recipe = recipe_of(changes)
     limit = next(limit for limit in EXECUTABLE if ".".join(map(str, limit.key)) == key)
     found = [d for d in check_executable(recipe) if d.key == limit.key]
@@ -86,19 +118,24 @@ def test_beyond_the_table_is_refused(recipe_of: Callable[..., Recipe], key: str,
     with pytest.raises(Refusal) as caught:
         compile_recipe(recipe)
     assert limit.code in [d.code for d in caught.value.diagnostics]
-    told_again = [d for d in caught.value.diagnostics if d.code.startswith("SW3") and d.key == limit.key]
+    told_again = [
+        d for d in caught.value.diagnostics if d.code.startswith("SW3") and d.key == limit.key
+    ]
     assert told_again == []
 
 
 @pytest.mark.parametrize("changes", WITHIN, ids=json.dumps)
-def test_within_the_table_compiles(recipe_of: Callable[..., Recipe], changes: dict[str, Any]) -> None:
+def test_within_the_table_compiles(
+    recipe_of: Callable[..., Recipe], changes: dict[str, Any]
+) -> None:
     recipe = recipe_of(changes)
     assert check_executable(recipe) == ()
     assert compile_recipe(recipe).plan.strategy.world_size == 4
 
 
 def test_the_search_proposes_only_what_runs(recipe_of: Callable[..., Recipe]) -> None:
-    """With every key left open, no ranked layout has a value that the table refuses when it is pinned."""
+    """With every key left open, no ranked layout has a value that the table refuses when it is
+    pinned."""
     from shardwright.model.build import build_model_graph
     from shardwright.search.search import search
 

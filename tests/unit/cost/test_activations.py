@@ -1,4 +1,5 @@
-"""Which bytes the cost model counts: the traced ones for the model's own kernels, the published formula for others."""
+"""Which bytes the cost model counts: the traced ones for the model's own kernels, the published
+formula for others."""
 
 from __future__ import annotations
 
@@ -25,16 +26,23 @@ def test_the_models_own_kernels_keep_what_was_traced(checkpointing: str) -> None
     entry = kept_entry(graph.layers[1].kept, checkpointing, 2, LENGTH)
     assert entry is not None
     layers = found.between(1, 33)
-    assert (layers.whole, layers.divided) == (32 * entry.whole_bytes(LENGTH), 32 * entry.divided_bytes(LENGTH))
-    assert found.between(0, 1).whole == found.between(33, 34).whole == 0  # the lookup keeps nothing, the head is apart
+    assert (layers.whole, layers.divided) == (
+        32 * entry.whole_bytes(LENGTH),
+        32 * entry.divided_bytes(LENGTH),
+    )
+    assert (
+        found.between(0, 1).whole == found.between(33, 34).whole == 0
+    )  # the lookup keeps nothing, the head is apart
     assert found.head.whole > 0 and found.context.whole > 0
 
 
 def test_other_kernels_keep_what_is_published() -> None:
-    """arXiv 2205.05198, with grouped keys and a gated feed-forward: 6 H + 2 (heads + groups) d + 4 F elements."""
+    """arXiv 2205.05198, with grouped keys and a gated feed-forward: 6 H + 2 (heads + groups) d + 4
+    F elements."""
     graph = graph_of(LLAMA_8B)
     attention = 2 * (32 + 8) * 128
-    # torch.compile runs cheap operators again: the norms' inputs are kept, and the products' results.
+    # torch.compile runs cheap operators again: the norms' inputs are kept, and the products'
+    # results.
     elements = {"megatron": 4 * 4096 + 4 * 14336, "compiled": 2 * 4096 + 2 * 14336}
     for kernels, others in elements.items():
         layer = activations(graph, LENGTH, 2, "none", kernels).between(1, 2)
@@ -47,24 +55,31 @@ def test_a_layer_that_was_not_traced_falls_back_to_the_formula() -> None:
     untraced = dataclasses.replace(
         graph,
         config_hash="none of it traced",
-        layers=tuple(dataclasses.replace(layer, kept=(), flops_source="counted") for layer in graph.layers),
+        layers=tuple(
+            dataclasses.replace(layer, kept=(), flops_source="counted") for layer in graph.layers
+        ),
         context=(),
     )
-    assert activations(untraced, LENGTH, 2, "none", "auto") == activations(graph, LENGTH, 2, "none", "megatron")
+    assert activations(untraced, LENGTH, 2, "none", "auto") == activations(
+        graph, LENGTH, 2, "none", "megatron"
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_hf_is_the_models_own_modules_but_for_a_gpt2(checkpointing: str) -> None:
     llama, gpt2 = graph_of(LLAMA_8B), graph_of({**SMALL_GPT2, "resid_pdrop": 0.1})
-    assert activations(llama, LENGTH, 2, checkpointing, "hf") == activations(llama, LENGTH, 2, checkpointing, "auto")
-    # MPT: both norms in and out, queries, keys, values and output, 8 H of the feed-forward, and no dropout masks.
+    assert activations(llama, LENGTH, 2, checkpointing, "hf") == activations(
+        llama, LENGTH, 2, checkpointing, "auto"
+    )
+    # MPT: both norms in and out, queries, keys, values and output, 8 H of the feed-forward, and no
+    # dropout masks.
     layer = activations(gpt2, 128, 2, checkpointing, "hf").between(1, 2)
     assert layer.whole + layer.divided == 128 * 2 * 64 * (16 if checkpointing == "none" else 1)
 
 
 def test_selective_by_operator_keeps_every_second_product() -> None:
-    """torchtitan's: the layer's input, queries, values, the gate, attention's output; in eager mode the last product's
-    result too, which no backward pass reads."""
+    """torchtitan's: the layer's input, queries, values, the gate, attention's output; in eager mode
+    the last product's result too, which no backward pass reads."""
     graph = graph_of(LLAMA_8B)
     kept = 4096 + 4096 + 1024 + 14336 + 4096
     for kernels, elements in (("compiled", kept), ("hf", kept + 4096)):
@@ -80,8 +95,14 @@ def test_tensor_ranks_share_the_divided_part_alone() -> None:
 
 def test_selective_recomputes_the_attention_module() -> None:
     """Its four projections and both S x S products, once more."""
-    plain, again = (estimate(LLAMA_8B, change(activation_checkpointing=m)).time for m in ("none", "selective"))
-    extra = (again.hardware_tflops_per_gpu - again.model_tflops_per_gpu) * 1e12 / again.tokens_per_second_per_gpu
+    plain, again = (
+        estimate(LLAMA_8B, change(activation_checkpointing=m)).time for m in ("none", "selective")
+    )
+    extra = (
+        (again.hardware_tflops_per_gpu - again.model_tflops_per_gpu)
+        * 1e12
+        / again.tokens_per_second_per_gpu
+    )
     length = recipe_of(LLAMA_8B).training.sequence_length
     assert extra == pytest.approx(32 * (2 * 4096 * (2 * 4096 + 2 * 1024) + 4 * 4096 * length))
     assert again.step_seconds > plain.step_seconds
@@ -91,15 +112,26 @@ def test_selective_by_operator_recomputes_the_other_products() -> None:
     """Keys, attention's output projection and the second product of the feed-forward; no scores."""
     recipe = recipe_of(LLAMA_8B, assume={"kernels": "compiled"})
     time = estimate(LLAMA_8B, change(activation_checkpointing="selective"), recipe=recipe).time
-    extra = (time.hardware_tflops_per_gpu - time.model_tflops_per_gpu) * 1e12 / time.tokens_per_second_per_gpu
+    extra = (
+        (time.hardware_tflops_per_gpu - time.model_tflops_per_gpu)
+        * 1e12
+        / time.tokens_per_second_per_gpu
+    )
     assert extra == pytest.approx(32 * 2 * (4096 * 1024 + 4096 * 4096 + 4096 * 14336))
 
 
 def test_recomputation_leaves_out_the_last_product() -> None:
-    """Full checkpointing repeats all but the product that ends the layer, except where a dropout's mask follows it."""
+    """Full checkpointing repeats all but the product that ends the layer, except where a dropout's
+    mask follows it."""
 
     def again_over_forward(dropout: float) -> float:
-        config = {**SMALL_GPT2, "n_embd": 4096, "n_inner": 16384, "n_positions": 4096, "resid_pdrop": dropout}
+        config = {
+            **SMALL_GPT2,
+            "n_embd": 4096,
+            "n_inner": 16384,
+            "n_positions": 4096,
+            "resid_pdrop": dropout,
+        }
         recipe = recipe_of(config, training={"sequence_length": 4096})
         seconds = layer_seconds(
             recipe,
@@ -115,7 +147,8 @@ def test_recomputation_leaves_out_the_last_product() -> None:
 
 
 def test_megatrons_kernels_on_one_data_rank_are_megatron_lm() -> None:
-    """Its runs without ZeRO pay none of DeepSpeed's cost of a collective, whatever `target` says."""
+    """Its runs without ZeRO pay none of DeepSpeed's cost of a collective, whatever `target`
+    says."""
     recipe = recipe_of(LLAMA_8B, assume={"kernels": "megatron"})
     seconds = {
         zero_stage: estimate(

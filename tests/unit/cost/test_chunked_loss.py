@@ -19,21 +19,32 @@ LENGTH, VOCABULARY = 8192, 128_256
 
 
 def recipe(*, objective: str = "throughput") -> Recipe:
-    found = recipe_of(LLAMA_8B, cluster={"gpu": "h100-sxm-80gb"}, training={"sequence_length": LENGTH})
+    found = recipe_of(
+        LLAMA_8B, cluster={"gpu": "h100-sxm-80gb"}, training={"sequence_length": LENGTH}
+    )
     return dataclasses.replace(found, objective=objective)
 
 
 def estimate(strategy: Strategy, of: Recipe, memory_gib: float = 80) -> Estimate:
     cluster = resolve_cluster(of.cluster)
     gpu = dataclasses.replace(cluster.gpu, memory_gib=memory_gib)
-    return estimate_strategy(problem_of(of, graph_of(LLAMA_8B), dataclasses.replace(cluster, gpu=gpu)), strategy)
+    return estimate_strategy(
+        problem_of(of, graph_of(LLAMA_8B), dataclasses.replace(cluster, gpu=gpu)), strategy
+    )
 
 
-LAST_STAGE = change(tensor=1, pipeline=8, data=1, gradient_accumulation_steps=16, activation_checkpointing="full")
+LAST_STAGE = change(
+    tensor=1, pipeline=8, data=1, gradient_accumulation_steps=16, activation_checkpointing="full"
+)
 
 
 def test_a_chunk_is_at_most_an_eighth() -> None:
-    assert [chunk_length(1, 8192), chunk_length(4, 8192), chunk_length(1, 2048), chunk_length(2, 3)] == [
+    assert [
+        chunk_length(1, 8192),
+        chunk_length(4, 8192),
+        chunk_length(1, 2048),
+        chunk_length(2, 3),
+    ] == [
         1024,
         256,
         256,
@@ -44,10 +55,21 @@ def test_a_chunk_is_at_most_an_eighth() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [LAST_STAGE, change(tensor=8, pipeline=1, data=1, gradient_accumulation_steps=16, activation_checkpointing="full")],
+    [
+        LAST_STAGE,
+        change(
+            tensor=8,
+            pipeline=1,
+            data=1,
+            gradient_accumulation_steps=16,
+            activation_checkpointing="full",
+        ),
+    ],
 )
 def test_the_logits_of_one_chunk_instead_of_all(layout: Strategy) -> None:
-    whole, chunked = (estimate(dataclasses.replace(layout, loss=loss), recipe()) for loss in ("full", "chunked"))
+    whole, chunked = (
+        estimate(dataclasses.replace(layout, loss=loss), recipe()) for loss in ("full", "chunked")
+    )
     saved = whole.memory.stages[-1].workspace_bytes - chunked.memory.stages[-1].workspace_bytes
     logits = LENGTH * VOCABULARY / layout.tensor * 4
     assert saved > 0.5 * logits
@@ -75,7 +97,13 @@ def test_auto_takes_chunks_where_whole_logits_do_not_fit() -> None:
     pinned = dataclasses.replace(recipe(), model=dataclasses.replace(recipe().model, loss="full"))
     assert not estimate(LAST_STAGE, pinned, tight).memory.fits
     # One stage, so that the rank with the head is the fullest.
-    single = change(tensor=8, pipeline=1, data=1, gradient_accumulation_steps=16, activation_checkpointing="full")
+    single = change(
+        tensor=8,
+        pipeline=1,
+        data=1,
+        gradient_accumulation_steps=16,
+        activation_checkpointing="full",
+    )
     assert estimate(single, recipe(objective="memory")).strategy.loss == "chunked"
 
 

@@ -1,4 +1,5 @@
-"""A context degree divides tokens and states, and trades heads for tokens around each layer's attention."""
+"""A context degree divides tokens and states, and trades heads for tokens around each layer's
+attention."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ TOKENS = 8192
 
 
 def layout_of(strategy: Strategy) -> Layout:
-    recipe = recipe_of(LLAMA_8B, cluster={"gpu": "h100-sxm-80gb"}, training={"sequence_length": TOKENS})
+    recipe = recipe_of(
+        LLAMA_8B, cluster={"gpu": "h100-sxm-80gb"}, training={"sequence_length": TOKENS}
+    )
     return place(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
 
 
@@ -32,13 +35,25 @@ def test_a_rank_has_a_piece_of_each_row() -> None:
 
 @pytest.mark.parametrize(("context", "key_value_heads"), [(2, 8), (8, 8), (16, 16)])
 @pytest.mark.parametrize(("checkpointing", "again"), [("none", 1), ("full", 2)])
-def test_the_exchange_of_a_layer(context: int, key_value_heads: int, checkpointing: str, again: int) -> None:
-    """32 heads of queries and 8 of keys, of 128: B S/s (2h + 2kv') d bytes, of which (s - 1) / s leave a rank."""
+def test_the_exchange_of_a_layer(
+    context: int, key_value_heads: int, checkpointing: str, again: int
+) -> None:
+    """32 heads of queries and 8 of keys, of 128: B S/s (2h + 2kv') d bytes, of which (s - 1) / s
+    leave a rank."""
     layout = layout_of(
-        change(tensor=1, pipeline=1, data=1, context=context, zero_stage=1, activation_checkpointing=checkpointing)
+        change(
+            tensor=1,
+            pipeline=1,
+            data=1,
+            context=context,
+            zero_stage=1,
+            activation_checkpointing=checkpointing,
+        )
     )
     moved = layout.tokens * (2 * 32 + 2 * key_value_heads) * 128 * 2
-    wanted = gather_seconds(layout.cluster, default_constants(), group_of(layout.cluster, context, 1), moved, 4)
+    wanted = gather_seconds(
+        layout.cluster, default_constants(), group_of(layout.cluster, context, 1), moved, 4
+    )
     found = passes(layout)
     assert found.forward_comm[2] - found.forward_comm[1] == pytest.approx(wanted)
     assert found.backward_comm[2] - found.backward_comm[1] == pytest.approx(again * wanted)

@@ -1,4 +1,5 @@
-"""What comparing pairs costs, against what the loss itself makes; and what an estimate of a shipped model counts."""
+"""What comparing pairs costs, against what the loss itself makes; and what an estimate of a shipped
+model counts."""
 
 from __future__ import annotations
 
@@ -59,7 +60,11 @@ def test_the_tower_is_counted_as_its_matrices_say() -> None:
     graph = shipped_graph(config_text(LARGE), "auto")
     assert graph is not None and graph.contrastive and graph.features == 768
     layers, n, h, f = 24, 257, 1024, 4096
-    wanted = layers * (2 * n * (4 * h * h + 2 * h * f) + 4 * n * n * h) + 2 * 256 * 3 * 14**2 * h + 2 * h * 768
+    wanted = (
+        layers * (2 * n * (4 * h * h + 2 * h * f) + 4 * n * n * h)
+        + 2 * 256 * 3 * 14**2 * h
+        + 2 * h * 768
+    )
     recipe = recipe_of()
     assert largest_row(recipe, graph) is not None
     assert tower_flops(recipe, graph)[0] == pytest.approx(wanted, rel=0.01)

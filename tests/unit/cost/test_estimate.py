@@ -1,4 +1,5 @@
-"""The identities that `estimate --json` promises of every estimate, and that the numbers move the right way."""
+"""The identities that `estimate --json` promises of every estimate, and that the numbers move the
+right way."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.settle import estimate_strategy, place
-from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tests.unit.model.factory import (
+    LLAMA_8B,
+    SMALL_GPT2,
+    SMALL_LLAMA,
+    graph_of,
+    problem_of,
+    recipe_of,
+)
 from tools.fit_cost.live import live_bytes
 
 BASE = Strategy(
@@ -38,7 +46,12 @@ CONFIGS = {"llama": SMALL_LLAMA, "gpt2": SMALL_GPT2, "8b": LLAMA_8B}
 
 
 def estimate(
-    config: dict[str, JsonValue], strategy: Strategy, *, recipe: Recipe | None = None, gpus: int = 8, nodes: int = 1
+    config: dict[str, JsonValue],
+    strategy: Strategy,
+    *,
+    recipe: Recipe | None = None,
+    gpus: int = 8,
+    nodes: int = 1,
 ) -> Estimate:
     batch = strategy.micro_batch_size * strategy.gradient_accumulation_steps * strategy.data
     recipe = sized(recipe or recipe_of(config), batch, gpus, nodes)
@@ -117,43 +130,70 @@ def test_identities(
     assert (time.hardware_tflops_per_gpu > time.model_tflops_per_gpu) == (checkpointing != "none")
     assert time.mfu == pytest.approx(time.model_tflops_per_gpu / 989.4)
     tokens = micro_batch * accumulation * data * recipe.training.sequence_length
-    assert time.tokens_per_second_per_gpu == pytest.approx(tokens / time.step_seconds / strategy.world_size)
+    assert time.tokens_per_second_per_gpu == pytest.approx(
+        tokens / time.step_seconds / strategy.world_size
+    )
     assert (time.tensor_comm_seconds > 0) == (tensor > 1)
     assert (time.pipeline_comm_seconds > 0) == (pipeline > 1)
     assert len(memory.stages) == pipeline
     for stage in memory.stages:
         # The parts that estimate --json names are all that there is, and each of them is used.
-        parts_bytes = [v for k, v in dataclasses.asdict(stage).items() if k not in ("stage", "peak_bytes")]
+        parts_bytes = [
+            v for k, v in dataclasses.asdict(stage).items() if k not in ("stage", "peak_bytes")
+        ]
         assert len(parts_bytes) == 5 and sum(parts_bytes) == stage.peak_bytes <= memory.peak_bytes
     assert memory.peak_bytes in {stage.peak_bytes for stage in memory.stages}
     assert memory.capacity_bytes == 80 * 2**30
-    # Of the whole model, whoever holds it: embedding and head of a tied model are two where a pipeline parts them.
+    # Of the whole model, whoever holds it: embedding and head of a tied model are two where a
+    # pipeline parts them.
     graph = graph_of(config)
     once = sum(p.numel for layer in graph.layers for p in layer.parameters)
-    held = sum(stage.parameters_bytes for stage in memory.stages) * (data if zero_stage == 3 else 1) / 2
-    most = once * (1 if found.strategy.hpz_partition_size == 1 else 2)  # hpZ: a second copy inside each node
+    held = (
+        sum(stage.parameters_bytes for stage in memory.stages)
+        * (data if zero_stage == 3 else 1)
+        / 2
+    )
+    most = once * (
+        1 if found.strategy.hpz_partition_size == 1 else 2
+    )  # hpZ: a second copy inside each node
     assert graph.total_parameters / tensor <= held * (1 + 1e-6) and held <= most * (1 + 1e-6)
     whole = sized(recipe, micro_batch * accumulation * data, tensor, pipeline * data)
-    refused = check_layout(Problem(recipe=whole, graph=graph, cluster=resolve_cluster(whole.cluster)), strategy)
+    refused = check_layout(
+        Problem(recipe=whole, graph=graph, cluster=resolve_cluster(whole.cluster)), strategy
+    )
     broken = [d.code for d in refused if d.severity == "error"]
     assert found.feasible == (not broken and memory.fits)
-    assert [d.code for d in found.diagnostics if d.severity == "error"] == broken + ["SW3201"] * (not memory.fits)
+    assert [d.code for d in found.diagnostics if d.severity == "error"] == broken + ["SW3201"] * (
+        not memory.fits
+    )
 
 
 def test_model_flops_are_three_forwards() -> None:
-    """Llama-3.1-8B: 6 FLOPs per parameter outside the lookup, and 12 L H S for attention (arXiv 2104.04473)."""
+    """Llama-3.1-8B: 6 FLOPs per parameter outside the lookup, and 12 L H S for attention (arXiv
+    2104.04473)."""
     found = estimate(LLAMA_8B, BASE)
     graph = graph_of(LLAMA_8B)
-    matrices = graph.total_parameters - 128256 * 4096 - 65 * 4096  # without the lookup table and the norms
+    matrices = (
+        graph.total_parameters - 128256 * 4096 - 65 * 4096
+    )  # without the lookup table and the norms
     per_token = 6 * matrices + 12 * 32 * 4096 * 128
-    assert found.time.model_tflops_per_gpu * 1e12 == pytest.approx(per_token * found.time.tokens_per_second_per_gpu)
+    assert found.time.model_tflops_per_gpu * 1e12 == pytest.approx(
+        per_token * found.time.tokens_per_second_per_gpu
+    )
 
 
 def test_full_recomputation_adds_a_forward_of_the_decoder() -> None:
-    plain, full = estimate(LLAMA_8B, BASE).time, estimate(LLAMA_8B, change(activation_checkpointing="full")).time
+    plain, full = (
+        estimate(LLAMA_8B, BASE).time,
+        estimate(LLAMA_8B, change(activation_checkpointing="full")).time,
+    )
     head = 2 * 128256 * 4096
     forward = plain.model_tflops_per_gpu * 1e12 / plain.tokens_per_second_per_gpu / 3
-    again = (full.hardware_tflops_per_gpu - full.model_tflops_per_gpu) * 1e12 / full.tokens_per_second_per_gpu
+    again = (
+        (full.hardware_tflops_per_gpu - full.model_tflops_per_gpu)
+        * 1e12
+        / full.tokens_per_second_per_gpu
+    )
     assert again == pytest.approx(forward - head)
     assert full.step_seconds > plain.step_seconds
 
@@ -163,7 +203,8 @@ def change(**changes: object) -> Strategy:
 
 
 def test_the_bubble_of_even_stages() -> None:
-    """(p - 1) / (m + p - 1), where no stage differs: a vocabulary of one token makes the head weightless."""
+    """(p - 1) / (m + p - 1), where no stage differs: a vocabulary of one token makes the head
+    weightless."""
     config = {**LLAMA_8B, "vocab_size": 1, "num_hidden_layers": 30}
     for accumulation in (4, 16):
         strategy = change(pipeline=4, data=2, gradient_accumulation_steps=accumulation)
@@ -174,7 +215,8 @@ def test_the_bubble_of_even_stages() -> None:
 
 
 def test_states_follow_the_zero_stages() -> None:
-    """Bytes per parameter on 8 data ranks in bf16: 2 + (2 + 4) + 12/8, then the gradients, then the parameters cut."""
+    """Bytes per parameter on 8 data ranks in bf16: 2 + (2 + 4) + 12/8, then the gradients, then the
+    parameters cut."""
     numel = graph_of(LLAMA_8B).total_parameters
     expected = {0: (2, 6, 12), 1: (2, 6, 12 / 8), 2: (2, 4 / 8, 12 / 8), 3: (2 / 8, 4 / 8, 12 / 8)}
     for zero_stage, per_parameter in expected.items():
@@ -185,15 +227,26 @@ def test_states_follow_the_zero_stages() -> None:
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_parameters_of_a_tensor_rank(degree: int) -> None:
-    """By hand: matrices and the vocabulary are cut, norms are not, nor are the biases behind a row-parallel product."""
+    """By hand: matrices and the vocabulary are cut, norms are not, nor are the biases behind a
+    row-parallel product."""
     h, f, v, kv = 4096, 14336, 128256, 1024
     llama = 2 * v * h / degree + h + 32 * ((2 * h * h + 2 * h * kv + 3 * h * f) / degree + 2 * h)
-    assert estimate(LLAMA_8B, change(tensor=degree, data=1), gpus=degree).memory.stages[0].parameters_bytes == 2 * llama
-    h, v, positions, layers = (SMALL_GPT2[k] for k in ("n_embd", "vocab_size", "n_positions", "n_layer"))
+    assert (
+        estimate(LLAMA_8B, change(tensor=degree, data=1), gpus=degree)
+        .memory.stages[0]
+        .parameters_bytes
+        == 2 * llama
+    )
+    h, v, positions, layers = (
+        SMALL_GPT2[k] for k in ("n_embd", "vocab_size", "n_positions", "n_layer")
+    )
     cut = 3 * h * h + 3 * h + h * h + 4 * h * h + 4 * h + 4 * h * h
     gpt2 = -(-v // degree) * h + positions * h + 2 * h + layers * (cut / degree + 2 * h + 4 * h)
     assert (
-        estimate(SMALL_GPT2, change(tensor=degree, data=1), gpus=degree).memory.stages[0].parameters_bytes == 2 * gpt2
+        estimate(SMALL_GPT2, change(tensor=degree, data=1), gpus=degree)
+        .memory.stages[0]
+        .parameters_bytes
+        == 2 * gpt2
     )
 
 
@@ -202,7 +255,12 @@ def test_days_hours_and_money() -> None:
     time = dataclasses.replace(estimate(LLAMA_8B, BASE).time, step_seconds=36.0)
     recipe = recipe_of(training={"steps": 100}, cluster={"price_per_gpu_hour": 2.5})
     found = training_of(recipe.training.known_steps, resolve_cluster(recipe.cluster), time)
-    assert (found.steps, found.days, found.gpu_hours, found.cost) == (100, pytest.approx(1 / 24), 8.0, 20.0)
+    assert (found.steps, found.days, found.gpu_hours, found.cost) == (
+        100,
+        pytest.approx(1 / 24),
+        8.0,
+        20.0,
+    )
 
 
 def test_activations_follow_checkpointing_and_micro_batches_in_flight() -> None:
@@ -211,7 +269,9 @@ def test_activations_follow_checkpointing_and_micro_batches_in_flight() -> None:
         for mode in ("none", "selective", "full")
     ]
     assert kept[0] > kept[1] > kept[2] == 32 * 128 * 4096 * 2
-    stages = estimate(LLAMA_8B, change(pipeline=4, data=2, gradient_accumulation_steps=8)).memory.stages
+    stages = estimate(
+        LLAMA_8B, change(pipeline=4, data=2, gradient_accumulation_steps=8)
+    ).memory.stages
     per_layer = [s.activations_bytes for s in stages]
     assert per_layer[0] > per_layer[1] > per_layer[2] > per_layer[3]
 
@@ -237,10 +297,14 @@ def test_it_does_not_fit() -> None:
     assert not found.memory.fits and not found.feasible
     assert "SW3201" in {d.code for d in found.diagnostics}
     ignoring = estimate(
-        LLAMA_8B, change(zero_stage=1, micro_batch_size=64), recipe=recipe_of(assume={"ignore_memory": True})
+        LLAMA_8B,
+        change(zero_stage=1, micro_batch_size=64),
+        recipe=recipe_of(assume={"ignore_memory": True}),
     )
     assert ignoring.memory.peak_bytes > ignoring.memory.capacity_bytes
-    assert not ignoring.memory.fits and ignoring.feasible  # the refusal is silenced, the fact is not
+    assert (
+        not ignoring.memory.fits and ignoring.feasible
+    )  # the refusal is silenced, the fact is not
 
 
 def test_headroom_is_kept_free() -> None:
@@ -260,7 +324,9 @@ def test_headroom_is_kept_free() -> None:
 def test_assumed_mfu_is_the_mfu_of_the_compute() -> None:
     time = estimate(LLAMA_8B, BASE, recipe=recipe_of(assume={"mfu": 0.25})).time
     overhead = time.step_seconds - time.compute_seconds
-    assert time.mfu * time.step_seconds / (time.step_seconds - overhead) == pytest.approx(0.25, rel=0.1)
+    assert time.mfu * time.step_seconds / (time.step_seconds - overhead) == pytest.approx(
+        0.25, rel=0.1
+    )
 
 
 def test_tokens_become_steps_and_money() -> None:
@@ -276,5 +342,7 @@ def test_tokens_become_steps_and_money() -> None:
 def test_no_numbers_where_the_world_or_the_batch_does_not_work_out() -> None:
     recipe = recipe_of(LLAMA_8B)
     with pytest.raises(Refusal) as caught:
-        estimate_strategy(problem_of(recipe, graph_of(LLAMA_8B)), change(data=3, zero_stage=3, pipeline=2))
+        estimate_strategy(
+            problem_of(recipe, graph_of(LLAMA_8B)), change(data=3, zero_stage=3, pipeline=2)
+        )
     assert [d.code for d in caught.value.diagnostics] == ["SW3101", "SW3102", "SW3108"]

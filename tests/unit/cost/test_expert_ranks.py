@@ -1,4 +1,5 @@
-"""An expert degree divides weights and gradients of experts, never ZeRO's states; rows travel, and arrive unevenly."""
+"""An expert degree divides weights and gradients of experts, never ZeRO's states; rows travel, and
+arrive unevenly."""
 
 from __future__ import annotations
 
@@ -50,42 +51,68 @@ def test_what_expert_ranks_divide(zero_stage: int) -> None:
     assert (after.gradients_bytes < before.gradients_bytes) == (zero_stage == 1)
 
 
-@pytest.mark.parametrize(("tensor", "expert", "checkpointing", "again"), [(1, 8, "none", 1), (2, 4, "full", 2)])
+@pytest.mark.parametrize(
+    ("tensor", "expert", "checkpointing", "again"), [(1, 8, "none", 1), (2, 4, "full", 2)]
+)
 def test_the_rows_of_a_layer(tensor: int, expert: int, checkpointing: str, again: int) -> None:
-    """2 b S k H elements each way, on every tensor rank. No host: its floor hides a part of them here."""
+    """2 b S k H elements each way, on every tensor rank. No host: its floor hides a part of them
+    here."""
     c = dataclasses.replace(default_constants(), collective_host_seconds=0.0)
-    keys = {"tensor": tensor, "pipeline": 1, "data": 8 // tensor, "activation_checkpointing": checkpointing}
+    keys = {
+        "tensor": tensor,
+        "pipeline": 1,
+        "data": 8 // tensor,
+        "activation_checkpointing": checkpointing,
+    }
     plain, layout = layout_of(change(**keys), c), layout_of(change(**keys, expert=expert), c)
     assert {kind.chosen_experts for kind in layout.shapes.kinds} == {2}
     moved = UNEVEN * 2 * layout.tokens * 2 * layout.graph.hidden_size * layout.element_bytes
     group = group_of(layout.cluster, expert, tensor)
     wanted = all_to_all_seconds(layout.cluster, c, group, moved, 3)
     before, found = passes(plain), passes(layout)
-    ahead = (found.forward_comm[2] - found.forward_comm[1]) - (before.forward_comm[2] - before.forward_comm[1])
-    back = (found.backward_comm[2] - found.backward_comm[1]) - (before.backward_comm[2] - before.backward_comm[1])
+    ahead = (found.forward_comm[2] - found.forward_comm[1]) - (
+        before.forward_comm[2] - before.forward_comm[1]
+    )
+    back = (found.backward_comm[2] - found.backward_comm[1]) - (
+        before.backward_comm[2] - before.backward_comm[1]
+    )
     assert ahead == pytest.approx(wanted) and back == pytest.approx(again * wanted)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_what_expert_ranks_add_to_activations(checkpointing: str) -> None:
-    """The rows that arrive are the experts' inputs, which a layer has without expert ranks too: those beyond the mean
-    alone are more."""
+    """The rows that arrive are the experts' inputs, which a layer has without expert ranks too:
+    those beyond the mean alone are more."""
     keys = {"tensor": 1, "pipeline": 1, "data": 8, "activation_checkpointing": checkpointing}
     before, cut = layout_of(change(**keys)), layout_of(change(**keys, expert=8))
     (kind,) = cut.shapes.kinds
-    rows = cut.tokens * kind.chosen_experts * (cut.graph.hidden_size + kind.expert_features) * cut.element_bytes
+    rows = (
+        cut.tokens
+        * kind.chosen_experts
+        * (cut.graph.hidden_size + kind.expert_features)
+        * cut.element_bytes
+    )
     more = 4 * (UNEVEN - 1) * rows if checkpointing == "none" else 0.0  # layers
     kept = [estimate_memory(layout).stages[0].activations_bytes for layout in (before, cut)]
     assert kept[1] - kept[0] == pytest.approx(more, abs=2) and rows > 0
 
 
 def test_tensor_ranks_that_hold_whole_experts() -> None:
-    """Under Megatron-Core: as many experts a rank as expert ranks leave, and gradients summed over all that have
-    them."""
-    megatron = problem_of(recipe_of(MIXTURE, cluster={"gpu": "h100-sxm-80gb"}, target="megatron"), graph_of(MIXTURE))
+    """Under Megatron-Core: as many experts a rank as expert ranks leave, and gradients summed over
+    all that have them."""
+    megatron = problem_of(
+        recipe_of(MIXTURE, cluster={"gpu": "h100-sxm-80gb"}, target="megatron"), graph_of(MIXTURE)
+    )
 
     def found(**more: object) -> Layout:
-        keys = {"tensor": 2, "pipeline": 1, "data": 4, "sequence_parallel": True, "expert": 2, **more}
+        keys = {
+            "tensor": 2,
+            "pipeline": 1,
+            "data": 4,
+            "sequence_parallel": True,
+            "expert": 2,
+            **more,
+        }
         return place(megatron, change(**keys), default_constants())
 
     cut, whole = found(), found(expert_tensor=1)
@@ -95,7 +122,9 @@ def test_tensor_ranks_that_hold_whole_experts() -> None:
     assert after.parameters_bytes - before.parameters_bytes == experts // 2 * cut.element_bytes
     assert after.optimizer_bytes == before.optimizer_bytes
     assert found(expert_tensor=1, expert=4).strategy.expert_parts == 2
-    assert exchanged_seconds(whole)[1] < exchanged_seconds(cut)[1]  # no rows are gathered over tensor ranks
+    assert (
+        exchanged_seconds(whole)[1] < exchanged_seconds(cut)[1]
+    )  # no rows are gathered over tensor ranks
     # One data rank: the experts' gradients alone are on two ranks.
     alone = found(data=1, expert=1, expert_tensor=1, zero_stage=0)
     group = group_of(alone.cluster, 2, 1)
@@ -106,7 +135,10 @@ def test_tensor_ranks_that_hold_whole_experts() -> None:
 
 
 def test_rows_within_a_node_and_beyond_go_at_the_same_time() -> None:
-    cluster, c = problem_of(recipe_of(MIXTURE, cluster={"nodes": 2}), graph_of(MIXTURE)).cluster, default_constants()
+    cluster, c = (
+        problem_of(recipe_of(MIXTURE, cluster={"nodes": 2}), graph_of(MIXTURE)).cluster,
+        default_constants(),
+    )
     slots = cluster.gpus_per_node
     inside = all_to_all_seconds(cluster, c, group_of(cluster, slots, 1), 1e9, 0)
     across = all_to_all_seconds(cluster, c, group_of(cluster, 2 * slots, 1), 1e9, 0)
@@ -118,15 +150,21 @@ def test_a_rank_of_the_plan_holds_its_own_experts() -> None:
     """The bytes of plan.json are those that the memory model counts."""
     strategy = change(tensor=1, pipeline=1, data=8, expert=4)
     layout = layout_of(strategy)
-    partition, problem = StagePartition(boundaries=layout.boundaries, schedule=strategy.schedule), layout.problem
+    partition, problem = (
+        StagePartition(boundaries=layout.boundaries, schedule=strategy.schedule),
+        layout.problem,
+    )
     tensor_map = tensor_parallel_map(problem.graph, 1)
-    ranks = place_ranks(problem.graph, problem.cluster, strategy, partition, tensor_map, problem.recipe)
+    ranks = place_ranks(
+        problem.graph, problem.cluster, strategy, partition, tensor_map, problem.recipe
+    )
     (stage,) = estimate_memory(layout).stages
     assert {rank.parameter_bytes for rank in ranks} == {stage.parameters_bytes}
 
 
 def test_a_stack_of_experts_is_one_module() -> None:
-    """For DeepSpeed's hooks, which stand around modules; published runs had three for each expert."""
+    """For DeepSpeed's hooks, which stand around modules; published runs had three for each
+    expert."""
     shapes, graph = model_shapes(graph_of(MIXTURE), 1), graph_of(MIXTURE)
     experts, layers = MIXTURE["num_local_experts"], graph.decoder_layers
     assert isinstance(experts, int)

@@ -27,7 +27,9 @@ def test_ranks_that_are_spread_over_more_nodes_reach_less() -> None:
 
 
 def test_larger_messages_reach_more_up_to_the_whole_link() -> None:
-    shares = [share_of_links("efa", "all_gather", 64, 8, SIZE * factor) for factor in (1 / 32, 1, 32, 1e6)]
+    shares = [
+        share_of_links("efa", "all_gather", 64, 8, SIZE * factor) for factor in (1 / 32, 1, 32, 1e6)
+    ]
     assert shares[1] == pytest.approx(0.1725)
     assert shares[0] == pytest.approx(shares[1] / 2) and shares[2] == pytest.approx(2 * shares[1])
     assert shares[3] == pytest.approx(2 * shares[1]), "no more than twice of what was measured"

@@ -1,4 +1,5 @@
-"""Expected times against simulated failures, Young's and Daly's interval against the best one, and the limits."""
+"""Expected times against simulated failures, Young's and Daly's interval against the best one, and
+the limits."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ from shardwright.ir.recipe import Recipe
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.search.settle import as_planned
-from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tests.unit.model.factory import (
+    LLAMA_8B,
+    SMALL_GPT2,
+    SMALL_LLAMA,
+    graph_of,
+    problem_of,
+    recipe_of,
+)
 
 STEP_SECONDS = 20.0
 AT_2048_NODES = Disturbances(mtbf_seconds=11_135, save_seconds=2.44, restart_seconds=1_820)
@@ -55,11 +63,17 @@ def simulated(d: Disturbances, steps: int, interval: int, chance: random.Random)
         (AT_2048_NODES, 3_000, 11),
         (AT_2048_NODES, 3_000, 500),  # nearly every stretch fails
         (AT_2048_NODES, 1_007, 100),  # a shorter one at the end
-        (Disturbances(mtbf_seconds=900, save_seconds=300, restart_seconds=1_200), 300, 17),  # restarts fail too
+        (
+            Disturbances(mtbf_seconds=900, save_seconds=300, restart_seconds=1_200),
+            300,
+            17,
+        ),  # restarts fail too
         (Disturbances(mtbf_seconds=1e6, save_seconds=60, restart_seconds=600), 20_000, 500),
     ],
 )
-def test_the_expected_time_is_that_of_simulated_failures(d: Disturbances, steps: int, interval: int) -> None:
+def test_the_expected_time_is_that_of_simulated_failures(
+    d: Disturbances, steps: int, interval: int
+) -> None:
     chance = random.Random(7)
     times = [simulated(d, steps, interval, chance) for _ in range(2_000)]
     mean = math.fsum(times) / len(times)
@@ -71,7 +85,11 @@ def test_the_expected_time_is_that_of_simulated_failures(d: Disturbances, steps:
 @pytest.mark.parametrize("mtbf", [2_000.0, 11_135.0, 1e6])
 @pytest.mark.parametrize("save", [1.0, 60.0, 600.0])
 def test_the_interval_is_next_to_the_best_one(mtbf: float, save: float) -> None:
-    d, step, steps = Disturbances(mtbf_seconds=mtbf, save_seconds=save, restart_seconds=900), 1.0, 10**7
+    d, step, steps = (
+        Disturbances(mtbf_seconds=mtbf, save_seconds=save, restart_seconds=900),
+        1.0,
+        10**7,
+    )
 
     def total(interval: int) -> float:
         return expected_seconds(d, step, steps, interval).total
@@ -97,10 +115,12 @@ def test_the_interval_is_at_least_a_step_and_at_most_the_run() -> None:
 
 
 def test_the_figures_of_2048_nodes() -> None:
-    """15.6 T tokens in 929,833 steps of 20.46 s, worked out by hand: 84,530 stretches of 11 steps, each failing with
-    1 - e^(-227.5 / 11135) = 2.02 %."""
+    """15.6 T tokens in 929,833 steps of 20.46 s, worked out by hand: 84,530 stretches of 11 steps,
+    each failing with 1 - e^(-227.5 / 11135) = 2.02 %."""
     spent = expected_seconds(AT_2048_NODES, 20.46, 929_833, 11)
-    days = [seconds / 86_400 for seconds in (spent.trained, spent.saves, spent.lost, spent.restarts)]
+    days = [
+        seconds / 86_400 for seconds in (spent.trained, spent.saves, spent.lost, spent.restarts)
+    ]
     assert days == pytest.approx([220.19, 2.3872, 2.289, 39.93], rel=1e-3)
     assert spent.total / AT_2048_NODES.mtbf_seconds == pytest.approx(2_054, rel=1e-3)
 
@@ -132,7 +152,9 @@ BASE = Strategy(
 )
 
 
-def nodes_of(strategy: Strategy, config: dict[str, JsonValue], nodes: int, recipe: Recipe | None = None) -> list[float]:
+def nodes_of(
+    strategy: Strategy, config: dict[str, JsonValue], nodes: int, recipe: Recipe | None = None
+) -> list[float]:
     problem = laid_out(strategy, config, nodes, recipe)
     layout = lay_out(problem, strategy, default_constants())
     layers = len(problem.graph.layers)
@@ -141,12 +163,18 @@ def nodes_of(strategy: Strategy, config: dict[str, JsonValue], nodes: int, recip
     )
 
 
-def laid_out(strategy: Strategy, config: dict[str, JsonValue], nodes: int, recipe: Recipe | None = None) -> Problem:
+def laid_out(
+    strategy: Strategy, config: dict[str, JsonValue], nodes: int, recipe: Recipe | None = None
+) -> Problem:
     recipe = recipe or recipe_of(config)
-    cluster = dataclasses.replace(recipe.cluster, nodes=nodes, gpus_per_node=strategy.world_size // nodes)
+    cluster = dataclasses.replace(
+        recipe.cluster, nodes=nodes, gpus_per_node=strategy.world_size // nodes
+    )
     batch = strategy.micro_batch_size * strategy.gradient_accumulation_steps * strategy.data
     training = dataclasses.replace(recipe.training, global_batch_size=batch)
-    return problem_of(dataclasses.replace(recipe, cluster=cluster, training=training), graph_of(config))
+    return problem_of(
+        dataclasses.replace(recipe, cluster=cluster, training=training), graph_of(config)
+    )
 
 
 @pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2], ids=["llama", "gpt2-tied"])
@@ -162,7 +190,9 @@ def laid_out(strategy: Strategy, config: dict[str, JsonValue], nodes: int, recip
     ],
     ids=["pipeline", "zero-3", "zero-0", "context-zero-0", "context", "dualpipev"],
 )
-def test_the_nodes_write_every_element_once(strategy: Strategy, config: dict[str, JsonValue]) -> None:
+def test_the_nodes_write_every_element_once(
+    strategy: Strategy, config: dict[str, JsonValue]
+) -> None:
     nodes = nodes_of(strategy, config, 4)
     assert sum(nodes) == pytest.approx(STATE_BYTES * graph_of(config).total_parameters, rel=1e-12)
     if strategy.zero_stage == 0:  # the first data rank's node writes all of it
@@ -177,7 +207,9 @@ def expected(
     nodes: int = 2, every: object = None, measured: float | None = None, **cluster: object
 ) -> tuple[Goodput, Recipe]:
     recipe = recipe_of(LLAMA_8B, training={"steps": 20_000}, cluster=cluster)
-    recipe = dataclasses.replace(recipe, checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=every))  # type: ignore[arg-type]
+    recipe = dataclasses.replace(
+        recipe, checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=every)
+    )  # type: ignore[arg-type]
     strategy = dataclasses.replace(BASE, pipeline=1, data=nodes * 4, tensor=2)
     problem = laid_out(strategy, LLAMA_8B, nodes, recipe)
     _, estimate = as_planned(problem, strategy, (0, len(problem.graph.layers)))
@@ -189,39 +221,62 @@ def expected(
 def test_the_parts_add_up_and_auto_is_the_best() -> None:
     pinned, auto = expected(every=100)[0], expected(every="auto")[0]
     for g in (pinned, auto):
-        parts = (g.days_without_failures, g.lost_to_saves_days, g.lost_to_failures_days, g.lost_to_restarts_days)
+        parts = (
+            g.days_without_failures,
+            g.lost_to_saves_days,
+            g.lost_to_failures_days,
+            g.lost_to_restarts_days,
+        )
         assert g.expected_days == pytest.approx(sum(part or math.nan for part in parts), rel=1e-12)
         assert g.fraction == pytest.approx((g.days_without_failures or 0) / (g.expected_days or 1))
-        assert g.save_seconds == pytest.approx(g.checkpoint_gbytes / 2 / g.checkpoint_gbytes_per_second)
+        assert g.save_seconds == pytest.approx(
+            g.checkpoint_gbytes / 2 / g.checkpoint_gbytes_per_second
+        )
         assert g.worth_of_half_the_save_days is not None and g.worth_of_half_the_save_days > 0
     assert pinned.interval_steps == 100 and pinned.auto_interval_steps == auto.interval_steps
     assert pinned.auto_expected_days == auto.expected_days
     assert (auto.expected_days or 0) < (pinned.expected_days or 0)
     # A save of half the time is then right more often.
-    assert (pinned.worth_of_half_the_save_days or 0) == pytest.approx((pinned.lost_to_saves_days or 0) / 2, rel=0.02)
+    assert (pinned.worth_of_half_the_save_days or 0) == pytest.approx(
+        (pinned.lost_to_saves_days or 0) / 2, rel=0.02
+    )
 
 
 def test_where_the_numbers_come_from() -> None:
     constants = goodput_constants()
     default, _ = expected()
-    assert default.node_mtbf_hours == constants["node_mtbf_hours"] == pytest.approx(54 * 24 * 2048 / 419, abs=0.01)
+    assert (
+        default.node_mtbf_hours
+        == constants["node_mtbf_hours"]
+        == pytest.approx(54 * 24 * 2048 / 419, abs=0.01)
+    )
     assert default.cluster_mtbf_hours == default.node_mtbf_hours / 2
     assert (default.speed_from, default.checkpoint_gbytes_per_second) == ("default", 0.98)
     measured, _ = expected(measured=3.0)
     assert (measured.speed_from, measured.checkpoint_gbytes_per_second) == ("measured", 3.0)
     given, _ = expected(measured=3.0, checkpoint_gbytes_per_second=5.0, node_mtbf_hours=100.0)
-    assert (given.speed_from, given.checkpoint_gbytes_per_second, given.cluster_mtbf_hours) == ("recipe", 5.0, 50.0)
+    assert (given.speed_from, given.checkpoint_gbytes_per_second, given.cluster_mtbf_hours) == (
+        "recipe",
+        5.0,
+        50.0,
+    )
     assert given.save_seconds == pytest.approx(default.save_seconds * 0.98 / 5)
 
 
 def test_the_words() -> None:
     often = expected(nodes=64, every=100, node_mtbf_hours=200.0)[0]
     lines = goodput_words(often)
-    assert len(lines) == 3 and "a failure every 3.12 hours" in lines[0] and "every 100 steps" in lines[1]
+    assert (
+        len(lines) == 3
+        and "a failure every 3.12 hours" in lines[0]
+        and "every 100 steps" in lines[1]
+    )
     assert "half the save is worth" in lines[2]
     last = expected(nodes=64, node_mtbf_hours=0.5)[0]
     assert last.interval_steps is None and last.fraction < 1e-3
-    assert goodput_words(last)[0].startswith("less than 0.1% of the time trains: a failure every 28.1 seconds")
+    assert goodput_words(last)[0].startswith(
+        "less than 0.1% of the time trains: a failure every 28.1 seconds"
+    )
     json.dumps(dataclasses.asdict(last), allow_nan=False)
 
 
@@ -236,6 +291,8 @@ def test_epochs_know_the_share_and_not_the_days() -> None:
 
     found = of("auto")
     assert of(None) is None and found is not None
-    assert found.expected_days is None and 0.9 < found.fraction < 1 and (found.interval_steps or 0) > 1
+    assert (
+        found.expected_days is None and 0.9 < found.fraction < 1 and (found.interval_steps or 0) > 1
+    )
     (words,) = goodput_words(found)
     assert "of the time trains" in words and "auto" not in words

@@ -21,14 +21,18 @@ from tests.unit.cost.test_estimate import change
 from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 LAYERS = 34  # of the 8B model, with the embedding and the head
-ZERO3 = change(data=32, zero_stage=3, gradient_accumulation_steps=8, activation_checkpointing="full")
+ZERO3 = change(
+    data=32, zero_stage=3, gradient_accumulation_steps=8, activation_checkpointing="full"
+)
 
 
 def recipe_for(strategy: Strategy = ZERO3, **cluster: object) -> Recipe:
     batch = strategy.data * strategy.micro_batch_size * strategy.gradient_accumulation_steps
     nodes = strategy.tensor * strategy.data // 8
     slow = {"nodes": nodes, "gpu": "a100-sxm4-80gb", "inter_node_gbits_per_second": 25.0, **cluster}
-    return recipe_of(LLAMA_8B, cluster=slow, training={"global_batch_size": batch, "sequence_length": 2048})
+    return recipe_of(
+        LLAMA_8B, cluster=slow, training={"global_batch_size": batch, "sequence_length": 2048}
+    )
 
 
 def estimate(strategy: Strategy, recipe: Recipe, cluster: Cluster | None = None) -> Estimate:
@@ -71,8 +75,8 @@ def test_what_it_adds_to_memory() -> None:
 
 
 def test_only_the_first_forward_pass_of_a_step_leaves_the_node() -> None:
-    """Where nothing hides behind compute: the weights over the nodes once a step, not for each pass. The head stays
-    whole from a forward to a backward pass."""
+    """Where nothing hides behind compute: the weights over the nodes once a step, not for each
+    pass. The head stays whole from a forward to a backward pass."""
     recipe = recipe_for()
     recipe = dataclasses.replace(recipe, assume=dataclasses.replace(recipe.assume, mfu=1e6))
     plain, copied = both(recipe, ZERO3)
@@ -80,18 +84,24 @@ def test_only_the_first_forward_pass_of_a_step_leaves_the_node() -> None:
     cluster = resolve_cluster(recipe.cluster)
     inside = cluster.intra_node_bytes_per_second * c.intra_node_efficiency
     across = min(inside, 8 * cluster.inter_node_bytes_per_second * c.inter_node_efficiency)
-    far = 31 / 32 * bytes_ / across + LAYERS * (4 * c.inter_node_hop_seconds + 27 * c.intra_node_hop_seconds)
+    far = 31 / 32 * bytes_ / across + LAYERS * (
+        4 * c.inter_node_hop_seconds + 27 * c.intra_node_hop_seconds
+    )
     near = 7 / 8 * bytes_ / inside + LAYERS * 7 * c.intra_node_hop_seconds
     total = graph_of(LLAMA_8B).total_parameters
     gathers = ZERO3.gradient_accumulation_steps * (2 - (128256 + 1) * 4096 / total)
     launches = 2 * LAYERS * c.collective_host_seconds
     saved = (gathers - 1) * (far - near) - launches
-    assert plain.time.data_comm_seconds - copied.time.data_comm_seconds == pytest.approx(saved, rel=1e-4)
+    assert plain.time.data_comm_seconds - copied.time.data_comm_seconds == pytest.approx(
+        saved, rel=1e-4
+    )
 
 
 def test_frozen_weights_never_leave_the_node() -> None:
     recipe = recipe_for()
-    recipe = dataclasses.replace(recipe, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=None))
+    recipe = dataclasses.replace(
+        recipe, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=None)
+    )
     plain, copied = both(recipe, ZERO3)
     fewer = dataclasses.replace(ZERO3, gradient_accumulation_steps=1)
     one = recipe_for(fewer)
@@ -99,7 +109,9 @@ def test_frozen_weights_never_leave_the_node() -> None:
     saved = plain.time.data_comm_seconds - copied.time.data_comm_seconds
     plain_of_one, copied_of_one = both(one, fewer)
     # As much at each micro-batch, the first one too.
-    assert saved == pytest.approx(8 * (plain_of_one.time.data_comm_seconds - copied_of_one.time.data_comm_seconds))
+    assert saved == pytest.approx(
+        8 * (plain_of_one.time.data_comm_seconds - copied_of_one.time.data_comm_seconds)
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,10 @@ def test_frozen_weights_never_leave_the_node() -> None:
     ids=["one-node", "zero-2", "tensor-fills-the-node", "offload-optimizer", "offload-parameters"],
 )
 def test_where_there_can_be_none(strategy: Strategy) -> None:
-    assert estimate(strategy, recipe_for(strategy, host_memory_gib=2000.0)).strategy.hpz_partition_size == 1
+    assert (
+        estimate(strategy, recipe_for(strategy, host_memory_gib=2000.0)).strategy.hpz_partition_size
+        == 1
+    )
 
 
 def test_tensor_groups_share_the_node() -> None:
@@ -127,13 +142,19 @@ def test_what_else_keeps_it_away() -> None:
     assert estimate(ZERO3, recipe).strategy.hpz_partition_size == 8
     memory = dataclasses.replace(recipe, objective="memory")
     published = dataclasses.replace(recipe, assume=dataclasses.replace(recipe.assume, kernels="hf"))
-    refused = dataclasses.replace(recipe, extra={"zero_optimization": {"zero_hpz_partition_size": 1}})
+    refused = dataclasses.replace(
+        recipe, extra={"zero_optimization": {"zero_hpz_partition_size": 1}}
+    )
     for other in (memory, published, refused):
         assert estimate(ZERO3, other).strategy.hpz_partition_size == 1
     once = dataclasses.replace(ZERO3, gradient_accumulation_steps=1)
-    quick = recipe_for(once, inter_node_gbits_per_second=4000.0)  # the launches that it uncovers cost more
+    quick = recipe_for(
+        once, inter_node_gbits_per_second=4000.0
+    )  # the launches that it uncovers cost more
     assert estimate(once, quick).strategy.hpz_partition_size == 1
-    pinned = dataclasses.replace(recipe, parallelism=dataclasses.replace(recipe.parallelism, memory_headroom=0.0))
+    pinned = dataclasses.replace(
+        recipe, parallelism=dataclasses.replace(recipe.parallelism, memory_headroom=0.0)
+    )
     cluster = resolve_cluster(recipe.cluster)
     plain, copied = both(recipe, ZERO3)
     tight = copied.memory.peak_bytes / 2**30 / (1 - default_constants().driver_share)
@@ -141,7 +162,9 @@ def test_what_else_keeps_it_away() -> None:
         small = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=gib))
         # What predictions may fall short by stays free, unless the recipe says how much does.
         assert estimate(ZERO3, recipe, small).strategy.hpz_partition_size == 1
-    roomy = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=tight * 1.01))
+    roomy = dataclasses.replace(
+        cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=tight * 1.01)
+    )
     assert estimate(ZERO3, pinned, roomy).strategy.hpz_partition_size == 8
     assert plain.memory.fits
 
@@ -160,7 +183,13 @@ TAKEN: list[bool] = []
     memory_gib=st.sampled_from([24.0, 40.0, 60.0, 80.0]),
 )
 def never_costs(
-    tensor: int, nodes: int, micro_batch: int, accumulation: int, checkpointing: str, gigabits: float, memory_gib: float
+    tensor: int,
+    nodes: int,
+    micro_batch: int,
+    accumulation: int,
+    checkpointing: str,
+    gigabits: float,
+    memory_gib: float,
 ) -> None:
     strategy = change(
         tensor=tensor,
@@ -172,7 +201,9 @@ def never_costs(
     )
     recipe = recipe_for(strategy, inter_node_gbits_per_second=gigabits)
     cluster = resolve_cluster(recipe.cluster)
-    small = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
+    small = dataclasses.replace(
+        cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib)
+    )
     layout, memory = settle(problem_of(recipe, graph_of(LLAMA_8B), small), strategy)
     TAKEN.append(layout.strategy.hpz_partition_size > 1)
     if TAKEN[-1]:
@@ -181,7 +212,9 @@ def never_costs(
         assert price(layout, memory, ()).time.step_seconds < without.time.step_seconds
         assert without.memory.peak_bytes < memory.peak_bytes <= memory.capacity_bytes * 0.95
     for more in (
-        dataclasses.replace(small, inter_node_bytes_per_second=2 * small.inter_node_bytes_per_second),
+        dataclasses.replace(
+            small, inter_node_bytes_per_second=2 * small.inter_node_bytes_per_second
+        ),
         dataclasses.replace(small, gpu=dataclasses.replace(small.gpu, memory_gib=1.5 * memory_gib)),
     ):
         found, now = estimate(strategy, recipe, more), estimate(strategy, recipe, small)

@@ -1,4 +1,5 @@
-"""Single kernels and collectives: limits that physics gives, and what quantisation and alignment cost."""
+"""Single kernels and collectives: limits that physics gives, and what quantisation and alignment
+cost."""
 
 from __future__ import annotations
 
@@ -60,14 +61,15 @@ def test_a_wave_more_costs_a_wave() -> None:
 
 
 def test_odd_widths_lose_rate() -> None:
-    """Rows that begin inside a cache line: the more, the less of them is in the cache. Loads of less than 16 bytes:
-    always."""
+    """Rows that begin inside a cache line: the more, the less of them is in the cache. Loads of
+    less than 16 bytes: always."""
     lost = [rate(m, 7168, 1800) / rate(m, 7168, 1792) for m in (2048, 16384, 65536)]
     assert 0.95 < lost[0] < 1.05 and lost[0] > lost[1] > lost[2]
     assert lost[1] < 0.95 and lost[2] < 0.85
     assert rate(2048, 7168, 1796) < 0.95 * rate(2048, 7168, 1792)
     slow, fast = (
-        eager_attention_seconds(A100, C, heads=12, head_dim=size, length=2048, passes=0) for size in (150, 152)
+        eager_attention_seconds(A100, C, heads=12, head_dim=size, length=2048, passes=0)
+        for size in (150, 152)
     )
     assert slow > 3 * fast
 
@@ -98,10 +100,14 @@ def test_faster_devices_are_never_slower() -> None:
     for change in ({"flops_per_second": 600e12}, {"bytes_per_second": 4e12}):
         faster = dataclasses.replace(A100, **change)  # type: ignore[arg-type]
         for m, n, k in ((1, 4096, 4096), (2048, 1792, 14336), (16384, 4096, 4096)):
-            assert product_seconds(faster, C, m=m, n=n, k=k) <= product_seconds(A100, C, m=m, n=n, k=k)
+            assert product_seconds(faster, C, m=m, n=n, k=k) <= product_seconds(
+                A100, C, m=m, n=n, k=k
+            )
 
 
-CLUSTER = resolve_cluster(recipe_of(cluster={"nodes": 16, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb"}).cluster)
+CLUSTER = resolve_cluster(
+    recipe_of(cluster={"nodes": 16, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb"}).cluster
+)
 
 
 def test_groups_lie_over_nodes() -> None:
@@ -113,7 +119,9 @@ def test_groups_lie_over_nodes() -> None:
 
 def test_members_of_a_node_bring_their_adapters() -> None:
     """25 GB/s an adapter: eight at once outdo one, and never the node's own links."""
-    alone, together = (bytes_per_second(CLUSTER, C, group_of(CLUSTER, 16, stride), 1e9) for stride in (8, 1))
+    alone, together = (
+        bytes_per_second(CLUSTER, C, group_of(CLUSTER, 16, stride), 1e9) for stride in (8, 1)
+    )
     inside = bytes_per_second(CLUSTER, C, group_of(CLUSTER, 8, 1), 1e9)
     assert alone == pytest.approx(25e9 * C.inter_node_efficiency)
     assert together == pytest.approx(min(8 * alone, inside))

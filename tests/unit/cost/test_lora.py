@@ -34,14 +34,24 @@ def estimate(zero_stage: int, lora: LoraSection | None, checkpointing: str = "fu
 def test_auto_is_every_linear_of_a_layer() -> None:
     graph = graph_of(LLAMA_8B)
     names = target_modules(graph, LORA)
-    assert set(names) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(names) == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
     assert sum(sum(adapters(layer, names, 16)) for layer in graph.layers) == ADAPTERS
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_states_are_those_of_the_adapters(zero_stage: int) -> None:
     (stage,) = estimate(zero_stage, LORA).memory.stages
-    assert stage.parameters_bytes == pytest.approx(2 * (BASE + ADAPTERS) / (8 if zero_stage == 3 else 1))
+    assert stage.parameters_bytes == pytest.approx(
+        2 * (BASE + ADAPTERS) / (8 if zero_stage == 3 else 1)
+    )
     assert stage.optimizer_bytes == pytest.approx(12 * ADAPTERS / 8)
     (whole,) = estimate(zero_stage, None).memory.stages
     assert stage.gradients_bytes == pytest.approx(whole.gradients_bytes * ADAPTERS / BASE, rel=1e-6)
@@ -50,11 +60,18 @@ def test_states_are_those_of_the_adapters(zero_stage: int) -> None:
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_time_is_that_of_the_adapters(zero_stage: int) -> None:
     adapted, whole = estimate(zero_stage, LORA).time, estimate(zero_stage, None).time
-    assert adapted.optimizer_seconds == pytest.approx(whole.optimizer_seconds * ADAPTERS / BASE, rel=1e-6)
+    assert adapted.optimizer_seconds == pytest.approx(
+        whole.optimizer_seconds * ADAPTERS / BASE, rel=1e-6
+    )
     # ZeRO-3's hooks bound both from below: what the GPU leaves of the host's time is in data_comm.
     seconds = [time.compute_seconds + time.data_comm_seconds for time in (adapted, whole)]
-    assert seconds[0] <= seconds[1] if zero_stage == 3 else adapted.data_comm_seconds < whole.data_comm_seconds
-    # No products for the gradients of frozen weights: a third of the work, less what is recomputed and memory-bound.
+    assert (
+        seconds[0] <= seconds[1]
+        if zero_stage == 3
+        else adapted.data_comm_seconds < whole.data_comm_seconds
+    )
+    # No products for the gradients of frozen weights: a third of the work, less what is recomputed
+    # and memory-bound.
     assert 0.6 < adapted.compute_seconds / whole.compute_seconds < 0.9
     assert adapted.model_tflops_per_gpu * adapted.step_seconds == pytest.approx(
         whole.model_tflops_per_gpu * whole.step_seconds * 2 / 3
@@ -62,4 +79,6 @@ def test_time_is_that_of_the_adapters(zero_stage: int) -> None:
 
 
 def test_a_base_that_only_adapters_fit_beside() -> None:
-    assert estimate(1, LORA).memory.peak_bytes < estimate(1, None).memory.peak_bytes - 8 * BASE * 0.5
+    assert (
+        estimate(1, LORA).memory.peak_bytes < estimate(1, None).memory.peak_bytes - 8 * BASE * 0.5
+    )

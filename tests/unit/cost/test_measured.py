@@ -1,4 +1,5 @@
-"""± is that of the narrowest regime with enough published runs, and stands where such runs are of its kind."""
+"""± is that of the narrowest regime with enough published runs, and stands where such runs are of
+its kind."""
 
 from __future__ import annotations
 
@@ -59,7 +60,10 @@ def layout_of(
     **layout: Any,
 ) -> Layout:
     recipe = recipe_of(
-        config, cluster={"gpu": gpu, "nodes": nodes}, training={"precision": precision}, assume={"kernels": kernels}
+        config,
+        cluster={"gpu": gpu, "nodes": nodes},
+        training={"precision": precision},
+        assume={"kernels": kernels},
     )
     recipe = dataclasses.replace(recipe, lora=lora, target=target)
     strategy = dataclasses.replace(PLAIN, **layout)
@@ -73,7 +77,13 @@ def error_of(**kind: Any) -> PredictionError:
 @pytest.mark.parametrize("gpu", ["a100-sxm4-40gb", "h100-sxm-80gb"])
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"zero_stage": 3}, {"nodes": 48}, {"nodes": 16, "zero_stage": 3, "kernels": "hf"}, {"target": "megatron"}],
+    [
+        {},
+        {"zero_stage": 3},
+        {"nodes": 48},
+        {"nodes": 16, "zero_stage": 3, "kernels": "hf"},
+        {"target": "megatron"},
+    ],
 )
 def test_where_runs_stand_behind_it(gpu: str, kind: dict[str, Any]) -> None:
     found = error_of(gpu=gpu, **kind)
@@ -83,10 +93,14 @@ def test_where_runs_stand_behind_it(gpu: str, kind: dict[str, Any]) -> None:
     band, generation = bench().time.bands[name], generation_of(gpu)
     here = band.gpus[generation]
     assert name in regimes(layout) and band.runs >= LEAST_RUNS and band.sources >= LEAST_SOURCES
-    assert runs == f"{band.runs} runs" + ("" if here == band.runs else f", {here} of them on {generation}")
+    assert runs == f"{band.runs} runs" + (
+        "" if here == band.runs else f", {here} of them on {generation}"
+    )
     engine = title_of(layout.recipe.target, layout.recipe.assume.kernels)
     own = bench().time.bands[f"{engine}, plain"]
-    assert found.step_time == (own if wider else band).half_width > 0 and found.step_time_reason == ""
+    assert (
+        found.step_time == (own if wider else band).half_width > 0 and found.step_time_reason == ""
+    )
     assert not wider or (wider == f"{own.runs} of {engine}" and own.half_width > band.half_width)
     # The narrowest one: those before it have too few runs, or none on such GPUs.
     for other in regimes(layout)[: regimes(layout).index(name)]:
@@ -118,14 +132,19 @@ def test_where_none_does(kind: dict[str, Any], reason: str) -> None:
     assert error_words(found).startswith(f"not calibrated ({reason}): ")
     assert regime_words(found) == f"not calibrated ({reason})"
     fields = error_fields(found)
-    assert fields["time"]["step_error_fraction"] is None and fields["memory"]["peak_error_fraction"] is None
+    assert (
+        fields["time"]["step_error_fraction"] is None
+        and fields["memory"]["peak_error_fraction"] is None
+    )
 
 
 def test_a_gpu_of_the_recipes_own() -> None:
     recipe = recipe_of()
     cluster = resolve_cluster(recipe.cluster)
     cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, name="inline"))
-    found = prediction_error(place(problem_of(recipe, graph_of(SMALL_LLAMA), cluster), PLAIN, default_constants()))
+    found = prediction_error(
+        place(problem_of(recipe, graph_of(SMALL_LLAMA), cluster), PLAIN, default_constants())
+    )
     assert found.step_time_reason == "a GPU of your own numbers"
 
 
@@ -148,5 +167,10 @@ def test_the_half_width_holds_eighty_percent() -> None:
 
 
 def test_the_file_is_of_the_bench() -> None:
-    written = json.loads(resources.files("shardwright.cost").joinpath("measured.json").read_text("utf-8"))
-    assert written["time"]["runs"] == bench().time.runs >= 600 and written["projects"] == bench().projects
+    written = json.loads(
+        resources.files("shardwright.cost").joinpath("measured.json").read_text("utf-8")
+    )
+    assert (
+        written["time"]["runs"] == bench().time.runs >= 600
+        and written["projects"] == bench().projects
+    )

@@ -1,4 +1,5 @@
-"""What is alive at once: the backward pass, the optimizer's step, and what the allocator and NCCL keep beside them."""
+"""What is alive at once: the backward pass, the optimizer's step, and what the allocator and NCCL
+keep beside them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ LOGITS_BYTES = TOKENS * 128_256 * 2
 
 
 def recipe(*, gpu: str = "h100-sxm-80gb", **training: object) -> Recipe:
-    return recipe_of(LLAMA_8B, cluster={"gpu": gpu}, training={"sequence_length": TOKENS, **training})
+    return recipe_of(
+        LLAMA_8B, cluster={"gpu": gpu}, training={"sequence_length": TOKENS, **training}
+    )
 
 
 def layout_of(strategy: Strategy, of: Recipe) -> Layout:
@@ -30,7 +33,8 @@ def layout_of(strategy: Strategy, of: Recipe) -> Layout:
 
 
 def test_the_optimizers_float32_gradients_never_meet_the_activations() -> None:
-    """Half-precision accumulation at ZeRO-1 over two ranks: the step copies half of the gradients to float32."""
+    """Half-precision accumulation at ZeRO-1 over two ranks: the step copies half of the gradients
+    to float32."""
     half = recipe(precision="fp16", gradient_accumulation_dtype="fp16")
     layout = layout_of(change(tensor=4, data=2, activation_checkpointing="full"), half)
     numel, memory = layout.numel(0), estimate_memory(layout)
@@ -43,7 +47,10 @@ def test_the_optimizers_float32_gradients_never_meet_the_activations() -> None:
 
 def test_the_last_stage_of_a_pipeline_keeps_two_micro_batches_of_logits() -> None:
     def last_stage(micro_batches: int, **changes: object) -> int:
-        two, these = (change(pipeline=8, data=1, gradient_accumulation_steps=m, **changes) for m in (2, micro_batches))
+        two, these = (
+            change(pipeline=8, data=1, gradient_accumulation_steps=m, **changes)
+            for m in (2, micro_batches)
+        )
         # On the same partition, which depends on the number of micro-batches.
         layout = dataclasses.replace(layout_of(two, recipe()), strategy=these)
         return estimate_memory(layout).stages[-1].workspace_bytes
@@ -62,5 +69,7 @@ def test_channels_follow_the_links() -> None:
 
     communicators = 2 * default_constants().communicator_bytes
     assert live("h100-sxm-80gb") == live("a100-sxm4-80gb")
-    assert live("a100-sxm4-80gb") - live("v100-sxm2-32gb") == pytest.approx(communicators / 2, rel=1e-6)
+    assert live("a100-sxm4-80gb") - live("v100-sxm2-32gb") == pytest.approx(
+        communicators / 2, rel=1e-6
+    )
     assert live("v100-sxm2-32gb") > live("l40s-48gb")

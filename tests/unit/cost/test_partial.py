@@ -1,4 +1,5 @@
-"""Memory and time between `none` and `full`: the first layers of each stage keep their inputs alone."""
+"""Memory and time between `none` and `full`: the first layers of each stage keep their inputs
+alone."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def layout_of(layout: dict[str, Any], choice: object, **more: Any) -> Layout:
         assume={"ignore_memory": True},  # the stages are cut by time alone
         **more,
     )
-    return place(problem_of(recipe, graph_of(LLAMA_8B)), change(**layout, activation_checkpointing=choice))
+    return place(
+        problem_of(recipe, graph_of(LLAMA_8B)), change(**layout, activation_checkpointing=choice)
+    )
 
 
 def step(layout: Layout) -> float:
@@ -43,21 +46,28 @@ def step(layout: Layout) -> float:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_layers_of_a_stage_are_full(name: str) -> None:
-    some, full = layout_of(LAYOUTS[name], PartialCheckpointing(full=LAYERS)), layout_of(LAYOUTS[name], "full")
+    some, full = (
+        layout_of(LAYOUTS[name], PartialCheckpointing(full=LAYERS)),
+        layout_of(LAYOUTS[name], "full"),
+    )
     ours, theirs = estimate_memory(some), estimate_memory(full)
     if some.boundaries == full.boundaries:
         assert ours == theirs
     if name in ("one", "tensor", "zero-3"):
         priced, plain = (estimate_strategy(x.problem, x.strategy) for x in (some, full))
         assert priced.time.step_seconds == pytest.approx(plain.time.step_seconds, rel=1e-12)
-        assert priced.time.hardware_tflops_per_gpu == pytest.approx(plain.time.hardware_tflops_per_gpu, rel=1e-12)
+        assert priced.time.hardware_tflops_per_gpu == pytest.approx(
+            plain.time.hardware_tflops_per_gpu, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_layer_more_takes_time_and_frees_memory(name: str) -> None:
     stages = change(**LAYOUTS[name]).stages
     most = LAYERS // stages - 1
-    layouts = [layout_of(LAYOUTS[name], PartialCheckpointing(full=n) if n else "none") for n in range(most)]
+    layouts = [
+        layout_of(LAYOUTS[name], PartialCheckpointing(full=n) if n else "none") for n in range(most)
+    ]
     assert len(layouts) > 1
     for fewer, more in itertools.pairwise(layouts):
         assert step(fewer) < step(more)
@@ -68,7 +78,9 @@ def test_each_layer_more_takes_time_and_frees_memory(name: str) -> None:
 
 def test_what_a_stage_keeps() -> None:
     """Of 32 layers the inputs of 12 and everything of 20, for each micro-batch."""
-    none, full, partial = (RankBytes(layout_of({}, x)) for x in ("none", "full", PartialCheckpointing(full=12)))
+    none, full, partial = (
+        RankBytes(layout_of({}, x)) for x in ("none", "full", PartialCheckpointing(full=12))
+    )
     ends = none.kept_bytes(0, 1)
     some, every = full.kept_bytes(2, 3), none.kept_bytes(2, 3)
     assert 0 < some < every
@@ -76,22 +88,30 @@ def test_what_a_stage_keeps() -> None:
 
 
 def test_what_is_made_again_has_the_room_of_what_went_before() -> None:
-    """Recomputing all but one layer takes no more than recomputing all, where a layer takes more than the loss."""
+    """Recomputing all but one layer takes no more than recomputing all, where a layer takes more
+    than the loss."""
     almost, full = (
         sum((m.activations_bytes, m.workspace_bytes))
         for choice in (PartialCheckpointing(full=LAYERS - 1), "full")
-        for m in estimate_memory(layout_of({"micro_batch_size": 16, "loss": "chunked"}, choice)).stages
+        for m in estimate_memory(
+            layout_of({"micro_batch_size": 16, "loss": "chunked"}, choice)
+        ).stages
     )
     assert almost == pytest.approx(full, rel=0.02)
 
 
 def test_the_parts_say_what_is_run_again() -> None:
-    layouts = [layout_of({"tensor": 4, "data": 2}, choice) for choice in ("none", PartialCheckpointing(full=8), "full")]
+    layouts = [
+        layout_of({"tensor": 4, "data": 2}, choice)
+        for choice in ("none", PartialCheckpointing(full=8), "full")
+    ]
     steps = [break_down(x, estimate_strategy(x.problem, x.strategy)).step for x in layouts]
     again = [s.recompute_seconds for s in steps]
     assert again[0] == 0 and again[1] == pytest.approx(again[2] * 8 / LAYERS)
     comm = [s.tensor_backward_seconds for s in steps]
-    assert comm[1] - comm[0] == pytest.approx((comm[2] - comm[0]) * 8 / LAYERS) and comm[2] > comm[0]
+    assert (
+        comm[1] - comm[0] == pytest.approx((comm[2] - comm[0]) * 8 / LAYERS) and comm[2] > comm[0]
+    )
     assert steps[0].backward_seconds == pytest.approx(steps[1].backward_seconds)
 
 

@@ -1,4 +1,5 @@
-"""Random legal recipes: every figure is finite and in reason, and what physics orders is ordered."""
+"""Random legal recipes: every figure is finite and in reason, and what physics orders is
+ordered."""
 
 from __future__ import annotations
 
@@ -21,14 +22,27 @@ from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.search.settle import estimate_strategy
-from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tests.unit.model.factory import (
+    LLAMA_8B,
+    LLAMA_70B,
+    SMALL_GPT2,
+    SMALL_LLAMA,
+    graph_of,
+    problem_of,
+    recipe_of,
+)
 
 MODELS: dict[str, dict[str, JsonValue]] = {
     "small-llama": SMALL_LLAMA,
     "small-gpt2": SMALL_GPT2,
     "8b": LLAMA_8B,
     "70b": LLAMA_70B,
-    "mixtral": {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": {
+        **SMALL_LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "gemma2": {**SMALL_LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 64},
 }
 SLACK = 1 + 1e-9
@@ -39,10 +53,14 @@ def layouts(draw: st.DrawFn) -> tuple[Recipe, ModelGraph, Cluster, Strategy]:
     """A layout that divides its world and its batch; the rules may forbid it all the same."""
     config = MODELS[draw(st.sampled_from(sorted(MODELS)))]
     tensor, pipeline, data = (
-        draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4, 8), (1, 2, 3, 4, 8, 16), (1, 2, 3, 16, 256))
+        draw(st.sampled_from(sizes))
+        for sizes in ((1, 2, 4, 8), (1, 2, 3, 4, 8, 16), (1, 2, 3, 16, 256))
     )
     gpus = draw(
-        st.sampled_from([n for n in (1, 2, 4, 8) if n >= tensor and tensor * pipeline * data % n == 0] or [tensor])
+        st.sampled_from(
+            [n for n in (1, 2, 4, 8) if n >= tensor and tensor * pipeline * data % n == 0]
+            or [tensor]
+        )
     )
     micro, accumulation = draw(st.sampled_from((1, 2, 3, 8))), draw(st.sampled_from((1, 2, 7, 32)))
     gpu = draw(st.sampled_from(sorted(catalogue()["gpus"])))
@@ -75,7 +93,15 @@ def layouts(draw: st.DrawFn) -> tuple[Recipe, ModelGraph, Cluster, Strategy]:
         micro_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         activation_checkpointing=draw(
-            st.sampled_from(("none", "selective", "full", PartialCheckpointing(full=1), PartialCheckpointing(full=3)))
+            st.sampled_from(
+                (
+                    "none",
+                    "selective",
+                    "full",
+                    PartialCheckpointing(full=1),
+                    PartialCheckpointing(full=3),
+                )
+            )
         ),
         schedule=draw(st.sampled_from(("1f1b", "dualpipev"))),
         offload=draw(st.sampled_from(("none", "none", "optimizer", "parameters"))),
@@ -88,18 +114,30 @@ def in_reason(estimate: Estimate, recipe: Recipe, cluster: Cluster, *, legal: bo
     for part in (memory, time, training, *memory.stages):
         for name, value in dataclasses.asdict(part).items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                assert math.isfinite(value) and value >= (-1e-9 if name == "bubble_fraction" else 0), (name, value)
+                assert math.isfinite(value) and value >= (
+                    -1e-9 if name == "bubble_fraction" else 0
+                ), (name, value)
     parts = ("compute", "tensor_comm", "pipeline_comm", "data_comm", "optimizer", "bubble")
-    assert math.isclose(sum(getattr(time, f"{p}_seconds") for p in parts), time.step_seconds, rel_tol=1e-6)
+    assert math.isclose(
+        sum(getattr(time, f"{p}_seconds") for p in parts), time.step_seconds, rel_tol=1e-6
+    )
     assert time.step_seconds > 0 and time.compute_seconds > 0
     assert -1e-9 <= time.bubble_fraction < 1
     assert time.mfu <= 1 and time.model_tflops_per_gpu <= time.hardware_tflops_per_gpu * SLACK
     assert memory.peak_bytes == max(stage.peak_bytes for stage in memory.stages)
     assert len(memory.stages) == estimate.strategy.pipeline
     for stage in memory.stages:
-        own = (stage.parameters_bytes, stage.gradients_bytes, stage.optimizer_bytes, stage.activations_bytes)
+        own = (
+            stage.parameters_bytes,
+            stage.gradients_bytes,
+            stage.optimizer_bytes,
+            stage.activations_bytes,
+        )
         assert sum(own) + stage.workspace_bytes == stage.peak_bytes
-    assert memory.fits == (memory.peak_bytes <= memory.capacity_bytes) or memory.peak_bytes <= memory.capacity_bytes
+    assert (
+        memory.fits == (memory.peak_bytes <= memory.capacity_bytes)
+        or memory.peak_bytes <= memory.capacity_bytes
+    )
     if legal:
         assert estimate.feasible == (memory.fits or recipe.assume.ignore_memory)
 
@@ -118,23 +156,40 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
         return
     in_reason(plain, recipe, cluster, legal=not broken)
     gpu = cluster.gpu
-    larger = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=gpu.memory_gib * 1.5))
-    assert estimate_strategy(problem_of(recipe, graph, larger), strategy).memory.fits or not plain.memory.fits
+    larger = dataclasses.replace(
+        cluster, gpu=dataclasses.replace(gpu, memory_gib=gpu.memory_gib * 1.5)
+    )
+    assert (
+        estimate_strategy(problem_of(recipe, graph, larger), strategy).memory.fits
+        or not plain.memory.fits
+    )
     assert estimate_strategy(problem_of(recipe, graph, cluster), strategy) == plain
     if strategy.pipeline > 1 and strategy.zero_stage > 1:
-        return  # no engine runs it: its stages are cut by a step that knows no collective of each micro-batch
-    if strategy.schedule == "dualpipev" and strategy.gradient_accumulation_steps < 2 * strategy.pipeline:
-        return  # no engine runs it (SW3109): its stages are cut for the fewest micro-batches that do
-    # Faster links have larger buffers, and what just fitted may be cut otherwise: where memory binds nothing, then.
+        # no engine runs it: its stages are cut by a step that knows no collective of each
+        # micro-batch
+        return
+    if (
+        strategy.schedule == "dualpipev"
+        and strategy.gradient_accumulation_steps < 2 * strategy.pipeline
+    ):
+        # no engine runs it (SW3109): its stages are cut for the fewest micro-batches that do
+        return
+    # Faster links have larger buffers, and what just fitted may be cut otherwise: where memory
+    # binds nothing, then.
     roomy = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=1e6))
     unbound = estimate_strategy(problem_of(recipe, graph, roomy), strategy).time.step_seconds
     # Of many layers the partition is found by a descent: not always the very best one.
     slack = SLACK if strategy.pipeline == 1 else 1.01
     for link in ("intra_node_bytes_per_second", "inter_node_bytes_per_second"):
         faster = dataclasses.replace(roomy, **{link: 2 * getattr(roomy, link)})
-        assert estimate_strategy(problem_of(recipe, graph, faster), strategy).time.step_seconds <= unbound * slack
+        assert (
+            estimate_strategy(problem_of(recipe, graph, faster), strategy).time.step_seconds
+            <= unbound * slack
+        )
     swifter = dataclasses.replace(roomy.gpu, hbm_bytes_per_second=2 * gpu.hbm_bytes_per_second)
-    found = estimate_strategy(problem_of(recipe, graph, dataclasses.replace(roomy, gpu=swifter)), strategy)
+    found = estimate_strategy(
+        problem_of(recipe, graph, dataclasses.replace(roomy, gpu=swifter)), strategy
+    )
     assert found.time.step_seconds <= unbound * slack
 
 
@@ -150,5 +205,7 @@ def test_random_layouts_are_in_reason(case: tuple[Recipe, ModelGraph, Cluster, S
 @pytest.mark.prove
 @settings(max_examples=10_000, **SETTINGS)  # type: ignore[arg-type]
 @given(layouts())
-def test_ten_thousand_random_layouts_are_in_reason(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
+def test_ten_thousand_random_layouts_are_in_reason(
+    case: tuple[Recipe, ModelGraph, Cluster, Strategy],
+) -> None:
     check(case)

@@ -1,4 +1,5 @@
-"""How often collectives run and what they move; tests/parity/test_bytes.py compares the same counts with real runs."""
+"""How often collectives run and what they move; tests/parity/test_bytes.py compares the same counts
+with real runs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def test_the_last_layers_are_gathered_once() -> None:
     assert again(ZERO_3, 100 * NUMEL) == 0
     kept = NUMEL - again(ZERO_3, 10**9)
     head = 128256 * 4096 + 4096
-    # Twice the head lies behind the last layer: nothing of that layer comes up within 10^9 elements.
+    # Twice the head lies behind the last layer: nothing of that layer comes up within 10^9
+    # elements.
     assert kept == head
 
 
@@ -63,16 +65,23 @@ def test_weights_that_stay_whole_take_memory() -> None:
         assert whole.whole_weights(layout, layout.ranks[0]).kept == NUMEL
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", [1, 2, 2, 1]), ("dualpipev", [2, 4, 4, 2])])
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [("1f1b", [1, 2, 2, 1]), ("dualpipev", [2, 4, 4, 2])]
+)
 def test_messages(schedule: str, ranks: list[int]) -> None:
-    s = dataclasses.replace(BASE, pipeline=4, data=2, gradient_accumulation_steps=8, schedule=schedule)
+    s = dataclasses.replace(
+        BASE, pipeline=4, data=2, gradient_accumulation_steps=8, schedule=schedule
+    )
     assert [messages(layout_of(s), rank) for rank in range(4)] == ranks
 
 
 def test_reductions_of_a_layer() -> None:
     s = dataclasses.replace(BASE, tensor=2, data=4)
     assert layer_reductions(layout_of(s)) == (2, 0)
-    assert layer_reductions(layout_of(dataclasses.replace(s, activation_checkpointing="full"))) == (2, 1)
+    assert layer_reductions(layout_of(dataclasses.replace(s, activation_checkpointing="full"))) == (
+        2,
+        1,
+    )
     assert layer_reductions(layout_of(BASE)) == (0, 0)
 
 
@@ -86,10 +95,14 @@ def test_data_ranks(stage: int) -> None:
     moved = step_traffic(layout_of(dataclasses.replace(BASE, zero_stage=stage)), 0)
     assert moved.reduced == {0: 4 * NUMEL, 1: 4 * NUMEL, 2: 4 * 2 * NUMEL, 3: 4 * 2 * NUMEL}[stage]
     kept = 128256 * 4096 + 4096
-    assert round(moved.gathered) == {0: 0, 1: 2 * NUMEL, 2: 2 * NUMEL, 3: 4 * 2 * (2 * NUMEL - kept)}[stage]
+    assert (
+        round(moved.gathered)
+        == {0: 0, 1: 2 * NUMEL, 2: 2 * NUMEL, 3: 4 * 2 * (2 * NUMEL - kept)}[stage]
+    )
 
 
 def test_context_ranks() -> None:
-    """Queries, output, and keys and values of 8 heads: (2 x 32 + 2 x 8) x 128 elements a token, forward and back."""
+    """Queries, output, and keys and values of 8 heads: (2 x 32 + 2 x 8) x 128 elements a token,
+    forward and back."""
     layout = layout_of(dataclasses.replace(BASE, context=2, data=4))
     assert step_traffic(layout, 0).trades == 4 * 32 * 2 * layout.tokens * 80 * 128 * 2

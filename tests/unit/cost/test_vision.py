@@ -1,5 +1,5 @@
-"""The tower in the estimate: its work is the first stage's, which gets fewer decoder layers; frozen, it goes forward
-alone. And what `model.freeze` leaves of states and gradients."""
+"""The tower in the estimate: its work is the first stage's, which gets fewer decoder layers;
+frozen, it goes forward alone. And what `model.freeze` leaves of states and gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def seeing(blocks: int = 4) -> ModelGraph:
         patch=14,
         patches=0,
         patches_per_token=4.0,
-        layers=(*(layer(name, 2 * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)) for name in names), layer("", 10**6)),
+        layers=(
+            *(layer(name, 2 * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)) for name in names),
+            layer("", 10**6),
+        ),
         tower=("model.visual",),
         projector=(PROJECTOR,),
     )
@@ -63,7 +66,9 @@ def seeing(blocks: int = 4) -> ModelGraph:
 PIXELS = 14 * 14 * 4096
 
 
-def recipe(freeze: tuple[str, ...] = (), per_row: int = 4, max_pixels: int = PIXELS, length: int = 4096) -> Recipe:
+def recipe(
+    freeze: tuple[str, ...] = (), per_row: int = 4, max_pixels: int = PIXELS, length: int = 4096
+) -> Recipe:
     plain = recipe_of(LLAMA_8B, training={"sequence_length": length})
     data = DataSection(
         kind="chat",
@@ -73,10 +78,14 @@ def recipe(freeze: tuple[str, ...] = (), per_row: int = 4, max_pixels: int = PIX
         shuffle=True,
         images=ImagesSection(per_row=per_row, max_pixels=max_pixels),
     )
-    return dataclasses.replace(plain, data=data, model=dataclasses.replace(plain.model, freeze=freeze))
+    return dataclasses.replace(
+        plain, data=data, model=dataclasses.replace(plain.model, freeze=freeze)
+    )
 
 
-def estimate(graph: ModelGraph, given: Recipe, pipeline: int = 4, zero_stage: int = 1, again: str = "none") -> Estimate:
+def estimate(
+    graph: ModelGraph, given: Recipe, pipeline: int = 4, zero_stage: int = 1, again: str = "none"
+) -> Estimate:
     layout = change(
         tensor=1,
         pipeline=pipeline,
@@ -93,7 +102,9 @@ def test_a_row_holds_no_more_patches_than_it_has_tokens_for() -> None:
     graph = seeing()
     assert largest_row(recipe(length=2048), graph) == RowOfPictures(pictures=2, patches=4096)
     assert largest_row(recipe(length=512), graph) == RowOfPictures(pictures=1, patches=2048)
-    assert largest_row(recipe(max_pixels=14 * 14 * 64), graph) == RowOfPictures(pictures=4, patches=64)
+    assert largest_row(recipe(max_pixels=14 * 14 * 64), graph) == RowOfPictures(
+        pictures=4, patches=64
+    )
     assert largest_row(recipe(), graph_of(LLAMA_8B)) is None
 
 
@@ -108,7 +119,9 @@ def test_pictures_count_one_by_one() -> None:
 
 def test_the_first_stage_gets_fewer_decoder_layers() -> None:
     """Also where nothing fits, as without checkpointing here."""
-    plain, with_tower = (estimate(graph, recipe(), again="full") for graph in (graph_of(LLAMA_8B), seeing(32)))
+    plain, with_tower = (
+        estimate(graph, recipe(), again="full") for graph in (graph_of(LLAMA_8B), seeing(32))
+    )
     assert with_tower.memory.fits and with_tower.boundaries[1] <= plain.boundaries[1] - 5
     nothing_fits = estimate(seeing(32), recipe())
     assert not nothing_fits.memory.fits and nothing_fits.boundaries[1] <= plain.boundaries[1] - 5
@@ -150,17 +163,24 @@ def test_states_are_those_of_what_is_trained(zero_stage: int) -> None:
     graph = seeing(4)
     trained = sum(p.numel for p in graph.layers[0].parameters if p.name.startswith("model.visual"))
     (whole,), (stage,) = (
-        estimate(graph, recipe(freeze), pipeline=1, zero_stage=zero_stage).memory.stages for freeze in ((), ("text",))
+        estimate(graph, recipe(freeze), pipeline=1, zero_stage=zero_stage).memory.stages
+        for freeze in ((), ("text",))
     )
     assert stage.parameters_bytes == whole.parameters_bytes
     assert stage.optimizer_bytes == pytest.approx(12 * trained / 8)
-    assert stage.gradients_bytes == pytest.approx(whole.gradients_bytes * trained / graph.total_parameters, rel=1e-6)
+    assert stage.gradients_bytes == pytest.approx(
+        whole.gradients_bytes * trained / graph.total_parameters, rel=1e-6
+    )
 
 
 def test_a_frozen_text_part_has_no_gradients_of_weights() -> None:
     graph = seeing(4)
-    all_of_it, frozen = (estimate(graph, recipe(freeze), pipeline=1).time for freeze in ((), ("text",)))
+    all_of_it, frozen = (
+        estimate(graph, recipe(freeze), pipeline=1).time for freeze in ((), ("text",))
+    )
     tower = sum(tower_flops(recipe(), graph)) * 16
-    flops = [(t.model_tflops_per_gpu * 1e12 * t.step_seconds * 8 - tower) for t in (all_of_it, frozen)]
+    flops = [
+        (t.model_tflops_per_gpu * 1e12 * t.step_seconds * 8 - tower) for t in (all_of_it, frozen)
+    ]
     assert flops[1] == pytest.approx(flops[0] * 2 / 3)
     assert frozen.compute_seconds < 0.8 * all_of_it.compute_seconds

@@ -1,5 +1,5 @@
-"""Mutated training data, chat templates and tokenizer files through `prepare`: rows or a refusal, never a traceback and
-never a wait."""
+"""Mutated training data, chat templates and tokenizer files through `prepare`: rows or a refusal,
+never a traceback and never a wait."""
 
 from __future__ import annotations
 
@@ -25,18 +25,54 @@ from tests.unit.data.plans import part, plan
 Place = tuple[str | int, ...]
 SECONDS_AT_MOST = 5.0
 """Of this process's own computing, for one input; a template's process has a limit of its own."""
-TEMPLATES = ("chatml", "qwen3", "llama3_1", "gemma3", "deepseek_v3", "glm4_5", "llava", "mistral_v3")
+TEMPLATES = (
+    "chatml",
+    "qwen3",
+    "llama3_1",
+    "gemma3",
+    "deepseek_v3",
+    "glm4_5",
+    "llava",
+    "mistral_v3",
+)
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 0.5, -0.0, 1e308, 2**63, 10**400, float("nan"), float("inf")),
-    *("", " ", "\n\n", "None", "nan", "\x00", "\u202e", "字", "🙂" * 300, "\ud83d", "a\udc00b", "\ufeff", "x" * 70_000),
-    *("<|im_end|>", "{{ 1/0 }}", "{% for %}", "system", "assistant", "tool", "developer", "ASSISTANT"),
+    *(
+        "",
+        " ",
+        "\n\n",
+        "None",
+        "nan",
+        "\x00",
+        "\u202e",
+        "字",
+        "🙂" * 300,
+        "\ud83d",
+        "a\udc00b",
+        "\ufeff",
+        "x" * 70_000,
+    ),
+    *(
+        "<|im_end|>",
+        "{{ 1/0 }}",
+        "{% for %}",
+        "system",
+        "assistant",
+        "tool",
+        "developer",
+        "ASSISTANT",
+    ),
     *([], [1], [[]], [None], {}, {"type": "text"}, {"type": "text", "text": None}, {"": ""}),
     *(
         [{"type": "text", "text": "a"}, {"type": "text", "text": 1}],
         [{"type": "image"}],
         [{"type": "audio", "audio": ""}],
     ),
-    *([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}], ["a", "b"], [{"text": "\ud800"}]),
+    *(
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}],
+        ["a", "b"],
+        [{"text": "\ud800"}],
+    ),
     *(
         [{"function": None}],
         [{"function": {"name": None, "arguments": "{"}}],
@@ -103,14 +139,21 @@ class Attempts:
 
 def places(value: Any, at: Place = ()) -> list[Place]:
     found: list[Place] = [at] if at else []
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items: Any = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, below in items:
         found += places(below, (*at, key))
     return found
 
 
 def mutated(rng: random.Random, record: Any) -> Any:
-    """A copy with one to three places changed: another value, none, twice, renamed, or nested deeply."""
+    """A copy with one to three places changed: another value, none, twice, renamed, or nested
+    deeply."""
     record = copy.deepcopy(record)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         found = places(record)
@@ -128,7 +171,9 @@ def mutated(rng: random.Random, record: Any) -> Any:
         elif kind == "twice":
             parent[key] = [parent[key], copy.deepcopy(parent[key])]
         elif kind == "rename" and isinstance(parent, dict):
-            parent[rng.choice(("from", "value", "text", "", "\ud800", "role", "content"))] = parent.pop(key)
+            parent[rng.choice(("from", "value", "text", "", "\ud800", "role", "content"))] = (
+                parent.pop(key)
+            )
         elif kind == "deep":
             for _ in range(rng.choice((3, 70, 300))):
                 parent[key] = rng.choice(({"a": parent[key]}, [parent[key]]))
@@ -146,14 +191,28 @@ def scrambled(rng: random.Random, text: str) -> str:
 
 def scrambled_bytes(rng: random.Random, data: bytes) -> bytes:
     at = rng.randrange(len(data))
-    piece = rng.choice((b"", b"\xff", b"\x00", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\n", b"\r\n", b"{", data[:9]))
+    piece = rng.choice(
+        (b"", b"\xff", b"\x00", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\n", b"\r\n", b"{", data[:9])
+    )
     whole = data[:at] + piece + data[at + rng.choice((0, 1, 9)) :]
-    return rng.choice((whole, whole, whole, whole[:at], gzip.compress(whole), b"\xef\xbb\xbf" + whole, whole[::-1]))
+    return rng.choice(
+        (
+            whole,
+            whole,
+            whole,
+            whole[:at],
+            gzip.compress(whole),
+            b"\xef\xbb\xbf" + whole,
+            whole[::-1],
+        )
+    )
 
 
 def talks(rng: random.Random) -> Any:
     messages = rng.choice(list(TALKS.values()))
-    return {"messages": messages} | ({"tools": TOOLS} if tools_of(messages) or rng.random() < 0.1 else {})
+    return {"messages": messages} | (
+        {"tools": TOOLS} if tools_of(messages) or rng.random() < 0.1 else {}
+    )
 
 
 def fuzz_chat(count: int, seed: int, folder: Path) -> dict[str, int]:
@@ -164,16 +223,30 @@ def fuzz_chat(count: int, seed: int, folder: Path) -> dict[str, int]:
         if rng.random() < 0.15:
             line = scrambled(rng, line)
         file = folder / f"chat-{number}.jsonl"
-        file.write_text(line + "\n" + json.dumps(talks(rng)), encoding="utf-8", errors="surrogatepass")
+        file.write_text(
+            line + "\n" + json.dumps(talks(rng)), encoding="utf-8", errors="surrogatepass"
+        )
         name = rng.choice(TEMPLATES)
         more = {"train_on": "all"} if rng.random() < 0.1 else {}
-        attempts.read((name, line[:1500]), kind="chat", path=file, template=FAMILIES[name].plain, **more)
+        attempts.read(
+            (name, line[:1500]), kind="chat", path=file, template=FAMILIES[name].plain, **more
+        )
         file.unlink()
     return {"mutations": count, **attempts.kinds}
 
 
 _CELLS: tuple[Any, ...] = (
-    *(None, 1, 1.5, True, b"\xff\x00", "text", "🙂", datetime.datetime(2024, 1, 2), datetime.date(1, 1, 1)),
+    *(
+        None,
+        1,
+        1.5,
+        True,
+        b"\xff\x00",
+        "text",
+        "🙂",
+        datetime.datetime(2024, 1, 2),
+        datetime.date(1, 1, 1),
+    ),
     *(
         datetime.timedelta(days=9),
         decimal.Decimal("1.5"),
@@ -186,13 +259,18 @@ _CELLS: tuple[Any, ...] = (
 
 
 def fuzz_parquet(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """Conversations and columns of text, and the bytes of the files. Arrow itself refuses some mixtures of types."""
+    """Conversations and columns of text, and the bytes of the files. Arrow itself refuses some
+    mixtures of types."""
     import pyarrow
     import pyarrow.parquet
 
     rng, attempts, made = random.Random(seed), Attempts(folder), 0
     while made < count:
-        rows = [talks(rng), mutated(rng, talks(rng))] if rng.random() < 0.7 else [{"text": rng.choice(_CELLS)}] * 2
+        rows = (
+            [talks(rng), mutated(rng, talks(rng))]
+            if rng.random() < 0.7
+            else [{"text": rng.choice(_CELLS)}] * 2
+        )
         file = folder / f"rows-{made}.parquet"
         try:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
@@ -202,7 +280,11 @@ def fuzz_parquet(count: int, seed: int, folder: Path) -> dict[str, int]:
         if rng.random() < 0.2:
             file.write_bytes(scrambled_bytes(rng, file.read_bytes()))
         kind = rng.choice(("chat", "chat", "chat", "parquet"))
-        more = {"template": FAMILIES[rng.choice(TEMPLATES)].plain} if kind == "chat" else {"field": "text"}
+        more = (
+            {"template": FAMILIES[rng.choice(TEMPLATES)].plain}
+            if kind == "chat"
+            else {"field": "text"}
+        )
         attempts.read(rows, kind=kind, path=file, **more)
         file.unlink()
     return {"mutations": count, **attempts.kinds}
@@ -211,7 +293,10 @@ def fuzz_parquet(count: int, seed: int, folder: Path) -> dict[str, int]:
 def fuzz_files(count: int, seed: int, folder: Path) -> dict[str, int]:
     """Text, JSON Lines and what only looks like them."""
     rng, attempts = random.Random(seed), Attempts(folder)
-    lines = "\n".join(json.dumps({"text": f"Zeile {n}: schön 🙂 " * 5, "id": n}, ensure_ascii=False) for n in range(6))
+    lines = "\n".join(
+        json.dumps({"text": f"Zeile {n}: schön 🙂 " * 5, "id": n}, ensure_ascii=False)
+        for n in range(6)
+    )
     for number in range(count):
         kind = rng.choice(("text", "jsonl", "jsonl", "chat"))
         data = (json.dumps(talks(rng)) if kind == "chat" else lines).encode()
@@ -229,7 +314,15 @@ def fuzz_files(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 _BLOCKS = (
-    *("{% for i in range(9999999) %}", "{% endfor %}", "{% if", "{{", "}}", "{% generation %}", "{% endgeneration %}"),
+    *(
+        "{% for i in range(9999999) %}",
+        "{% endfor %}",
+        "{% if",
+        "{{",
+        "}}",
+        "{% generation %}",
+        "{% endgeneration %}",
+    ),
     *(
         "{% set messages = [] %}",
         "{{ messages }}",
@@ -260,7 +353,8 @@ _BLOCKS = (
 
 
 def fuzz_templates(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """The families' templates, with and without marks, with pieces put in, taken out and exchanged."""
+    """The families' templates, with and without marks, with pieces put in, taken out and
+    exchanged."""
     rng, attempts = random.Random(seed), Attempts(folder)
     file = folder / "a.jsonl"
     for _ in range(count):
@@ -269,9 +363,23 @@ def fuzz_templates(count: int, seed: int, folder: Path) -> dict[str, int]:
         for _ in range(rng.choice((1, 1, 2, 4))):
             if rng.random() < 0.5:
                 at = rng.randrange(len(template))
-                template = template[:at] + rng.choice(_BLOCKS) + template[at + rng.choice((0, 0, 3, 30)) :]
+                template = (
+                    template[:at] + rng.choice(_BLOCKS) + template[at + rng.choice((0, 0, 3, 30)) :]
+                )
             elif rng.random() < 0.5:
-                words = ("content", "role", "user", "assistant", "message", "messages", "loop", "tools", "+", "==", "'")
+                words = (
+                    "content",
+                    "role",
+                    "user",
+                    "assistant",
+                    "message",
+                    "messages",
+                    "loop",
+                    "tools",
+                    "+",
+                    "==",
+                    "'",
+                )
                 template = template.replace(rng.choice(words), rng.choice(words), 1)
             else:
                 template = scrambled(rng, template)
@@ -282,10 +390,18 @@ def fuzz_templates(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 _CONFIG = {
     "bos_token": "<s>",
-    "eos_token": {"content": "</s>", "lstrip": False, "normalized": False, "special": True, "__type": "AddedToken"},
+    "eos_token": {
+        "content": "</s>",
+        "lstrip": False,
+        "normalized": False,
+        "special": True,
+        "__type": "AddedToken",
+    },
     "pad_token": None,
     "add_bos_token": True,
-    "added_tokens_decoder": {"1": {"content": "</s>", "special": True, "lstrip": False, "rstrip": False}},
+    "added_tokens_decoder": {
+        "1": {"content": "</s>", "special": True, "lstrip": False, "rstrip": False}
+    },
     "additional_special_tokens": ["<|im_end|>"],
     "extra_special_tokens": {"image_token": "<image>"},
     "chat_template": [
@@ -317,7 +433,9 @@ def fuzz_tokenizers(count: int, seed: int, folder: Path, saved: Path) -> dict[st
         source, here = rng.choice(sources), folder / f"tokenizer-{number}"
         here.mkdir()
         texts = {"tokenizer.json": (source / "tokenizer.json").read_text("utf-8")}
-        config = _CONFIG if rng.random() < 0.7 else {**_CONFIG, "tokenizer_class": rng.choice(_CLASSES)}
+        config = (
+            _CONFIG if rng.random() < 0.7 else {**_CONFIG, "tokenizer_class": rng.choice(_CLASSES)}
+        )
         texts["tokenizer_config.json"] = json.dumps(config)
         name = rng.choice(list(texts))
         if rng.random() < 0.3:
@@ -330,7 +448,13 @@ def fuzz_tokenizers(count: int, seed: int, folder: Path, saved: Path) -> dict[st
             (here / file).write_text(text, encoding="utf-8", errors="surrogatepass")
         template = FAMILIES["chatml"].plain if rng.random() < 0.7 else None
         path = folder / "a.jsonl"
-        attempts.read((name, texts[name][:1500]), kind="chat", path=path, template=template, tokenizer=str(here))
+        attempts.read(
+            (name, texts[name][:1500]),
+            kind="chat",
+            path=path,
+            template=template,
+            tokenizer=str(here),
+        )
         shutil.rmtree(here)
     return {"mutations": count, **attempts.kinds}
 
@@ -338,7 +462,9 @@ def fuzz_tokenizers(count: int, seed: int, folder: Path, saved: Path) -> dict[st
 def _changed_tokenizer(rng: random.Random, document: Any) -> Any:
     """With its pieces and merges as they are, mostly: thousands of places, and all of one kind."""
     model = document["model"]
-    kept = {key: model.pop(key) for key in ("vocab", "merges") if key in model and rng.random() < 0.8}
+    kept = {
+        key: model.pop(key) for key in ("vocab", "merges") if key in model and rng.random() < 0.8
+    }
     document = mutated(rng, document)
     if isinstance(document.get("model"), dict):
         document["model"] |= kept

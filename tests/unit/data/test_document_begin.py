@@ -1,4 +1,5 @@
-"""What stands in front of a document of text: as the tokenizer's own post-processor does it, as the recipe says."""
+"""What stands in front of a document of text: as the tokenizer's own post-processor does it, as the
+recipe says."""
 
 from __future__ import annotations
 
@@ -58,14 +59,19 @@ def test_each_document_begins_as_the_tokenizer_says(
         import pyarrow.parquet as pq
 
         pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
-    data = part(kind, tmp_path / f"*.{kind}", tokenizer="tokenizer", packing=False, add_bos_token=setting)
+    data = part(
+        kind, tmp_path / f"*.{kind}", tokenizer="tokenizer", packing=False, add_bos_token=setting
+    )
     p = plan(data, length=1, vocabulary=7, batch=1)
     rows = opened(p, tmp_path).train
     found = rows.read(range(len(rows))).tokens.reshape(-1).tolist()  # type: ignore[arg-type]
     last = [2, 5, 0] if begin in ([], [2]) else [*begin, 2, 5, 0]
-    assert found == [*begin, 3, 4, 5, 0, *begin, 3, 4, 0, *last], "no begin for an empty one, and none twice"
+    assert found == [*begin, 3, 4, 5, 0, *begin, 3, 4, 0, *last], (
+        "no begin for an empty one, and none twice"
+    )
     assert (
-        summarize(p, tmp_path)[0].begin == "".join(f"{word} " for n in begin for word in WORDS if WORDS[word] == n)[:-1]
+        summarize(p, tmp_path)[0].begin
+        == "".join(f"{word} " for n in begin for word in WORDS if WORDS[word] == n)[:-1]
     )
 
 
@@ -73,7 +79,9 @@ def test_long_text_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("shardwright.data.records.PIECE_BYTES", 4)
     tokenizer(tmp_path / "tokenizer", "<s> $A")
     (tmp_path / "a.txt").write_text("the\ncat\nsat\n")
-    p = plan(part("text", tmp_path / "a.txt", tokenizer="tokenizer"), length=1, vocabulary=7, batch=1)
+    p = plan(
+        part("text", tmp_path / "a.txt", tokenizer="tokenizer"), length=1, vocabulary=7, batch=1
+    )
     assert opened(p, tmp_path).train.read(range(5)).tokens.reshape(-1).tolist() == [2, 3, 4, 5, 0]  # type: ignore[arg-type]
 
 
@@ -96,7 +104,8 @@ def test_a_tokenizer_without_a_bos_token(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "package"), [(b"\n\x0e\n\x05<unk>", "sentencepiece"), (b"IQ== 0\nIg== 1\n", "tiktoken")]
+    ("content", "package"),
+    [(b"\n\x0e\n\x05<unk>", "sentencepiece"), (b"IQ== 0\nIg== 1\n", "tiktoken")],
 )
 def test_a_tokenizer_model_names_the_package_that_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, package: str
@@ -104,7 +113,9 @@ def test_a_tokenizer_model_names_the_package_that_it_needs(
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.model").write_bytes(content)
     (tmp_path / "a.txt").write_text("the cat sat")
-    monkeypatch.setattr("shardwright.data.tokenizer_packages._is_installed", lambda name: name == "protobuf")
+    monkeypatch.setattr(
+        "shardwright.data.tokenizer_packages._is_installed", lambda name: name == "protobuf"
+    )
     assert missing_packages(tmp_path / "tokenizer") == (package,)
     (told,) = missing_packages_warning(tmp_path / "tokenizer", ("data", "tokenizer"))
     assert told.code == "SW1454" and told.severity == "warning" and package in told.message
@@ -121,14 +132,23 @@ def test_a_tokenizer_of_sentencepiece_alone(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 20)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "a.txt"), model_prefix=str(tmp_path / "tokenizer" / "tokenizer"), vocab_size=290,
+        input=str(tmp_path / "a.txt"), model_prefix=str(tmp_path / "tokenizer" / "tokenizer"), vocab_size=290,  # noqa: E501
         model_type="bpe", byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
     )  # fmt: skip
-    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
-    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(config | {"unk_token": "<unk>"}))
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": True,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(
+        json.dumps(config | {"unk_token": "<unk>"})
+    )
     (tmp_path / "tokenizer" / "tokenizer.vocab").unlink()
     assert not missing_packages(tmp_path / "tokenizer")
-    p = plan(part("text", tmp_path / "a.txt", tokenizer="tokenizer"), length=8, vocabulary=300, batch=1)
+    p = plan(
+        part("text", tmp_path / "a.txt", tokenizer="tokenizer"), length=8, vocabulary=300, batch=1
+    )
     opened(p, tmp_path)
     (found,) = summarize(p, tmp_path)
     assert found.begin == "<s>" and found.tokens > 20

@@ -1,5 +1,5 @@
-"""A sample of mutated conversations, files, templates and tokenizers; `make prove` has 20,000 of them and writes
-benchmarks/fuzz.json."""
+"""A sample of mutated conversations, files, templates and tokenizers; `make prove` has 20,000 of
+them and writes benchmarks/fuzz.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_a_sample_of_mutated_data(tmp_path: Path) -> None:
     for mutate in (fuzz.fuzz_chat, fuzz.fuzz_parquet, fuzz.fuzz_files, fuzz.fuzz_templates):
         assert mutate(200, 1, _made(tmp_path / mutate.__name__))["rows"] > 5, "and some are read"
     tokenizers(_made(tmp_path / "saved"))
-    assert fuzz.fuzz_tokenizers(60, 1, _made(tmp_path / "tokenizers"), tmp_path / "saved")["rows"] > 1
+    assert (
+        fuzz.fuzz_tokenizers(60, 1, _made(tmp_path / "tokenizers"), tmp_path / "saved")["rows"] > 1
+    )
 
 
 def test_a_tokenizer_that_fails_at_a_text_is_refused(tmp_path: Path) -> None:
@@ -35,9 +37,14 @@ def test_a_tokenizer_that_fails_at_a_text_is_refused(tmp_path: Path) -> None:
     tokenizers(_made(tmp_path / "saved"))
     folder = tmp_path / "saved" / "byte-level"
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": "many"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**config, "model_max_length": "many"})
+    )
     (tmp_path / "a.txt").write_text("a text\n")
-    assert refused(plan(part("text", tmp_path / "a.txt", tokenizer=str(folder))), tmp_path)[0] == "SW6121"
+    assert (
+        refused(plan(part("text", tmp_path / "a.txt", tokenizer=str(folder))), tmp_path)[0]
+        == "SW6121"
+    )
 
 
 def test_a_parquet_file_with_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
@@ -51,14 +58,18 @@ def test_a_parquet_file_with_text_that_is_not_utf8_is_refused(tmp_path: Path) ->
 
 
 @pytest.mark.prove
-def test_twenty_thousand_mutated_inputs(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+def test_twenty_thousand_mutated_inputs(
+    tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     tokenizers(_made(tmp_path / "saved"))
     found = {
         "conversations": fuzz.fuzz_chat(8_000, 2, _made(tmp_path / "chat")),
         "parquet": fuzz.fuzz_parquet(3_000, 2, _made(tmp_path / "parquet")),
         "data files": fuzz.fuzz_files(3_000, 2, _made(tmp_path / "files")),
         "chat templates": fuzz.fuzz_templates(4_000, 2, _made(tmp_path / "templates")),
-        "tokenizers": fuzz.fuzz_tokenizers(2_000, 2, _made(tmp_path / "tokenizers"), tmp_path / "saved"),
+        "tokenizers": fuzz.fuzz_tokenizers(
+            2_000, 2, _made(tmp_path / "tokenizers"), tmp_path / "saved"
+        ),
     }
     for name, totals in found.items():
         proved("fuzz", name, {**totals, "tracebacks": 0})

@@ -1,4 +1,5 @@
-"""A chat template comes from a stranger: whatever it does ends as a diagnostic that names it and the row."""
+"""A chat template comes from a stranger: whatever it does ends as a diagnostic that names it and
+the row."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from tests.unit.data.plans import part, plan, refused
 TALK = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
 QUICK = {
     "a division by zero": ("{{ 1/0 }}", "line 1: ZeroDivisionError"),
-    "an endless macro": ("\n{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line 2: RecursionError"),
+    "an endless macro": (
+        "\n{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "line 2: RecursionError",
+    ),
     "a huge range": ("{% for i in range(10**9) %}x{% endfor %}", "OverflowError"),
     "much memory": ("{{ 'x' * 10**12 }}", "MemoryError"),
     "much text": ("{{ 'x' * 80 * 10**6 }}", "80,000,000 characters"),
@@ -27,7 +31,9 @@ QUICK = {
     "no text": ("{{ messages }}{{ messages.pop() }}", "unsafe"),
 }
 ENDLESS = {
-    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops in loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
     "a huge power": "{{ 7 ** (10 ** 9) }}",  # inside of C code, where no Python runs
 }
 
@@ -46,11 +52,15 @@ def test_what_a_template_raises_names_it_and_the_row(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_that_does_not_end_is_ended(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_does_not_end_is_ended(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chat, "_RENDERER", Renderer(seconds=1))
     begun = time.process_time()
     code, message = prepared(ENDLESS[name], tmp_path)
-    assert code == "SW6112" and "a.jsonl:1" in message and "it computes for more than 1 s" in message
+    assert (
+        code == "SW6112" and "a.jsonl:1" in message and "it computes for more than 1 s" in message
+    )
     assert time.process_time() - begun < 1, "and this process only waits"
 
 
@@ -78,5 +88,7 @@ def test_the_seconds_are_those_of_one_conversation() -> None:
     process = psutil.Process(renderer._process.pid)
     begun = process.cpu_times().user
     while process.cpu_times().user < begun + 2.5:
-        render(renderer, "{% for i in range(99) %}{% for j in range(9999) %}{% endfor %}{% endfor %}")
+        render(
+            renderer, "{% for i in range(99) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
+        )
     renderer.close()

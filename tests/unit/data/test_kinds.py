@@ -1,4 +1,5 @@
-"""Every kind of data becomes rows; what cannot is refused by name and line, and leaves nothing behind."""
+"""Every kind of data becomes rows; what cannot is refused by name and line, and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def test_bytes_are_one_stream_with_document_starts(tmp_path: Path) -> None:
     for name, text in {"b.txt": "world!", "a.txt": "hello", "empty.txt": ""}.items():
         (tmp_path / name).write_text(text)
     block = every_row(opened(plan(part("text", tmp_path / "*.txt")), tmp_path))
-    assert bytes(block.tokens.astype(np.uint8).reshape(-1)) == b"hellowor", "in name order, cut into rows of 4"
+    assert bytes(block.tokens.astype(np.uint8).reshape(-1)) == b"hellowor", (
+        "in name order, cut into rows of 4"
+    )
     assert block.starts is not None
     assert block.starts.astype(int).tolist() == [[1, 0, 0, 0], [0, 1, 0, 0]]
 
@@ -35,7 +38,9 @@ def test_jsonl_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
     texts = ["hello", "", "wörld", "again and again"]
     lines = [json.dumps({"body": t, "n": i}) for i, t in enumerate(texts)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines), encoding="utf-8")
-    pq.write_table(pa.table({"n": [0, 1, 2, 3], "body": texts}), tmp_path / "a.parquet", row_group_size=2)
+    pq.write_table(
+        pa.table({"n": [0, 1, 2, 3], "body": texts}), tmp_path / "a.parquet", row_group_size=2
+    )
     blocks = [
         every_row(opened(plan(part(kind, tmp_path / f"a.{kind}", field="body")), tmp_path / kind))
         for kind in ("jsonl", "parquet")
@@ -50,10 +55,19 @@ def test_a_hugging_face_tokenizer_ends_documents(tmp_path: Path) -> None:
     word_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "a.txt").write_text("the cat sat")
     (tmp_path / "b.txt").write_text("the dog")
-    p = plan(part("text", tmp_path / "?.txt", tokenizer="tokenizer"), length=2, vocabulary=5, batch=1)
+    p = plan(
+        part("text", tmp_path / "?.txt", tokenizer="tokenizer"), length=2, vocabulary=5, batch=1
+    )
     block = every_row(opened(p, tmp_path))
     assert block.tokens.reshape(-1).tolist() == [2, 3, 4, 0, 2, 1]
-    assert block.starts is not None and block.starts.reshape(-1).astype(int).tolist() == [1, 0, 0, 0, 1, 0]
+    assert block.starts is not None and block.starts.reshape(-1).astype(int).tolist() == [
+        1,
+        0,
+        0,
+        0,
+        1,
+        0,
+    ]
 
 
 def word_tokenizer(folder: Path) -> None:
@@ -80,7 +94,10 @@ def test_a_broken_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{")
     (tmp_path / "a.txt").write_text("the cat sat")
-    assert refused(plan(part("text", tmp_path / "a.txt", tokenizer="tokenizer")), tmp_path)[0] == "SW6121"
+    assert (
+        refused(plan(part("text", tmp_path / "a.txt", tokenizer="tokenizer")), tmp_path)[0]
+        == "SW6121"
+    )
 
 
 def test_long_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Checks of a rendered conversation: the same words at another place do not stand in for what a template leaves out."""
+"""Checks of a rendered conversation: the same words at another place do not stand in for what a
+template leaves out."""
 
 from __future__ import annotations
 
@@ -20,14 +21,20 @@ CHATML = (
 )
 # As Llama 3.1's: a call, or a text.
 ONE_OF_BOTH = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}{{ "
+    "m.tool_calls[0].function | tojson }}"
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FIRST_CALL = ONE_OF_BOTH.replace("{% else %}{{ m.content }}{% endif %}", "{% endif %}{{ m.content }}")
+FIRST_CALL = ONE_OF_BOTH.replace(
+    "{% else %}{{ m.content }}{% endif %}", "{% endif %}{{ m.content }}"
+)
 PRINTS_ARGUMENTS = FIRST_CALL.replace(
     "{{ m.tool_calls[0].function | tojson }}",
-    "{% set f = m.tool_calls[0].function %}{{ f.name }}({{ f.arguments.keys() | list | length }}) {{ f.arguments }}",
+    (
+        "{% set f = m.tool_calls[0].function %}{{ f.name }}({{ f.arguments.keys() | list | length "
+        "}}) {{ f.arguments }}"
+    ),
 )
 Message = dict[str, Any]
 
@@ -75,19 +82,34 @@ LOST = {
     ),
     "the second call of the same function": (
         FIRST_CALL,
-        talk_of({"content": "", "tool_calls": [call("weather", city="Paris"), call("weather", city="Paris")]}),
+        talk_of(
+            {
+                "content": "",
+                "tool_calls": [call("weather", city="Paris"), call("weather", city="Paris")],
+            }
+        ),
         "message 2: .* the call of 'weather'",
         "call",
     ),
     "parts that the template prints": (
         CHATML,
-        talk_of({"content": [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "Sunny."}]}),
+        talk_of(
+            {
+                "content": [
+                    {"type": "thinking", "thinking": "Hm."},
+                    {"type": "text", "text": "Sunny."},
+                ]
+            }
+        ),
         "message 2: .* the content as Python prints it",
         "printed",
     ),
     "a user's parts that the template prints": (
         CHATML,
-        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}, *talk_of({"content": "b"})],
+        [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+            *talk_of({"content": "b"}),
+        ],
         "message 1: .* the content as Python prints it",
         "printed",
     ),
@@ -105,13 +127,16 @@ def test_what_a_template_leaves_out_is_not_found_elsewhere(name: str) -> None:
     template, messages, words, reason = LOST[name]
     with pytest.raises(Refusal, match=f"SW6124.*{words}") as lost:
         labels(template, messages)
-    assert isinstance(lost.value.__context__, LostLabels) and lost.value.__context__.args[1] == reason
+    assert (
+        isinstance(lost.value.__context__, LostLabels) and lost.value.__context__.args[1] == reason
+    )
 
 
 def test_words_that_stand_twice_are_found_twice() -> None:
     calls = [call("weather", city="Paris", a="Par"), call("weather", city="Paris")]
     every = FIRST_CALL.replace(
-        "{{ m.tool_calls[0].function | tojson }}", "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+        "{{ m.tool_calls[0].function | tojson }}",
+        "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}",
     )
     for text in ("Paris", "a", "weather", "The weather in Paris: {'city': 'Paris'}"):
         (first, _) = labels(every, talk_of({"content": text, "tool_calls": calls}))
@@ -119,8 +144,13 @@ def test_words_that_stand_twice_are_found_twice() -> None:
 
 
 def test_openais_older_form_of_a_call() -> None:
-    older = {"content": None, "function_call": {"name": "weather", "arguments": '{"city": "Paris"}'}}
-    wanted = labels(FIRST_CALL, talk_of({"content": "", "tool_calls": [call("weather", city="Paris")]}))
+    older = {
+        "content": None,
+        "function_call": {"name": "weather", "arguments": '{"city": "Paris"}'},
+    }
+    wanted = labels(
+        FIRST_CALL, talk_of({"content": "", "tool_calls": [call("weather", city="Paris")]})
+    )
     assert labels(FIRST_CALL, talk_of(older)) == wanted and '{"city": "Paris"}' in wanted[0]
     with pytest.raises(Refusal, match="the call of 'weather'"):
         labels(CHATML, talk_of(older))
@@ -140,9 +170,13 @@ def test_openais_older_form_of_a_call() -> None:
     ],
 )
 def test_a_calls_arguments_are_an_object(function: Message, wanted: str) -> None:
-    """JSON text of JSON text; Llama's own word for them; none at all; what is no object stays as it is."""
+    """JSON text of JSON text; Llama's own word for them; none at all; what is no object stays as it
+    is."""
     answer = {"content": "", "tool_calls": [{"function": {"name": "weather", **function}}]}
-    assert labels(FIRST_CALL, talk_of(answer))[0] == f'{{"name": "weather", "arguments": {wanted}}}<|im_end|>'
+    assert (
+        labels(FIRST_CALL, talk_of(answer))[0]
+        == f'{{"name": "weather", "arguments": {wanted}}}<|im_end|>'
+    )
 
 
 def test_a_conversation_may_hold_the_stand_in() -> None:
@@ -161,7 +195,8 @@ def test_a_call_that_is_named_by_its_id_alone() -> None:
     template = FIRST_CALL.replace("m.tool_calls[0].function | tojson", "m.tool_calls[0].id")
     answer = {"content": "", "tool_calls": [{**call("weather"), "id": "call_17"}]}
     with pytest.raises(
-        Refusal, match="the call of 'weather' as a label: it names a call by its id alone, here 'call_17'"
+        Refusal,
+        match="the call of 'weather' as a label: it names a call by its id alone, here 'call_17'",
     ):
         labels(template, talk_of(answer))
     named = {"content": "", "tool_calls": [{**call("weather"), "id": "weather:17"}]}
@@ -171,7 +206,9 @@ def test_a_call_that_is_named_by_its_id_alone() -> None:
 @pytest.mark.parametrize("turns", [1, 6])
 def test_a_turn_takes_two_renderings(turns: int) -> None:
     """Of what a chat template writes as one text that only grows: rendering is most of the time."""
-    messages: list[Any] = [{"role": role, "content": "words"} for _ in range(turns) for role in ("user", "assistant")]
+    messages: list[Any] = [
+        {"role": role, "content": "words"} for _ in range(turns) for role in ("user", "assistant")
+    ]
     count = 0
 
     def render(given: list[Any], *, prompt: bool) -> str:

@@ -1,4 +1,5 @@
-"""Captions with a picture each: what a row holds, as Hugging Face's processor has it, and what bad records get."""
+"""Captions with a picture each: what a row holds, as Hugging Face's processor has it, and what bad
+records get."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_rows_are_what_the_processor_makes(model: str, tmp_path: Path) -> None:
     wanted = kind.tokenizer([row["caption"] for row in records], **options)["input_ids"]
     assert block.tokens.tolist() == wanted
     assert any(len(row["caption"]) > LENGTH for row in records)  # some are cut
-    assert [Path(str(row[0].path)).name for row in block.pictures] == [Path(r["image"]).name for r in records]
+    assert [Path(str(row[0].path)).name for row in block.pictures] == [
+        Path(r["image"]).name for r in records
+    ]
     (part,) = summarize(plan, tmp_path / "out")
     assert part.pictures == part.documents == len(records) and part.cut and 0 < part.padding < 1
 
@@ -54,16 +57,27 @@ def test_the_command_tells_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixtur
     records = write_pairs(tmp_path)
     compiled(tmp_path)
     assert main(["prepare", str(tmp_path / "out"), "--check", "2"]) == 0
-    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("jsonl ") and line[-2:] == " 0")
+    (row,) = (
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("jsonl ") and line[-2:] == " 0"
+    )
     assert row.split()[2:] == ["2", row.split()[3], "-", "-", "0"]
     assert main(["prepare", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert f"  {len(records)} captions with {len(records)} images; " in text and "<|startoftext|>" in text
-    assert "\nimages     a core of this machine decodes" in text and text.count("[[") == 3  # of the heads alone
+    assert (
+        f"  {len(records)} captions with {len(records)} images; " in text
+        and "<|startoftext|>" in text
+    )
+    assert (
+        "\nimages     a core of this machine decodes" in text and text.count("[[") == 3
+    )  # of the heads alone
 
 
 def lines(folder: Path, records: list[dict[str, Any]]) -> None:
-    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in records), encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What `prepare` says of pictures a second holds: a rank whose steps take as long as planned never waits for them."""
+"""What `prepare` says of pictures a second holds: a rank whose steps take as long as planned never
+waits for them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def prepared(tmp_path: Path) -> Path:
 
 
 def ready(folder: Path, size: tuple[int, int]) -> Path:
-    """A compiled folder for one rank whose rows have a picture of that size each, but for every fourth."""
+    """A compiled folder for one rank whose rows have a picture of that size each, but for every
+    fourth."""
     records = []
     for row in range(ROWS):
         Image.effect_noise(size, 80).convert("RGB").save(folder / f"{row}.jpg")
@@ -49,8 +51,16 @@ def ready(folder: Path, size: tuple[int, int]) -> Path:
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     document = recipe(SightCase("llava", steps=STEPS))
     document["data"]["images"]["max_pixels"] = size[0] * size[1]
-    wide = {**TEXT, "hidden_size": 768, "intermediate_size": 2048, "head_dim": 192, "num_hidden_layers": 8}
-    document["model"]["config"]["text_config"] |= wide  # nothing of it runs: steps of a second are planned
+    wide = {
+        **TEXT,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "head_dim": 192,
+        "num_hidden_layers": 8,
+    }
+    document["model"]["config"]["text_config"] |= (
+        wide  # nothing of it runs: steps of a second are planned
+    )
     (folder / "recipe.json").write_text(json.dumps(document))
     write_folder(folder / "out", compile_recipe(load_recipe(folder / "recipe.json")).files)
     prepare(read_plan(folder / "out"), folder / "out", limit_bytes=None)
@@ -58,11 +68,15 @@ def ready(folder: Path, size: tuple[int, int]) -> Path:
 
 
 def faster(plan: Plan, times: float) -> Plan:
-    seconds = dataclasses.replace(plan.predicted.time, step_seconds=plan.predicted.time.step_seconds / times)
+    seconds = dataclasses.replace(
+        plan.predicted.time, step_seconds=plan.predicted.time.step_seconds / times
+    )
     return dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, time=seconds))
 
 
-def test_cores_follow_from_the_planned_steps(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_follow_from_the_planned_steps(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at = iter(range(10**6))
     monkeypatch.setattr(time, "process_time", lambda: next(at) * 0.48)  # for 24 pictures
     plan = read_plan(prepared)
@@ -106,8 +120,11 @@ def test_the_queue_never_empties(prepared: Path) -> None:
 
 @pytest.mark.prove
 @pytest.mark.alone
-def test_the_queue_never_empties_of_large_pictures(tmp_path: Path, proved: Callable[..., None]) -> None:
-    """1920 x 1080 noise, which JPEG hardly makes smaller: the slowest that a camera's picture of that size could be."""
+def test_the_queue_never_empties_of_large_pictures(
+    tmp_path: Path, proved: Callable[..., None]
+) -> None:
+    """1920 x 1080 noise, which JPEG hardly makes smaller: the slowest that a camera's picture of
+    that size could be."""
     figures = slept(ready(tmp_path, (1920, 1080)))
     proved("decoding", "1920 x 1080, one rank, one process", figures)
     assert figures["waits"] == 0, figures
@@ -119,18 +136,24 @@ def test_a_step_that_comes_too_early_is_counted(prepared: Path) -> None:
 
 
 def slept(folder: Path, times: float = 1.0) -> dict[str, float]:
-    """A run whose steps sleep as long as planned, or are so many times as fast, with one process that decodes."""
+    """A run whose steps sleep as long as planned, or are so many times as fast, with one process
+    that decodes."""
     plan = read_plan(folder)
     rate = picture_rate(plan, folder)
     assert rate is not None and rate.cores == 1
     sight = sight_of(plan, folder, 0)
     assert isinstance(sight, Sight) and sight.decoders is not None
     sight.decoders = Decoders(1)
-    batches, seconds = Batches(plan, open_dataset(plan, folder), sight), plan.predicted.time.step_seconds / times
+    batches, seconds = (
+        Batches(plan, open_dataset(plan, folder), sight),
+        plan.predicted.time.step_seconds / times,
+    )
     begun = time.monotonic()
     shown = 0
     for step in range(1, STEPS + 1):
-        shown += sum(m.beside["pixel_values"].shape[0] for m in batches.micro_batches(step, 0) if m.beside)
+        shown += sum(
+            m.beside["pixel_values"].shape[0] for m in batches.micro_batches(step, 0) if m.beside
+        )
         if step == 1:
             begun = time.monotonic()  # nothing was asked for ahead of it
         time.sleep(seconds)
@@ -163,9 +186,13 @@ def test_only_the_first_stage_decodes(tmp_path: Path, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(sight_module, "decode", counted)
         monkeypatch.setattr(
-            Decoders, "decode", lambda _, pictures, most: [sight_module.decode(p, most) for p in pictures]
+            Decoders,
+            "decode",
+            lambda _, pictures, most: [sight_module.decode(p, most) for p in pictures],
         )
-        batches = Batches(plan, open_dataset(plan, tmp_path / "out"), sight_of(plan, tmp_path / "out", rank.rank))
+        batches = Batches(
+            plan, open_dataset(plan, tmp_path / "out"), sight_of(plan, tmp_path / "out", rank.rank)
+        )
         batches._steps = 1  # nothing ahead: what is counted is this step's
         batches.micro_batches(1, rank.data)
     first = [rank.rank for rank in plan.ranks if rank.pipeline == 0]

@@ -13,7 +13,14 @@ import pytest
 from PIL import Image, PngImagePlugin
 from transformers.image_utils import load_image
 
-from shardwright.data.pictures import Damaged, PictureWriter, decode, locate_picture, open_pictures, take_pictures
+from shardwright.data.pictures import (
+    Damaged,
+    PictureWriter,
+    decode,
+    locate_picture,
+    open_pictures,
+    take_pictures,
+)
 
 RAMP = np.linspace(0, 65535, 64 * 32).astype(np.uint16).reshape(32, 64)
 
@@ -62,7 +69,10 @@ def test_no_message_holds_a_whole_picture(tmp_path: Path, source: str) -> None:
 def test_grey_of_16_bits_is_scaled(tmp_path: Path) -> None:
     Image.fromarray(RAMP).save(tmp_path / "a.png")
     found = np.asarray(decode(locate_picture("a.png", tmp_path), 10**6))
-    assert np.abs(found[..., 0].astype(float) - RAMP / 257).max() <= 1 and (found == found[..., :1]).all()
+    assert (
+        np.abs(found[..., 0].astype(float) - RAMP / 257).max() <= 1
+        and (found == found[..., :1]).all()
+    )
 
 
 def test_pixels_of_32_bits_are_refused(tmp_path: Path) -> None:
@@ -87,11 +97,12 @@ def test_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8))
 XMP = """<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
-<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""
+<rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>"""  # noqa: E501
 
 
 def of_every_mode() -> Iterator[tuple[str, Image.Image, dict[str, Any]]]:
-    """(file name, image, options of its save), by Pillow's modes, kinds of transparency and orientations."""
+    """(file name, image, options of its save), by Pillow's modes, kinds of transparency and
+    orientations."""
     yield from ((f"{mode}.png", NOISE.convert(mode), {}) for mode in ("RGB", "L", "1"))
     palette = NOISE.convert("P", palette=Image.Palette.ADAPTIVE)
     for name in ("P.png", "P.gif"):
@@ -123,7 +134,9 @@ EVERY_MODE = {name: (image, options) for name, image, options in of_every_mode()
 
 
 @pytest.mark.parametrize("name", EVERY_MODE)
-@pytest.mark.filterwarnings("ignore:Palette images with Transparency")  # Pillow's, of transformers' own conversion
+@pytest.mark.filterwarnings(
+    "ignore:Palette images with Transparency"
+)  # Pillow's, of transformers' own conversion
 def test_an_image_is_what_transformers_loads(tmp_path: Path, name: str) -> None:
     image, options = EVERY_MODE[name]
     image.save(tmp_path / name, **options)

@@ -1,4 +1,5 @@
-"""What bad pictures get: a code with the record's line, or a count; and what a row holds of good ones."""
+"""What bad pictures get: a code with the record's line, or a count; and what a row holds of good
+ones."""
 
 from __future__ import annotations
 
@@ -41,10 +42,17 @@ def bomb() -> bytes:
     """A PNG of 10,000 x 10,000 pixels in a hundred bytes."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     header = struct.pack(">IIBBBBB", 10_000, 10_000, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b""))
+        + chunk(b"IEND", b"")
+    )
 
 
 def animated() -> bytes:
@@ -95,7 +103,11 @@ def test_a_path_inside_is_taken_however_it_is_written(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "pictures").symlink_to(tmp_path / "elsewhere")
-    for path in ("pictures/it.png", "./pictures/../pictures/it.png", str(folder / "pictures" / "it.png")):
+    for path in (
+        "pictures/it.png",
+        "./pictures/../pictures/it.png",
+        str(folder / "pictures" / "it.png"),
+    ):
         assert locate_picture(path, folder).width == 40
 
 
@@ -118,16 +130,23 @@ def test_what_is_no_file_neither_blocks_nor_fills_the_memory(kind: str, tmp_path
 
 def test_pictures_are_decoded_in_other_processes(tmp_path: Path) -> None:
     (tmp_path / "it.png").write_bytes(encoded(PLAIN))
-    pictures = [locate_picture("it.png", tmp_path), locate_picture({"bytes": encoded(PLAIN, "JPEG")}, tmp_path)] * 2
+    pictures = [
+        locate_picture("it.png", tmp_path),
+        locate_picture({"bytes": encoded(PLAIN, "JPEG")}, tmp_path),
+    ] * 2
     decoders = Decoders(2)
     found = decoders.decode(pictures, 600)
-    assert [image.tobytes() for image in found] == [decode(picture, 600).tobytes() for picture in pictures]
+    assert [image.tobytes() for image in found] == [
+        decode(picture, 600).tobytes() for picture in pictures
+    ]
     (tmp_path / "it.png").write_bytes(encoded(PLAIN)[:-40])
     with pytest.raises(Refusal, match="SW6132"):
         decoders.decode(pictures, 600)
 
 
-def test_a_decoding_process_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoding_process_that_is_gone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "it.png").write_bytes(encoded(PLAIN))
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(Refusal, match="SW6137"):
@@ -177,16 +196,25 @@ def test_pictures_come_back_by_their_document(tmp_path: Path) -> None:
     writer.finish()
     table = open_pictures(tmp_path)
     assert table is not None and table.of(0) == () == table.of(3)
-    assert table.of(2) == (pictures[0], Picture(path=str(tmp_path / "b.png"), data=None, width=40, height=30))
+    assert table.of(2) == (
+        pictures[0],
+        Picture(path=str(tmp_path / "b.png"), data=None, width=40, height=30),
+    )
     assert table.of(5)[0].data == inside
 
 
 def user(*content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
+    return [
+        {"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}
+    ]
 
 
 def test_both_ways_of_writing_a_picture_are_taken() -> None:
-    own = user({"type": "image", "image": "a.png"}, {"type": "text", "text": "and"}, {"type": "image", "path": "b.png"})
+    own = user(
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "and"},
+        {"type": "image", "path": "b.png"},
+    )
     listed = user("<image>and<image>")
     wanted = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
     for given, images in ((own, None), (listed, ["a.png", "b.png"])):
@@ -219,12 +247,16 @@ def test_conversations_of_the_page_show_the_same_picture() -> None:
 def test_pictures_and_placeholders_match(messages: Any, images: Any, code: str) -> None:
     with pytest.raises(Refusal) as caught:
         take_pictures(images, messages, "data.jsonl:7")
-    assert caught.value.diagnostics[0].code == code and "data.jsonl:7" in caught.value.diagnostics[0].message
+    assert (
+        caught.value.diagnostics[0].code == code
+        and "data.jsonl:7" in caught.value.diagnostics[0].message
+    )
 
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Callable[..., Any]:
-    """Prepares records as a chat source of a tiny LLaVA; its counts, and the tokens of each document."""
+    """Prepares records as a chat source of a tiny LLaVA; its counts, and the tokens of each
+    document."""
     from transformers import AutoConfig
 
     from shardwright.data.progress import ReadingProgress
@@ -264,9 +296,19 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
         )
         assert part.images is not None
         at = tmp_path / "prepared"
-        writer, sight = Writer(at, "uint16", masked=True), Sight(tmp_path / "tokenizer", part.images)
+        writer, sight = (
+            Writer(at, "uint16", masked=True),
+            Sight(tmp_path / "tokenizer", part.images),
+        )
         pictures = PictureWriter(at)
-        seen = SeenReader(part, HubTokenizer(tmp_path / "tokenizer"), sight, writer, pictures, ReadReport(share=skip))
+        seen = SeenReader(
+            part,
+            HubTokenizer(tmp_path / "tokenizer"),
+            sight,
+            writer,
+            pictures,
+            ReadReport(share=skip),
+        )
         for _ in seen.read((str(source),), ReadingProgress("reading", 1)):
             pass
         pictures.finish()
@@ -279,14 +321,24 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
 
 
 def talk(*images: str) -> dict[str, Any]:
-    content = [*[{"type": "image", "image": name} for name in images], {"type": "text", "text": "?"}]
+    content = [
+        *[{"type": "image", "image": name} for name in images],
+        {"type": "text", "text": "?"},
+    ]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
     return {"messages": [{"role": "user", "content": content}, answer]}
 
 
-def test_damage_is_counted_up_to_its_share_and_named_beyond(reader: Callable[..., Any], tmp_path: Path) -> None:
+def test_damage_is_counted_up_to_its_share_and_named_beyond(
+    reader: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "good.png").write_bytes(encoded(PLAIN))
-    records = [talk("good.png"), talk("gone.png"), talk("good.png", "good.png"), talk(*["good.png"] * 3)]
+    records = [
+        talk("good.png"),
+        talk("gone.png"),
+        talk("good.png", "good.png"),
+        talk(*["good.png"] * 3),
+    ]
     counts, documents, table = reader(records, skip=0.25)
     assert (counts.damaged, counts.crowded) == (1, 1) and len(documents.ends) == 2
     assert [len(table.of(n)) for n in range(2)] == [1, 2]
@@ -303,7 +355,9 @@ def test_damage_beyond_its_share_is_refused(reader: Callable[..., Any], tmp_path
     assert "gone.png" in caught.value.diagnostics[0].message
 
 
-def test_pictures_lie_in_the_folder_that_the_recipe_names(reader: Callable[..., Any], tmp_path: Path) -> None:
+def test_pictures_lie_in_the_folder_that_the_recipe_names(
+    reader: Callable[..., Any], tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "good.png").write_bytes(encoded(PLAIN))
@@ -311,32 +365,50 @@ def test_pictures_lie_in_the_folder_that_the_recipe_names(reader: Callable[..., 
     assert [picture.path for picture in table.of(0)] == [str(elsewhere / "good.png")] * 2
 
 
-def test_the_folder_that_the_recipe_names_is_the_only_one(reader: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_folder_that_the_recipe_names_is_the_only_one(
+    reader: Callable[..., Any], tmp_path: Path
+) -> None:
     (tmp_path / "good.png").write_bytes(encoded(PLAIN))
     with pytest.raises(Refusal, match="SW6135"):
         reader([talk(str(tmp_path / "good.png"))], folder=str(tmp_path / "elsewhere"))
 
 
-def test_a_text_that_holds_the_placeholder_is_refused(reader: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_text_that_holds_the_placeholder_is_refused(
+    reader: Callable[..., Any], tmp_path: Path
+) -> None:
     record = talk()
     record["messages"][0]["content"] = [{"type": "text", "text": "what does <image> mean?"}]
     with pytest.raises(Refusal, match="SW6131"):
         reader([record])
 
 
-def test_pictures_side_by_side_are_refused_where_they_would_be_one(reader: Callable[..., Any], tmp_path: Path) -> None:
+def test_pictures_side_by_side_are_refused_where_they_would_be_one(
+    reader: Callable[..., Any], tmp_path: Path
+) -> None:
     """Qwen's types find a picture's positions by runs of placeholders; LLaVA's do not ask."""
     (tmp_path / "good.png").write_bytes(encoded(PLAIN))
     with pytest.raises(Refusal, match="SW6136"):
-        reader([talk("good.png"), talk("good.png", "good.png")], model="qwen2_5_vl", written=template("llava"))
+        reader(
+            [talk("good.png"), talk("good.png", "good.png")],
+            model="qwen2_5_vl",
+            written=template("llava"),
+        )
 
 
 def test_later_stages_look_at_no_picture(reader: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "good.png").write_bytes(encoded(PLAIN))
-    _, documents, table = reader([talk("good.png")], model="qwen2_5_vl", written=template("qwen2_5_vl"))
-    images, tokens = ImagesSection(per_row=2, max_pixels=1600), documents.tokens[None].astype("int64")
+    _, documents, table = reader(
+        [talk("good.png")], model="qwen2_5_vl", written=template("qwen2_5_vl")
+    )
+    images, tokens = (
+        ImagesSection(per_row=2, max_pixels=1600),
+        documents.tokens[None].astype("int64"),
+    )
     takes = frozenset({"pixel_values", "image_grid_thw", "mm_token_type_ids"})
-    first, later = (Sight(tmp_path / "tokenizer", images, takes, integers_alone=alone) for alone in (False, True))
+    first, later = (
+        Sight(tmp_path / "tokenizer", images, takes, integers_alone=alone)
+        for alone in (False, True)
+    )
     wanted = first.inputs(tokens, None, [table.of(0)])
     (tmp_path / "good.png").unlink()
     found = later.inputs(tokens, None, [table.of(0)])
@@ -345,8 +417,11 @@ def test_later_stages_look_at_no_picture(reader: Callable[..., Any], tmp_path: P
     assert not found["pixel_values"].equal(wanted["pixel_values"])
 
 
-def test_what_stands_behind_an_answer_is_no_prefix(reader: Callable[..., Any], tmp_path: Path) -> None:
-    """A prefix is seen both ways: the second question has seen the first answer, and may not be seen by it."""
+def test_what_stands_behind_an_answer_is_no_prefix(
+    reader: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A prefix is seen both ways: the second question has seen the first answer, and may not be
+    seen by it."""
     record = talk()
     record["messages"] = record["messages"] * 2
     _, documents, table = reader([record], model="paligemma", written=template("paligemma"))

@@ -1,4 +1,5 @@
-"""Preparing: once for the same content, one writer at a time, and nothing half-written whatever goes wrong."""
+"""Preparing: once for the same content, one writer at a time, and nothing half-written whatever
+goes wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def corpus(tmp_path: Path, text: str = "some text, again and again") -> Path:
     return tmp_path / "a.txt"
 
 
-def test_the_same_content_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_content_is_tokenized_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p = plan(part("text", corpus(tmp_path)))
     opened(p, tmp_path)
     first = keys(tmp_path)
@@ -37,7 +40,9 @@ def test_the_same_content_is_tokenized_once(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.undo()
     assert len(first) == 1 and keys(tmp_path) == first
     corpus(tmp_path, "another text, of another size")
-    assert bytes(opened(p, tmp_path).train.read(np.array([0])).tokens[0].astype(np.uint8)) == b"anot"
+    assert (
+        bytes(opened(p, tmp_path).train.read(np.array([0])).tokens[0].astype(np.uint8)) == b"anot"
+    )
     assert len(keys(tmp_path)) == 2, "another content is another key"
 
 
@@ -62,7 +67,10 @@ def test_two_writers_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     made: list[int] = []
     finish = Writer.finish
     monkeypatch.setattr(Writer, "finish", lambda self, **k: (made.append(1), finish(self, **k))[1])
-    threads = [threading.Thread(target=prepare, args=(p, tmp_path), kwargs={"limit_bytes": None}) for _ in range(4)]
+    threads = [
+        threading.Thread(target=prepare, args=(p, tmp_path), kwargs={"limit_bytes": None})
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -78,7 +86,9 @@ def test_a_killed_writer_leaves_nothing_that_counts(tmp_path: Path) -> None:
         "Writer.finish = lambda self, **k: os.kill(os.getpid(), 9)\n"
         f"prepare(plan(part('text', {str(path)!r})), Path({str(tmp_path)!r}), limit_bytes=None)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], env=dict(os.environ))
+    killed = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[3], env=dict(os.environ)
+    )
     assert killed.returncode == -9
     data = tmp_path / "run" / "data"
     assert list(data.glob(".partial*")) and not keys(tmp_path)

@@ -1,4 +1,5 @@
-"""Packing, order and mixtures: functions of their arguments alone, checked by what they have to hold."""
+"""Packing, order and mixtures: functions of their arguments alone, checked by what they have to
+hold."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_unshuffled_step_takes_its_block_of_rows() -> None:
     order = EpochOrder(30, 12, 3, shuffle=False)
     assert order.indices(1).tolist() == list(range(12))
     assert order.indices(2).tolist() == list(range(12, 24))
-    assert order.indices(3).tolist() == list(range(12)), "rows 24-29 are no full batch: a new epoch starts"
+    assert order.indices(3).tolist() == list(range(12)), (
+        "rows 24-29 are no full batch: a new epoch starts"
+    )
 
 
 def test_shuffle_visits_each_row_once_an_epoch_and_differs_between_epochs() -> None:
@@ -72,12 +75,17 @@ def test_shuffle_visits_each_row_once_an_epoch_and_differs_between_epochs() -> N
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(24))
     assert epochs[0].tolist() != epochs[1].tolist()
     fresh = EpochOrder(24, 12, 3, shuffle=True)
-    assert fresh.indices(3).tolist() == epochs[1][:12].tolist(), "no state in the order: a resumed run goes on"
+    assert fresh.indices(3).tolist() == epochs[1][:12].tolist(), (
+        "no state in the order: a resumed run goes on"
+    )
 
 
 def test_each_seed_and_each_part_has_an_order_of_its_own() -> None:
     orders = [EpochOrder(24, 24, seed, shuffle=True).indices(1).tolist() for seed in (0, 1, 2)]
-    assert all(sorted(order) == list(range(24)) for order in orders) and len({tuple(o) for o in orders}) == 3
+    assert (
+        all(sorted(order) == list(range(24)) for order in orders)
+        and len({tuple(o) for o in orders}) == 3
+    )
     mixtures = []
     for seed in (0, 1):
         rows = MixtureOrder((24, 24), (1.0, 1.0), 48, seed, shuffle=True).indices(1)
@@ -90,7 +98,12 @@ def test_each_seed_and_each_part_has_an_order_of_its_own() -> None:
 def test_an_epoch_of_a_mixture_has_as_many_rows_as_its_parts() -> None:
     assert MixtureOrder((10, 17), (1.0, 3.0), 8, 1, shuffle=True).steps_per_epoch == 3
     unshuffled = MixtureOrder((4, 4), (1.0, 1.0), 4, 1, shuffle=False)
-    assert sorted(unshuffled.indices(1)) == [0, 1, 4, 5] and sorted(unshuffled.indices(2)) == [2, 3, 6, 7]
+    assert sorted(unshuffled.indices(1)) == [0, 1, 4, 5] and sorted(unshuffled.indices(2)) == [
+        2,
+        3,
+        6,
+        7,
+    ]
 
 
 @pytest.mark.parametrize("weights", [(1.0, 3.0), (0.2, 0.5, 0.3), (1.0,), (5.0, 1e-3)])
@@ -108,7 +121,9 @@ def test_a_mixture_has_its_weights_in_every_stretch(weights: tuple[float, ...]) 
         own = rows[owner == part_number] - firsts[part_number]
         n = counts[part_number]
         for epoch in range(len(own) // n):
-            assert sorted(own[epoch * n : (epoch + 1) * n]) == list(range(n)), "each part goes through its own rows"
+            assert sorted(own[epoch * n : (epoch + 1) * n]) == list(range(n)), (
+                "each part goes through its own rows"
+            )
     fresh = MixtureOrder(counts, weights, 8, 1, shuffle=True)
     assert np.array_equal(fresh.indices(77), order.indices(77))
 
@@ -116,7 +131,10 @@ def test_a_mixture_has_its_weights_in_every_stretch(weights: tuple[float, ...]) 
 def test_a_mixture_of_kinds(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefgh" * 4)
     np.save(tmp_path / "b.npy", np.full((6, 4), 7))
-    parts = (part("text", tmp_path / "a.txt", weight=1.0), part("tokens", tmp_path / "b.npy", weight=2.0))
+    parts = (
+        part("text", tmp_path / "a.txt", weight=1.0),
+        part("tokens", tmp_path / "b.npy", weight=2.0),
+    )
     data = opened(plan(part("mixture", mixture=parts), length=4, batch=6), tmp_path)
     block = data.train.read(data.order.indices(1))
     assert int((block.tokens == 7).all(axis=1).sum()) == 4
@@ -127,7 +145,11 @@ def test_epochs_become_steps(tmp_path: Path) -> None:
     np.save(tmp_path / "b.npy", np.zeros((23, 4), dtype=np.uint8))
     data = part("tokens", tmp_path / "b.npy")
     for epochs, steps in ((1, 4), (2, 8), (0.5, 2), (0.1, 1), (2.3, 10)):
-        assert opened(plan(data, batch=5, epochs=epochs), tmp_path).steps == steps == steps_of_epochs(epochs, 4)
+        assert (
+            opened(plan(data, batch=5, epochs=epochs), tmp_path).steps
+            == steps
+            == steps_of_epochs(epochs, 4)
+        )
 
 
 def test_a_schedule_is_resolved_or_too_long() -> None:
@@ -149,8 +171,14 @@ def test_held_out_rows_are_never_trained_on(tmp_path: Path, fraction: float) -> 
     assert data.validation is not None
     count = max(1, round(50 * fraction))
     held_out = data.validation.read(np.arange(len(data.validation))).tokens[:, 0].tolist()
-    seen = {int(t) for s in range(1, 200) for t in data.train.read(data.order.indices(s)).tokens[:, 0]}
-    assert len(held_out) == count and not seen & set(held_out) and seen | set(held_out) == set(range(50))
+    seen = {
+        int(t) for s in range(1, 200) for t in data.train.read(data.order.indices(s)).tokens[:, 0]
+    }
+    assert (
+        len(held_out) == count
+        and not seen & set(held_out)
+        and seen | set(held_out) == set(range(50))
+    )
 
 
 def test_no_validation_data(tmp_path: Path) -> None:
@@ -164,26 +192,35 @@ def test_megatron_files_are_rows_of_documents(tmp_path: Path) -> None:
     data = opened(plan(part("megatron", tmp_path / "m", tokenizer=None), batch=1), tmp_path)
     block = data.train.read(np.arange(2))
     assert block.tokens.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert block.starts is not None and block.starts.astype(int).tolist() == [[1, 0, 0, 1], [0, 0, 1, 0]]
-    for name, damage in (("m.bin", b"x"), ("m.idx", b"MMIDIDX\0\0" + bytes(20)), ("m.idx", b"no index")):
+    assert block.starts is not None and block.starts.astype(int).tolist() == [
+        [1, 0, 0, 1],
+        [0, 0, 1, 0],
+    ]
+    for name, damage in (
+        ("m.bin", b"x"),
+        ("m.idx", b"MMIDIDX\0\0" + bytes(20)),
+        ("m.idx", b"no index"),
+    ):
         (tmp_path / name).write_bytes(damage)
-        assert refused(plan(part("megatron", tmp_path / "m", tokenizer=None)), tmp_path)[0] == "SW6119"
+        assert (
+            refused(plan(part("megatron", tmp_path / "m", tokenizer=None)), tmp_path)[0] == "SW6119"
+        )
 
 
 WRITTEN: dict[str, tuple[str, str]] = {
     "int32": (
         """4d4d49444944580000 0100000000000000 04 0300000000000000 0300000000000000 03000000 02000000 01000000
-        0000000000000000 0c00000000000000 1400000000000000 0000000000000000 0200000000000000 0300000000000000""",
+        0000000000000000 0c00000000000000 1400000000000000 0000000000000000 0200000000000000 0300000000000000""",  # noqa: E501
         "01000000 02000000 03000000 04000000 05000000 06000000",
     ),
     "uint16": (
         """4d4d49444944580000 0100000000000000 08 0300000000000000 0300000000000000 03000000 02000000 01000000
-        0000000000000000 0600000000000000 0a00000000000000 0000000000000000 0200000000000000 0300000000000000""",
+        0000000000000000 0600000000000000 0a00000000000000 0000000000000000 0200000000000000 0300000000000000""",  # noqa: E501
         "0100 0200 0300 0400 0500 0600",
     ),
 }
-"""The .idx and .bin that megatron-core 0.16.1's IndexedDatasetBuilder wrote, of add_document([1, 2, 3, 4, 5], [3, 2])
-and add_document([6], [1])."""
+"""The .idx and .bin that megatron-core 0.16.1's IndexedDatasetBuilder wrote, of add_document([1, 2,
+3, 4, 5], [3, 2]) and add_document([6], [1])."""
 
 
 @pytest.mark.parametrize("dtype", WRITTEN)
@@ -202,5 +239,7 @@ def write_megatron(path: Path, sequences: list[list[int]], documents: list[int])
     with path.with_suffix(".idx").open("wb") as file:
         file.write(b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8]))
         file.write(len(lengths).to_bytes(8, "little") + len(documents).to_bytes(8, "little"))
-        file.write(lengths.tobytes() + pointers.tobytes() + np.asarray(documents, dtype=np.int64).tobytes())
+        file.write(
+            lengths.tobytes() + pointers.tobytes() + np.asarray(documents, dtype=np.int64).tobytes()
+        )
     path.with_suffix(".bin").write_bytes(np.concatenate(sequences).astype(np.uint16).tobytes())

@@ -1,4 +1,5 @@
-"""The pictures behind `path: drawn-shapes`: the same on every machine, and as many of each shape."""
+"""The pictures behind `path: drawn-shapes`: the same on every machine, and as many of each
+shape."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_the_same_seed_draws_the_same_and_another_does_not(tmp_path: Path) -> No
         assert draw_shapes(folder, 8, seed) == folder / "data.jsonl"
         contents.append([path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()])
     assert contents[0] == contents[1] != contents[2]
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}, "nothing half-drawn is left"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}, (
+        "nothing half-drawn is left"
+    )
 
 
 def test_each_record_names_what_its_picture_shows(tmp_path: Path) -> None:
@@ -49,7 +52,9 @@ def test_a_shape_lies_whole_in_its_picture(shape: str) -> None:
         image = draw(shape, random.Random(seed))
         left, top, right, bottom = image.getbbox() or (0, 0, 0, 0)
         assert 0 < left < right < SIDE and 0 < top < bottom < SIDE, seed
-        share = sum(image.convert("1").get_flattened_data()) / 255 / ((right - left) * (bottom - top))
+        share = (
+            sum(image.convert("1").get_flattened_data()) / 255 / ((right - left) * (bottom - top))
+        )
         assert (share > 0.98) == (shape == "square"), (seed, share)
 
 

@@ -1,4 +1,5 @@
-"""Files as they come: compressed, as one JSON array, with a byte order mark, with records of no use."""
+"""Files as they come: compressed, as one JSON array, with a byte order mark, with records of no
+use."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def read(path: Path, report: ReadReport | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("pack", PACKED)
-def test_compressed_files_are_read_by_what_they_hold(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+def test_compressed_files_are_read_by_what_they_hold(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
     data = pack(LINES[:40]) + pack(LINES[40:])  # as `cat a.gz b.gz` joins them
     (tmp_path / "a.jsonl.any").write_bytes(data)
     assert read(tmp_path / "a.jsonl.any") == TEXTS
@@ -52,7 +55,9 @@ def test_a_compressed_file_that_is_cut_off(tmp_path: Path, pack: Callable[[bytes
     lines = b"".join(b'{"text": "%d"}\n' % (n * n) for n in range(20_000))
     (tmp_path / "a.gz").write_bytes(pack(lines)[:-20])
     for share in (0.0, 0.5):
-        code, message = refused(plan(part("jsonl", tmp_path / "*.gz", skip_damaged=share)), tmp_path)
+        code, message = refused(
+            plan(part("jsonl", tmp_path / "*.gz", skip_damaged=share)), tmp_path
+        )
         assert code == "SW6151" and str(tmp_path / "a.gz") in message
 
 
@@ -82,7 +87,10 @@ def test_a_json_array_of_records(
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ('[{"text": "a"},\n {"text": "b"}', ":2: this array is not JSON: the file ends inside of it"),
+        (
+            '[{"text": "a"},\n {"text": "b"}',
+            ":2: this array is not JSON: the file ends inside of it",
+        ),
         ('[{"text": "a"},\n\n {"text": ]', ":3: this entry of the array is not JSON"),
         ('[{"text": "a"}\n {"text": "b"}]', ":2: this array is not JSON: '{' stands where ,"),
         ('[{"text": "a"},]', ":1: this entry of the array is not JSON: Expecting value"),
@@ -125,7 +133,15 @@ def tar_of(data: bytes) -> bytes:
         (tar_of(b""), "a tar archive"),
         (gzip.compress(tar_of(b"")), "a tar archive, compressed"),
     ],
-    ids=["zip", "parquet", "arrow", "numpy", "utf-16", "tar", "tar-gz"],  # compressed bytes hold the time
+    ids=[
+        "zip",
+        "parquet",
+        "arrow",
+        "numpy",
+        "utf-16",
+        "tar",
+        "tar-gz",
+    ],  # compressed bytes hold the time
 )
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_other_formats_are_named(tmp_path: Path, kind: str, content: bytes, told: str) -> None:
@@ -156,10 +172,17 @@ def test_records_without_text_are_left_out_by_share(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
     assert refused(plan(part("jsonl", tmp_path / "a.jsonl")), tmp_path)[0] == "SW6110"
     code, message = refused(plan(part("jsonl", tmp_path / "a.jsonl", skip_damaged=0.24)), tmp_path)
-    assert code == "SW6153" and "6 of 24 records" in message and "a.jsonl:3: 'text' holds null" in message
+    assert (
+        code == "SW6153"
+        and "6 of 24 records" in message
+        and "a.jsonl:3: 'text' holds null" in message
+    )
     p = plan(part("jsonl", tmp_path / "a.jsonl", skip_damaged=0.25))
     data = opened(p, tmp_path)
-    assert bytes(data.train.read(np.arange(4)).tokens.astype(np.uint8).reshape(-1)) == b"some textsome te"
+    assert (
+        bytes(data.train.read(np.arange(4)).tokens.astype(np.uint8).reshape(-1))
+        == b"some textsome te"
+    )
     (found,) = summarize(p, tmp_path)
     assert found.documents == 18 and found.records == 24
     assert found.unusable == {"SW6107": 1, "SW6109": 2, "SW6110": 3}
@@ -185,31 +208,47 @@ def test_a_map_in_parquet_is_an_object(tmp_path: Path) -> None:
 
     arguments = pa.map_(pa.string(), pa.string())
     call = pa.struct([("function", pa.struct([("name", pa.string()), ("arguments", arguments)]))])
-    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))])
+    message = pa.struct(
+        [("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(call))]
+    )
 
     def write(*items: tuple[str, str]) -> None:
         talk = [
             {"role": "user", "content": "Rain?"},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": list(items)}}]},
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "weather", "arguments": list(items)}}],
+            },
         ]
         column = pa.array([talk], type=pa.list_(message))
         pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
 
     write(("city", "Paris"), ("days", "3"))
     ((record, _, _),) = records(str(tmp_path / "a.parquet"), ReadReport())
-    assert record["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris", "days": "3"}  # type: ignore
+    assert record["messages"][1]["tool_calls"][0]["function"]["arguments"] == {
+        "city": "Paris",
+        "days": "3",
+    }  # type: ignore
     write(("city", "Paris"), ("city", "Rome"))
     with pytest.raises(Refusal, match=r"SW6117.*duplicate"):
         list(records(str(tmp_path / "a.parquet"), ReadReport()))
 
 
 def test_conversations_of_no_use_are_left_out_by_share(tmp_path: Path) -> None:
-    talk = {"messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]}
-    bad = [{"messages": []}, {"messages": None}, {"talk": 1}, {"messages": [{"role": "nobody", "content": "x"}]}]
+    talk = {
+        "messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]
+    }
+    bad = [
+        {"messages": []},
+        {"messages": None},
+        {"talk": 1},
+        {"messages": [{"role": "nobody", "content": "x"}]},
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [talk, *bad, *[talk] * 5])))
     template = (
         "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}"
-        "<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+        "<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% "
+        "endif %}"
     )
     p = plan(part("chat", tmp_path / "a.jsonl", template=template, skip_damaged=0.4), length=60)
     opened(p, tmp_path)
@@ -221,7 +260,9 @@ def test_conversations_of_no_use_are_left_out_by_share(tmp_path: Path) -> None:
 
 
 def test_a_turn_without_an_end_is_counted(tmp_path: Path) -> None:
-    talk = {"messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]}
+    talk = {
+        "messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Four."}]
+    }
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(talk)] * 3))
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -232,7 +273,9 @@ def test_a_turn_without_an_end_is_counted(tmp_path: Path) -> None:
     assert summarize(p, tmp_path)[0].without_end == 3
 
 
-def test_a_line_in_an_array_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_in_an_array_that_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shardwright.data.records.LONGEST_LINE_BYTES", 1000)
     monkeypatch.setattr("shardwright.data.records.PIECE_BYTES", 100)
     (tmp_path / "a.json").write_text('[{"text": "' + "x" * 5000)

@@ -31,38 +31,58 @@ def restyled(plan: Plan, module: str, style: str, blocks: tuple[int, ...] | None
     modules = []
     for split in plan.tensor_parallel.modules:
         if split.module.endswith(module):
-            parts = [dataclasses.replace(p, blocks=p.blocks if blocks is None else blocks) for p in split.parameters]
+            parts = [
+                dataclasses.replace(p, blocks=p.blocks if blocks is None else blocks)
+                for p in split.parameters
+            ]
             split = dataclasses.replace(split, style=style, parameters=tuple(parts))
         modules.append(split)
-    return dataclasses.replace(plan, tensor_parallel=dataclasses.replace(plan.tensor_parallel, modules=tuple(modules)))
+    return dataclasses.replace(
+        plan, tensor_parallel=dataclasses.replace(plan.tensor_parallel, modules=tuple(modules))
+    )
 
 
 def parsed(plan: Plan) -> AutoTPConfig:
     config: Any = autotp_config(plan)
     assert isinstance(config, dict)
-    found = TPTrainingConfig(**json.loads(json.dumps(config["tensor_parallel"]))).get_partition_config_object()
+    found = TPTrainingConfig(
+        **json.loads(json.dumps(config["tensor_parallel"]))
+    ).get_partition_config_object()
     assert isinstance(found, AutoTPConfig) and found.strict_mode and not found.use_default_specs
     return found
 
 
 def test_every_matrix_of_the_layers_has_one_spec(plan: Plan) -> None:
     config = parsed(plan)
-    kinds = {"colwise": PartitionType.COLUMN, "rowwise": PartitionType.ROW, "replicated": PartitionType.SKIP}
+    kinds = {
+        "colwise": PartitionType.COLUMN,
+        "rowwise": PartitionType.ROW,
+        "replicated": PartitionType.SKIP,
+    }
     for split in plan.tensor_parallel.modules:
         for p in split.parameters:
             matching = [s for s in config.layer_specs if s.matches(p.name)]
-            assert len(matching) == (1 if p.name.endswith(".weight") else 0) or split.style == "vocabulary_head"
+            assert (
+                len(matching) == (1 if p.name.endswith(".weight") else 0)
+                or split.style == "vocabulary_head"
+            )
             if matching and split.style in kinds:
                 assert matching[0].partition_type == kinds[split.style], p.name
-    assert not any(s.matches("model.layers.0.self_attn.q_proj.weight.more") for s in config.layer_specs)
+    assert not any(
+        s.matches("model.layers.0.self_attn.q_proj.weight.more") for s in config.layer_specs
+    )
     assert not any(s.matches("xmodel.layers.0.self_attn.q_proj.weight") for s in config.layer_specs)
 
 
 def test_blocks_of_a_fused_matrix(plan: Plan) -> None:
     name = "model.layers.3.mlp.gate_proj.weight"
-    equal = parsed(restyled(plan, "gate_proj", "packed_colwise", (32, 32, 32))).find_matching_spec(name)
+    equal = parsed(restyled(plan, "gate_proj", "packed_colwise", (32, 32, 32))).find_matching_spec(
+        name
+    )
     assert equal is not None and equal.shape == (3, -1) and equal.get_num_sub_params() == 3
-    uneven = parsed(restyled(plan, "gate_proj", "packed_colwise", (64, 16, 16))).find_matching_spec(name)
+    uneven = parsed(restyled(plan, "gate_proj", "packed_colwise", (64, 16, 16))).find_matching_spec(
+        name
+    )
     assert uneven is not None and uneven.get_sub_param_sizes() == (64, 16, 16)
 
 
@@ -72,7 +92,9 @@ def test_a_gradient_that_is_summed(plan: Plan) -> None:
     assert spec is not None and spec.grad_allreduce and spec.partition_type == PartitionType.SKIP
 
 
-@pytest.mark.parametrize("style", ["colwise_gather_output", "rowwise_split_input", "moe_tp_experts", "packed_rowwise"])
+@pytest.mark.parametrize(
+    "style", ["colwise_gather_output", "rowwise_split_input", "moe_tp_experts", "packed_rowwise"]
+)
 def test_other_styles_are_refused_by_name(style: str, plan: Plan) -> None:
     found = autotp_config(restyled(plan, "down_proj", style))
     assert isinstance(found, Diagnostic) and (found.code, found.severity) == ("SW4101", "warning")
@@ -92,5 +114,7 @@ def test_where_there_is_nothing_to_write(write_recipe: Callable[..., Path]) -> N
 
 
 def test_the_list_of_types_is_what_was_measured() -> None:
-    cases = json.loads((Path(__file__).parents[3] / "benchmarks" / "zoo-autotp.json").read_text())["cases"]
+    cases = json.loads((Path(__file__).parents[3] / "benchmarks" / "zoo-autotp.json").read_text())[
+        "cases"
+    ]
     assert tuple(t for t, case in cases.items() if case["verdict"] == "proved") == PROVED_TYPES

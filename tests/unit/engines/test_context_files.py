@@ -1,4 +1,5 @@
-"""What a plan with context ranks becomes: to DeepSpeed they are data ranks, and scripts of one's own get no files."""
+"""What a plan with context ranks becomes: to DeepSpeed they are data ranks, and scripts of one's
+own get no files."""
 
 from __future__ import annotations
 
@@ -17,9 +18,20 @@ def compiled(folder: Path, **parallelism: int) -> Compiled:
         "name": "context",
         "model": {"config": SMALL_LLAMA, "weights": "random"},
         "cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "cpu"},
-        "training": {"sequence_length": 64, "global_batch_size": 8, "steps": 4, "precision": "fp32"},
+        "training": {
+            "sequence_length": 64,
+            "global_batch_size": 8,
+            "steps": 4,
+            "precision": "fp32",
+        },
         "data": {"kind": "synthetic"},
-        "parallelism": {"pipeline": 1, "tensor": 1, "zero_stage": 2, "micro_batch_size": 2, **parallelism},
+        "parallelism": {
+            "pipeline": 1,
+            "tensor": 1,
+            "zero_stage": 2,
+            "micro_batch_size": 2,
+            **parallelism,
+        },
     }
     (folder / "recipe.yaml").write_text(json.dumps(document))
     return compile_recipe(load_recipe(folder / "recipe.yaml"))

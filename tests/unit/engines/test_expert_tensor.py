@@ -1,5 +1,5 @@
-"""`parallelism.expert_tensor: auto` under target: megatron: the search settles whether tensor ranks cut experts or hold
-whole ones, and answers for the other choice."""
+"""`parallelism.expert_tensor: auto` under target: megatron: the search settles whether tensor ranks
+cut experts or hold whole ones, and answers for the other choice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_o
 MIXTRAL = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 8}
 OSS = {**MIXTRAL, "model_type": "gpt_oss", "num_experts_per_tok": 2, "head_dim": 16}
 """Its experts have biases."""
-OPEN: dict[str, object] = {"expert_tensor": None, "sequence_parallel": None, "zero_stage": 1, "pipeline": 1}
+OPEN: dict[str, object] = {
+    "expert_tensor": None,
+    "sequence_parallel": None,
+    "zero_stage": 1,
+    "pipeline": 1,
+}
 
 
 def problem_with(config: dict[str, Any], target: str = "megatron", **pins: object) -> Problem:
@@ -38,21 +43,34 @@ def kinds(strategies: list[Strategy]) -> set[tuple[int, int | str]]:
 
 
 def test_both_are_tried_where_there_are_experts_to_cut() -> None:
-    assert kinds([*candidates(problem_with(MIXTRAL))]) >= {(1, "tensor"), (2, "tensor"), (2, 1), (4, "tensor"), (4, 1)}
+    assert kinds([*candidates(problem_with(MIXTRAL))]) >= {
+        (1, "tensor"),
+        (2, "tensor"),
+        (2, 1),
+        (4, "tensor"),
+        (4, 1),
+    }
     assert (1, 1) not in kinds([*candidates(problem_with(MIXTRAL))])  # the same layout twice
     assert {cut for _, cut in kinds([*candidates(problem_with(SMALL_LLAMA))])} == {"tensor"}
-    assert {cut for _, cut in kinds([*candidates(problem_with(MIXTRAL, "deepspeed"))])} == {"tensor"}
+    assert {cut for _, cut in kinds([*candidates(problem_with(MIXTRAL, "deepspeed"))])} == {
+        "tensor"
+    }
     for pin in "tensor", 1:
-        assert {s.expert_tensor for s in candidates(problem_with(MIXTRAL, expert_tensor=pin))} == {pin}
+        assert {s.expert_tensor for s in candidates(problem_with(MIXTRAL, expert_tensor=pin))} == {
+            pin
+        }
 
 
 def test_whole_experts_go_over_tensor_ranks_too() -> None:
-    """Eight experts on eight ranks: tensor 2 x data 4, one each; experts that tensor ranks cut go over data ranks."""
+    """Eight experts on eight ranks: tensor 2 x data 4, one each; experts that tensor ranks cut go
+    over data ranks."""
     problem = problem_with(MIXTRAL, tensor=2)
     ranked = [e.strategy for e in search(problem).ranked]
     most = {cut: max(s.expert for s in ranked if s.expert_tensor == cut) for cut in ("tensor", 1)}
     assert most == {"tensor": 4, 1: 8}
-    assert {s.expert for s in candidates(problem_with(MIXTRAL, tensor=2, expert_tensor="tensor"))} == {1, 2, 4}
+    assert {
+        s.expert for s in candidates(problem_with(MIXTRAL, tensor=2, expert_tensor="tensor"))
+    } == {1, 2, 4}
 
 
 def test_experts_with_biases_leave_tensor_ranks_to_attention() -> None:
@@ -95,9 +113,15 @@ def test_it_answers_for_the_other_choice(
     write_recipe: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    changes = {"target": "megatron", "model.config": config, "cluster": {"nodes": 1, "gpus_per_node": 8}}
+    changes = {
+        "target": "megatron",
+        "model.config": config,
+        "cluster": {"nodes": 1, "gpus_per_node": 8},
+    }
     changes["cluster"] = {**SMALL_RECIPE["cluster"], **changes["cluster"], "gpu": "h100-sxm-80gb"}
-    path = write_recipe({**changes, "parallelism": {"sequence_parallel": "auto", "expert_tensor": "auto"}})
+    path = write_recipe(
+        {**changes, "parallelism": {"sequence_parallel": "auto", "expert_tensor": "auto"}}
+    )
     assert load_recipe(path).parallelism.expert_tensor is None
     assert main(["explain", str(path), "--why-not", asked, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -1,4 +1,5 @@
-"""The recipe's `extra`: what it may add to ds_config.json, and what is refused with the recipe's own key."""
+"""The recipe's `extra`: what it may add to ds_config.json, and what is refused with the recipe's
+own key."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from shardwright.recipe.load import load_recipe
 from tests.launch.extra_keys import cases
 
 
-def compiled(write_recipe: Callable[..., Path], extra: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def compiled(
+    write_recipe: Callable[..., Path], extra: dict[str, Any], **changes: Any
+) -> dict[str, Any]:
     files = compile_recipe(load_recipe(write_recipe({**changes, "extra": extra}))).files
     found: dict[str, Any] = json.loads(files["ds_config.json"])
     return found
@@ -33,16 +36,29 @@ def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> No
     }
     found = compiled(write_recipe, extra)
     assert found["memory_breakdown"] is True and found["csv_monitor"] == extra["csv_monitor"]
-    assert found["zero_optimization"] == {**plain["zero_optimization"], **extra["zero_optimization"]}
-    assert {key: found[key] for key in plain if key not in extra} == {k: plain[k] for k in plain if k not in extra}
-    assert merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4}) == {"a": {"b": 1, "c": 3}, "d": 4}
+    assert found["zero_optimization"] == {
+        **plain["zero_optimization"],
+        **extra["zero_optimization"],
+    }
+    assert {key: found[key] for key in plain if key not in extra} == {
+        k: plain[k] for k in plain if k not in extra
+    }
+    assert merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4}) == {
+        "a": {"b": 1, "c": 3},
+        "d": 4,
+    }
 
 
 @pytest.mark.parametrize(
     ("extra", "code", "key", "said"),
     [
         ({"train_batch_size": 4}, "SW1214", ("train_batch_size",), "training.global_batch_size"),
-        ({"zero_optimization": {"stage": 3}}, "SW1214", ("zero_optimization", "stage"), "parallelism.zero_stage"),
+        (
+            {"zero_optimization": {"stage": 3}},
+            "SW1214",
+            ("zero_optimization", "stage"),
+            "parallelism.zero_stage",
+        ),
         (
             {"zero_optimization": {"zero_hpz_partition_size": 4}},
             "SW1214",
@@ -57,7 +73,12 @@ def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> No
         ),
         ({"bf16": {"enabled": True}}, "SW1214", ("bf16", "enabled"), "training.precision"),
         ({"optimizer": {}}, "SW1214", ("optimizer",), "training.optimizer"),
-        ({"fp16": {"loss_scale": 8}}, "SW1214", ("fp16", "loss_scale"), "training.precision is fp32"),
+        (
+            {"fp16": {"loss_scale": 8}},
+            "SW1214",
+            ("fp16", "loss_scale"),
+            "training.precision is fp32",
+        ),
         (
             {"zero_optimization": {"round_robin_gradients": True}},
             "SW1215",
@@ -65,9 +86,24 @@ def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> No
             "weights under wrong names",
         ),
         ({"comet": {"enabled": True}}, "SW1215", ("comet", "enabled"), "nobody has tried it"),
-        ({"data_efficiency": {"enabled": True}}, "SW1215", ("data_efficiency",), "unseen by the plan"),
-        ({"zero_optimisation": {"stage": 3}}, "SW1216", ("zero_optimisation",), "Did you mean `zero_optimization`"),
-        ({"csv_monitor": {"enable": True}}, "SW1216", ("csv_monitor", "enable"), "Did you mean `enabled`"),
+        (
+            {"data_efficiency": {"enabled": True}},
+            "SW1215",
+            ("data_efficiency",),
+            "unseen by the plan",
+        ),
+        (
+            {"zero_optimisation": {"stage": 3}},
+            "SW1216",
+            ("zero_optimisation",),
+            "Did you mean `zero_optimization`",
+        ),
+        (
+            {"csv_monitor": {"enable": True}},
+            "SW1216",
+            ("csv_monitor", "enable"),
+            "Did you mean `enabled`",
+        ),
         ({"wall_clock_breakdown": "yes"}, "SW1217", ("wall_clock_breakdown",), "true or false"),
         (
             {"zero_optimization": {"reduce_bucket_size": "auto"}},
@@ -84,7 +120,11 @@ def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> No
     ],
 )
 def test_refused_with_code_line_and_the_recipes_key(
-    write_recipe: Callable[..., Path], extra: dict[str, Any], code: str, key: tuple[str, ...], said: str
+    write_recipe: Callable[..., Path],
+    extra: dict[str, Any],
+    code: str,
+    key: tuple[str, ...],
+    said: str,
 ) -> None:
     with pytest.raises(Refusal) as caught:
         compiled(write_recipe, extra)
@@ -97,7 +137,9 @@ def test_refused_with_code_line_and_the_recipes_key(
 
 def test_every_wrong_key_at_once(write_recipe: Callable[..., Path]) -> None:
     with pytest.raises(Refusal) as caught:
-        compiled(write_recipe, {"wal_clock_breakdown": True, "gradient_clipping": 1.0, "dump_state": 3})
+        compiled(
+            write_recipe, {"wal_clock_breakdown": True, "gradient_clipping": 1.0, "dump_state": 3}
+        )
     assert sorted(d.code for d in caught.value.diagnostics) == ["SW1214", "SW1216", "SW1217"]
 
 
@@ -109,9 +151,16 @@ def test_the_tables_name_keys_that_deepspeed_has() -> None:
     assert not set(ALLOWED) & set(DECIDED)
 
 
-def test_everything_that_compile_emits_is_decided_or_free(write_recipe: Callable[..., Path]) -> None:
-    """A key that the plan writes and that neither table names could be overwritten in silence, or not at all."""
-    for changes in ({}, {"training.precision": "bf16"}, {"parallelism": {"tensor": 2, "zero_stage": 3}}):
+def test_everything_that_compile_emits_is_decided_or_free(
+    write_recipe: Callable[..., Path],
+) -> None:
+    """A key that the plan writes and that neither table names could be overwritten in silence, or
+    not at all."""
+    for changes in (
+        {},
+        {"training.precision": "bf16"},
+        {"parallelism": {"tensor": 2, "zero_stage": 3}},
+    ):
         for key in compiled(write_recipe, {}, **changes):
             assert key in DECIDED or key in ALLOWED, key
 

@@ -15,15 +15,21 @@ from shardwright.engines.deepspeed import fixes as deepspeed_fixes
 
 
 @pytest.mark.parametrize("engine", [PipelineEngine, DualPipeVEngine])
-def test_tied_gradients_are_summed_where_zero_accumulates_them(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 with an offloaded optimizer: `grad` is empty when the stages of a tied weight meet. tests/parity trains it
-    (gpt2-bf16-offload-pp2)."""
+def test_tied_gradients_are_summed_where_zero_accumulates_them(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 with an offloaded optimizer: `grad` is empty when the stages of a tied weight meet.
+    tests/parity trains it (gpt2-bf16-offload-pp2)."""
     deepspeed_fixes.apply_fixes()
     summed: list[torch.Tensor] = []
-    monkeypatch.setattr(deepspeed_fixes.dist, "all_reduce", lambda tensor, group: summed.append(tensor))
+    monkeypatch.setattr(
+        deepspeed_fixes.dist, "all_reduce", lambda tensor, group: summed.append(tensor)
+    )
     weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     weight.grad_accum = torch.ones(2)  # type: ignore[attr-defined]
     module = SimpleNamespace(get_tied_weights_and_groups=lambda: [(weight, None)])
-    pipeline = SimpleNamespace(module=module, optimizer=SimpleNamespace(use_grad_accum_attribute=True))
+    pipeline = SimpleNamespace(
+        module=module, optimizer=SimpleNamespace(use_grad_accum_attribute=True)
+    )
     engine._INSTRUCTION_MAP[ReduceTiedGrads](pipeline)
     assert [id(tensor) for tensor in summed] == [id(weight.grad_accum)]  # type: ignore[attr-defined]

@@ -24,13 +24,20 @@ class Stored:
         return self.weight
 
 
-def fragment(stored: Stored, start: int, numel: int, name: str = "w", moved: int = 0) -> LiveFragment:
+def fragment(
+    stored: Stored, start: int, numel: int, name: str = "w", moved: int = 0
+) -> LiveFragment:
     """moved: by how much the master lies elsewhere than the engine tells."""
     flat = stored.weight.reshape(-1)
     live = flat[start : start + numel].bfloat16()
     master = flat.roll(moved)[start : start + numel].bfloat16().float()
     return LiveFragment(
-        name=name, shard_shape=(5, 7), start=start, states={"fp32": master}, live=live, partitioned=True
+        name=name,
+        shard_shape=(5, 7),
+        start=start,
+        states={"fp32": master},
+        live=live,
+        partitioned=True,
     )
 
 

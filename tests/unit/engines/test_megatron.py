@@ -1,5 +1,5 @@
-"""What target: megatron refuses, and how Megatron-Core's parameters are made of Hugging Face's. Nothing of it is
-imported here."""
+"""What target: megatron refuses, and how Megatron-Core's parameters are made of Hugging Face's.
+Nothing of it is imported here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ BEYOND: dict[str, dict[str, Any]] = {
     "model.freeze": {"model.freeze": ["model.layers.0.*"]},
     "model.task": {"model.task": "image-text-to-text"},
     "model.attention": {"model.attention": "flash_attention_2", "training.precision": "bf16"},
-    "training.outer": {"cluster.nodes": 2, "cluster.islands": 2, "cluster.inter_island_gbits_per_second": 1},
+    "training.outer": {
+        "cluster.nodes": 2,
+        "cluster.islands": 2,
+        "cluster.inter_island_gbits_per_second": 1,
+    },
     "lora": {"lora": {"rank": 4}},
     "extra": {"extra": {"memory_breakdown": True}},
 }
@@ -86,14 +90,20 @@ def test_every_key_of_a_recipe_has_its_answer() -> None:
 
 
 @pytest.mark.parametrize(("key", "changes"), BEYOND.items(), ids=BEYOND)
-def test_a_key_that_does_not_run(key: str, changes: dict[str, Any], write_recipe: Callable[..., Path]) -> None:
+def test_a_key_that_does_not_run(
+    key: str, changes: dict[str, Any], write_recipe: Callable[..., Path]
+) -> None:
     recipe = load_recipe(write_recipe({"target": "megatron", **changes}))
-    assert [(d.code, ".".join(map(str, d.key or ()))) for d in check_keys(recipe)] == [("SW1922", key)]
+    assert [(d.code, ".".join(map(str, d.key or ()))) for d in check_keys(recipe)] == [
+        ("SW1922", key)
+    ]
     assert check_keys(load_recipe(write_recipe({"target": "megatron"}))) == ()
 
 
 @pytest.mark.parametrize(("code", "changes"), ILLEGAL.items(), ids=ILLEGAL)
-def test_a_layout_that_it_does_not_run(code: str, changes: dict[str, Any], write_recipe: Callable[..., Path]) -> None:
+def test_a_layout_that_it_does_not_run(
+    code: str, changes: dict[str, Any], write_recipe: Callable[..., Path]
+) -> None:
     config = {
         "SW3166": {**EXPERTS, "model_type": "gpt_oss"},
         "SW3156": EXPERTS,
@@ -105,8 +115,12 @@ def test_a_layout_that_it_does_not_run(code: str, changes: dict[str, Any], write
 
     def codes(layout: dict[str, Any]) -> set[str]:
         plain = {"schedule": "1f1b", "offload": "none", "activation_checkpointing": "none"}
-        strategy = Strategy(**{**plain, "gradient_accumulation_steps": 8 // (2 * layout["data"]), **layout})
-        return {d.code for d in check_layout(problem, strategy) if d.severity == "error"} & set(RULES)
+        strategy = Strategy(
+            **{**plain, "gradient_accumulation_steps": 8 // (2 * layout["data"]), **layout}
+        )
+        return {d.code for d in check_layout(problem, strategy) if d.severity == "error"} & set(
+            RULES
+        )
 
     assert set(ILLEGAL) | {"SW3168", "SW3169"} == set(RULES)
     assert code in codes({**LAYOUT, **changes}) and code not in codes(LAYOUT)
@@ -122,24 +136,41 @@ def test_a_gpu_is_said_not_to_have_run_it(write_recipe: Callable[..., Path]) -> 
 
 
 def test_a_dense_model_has_no_experts_to_share_out(write_recipe: Callable[..., Path]) -> None:
-    for key, code in ({"expert": 2}, "SW3165"), ({"tensor": 2, "data": 2, "expert_tensor": 1}, "SW3167"):
+    for key, code in (
+        ({"expert": 2}, "SW3165"),
+        ({"tensor": 2, "data": 2, "expert_tensor": 1}, "SW3167"),
+    ):
         recipe = load_recipe(write_recipe({"target": "megatron", "parallelism": {**LAYOUT, **key}}))
         with pytest.raises(Refusal) as caught:
             compile_recipe(recipe)
         assert code in [d.code for d in caught.value.diagnostics]
 
 
-@pytest.mark.parametrize(("tensor", "apart", "expert"), [(2, 2, 2), (2, 1, 2), (2, 1, 4), (1, 1, 2), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("tensor", "apart", "expert"), [(2, 2, 2), (2, 1, 2), (2, 1, 4), (1, 1, 2), (2, 1, 1)]
+)
 def test_who_holds_which_experts(
-    tensor: int, apart: int, expert: int, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tensor: int,
+    apart: int,
+    expert: int,
+    write_recipe: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neighbours among the ranks that do not cut an expert, each place as often as any."""
     monkeypatch.setattr(proof, "prove", lambda *asked: None)
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
-    layout = {**LAYOUT, "tensor": tensor, "data": 4 // tensor, "expert": expert, "sequence_parallel": tensor > 1}
+    layout = {
+        **LAYOUT,
+        "tensor": tensor,
+        "data": 4 // tensor,
+        "expert": expert,
+        "sequence_parallel": tensor > 1,
+    }
     layout["expert_tensor"] = apart
     plan = compile_recipe(
-        load_recipe(write_recipe({"target": "megatron", "model.config": EXPERTS, "parallelism": layout}))
+        load_recipe(
+            write_recipe({"target": "megatron", "model.config": EXPERTS, "parallelism": layout})
+        )
     ).plan
     places = [plan.expert_place(rank) for rank in plan.ranks]
     wanted = [(rank // apart % expert, rank // (apart * expert)) for rank in range(4)]
@@ -149,19 +180,37 @@ def test_who_holds_which_experts(
     assert (split.dimension is None) == (apart == 1) and plan.expert_cut(name) == expert
 
 
-@pytest.mark.parametrize(("wanted", "said"), [("no-such-package", "is not installed"), ("numpy", "was not tested")])
-def test_a_package_that_is_not_there(wanted: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "said"), [("no-such-package", "is not installed"), ("numpy", "was not tested")]
+)
+def test_a_package_that_is_not_there(
+    wanted: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = dataclasses.replace(table.ENGINES["megatron"], packages={wanted: "<0.1"})
     (told,) = table.package_errors(engine)
-    assert told.code == "SW1923" and said in told.message and "shardwright[megatron]" in (told.help or "")
+    assert (
+        told.code == "SW1923"
+        and said in told.message
+        and "shardwright[megatron]" in (told.help or "")
+    )
 
 
 @pytest.mark.parametrize(
     ("version", "is_tested"),
-    [("0.16.1", True), ("0.19.2", True), ("0.16.0", False), ("0.17.0", False), ("0.18.3", False), ("0.20.0", False)],
+    [
+        ("0.16.1", True),
+        ("0.19.2", True),
+        ("0.16.0", False),
+        ("0.17.0", False),
+        ("0.18.3", False),
+        ("0.20.0", False),
+    ],
 )
-def test_minors_of_megatron_core(version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its constructors' signatures change between minors: a compile refuses those that nobody tried."""
+def test_minors_of_megatron_core(
+    version: str, is_tested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its constructors' signatures change between minors: a compile refuses those that nobody
+    tried."""
     have = {"megatron-core": version, "deepspeed": "0.19.8"}
     monkeypatch.setattr("importlib.metadata.version", lambda name: have[name])
     told = table.package_errors(table.ENGINES["megatron"])
@@ -177,10 +226,13 @@ def test_rows_of_fused_parameters() -> None:
     def made(source: Any, rows: int) -> torch.Tensor:
         out = torch.full((rows,), -1)
         for part in source(rows, HEADS):
-            out[part.own : part.own + part.count] = shards[part.name][part.theirs : part.theirs + part.count]
+            out[part.own : part.own + part.count] = shards[part.name][
+                part.theirs : part.theirs + part.count
+            ]
         return out
 
-    # Megatron's own reading of linear_qkv (megatron/core/transformer/attention.py, get_query_key_value_tensors).
+    # Megatron's own reading of linear_qkv (megatron/core/transformer/attention.py,
+    # get_query_key_value_tensors).
     groups = made(grouped("q", "k", "v"), 40).view(2, 5, 4)
     assert torch.equal(groups[:, :3].reshape(-1), q)
     assert torch.equal(groups[:, 3].reshape(-1), k) and torch.equal(groups[:, 4].reshape(-1), v)
@@ -214,10 +266,15 @@ def test_what_the_proof_says(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """The compile is refused with what the other process found; a proof that held is not asked for again."""
+    """The compile is refused with what the other process found; a proof that held is not asked for
+    again."""
     asked: list[Any] = []
-    monkeypatch.setattr(proof, "cache_folder", lambda: tmp_path / "cache")  # other cases run at the same time
-    monkeypatch.setattr(proof, "_asked", lambda question: asked.append(json.dumps(question)) or told)
+    monkeypatch.setattr(
+        proof, "cache_folder", lambda: tmp_path / "cache"
+    )  # other cases run at the same time
+    monkeypatch.setattr(
+        proof, "_asked", lambda question: asked.append(json.dumps(question)) or told
+    )
     monkeypatch.setattr(table, "package_errors", lambda engine: ())
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
     layout = {"tensor": 2, "pipeline": 1, "data": 2, "zero_stage": 1, "micro_batch_size": 2}
@@ -237,9 +294,12 @@ def test_what_the_proof_says(
 
 
 def test_one_expert_a_token_is_refused_in_words() -> None:
-    """Where its weight is scaled to 1 Megatron-Core raises a ValueError about an option of its own."""
+    """Where its weight is scaled to 1 Megatron-Core raises a ValueError about an option of its
+    own."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 1}
-    with pytest.raises(families.Unsupported, match=r"num_experts_per_tok 1: .*norm_topk_prob: false"):
+    with pytest.raises(
+        families.Unsupported, match=r"num_experts_per_tok 1: .*norm_topk_prob: false"
+    ):
         settings.qwen3_moe(AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=True))
     made = settings.qwen3_moe(AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=False))
     assert made["moe_router_pre_softmax"] and made["moe_router_topk"] == 1
@@ -248,13 +308,19 @@ def test_one_expert_a_token_is_refused_in_words() -> None:
 
 
 def test_what_a_failed_proof_says_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    for last, said in (("[rank0]: ValueError: it is 3.", "it is 3."), ("RuntimeError: no", "no"), ("killed", "killed")):
+    for last, said in (
+        ("[rank0]: ValueError: it is 3.", "it is 3."),
+        ("RuntimeError: no", "no"),
+        ("killed", "killed"),
+    ):
         done = subprocess.CompletedProcess([], 1, "", f"Traceback\n{last}\n")
         monkeypatch.setattr(subprocess, "run", lambda *args, done=done, **options: done)
         assert proof._asked({}) == {"failed": said}
 
 
-def test_dropout_is_refused(write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout_is_refused(
+    write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
     config = {**SMALL_LLAMA, "attention_dropout": 0.1}
     with pytest.raises(Refusal) as caught:
@@ -272,39 +338,61 @@ def arguments(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None
 
 
 H100 = {"target": "megatron", "cluster": {"nodes": 1, "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}}
-PIPED = {"tensor": 2, "pipeline": 2, "data": 2, "zero_stage": 1, "micro_batch_size": 1, "sequence_parallel": True}
+PIPED = {
+    "tensor": 2,
+    "pipeline": 2,
+    "data": 2,
+    "zero_stage": 1,
+    "micro_batch_size": 1,
+    "sequence_parallel": True,
+}
 VIRTUAL = {**PIPED, "virtual_stages": 2, "activation_checkpointing": {"full": 2}}
-LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({}, "--swiglu --disable-bias-linear --group-query-attention --rotary-base --use-distributed-optimizer"),
+        ({}, ("--swiglu --disable-bias-linear --group-query-attention --rotary-base "
+        "--use-distributed-optimizer")),
         ({"parallelism": VIRTUAL}, "--recompute-num-layers"),
-        ({"model.config": {**SMALL_LLAMA, "model_type": "qwen3", "tie_word_embeddings": True}}, "--qk-layernorm"),
+        ({"model.config": {**SMALL_LLAMA, "model_type": "qwen3", "tie_word_embeddings": True}}, "--qk-layernorm"),  # noqa: E501
         ({"model.config": EXPERTS}, "--num-experts --moe-router-topk --sequence-parallel"),
         (
-            {"model.config": {**SMALL_LLAMA, "rope_parameters": {**LLAMA_3, "original_max_position_embeddings": 8192}}},
+            {"model.config": {**SMALL_LLAMA, "rope_parameters": {**LLAMA_3, "original_max_position_embeddings": 8192}}},  # noqa: E501
             "--use-rope-scaling --rope-scaling-factor",
         ),
     ],
     ids=["llama", "virtual", "qwen3", "mixtral", "llama3"],
 )  # fmt: skip
 def test_arguments_of_megatrons_own_script(
-    changes: dict[str, Any], wanted: str, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    wanted: str,
+    write_recipe: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are options of its parser and stand by the rules of `lint`; a shell reads the file without complaint."""
+    """They are options of its parser and stand by the rules of `lint`; a shell reads the file
+    without complaint."""
     path = write_recipe({**H100, "parallelism": PIPED, **changes})
     text, warnings = arguments(path, monkeypatch)
     assert text is not None and "SW2055" not in warnings
     read = read_arguments("megatron_args.sh", text, 8)
     assert lint_arguments(read) == ()
     assert {given.name for given in read.given} >= set(wanted.split())
-    assert read.integer("--pipeline-model-parallel-size") == 2 and read.has("--pipeline-model-parallel-layout")
+    assert read.integer("--pipeline-model-parallel-size") == 2 and read.has(
+        "--pipeline-model-parallel-layout"
+    )
     counted = 'source /dev/stdin; echo "${#MEGATRON_ARGS[@]}"'
     shell = subprocess.run(["bash", "-c", counted], input=text, capture_output=True, text=True)
-    assert int(shell.stdout) == sum(1 + len(given.values) for given in read.given) and not shell.stderr
+    assert (
+        int(shell.stdout) == sum(1 + len(given.values) for given in read.given) and not shell.stderr
+    )
     tied = bool(changes.get("model.config", {}).get("tie_word_embeddings"))
     assert read.has("--untie-embeddings-and-output-weights") != tied
 
@@ -313,24 +401,34 @@ def test_arguments_of_megatrons_own_script(
     ("config", "said"),
     [
         ({**SMALL_LLAMA, "model_type": "gemma", "head_dim": 16}, "scaled by the square root"),
-        ({**SMALL_LLAMA, "rope_parameters": {**LLAMA_3, "original_max_position_embeddings": 32}}, "original_max"),
+        (
+            {**SMALL_LLAMA, "rope_parameters": {**LLAMA_3, "original_max_position_embeddings": 32}},
+            "original_max",
+        ),
         ({**SMALL_LLAMA, "rope_theta": 10000.5}, "rope_theta 10000.5"),
         ({**SMALL_LLAMA, "hidden_act": "gelu"}, "gelu"),
     ],
     ids=["gemma", "llama3", "theta", "gelu"],
 )
 def test_what_its_script_has_no_option_for(
-    config: dict[str, Any], said: str, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any],
+    said: str,
+    write_recipe: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Said in a warning: train.py runs it all the same."""
     monkeypatch.setattr(proof, "prove", lambda *asked: None)
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
-    made = compile_recipe(load_recipe(write_recipe({**H100, "parallelism": PIPED, "model.config": config})))
+    made = compile_recipe(
+        load_recipe(write_recipe({**H100, "parallelism": PIPED, "model.config": config}))
+    )
     (told,) = (w for w in made.warnings if w.code == "SW2055")
     assert "megatron_args.sh" not in made.files and said in told.message
 
 
-def test_cpu_ranks_have_no_arguments_file(write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_ranks_have_no_arguments_file(
+    write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, warnings = arguments(write_recipe({"target": "megatron"}), monkeypatch)
     assert text is None and "SW2055" not in warnings
 
@@ -339,7 +437,8 @@ AUTO = {"virtual_stages": None, "sequence_parallel": None}
 
 
 def searched(target: str, **pins: object) -> tuple[list[Strategy], list[Strategy]]:
-    """(every layout that a search tries, those that it ranks), of eight layers' worth of work on eight GPUs."""
+    """(every layout that a search tries, those that it ranks), of eight layers' worth of work on
+    eight GPUs."""
     config = {**SMALL_LLAMA, "num_hidden_layers": 6}
     recipe = dataclasses.replace(recipe_of(config, parallelism={**AUTO, **pins}), target=target)
     problem = problem_of(recipe, graph_of(config))
@@ -347,24 +446,42 @@ def searched(target: str, **pins: object) -> tuple[list[Strategy], list[Strategy
 
 
 def test_auto_virtual_stages_and_sequence_parallelism_are_searched() -> None:
-    """Where the engine has them and the pins leave room; every layout that is ranked stands by its rules."""
-    tried, ranked = searched("megatron", tensor=2, zero_stage=1, micro_batch_size=1, activation_checkpointing="none")
+    """Where the engine has them and the pins leave room; every layout that is ranked stands by its
+    rules."""
+    tried, ranked = searched(
+        "megatron", tensor=2, zero_stage=1, micro_batch_size=1, activation_checkpointing="none"
+    )
     found = {(s.pipeline, s.virtual_stages, s.sequence_parallel) for s in tried}
-    assert {(1, 1, False), (1, 1, True), (2, 1, False), (2, 2, True), (2, 4, True), (4, 2, True)} <= found
+    assert {
+        (1, 1, False),
+        (1, 1, True),
+        (2, 1, False),
+        (2, 2, True),
+        (2, 4, True),
+        (4, 2, True),
+    } <= found
     assert all(v == 1 for p, v, _ in found if p == 1) and max(p * v for p, v, _ in found) <= 8
     kinds = {(s.virtual_stages > 1, s.sequence_parallel) for s in ranked}
     assert kinds == {(False, False), (False, True), (True, False), (True, True)}
-    assert all(s.virtual_stages == 1 or s.gradient_accumulation_steps % s.pipeline == 0 for s in ranked)
-    assert {(s.virtual_stages, s.sequence_parallel) for s in searched("deepspeed", tensor=2)[0]} == {(1, False)}
-    pinned = searched("megatron", tensor=2, virtual_stages=2, sequence_parallel=False, pipeline=2)[0]
+    assert all(
+        s.virtual_stages == 1 or s.gradient_accumulation_steps % s.pipeline == 0 for s in ranked
+    )
+    assert {
+        (s.virtual_stages, s.sequence_parallel) for s in searched("deepspeed", tensor=2)[0]
+    } == {(1, False)}
+    pinned = searched("megatron", tensor=2, virtual_stages=2, sequence_parallel=False, pipeline=2)[
+        0
+    ]
     assert {(s.virtual_stages, s.sequence_parallel) for s in pinned} == {(2, False)}
 
 
 def test_chunks_of_an_interleaved_pipeline_are_placed_and_bounded() -> None:
-    """What a rank holds is every p-th part of the model; no layout takes less than its bound; a part of the layers is
-    recomputed in each chunk alike, as the engine counts them."""
+    """What a rank holds is every p-th part of the model; no layout takes less than its bound; a
+    part of the layers is recomputed in each chunk alike, as the engine counts them."""
     config = {**SMALL_LLAMA, "num_hidden_layers": 14}
-    recipe = dataclasses.replace(recipe_of(config, parallelism={**AUTO, "tensor": 1}), target="megatron")
+    recipe = dataclasses.replace(
+        recipe_of(config, parallelism={**AUTO, "tensor": 1}), target="megatron"
+    )
     problem = problem_of(recipe, graph_of(config))
     found = [e for e in search(problem).ranked if e.strategy.virtual_stages > 1]
     bound = Bound(problem)
@@ -403,5 +520,7 @@ Recomputed.apply(torch.ones(2, requires_grad=True)).sum().backward()
 
 
 def test_what_is_recomputed_in_a_backward_pass_runs_on_the_cpu_too() -> None:
-    done = subprocess.run([sys.executable, "-c", BACKWARD], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", BACKWARD], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.split() == ["True", "cpu"], done.stderr

@@ -1,4 +1,5 @@
-"""Every engine of the table that trains has what training asks for, with the arguments that it is asked with."""
+"""Every engine of the table that trains has what training asks for, with the arguments that it is
+asked with."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import pytest
 from shardwright.engines.protocol import Runtime
 from shardwright.engines.table import ENGINES
 
-ASKED = [name for name, _ in inspect.getmembers(Runtime, inspect.isfunction) if not name.startswith("_")]
+ASKED = [
+    name for name, _ in inspect.getmembers(Runtime, inspect.isfunction) if not name.startswith("_")
+]
 
 
 RUNTIMES = [engine.runtime for engine in ENGINES.values()]

@@ -1,4 +1,5 @@
-"""The reference engine's steps are those of one plain process, in each precision, with adapters and in chunks."""
+"""The reference engine's steps are those of one plain process, in each precision, with adapters and
+in chunks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ from tests.parity.harness import (
 
 CASES = {
     "gpt2": Case(model="gpt2", zero_stage=0, checkpointing="selective"),
-    "llama-tied-bf16": Case(model="llama-tied", zero_stage=0, precision="bf16", checkpointing="full"),
+    "llama-tied-bf16": Case(
+        model="llama-tied", zero_stage=0, precision="bf16", checkpointing="full"
+    ),
     "llama-partial": Case(model="llama", zero_stage=0, checkpointing={"full": 1}),
     "gpt2-lora": Case(model="gpt2", zero_stage=0, lora_rank=4),
     "llama-chunked": Case(model="llama", zero_stage=0, loss="chunked", clipping=0.0),
@@ -79,9 +82,12 @@ def test_trains_as_a_plain_process(compiled: tuple[Case, Any, Any, Path], traine
 
 @pytest.mark.parametrize("compiled", ["llama-tied-bf16", "gpt2-lora"], indirect=True)
 def test_what_a_checkpoint_holds(compiled: tuple[Case, Any, Any, Path], trainer: Any) -> None:
-    """Masters and moments of what is trained, views of the live tensors; copied into, they are what trains next."""
+    """Masters and moments of what is trained, views of the live tensors; copied into, they are what
+    trains next."""
     fragments = {f.name: f for f in trainer.owned()}
-    trained = {name for name, f in fragments.items() if set(f.states) == {"fp32", "exp_avg", "exp_avg_sq"}}
+    trained = {
+        name for name, f in fragments.items() if set(f.states) == {"fp32", "exp_avg", "exp_avg_sq"}
+    }
     adapters = {name for name in fragments if ".lora_" in name}
     assert trained == (adapters or set(fragments)) and fragments.keys() == trainer.held().keys()
     name = min(trained)

@@ -1,5 +1,6 @@
-"""The loss of a step is the sum over the predicted tokens of the whole global batch / their number: data ranks as
-threads, each with documents of other lengths, and an engine that averages as DeepSpeed's do."""
+"""The loss of a step is the sum over the predicted tokens of the whole global batch / their number:
+data ranks as threads, each with documents of other lengths, and an engine that averages as
+DeepSpeed's do."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from tests.unit.modules.test_batches import plan
 RANKS, MICRO, ACCUMULATION, VOCABULARY, LENGTH = 2, 2, 2, 7, 6
 ROWS = RANKS * MICRO * ACCUMULATION
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, LENGTH))
-TRAINED = np.arange(LENGTH) >= np.arange(1, ROWS + 1)[:, None] % LENGTH  # another number of labels in each row
+TRAINED = (
+    np.arange(LENGTH) >= np.arange(1, ROWS + 1)[:, None] % LENGTH
+)  # another number of labels in each row
 
 
 class Chat:
@@ -96,7 +99,9 @@ class Engine:
         return self.train_batch([next(data_iter) for _ in range(num_micro_batches)])
 
 
-def of_all_ranks(kind: type[Any], run: Callable[[Any, int], Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def of_all_ranks(
+    kind: type[Any], run: Callable[[Any, int], Any], monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
     meeting, table = Meeting(), Table(VOCABULARY, VOCABULARY)
     nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(engine.dist, "all_reduce", meeting.all_reduce)
@@ -128,7 +133,9 @@ def wanted() -> tuple[float, int]:
     ids = torch.from_numpy(TOKENS)
     labels = torch.where(torch.from_numpy(TRAINED), ids, -100)[:, 1:]
     count = int((labels != -100).sum())
-    total = F.cross_entropy(table(ids)[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    total = F.cross_entropy(
+        table(ids)[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100
+    )
     return float(total.detach()) / count, count
 
 
@@ -136,12 +143,16 @@ KINDS = [engine.DataTrainer, engine.PipelineTrainer]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_labels_are_counted_over_the_global_batch(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_are_counted_over_the_global_batch(
+    kind: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = EpochOrder(ROWS, ROWS, 0, shuffle=False)
     data = Dataset(train=Chat(), order=order, parts=(ROWS,), validation=None, steps=1)
     settings: Any = plan(data=RANKS, micro=MICRO, accumulation=ACCUMULATION)
     shares = [Batches(settings, data).micro_batches(1, rank) for rank in range(RANKS)]
-    assert len({sum(m.predicted for m in share) for share in shares}) == RANKS, "the ranks' counts differ"
+    assert len({sum(m.predicted for m in share) for share in shares}) == RANKS, (
+        "the ranks' counts differ"
+    )
     found = of_all_ranks(kind, lambda trainer, rank: trainer.step(shares[rank], 1e-3), monkeypatch)
     assert [result.loss for result in found] == pytest.approx([wanted()[0]] * RANKS, rel=1e-6)
 

@@ -38,7 +38,11 @@ def test_a_plan_for_an_engine_that_is_not_there_is_refused(
     assert [d.code for d in caught.value.diagnostics] == ["SW6001"]
     assert main(["run", str(tmp_path)]) == 1
     told = capsys.readouterr().err
-    assert f"target: {target}" in told and "deepspeed, reference, megatron" in told and "shardwright compile" in told
+    assert (
+        f"target: {target}" in told
+        and "deepspeed, reference, megatron" in told
+        and "shardwright compile" in told
+    )
 
 
 def test_the_recipe_offers_the_table() -> None:

@@ -19,18 +19,44 @@ from tests.conftest import SMALL_RECIPE
 from tests.unit.engines.test_megatron import EXPERTS, LAYOUT
 
 LLAMA: dict[str, Any] = SMALL_RECIPE["model"]["config"]
-ON_GPUS = {"target": "megatron", "cluster.gpu": "h100-sxm-80gb", "training.precision": "bf16", "parallelism": LAYOUT}
+ON_GPUS = {
+    "target": "megatron",
+    "cluster.gpu": "h100-sxm-80gb",
+    "training.precision": "bf16",
+    "parallelism": LAYOUT,
+}
 TEXT = {"kind": "text", "path": "python-stdlib", "tokenizer": "byte"}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
-DEEPSEEK = {**LLAMA, **LATENT, "model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+DEEPSEEK = {
+    **LLAMA,
+    **LATENT,
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+}
 DEEPSEEK |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-OSS = {**LLAMA, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+OSS = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+}
 WINDOWS = {**LLAMA, "model_type": "mistral", "sliding_window": 8}
 OVER_TENSOR = {**LAYOUT, "tensor": 2, "data": 2, "sequence_parallel": True}
 OVER_CONTEXT = {**LAYOUT, "context": 2, "data": 2}
 KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, ""),
-    "over tensor and context ranks": ({"parallelism": {**OVER_TENSOR, "context": 2, "data": 1}}, ""),
+    "over tensor and context ranks": (
+        {"parallelism": {**OVER_TENSOR, "context": 2, "data": 1}},
+        "",
+    ),
     "experts": ({"model.config": EXPERTS}, ""),
     "windows": ({"model.config": WINDOWS}, ""),
     "latent attention": ({"model.config": DEEPSEEK}, ""),
@@ -39,13 +65,30 @@ KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({"training.precision": "fp32"}, "does not take fp32"),
     "packed documents": ({"data": {**TEXT, "packing": True}}, "mask of their own"),
     "packed validation": (
-        {"validation": {"kind": "text", "path": "*.txt", "tokenizer": "byte", "packing": True, "every_steps": 1}},
+        {
+            "validation": {
+                "kind": "text",
+                "path": "*.txt",
+                "tokenizer": "byte",
+                "packing": True,
+                "every_steps": 1,
+            }
+        },
         "mask of their own",
     ),
     "GPT-OSS": ({"model.config": OSS}, "gpt_oss are this project's own"),
-    "latent attention over tensor ranks": ({"model.config": DEEPSEEK, "parallelism": OVER_TENSOR}, "latent"),
-    "latent attention over context ranks": ({"model.config": DEEPSEEK, "parallelism": OVER_CONTEXT}, "latent"),
-    "windows over context ranks": ({"model.config": WINDOWS, "parallelism": OVER_CONTEXT}, "has windows"),
+    "latent attention over tensor ranks": (
+        {"model.config": DEEPSEEK, "parallelism": OVER_TENSOR},
+        "latent",
+    ),
+    "latent attention over context ranks": (
+        {"model.config": DEEPSEEK, "parallelism": OVER_CONTEXT},
+        "latent",
+    ),
+    "windows over context ranks": (
+        {"model.config": WINDOWS, "parallelism": OVER_CONTEXT},
+        "has windows",
+    ),
     "whole experts over tensor ranks": (
         {"model.config": EXPERTS, "parallelism": {**OVER_TENSOR, "expert_tensor": 1}},
         "gradient norm",
@@ -59,14 +102,20 @@ def told(write_recipe: Callable[..., Path], changes: dict[str, Any]) -> dict[str
 
 
 @pytest.mark.parametrize(("changes", "why"), KEPT_OUT.values(), ids=KEPT_OUT)
-def test_what_keeps_it_out(changes: dict[str, Any], why: str, write_recipe: Callable[..., Path]) -> None:
+def test_what_keeps_it_out(
+    changes: dict[str, Any], why: str, write_recipe: Callable[..., Path]
+) -> None:
     """`auto` takes this project's layers then and says why; `on` is refused."""
-    auto, on = (told(write_recipe, {**changes, "model.transformer_engine": wish}) for wish in ("auto", "on"))
+    auto, on = (
+        told(write_recipe, {**changes, "model.transformer_engine": wish}) for wish in ("auto", "on")
+    )
     assert "SW3169" not in auto and ("SW3169" in on) == bool(why)
     if why:
         assert why in on["SW3169"].message
     if changes.get("cluster.gpu") != "cpu":
-        assert (why in auto["SW3168"].help) and ("Layers: Megatron-Core's" in auto["SW3168"].help) == (not why)
+        assert (why in auto["SW3168"].help) and (
+            "Layers: Megatron-Core's" in auto["SW3168"].help
+        ) == (not why)
 
 
 def test_off_keeps_it_out(write_recipe: Callable[..., Path]) -> None:
@@ -76,9 +125,16 @@ def test_off_keeps_it_out(write_recipe: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize(
     ("target", "wish", "refused"),
-    [("deepspeed", "on", True), ("deepspeed", "off", False), ("reference", "on", True), ("megatron", "on", False)],
+    [
+        ("deepspeed", "on", True),
+        ("deepspeed", "off", False),
+        ("reference", "on", True),
+        ("megatron", "on", False),
+    ],
 )
-def test_other_engines(target: str, wish: str, refused: bool, write_recipe: Callable[..., Path]) -> None:
+def test_other_engines(
+    target: str, wish: str, refused: bool, write_recipe: Callable[..., Path]
+) -> None:
     recipe = load_recipe(write_recipe({"target": target, "model.transformer_engine": wish}))
     assert ("SW1925" in [d.code for d in check_executable(recipe)]) == refused
 
@@ -90,7 +146,10 @@ def test_other_engines(target: str, wish: str, refused: bool, write_recipe: Call
         ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
         ("self_attention.linear_q_up_proj.layer_norm_weight", "self_attention.q_layernorm.weight"),
-        ("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attention.kv_layernorm.weight"),
+        (
+            "self_attention.linear_kv_up_proj.layer_norm_weight",
+            "self_attention.kv_layernorm.weight",
+        ),
         ("mlp.experts.linear_fc1.weight11", "mlp.experts.local_experts.11.linear_fc1.weight"),
         ("mlp.experts.linear_fc2.weight0", "mlp.experts.local_experts.0.linear_fc2.weight"),
         ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.weight"),
@@ -118,7 +177,12 @@ class _Plan:
         ("on", "", None, True),
         ("off", "", None, False),
         ("auto", "transformer_engine is not importable", None, False),
-        ("on", "transformer_engine is not importable", None, "is on, and transformer_engine is not importable"),
+        (
+            "on",
+            "transformer_engine is not importable",
+            None,
+            "is on, and transformer_engine is not importable",
+        ),
         ("auto", "", "transformer_engine is not importable", "ranks have different layers"),
         ("auto", "", "transformer_engine 2.10", "ranks have different layers"),
     ],

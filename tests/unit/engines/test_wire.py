@@ -21,7 +21,11 @@ def test_two_flat_tensors_and_back() -> None:
         for _ in range(2):  # the second micro-batch uses the shapes of the first
             sent = state(dtype)
             floating, integers = sender.pack(sent)
-            assert floating.is_floating_point() and floating.ndim == 1 and integers.dtype == torch.int64
+            assert (
+                floating.is_floating_point()
+                and floating.ndim == 1
+                and integers.dtype == torch.int64
+            )
             got = receiver.unpack(floating, integers)
             for a, b in zip(
                 (sent.hidden, sent.position_ids, *sent.payload),

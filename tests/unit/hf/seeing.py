@@ -15,7 +15,10 @@ from shardwright.hf.tower import small_tower
 # A tower of a few blocks, and rotary sections where the class leaves them out of its defaults.
 QWEN = {"depth": 3, "fullatt_block_indexes": [1]}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"vision_config": QWEN, "text_config": {"rope_parameters": {"mrope_section": [16, 24, 24]}}},
+    "qwen2_5_vl": {
+        "vision_config": QWEN,
+        "text_config": {"rope_parameters": {"mrope_section": [16, 24, 24]}},
+    },
     "qwen3_vl": {
         "vision_config": {"depth": 4, "deepstack_visual_indexes": [0, 1, 3]},
         "text_config": {"rope_parameters": {"mrope_section": [24, 20, 20]}},

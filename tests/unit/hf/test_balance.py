@@ -1,4 +1,5 @@
-"""The balance loss of routers: which types get it, by what affinities, and what it adds to gradients."""
+"""The balance loss of routers: which types get it, by what affinities, and what it adds to
+gradients."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_even_routing_costs_one() -> None:
 
 
 def test_rows_count_apart() -> None:
-    """The first row's tokens choose two experts, the second row's the others: together they would look even."""
+    """The first row's tokens choose two experts, the second row's the others: together they would
+    look even."""
     balance = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax")
     balance.length = 2
     logits = torch.tensor([[50.0, 50.0, 0.0, 0.0]] * 2 + [[0.0, 0.0, 50.0, 50.0]] * 2)
@@ -62,7 +64,9 @@ def test_parts_of_a_row_add_up_to_it() -> None:
     logits = torch.randn(8, 4, generator=generator)
     chosen = logits.topk(2).indices
     counts = torch.zeros(1, 4).scatter_add_(1, chosen.view(1, -1), torch.ones(1, 16))
-    halves = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax", pieces=2, summed=lambda own: counts)
+    halves = RouterBalance(
+        initial_model(MODELS["mixtral"], 0), 1.0, "softmax", pieces=2, summed=lambda own: counts
+    )
     halves.length = 4
     total = halves.of_layer(logits[:4], chosen[:4]) + halves.of_layer(logits[4:], chosen[4:])
     assert total.item() == pytest.approx(row_loss(logits, chosen, 1, 0, sigmoid=False).item())
@@ -70,14 +74,18 @@ def test_parts_of_a_row_add_up_to_it() -> None:
 
 @pytest.mark.parametrize("own", [False, True], ids=["whole rows", "pieces of rows"])
 def test_padding_is_no_token(own: bool) -> None:
-    """Two rows of 8, of which 3 and 8 are tokens; the padding is routed as one token is, again and again. Of the
-    first row the second piece has padding alone."""
+    """Two rows of 8, of which 3 and 8 are tokens; the padding is routed as one token is, again and
+    again. Of the first row the second piece has padding alone."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(2, 8, 4, generator=generator)
     logits[0, 3:] = logits[0, 3]
     chosen = logits.topk(2).indices
-    wanted = [row_loss(logits[r, :n], chosen[r, :n], 1, 0, sigmoid=False) for r, n in enumerate((3, 8))]
-    counts = torch.stack([torch.bincount(chosen[r, :n].flatten(), minlength=4).float() for r, n in enumerate((3, 8))])
+    wanted = [
+        row_loss(logits[r, :n], chosen[r, :n], 1, 0, sigmoid=False) for r, n in enumerate((3, 8))
+    ]
+    counts = torch.stack(
+        [torch.bincount(chosen[r, :n].flatten(), minlength=4).float() for r, n in enumerate((3, 8))]
+    )
     got = torch.zeros(())
     ROW_LENGTHS.current = torch.tensor([3, 8])
     try:
@@ -86,7 +94,9 @@ def test_padding_is_no_token(own: bool) -> None:
             balance = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax", **pieces)
             balance.length = 4 if own else 8
             here = slice(piece * balance.length, (piece + 1) * balance.length)
-            got = got + balance.of_layer(logits[:, here].reshape(-1, 4), chosen[:, here].reshape(-1, 2))
+            got = got + balance.of_layer(
+                logits[:, here].reshape(-1, 4), chosen[:, here].reshape(-1, 2)
+            )
     finally:
         ROW_LENGTHS.current = None
     assert got.item() == pytest.approx(float(sum(wanted)) / 2, rel=1e-6)
@@ -134,4 +144,6 @@ def test_the_loss_stays_and_router_gradients_change() -> None:
     gradients = [next(iter(routers_of(model).values())).weight.grad for model in (plain, balanced)]
     assert tensor_apart(*gradients) > 1e-4
     with torch.no_grad():
-        assert torch.equal(*(m.eval()(input_ids=IDS, use_cache=False).logits for m in (plain, balanced)))
+        assert torch.equal(
+            *(m.eval()(input_ids=IDS, use_cache=False).logits for m in (plain, balanced))
+        )

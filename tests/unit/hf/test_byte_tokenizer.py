@@ -1,4 +1,5 @@
-"""The byte tokenizer as Hugging Face's files is the one that trained: ids are the bytes of UTF-8, and back."""
+"""The byte tokenizer as Hugging Face's files is the one that trained: ids are the bytes of UTF-8,
+and back."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from shardwright.data.tokenizers import ByteTokenizer
 from shardwright.hf.byte_tokenizer import byte_tokenizer, write_byte_tokenizer
 
-TEXTS = ("", " ", "  two  spaces\n\n\ttab\r\n\0", "Schön, e\u0301", "日本語🙂\u200d👩", "<|endoftext|><0x41>Ġ")
+TEXTS = (
+    "",
+    " ",
+    "  two  spaces\n\n\ttab\r\n\0",
+    "Schön, e\u0301",
+    "日本語🙂\u200d👩",
+    "<|endoftext|><0x41>Ġ",
+)
 
 
 @given(st.text())
@@ -31,10 +39,14 @@ def test_any_text_is_its_bytes_and_comes_back(text: str) -> None:
 @given(st.binary())
 def test_any_bytes_are_the_text_that_the_training_tokenizer_makes_of_them(data: bytes) -> None:
     ids = np.frombuffer(data, dtype=np.uint8)
-    assert byte_tokenizer().decode(ids.tolist(), skip_special_tokens=False) == ByteTokenizer().decode(ids)
+    assert byte_tokenizer().decode(
+        ids.tolist(), skip_special_tokens=False
+    ) == ByteTokenizer().decode(ids)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen3", "mistral", "gemma", "deepseek_v3", "bloom", "qwen2"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gpt2", "qwen3", "mistral", "gemma", "deepseek_v3", "bloom", "qwen2"]
+)
 def test_auto_tokenizer_loads_it_beside_a_model(model_type: str, tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))

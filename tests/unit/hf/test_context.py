@@ -1,4 +1,5 @@
-"""Which types can have their rows cut over ranks: found on one process, with the reason where they cannot."""
+"""Which types can have their rows cut over ranks: found on one process, with the reason where they
+cannot."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ LENGTH_DEPENDENT: dict[str, dict[str, Any]] = {
 def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_row(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A half is shorter than the switch at 16, the row of 24 is longer; the probe sees where they are not given it."""
+    """A half is shorter than the switch at 16, the row of 24 is longer; the probe sees where they
+    are not given it."""
     changes = LENGTH_DEPENDENT[kind]
     assert why_no_context(model_of("llama", **changes), ids()) == ""
     monkeypatch.setattr(rope, "length_dependent", lambda model: [])
@@ -104,7 +106,8 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_row(
 
 
 def test_a_rotary_embedding_is_called_in_any_way_and_gives_one_table_or_two() -> None:
-    """It sees the last position of the whole sequence, and gives the tables of its own tokens alone."""
+    """It sees the last position of the whole sequence, and gives the tables of its own tokens
+    alone."""
     seen: list[list[int]] = []
 
     class Table(nn.Module):

@@ -1,5 +1,5 @@
-"""The losses of pairs: the mean of the ranks' shares, and its gradient, are those of one process; and a model whose
-loss is another one is refused."""
+"""The losses of pairs: the mean of the ranks' shares, and its gradient, are those of one process;
+and a model whose loss is another one is refused."""
 
 from __future__ import annotations
 
@@ -44,20 +44,32 @@ def test_the_mean_of_the_shares_is_the_loss_of_all(kind: str, ranks: int) -> Non
 @pytest.mark.parametrize(("model", "loss"), [("clip", SOFTMAX), ("siglip", SIGMOID)])
 def test_a_tiny_copy_tells_its_loss_and_its_sides(model: str, loss: str) -> None:
     torch.manual_seed(0)
-    tiny = AutoModel.from_config(AutoConfig.for_model(model, **MODELS[model]), dtype=torch.float32).train()
+    tiny = AutoModel.from_config(
+        AutoConfig.for_model(model, **MODELS[model]), dtype=torch.float32
+    ).train()
     names = {name for name, _ in tiny.named_parameters()}
     found = probe_pairs(tiny, CONTRASTIVE.example(tiny.config))
-    assert found.cut.loss == loss and found.cut.stack == "text_model.encoder.layers" and not found.cut.untrained
+    assert (
+        found.cut.loss == loss
+        and found.cut.stack == "text_model.encoder.layers"
+        and not found.cut.untrained
+    )
     assert {n for n in names if n.startswith("vision_model.")} <= set(found.embedding)
     assert "logit_scale" in found.head
-    assert {*found.embedding, *found.head} == {n for n in names if not n.startswith(found.cut.stack)}
+    assert {*found.embedding, *found.head} == {
+        n for n in names if not n.startswith(found.cut.stack)
+    }
 
 
 def test_another_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = AutoModel.from_config(AutoConfig.for_model("clip", **MODELS["clip"]), dtype=torch.float32).train()
+    tiny = AutoModel.from_config(
+        AutoConfig.for_model("clip", **MODELS["clip"]), dtype=torch.float32
+    ).train()
     from transformers.models.clip import modeling_clip
 
     plain = modeling_clip.image_text_contrastive_loss
-    monkeypatch.setattr(modeling_clip, "image_text_contrastive_loss", lambda similarity: 1.01 * plain(similarity))
+    monkeypatch.setattr(
+        modeling_clip, "image_text_contrastive_loss", lambda similarity: 1.01 * plain(similarity)
+    )
     with pytest.raises(NotCuttable, match="neither"):
         probe_pairs(tiny, CONTRASTIVE.example(tiny.config))

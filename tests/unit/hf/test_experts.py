@@ -33,13 +33,20 @@ def gradients(dtype: torch.dtype, implementation: str, width: int) -> list[torch
 def test_odd_sizes_train(dtype: torch.dtype, width: int) -> None:
     use_grouped_mm_where_it_fits()
     tolerance = 2e-6 if dtype == torch.float32 else 2e-2
-    for own, plain in zip(gradients(dtype, "grouped_mm", width), gradients(dtype, "eager", width), strict=True):
+    for own, plain in zip(
+        gradients(dtype, "grouped_mm", width), gradients(dtype, "eager", width), strict=True
+    ):
         assert own.isfinite().all()
         assert (own - plain).abs().max() <= tolerance * max(1.0, float(plain.abs().max()))
 
 
 def test_which_sizes_fit() -> None:
     for dtype, multiple in ((torch.bfloat16, 8), (torch.float32, 4)):
-        for columns, rows in ((multiple, 64), (64, multiple), (multiple + 1, 64), (64, multiple + 1)):
+        for columns, rows in (
+            (multiple, 64),
+            (64, multiple),
+            (multiple + 1, 64),
+            (64, multiple + 1),
+        ):
             expected = columns % multiple == 0 and rows % multiple == 0
             assert fits_grouped_mm(torch.empty(2, rows, columns, dtype=dtype)) == expected

@@ -23,7 +23,9 @@ from tests.zoo.chunks import why_not_chunked
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL_LLAMA), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**SMALL_LLAMA), dtype=torch.float32
+    )
 
 
 def tokens(length: int) -> torch.Tensor:

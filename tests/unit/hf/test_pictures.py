@@ -1,5 +1,5 @@
-"""Models that see, taken apart: the tower, the projector and the merge are one piece, the decoder layers another one
-each, and no picture crosses between them."""
+"""Models that see, taken apart: the tower, the projector and the merge are one piece, the decoder
+layers another one each, and no picture crosses between them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,20 @@ def test_last_block_of_a_tower_that_gives_the_one_before_it_is_not_trained() -> 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_pieces_follow_where_the_pictures_stand(model_type: str) -> None:
-    """Positions and masks come from the batch: one captured for another batch of the same shape would be wrong."""
+    """Positions and masks come from the batch: one captured for another batch of the same shape
+    would be wrong."""
     model = seeing.tiny(model_type)
     ids, beside = picture_example(model, VOCABULARY)
     skeleton = Skeleton(model, probe(model, ids, beside).cut, (ids.shape[0], ids.shape[1]))
-    moved = {name: value.roll(5, 1) if value.shape == ids.shape else value for name, value in beside.items()}
-    blind = {name: torch.zeros_like(value) for name, value in without_pictures(beside).items() if value.ndim == 2}
+    moved = {
+        name: value.roll(5, 1) if value.shape == ids.shape else value
+        for name, value in beside.items()
+    }
+    blind = {
+        name: torch.zeros_like(value)
+        for name, value in without_pictures(beside).items()
+        if value.ndim == 2
+    }
     blind.pop("image_grid_thw", None)
     batches: list[tuple[torch.Tensor, dict[str, Any]]] = [
         (ids, dict(beside)),

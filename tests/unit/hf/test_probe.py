@@ -53,7 +53,9 @@ def test_a_cut_without_its_payload_or_its_group_is_refused() -> None:
         model = toy()
         found = probe(model, IDS)
         with pytest.raises((NotCuttable, KeyError)):
-            check_cut(model, dataclasses.replace(found.cut, **wrong), found.embedding, found.head, IDS)
+            check_cut(
+                model, dataclasses.replace(found.cut, **wrong), found.embedding, found.head, IDS
+            )
 
 
 def test_edges_by_gradient_and_by_value() -> None:
@@ -68,8 +70,17 @@ def test_edges_by_gradient_and_by_value() -> None:
 
 def test_parameters_of_a_deeper_tower_are_placed_by_pattern() -> None:
     found = dataclasses.replace(probe(toys.Toy(), IDS), head=("norm.weight", "tower.0.weight"))
-    names = ("body.table.weight", "body.layers.17.linear.weight", "norm.weight", "tower.0.weight", "tower.11.weight")
-    assert found.place(names) == (("body.table.weight",), ("norm.weight", "tower.0.weight", "tower.11.weight"))
+    names = (
+        "body.table.weight",
+        "body.layers.17.linear.weight",
+        "norm.weight",
+        "tower.0.weight",
+        "tower.11.weight",
+    )
+    assert found.place(names) == (
+        ("body.table.weight",),
+        ("norm.weight", "tower.0.weight", "tower.11.weight"),
+    )
     assert found.place((*names, "tower.0.scale")) is None
 
 
@@ -99,8 +110,12 @@ def test_gradients_flow_back_through_the_payload(toy) -> None:
     for index in range(LAYERS):
         state = skeleton.decode(index, state)
     pieces = {n: p.grad for n, p in _backward(model, skeleton.head(state))}
-    assert plain.keys() == pieces.keys() and all(torch.equal(pieces[n], g) for n, g in plain.items())
-    assert all(value is None for value in state.payload), "behind its last use nothing crosses any more"
+    assert plain.keys() == pieces.keys() and all(
+        torch.equal(pieces[n], g) for n, g in plain.items()
+    )
+    assert all(value is None for value in state.payload), (
+        "behind its last use nothing crosses any more"
+    )
 
 
 def _backward(model, logits):
@@ -116,7 +131,11 @@ def test_what_no_gradient_reaches_is_left_alone() -> None:
     table.tower = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
     for frozen in (True, False):  # looked up under no_grad all the same
         table.body.places.weight.requires_grad_(not frozen)
-        assert probe(table, IDS).cut.untrained == ("body.places.weight", "tower.*.weight", "tower.*.bias")
+        assert probe(table, IDS).cut.untrained == (
+            "body.places.weight",
+            "tower.*.weight",
+            "tower.*.bias",
+        )
         assert table.body.places.weight.requires_grad != frozen
     # A layer that does not run: others of its kind do.
     assert probe(toys.Skips(), IDS).cut.untrained == ()

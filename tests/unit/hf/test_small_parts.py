@@ -35,7 +35,10 @@ def test_leaves_and_replaced_speak_the_same_paths() -> None:
 def test_fresh_renews_containers_once_and_keeps_tensors() -> None:
     shared, tensor = {}, torch.zeros(2)
     memo: dict[int, object] = {}
-    first, second = fresh(({"state": shared}, tensor), memo), fresh(({"state": shared}, tensor), memo)
+    first, second = (
+        fresh(({"state": shared}, tensor), memo),
+        fresh(({"state": shared}, tensor), memo),
+    )
     assert first[1] is tensor
     assert first[0]["state"] is not shared and first[0]["state"] is second[0]["state"]
     first[0]["state"]["left"] = 1
@@ -51,10 +54,17 @@ def test_infinity_survives_json() -> None:
 
 def test_shrink_keeps_what_hangs_together() -> None:
     small = shrink(
-        {"hidden_size": 3712, "attention_hidden_size": 7424, "attention_head_dim": 464, "num_attention_heads": 16}
+        {
+            "hidden_size": 3712,
+            "attention_hidden_size": 7424,
+            "attention_head_dim": 464,
+            "num_attention_heads": 16,
+        }
     )
     assert small["attention_hidden_size"] == 2 * small["hidden_size"]
-    assert small["attention_head_dim"] * small["num_attention_heads"] == small["attention_hidden_size"]
+    assert (
+        small["attention_head_dim"] * small["num_attention_heads"] == small["attention_hidden_size"]
+    )
     mamba = shrink({"hidden_size": 4096, "expand": 2, "num_heads": 128, "head_dim": 64})
     assert mamba["num_heads"] * mamba["head_dim"] == mamba["expand"] * mamba["hidden_size"]
 
@@ -69,10 +79,20 @@ def test_shrink_can_keep_depth_or_widths() -> None:
     }
     assert shrink(document)["layer_types"] == ["a", "b"] * (LAYERS // 2)
     deep = shrink(document, depth=False)
-    assert (deep["num_hidden_layers"], len(deep["layer_types"]), deep["hidden_size"]) == (30, 30, 64)
+    assert (deep["num_hidden_layers"], len(deep["layer_types"]), deep["hidden_size"]) == (
+        30,
+        30,
+        64,
+    )
     wide = shrink(document, widths=False)
-    assert (wide["num_hidden_layers"], wide["hidden_size"], wide["vocab_size"]) == (LAYERS, 4096, VOCABULARY)
-    assert all(d["attention_dropout"] == 0.0 for d in (deep, wide)), "the probe compares bits in training mode"
+    assert (wide["num_hidden_layers"], wide["hidden_size"], wide["vocab_size"]) == (
+        LAYERS,
+        4096,
+        VOCABULARY,
+    )
+    assert all(d["attention_dropout"] == 0.0 for d in (deep, wide)), (
+        "the probe compares bits in training mode"
+    )
 
 
 def test_shrink_of_rotary_tables() -> None:
@@ -84,10 +104,23 @@ def test_shrink_of_rotary_tables() -> None:
 
 @pytest.mark.parametrize(("heads", "partial"), [(32, 1.0), (32, 0.5), (2, 1.0)])
 def test_shrink_keeps_ropes_that_depend_on_the_length(heads: int, partial: float) -> None:
-    """With their switch inside of the probes' texts, and a factor for each rotated pair of the small head."""
-    long = {"rope_type": "longrope", "long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48}
-    long |= {"rope_theta": 1e4, "original_max_position_embeddings": 4096, "partial_rotary_factor": partial}
-    sizes = {"hidden_size": 96 * heads, "num_attention_heads": heads, "max_position_embeddings": 131072}
+    """With their switch inside of the probes' texts, and a factor for each rotated pair of the
+    small head."""
+    long = {
+        "rope_type": "longrope",
+        "long_factor": [1.0 + i for i in range(48)],
+        "short_factor": [1.0] * 48,
+    }
+    long |= {
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": partial,
+    }
+    sizes = {
+        "hidden_size": 96 * heads,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 131072,
+    }
     small = shrink({**sizes, "rope_parameters": long})
     table = small["rope_parameters"]
     assert (table["rope_type"], table["original_max_position_embeddings"]) == ("longrope", 16)
@@ -154,13 +187,16 @@ def test_a_shallow_copy_has_every_kind_of_layer(model_type: str, changes: dict[s
     config = CONFIG_MAPPING[model_type](**changes)
     with torch.device("meta"):
         whole = CAUSAL_LM.build(config)
-        copy = CAUSAL_LM.build(CONFIG_MAPPING[model_type].from_dict(CAUSAL_LM.small(config.to_dict())))
+        copy = CAUSAL_LM.build(
+            CONFIG_MAPPING[model_type].from_dict(CAUSAL_LM.small(config.to_dict()))
+        )
     assert len(copy.model.layers) < len(whole.model.layers)
     assert keeps_every_kind(whole, copy)
 
 
 def test_a_kind_that_a_copy_lacks_is_seen() -> None:
-    """Whatever the configuration calls it: here a layer that has a bias, and one of another class."""
+    """Whatever the configuration calls it: here a layer that has a bias, and one of another
+    class."""
     dense, biased = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
     whole, copy = (nn.Module() for _ in range(2))
     whole.layers, copy.layers = nn.ModuleList([dense, biased]), nn.ModuleList([dense, dense])
@@ -170,7 +206,9 @@ def test_a_kind_that_a_copy_lacks_is_seen() -> None:
     assert not keeps_every_kind(whole, nn.Linear(1, 1)), "its list of layers is not there"
 
 
-def test_a_copy_that_lacks_a_kind_is_made_as_deep_as_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_lacks_a_kind_is_made_as_deep_as_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[int] = []
     plain = probed._probe
 

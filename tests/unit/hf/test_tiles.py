@@ -1,4 +1,5 @@
-"""Pictures that a processor cuts into tiles: what the planner counts is what the type's own processor makes."""
+"""Pictures that a processor cuts into tiles: what the planner counts is what the type's own
+processor makes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from shardwright.data.pictures import Picture
 from shardwright.data.sight import Sight
 from shardwright.diagnostics import Refusal
 from shardwright.hf.picture_shapes import tower_of
-from shardwright.hf.processor import inline_processor, load_processor, processor_files, usual_processor
+from shardwright.hf.processor import (
+    inline_processor,
+    load_processor,
+    processor_files,
+    usual_processor,
+)
 from shardwright.hf.tiles import cuts, most_tiles
 from shardwright.ir.recipe import ImagesSection
 from shardwright.ir.vision import Vision
@@ -77,7 +83,10 @@ def test_a_row_holds_what_the_processor_writes(model_type: str, tmp_path: Path) 
     most, per_token = max(t for t, _ in bounds), max(t / n for t, n in bounds)
     for sizes in [*((size,) for size in SIZES), *itertools.pairwise(SIZES)]:
         images = [Image.new("RGB", size) for size in sizes]
-        pictures = [Picture(path=None, data=png(image), width=image.width, height=image.height) for image in images]
+        pictures = [
+            Picture(path=None, data=png(image), width=image.width, height=image.height)
+            for image in images
+        ]
         text = f"a{sight.token * len(sizes)}b"
         written = sight.expand(text, [], pictures)
         assert written is not None
@@ -96,7 +105,10 @@ def test_a_row_holds_what_the_processor_writes(model_type: str, tmp_path: Path) 
 def test_a_configuration_of_a_recipe_is_cut_by_its_own_sizes(model_type: str, tiles: int) -> None:
     config = made(model_type, CUTTING[model_type])
     processor = inline_processor(config)
-    assert processor.image_processor.image_grid_pinpoints == CUTTING[model_type]["image_grid_pinpoints"]
+    assert (
+        processor.image_processor.image_grid_pinpoints
+        == CUTTING[model_type]["image_grid_pinpoints"]
+    )
     assert max(t for t, _ in cuts(processor, tower_of(config))) == tiles
 
 
@@ -124,7 +136,9 @@ def test_a_models_own_processor_decides(tmp_path: Path) -> None:
     found = build_model_graph(section).vision
     assert found is not None and (found.tiles, found.patches) == (5, 16)
     settings = json.loads((folder / "preprocessor_config.json").read_text("utf-8"))
-    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "do_image_splitting": False}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({**settings, "do_image_splitting": False})
+    )
     found = build_model_graph(section).vision
     assert found is not None and (found.tiles, found.patches) == (1, 16)
 

@@ -1,4 +1,5 @@
-"""What the probes' texts hold: the special ids of a configuration, and none that stands for an image."""
+"""What the probes' texts hold: the special ids of a configuration, and none that stands for an
+image."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from shardwright.hf.token_ids import token_ids
 from shardwright.model.build import build_model_graph
 from tests.unit.model.factory import model_section
 
-LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 260, "pad_token_id": 101, "bos_token_id": 7}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 260,
+    "pad_token_id": 101,
+    "bos_token_id": 7,
+}
 
 
 def config_of(**changes: Any) -> Any:
@@ -30,8 +36,11 @@ def test_padding_begin_and_ends_stand_in_a_text() -> None:
 
 
 def test_what_stands_for_an_image_is_in_no_text() -> None:
-    """EXAONE 4.5's image is the id 67, its video 68; some have a list, or the id in the configuration of the text."""
-    config = AutoConfig.for_model("qwen2_5_vl", image_token_id=67, video_token_id=68, text_config={"vocab_size": 260})
+    """EXAONE 4.5's image is the id 67, its video 68; some have a list, or the id in the
+    configuration of the text."""
+    config = AutoConfig.for_model(
+        "qwen2_5_vl", image_token_id=67, video_token_id=68, text_config={"vocab_size": 260}
+    )
     ids = token_ids(config)
     assert not {67, 68} & {*ids.plain, *ids.special}
     torch.manual_seed(0)
@@ -48,7 +57,12 @@ def test_a_vision_language_model_is_planned_wherever_its_image_token_is(token: i
             "image_token_id": token,
             "video_token_id": token + 1,
             "vision_start_token_id": token + 2,
-            "vision_config": {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48},
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "intermediate_size": 48,
+            },
             "text_config": {
                 "vocab_size": 260,
                 "hidden_size": 64,
@@ -56,7 +70,11 @@ def test_a_vision_language_model_is_planned_wherever_its_image_token_is(token: i
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "intermediate_size": 96,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "mrope_section": [2, 3, 3],
+                },
             },
         }
     )
@@ -67,7 +85,9 @@ def test_a_padding_row_that_is_trained_shows_in_a_tiny_copy() -> None:
     """The text must hold the padding id, else its gradient is zero with and without padding_idx."""
     config = config_of()
     ids = CAUSAL_LM.example(config)
-    kept, trained = (nn.Embedding(260, 4, padding_idx=padding) for padding in (config.pad_token_id, None))
+    kept, trained = (
+        nn.Embedding(260, 4, padding_idx=padding) for padding in (config.pad_token_id, None)
+    )
     for table in (kept, trained):
         table(ids).sum().backward()
     assert kept.weight.grad is not None and trained.weight.grad is not None

@@ -1,4 +1,5 @@
-"""Toy language models, each with one way of handing something to its layers beside the hidden states."""
+"""Toy language models, each with one way of handing something to its layers beside the hidden
+states."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ class Toy(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: Any = None, use_cache: bool = False) -> Any:
         hidden = self.run(self.body.table(input_ids), input_ids)
         logits = self.out(self.norm(hidden))
-        return SimpleNamespace(logits=logits, loss=None if labels is None else self.loss(logits, labels))
+        return SimpleNamespace(
+            logits=logits, loss=None if labels is None else self.loss(logits, labels)
+        )
 
     def run(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(hidden.shape[:2])  # the same on any stage: no payload
@@ -67,7 +70,9 @@ class LearnedArgument(Toy):
     """A learned bias as the second argument, the ids' own embedding inside a keyword's tuple."""
 
     class layer(AddsLayer):
-        def mix(self, hidden: torch.Tensor, bias: Any, pair: Any = None, **named: Any) -> torch.Tensor:
+        def mix(
+            self, hidden: torch.Tensor, bias: Any, pair: Any = None, **named: Any
+        ) -> torch.Tensor:
             return super().mix(hidden, bias, pair[1])
 
     def __init__(self) -> None:
@@ -100,7 +105,11 @@ class Carried(Toy):
 
     class layer(Layer):
         def forward(self, hidden: torch.Tensor, _: Any, before: Any = None) -> Any:
-            own = hidden.mean(-1, keepdim=True) if before is None or int(before.numel()) % 2 else before
+            own = (
+                hidden.mean(-1, keepdim=True)
+                if before is None or int(before.numel()) % 2
+                else before
+            )
             out = super().forward(hidden)
             return (out + (0 if before is None else before), own, None)
 

@@ -21,14 +21,17 @@ SECRET = b"k" * 32
 @pytest.fixture
 def store() -> Iterator[tuple[OuterStore, str]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    made = OuterStore(Membership(2, 2, 5.0, "fp32"), SECRET, "plan", lambda line: None, lambda line: None)
+    made = OuterStore(
+        Membership(2, 2, 5.0, "fp32"), SECRET, "plan", lambda line: None, lambda line: None
+    )
     threading.Thread(target=made.serve, args=(listener,), daemon=True).start()
     yield made, f"127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
 
 
 def slowed(address: str, bytes_per_second: float, *, is_up: bool) -> str:
-    """The address of a relay that lets no more through in one direction, all connections together."""
+    """The address of a relay that lets no more through in one direction, all connections
+    together."""
     listener = socket.create_server(("127.0.0.1", 0))
     host, _, port = address.rpartition(":")
     lock, free_at = threading.Lock(), [0.0]
@@ -38,7 +41,9 @@ def slowed(address: str, bytes_per_second: float, *, is_up: bool) -> str:
             while data := source.recv(16384):
                 if slow:
                     with lock:
-                        free_at[0] = max(free_at[0], time.monotonic()) + len(data) / bytes_per_second
+                        free_at[0] = (
+                            max(free_at[0], time.monotonic()) + len(data) / bytes_per_second
+                        )
                         wait = free_at[0] - time.monotonic()
                     time.sleep(max(0.0, wait))
                 target.sendall(data)
@@ -52,13 +57,17 @@ def slowed(address: str, bytes_per_second: float, *, is_up: bool) -> str:
             near, _ = listener.accept()
             far = socket.create_connection((host, int(port)))
             for source, target, slow in ((near, far, is_up), (far, near, not is_up)):
-                threading.Thread(target=pump, args=(source, target), kwargs={"slow": slow}, daemon=True).start()
+                threading.Thread(
+                    target=pump, args=(source, target), kwargs={"slow": slow}, daemon=True
+                ).start()
 
     threading.Thread(target=serve, daemon=True).start()
     return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_who_measures_joins_nothing(store: tuple[OuterStore, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_measures_joins_nothing(
+    store: tuple[OuterStore, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, address = store
     monkeypatch.setattr(probe, "ENOUGH_SECONDS", 0.05)
     found = measure_link(address, SECRET, "plan", 2)
@@ -86,8 +95,12 @@ def test_without_the_secret_nothing_is_measured(store: tuple[OuterStore, str]) -
         measure_link("127.0.0.1:1", SECRET, "plan", 1)
 
 
-@pytest.mark.parametrize("asked", [{"up": 0, "down": MOST_BYTES + 1}, {"up": -1, "down": 0}, {"up": "x"}, {}])
-def test_a_store_bounds_what_it_sends(store: tuple[OuterStore, str], asked: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "asked", [{"up": 0, "down": MOST_BYTES + 1}, {"up": -1, "down": 0}, {"up": "x"}, {}]
+)
+def test_a_store_bounds_what_it_sends(
+    store: tuple[OuterStore, str], asked: dict[str, object]
+) -> None:
     host, _, port = store[1].rpartition(":")
     with socket.create_connection((host, int(port)), 5) as connection:
         link = meet(connection, SECRET, as_store=False)

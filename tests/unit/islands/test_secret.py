@@ -13,7 +13,9 @@ from shardwright.islands.secret import SECRET, read_secret, share_secret
 
 
 @pytest.mark.parametrize("at", ["store", "island"])
-def test_a_full_disk_leaves_no_part_of_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_a_full_disk_leaves_no_part_of_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     """The next start, once there is space, makes or copies it."""
     island = tmp_path / "island-0"
     island.mkdir()

@@ -56,7 +56,9 @@ def test_a_round(running: Callable[..., Running]) -> None:
     assert here.store._wait_for(lambda: here.store.is_over)
 
 
-def test_the_first_meeting_waits_for_all_and_no_longer_than_the_deadline(running: Callable[..., Running]) -> None:
+def test_the_first_meeting_waits_for_all_and_no_longer_than_the_deadline(
+    running: Callable[..., Running],
+) -> None:
     here = running(deadline=1.0)
     a = Island(here, 0)
     begun(here, a)
@@ -65,7 +67,9 @@ def test_the_first_meeting_waits_for_all_and_no_longer_than_the_deadline(running
 
 
 @pytest.mark.parametrize("at", ["before it arrives", "once it has arrived", "inside the sum"])
-def test_an_island_that_is_killed_costs_the_others_nothing_but_time(running: Callable[..., Running], at: str) -> None:
+def test_an_island_that_is_killed_costs_the_others_nothing_but_time(
+    running: Callable[..., Running], at: str
+) -> None:
     here = running(islands=3)
     a, b, c = (Island(here, number) for number in range(3))
     begun(here, a, b, c)
@@ -104,8 +108,11 @@ def test_one_that_stops_in_the_sum_is_given_up(running: Callable[..., Running]) 
 
 
 @pytest.mark.parametrize("stops", ["it sends", "it reads", "it waits"])
-def test_one_that_falls_silent_costs_a_quarter_of_the_deadline(running: Callable[..., Running], stops: str) -> None:
-    """With more chunks than anyone may be ahead: who is held back must not take that for a break of its own."""
+def test_one_that_falls_silent_costs_a_quarter_of_the_deadline(
+    running: Callable[..., Running], stops: str
+) -> None:
+    """With more chunks than anyone may be ahead: who is held back must not take that for a break of
+    its own."""
     deadline, size = 8.0, 32 * CHUNK_BYTES
     here = running(deadline=deadline)
     a, b = Island(here, 0, deadline=deadline), Island(here, 1, deadline=deadline)
@@ -124,8 +131,11 @@ def test_one_that_falls_silent_costs_a_quarter_of_the_deadline(running: Callable
     assert not any("island 0 is lost" in line for line in here.told), here.told
 
 
-def test_an_outer_step_that_begins_again_has_what_is_left_of_its_deadline(running: Callable[..., Running]) -> None:
-    """One is late, another is lost in the sum, a third does not come again: the deadline is one for them all."""
+def test_an_outer_step_that_begins_again_has_what_is_left_of_its_deadline(
+    running: Callable[..., Running],
+) -> None:
+    """One is late, another is lost in the sum, a third does not come again: the deadline is one for
+    them all."""
     deadline = 3.0
     here = running(islands=3, deadline=deadline)
     a, b, c = (Island(here, number, deadline=deadline) for number in range(3))
@@ -153,11 +163,15 @@ def test_a_rank_hears_of_a_silent_store_in_half_the_deadline() -> None:
 
     silent: list[Any] = []
     threading.Thread(target=greet, daemon=True).start()
-    place = Place(island=0, rank=0, world=WORLD, attempt=1, run="a", connection=0, plan="plan", data="data")
+    place = Place(
+        island=0, rank=0, world=WORLD, attempt=1, run="a", connection=0, plan="plan", data="data"
+    )
     link = Link(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, place, 2.0)
     began = time.monotonic()
     with pytest.raises(Broken):
-        link.exchange(1, memoryview(bytes(64 * CHUNK_BYTES)), memoryview(bytearray(64 * CHUNK_BYTES)))
+        link.exchange(
+            1, memoryview(bytes(64 * CHUNK_BYTES)), memoryview(bytearray(64 * CHUNK_BYTES))
+        )
     assert 0.9 < time.monotonic() - began < 1.8
     assert began - 1.0 < link.heard <= began + 0.1
 
@@ -171,11 +185,15 @@ def one_lost(here: Running) -> tuple[Island, Island]:
     return a, Island(here, 1, attempt=2)
 
 
-def test_a_newcomer_takes_a_members_state_and_decides_nothing(running: Callable[..., Running]) -> None:
+def test_a_newcomer_takes_a_members_state_and_decides_nothing(
+    running: Callable[..., Running],
+) -> None:
     here = running()
     a, again = one_lost(here)
     joined = again.join(0, 2)
-    assert here.store._wait_for(lambda: any(line.startswith("island 1 is behind") for line in here.told))
+    assert here.store._wait_for(
+        lambda: any(line.startswith("island 1 is behind") for line in here.told)
+    )
     assert a.outer(4, 8, 6.0).result(20) == [6.0, 6.0]
     assert joined.result(20) == [(6.0, 17)] * WORLD
     both = [a.outer(8, 12, 1.0), again.outer(8, 12, 2.0)]
@@ -190,7 +208,9 @@ def test_who_gives_its_state_may_leave_at_once(running: Callable[..., Running]) 
     here = running()
     a, again = one_lost(here)
     behind = again.arrive(0, 2)
-    assert here.store._wait_for(lambda: any(line.startswith("island 1 is behind") for line in here.told))
+    assert here.store._wait_for(
+        lambda: any(line.startswith("island 1 is behind") for line in here.told)
+    )
 
     def give(link: Link) -> None:
         answer = link.arrive(base=4, step=8, is_due=True, size=4, check=0)
@@ -219,7 +239,9 @@ def test_one_that_comes_back_in_time_is_a_member(running: Callable[..., Running]
     assert [each.result(20) for each in both] == [[1.5, 1.5]] * 2
 
 
-def test_islands_that_resume_at_other_steps_start_from_the_furthest(running: Callable[..., Running]) -> None:
+def test_islands_that_resume_at_other_steps_start_from_the_furthest(
+    running: Callable[..., Running],
+) -> None:
     here = running()
     a, b = Island(here, 0), Island(here, 1)
     behind = a.join(4, 4)
@@ -238,7 +260,9 @@ def test_weights_that_differ_make_one_a_newcomer(running: Callable[..., Running]
     assert here.members == [[0]]
 
 
-def test_a_folder_made_anew_is_taken_where_nobody_else_is_the_island(running: Callable[..., Running]) -> None:
+def test_a_folder_made_anew_is_taken_where_nobody_else_is_the_island(
+    running: Callable[..., Running],
+) -> None:
     """It counts its starts from 1 again."""
     here = running()
     a, old = Island(here, 0), Island(here, 1, attempt=7)
@@ -250,7 +274,9 @@ def test_a_folder_made_anew_is_taken_where_nobody_else_is_the_island(running: Ca
     begun(here, Island(here, 1, attempt=1, run="anew"))
 
 
-def test_two_copies_of_a_folder_count_alike_and_are_not_one_island(running: Callable[..., Running]) -> None:
+def test_two_copies_of_a_folder_count_alike_and_are_not_one_island(
+    running: Callable[..., Running],
+) -> None:
     here = running()
     a, first = Island(here, 0), Island(here, 1, attempt=3, run="first")
     second = Island(here, 1, attempt=3, run="second")
@@ -275,7 +301,9 @@ def test_the_old_self_of_an_island_is_turned_away(running: Callable[..., Running
     ("changes", "code"),
     [({"plan": "another"}, "SW6316"), ({"world": 3}, "SW6316"), ({"data": "another"}, "SW6316")],
 )
-def test_another_plan_or_data(running: Callable[..., Running], changes: dict[str, Any], code: str) -> None:
+def test_another_plan_or_data(
+    running: Callable[..., Running], changes: dict[str, Any], code: str
+) -> None:
     here = running()
     Island(here, 0)
     with pytest.raises(Refused) as told:
@@ -285,7 +313,9 @@ def test_another_plan_or_data(running: Callable[..., Running], changes: dict[str
 
 def test_another_secret(running: Callable[..., Running]) -> None:
     here = running()
-    place = Place(island=0, rank=0, world=WORLD, attempt=1, run="a", connection=0, plan="plan", data="data")
+    place = Place(
+        island=0, rank=0, world=WORLD, attempt=1, run="a", connection=0, plan="plan", data="data"
+    )
     with pytest.raises(Refused) as told:
         Link(here.address, b"x" * 32, place, 2.0)
     assert told.value.code == "SW6313"
@@ -336,7 +366,9 @@ def test_who_has_the_last_step_may_come_back(running: Callable[..., Running]) ->
     begun(here, Island(here, 0, attempt=2), base=12)
 
 
-def test_an_outer_step_is_on_record_before_anyone_applies_it(running: Callable[..., Running]) -> None:
+def test_an_outer_step_is_on_record_before_anyone_applies_it(
+    running: Callable[..., Running],
+) -> None:
     here = running()
     a, b = Island(here, 0), Island(here, 1)
     begun(here, a, b)
@@ -352,12 +384,16 @@ def test_an_outer_step_is_on_record_before_anyone_applies_it(running: Callable[.
     assert seen == [0]
 
 
-def test_an_outer_step_that_cannot_be_put_on_record_is_not_made(running: Callable[..., Running]) -> None:
+def test_an_outer_step_that_cannot_be_put_on_record_is_not_made(
+    running: Callable[..., Running],
+) -> None:
     """A full disk, at the second one: no rank hears of a commit, and the store stops."""
     here = running()
     a, b = Island(here, 0), Island(here, 1)
     begun(here, a, b)
-    assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [[2.5, 2.5]] * 2
+    assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [
+        [2.5, 2.5]
+    ] * 2
 
     def full(line: dict[str, Any]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -372,8 +408,12 @@ def test_an_outer_step_that_cannot_be_put_on_record_is_not_made(running: Callabl
         Island(here, 0, attempt=2)
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), ValueError("closed file")])
-def test_output_that_nobody_reads_costs_no_outer_step(running: Callable[..., Running], error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), ValueError("closed file")]
+)
+def test_output_that_nobody_reads_costs_no_outer_step(
+    running: Callable[..., Running], error: Exception
+) -> None:
     def broken(line: str) -> None:
         raise error
 
@@ -381,7 +421,9 @@ def test_output_that_nobody_reads_costs_no_outer_step(running: Callable[..., Run
     here.store._log_line = broken
     a, b = Island(here, 0), Island(here, 1)
     begun(here, a, b)
-    assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [[2.5, 2.5]] * 2
+    assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [
+        [2.5, 2.5]
+    ] * 2
     b.kill()
     assert a.outer(4, 8, 1.0).result(20) == [1.0, 1.0]
 
@@ -411,8 +453,13 @@ def test_connections_that_prove_nothing_keep_no_island_out(running: Callable[...
     begun(here, a, b)
     most = here.store._unauthenticated.most_of_an_address
     assert here.store._wait_for(lambda: sum(map(is_open, crowd)) <= most < 100)
-    assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [[2.5, 2.5]] * 2
-    assert sum("left before it said who it is" in line for line in here.told) <= MOST_LINES_OF_AN_ADDRESS
+    assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [
+        [2.5, 2.5]
+    ] * 2
+    assert (
+        sum("left before it said who it is" in line for line in here.told)
+        <= MOST_LINES_OF_AN_ADDRESS
+    )
     for each in crowd:
         each.close()
 
@@ -441,7 +488,7 @@ store = OuterStore(Membership(2, 2, 5.0, "fp32"), b"k" * 32, "plan", lambda line
 if sys.argv[1] == "uncapped":
     store._unauthenticated.most = store._unauthenticated.most_of_an_address = 1000
 store.serve(listener)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("cap", ["capped", "uncapped"])

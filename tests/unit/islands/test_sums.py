@@ -19,7 +19,21 @@ def test_bf16_is_rounded_to_the_nearest_even() -> None:
     values = np.concatenate(
         [
             RANDOM.standard_normal(4096).astype(np.float32),
-            np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3.0e38, -3.4e38, 1e-40, 1.00390625, 1.01171875], np.float32),
+            np.array(
+                [
+                    0.0,
+                    -0.0,
+                    np.inf,
+                    -np.inf,
+                    np.nan,
+                    3.0e38,
+                    -3.4e38,
+                    1e-40,
+                    1.00390625,
+                    1.01171875,
+                ],
+                np.float32,
+            ),
             RANDOM.integers(0, 2**32, 4096, dtype=np.uint32).view(np.float32),
         ]
     )
@@ -57,7 +71,10 @@ def test_chunks() -> None:
 
 
 def test_nobody_gets_far_ahead_of_the_slowest() -> None:
-    payloads = {m: [encoded(np.full(4, m + n, np.float32), "fp32") for n in range(2 * WINDOW)] for m in (0, 5)}
+    payloads = {
+        m: [encoded(np.full(4, m + n, np.float32), "fp32") for n in range(2 * WINDOW)]
+        for m in (0, 5)
+    }
     cell = ChunkSums([0, 5], [16] * (2 * WINDOW), "fp32")
 
     def bring(member: int, numbers: range) -> None:

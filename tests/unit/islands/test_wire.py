@@ -8,10 +8,20 @@ from collections.abc import Callable
 
 import pytest
 
-from shardwright.islands.wire import MAGIC, Broken, Channel, FrameKind, WrongSecret, document_of, meet
+from shardwright.islands.wire import (
+    MAGIC,
+    Broken,
+    Channel,
+    FrameKind,
+    WrongSecret,
+    document_of,
+    meet,
+)
 
 
-def met(store_secret: bytes, rank_secret: bytes) -> tuple[list[object], socket.socket, socket.socket]:
+def met(
+    store_secret: bytes, rank_secret: bytes
+) -> tuple[list[object], socket.socket, socket.socket]:
     """What both ends came to: a channel, or what it raised; and their sockets."""
     ends = socket.socketpair()
     for end in ends:
@@ -25,7 +35,9 @@ def met(store_secret: bytes, rank_secret: bytes) -> tuple[list[object], socket.s
             found[place] = error
             ends[place].close()
 
-    threads = [threading.Thread(target=greet, args=each) for each in enumerate((store_secret, rank_secret))]
+    threads = [
+        threading.Thread(target=greet, args=each) for each in enumerate((store_secret, rank_secret))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -32,7 +32,13 @@ class Island:
     """Both ranks of it, each in a thread when something is asked of them."""
 
     def __init__(
-        self, running: Running, number: int, *, attempt: int = 1, deadline: float = 5.0, **changes: Any
+        self,
+        running: Running,
+        number: int,
+        *,
+        attempt: int = 1,
+        deadline: float = 5.0,
+        **changes: Any,
     ) -> None:
         fields = {
             "world": WORLD,
@@ -48,8 +54,12 @@ class Island:
         self.links = [Link(running.address, SECRET, place, deadline) for place in places]
         self.pool = ThreadPoolExecutor(WORLD)
 
-    def arrive(self, base: int, step: int, *, is_due: bool = False, size: int = 0) -> Future[list[Any]]:
-        return self._ask(lambda link: link.arrive(base=base, step=step, is_due=is_due, size=size, check=base))
+    def arrive(
+        self, base: int, step: int, *, is_due: bool = False, size: int = 0
+    ) -> Future[list[Any]]:
+        return self._ask(
+            lambda link: link.arrive(base=base, step=step, is_due=is_due, size=size, check=base)
+        )
 
     def outer(self, base: int, step: int, value: float, size: int = SIZE) -> Future[list[Any]]:
         """A whole outer step: each rank's mean of the values, or what it has to take."""
@@ -60,7 +70,9 @@ class Island:
                 answer = link.arrive(base=base, step=step, is_due=True, size=size, check=base)
                 if answer.kind == FrameKind.RECEIVE:
                     return self._take(link)
-                receivers = link.exchange(answer.attempt, deltas.data.cast("B"), means.data.cast("B"))
+                receivers = link.exchange(
+                    answer.attempt, deltas.data.cast("B"), means.data.cast("B")
+                )
                 if receivers is not None:
                     assert (means == means[0]).all()
                     if receivers:

@@ -1,4 +1,5 @@
-"""What a run keeps of its ranks' words: without the values of launch.env_from, for this user's eyes alone."""
+"""What a run keeps of its ranks' words: without the values of launch.env_from, for this user's eyes
+alone."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_launchers_log_and_the_terminal(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_launchers_log_and_the_terminal(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "run" / "launcher.log"
     log.parent.mkdir()
     log.write_text("of an earlier version\n")

@@ -20,7 +20,8 @@ from shardwright.verify.verify import _launch
 
 @pytest.fixture
 def refused(write_recipe: Callable[..., Path], tmp_path: Path) -> Path:
-    """A compiled folder whose run is refused within a second or two: nothing here can start the other nodes."""
+    """A compiled folder whose run is refused within a second or two: nothing here can start the
+    other nodes."""
     changes = {"cluster.nodes": 2, "cluster.gpus_per_node": 2, "launch.launcher": "no_ssh"}
     write_folder(tmp_path / "out", compile_recipe(load_recipe(write_recipe(changes))).files)
     return tmp_path / "out"
@@ -38,7 +39,9 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def plant(folder: Path) -> None:
     for name in ("torch", "json", "argparse", "pydantic", "deepspeed", "socket", "hashlib"):
-        (folder / f"{name}.py").write_text(f"open({str(folder / 'pwned')!r}, 'a').write('{name} ')\n")
+        (folder / f"{name}.py").write_text(
+            f"open({str(folder / 'pwned')!r}, 'a').write('{name} ')\n"
+        )
 
 
 def test_run_detach(refused: Path, hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,9 @@ def plan(write_recipe: Callable[..., Path]) -> Plan:
 
 
 @pytest.mark.parametrize(("offload", "element"), [("optimizer", 16), ("parameters", 18)])
-def test_offloaded_states_need_what_the_compiler_says(offload: str, element: int, plan: Plan, tmp_path: Path) -> None:
+def test_offloaded_states_need_what_the_compiler_says(
+    offload: str, element: int, plan: Plan, tmp_path: Path
+) -> None:
     plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, offload=offload))
     needed = element * plan.model.total_parameters / plan.nodes
 
@@ -45,7 +47,9 @@ def test_offloaded_states_need_what_the_compiler_says(offload: str, element: int
 
 
 def test_what_a_probe_says_comes_back() -> None:
-    facts = HostFacts(hostname="a", versions={"torch": "2.9", "peft": None}, interfaces=("lo",), devices=2)
+    facts = HostFacts(
+        hostname="a", versions={"torch": "2.9", "peft": None}, interfaces=("lo",), devices=2
+    )
     assert message_of(HostFacts, json.loads(json.dumps(facts_object(facts)))) == facts
     links = LinkRates(to_next=1e9, local=None)
     for met, wire in (
@@ -57,13 +61,19 @@ def test_what_a_probe_says_comes_back() -> None:
         ),
     ):
         assert met_object(met) == wire and met_of(wire) == met
-    assert message_of(HostFacts, {"kind": "facts", "devices": 1, "of_later": 2}) == HostFacts(devices=1)
+    assert message_of(HostFacts, {"kind": "facts", "devices": 1, "of_later": 2}) == HostFacts(
+        devices=1
+    )
 
 
 def test_what_deepspeed_compiles_can_be_compiled(plan: Plan, tmp_path: Path) -> None:
     facts = HostFacts(no_tools=("nvcc",), stale_locks=("/c/cpu_adam/lock",))
     examined = Examined(
-        plan=plan, folder=tmp_path, digest="", shared=True, answers=(ProbedHost(host="a", facts=facts),)
+        plan=plan,
+        folder=tmp_path,
+        digest="",
+        shared=True,
+        answers=(ProbedHost(host="a", facts=facts),),
     )
     first, second = _builds(examined).problems
     assert first.code == "SW5317" and "a: nvcc is missing" in first.message

@@ -20,7 +20,10 @@ def lock(folder: Path, seconds: float) -> Path:
 
 
 def test_only_a_lock_that_nobody_holds(tmp_path: Path) -> None:
-    left, held = lock(tmp_path / "py311_cu128" / "cpu_adam", 9e3), lock(tmp_path / "py311_cu128" / "utils", 9e3)
+    left, held = (
+        lock(tmp_path / "py311_cu128" / "cpu_adam", 9e3),
+        lock(tmp_path / "py311_cu128" / "utils", 9e3),
+    )
     lock(tmp_path / "flat", SETTLED_SECONDS / 2)
     with held.open():
         assert stale_locks(tmp_path) == (left,)

@@ -22,7 +22,9 @@ def plan(write_recipe: Callable[..., Path]) -> Plan:
     return compile_recipe(load_recipe(write_recipe())).plan
 
 
-def reported(plan: Plan, folder: Path, log: str, launcher_code: int = 1) -> tuple[int, dict[str, object]]:
+def reported(
+    plan: Plan, folder: Path, log: str, launcher_code: int = 1
+) -> tuple[int, dict[str, object]]:
     (folder / "run").mkdir()
     (folder / "run" / "launcher.log").write_text(log)
     code = report_failure(plan, folder, 1, launcher_code)
@@ -36,14 +38,17 @@ KILLED = "b: [2026-01-01] ['train.py', '--local_rank=1'] exits with return code 
 def test_the_signal_and_the_rank_come_from_two_witnesses(
     plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """DeepSpeed's launcher knows the signal and prints the last rank's command; the line to rank 0 knows the rank."""
+    """DeepSpeed's launcher knows the signal and prints the last rank's command; the line to rank 0
+    knows the rank."""
     code, status = reported(plan, tmp_path, f"a: {LOST}\n{KILLED}\n")
     assert code == 3
     assert (status["rank"], status["host"], status["stage"]) == (2, "b", 1)
     assert "rank 2 (stage 1, host b): killed (signal 9)" in capsys.readouterr().err
 
 
-def test_a_host_that_was_switched_off(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_was_switched_off(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, status = reported(plan, tmp_path, f"a: {LOST}\npdsh@a: b: ssh exited with exit code 255\n")
     assert "lost power or network" in str(status["cause"])
     assert "rank 2 (stage 1, host b)" in capsys.readouterr().err
@@ -51,9 +56,14 @@ def test_a_host_that_was_switched_off(plan: Plan, tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize(
     ("log", "words"),
-    [("", "was ended while the run came up: killed (signal 9)"), (f"{PROGRESS}{{}}\n", "was ended: killed (signal 9)")],
+    [
+        ("", "was ended while the run came up: killed (signal 9)"),
+        (f"{PROGRESS}{{}}\n", "was ended: killed (signal 9)"),
+    ],
 )
-def test_an_engine_without_a_launcher_ends_with_its_only_rank(plan: Plan, tmp_path: Path, log: str, words: str) -> None:
+def test_an_engine_without_a_launcher_ends_with_its_only_rank(
+    plan: Plan, tmp_path: Path, log: str, words: str
+) -> None:
     _, status = reported(plan, tmp_path, log, launcher_code=-9)
     assert words in str(status["cause"])
 
@@ -61,10 +71,25 @@ def test_an_engine_without_a_launcher_ends_with_its_only_rank(plan: Plan, tmp_pa
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        ("b: ssh: connect to host b port 22: No route\npdsh@a: b: ssh exited with exit code 255\n", "host b: no ssh"),
-        (f"{KILLED}\npdsh@a: b: ssh exited with exit code 247\n", "a rank on host b was ended while the run came up"),
-        ("b: No module named shardwright\npdsh@a: b: ssh exited with exit code 1\n", "`deepspeed` on host b ended"),
-        ("RuntimeError: Using hostfile at /h but host=b was not reachable via ssh. If you\n", "host b: no ssh to it"),
+        (
+            (
+                "b: ssh: connect to host b port 22: No route\npdsh@a: b: ssh exited with exit "
+                "code 255\n"
+            ),
+            "host b: no ssh",
+        ),
+        (
+            f"{KILLED}\npdsh@a: b: ssh exited with exit code 247\n",
+            "a rank on host b was ended while the run came up",
+        ),
+        (
+            "b: No module named shardwright\npdsh@a: b: ssh exited with exit code 1\n",
+            "`deepspeed` on host b ended",
+        ),
+        (
+            "RuntimeError: Using hostfile at /h but host=b was not reachable via ssh. If you\n",
+            "host b: no ssh to it",
+        ),
         ("nothing of use\n", "no rank said why"),
     ],
 )
@@ -80,7 +105,14 @@ def test_no_rank_could_speak(
 def test_out_of_memory_says_what_was_predicted_and_what_needs_less(
     plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    event = {"kind": "failed", "rank": 1, "host": "a", "stage": 0, "code": "SW6301", "traceback": ""}
+    event = {
+        "kind": "failed",
+        "rank": 1,
+        "host": "a",
+        "stage": 0,
+        "code": "SW6301",
+        "traceback": "",
+    }
     cause = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     code, _ = reported(plan, tmp_path, EVENT + json.dumps({**event, "cause": cause}))
     error = capsys.readouterr().err
@@ -89,7 +121,9 @@ def test_out_of_memory_says_what_was_predicted_and_what_needs_less(
     assert "--set parallelism.activation_checkpointing=full" in error
 
 
-def test_refused_input_is_no_broken_run(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_input_is_no_broken_run(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     event = {
         "kind": "failed",
         "rank": 0,
@@ -108,21 +142,47 @@ def test_refused_input_is_no_broken_run(plan: Plan, tmp_path: Path, capsys: pyte
 def test_a_checkpoint_that_is_refused_ends_a_run_that_had_begun(
     code: str, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = {"kind": "failed", "rank": 1, "host": "a", "stage": 0, "code": code, "cause": "why", "help": "what now"}
+    refused = {
+        "kind": "failed",
+        "rank": 1,
+        "host": "a",
+        "stage": 0,
+        "code": code,
+        "cause": "why",
+        "help": "what now",
+    }
     exit_code, status = reported(plan, tmp_path, EVENT + json.dumps(refused))
-    assert (exit_code, status["status"], status["code"], status["cause"]) == (3, "failed", code, "why")
+    assert (exit_code, status["status"], status["code"], status["cause"]) == (
+        3,
+        "failed",
+        code,
+        "why",
+    )
     assert status["help"] == "what now"
     assert capsys.readouterr().err == f"error[{code}]: why\n  what now\n"
 
 
 @pytest.mark.parametrize(
     ("rank", "code", "port", "taken"),
-    [(0, "SW6302", None, True), (0, "SW6302", 29500, False), (1, "SW6302", None, False), (0, "SW6301", None, False)],
+    [
+        (0, "SW6302", None, True),
+        (0, "SW6302", 29500, False),
+        (1, "SW6302", None, False),
+        (0, "SW6301", None, False),
+    ],
 )
 def test_a_port_that_somebody_took_meanwhile(
     plan: Plan, tmp_path: Path, rank: int, code: str, port: int | None, taken: bool
 ) -> None:
-    event = {"kind": "failed", "rank": rank, "host": "a", "stage": 0, "code": code, "cause": "c", "help": "h"}
+    event = {
+        "kind": "failed",
+        "rank": rank,
+        "host": "a",
+        "stage": 0,
+        "code": code,
+        "cause": "c",
+        "help": "h",
+    }
     (tmp_path / "launcher.log").write_text(EVENT + json.dumps(event))
     chosen = dataclasses.replace(plan, launch=dataclasses.replace(plan.launch, master_port=port))
     assert port_was_taken(chosen, tmp_path) is taken

@@ -22,7 +22,9 @@ from shardwright.recipe.load import load_recipe
 from tests.unit.model.factory import write_weights
 
 
-def test_weights_that_are_gone(write_recipe: Callable[..., Path], small_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_weights_that_are_gone(
+    write_recipe: Callable[..., Path], small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
     folder = tmp_path / "weights"
     write_weights(folder, small_recipe["model"]["config"])
     plan = compile_recipe(load_recipe(write_recipe({"model": {"source": "./weights"}}))).plan
@@ -34,18 +36,30 @@ def test_weights_that_are_gone(write_recipe: Callable[..., Path], small_recipe: 
     assert diagnostic.code == "SW6007" and str(folder) in diagnostic.message
 
 
-def test_what_a_plan_needs_beyond_the_usual_packages(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_a_plan_needs_beyond_the_usual_packages(
+    write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     """flash-attn, where the plan's attention is its: `run` says so here, `doctor` of each host."""
     plain = compile_recipe(load_recipe(write_recipe({}))).plan
-    flash = dataclasses.replace(plain, model=dataclasses.replace(plain.model, attention="flash_attention_2"))
+    flash = dataclasses.replace(
+        plain, model=dataclasses.replace(plain.model, attention="flash_attention_2")
+    )
     versions = {**plain.versions, "peft": None, "flash_attn": None}
     facts = HostFacts(versions=versions, python=platform.python_version())
-    for plan, expected in ((plain, []), (flash, ["b: flash_attn is not installed, and the plan needs it"])):
+    for plan, expected in (
+        (plain, []),
+        (flash, ["b: flash_attn is not installed, and the plan needs it"]),
+    ):
         answers = (
-            ProbedHost(host="a", facts=dataclasses.replace(facts, versions={**versions, "flash_attn": "2.8.3"})),
+            ProbedHost(
+                host="a",
+                facts=dataclasses.replace(facts, versions={**versions, "flash_attn": "2.8.3"}),
+            ),
         )
         answers += (ProbedHost(host="b", facts=facts),)
-        found = _versions(Examined(plan=plan, folder=tmp_path, shared=True, answers=answers, digest=None))
+        found = _versions(
+            Examined(plan=plan, folder=tmp_path, shared=True, answers=answers, digest=None)
+        )
         assert [d.message for d in found.problems] == expected
         assert _refused(plan, tmp_path) == (["SW6009"] if expected else [])
 

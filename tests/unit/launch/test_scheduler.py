@@ -1,4 +1,5 @@
-"""`doctor` of folders whose hosts a scheduler chooses: what it asks, what it could not ask, whom it leaves alone."""
+"""`doctor` of folders whose hosts a scheduler chooses: what it asks, what it could not ask, whom it
+leaves alone."""
 
 from __future__ import annotations
 
@@ -14,12 +15,19 @@ from shardwright.launch import slurm
 from shardwright.launch.doctor import scheduler
 
 TWO_NODES = {"cluster.nodes": 2, "cluster.gpus_per_node": 2}
-KUBERNETES = {"image": "i", "volume_claim": "data", "directory": "/shared/run", "secret": "tokens", "namespace": "team"}
+KUBERNETES = {
+    "image": "i",
+    "volume_claim": "data",
+    "directory": "/shared/run",
+    "secret": "tokens",
+    "namespace": "team",
+}
 SINFO = "printf 'main|1\\nmain|3\\nsmall|1\\n'"
 
 
 class Site:
-    """A folder of programs, in front of the real ones. Each writes down how it was called; ssh never is."""
+    """A folder of programs, in front of the real ones. Each writes down how it was called; ssh
+    never is."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.calls = folder, folder / "calls"
@@ -42,14 +50,19 @@ class Site:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     made = Site(tmp_path / "site")
     monkeypatch.setenv("PATH", f"{made.folder}:/usr/bin:/bin")
-    monkeypatch.setattr(scheduler, "program_path", lambda: str(made.folder))  # without the machine's own
+    monkeypatch.setattr(
+        scheduler, "program_path", lambda: str(made.folder)
+    )  # without the machine's own
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return made
 
 
 @pytest.fixture
 def doctor(
-    write_recipe: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], site: Site
+    write_recipe: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    site: Site,
 ) -> Callable[..., tuple[int, dict[str, Any], Site]]:
     def examined(launch: dict[str, Any], **has: str) -> tuple[int, dict[str, Any], Site]:
         """(exit code, name of a check -> it, with its problems as "CODE message")"""
@@ -73,22 +86,34 @@ SLURM = {"sbatch": "echo slurm 25.05.0", "srun": "true", "scontrol": "true", "si
 def test_slurm_is_asked_about_the_job(doctor: Callable[..., Any]) -> None:
     code, checks, site = doctor({"slurm": {"partition": "main"}}, **SLURM)
     assert code == 0
-    assert checks["commands"]["told"].endswith("slurm 25.05.0") and checks["partition"]["told"] == "main: 4 nodes"
+    assert (
+        checks["commands"]["told"].endswith("slurm 25.05.0")
+        and checks["partition"]["told"] == "main: 4 nodes"
+    )
     assert "sbatch --test-only launch/job.sh auto" in site.called()
     assert not checks["nodes"]["checked"] and "salloc" in checks["nodes"]["told"]
 
 
-def test_slurm_says_what_is_wrong(doctor: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_says_what_is_wrong(
+    doctor: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     refuses = (
-        '[[ $1 == --version ]] || { echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1; }'
+        '[[ $1 == --version ]] || { echo "sbatch: error: Batch job submission failed: '
+        'Invalid account" >&2; exit 1; }'
     )
-    code, checks, site = doctor({"slurm": {"partition": "tiny,small"}}, **{**SLURM, "sbatch": refuses})
+    code, checks, site = doctor(
+        {"slurm": {"partition": "tiny,small"}}, **{**SLURM, "sbatch": refuses}
+    )
     assert code == 1
-    assert checks["partition"]["problems"] == ["SW5315 there is no partition tiny; there are main, small"]
+    assert checks["partition"]["problems"] == [
+        "SW5315 there is no partition tiny; there are main, small"
+    ]
     told = "SW5315 Slurm would refuse the job: Batch job submission failed: Invalid account"
     assert checks["job"]["problems"] == [told]
     code, checks, _ = doctor({"slurm": {"partition": "small"}}, **SLURM)
-    assert code == 1 and checks["partition"]["problems"] == ["SW5315 partition small has 1 nodes, the plan 2"]
+    assert code == 1 and checks["partition"]["problems"] == [
+        "SW5315 partition small has 1 nodes, the plan 2"
+    ]
     down = "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1"
     code, checks, _ = doctor({"slurm": {}}, **{**SLURM, "sinfo": down})
     assert code == 1 and checks["controller"]["problems"][0].startswith(
@@ -114,16 +139,26 @@ def test_a_folder_on_a_disk_of_this_host_is_a_warning(
 
     mounted("lustre")
     code, checks, _ = doctor({"slurm": {}}, **SLURM)
-    assert code == 0 and not checks["folder"]["problems"] and checks["folder"]["told"].endswith("on lustre")
+    assert (
+        code == 0
+        and not checks["folder"]["problems"]
+        and checks["folder"]["told"].endswith("on lustre")
+    )
     mounted("xfs")
     code, checks, _ = doctor({"slurm": {}}, **SLURM)
     assert code == 0 and checks["folder"]["problems"][0].startswith("SW5316")
 
 
-@pytest.mark.parametrize(("kind", "resource"), [("job", "jobs.batch"), ("jobset", "jobsets.jobset.x-k8s.io")])
-def test_kubernetes_is_asked_about_the_manifests(kind: str, resource: str, doctor: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "resource"), [("job", "jobs.batch"), ("jobset", "jobsets.jobset.x-k8s.io")]
+)
+def test_kubernetes_is_asked_about_the_manifests(
+    kind: str, resource: str, doctor: Callable[..., Any]
+) -> None:
     launch = {"kubernetes": {**KUBERNETES, "kind": kind}}
-    code, checks, site = doctor(launch, kubectl="[[ $1 != version ]] || echo 'Client Version: v1.33.0'")
+    code, checks, site = doctor(
+        launch, kubectl="[[ $1 != version ]] || echo 'Client Version: v1.33.0'"
+    )
     assert code == 0 and checks["commands"]["told"] == "kubectl v1.33.0"
     calls = site.called()
     assert f"kubectl auth can-i create {resource} --namespace=team" in calls
@@ -157,16 +192,31 @@ esac"""
 
 
 def test_kubernetes_without_a_cluster(doctor: Callable[..., Any]) -> None:
-    code, checks, site = doctor({"kubernetes": KUBERNETES}, kubectl="[[ $* == 'version --client' ]] || exit 1")
-    assert code == 1 and checks["cluster"]["problems"][0].startswith("SW5314 no cluster answers kubectl (no context)")
+    code, checks, site = doctor(
+        {"kubernetes": KUBERNETES}, kubectl="[[ $* == 'version --client' ]] || exit 1"
+    )
+    assert code == 1 and checks["cluster"]["problems"][0].startswith(
+        "SW5314 no cluster answers kubectl (no context)"
+    )
     assert not checks["job"]["checked"] and "dry-run" not in site.called()
 
 
 def test_a_hostfile_is_refused_as_by_run(
-    write_recipe: Callable[..., Path], tmp_path: Path, site: Site, capsys: pytest.CaptureFixture[str]
+    write_recipe: Callable[..., Path],
+    tmp_path: Path,
+    site: Site,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (
-        cli.main(["compile", str(write_recipe({**TWO_NODES, "launch": {"slurm": {}}})), "-o", str(tmp_path / "o")]) == 0
+        cli.main(
+            [
+                "compile",
+                str(write_recipe({**TWO_NODES, "launch": {"slurm": {}}})),
+                "-o",
+                str(tmp_path / "o"),
+            ]
+        )
+        == 0
     )
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     assert cli.main(["doctor", str(tmp_path / "o"), "--hostfile", str(tmp_path / "hosts")]) == 1
@@ -177,5 +227,9 @@ def test_a_hostfile_is_refused_as_by_run(
 def test_without_a_launcher_each_node_is_tried_by_itself(doctor: Callable[..., Any]) -> None:
     code, checks, site = doctor({"launcher": "no_ssh"})
     assert code == 0 and checks["this machine"]["told"] == "1 of 1 hosts answer"
-    assert "rendezvous" not in checks and not checks["nodes"]["checked"] and "the other 1" in checks["nodes"]["told"]
+    assert (
+        "rendezvous" not in checks
+        and not checks["nodes"]["checked"]
+        and "the other 1" in checks["nodes"]["told"]
+    )
     assert site.called() == ""

@@ -49,11 +49,18 @@ def test_a_run_that_lives(out: Path, capsys: pytest.CaptureFixture[str]) -> None
         write_json(run / "status.json", {"status": "running", "attempt": 2})
         (run / "metrics.jsonl").write_text(json.dumps(STEP) + '\n{"step": 4, "lo')
         found = status(out, capsys)
-    assert (found["status"], found["step"], found["steps"], found["attempt"]) == ("running", 3, 10, 2)
+    assert (found["status"], found["step"], found["steps"], found["attempt"]) == (
+        "running",
+        3,
+        10,
+        2,
+    )
     assert (found["loss"], found["tokens_per_second"], found["eta_seconds"]) == (2.5, 200.0, 3.5)
 
 
-def test_a_run_whose_noise_scale_was_measured(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_noise_scale_was_measured(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = out / "run"
     write_json(run / "attempt.json", {"attempt": 1})
     write_json(run / "status.json", {"status": "done", "attempt": 1})
@@ -61,7 +68,15 @@ def test_a_run_whose_noise_scale_was_measured(out: Path, capsys: pytest.CaptureF
     lines = [{**STEP, "step": k, "attempt": 1, "noise_scale": of} for k in range(1, 9)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = status(out, capsys)["noise_scale"]
-    assert found == {"value": 16.0, "low": 16.0, "high": 16.0, "steps": 4, "rows": 8, "batch": 8, "step": 8}
+    assert found == {
+        "value": 16.0,
+        "low": 16.0,
+        "high": 16.0,
+        "steps": 4,
+        "rows": 8,
+        "batch": 8,
+        "step": 8,
+    }
     assert cli.main(["status", str(out)]) == 0
     assert "noise    your batch is 0.5 to 0.5 of the noise scale: " in capsys.readouterr().out
 
@@ -69,17 +84,29 @@ def test_a_run_whose_noise_scale_was_measured(out: Path, capsys: pytest.CaptureF
 def test_a_run_without_a_finite_loss(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = out / "run"
     write_json(run / "attempt.json", {"attempt": 1})
-    write_json(run / "status.json", {"status": "failed", "attempt": 1, "cause": "no number", "help": "lower the rate"})
+    write_json(
+        run / "status.json",
+        {"status": "failed", "attempt": 1, "cause": "no number", "help": "lower the rate"},
+    )
     line = {**STEP, "attempt": 1, "loss": None, "finite": False}
     (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     found = status(out, capsys)
-    assert (found["step"], found["loss"], found["finite"], found["help"]) == (3, None, False, "lower the rate")
+    assert (found["step"], found["loss"], found["finite"], found["help"]) == (
+        3,
+        None,
+        False,
+        "lower the rate",
+    )
     assert cli.main(["status", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "loss     nan\n" in printed and "cause    no number\nhelp     lower the rate\n" in printed
+    assert (
+        "loss     nan\n" in printed and "cause    no number\nhelp     lower the rate\n" in printed
+    )
 
 
-def test_a_run_whose_machine_went_down_did_not_finish(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_machine_went_down_did_not_finish(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = out / "run"
     write_json(run / "attempt.json", {"attempt": 1})
     write_json(run / "status.json", {"status": "running", "attempt": 1})
@@ -97,7 +124,9 @@ def test_a_run_whose_machine_went_down_did_not_finish(out: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("ended", ["done", "preempted", "failed"])
-def test_a_run_that_has_ended_is_not_alive_because_its_heart_beat_a_moment_ago(out: Path, ended: str) -> None:
+def test_a_run_that_has_ended_is_not_alive_because_its_heart_beat_a_moment_ago(
+    out: Path, ended: str
+) -> None:
     run = out / "run"
     write_json(run / "attempt.json", {"attempt": 1})
     (run / "lock").touch()
@@ -167,7 +196,11 @@ def test_logs_of_a_rank_and_of_none(out: Path, capsys: pytest.CaptureFixture[str
     (out / "run" / "logs" / "rank-00001.log").write_text("here is rank 1\n")
     assert cli.main(["logs", str(out), "--rank", "1"]) == 0
     assert "here is rank 1" in capsys.readouterr().out
-    for rank, words in (("2", "line 1 of the hostfile"), ("4", "ranks 0 to 3"), ("0", "launcher.log")):
+    for rank, words in (
+        ("2", "line 1 of the hostfile"),
+        ("4", "ranks 0 to 3"),
+        ("0", "launcher.log"),
+    ):
         assert cli.main(["logs", str(out), "--rank", rank]) == 1
         error = capsys.readouterr().err
         assert "error[SW6305]" in error and words in error

@@ -1,4 +1,5 @@
-"""Stand-ins for the programs that launch files call: each prints what it was given, then goes on as the real one."""
+"""Stand-ins for the programs that launch files call: each prints what it was given, then goes on as
+the real one."""
 
 from __future__ import annotations
 
@@ -9,11 +10,18 @@ _PRINT = "#!/usr/bin/env bash\nprintf '%s:' \"${0##*/}\"; printf '<%s>' \"$@\"; 
 _SHIMS = {
     "deepspeed": '[[ -z ${DS_ENV_FILE:-} ]] || cat "$DS_ENV_FILE"\n'
     'echo "cwd=$PWD addr=${MASTER_ADDR:-} port=${MASTER_PORT:-} note=${NOTE:-} set=${SET_UP:-}"\n'
-    'case "${!#}" in *rank.sh) OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 '
+    'case "${!#}" in *rank.sh) OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 '
+    "OMPI_COMM_WORLD_LOCAL_RANK=1 "
     'OMPI_COMM_WORLD_LOCAL_SIZE=2 "${!#}" ;; esac\n',
-    "python": 'echo "RANK=$RANK WORLD_SIZE=$WORLD_SIZE LOCAL_RANK=$LOCAL_RANK set=${SET_UP:-} note=${NOTE:-}"\n',
+    "python": (
+        'echo "RANK=$RANK WORLD_SIZE=$WORLD_SIZE LOCAL_RANK=$LOCAL_RANK set=${SET_UP:-} '
+        'note=${NOTE:-}"\n'
+    ),
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 "$@"\n',
-    "sbatch": "export SLURM_JOB_ID=12 SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST='n[1-2]'; shift; bash \"$@\"\n",
+    "sbatch": (
+        "export SLURM_JOB_ID=12 SLURM_JOB_NUM_NODES=2 SLURM_JOB_NODELIST='n[1-2]'; shift; "
+        'bash "$@"\n'
+    ),
     "scontrol": "printf 'n1\\nn2\\n'\n",
     "shardwright": "bash launch.sh\n",
     "kubectl": "",

@@ -1,7 +1,8 @@
-"""No text of a recipe runs as a command: it is refused, or it reaches every script and manifest as plain text.
+"""No text of a recipe runs as a command: it is refused, or it reaches every script and manifest as
+plain text.
 
-Each hostile text would create a file called `pwned`. Whatever compiles is started, with the programs that the scripts
-call replaced by ones that go on as the real ones would.
+Each hostile text would create a file called `pwned`. Whatever compiles is started, with the
+programs that the scripts call replaced by ones that go on as the real ones would.
 """
 
 from __future__ import annotations
@@ -74,9 +75,14 @@ WORDS = {
 
 def changes_of(launcher: str, field: str, text: str) -> dict[str, Any]:
     """The recipe with one field hostile."""
-    launch: dict[str, Any] = {"launcher": launcher, **{k: dict(v) for k, v in LAUNCH[launcher].items()}}
+    launch: dict[str, Any] = {
+        "launcher": launcher,
+        **{k: dict(v) for k, v in LAUNCH[launcher].items()},
+    }
     nodes = 1 if launcher == "local" else 2
-    changes: dict[str, Any] = {"cluster": {"nodes": nodes, "gpus_per_node": 4 // nodes, "gpu": "cpu"}}
+    changes: dict[str, Any] = {
+        "cluster": {"nodes": nodes, "gpus_per_node": 4 // nodes, "gpu": "cpu"}
+    }
     match field.split("."):
         case ["env"]:
             launch["env"] = {"NOTE": text}
@@ -120,7 +126,15 @@ def run_everything(out: Path, path: str) -> None:
     for script in sorted(out.rglob("*.sh")):
         name = str(script.relative_to(out))
         if name != "launch/setup.sh":
-            start(out, path, *([] if "local" in out.name else [str(hosts)]), script=name, **env, **slurm, **mpi)
+            start(
+                out,
+                path,
+                *([] if "local" in out.name else [str(hosts)]),
+                script=name,
+                **env,
+                **slurm,
+                **mpi,
+            )
     for manifest in out.rglob("*.yaml"):
         YAML(typ="safe").load(manifest.read_text())  # safe: constructs no objects
 
@@ -147,7 +161,11 @@ def test_nothing_runs(launcher: str, write_recipe: Callable[..., Path], tmp_path
     for field in (*GENERAL, *free, *(f"{launcher}.{key}" for key in WORDS.get(launcher, ()))):
         for text in HOSTILE:
             changes = changes_of(launcher, field, text)
-            if field in ("launch.setup_script", "data.path") and "/" not in text and "\n" not in text:
+            if (
+                field in ("launch.setup_script", "data.path")
+                and "/" not in text
+                and "\n" not in text
+            ):
                 (tmp_path / text).write_text("true\n")  # so that it is not refused for being absent
                 changes["data"] = {"kind": "text", "path": text, "tokenizer": "byte"}
             try:
@@ -167,7 +185,8 @@ def test_nothing_runs(launcher: str, write_recipe: Callable[..., Path], tmp_path
     assert ("env" in reached) == (launcher not in ("pdsh", "openmpi"))
     assert {"name", "env-name", "env_from", "launch.master_addr"} <= refused - reached
     words = {f"{launcher}.{key}" for key in WORDS.get(launcher, ())}
-    # Two words of letters and = are an option's value; they reach the script in quotes, in a comment.
+    # Two words of letters and = are an option's value; they reach the script in quotes, in a
+    # comment.
     assert words <= refused and words & reached <= {"slurm.extra-value"}
 
 
@@ -181,7 +200,9 @@ def test_the_canary_sings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["$(touch pwned)", "a; touch pwned", "'", '"', "new\nline", "a b"])
 @pytest.mark.parametrize("launcher", LAUNCH)
-def test_no_folder_name_runs(launcher: str, text: str, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_no_folder_name_runs(
+    launcher: str, text: str, write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     compiled = compile_recipe(load_recipe(write_recipe(changes_of(launcher, "env", "1"))))
     out = tmp_path / f"local {text}" if launcher == "local" else tmp_path / text
     write_folder(out, compiled.files)

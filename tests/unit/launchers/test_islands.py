@@ -19,9 +19,17 @@ def test_each_island_is_a_job_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cluster = {**TWO_NODES["cluster"], "nodes": 4, "islands": 2, "inter_island_gbits_per_second": 10}
+    cluster = {
+        **TWO_NODES["cluster"],
+        "nodes": 4,
+        "islands": 2,
+        "inter_island_gbits_per_second": 10,
+    }
     launch = {"launcher": "slurm", "slurm": {"partition": "p"}, "outer_store": "login1:29471"}
-    recipe, out = write_recipe({**TWO_NODES, "cluster": cluster, "launch": launch}), tmp_path / "out"
+    recipe, out = (
+        write_recipe({**TWO_NODES, "cluster": cluster, "launch": launch}),
+        tmp_path / "out",
+    )
     assert main(["compile", str(recipe), "-o", str(out)]) == 0
     told = capsys.readouterr().out
     assert f"shardwright outer-store {out}    (at login1:29471)" in told
@@ -36,9 +44,19 @@ def test_each_island_is_a_job_of_its_own(
         own = out / f"island-{k}"
         assert f"shardwright run {out} --island {k}" in told
         for script in ("launch.sh", "launch/job.sh", "launch/node.sh"):
-            assert subprocess.run(["bash", "-n", str(own / script)], capture_output=True).stderr == b""
-        job = {line for line in (own / "launch/job.sh").read_text().splitlines() if line.startswith("#SBATCH")}
-        assert job >= {f"#SBATCH --job-name=small-island-{k}", "#SBATCH --nodes=2", "#SBATCH --partition=p"}
+            assert (
+                subprocess.run(["bash", "-n", str(own / script)], capture_output=True).stderr == b""
+            )
+        job = {
+            line
+            for line in (own / "launch/job.sh").read_text().splitlines()
+            if line.startswith("#SBATCH")
+        }
+        assert job >= {
+            f"#SBATCH --job-name=small-island-{k}",
+            "#SBATCH --nodes=2",
+            "#SBATCH --partition=p",
+        }
         assert json.loads((own / "plan.json").read_text())["outer"]["island"] == k
         assert main(["run", str(out), "--island", str(k)]) == 0
         assert (own / "given").read_text() == f"{own} --parsable launch/job.sh auto\n"

@@ -33,7 +33,9 @@ TWO_NODES: dict[str, Any] = {
 
 
 @pytest.fixture
-def launch(write_recipe: Callable[..., Path], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def launch(
+    write_recipe: Callable[..., Path], tmp_path: Path
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     def start(
         changes: dict[str, Any], folder: str = "out", arguments: tuple[str, ...] = (), **env: str
     ) -> subprocess.CompletedProcess[str]:
@@ -54,31 +56,44 @@ def launch(write_recipe: Callable[..., Path], tmp_path: Path) -> Callable[..., s
     return start
 
 
-@pytest.mark.parametrize("folder", ["out", "with space", "$(touch pwned)", "quote'\"", "new\nline\n"])
+@pytest.mark.parametrize(
+    "folder", ["out", "with space", "$(touch pwned)", "quote'\"", "new\nline\n"]
+)
 def test_one_node_under_any_folder_name(
     launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, folder: str
 ) -> None:
     done = launch({"launch": {"env": {"NOTE": "it's $(touch pwned) `x` \" \\"}}}, folder)
     assert done.returncode == 0, done.stderr
-    expected = "<--hostfile><launch/hostfile><--no_ssh_check><--master_addr><127.0.0.1><--master_port><29500><train.py>"
-    assert done.stdout == f"{expected}\ncwd={tmp_path / folder} port= note=it's $(touch pwned) `x` \" \\\n"
+    expected = "<--hostfile><launch/hostfile><--no_ssh_check><--master_addr><127.0.0.1><--master_port><29500><train.py>"  # noqa: E501
+    assert (
+        done.stdout
+        == f"{expected}\ncwd={tmp_path / folder} port= note=it's $(touch pwned) `x` \" \\\n"
+    )
     assert (tmp_path / folder / "launch/hostfile").read_text() == "localhost slots=4\n"
     assert not list(tmp_path.rglob("pwned"))
 
 
-def test_port_of_the_recipe_or_of_the_environment(launch: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_port_of_the_recipe_or_of_the_environment(
+    launch: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     assert "<29511>" in launch({"launch": {"master_port": 29511}}, MASTER_PORT="1").stdout
     assert "<1234>" in launch({}, MASTER_PORT="1234").stdout
 
 
-def test_pdsh_passes_env_by_file(launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    """What the recipe stores in the file that deepspeed reads; what it takes from here in each host's memory."""
+def test_pdsh_passes_env_by_file(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """What the recipe stores in the file that deepspeed reads; what it takes from here in each
+    host's memory."""
     (tmp_path / "hosts").write_text("# two\na slots=2\n\nb slots=2\n")
     changes = {**TWO_NODES, "launch": {"env": {"NOTE": "x=1"}, "env_from": ["TOKEN", "UNSET"]}}
     hostile = "secret $(touch pwned) `touch pwned` \" ' \\ ;\nline two"
     done = launch(changes, arguments=("hosts",), TOKEN=hostile, SHARDWRIGHT_TOKEN="by-hand")
     assert done.returncode == 0, done.stderr
-    assert "<--launcher><pdsh><--force_multi><--hostfile>" in done.stdout and f"<{tmp_path}/hosts>" in done.stdout
+    assert (
+        "<--launcher><pdsh><--force_multi><--hostfile>" in done.stdout
+        and f"<{tmp_path}/hosts>" in done.stdout
+    )
     note, line = done.stdout.splitlines()[-2:]
     name, _, path = line.partition("=")
     assert note == "NOTE=x=1" and name == "SHARDWRIGHT_ENV_FILE" and "secret" not in done.stdout
@@ -87,9 +102,13 @@ def test_pdsh_passes_env_by_file(launch: Callable[..., subprocess.CompletedProce
     assert sent.read_text() == f"SHARDWRIGHT_TOKEN=by-hand\0TOKEN={hostile}\0"
     sent.unlink()
     called = (tmp_path / "bin/ssh.called").read_text().splitlines()
-    assert sorted(line.split()[2] for line in called) == ["a", "b"] and "secret" not in "".join(called)
+    assert sorted(line.split()[2] for line in called) == ["a", "b"] and "secret" not in "".join(
+        called
+    )
     assert not list(tmp_path.rglob("pwned"))
-    assert not any(b"secret" in p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert not any(
+        b"secret" in p.read_bytes() for p in (tmp_path / "out").rglob("*") if p.is_file()
+    )
 
 
 def test_what_was_sent_is_removed_where_no_rank_took_it(
@@ -97,7 +116,9 @@ def test_what_was_sent_is_removed_where_no_rank_took_it(
 ) -> None:
     (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
     changes = {**TWO_NODES, "launch": {"env_from": ["TOKEN"]}}
-    assert launch(changes, arguments=("hosts",), TOKEN="secret", MASTER_PORT="fails").returncode == 7
+    assert (
+        launch(changes, arguments=("hosts",), TOKEN="secret", MASTER_PORT="fails").returncode == 7
+    )
     called = (tmp_path / "bin/ssh.called").read_text()
     (path,) = set(re.findall("/dev/shm/shardwright-[0-9a-f]{32}", called))
     assert not Path(path).exists() and called.count("rm") == 2
@@ -116,7 +137,9 @@ def test_pdsh_refuses_what_it_cannot_quote(
         assert done.returncode != 0 and "launch.sh" in done.stderr and done.stdout == ""
 
 
-def test_no_ssh_needs_to_know_its_node(launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+def test_no_ssh_needs_to_know_its_node(
+    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     changes = {**TWO_NODES, "launch": {"launcher": "no_ssh"}}
     assert "number of this node" in launch(changes).stderr
     done = launch(changes, NODE_RANK="1", MASTER_ADDR="10.0.0.1")

@@ -30,7 +30,9 @@ def test_a_scheduler_has_what_its_launcher_calls() -> None:
     for row in LAUNCHERS.values():
         if row.scheduler:
             module = import_module(row.scheduler)
-            assert all(callable(getattr(module, name)) for name in ("submit", "checks", "allocated_hosts"))
+            assert all(
+                callable(getattr(module, name)) for name in ("submit", "checks", "allocated_hosts")
+            )
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))
@@ -43,7 +45,11 @@ def test_an_engine_has_the_words_that_start_its_ranks_or_refuses_the_launcher(
         texts = [(launch / name).read_text(encoding="utf-8") for name in row.templates.values()]
         if {name for text in texts for name in START.findall(text)} <= there:
             continue
-        one = {"cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"}, "parallelism": {}, "target": engine}
+        one = {
+            "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
+            "parallelism": {},
+            "target": engine,
+        }
         with pytest.raises(Refusal) as refused:
             compile_recipe(load_recipe(write_recipe({**one, "launch.launcher": row.name})))
         assert any(d.key == ("launch", "launcher") for d in refused.value.diagnostics), row.name

@@ -11,7 +11,15 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.ir.recipe import ParallelismSection
 from shardwright.layout import axes
-from shardwright.layout.axes import AXES, Axis, axis_of, choices, degrees_that_fill, pins_fill_the_world, worlds
+from shardwright.layout.axes import (
+    AXES,
+    Axis,
+    axis_of,
+    choices,
+    degrees_that_fill,
+    pins_fill_the_world,
+    worlds,
+)
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy, inside_axes, inside_words
 from shardwright.recipe.schema import recipe_schema
@@ -26,7 +34,10 @@ def test_collectives_are_named_by_the_axes_that_make_them() -> None:
     assert inside_words(dataclasses.replace(plain, expert=2)) == "expert-parallel"
     mixed = dataclasses.replace(plain, tensor=2, context=2)
     assert inside_words(mixed) == "tensor- and context-parallel"
-    assert inside_words(mixed, dataclasses.replace(plain, expert=2)) == "tensor-, expert- and context-parallel"
+    assert (
+        inside_words(mixed, dataclasses.replace(plain, expert=2))
+        == "tensor-, expert- and context-parallel"
+    )
     assert inside_axes(mixed) == ("tensor", "context")
 
 
@@ -37,7 +48,9 @@ def problem_of(parallelism: ParallelismSection | None = None, **pins: object) ->
     """Two nodes of four GPUs, 16 sequences a step."""
     recipe = recipe_of(SMALL_LLAMA, parallelism=pins)
     recipe = dataclasses.replace(recipe, parallelism=parallelism or recipe.parallelism)
-    return Problem(recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster))
+    return Problem(
+        recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)
+    )
 
 
 def test_each_row_is_a_field_of_a_strategy() -> None:
@@ -52,18 +65,29 @@ def test_the_rows_are_the_keys_of_the_recipe() -> None:
     schema = cast(Any, recipe_schema())["properties"]["parallelism"]["properties"]
     assert {*ours, *NOT_OF_A_LAYOUT} == schema.keys()
     defaults = {name: schema[name]["default"] for name in ours}
-    assert defaults == {name: "auto" if axis.default is None else axis.default for name, axis in ours.items()}
+    assert defaults == {
+        name: "auto" if axis.default is None else axis.default for name, axis in ours.items()
+    }
     for axis in AXES:
         assert not axis.section or axis.pin(problem_of().recipe) == axis.default
 
 
 def test_words_and_pins_are_those_of_the_table() -> None:
-    said = "tensor=2 pipeline=2 data=2 zero_stage=1 micro_batch_size=1 activation_checkpointing=none schedule=1f1b"
-    assert GOOD.describe() == said and list(GOOD.pins()) == [*(w.split("=")[0] for w in said.split()), "offload"]
+    said = (
+        "tensor=2 pipeline=2 data=2 zero_stage=1 micro_batch_size=1 activation_checkpointing=none "
+        "schedule=1f1b"
+    )
+    assert GOOD.describe() == said and list(GOOD.pins()) == [
+        *(w.split("=")[0] for w in said.split()),
+        "offload",
+    ]
     offloaded = dataclasses.replace(GOOD, offload="optimizer", virtual_stages=2)
     assert offloaded.describe() == f"{said} offload=optimizer virtual_stages=2"
     assert offloaded.pins() == {**GOOD.pins(), "offload": "optimizer", "virtual_stages": 2}
-    assert GOOD.degrees() == {"tensor": 2, "pipeline": 2, "context": 1, "data": 2} and GOOD.world_size == 8
+    assert (
+        GOOD.degrees() == {"tensor": 2, "pipeline": 2, "context": 1, "data": 2}
+        and GOOD.world_size == 8
+    )
     assert not GOOD.is_whole and dataclasses.replace(GOOD, tensor=1, pipeline=1).is_whole
 
 
@@ -73,7 +97,9 @@ def test_degrees_fill_the_world_within_the_pins() -> None:
     assert len(found) == len(set(found)) and all(t * p * c * d == world for t, p, c, d in found)
     assert [d["data"] for d in degrees_that_fill(problem_of(tensor=2, pipeline=2))] == [world // 4]
     assert not list(degrees_that_fill(problem_of(tensor=3)))
-    assert {world, 3 * world} <= worlds(problem_of()) and worlds(problem_of(tensor=2, pipeline=3, data=5)) == {30}
+    assert {world, 3 * world} <= worlds(problem_of()) and worlds(
+        problem_of(tensor=2, pipeline=3, data=5)
+    ) == {30}
 
 
 def test_a_micro_batch_divides_what_a_data_rank_has() -> None:
@@ -107,12 +133,15 @@ RING = Axis(
 
 
 def wider(problem: Problem, ring: int | None) -> Problem:
-    section = {f.name: getattr(problem.recipe.parallelism, f.name) for f in fields(ParallelismSection)}
+    section = {
+        f.name: getattr(problem.recipe.parallelism, f.name) for f in fields(ParallelismSection)
+    }
     return problem_of(WiderSection(**section, ring=ring))
 
 
 def test_auto_is_plain_where_the_pins_fill_the_world() -> None:
-    """An axis that came after the recipe was written must not change what tensor, pipeline and data mean there."""
+    """An axis that came after the recipe was written must not change what tensor, pipeline and data
+    mean there."""
     filled, half, open_ = (
         problem_of(tensor=2, pipeline=2, data=2),
         problem_of(tensor=2, pipeline=2, data=1),
@@ -120,8 +149,12 @@ def test_auto_is_plain_where_the_pins_fill_the_world() -> None:
     )
     assert [pins_fill_the_world(p) for p in (filled, half, open_)] == [True, False, False]
     assert choices(RING, wider(filled, None), {}) == (1,)
-    assert choices(RING, wider(half, None), {}) == choices(RING, wider(open_, None), {}) == (1, 2, 4)
-    assert choices(RING, wider(filled, 2), {}) == (2,)  # a pin stands, and the rules say what is wrong with it
+    assert (
+        choices(RING, wider(half, None), {}) == choices(RING, wider(open_, None), {}) == (1, 2, 4)
+    )
+    assert choices(RING, wider(filled, 2), {}) == (
+        2,
+    )  # a pin stands, and the rules say what is wrong with it
     # A setting changes neither the world nor the meaning of a degree: it is searched all the same.
     assert choices(axis_of("zero_stage"), filled, {}) == axes.ZERO_STAGES
 
@@ -134,4 +167,6 @@ def test_a_new_row_is_searched_printed_and_pinned(monkeypatch: pytest.MonkeyPatc
     assert moving_parts(strategy) == {*moving_parts(GOOD), "a ring"}
     rings = {degrees["ring"] for degrees in degrees_that_fill(wider(problem_of(), None))}
     assert rings == {1, 2, 4}
-    assert {degrees["ring"] for degrees in degrees_that_fill(wider(problem_of(tensor=2, pipeline=2), 2))} == {2}
+    assert {
+        degrees["ring"] for degrees in degrees_that_fill(wider(problem_of(tensor=2, pipeline=2), 2))
+    } == {2}

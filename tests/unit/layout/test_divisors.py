@@ -1,4 +1,5 @@
-"""Degrees against a world: both recipe/checks.py (SW1203) and rules/layout.py (SW3101) ask `misfit`."""
+"""Degrees against a world: both recipe/checks.py (SW1203) and rules/layout.py (SW3101) ask
+`misfit`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def test_what_a_degree_could_be_makes_up_the_world(world: int, count: int) -> No
         assert near or world % (product // degrees[culprit])
         others = product // degrees[culprit]
         for degree in near:
-            assert misfit({**degrees, culprit: degree}, world, complete=complete) is None or world % others
+            assert (
+                misfit({**degrees, culprit: degree}, world, complete=complete) is None
+                or world % others
+            )
 
 
 def test_only_what_was_asked_for_is_blamed() -> None:

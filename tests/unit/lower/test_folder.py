@@ -13,12 +13,23 @@ from shardwright.lower.folder import write_folder
 from shardwright.lower.lower import MARKER, MARKER_TEXT
 from tests.privileges import bound_by_permissions
 
-FILES = {MARKER: MARKER_TEXT, "plan.json": b"{}\n", "launch.sh": b"#!/bin/sh\n", "model/config.json": b"{}\n"}
-WITH_TOKENIZER = {**FILES, "tokenizer/tokenizer.json": b"{}", "launch/hostfile": b"localhost slots=1\n"}
+FILES = {
+    MARKER: MARKER_TEXT,
+    "plan.json": b"{}\n",
+    "launch.sh": b"#!/bin/sh\n",
+    "model/config.json": b"{}\n",
+}
+WITH_TOKENIZER = {
+    **FILES,
+    "tokenizer/tokenizer.json": b"{}",
+    "launch/hostfile": b"localhost slots=1\n",
+}
 
 
 def tree(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()
+    }
 
 
 def refused(directory: Path, files: dict[str, bytes] = FILES) -> str:
@@ -29,7 +40,9 @@ def refused(directory: Path, files: dict[str, bytes] = FILES) -> str:
     return diagnostic.code
 
 
-@pytest.mark.parametrize("name", ["out", "a/b/c", "with space", "quote'\"", "$(touch pwned)", "new\nline", "-o", "é"])
+@pytest.mark.parametrize(
+    "name", ["out", "a/b/c", "with space", "quote'\"", "$(touch pwned)", "new\nline", "-o", "é"]
+)
 def test_new_folder_under_any_name(tmp_path: Path, name: str) -> None:
     write_folder(tmp_path / name, FILES)
     assert tree(tmp_path / name) == FILES
@@ -57,7 +70,10 @@ def test_modes_follow_umask(tmp_path: Path) -> None:
         write_folder(tmp_path / "out", FILES)
     finally:
         os.umask(old)
-    modes = {name: (tmp_path / "out" / name).stat().st_mode & 0o777 for name in ("plan.json", "launch.sh", "model")}
+    modes = {
+        name: (tmp_path / "out" / name).stat().st_mode & 0o777
+        for name in ("plan.json", "launch.sh", "model")
+    }
     assert modes == {"plan.json": 0o640, "launch.sh": 0o750, "model": 0o750}
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
 
@@ -113,7 +129,9 @@ def test_link_inside_our_folder_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_disk_error_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
+def test_disk_error_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool
+) -> None:
     out = tmp_path / "a" / "out"
     if existing:
         write_folder(out, FILES)
@@ -131,7 +149,9 @@ def test_disk_error_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
     assert existing or list(tmp_path.iterdir()) == []
 
 
-def test_cut_off_between_two_files_is_still_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_off_between_two_files_is_still_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "out").mkdir()
     calls = []
 
@@ -164,8 +184,11 @@ def test_name_too_long(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cut_off_leaves_no_plan_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ends the process between two renames: `run` must not find the old plan among new files."""
+def test_cut_off_leaves_no_plan_of_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends the process between two renames: `run` must not find the old plan among new
+    files."""
     out = tmp_path / "out"
     write_folder(out, FILES)
 

@@ -9,7 +9,9 @@ from shardwright.plan.hosts import read_hosts
 
 
 def test_hosts_in_order_without_comments() -> None:
-    hosts = read_hosts("hosts", "# rack 1\nb slots=8\n\n  a.local   slots=8  \n", nodes=2, gpus_per_node=8)
+    hosts = read_hosts(
+        "hosts", "# rack 1\nb slots=8\n\n  a.local   slots=8  \n", nodes=2, gpus_per_node=8
+    )
     assert [(host.name, host.place.line) for host in hosts] == [("b", 2), ("a.local", 4)]
 
 
@@ -59,7 +61,11 @@ def test_a_port_belongs_in_the_configuration_of_ssh() -> None:
     with pytest.raises(Refusal) as caught:
         read_hosts("hosts", "gpu-1 slots=8\nme@gpu-2:2222 slots=8\n", nodes=2, gpus_per_node=8)
     (diagnostic,) = caught.value.diagnostics
-    assert diagnostic.code == "SW5201" and diagnostic.location is not None and diagnostic.location.line == 2
+    assert (
+        diagnostic.code == "SW5201"
+        and diagnostic.location is not None
+        and diagnostic.location.line == 2
+    )
     assert "'me@gpu-2:2222'" in diagnostic.message
     assert "~/.ssh/config: `Host gpu-2` and below it `Port 2222`" in diagnostic.help
     (host,) = read_hosts("hosts", "me@gpu-2.local slots=8\n", nodes=1, gpus_per_node=8)
@@ -69,13 +75,21 @@ def test_a_port_belongs_in_the_configuration_of_ssh() -> None:
 @pytest.mark.parametrize(
     ("slots", "offered"),
     [
-        ([8] * 4 + [4] * 8, "nodes: 12, gpus_per_node: 4 (48 GPUs) or nodes: 4, gpus_per_node: 8 (32 GPUs);"),
-        ([8] * 8 + [4] * 4, "nodes: 8, gpus_per_node: 8 (64 GPUs) or nodes: 12, gpus_per_node: 4 (48 GPUs);"),
+        (
+            [8] * 4 + [4] * 8,
+            "nodes: 12, gpus_per_node: 4 (48 GPUs) or nodes: 4, gpus_per_node: 8 (32 GPUs);",
+        ),
+        (
+            [8] * 8 + [4] * 4,
+            "nodes: 8, gpus_per_node: 8 (64 GPUs) or nodes: 12, gpus_per_node: 4 (48 GPUs);",
+        ),
         ([4] * 12, "cluster.nodes: 12, gpus_per_node: 4 (48 GPUs)."),
         ([0, 4], "cluster.nodes: 1, gpus_per_node: 4 (4 GPUs)."),
     ],
 )
-def test_hosts_of_other_sizes_are_offered_as_the_clusters_that_they_make(slots: list[int], offered: str) -> None:
+def test_hosts_of_other_sizes_are_offered_as_the_clusters_that_they_make(
+    slots: list[int], offered: str
+) -> None:
     text = "".join(f"gpu-{index} slots={count}\n" for index, count in enumerate(slots))
     with pytest.raises(Refusal) as caught:
         read_hosts("hosts", text, nodes=12, gpus_per_node=16)

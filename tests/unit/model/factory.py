@@ -78,10 +78,15 @@ LLAMA_405B: dict[str, JsonValue] = {
 
 def write_weights(folder: Path, config: Mapping[str, JsonValue]) -> None:
     """Write config.json and model.safetensors of this configuration, drawn."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # here: other tests import this module without torch
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+    )  # here: other tests import this module without torch
 
     document = {key: value for key, value in config.items() if key != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(str(config["model_type"]), **document))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(str(config["model_type"]), **document)
+    )
     model.save_pretrained(folder)
 
 
@@ -91,7 +96,9 @@ def problem_of(recipe: Recipe, graph: ModelGraph, cluster: Cluster | None = None
 
 
 def model_section(config: dict[str, JsonValue] | None = None, **changes: str) -> ModelSection:
-    plain = ModelSection(source=None, config=config, revision="main", weights="random", attention="auto", loss="auto")
+    plain = ModelSection(
+        source=None, config=config, revision="main", weights="random", attention="auto", loss="auto"
+    )
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
 
 
@@ -142,7 +149,9 @@ def recipe_of(
                 epochs=None,
                 precision="bf16",
                 gradient_accumulation_dtype=None,
-                optimizer=OptimizerSection(name="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+                optimizer=OptimizerSection(
+                    name="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+                ),
                 scheduler=SchedulerSection(
                     name="constant",
                     warmup_steps=0,

@@ -1,5 +1,5 @@
-"""Mutated config.json and safetensors files of a model's folder: what `check` and stage 2 make of them is a model or a
-refusal, never a traceback, and never a wait."""
+"""Mutated config.json and safetensors files of a model's folder: what `check` and stage 2 make of
+them is a model or a refusal, never a traceback, and never a wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from tests.unit.data.fuzz import mutated, scrambled, scrambled_bytes
 
 SECONDS_AT_MOST = 20
 CONFIGS: tuple[dict[str, Any], ...] = (
-    {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e4},
+    {
+        "model_type": "llama",
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e4,
+    },
     {
         "model_type": "qwen3_moe",
         "num_experts": 4,
@@ -42,8 +47,14 @@ CONFIGS: tuple[dict[str, Any], ...] = (
         "n_routed_experts": 4,
         "first_k_dense_replace": 1,
     },
-    {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}},
-    {"model_type": "llama", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    {
+        "model_type": "phi3",
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    },
+    {
+        "model_type": "llama",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
     {
         "model_type": "gpt2",
         "n_embd": 64,
@@ -112,7 +123,11 @@ def fuzz_model_configs(count: int, seed: int, folder: Path) -> dict[str, int]:
     rng, kinds = random.Random(seed), {}
     for _ in range(count):
         config = {**_SIZES, **rng.choice(CONFIGS)}
-        text = scrambled(rng, json.dumps(config)) if rng.random() < 0.2 else json.dumps(mutated(rng, config))
+        text = (
+            scrambled(rng, json.dumps(config))
+            if rng.random() < 0.2
+            else json.dumps(mutated(rng, config))
+        )
         (folder / "config.json").write_text(text, encoding="utf-8", errors="surrogatepass")
         ending = read_folder(folder, text, weights="random")
         kinds[ending] = kinds.get(ending, 0) + 1
@@ -120,13 +135,16 @@ def fuzz_model_configs(count: int, seed: int, folder: Path) -> dict[str, int]:
 
 
 def fuzz_weight_files(count: int, seed: int, folder: Path) -> dict[str, int]:
-    """The header of a safetensors file, its length, the bytes behind it, and the index of several files."""
+    """The header of a safetensors file, its length, the bytes behind it, and the index of several
+    files."""
     import numpy as np
     from safetensors.numpy import save
 
     rng, kinds = random.Random(seed), {}
     (folder / "config.json").write_text(json.dumps({**_SIZES, **CONFIGS[0]}))
-    tensors = {f"model.layers.{n}.mlp.up_proj.weight": np.ones((96, 64), np.float32) for n in range(2)}
+    tensors = {
+        f"model.layers.{n}.mlp.up_proj.weight": np.ones((96, 64), np.float32) for n in range(2)
+    }
     whole = save({**tensors, "model.norm.weight": np.ones(64, np.float32)}, {"format": "pt"})
     size = struct.unpack("<Q", whole[:8])[0]
     header, body = json.loads(whole[8 : 8 + size]), whole[8 + size :]
@@ -141,12 +159,20 @@ def fuzz_weight_files(count: int, seed: int, folder: Path) -> dict[str, int]:
             text = scrambled(rng, json.dumps(header)).encode("utf-8", "surrogatepass")
             data = struct.pack("<Q", len(text)) + text + body
         elif kind == "length":
-            data = struct.pack("<Q", rng.choice((0, 1, 7, size - 1, size + 1, 2**31, 2**63, 2**64 - 1))) + whole[8:]
+            data = (
+                struct.pack(
+                    "<Q", rng.choice((0, 1, 7, size - 1, size + 1, 2**31, 2**63, 2**64 - 1))
+                )
+                + whole[8:]
+            )
         elif kind == "bytes":
             data = scrambled_bytes(rng, whole)
         else:
             data = whole
-            document = mutated(rng, {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(header, weights.name)})
+            document = mutated(
+                rng,
+                {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(header, weights.name)},
+            )
             index.write_text(json.dumps(document), errors="surrogatepass")
             weights.unlink(missing_ok=True)
         if kind != "index":

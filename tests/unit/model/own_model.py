@@ -1,4 +1,5 @@
-"""A tiny model of a type that transformers lacks, as somebody would publish it: Python files beside the weights."""
+"""A tiny model of a type that transformers lacks, as somebody would publish it: Python files beside
+the weights."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ class TinyForCausalLM(TinyPreTrained, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutput(loss=loss, logits=logits)
-"""
+"""  # noqa: E501
 CONFIG: dict[str, Any] = {
     "model_type": "tiny_of_its_own",
     "auto_map": {
@@ -105,7 +106,11 @@ CONFIG: dict[str, Any] = {
     "num_hidden_layers": 4,
     "scale": 1.7,
 }
-FILES = {"configuration_tiny.py": CONFIGURATION, "layers_tiny.py": LAYERS, "modeling_tiny.py": MODELING}
+FILES = {
+    "configuration_tiny.py": CONFIGURATION,
+    "layers_tiny.py": LAYERS,
+    "modeling_tiny.py": MODELING,
+}
 
 
 def write_own_model(folder: Path, **changes: Any) -> Path:

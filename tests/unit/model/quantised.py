@@ -23,7 +23,9 @@ def quantise_fp8(folder: Path) -> int:
             continue
         blocks = tensor.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
         scales = blocks.abs().amax((1, 3)).clamp(min=1e-6) / 448
-        written[name] = (blocks / scales[:, None, :, None]).reshape(tensor.shape).to(torch.float8_e4m3fn)
+        written[name] = (
+            (blocks / scales[:, None, :, None]).reshape(tensor.shape).to(torch.float8_e4m3fn)
+        )
         written[f"{name}_scale_inv"] = scales.float()
     save_file(written, folder / FILE, metadata={"format": "pt"})
     _say(folder, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]})
@@ -31,17 +33,29 @@ def quantise_fp8(folder: Path) -> int:
 
 
 def quantise_mxfp4(folder: Path) -> int:
-    """gpt-oss's experts: 32 numbers of four bits, and a scale of eight. The numbers are drawn. Returns how many."""
+    """gpt-oss's experts: 32 numbers of four bits, and a scale of eight. The numbers are drawn.
+    Returns how many."""
     tensors = load_file(folder / FILE)
-    experts = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    experts = [
+        name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]
     generator = torch.Generator().manual_seed(0)
     for name in experts:
         count, inner, outer = tensors.pop(name).shape
         shape = (count, outer, inner // 32)
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-        tensors[f"{name}_scales"] = torch.randint(118, 128, shape, dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_blocks"] = torch.randint(
+            0, 256, (*shape, 16), dtype=torch.uint8, generator=generator
+        )
+        tensors[f"{name}_scales"] = torch.randint(
+            118, 128, shape, dtype=torch.uint8, generator=generator
+        )
     save_file(tensors, folder / FILE, metadata={"format": "pt"})
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
     _say(folder, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
     return len(experts)
 

@@ -44,14 +44,20 @@ def test_layers_that_do_not_run_with_adapters_are_refused(tmp_path: Path) -> Non
     assert [d.code for d in refused.value.diagnostics] == ["SW3221"]
 
 
-@pytest.mark.parametrize(("model_type", "module"), [("mamba", "dt_proj"), ("longcat_flash", "classifier")])
-def test_adapters_that_the_forward_goes_around_are_refused(model_type: str, module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "module"), [("mamba", "dt_proj"), ("longcat_flash", "classifier")]
+)
+def test_adapters_that_the_forward_goes_around_are_refused(
+    model_type: str, module: str, tmp_path: Path
+) -> None:
     with pytest.raises(Refusal, match=f"never calls '{module}'") as refused:
         compiled(model_type, tmp_path)
     assert [d.code for d in refused.value.diagnostics] == ["SW3221"]
 
 
-def test_adapters_of_another_size_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_adapters_of_another_size_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     plain = adapters.lora_config
 
     def doubled(section: Any, **more: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A graph is traced once: what is read back is what was traced, and nothing that happens to the files can hurt."""
+"""A graph is traced once: what is read back is what was traced, and nothing that happens to the
+files can hurt."""
 
 from __future__ import annotations
 
@@ -54,8 +55,12 @@ def only_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2, LLAMA_405B], ids=["llama", "gpt2", "405b"])
-def test_the_second_one_is_read_and_is_the_same(config: dict[str, JsonValue], folder: Path, traced: list[str]) -> None:
+@pytest.mark.parametrize(
+    "config", [SMALL_LLAMA, SMALL_GPT2, LLAMA_405B], ids=["llama", "gpt2", "405b"]
+)
+def test_the_second_one_is_read_and_is_the_same(
+    config: dict[str, JsonValue], folder: Path, traced: list[str]
+) -> None:
     first, second = built(config), built(config)
     assert len(traced) == 1
     assert second == first
@@ -72,11 +77,17 @@ def test_what_belongs_to_another_graph_is_not_read(
     assert built({**SMALL_LLAMA, "num_hidden_layers": 3}).decoder_layers == 3
     (tmp_path / "config.json").write_text(json.dumps(SMALL_LLAMA))
     build._KNOWN.clear()
-    build.build_model_graph(model_section(None, source=str(tmp_path)))  # the same text, outside a recipe
+    build.build_model_graph(
+        model_section(None, source=str(tmp_path))
+    )  # the same text, outside a recipe
     assert len(traced) == 4
     for package in ("torch", "transformers"):
         with monkeypatch.context() as patch:
-            patch.setattr(cache, "installed_version", lambda name, other=package: "1" if name == other else "0")
+            patch.setattr(
+                cache,
+                "installed_version",
+                lambda name, other=package: "1" if name == other else "0",
+            )
             built(SMALL_LLAMA)
     assert len(traced) == 6
     monkeypatch.setattr(cache, "GRAPH_VERSION", -1)
@@ -85,7 +96,9 @@ def test_what_belongs_to_another_graph_is_not_read(
     assert len([path for path in folder.rglob("*") if path.is_file()]) == 7
 
 
-@pytest.mark.parametrize("edited", ["model/graph.py", "hf/probe.py", "hf/new.py", "ir/model_graph.py"])
+@pytest.mark.parametrize(
+    "edited", ["model/graph.py", "hf/probe.py", "hf/new.py", "ir/model_graph.py"]
+)
 def test_an_edit_of_the_tracing_code_makes_a_new_key(edited: str, tmp_path: Path) -> None:
     package = Path(cache.__file__).parent.parent
     copied = tmp_path / "shardwright"
@@ -125,7 +138,9 @@ def _contradicting(content: bytes) -> bytes:
     ],
     ids=["empty", "cut", "flipped", "foreign", "no text", "null", "deep", "a key gone", "no head"],
 )
-def test_a_damaged_file_is_written_anew(damage: Callable[[bytes], bytes], folder: Path, traced: list[str]) -> None:
+def test_a_damaged_file_is_written_anew(
+    damage: Callable[[bytes], bytes], folder: Path, traced: list[str]
+) -> None:
     first = built(SMALL_LLAMA)
     path = only_file(folder)
     whole = path.read_bytes()
@@ -135,7 +150,9 @@ def test_a_damaged_file_is_written_anew(damage: Callable[[bytes], bytes], folder
     assert only_file(folder).read_bytes() == whole
 
 
-def test_no_file_can_be_written_or_read(folder: Path, traced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_can_be_written_or_read(
+    folder: Path, traced: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = built(SMALL_LLAMA)
     path = only_file(folder)
     path.unlink()
@@ -161,7 +178,9 @@ def test_readers_see_whole_files_while_others_write(folder: Path) -> None:
     only_file(folder)
 
 
-def test_off_traces_and_writes_nothing(traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_off_traces_and_writes_nothing(
+    traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(cache.VARIABLE, "off")
     build._KNOWN.clear()
@@ -194,7 +213,9 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [{"source": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}, {"config": SMALL_GPT2}], ids=["hub id", "inline"]
+    "model",
+    [{"source": "TinyLlama/TinyLlama-1.1B-Chat-v1.0"}, {"config": SMALL_GPT2}],
+    ids=["hub id", "inline"],
 )
 def test_compile_gives_the_same_bytes_from_the_trace_the_cache_and_the_package(
     model: dict[str, Any],

@@ -1,4 +1,5 @@
-"""A composite whose text part has no sdpa: the text part's attention is recorded, and the ranks can build it."""
+"""A composite whose text part has no sdpa: the text part's attention is recorded, and the ranks can
+build it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `check` says of a model without transformers: every planted mistake, and never of what compiles."""
+"""What `check` says of a model without transformers: every planted mistake, and never of what
+compiles."""
 
 from __future__ import annotations
 
@@ -74,7 +75,11 @@ def test_every_configuration_of_the_zoo_is_right(part: int) -> None:
     ],
 )
 def test_a_planted_mistake_is_found(
-    change: dict[str, Any], code: str, words: str, write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    change: dict[str, Any],
+    code: str,
+    words: str,
+    write_recipe: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By `check`, in words that name it; and `compile` would refuse the same."""
     config = {**LLAMA, **change}
@@ -92,7 +97,10 @@ def test_a_planted_mistake_is_found(
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     entry["name"]: entry["config"]
-    for entry in map(json.loads, Path(__file__).with_name("published_configs.jsonl").read_text("utf-8").splitlines())
+    for entry in map(
+        json.loads,
+        Path(__file__).with_name("published_configs.jsonl").read_text("utf-8").splitlines(),
+    )
 }
 UNREAD: dict[str, set[str]] = {
     "mimo-v2-flash": {"hybrid_layer_pattern", "swa_rope_theta", "topk_method"},
@@ -104,7 +112,9 @@ UNREAD: dict[str, set[str]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_configuration_pasted_into_a_recipe_is_what_it_is_in_a_folder(name: str) -> None:
+def test_a_published_configuration_pasted_into_a_recipe_is_what_it_is_in_a_folder(
+    name: str,
+) -> None:
     """Both by the table and by the class. What neither reads is one warning that names it."""
     config = PUBLISHED[name]
     assert {"architectures", "transformers_version"} & config.keys() and len(PUBLISHED) >= 40
@@ -113,7 +123,9 @@ def test_a_published_configuration_pasted_into_a_recipe_is_what_it_is_in_a_folde
     unread = {key for key in config if told and repr(key) in told[0].message}
     assert UNREAD.get(name, set()) <= unread and (not told) == (not unread)
     pasted = resolve_config(config, KEY, inline=True).to_dict()
-    in_folder = {key: value for key, value in config.items() if key != "auto_map"}  # own_code.py settles that key
+    in_folder = {
+        key: value for key, value in config.items() if key != "auto_map"
+    }  # own_code.py settles that key
     assert pasted == resolve_config(in_folder, KEY, inline=False).to_dict()
 
     # Deleted, none of these changes anything else: nothing in transformers reads them.
@@ -140,8 +152,13 @@ def test_a_misspelt_key_of_a_published_configuration_is_refused(
     assert [d.code for d in errors] == ["SW2005"] and nearest in errors[0].valid
     with pytest.raises(Refusal):
         resolve_config(config, KEY, inline=True)
-    # Without the marks of a program a configuration was typed by hand: each unknown key is an error.
-    typed = {key: value for key, value in PUBLISHED["smollm2"].items() if key in {*LLAMA, "is_llama_config"}}
+    # Without the marks of a program a configuration was typed by hand: each unknown key is an
+    # error.
+    typed = {
+        key: value
+        for key, value in PUBLISHED["smollm2"].items()
+        if key in {*LLAMA, "is_llama_config"}
+    }
     assert codes(typed) == ["SW2005"]
     # Nobody means a key that says how files are stored.
     (told,) = config_errors({**LLAMA, "qk_norm_type": "x"}, KEY, inline=True)
@@ -160,7 +177,12 @@ def test_a_misspelt_key_of_a_published_configuration_is_refused(
         ("bloom", "n_embed", "hidden_size", 1024),
         ("qwen2.5-vl", "hidden_size", "text_config.hidden_size", 2048),
         ("lfm2", "block_ff_dim", "intermediate_size", 6656),
-        ("gemma-3-1b", "rope_local_base_freq", "rope_parameters.sliding_attention.rope_theta", 10000),
+        (
+            "gemma-3-1b",
+            "rope_local_base_freq",
+            "rope_parameters.sliding_attention.rope_theta",
+            10000,
+        ),
     ],
 )
 def test_keys_of_older_files_are_converted(name: str, key: str, attribute: str, value: Any) -> None:
@@ -191,19 +213,38 @@ def test_nothing_is_refused_that_the_classes_take() -> None:
                 resolve_config(config, KEY, inline=True)
             except Refusal:
                 continue
-            assert codes(config) == ["SW2007"] and not builds(model_type, config), (model_type, name, value)
+            assert codes(config) == ["SW2007"] and not builds(model_type, config), (
+                model_type,
+                name,
+                value,
+            )
     assert refused > 50
 
 
 FILES: dict[str, tuple[dict[str, Any], str]] = {
-    "no such data": ({"data": {"kind": "text", "path": "none/*.txt", "tokenizer": "byte"}}, "SW1301"),
-    "no such tokenizer folder": ({"data": {"kind": "text", "path": "a.txt", "tokenizer": "./none"}}, "SW1301"),
-    "a folder without a tokenizer": ({"data": {"kind": "text", "path": "a.txt", "tokenizer": "./empty"}}, "SW1911"),
+    "no such data": (
+        {"data": {"kind": "text", "path": "none/*.txt", "tokenizer": "byte"}},
+        "SW1301",
+    ),
+    "no such tokenizer folder": (
+        {"data": {"kind": "text", "path": "a.txt", "tokenizer": "./none"}},
+        "SW1301",
+    ),
+    "a folder without a tokenizer": (
+        {"data": {"kind": "text", "path": "a.txt", "tokenizer": "./empty"}},
+        "SW1911",
+    ),
     "no such model folder": ({"model": {"source": "./none", "weights": "random"}}, "SW1301"),
-    "a model without weights": ({"model": {"source": "./model", "weights": "pretrained"}}, "SW1913"),
+    "a model without weights": (
+        {"model": {"source": "./model", "weights": "pretrained"}},
+        "SW1913",
+    ),
     "no name of the hub": ({"model": {"source": "no $(name)", "weights": "random"}}, "SW2015"),
     "a small vocabulary": (
-        {"data": {"kind": "text", "path": "a.txt", "tokenizer": "byte"}, "model.config.vocab_size": 128},
+        {
+            "data": {"kind": "text", "path": "a.txt", "tokenizer": "byte"},
+            "model.config.vocab_size": 128,
+        },
         "SW1912",
     ),
     "half precision on a CPU": ({"training.precision": "fp16"}, "SW3119"),
@@ -236,10 +277,16 @@ def test_what_only_the_hub_knows_is_a_note(
     write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = {"kind": "synthetic"}
-    path = write_recipe({"model": {"source": "Qwen/Qwen9-8B", "weights": "random"}, "data": data, "parallelism": {}})
+    path = write_recipe(
+        {"model": {"source": "Qwen/Qwen9-8B", "weights": "random"}, "data": data, "parallelism": {}}
+    )
     assert main(["check", str(path)]) == 0
     captured = capsys.readouterr()
-    assert "note[SW2001]" in captured.err and "Qwen/Qwen3-8B" in captured.err and captured.out.startswith("ok ")
+    assert (
+        "note[SW2001]" in captured.err
+        and "Qwen/Qwen3-8B" in captured.err
+        and captured.out.startswith("ok ")
+    )
 
 
 def test_a_tokenizer_with_more_ids_than_the_model(
@@ -257,7 +304,9 @@ def test_a_tokenizer_with_more_ids_than_the_model(
 
 def test_ready_recipes_and_golden_cases_pass(capsys: pytest.CaptureFixture[str]) -> None:
     root = Path(__file__).resolve().parents[3]
-    paths = [str(p) for p in (*root.glob("recipes/*.yaml"), *root.glob("tests/cases/*/recipe.yaml"))]
+    paths = [
+        str(p) for p in (*root.glob("recipes/*.yaml"), *root.glob("tests/cases/*/recipe.yaml"))
+    ]
     assert len(paths) > 40 and main(["check", *paths]) == 0
     assert "error" not in capsys.readouterr().err
 
@@ -270,7 +319,11 @@ def test_a_model_with_code_of_its_own_is_refused_as_plan_refuses_it(
     folder = tmp_path / "model"
     folder.mkdir()
     path = write_recipe(
-        {"model": {"source": "./model", "weights": "random"}, "data": {"kind": "synthetic"}, "parallelism": {}}
+        {
+            "model": {"source": "./model", "weights": "random"},
+            "data": {"kind": "synthetic"},
+            "parallelism": {},
+        }
     )
     for model_type, code in (("tiny-own", 1), ("llama", 0)):
         (folder / "config.json").write_text(json.dumps({**LLAMA, **own, "model_type": model_type}))

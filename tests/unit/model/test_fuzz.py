@@ -1,4 +1,5 @@
-"""A sample of mutated model folders; `make prove` has more and writes them into benchmarks/fuzz.json."""
+"""A sample of mutated model folders; `make prove` has more and writes them into
+benchmarks/fuzz.json."""
 
 from __future__ import annotations
 
@@ -17,6 +18,10 @@ def test_a_sample_of_mutated_model_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
-def test_mutated_model_folders(tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]) -> None:
+def test_mutated_model_folders(
+    tmp_path: Path, proved: Callable[[str, str, dict[str, Any]], None]
+) -> None:
     proved("fuzz", "weight files", {**fuzz_weight_files(4_000, 2, tmp_path), "tracebacks": 0})
-    proved("fuzz", "model configurations", {**fuzz_model_configs(1_000, 2, tmp_path), "tracebacks": 0})
+    proved(
+        "fuzz", "model configurations", {**fuzz_model_configs(1_000, 2, tmp_path), "tracebacks": 0}
+    )

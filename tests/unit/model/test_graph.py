@@ -14,7 +14,14 @@ from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.model.build import build_model_graph
 from shardwright.model.config import resolve_config
-from tests.unit.model.factory import LLAMA_8B, LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, graph_of, model_section
+from tests.unit.model.factory import (
+    LLAMA_8B,
+    LLAMA_405B,
+    SMALL_GPT2,
+    SMALL_LLAMA,
+    graph_of,
+    model_section,
+)
 from tests.zoo import configs
 
 
@@ -51,11 +58,14 @@ def test_layers_hold_exactly_the_models_parameters(model_type: str, tied: bool) 
 
 @pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2])
 def test_flops_are_those_of_the_matrix_products(config: dict[str, JsonValue]) -> None:
-    """Counted by torch itself over one forward pass at two lengths: linears grow with S, attention with S squared."""
+    """Counted by torch itself over one forward pass at two lengths: linears grow with S, attention
+    with S squared."""
     from torch.utils.flop_counter import FlopCounterMode
 
     graph = graph_of(config)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="eager"
+    ).eval()
     for length in (16, 64):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
@@ -77,13 +87,20 @@ def test_the_recorded_config_builds_the_same_model(config: dict[str, JsonValue])
 def test_a_local_folder_gives_the_same_graph_and_leaves_no_path(tmp_path: Path) -> None:
     folder = tmp_path / "my model"
     folder.mkdir()
-    written = {**SMALL_LLAMA, "_name_or_path": str(folder), "transformers_version": "4.1", "an_old_key": 1}
+    written = {
+        **SMALL_LLAMA,
+        "_name_or_path": str(folder),
+        "transformers_version": "4.1",
+        "an_old_key": 1,
+    }
     (folder / "config.json").write_text(json.dumps(written))
     graph = build_model_graph(model_section(None, source=str(folder)))
     inline = graph_of(SMALL_LLAMA)
     assert graph.layers == inline.layers
     assert str(tmp_path) not in json.dumps(graph.config)
-    assert dataclasses.replace(graph, config=inline.config, config_hash=inline.config_hash) == inline
+    assert (
+        dataclasses.replace(graph, config=inline.config, config_hash=inline.config_hash) == inline
+    )
 
 
 def test_attention_is_what_transformers_picks_or_the_pinned_one() -> None:
@@ -91,15 +108,28 @@ def test_attention_is_what_transformers_picks_or_the_pinned_one() -> None:
     assert build_model_graph(model_section(SMALL_LLAMA, attention="eager")).attention == "eager"
 
 
-GEMMA2: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "gemma2", "head_dim": 16, "sliding_window": 8}
+GEMMA2: dict[str, JsonValue] = {
+    **SMALL_LLAMA,
+    "model_type": "gemma2",
+    "head_dim": 16,
+    "sliding_window": 8,
+}
 
 
-@pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_GPT2, GEMMA2], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config", [SMALL_LLAMA, SMALL_GPT2, GEMMA2], ids=lambda config: config["model_type"]
+)
 def test_flash_attention_is_traced_without_its_kernels(config: dict[str, JsonValue]) -> None:
-    """It computes and keeps what the other fused attention does, and no mask: windows and soft caps keep no scores."""
-    eager, flash = (build_model_graph(model_section(config, attention=name)) for name in ("eager", "flash_attention_2"))
+    """It computes and keeps what the other fused attention does, and no mask: windows and soft caps
+    keep no scores."""
+    eager, flash = (
+        build_model_graph(model_section(config, attention=name))
+        for name in ("eager", "flash_attention_2")
+    )
     assert flash.attention == "flash_attention_2"
-    assert [layer.parameters for layer in flash.layers] == [layer.parameters for layer in eager.layers]
+    assert [layer.parameters for layer in flash.layers] == [
+        layer.parameters for layer in eager.layers
+    ]
     kept = [entry for layer in flash.layers[1:-1] for entry in layer.kept]
     assert kept
     assert all(entry.whole_bytes_per_pair == entry.divided_bytes_per_pair == 0 for entry in kept)
@@ -109,12 +139,20 @@ def test_flash_attention_is_traced_without_its_kernels(config: dict[str, JsonVal
 
 
 def test_flash_attention_where_the_kernels_lack_something() -> None:
-    """gpt_oss's sinks are in other kernels than flash-attn 2's, and transformers says so; gpt_neo's are not said."""
-    sinks: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 16}
+    """gpt_oss's sinks are in other kernels than flash-attn 2's, and transformers says so; gpt_neo's
+    are not said."""
+    sinks: dict[str, JsonValue] = {
+        **SMALL_LLAMA,
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "head_dim": 16,
+    }
     assert refused(sinks, attention="flash_attention_2") == [("SW2008", ("model", "attention"))]
 
 
-def refused(section_config: object, **changes: str) -> list[tuple[str, tuple[str | int, ...] | None]]:
+def refused(
+    section_config: object, **changes: str
+) -> list[tuple[str, tuple[str | int, ...] | None]]:
     with pytest.raises(Refusal) as caught:
         build_model_graph(model_section(section_config, **changes))  # type: ignore[arg-type]
     for d in caught.value.diagnostics:
@@ -141,7 +179,11 @@ C = ("model", "config")
         # All independent errors at once.
         (
             {"hiden_size": 64, "vocab_size": 0, "num_hidden_layers": -1},
-            [("SW2006", (*C, "vocab_size")), ("SW2006", (*C, "num_hidden_layers")), ("SW2005", (*C, "hiden_size"))],
+            [
+                ("SW2006", (*C, "vocab_size")),
+                ("SW2006", (*C, "num_hidden_layers")),
+                ("SW2005", (*C, "hiden_size")),
+            ],
         ),
     ],
 )
@@ -154,7 +196,9 @@ def test_other_refusals(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1")
     assert refused(None, source=str(tmp_path)) == [("SW2002", ("model", "source"))]
     assert refused({"model_type": "gpt2", "n_embd": 10, "n_head": 3}) == [("SW2007", C)]
-    assert refused({**SMALL_GPT2, "add_cross_attention": True}) == [("SW2009", (*C, "add_cross_attention"))]
+    assert refused({**SMALL_GPT2, "add_cross_attention": True}) == [
+        ("SW2009", (*C, "add_cross_attention"))
+    ]
     assert refused({**SMALL_GPT2, "attn_pdrop": 1.5}) == [("SW2006", (*C, "attn_pdrop"))]
     assert refused(SMALL_LLAMA, attention="paged") == [("SW2008", ("model", "attention"))]
 
@@ -169,7 +213,9 @@ def test_an_encoder_decoder_trains_only_when_its_decoder_is_meant() -> None:
     assert refused({"model_type": "bart"}) == [("SW2017", (*C, "model_type"))]
     both: dict[str, JsonValue] = {"model_type": "whisper", "is_encoder_decoder": True}
     assert refused(both) == [("SW2017", (*C, "is_encoder_decoder"))]
-    alone = resolve_config({"model_type": "mbart", "is_encoder_decoder": False, "is_decoder": True}, C, True)
+    alone = resolve_config(
+        {"model_type": "mbart", "is_encoder_decoder": False, "is_decoder": True}, C, True
+    )
     assert not alone.is_encoder_decoder
 
 

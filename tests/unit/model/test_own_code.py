@@ -1,4 +1,5 @@
-"""model.trust_remote_code: a model's own code runs where the recipe names the model twice, and nowhere else."""
+"""model.trust_remote_code: a model's own code runs where the recipe names the model twice, and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def test_the_compiled_folder_carries_the_code(compiled: Compile, tmp_path: Path)
     (folder / "unrelated.py").write_text("raise SystemExit")
     result = compiled(TRUSTED)
     plan = result.plan
-    assert (plan.model.model_type, plan.model.architecture) == ("tiny_of_its_own", "TinyForCausalLM")
+    assert (plan.model.model_type, plan.model.architecture) == (
+        "tiny_of_its_own",
+        "TinyForCausalLM",
+    )
     assert plan.model.own_code is not None
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in FILES.items()}
     assert dict(plan.model.own_code.files) == hashes
@@ -64,7 +68,9 @@ def test_the_runtime_uses_the_copy_and_nothing_else(compiled: Compile, tmp_path:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_bytes(content)
     assert load_config(result.plan, out).scale == 1.7
-    assert sorted(p.name for p in (out / "model").iterdir()) == sorted(["config.json", *FILES])  # no __pycache__
+    assert sorted(p.name for p in (out / "model").iterdir()) == sorted(
+        ["config.json", *FILES]
+    )  # no __pycache__
     (out / "model" / "layers_tiny.py").write_text("print('edited')")
     with pytest.raises(Refusal) as caught:
         load_config(result.plan, out)
@@ -88,14 +94,19 @@ def test_without_trust_nothing_runs(compiled: Compile, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trusted", ["org/name", "./other", "own"])
-def test_trust_is_for_the_source_by_the_same_words(trusted: str, compiled: Compile, tmp_path: Path) -> None:
+def test_trust_is_for_the_source_by_the_same_words(
+    trusted: str, compiled: Compile, tmp_path: Path
+) -> None:
     write_own_model(tmp_path / "own")
     diagnostic = refused(compiled, {"source": "./own", "trust_remote_code": trusted})
     assert (diagnostic.code, diagnostic.valid) == ("SW1212", ("./own",))
 
 
 def test_trust_needs_a_source(compiled: Compile, small_recipe: dict[str, Any]) -> None:
-    assert refused(compiled, {**small_recipe["model"], "trust_remote_code": "org/name"}).code == "SW1212"
+    assert (
+        refused(compiled, {**small_recipe["model"], "trust_remote_code": "org/name"}).code
+        == "SW1212"
+    )
 
 
 @pytest.mark.parametrize("value", [True, False, 1])
@@ -111,12 +122,29 @@ def test_yes_is_not_a_name(value: object, compiled: Compile, tmp_path: Path) -> 
         ({}, "SW2014"),
         ("modeling_tiny.TinyForCausalLM", "SW2014"),
         ({"AutoConfig": "configuration_tiny.TinyConfig"}, "SW2014"),
-        ({"AutoConfig": "configuration_tiny.TinyConfig", "AutoModelForCausalLM": "other/repo--m.Tiny"}, "SW2014"),
-        ({"AutoConfig": "configuration_tiny.Absent", "AutoModelForCausalLM": "modeling_tiny.Tiny"}, "SW2018"),
-        ({"AutoConfig": "absent.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.Tiny"}, "SW2018"),
+        (
+            {
+                "AutoConfig": "configuration_tiny.TinyConfig",
+                "AutoModelForCausalLM": "other/repo--m.Tiny",
+            },
+            "SW2014",
+        ),
+        (
+            {
+                "AutoConfig": "configuration_tiny.Absent",
+                "AutoModelForCausalLM": "modeling_tiny.Tiny",
+            },
+            "SW2018",
+        ),
+        (
+            {"AutoConfig": "absent.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.Tiny"},
+            "SW2018",
+        ),
     ],
 )
-def test_what_auto_map_may_say(auto_map: object, code: str, compiled: Compile, tmp_path: Path) -> None:
+def test_what_auto_map_may_say(
+    auto_map: object, code: str, compiled: Compile, tmp_path: Path
+) -> None:
     write_own_model(tmp_path / "own", auto_map=auto_map)
     assert refused(compiled, TRUSTED).code == code
 
@@ -125,7 +153,10 @@ def test_a_type_that_transformers_has_needs_no_code(
     compiled: Compile, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = write_own_model(tmp_path / "own")
-    native = {**small_recipe["model"]["config"], "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}
+    native = {
+        **small_recipe["model"]["config"],
+        "auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"},
+    }
     (folder / "config.json").write_text(json.dumps(native))
     result = compiled(TRUSTED)
     assert result.plan.model.model_type == "llama" and result.plan.model.own_code is None

@@ -68,7 +68,9 @@ def test_the_cache_comes_first_at_its_revision(asked: list[str], tmp_path: Path)
     assert hub_config("openai-community/gpt2", "v2")["n_layer"] == 5
     assert hub_config("openai-community/gpt2-xl")["n_layer"] == 48
     assert asked == []
-    section = dataclasses.replace(model_section(None, source="openai-community/gpt2"), revision="v2")
+    section = dataclasses.replace(
+        model_section(None, source="openai-community/gpt2"), revision="v2"
+    )
     assert build_model_graph(section).decoder_layers == 5
 
 
@@ -81,7 +83,10 @@ def test_the_cache_is_read_as_the_hubs_client_reads_it(asked: list[str], tmp_pat
     (tmp_path / "hub/models--org--empty/refs").mkdir(parents=True)
     found = 0
     for model_id, revision in [
-        *(("org/name", revision) for revision in ("main", "v2", "refs/pr/1", commit, "v3", "0" * 40)),
+        *(
+            ("org/name", revision)
+            for revision in ("main", "v2", "refs/pr/1", commit, "v3", "0" * 40)
+        ),
         *(("gpt2", "main"), ("org/empty", "main"), ("org/other", "main")),
     ]:
         theirs = huggingface_hub.try_to_load_from_cache(model_id, "config.json", revision=revision)
@@ -94,7 +99,11 @@ def test_the_cache_is_read_as_the_hubs_client_reads_it(asked: list[str], tmp_pat
 
 def test_shipped_configurations_are_of_main_only(asked: list[str]) -> None:
     diagnostic = refusal("openai-community/gpt2", "v3")
-    assert diagnostic.code == "SW2001" and "'v3'" in diagnostic.message and "--revision v3" in diagnostic.help
+    assert (
+        diagnostic.code == "SW2001"
+        and "'v3'" in diagnostic.message
+        and "--revision v3" in diagnostic.help
+    )
     assert len(asked) == 1
 
 
@@ -126,7 +135,10 @@ def test_what_cannot_be_a_hub_id(name: str, asked: list[str]) -> None:
 
 def _answer(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
     request = HTTP.Request("HEAD", "https://huggingface.co/org/name/resolve/main/config.json")
-    return kind(f"{status} the hub's own text\nin two lines", response=HTTP.Response(status, request=request))
+    return kind(
+        f"{status} the hub's own text\nin two lines",
+        response=HTTP.Response(status, request=request),
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +169,9 @@ def test_the_hubs_refusals(
         assert "Qwen/Qwen3-32B" in diagnostic.valid
 
 
-def test_config_json_alone_is_downloaded(asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_config_json_alone_is_downloaded(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     downloads: list[tuple[object, ...]] = []
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2}))
 
@@ -167,7 +181,9 @@ def test_config_json_alone_is_downloaded(asked: list[str], monkeypatch: pytest.M
 
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    graph = build_model_graph(dataclasses.replace(model_section(None, source="org/name"), revision="v1"))
+    graph = build_model_graph(
+        dataclasses.replace(model_section(None, source="org/name"), revision="v1")
+    )
     assert graph.decoder_layers == 2
     assert downloads == [("org/name", "config.json", "v1")]
 
@@ -191,7 +207,9 @@ def test_a_shipped_model_is_estimated_and_compiled_with_random_weights_only(
     asked: list[str], write_recipe: Callable[[dict[str, Any]], Path]
 ) -> None:
     model = {"source": "openai-community/gpt2"}
-    path = write_recipe({"model": model, "parallelism": {}})  # weights: pretrained is the default for a source
+    path = write_recipe(
+        {"model": model, "parallelism": {}}
+    )  # weights: pretrained is the default for a source
     recipe = load_recipe(path)
     _, estimate = estimate_recipe(recipe)
     assert recipe.model.weights == "pretrained" and estimate.memory.peak_bytes > 0
@@ -200,8 +218,12 @@ def test_a_shipped_model_is_estimated_and_compiled_with_random_weights_only(
         compile_recipe(recipe)
     assert [d.code for d in caught.value.diagnostics] == ["SW1913"]
     assert "hf download openai-community/gpt2" in caught.value.diagnostics[0].help
-    assert asked.pop().endswith("/openai-community/gpt2/resolve/main/config.json")  # once, for the weights
-    compiled = compile_recipe(load_recipe(write_recipe({"model": {**model, "weights": "random"}, "parallelism": {}})))
+    assert asked.pop().endswith(
+        "/openai-community/gpt2/resolve/main/config.json"
+    )  # once, for the weights
+    compiled = compile_recipe(
+        load_recipe(write_recipe({"model": {**model, "weights": "random"}, "parallelism": {}}))
+    )
     assert compiled.plan.model.total_parameters == 124_439_808
     assert compiled.plan.model.weights_path is None
     assert asked == []

@@ -13,7 +13,13 @@ import transformers
 
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
-from shardwright.hf.processor import MissingPackage, NoProcessor, inline_processor, load_processor, processor_files
+from shardwright.hf.processor import (
+    MissingPackage,
+    NoProcessor,
+    inline_processor,
+    load_processor,
+    processor_files,
+)
 from shardwright.ir.vision import Vision
 from shardwright.model import processor
 from shardwright.model.graph import trace_model_graph
@@ -35,7 +41,9 @@ def test_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def placeholder(kind: object, backends: object) -> None:
         if backends:
-            raise ImportError("\nLlavaProcessor requires the Torchvision library but it was not found.")
+            raise ImportError(
+                "\nLlavaProcessor requires the Torchvision library but it was not found."
+            )
 
     monkeypatch.setattr("shardwright.hf.processor.requires_backends", placeholder)
     monkeypatch.setattr(transformers, "LlavaProcessor", Placeholder)
@@ -44,7 +52,11 @@ def test_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Refusal) as refused:
         processor.check_processor(graph, tmp_path)
     (told,) = refused.value.diagnostics
-    assert told.code == "SW2080" and "torchvision" in told.message and "pip install torchvision" in str(told.help)
+    assert (
+        told.code == "SW2080"
+        and "torchvision" in told.message
+        and "pip install torchvision" in str(told.help)
+    )
 
 
 PIXTRAL: dict[str, Any] = {"model_type": "mistral3", "text_config": {"model_type": "mistral"}}
@@ -59,7 +71,9 @@ def test_check_names_the_package_without_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchvision" else found(name)
+    )
     model: dict[str, Any] = {"source": "./model", "weights": "random"}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(PIXTRAL))
@@ -67,12 +81,16 @@ def test_check_names_the_package_without_transformers(
         model = {"config": PIXTRAL, "weights": "random"}
     elif place != "not here":
         kind = "PixtralProcessor" if place == "folder" else "Idefics3Processor"
-        (tmp_path / "model" / "processor_config.json").write_text(json.dumps({"processor_class": kind}))
+        (tmp_path / "model" / "processor_config.json").write_text(
+            json.dumps({"processor_class": kind})
+        )
     data = {"kind": "synthetic"}
     exits = main(["check", str(write_recipe({"model": model, "data": data, "parallelism": {}}))])
     told, is_refused = capsys.readouterr().err, place in ("inline", "folder")
     assert (exits == 1) == is_refused, told
-    assert ("error[SW2080]" in told) == is_refused and ("warning[SW2080]" in told) == (place == "not here")
+    assert ("error[SW2080]" in told) == is_refused and ("warning[SW2080]" in told) == (
+        place == "not here"
+    )
     assert place == "of another class" or "PixtralProcessor needs torchvision" in told
 
 
@@ -80,7 +98,9 @@ def test_check_refuses_a_model_type_that_is_no_word(
     tmp_path: Path, write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": ["gpt2"], "n_embd": 64}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"model_type": ["gpt2"], "n_embd": 64})
+    )
     model = {"source": "./model", "weights": "random"}
     assert main(["check", str(write_recipe({"model": model, "parallelism": {}}))]) == 1
     assert "error[SW2" in capsys.readouterr().err
@@ -88,7 +108,9 @@ def test_check_refuses_a_model_type_that_is_no_word(
 
 def test_only_what_a_processor_raises_leaves_images_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake of our own is no type whose processor cannot be asked."""
-    config = processor._config(trace_model_graph({"model_type": "llava", **MODELS["llava"]}, "auto", inline=True))
+    config = processor._config(
+        trace_model_graph({"model_type": "llava", **MODELS["llava"]}, "auto", inline=True)
+    )
     vision = Vision(patch=4, patches=16, patches_per_token=4.0, layers=(), tower=(), projector=())
 
     def raises(error: Exception) -> Callable[..., Any]:

@@ -10,7 +10,8 @@ from shardwright.model.popular import shipped
 from shardwright.model.popular.shipped import shipped_config, shipped_ids
 from tests.unit.model.factory import model_section
 
-# The number of parameters on the model's page (the sum over its safetensors header, or its table), a tied head once.
+# The number of parameters on the model's page (the sum over its safetensors header, or its table),
+# a tied head once.
 EXACT: dict[str, int] = {
     "bigscience/bloom-560m": 559_214_592,
     "bigscience/bloom-1b1": 1_065_314_304,
@@ -105,7 +106,8 @@ EXACT: dict[str, int] = {
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "stabilityai/stablelm-3b-4e1t": 2_795_443_200,
-    # The pages of OpenAI's count two tables of position numbers too, 127 and 334 integers: 151,277,440, 427,616,847.
+    # The pages of OpenAI's count two tables of position numbers too, 127 and 334 integers:
+    # 151,277,440, 427,616,847.
     "openai/clip-vit-base-patch32": 151_277_440 - 127,
     "openai/clip-vit-large-patch14": 427_616_847 - 334,
     "google/siglip-base-patch16-224": 203_155_970,
@@ -118,7 +120,8 @@ EXACT: dict[str, int] = {
     "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
     "google/gemma-3-27b-it": 27_432_406_640,
 }
-# Where the page has a rounded number only, or counts something else (StableLM: without the key bias; V3: no MTP layer).
+# Where the page has a rounded number only, or counts something else (StableLM: without the key
+# bias; V3: no MTP layer).
 ROUNDED: dict[str, float] = {
     "facebook/opt-66b": 66e9,
     "stabilityai/stablelm-2-1_6b": 1_644_417_024,
@@ -126,7 +129,13 @@ ROUNDED: dict[str, float] = {
     "mistralai/Mistral-Large-Instruct-2407": 123e9,
 }
 # What a model may change and still be "like" another one.
-MAY_DIFFER = {"bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "rms_norm_eps"}
+MAY_DIFFER = {
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "max_position_embeddings",
+    "rms_norm_eps",
+}
 
 
 def entry(model_id: str) -> JsonObject:
@@ -136,7 +145,9 @@ def entry(model_id: str) -> JsonObject:
 
 
 def own_entries() -> list[str]:
-    return [model_id for model_id in shipped_ids() if shipped.LIKE not in shipped._entries()[model_id]]
+    return [
+        model_id for model_id in shipped_ids() if shipped.LIKE not in shipped._entries()[model_id]
+    ]
 
 
 def test_every_own_entry_has_a_published_size() -> None:
@@ -154,7 +165,10 @@ def test_published_sizes(model_id: str, asked: list[str]) -> None:
     text = plain.get("text_config")
     plain = text if isinstance(text, dict) else plain  # of a model that sees
     # What a size does not show: a wrong number of heads gives a head dimension that no kernel has.
-    heads, hidden = _get(plain, "num_attention_heads", "n_head"), _get(plain, "hidden_size", "n_embd")
+    heads, hidden = (
+        _get(plain, "num_attention_heads", "n_head"),
+        _get(plain, "hidden_size", "n_embd"),
+    )
     head_dim = plain.get("head_dim") or plain.get("v_head_dim") or hidden / heads
     assert head_dim in (64, 72, 80, 96, 128, 256), head_dim
     assert asked == []
@@ -168,9 +182,18 @@ def test_likes_lead_to_an_own_entry_and_change_no_shape() -> None:
     for model_id in set(shipped_ids()) - set(own_entries()):
         base = str(shipped._entries()[model_id][shipped.LIKE])
         ours, theirs = entry(model_id), entry(base)
-        assert {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)} <= MAY_DIFFER
+        assert {
+            key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)
+        } <= MAY_DIFFER
 
 
 def test_no_entry_tells_of_stored_weights_or_of_its_writer() -> None:
-    left_out = {"torch_dtype", "dtype", "architectures", "transformers_version", "quantization_config", "auto_map"}
+    left_out = {
+        "torch_dtype",
+        "dtype",
+        "architectures",
+        "transformers_version",
+        "quantization_config",
+        "auto_map",
+    }
     assert all(not left_out & entry(model_id).keys() for model_id in shipped_ids())

@@ -16,7 +16,9 @@ from tests.unit.model.factory import model_section
 from tools.write_graphs import PATH, archive_of, config_text, trace
 
 OF_EACH_TYPE = list(
-    {str((shipped_config(model_id) or {})["model_type"]): model_id for model_id in shipped_ids()}.values()
+    {
+        str((shipped_config(model_id) or {})["model_type"]): model_id for model_id in shipped_ids()
+    }.values()
 )
 
 
@@ -67,11 +69,15 @@ def test_the_same_graphs_are_the_same_bytes() -> None:
         (None, None, True),  # a laptop that plans and never trains
     ],
 )
-def test_versions(torch: str | None, transformers: str | None, used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions(
+    torch: str | None, transformers: str | None, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with zipfile.ZipFile(PATH) as archive:
         recorded = json.loads(archive.read("versions.json"))
     installed = {"torch": torch, "transformers": transformers}
-    installed = {name: text and text.replace("same", recorded[name]) for name, text in installed.items()}
+    installed = {
+        name: text and text.replace("same", recorded[name]) for name, text in installed.items()
+    }
     monkeypatch.setattr(graphs, "installed_version", installed.get)
     assert (graphs.shipped_graph(config_text("Qwen/Qwen3-32B"), "auto") is not None) == used
 
@@ -79,7 +85,12 @@ def test_versions(torch: str | None, transformers: str | None, used: bool, monke
 def test_what_is_not_exactly_a_shipped_configuration_is_traced() -> None:
     text = config_text("Qwen/Qwen3-32B")
     assert graphs.shipped_graph(text, "eager") is None
-    assert graphs.shipped_graph(text.replace('"num_hidden_layers": 64', '"num_hidden_layers": 63'), "auto") is None
+    assert (
+        graphs.shipped_graph(
+            text.replace('"num_hidden_layers": 64', '"num_hidden_layers": 63'), "auto"
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no archive"])
@@ -91,4 +102,7 @@ def test_without_a_readable_archive_the_models_are_traced(
     monkeypatch.setattr(graphs, "ARCHIVE", str(tmp_path / "graphs.zip"))
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     build._KNOWN.clear()
-    assert build.build_model_graph(model_section(None, source="openai-community/gpt2")).decoder_layers == 12
+    assert (
+        build.build_model_graph(model_section(None, source="openai-community/gpt2")).decoder_layers
+        == 12
+    )

@@ -48,7 +48,9 @@ def snapshot(cache: Path, model_id: str, commit: str = COMMIT, revision: str = "
 
 
 def section(source: str = "org/name", revision: str = "main") -> Any:
-    return dataclasses.replace(model_section(None, source=source, revision=revision), weights="pretrained")
+    return dataclasses.replace(
+        model_section(None, source=source, revision=revision), weights="pretrained"
+    )
 
 
 def refusal(source: str = "org/name", revision: str = "main") -> Diagnostic:
@@ -67,21 +69,29 @@ def test_a_whole_snapshot_is_used_at_its_commit(cache: Path) -> None:
     folder = snapshot(cache, "org/name")
     tensors(folder / "model.safetensors")
     assert locate_weights(section()) == LocatedWeights(path=str(folder), revision=COMMIT)
-    assert locate_weights(section(revision=COMMIT)) == LocatedWeights(path=str(folder), revision=COMMIT)
+    assert locate_weights(section(revision=COMMIT)) == LocatedWeights(
+        path=str(folder), revision=COMMIT
+    )
     assert locate_weights(dataclasses.replace(section(), weights="random")) is None
     other = snapshot(cache, "org/name", commit="f" * 40, revision="v2")
     tensors(other / "model.safetensors")
-    assert locate_weights(section(revision="v2")) == LocatedWeights(path=str(other), revision="f" * 40)
+    assert locate_weights(section(revision="v2")) == LocatedWeights(
+        path=str(other), revision="f" * 40
+    )
     assert refusal(revision="v3").code == "SW1913"
 
 
 def test_shards_are_counted(cache: Path) -> None:
     folder = snapshot(cache, "org/name")
     names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    (folder / INDEX).write_text(json.dumps({"weight_map": {f"p{i}": name for i, name in enumerate(names)}}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {f"p{i}": name for i, name in enumerate(names)}})
+    )
     tensors(folder / names[0])
     diagnostic = refusal()
-    assert diagnostic.code == "SW1913" and f"{names[1]} is missing, with 1 more" in diagnostic.message
+    assert (
+        diagnostic.code == "SW1913" and f"{names[1]} is missing, with 1 more" in diagnostic.message
+    )
     assert "HF_HUB_OFFLINE" in diagnostic.message and "hf download org/name`" in diagnostic.help
     tensors(folder / names[1])
     tensors(folder / names[2])
@@ -95,7 +105,14 @@ def test_a_file_that_was_cut_off(cache: Path) -> None:
     whole = folder / "model.safetensors"
     tensors(whole)
     content = whole.read_bytes()
-    for part in (b"", content[:4], content[:20], content[:-1], content + b"x", b"\0" * 8 + content[8:]):
+    for part in (
+        b"",
+        content[:4],
+        content[:20],
+        content[:-1],
+        content + b"x",
+        b"\0" * 8 + content[8:],
+    ):
         whole.write_bytes(part)
         assert "is not a whole safetensors file" in weights_problem(folder), len(part)
     whole.write_bytes(content)
@@ -125,14 +142,20 @@ def test_a_local_folder(cache: Path, tmp_path: Path) -> None:
     assert locate_weights(section(str(folder))) == LocatedWeights(path=str(folder), revision=None)
 
 
-def online(monkeypatch: pytest.MonkeyPatch, cache: Path, published: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+def online(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, published: list[str]
+) -> list[tuple[str, tuple[str, ...]]]:
     """A hub that has these files: what was asked of it, as (revision, patterns)."""
     asked: list[tuple[str, tuple[str, ...]]] = []
     real = huggingface_hub.snapshot_download
 
-    def download(model_id: str, *, revision: str, allow_patterns: list[str], local_files_only: bool = False) -> str:
+    def download(
+        model_id: str, *, revision: str, allow_patterns: list[str], local_files_only: bool = False
+    ) -> str:
         if local_files_only:
-            return real(model_id, revision=revision, local_files_only=True, allow_patterns=allow_patterns)
+            return real(
+                model_id, revision=revision, local_files_only=True, allow_patterns=allow_patterns
+            )
         asked.append((revision, tuple(allow_patterns)))
         folder = snapshot(cache, model_id)
         for name in published:
@@ -149,13 +172,17 @@ def online(monkeypatch: pytest.MonkeyPatch, cache: Path, published: list[str]) -
     return asked
 
 
-def test_what_is_missing_is_downloaded_and_nothing_else(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_downloaded_and_nothing_else(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards = ["model-1.safetensors", "model-2.safetensors"]
     asked = online(monkeypatch, cache, [INDEX, *shards, "modeling_x.py", "consolidated.pth"])
     found = locate_weights(section())
     assert found is not None and found.revision == COMMIT
     assert [revision for revision, _ in asked] == ["main", COMMIT]
-    assert not any("*.safetensors" in p or p.endswith((".py", ".bin", ".pth")) for _, ps in asked for p in ps)
+    assert not any(
+        "*.safetensors" in p or p.endswith((".py", ".bin", ".pth")) for _, ps in asked for p in ps
+    )
     assert asked[1][1] == tuple(shards)
     assert locate_weights(section()) == found and len(asked) == 2  # the second time nobody is asked
 
@@ -168,7 +195,10 @@ def test_a_repository_without_safetensors(cache: Path, monkeypatch: pytest.Monke
 
 def answer(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
     request = HTTP.Request("HEAD", "https://huggingface.co/org/name/resolve/main/config.json")
-    return kind(f"{status} the hub's own text\nin two lines", response=HTTP.Response(status, request=request))
+    return kind(
+        f"{status} the hub's own text\nin two lines",
+        response=HTTP.Response(status, request=request),
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,14 +239,17 @@ def test_the_plan_locks_the_commit_and_the_tokenizer_comes_along(
     assert (compiled.plan.model.weights_path, compiled.plan.model.revision) == (str(folder), COMMIT)
     assert compiled.files["tokenizer/tokenizer.json"] == b"{}"
     assert compiled.files == compile_recipe(load_recipe(recipe)).files
-    # A config.json of another commit does not mix with these weights: main moves on, its weights are not here.
+    # A config.json of another commit does not mix with these weights: main moves on, its weights
+    # are not here.
     snapshot(cache, "org/name", commit="e" * 40)
     with pytest.raises(Refusal) as caught:
         compile_recipe(load_recipe(recipe))
     assert [d.code for d in caught.value.diagnostics] == ["SW1913"]
 
 
-def test_a_tokenizer_that_is_nowhere(cache: Path, write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_nowhere(
+    cache: Path, write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     (tmp_path / "corpus.txt").write_text("text")
     for source in ("org/name", "x y"):
         data = {"kind": "text", "path": "corpus.txt", "tokenizer": source}

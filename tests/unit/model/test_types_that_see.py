@@ -1,4 +1,5 @@
-"""Types that transformers maps to image-text-to-text and that are none for this task: refused by name, with a code."""
+"""Types that transformers maps to image-text-to-text and that are none for this task: refused by
+name, with a code."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tests.unit.model.factory import model_section
 
 
 @pytest.mark.parametrize(
-    ("model_type", "code"), [("florence2", "SW2017"), ("udop", "SW2017"), ("mistral4", "SW2016"), ("pi0", "SW2016")]
+    ("model_type", "code"),
+    [("florence2", "SW2017"), ("udop", "SW2017"), ("mistral4", "SW2016"), ("pi0", "SW2016")],
 )
 def test_they_are_refused_by_name(model_type: str, code: str) -> None:
     """`make prove PIECES=zoo-sight` asks all ten."""

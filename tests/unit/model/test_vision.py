@@ -1,4 +1,5 @@
-"""The tower's work: FLOPs against torch's own counter at real size, bytes against what real steps keep."""
+"""The tower's work: FLOPs against torch's own counter at real size, bytes against what real steps
+keep."""
 
 from __future__ import annotations
 
@@ -77,14 +78,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"vision_config": QWEN, "text_config": {**TEXT, "rope_parameters": SECTIONS}},
     "qwen3_vl": {"vision_config": QWEN3, "text_config": {**TEXT, "rope_parameters": SECTIONS}},
 }
-CUT = Cut(stack="model.language_model.layers", hidden_position=0, hidden_keyword=None, output_length=0)
+CUT = Cut(
+    stack="model.language_model.layers", hidden_position=0, hidden_keyword=None, output_length=0
+)
 
 
 def build(model_type: str, attention: str | None = None, **tower: Any) -> Any:
     document = MODELS[model_type]
     vision = {**document["vision_config"], **tower}
     config = AutoConfig.for_model(model_type, **{**document, "vision_config": vision})
-    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return AutoModelForImageTextToText.from_config(
+        config, dtype=torch.float32, attn_implementation=attention
+    )
 
 
 def build_on_meta(model_type: str, **options: Any) -> Any:
@@ -93,7 +98,8 @@ def build_on_meta(model_type: str, **options: Any) -> Any:
 
 
 def counted_flops(model: Any, **inputs: torch.Tensor) -> int:
-    """By torch, of the whole tower at once, with eager attention: its counter does not know the CPU's fused one."""
+    """By torch, of the whole tower at once, with eager attention: its counter does not know the
+    CPU's fused one."""
     own_nothing(model, torch.float32)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_parameters(list(model.modules()), fake), FlopCounterMode(display=False) as counter:
@@ -115,7 +121,9 @@ def forward_flops(vision: Vision, patches: int) -> int:
 def real_size(model_type: str) -> tuple[int, int]:
     """FLOPs of one picture: (as planned, as torch counts)."""
     side = MODELS[model_type]["vision_config"]["image_size"]
-    counted = counted_flops(build_on_meta(model_type, attention="eager"), pixel_values=torch.zeros(1, 3, side, side))
+    counted = counted_flops(
+        build_on_meta(model_type, attention="eager"), pixel_values=torch.zeros(1, 3, side, side)
+    )
     return forward_flops(traced(model_type), (side // 14) ** 2), counted
 
 
@@ -123,7 +131,9 @@ def real_size(model_type: str) -> tuple[int, int]:
 def test_a_tower_of_one_size_at_real_size(model_type: str, gflops: float) -> None:
     found, counted = real_size(model_type)
     assert found == pytest.approx(counted, rel=0.01)
-    assert found == pytest.approx(gflops * 1e9, rel=0.01)  # L (2n (4h^2 + 2hf) + 4n^2 h) + 2n C P^2 h
+    assert found == pytest.approx(
+        gflops * 1e9, rel=0.01
+    )  # L (2n (4h^2 + 2hf) + 4n^2 h) + 2n C P^2 h
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
@@ -151,7 +161,8 @@ SHAPES: dict[str, tuple[str, int, dict[str, torch.Tensor]]] = {
     "internvl": ("language_model", 16, {}),
     "lfm2_vl": ("language_model", 0, {}),  # patches, padded
 }
-"""A tiny copy's text part, the patches of every picture, and what counting wants beside the pixels."""
+"""A tiny copy's text part, the patches of every picture, and what counting wants beside the
+pixels."""
 
 
 @pytest.mark.parametrize("model_type", SHAPES)
@@ -159,14 +170,19 @@ def test_towers_take_pictures_in_other_shapes(model_type: str) -> None:
     text, patches, beside = SHAPES[model_type]
     config = AutoConfig.for_model(**sight_config(model_type))
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = AutoModelForImageTextToText.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
     found = trace_vision(
-        model, Cut(stack=f"model.{text}.layers", hidden_position=0, hidden_keyword=None, output_length=0)
+        model,
+        Cut(stack=f"model.{text}.layers", hidden_position=0, hidden_keyword=None, output_length=0),
     )
     assert not found.untraced and found.patches == patches and len(found.layers) == 5
     if patches:
         with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+            model = AutoModelForImageTextToText.from_config(
+                config, dtype=torch.float32, attn_implementation="eager"
+            )
         tiles = {"llava_next": 5, "smolvlm": 1}.get(model_type)
         pixels = (1, 3, 16, 16) if tiles is None else (1, tiles, 3, 16, 16)
         counted = counted_flops(model, pixel_values=torch.rand(pixels), **beside)
@@ -181,16 +197,21 @@ BYTES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def kept_of(model_type: str) -> tuple[dict[str, int], int, int]:
-    """(bytes that each layer is planned to keep of a picture, those that real steps of one and of two blocks save)."""
+    """(bytes that each layer is planned to keep of a picture, those that real steps of one and of
+    two blocks save)."""
     depth, sizes = BYTES[model_type]
     found = trace_vision(build_on_meta(model_type, **sizes), CUT)
     assert not found.untraced, found.untraced
     patches = found.patches or 24 * 16
     kept = {
-        layer.name: next(k for k in layer.kept if k.element_bytes == 4 and k.checkpointing == "none").bytes.of(patches)
+        layer.name: next(
+            k for k in layer.kept if k.element_bytes == 4 and k.checkpointing == "none"
+        ).bytes.of(patches)
         for layer in found.layers
     }
-    one, two = (kept_in_a_real_step(build(model_type, **{depth: n}, **sizes), patches) for n in (1, 2))
+    one, two = (
+        kept_in_a_real_step(build(model_type, **{depth: n}, **sizes), patches) for n in (1, 2)
+    )
     return kept, one, two
 
 
@@ -208,7 +229,11 @@ def test_kept_bytes_against_real_steps_of_one_and_two_blocks(model_type: str) ->
 @pytest.mark.parametrize("model_type", MODELS)
 def test_flops_of_towers_are_recorded(model_type: str, proved: Callable[..., None]) -> None:
     found, counted = (another_size if model_type.startswith("qwen") else real_size)(model_type)
-    proved("tower", f"{model_type}: FLOPs", {"planned": found, "counted": counted, "apart": found / counted - 1})
+    proved(
+        "tower",
+        f"{model_type}: FLOPs",
+        {"planned": found, "counted": counted, "apart": found / counted - 1},
+    )
     assert found == pytest.approx(counted, rel=0.01)
 
 
@@ -217,7 +242,11 @@ def test_flops_of_towers_are_recorded(model_type: str, proved: Callable[..., Non
 def test_kept_bytes_of_towers_are_recorded(model_type: str, proved: Callable[..., None]) -> None:
     kept, one, two = kept_of(model_type)
     planned, real = sum(kept.values()), one + (len(kept) - 2) * (two - one)
-    proved("tower", f"{model_type}: bytes", {"planned": planned, "extrapolated": real, "apart": planned / real - 1})
+    proved(
+        "tower",
+        f"{model_type}: bytes",
+        {"planned": planned, "extrapolated": real, "apart": planned / real - 1},
+    )
     assert planned == pytest.approx(real, rel=0.1)
 
 
@@ -235,7 +264,10 @@ def kept_in_a_real_step(model: Any, patches: int) -> int:
         side = model.config.vision_config.image_size
         inputs = {"pixel_values": torch.randn(1, 3, side, side)}
     else:
-        inputs = {"pixel_values": torch.randn(patches, 1176), "image_grid_thw": torch.tensor([[1, 16, patches // 16]])}
+        inputs = {
+            "pixel_values": torch.randn(patches, 1176),
+            "image_grid_thw": torch.tensor([[1, 16, patches // 16]]),
+        }
     known = {t.untyped_storage().data_ptr() for t in inputs.values()}
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model.get_image_features(**inputs)

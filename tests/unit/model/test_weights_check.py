@@ -1,4 +1,5 @@
-"""Weights against the model before any rank starts: what is missing, left over, of another shape, quantised or tied."""
+"""Weights against the model before any rank starts: what is missing, left over, of another shape,
+quantised or tied."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def section(folder: Path) -> ModelSection:
     return ModelSection(
-        source=str(folder), config=None, revision="main", weights="pretrained", attention="auto", loss="auto"
+        source=str(folder),
+        config=None,
+        revision="main",
+        weights="pretrained",
+        attention="auto",
+        loss="auto",
     )
 
 
@@ -49,10 +55,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]) -> None:
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor] | None]
+) -> None:
     tensors = load_file(folder / FILE)
     changed = change(tensors)
-    save_file({k: v.contiguous() for k, v in (changed or tensors).items()}, folder / FILE, metadata={"format": "pt"})
+    save_file(
+        {k: v.contiguous() for k, v in (changed or tensors).items()},
+        folder / FILE,
+        metadata={"format": "pt"},
+    )
 
 
 def configure(folder: Path, **changes: Any) -> None:
@@ -108,12 +120,20 @@ def padded(tensors: dict[str, torch.Tensor]) -> None:
 
 CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str, str, str]] = {
     "biases": (with_biases, "warning", "SW2023", "biases that the configuration does not have"),
-    "a further decoder layer": (with_a_further_layer, "warning", "SW2023", "decoder layers that the configuration"),
+    "a further decoder layer": (
+        with_a_further_layer,
+        "warning",
+        "SW2023",
+        "decoder layers that the configuration",
+    ),
     "multi-token prediction": (
         lambda t: t.update({"mtp.fc.weight": torch.zeros(2, 2)}),
         "warning",
         "SW2023",
-        "1 tensor of the weights (multi-token prediction) is not loaded, trained or exported: mtp.fc.weight",
+        (
+            "1 tensor of the weights (multi-token prediction) is not loaded, trained or exported: "
+            "mtp.fc.weight"
+        ),
     ),
     "a vision encoder": (
         lambda t: t.update({"visual.patch_embed.weight": torch.zeros(2, 2)}),
@@ -121,7 +141,12 @@ CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str, str, str]]
         "SW2023",
         "vision encoder",
     ),
-    "a missing tensor": (lambda t: without(t, "model.norm.weight"), "error", "SW2022", "model.norm.weight"),
+    "a missing tensor": (
+        lambda t: without(t, "model.norm.weight"),
+        "error",
+        "SW2022",
+        "model.norm.weight",
+    ),
     "no head": (lambda t: without(t, HEAD), "error", "SW2022", HEAD),
     "torch.compile's names": (prefixed("_orig_mod."), "error", "SW2022", "_orig_mod."),
     "DataParallel's names": (prefixed("module."), "error", "SW2022", "module."),
@@ -129,13 +154,17 @@ CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str, str, str]]
     "an unknown prefix": (prefixed("policy."), "error", "SW2022", "not in the files"),
     "a padded vocabulary": (padded, "error", "SW2024", f"shape mismatch for {EMBEDDING}"),
     "int8 weights": (
-        lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(128, 64, dtype=torch.int8)}),
+        lambda t: t.update(
+            {"model.layers.0.mlp.up_proj.weight": torch.zeros(128, 64, dtype=torch.int8)}
+        ),
         "error",
         "SW2025",
         "I8",
     ),
     "GPTQ": (
-        lambda t: t.update({"model.layers.0.mlp.up_proj.qweight": torch.zeros(8, 8, dtype=torch.int32)}),
+        lambda t: t.update(
+            {"model.layers.0.mlp.up_proj.qweight": torch.zeros(8, 8, dtype=torch.int32)}
+        ),
         "error",
         "SW2025",
         "quantised",
@@ -148,7 +177,9 @@ def test_what_differs_is_named_before_a_rank_starts(name: str, folder: Path) -> 
     change, severity, code, words = CASES[name]
     rewrite(folder, change)
     told = found(folder)
-    assert (severity, code) in {each[:2] for each in told} and words in " ".join(each[2] for each in told), told
+    assert (severity, code) in {each[:2] for each in told} and words in " ".join(
+        each[2] for each in told
+    ), told
 
 
 def test_names_without_the_base_models_prefix_are_loaded(folder: Path) -> None:
@@ -167,7 +198,9 @@ def test_a_padded_vocabulary_says_which_vocab_size(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_a_head_of_its_own_is_kept_as_transformers_keeps_it(stored: torch.dtype, folder: Path) -> None:
+def test_a_head_of_its_own_is_kept_as_transformers_keeps_it(
+    stored: torch.dtype, folder: Path
+) -> None:
     """tie_word_embeddings: true beside an lm_head.weight that differs."""
     rewrite(folder, lambda t: {name: tensor.to(stored) for name, tensor in t.items()})
     configure(folder, tie_word_embeddings=True)
@@ -182,19 +215,31 @@ def test_a_head_of_its_own_is_kept_as_transformers_keeps_it(stored: torch.dtype,
     model = empty_model(AutoConfig.for_model(str(graph.config["model_type"]), **document), None)
     Filler(model, WeightFiles(folder, model), {}, frozenset(), 0).fill([""])
     wanted = dict(plain.named_parameters())
-    assert all(torch.equal(wanted[name], p) for name, p in model.named_parameters()) and len(wanted) > 10
+    assert (
+        all(torch.equal(wanted[name], p) for name, p in model.named_parameters())
+        and len(wanted) > 10
+    )
 
 
 def test_a_head_that_is_the_embedding_stays_tied(folder: Path) -> None:
     """In another type, too: the numbers are compared, not the bytes."""
-    rewrite(folder, lambda t: {**t, EMBEDDING: t[EMBEDDING].bfloat16(), HEAD: t[EMBEDDING].bfloat16().float()})
+    rewrite(
+        folder,
+        lambda t: {**t, EMBEDDING: t[EMBEDDING].bfloat16(), HEAD: t[EMBEDDING].bfloat16().float()},
+    )
     configure(folder, tie_word_embeddings=True)
     assert len(build_model_graph(section(folder)).tied) == 1 and found(folder) == []
 
 
 def test_numbers_are_compared_as_torch_compares_them(tmp_path: Path) -> None:
     nan, zero = torch.tensor([1.0, float("nan")]), torch.tensor([0.0, 2.0])
-    tensors = {"nan": nan, "nan2": nan.clone(), "zero": zero, "minus": torch.tensor([-0.0, 2.0]), "other": zero + 1}
+    tensors = {
+        "nan": nan,
+        "nan2": nan.clone(),
+        "zero": zero,
+        "minus": torch.tensor([-0.0, 2.0]),
+        "other": zero + 1,
+    }
     save_file(tensors, tmp_path / FILE)
     headers = read_headers(tmp_path)
     for a in tensors:
@@ -203,8 +248,12 @@ def test_numbers_are_compared_as_torch_compares_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "gpt_oss"])
-def test_quantised_weights_are_what_transformers_dequantises(model_type: str, tmp_path: Path) -> None:
-    config = tiny_config(model_type) | ({"intermediate_size": 128} if model_type == "gpt_oss" else {})
+def test_quantised_weights_are_what_transformers_dequantises(
+    model_type: str, tmp_path: Path
+) -> None:
+    config = tiny_config(model_type) | (
+        {"intermediate_size": 128} if model_type == "gpt_oss" else {}
+    )
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(tmp_path)
     quantise = quantise_mxfp4 if model_type == "gpt_oss" else quantise_fp8
     assert quantise(tmp_path) > 5
@@ -213,7 +262,9 @@ def test_quantised_weights_are_what_transformers_dequantises(model_type: str, tm
         if model_type == "gpt_oss"
         else FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16))
     )
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=asked)
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=asked
+    )
     assert [each[:2] for each in found(tmp_path)] == [("note", "SW2025")]
     graph = build_model_graph(section(tmp_path))
     assert "quantization_config" not in graph.config
@@ -247,7 +298,9 @@ def test_shards_that_contradict_their_index(folder: Path) -> None:
     path.write_text(json.dumps({**index, "metadata": {"total_size": 7}}))
     assert [each[:2] for each in found(folder)] == [("note", "SW2027")]
     files = sorted(set(index["weight_map"].values()))
-    path.write_text(json.dumps({**index, "weight_map": {**index["weight_map"], "model.extra.weight": files[0]}}))
+    path.write_text(
+        json.dumps({**index, "weight_map": {**index["weight_map"], "model.extra.weight": files[0]}})
+    )
     assert [each[:2] for each in found(folder)] == [("error", "SW2027")]
     path.write_text(json.dumps(index))
     first, second = (load_file(folder / file) for file in files[:2])
@@ -259,7 +312,10 @@ def test_shards_that_contradict_their_index(folder: Path) -> None:
 @pytest.mark.parametrize("spoil", ["not finite", "finite"])
 def test_weights_that_are_not_finite_are_refused_as_they_are_read(spoil: str, folder: Path) -> None:
     value = float("inf") if spoil == "not finite" else 1e4
-    rewrite(folder, lambda t: {k: torch.full_like(v, value).half() if k == HEAD else v for k, v in t.items()})
+    rewrite(
+        folder,
+        lambda t: {k: torch.full_like(v, value).half() if k == HEAD else v for k, v in t.items()},
+    )
     model = empty_model(AutoConfig.for_model(**tiny_config("llama")), None)
     fill = Filler(model, WeightFiles(folder, model), {}, frozenset(), 0).fill
     if spoil == "finite":
@@ -267,7 +323,10 @@ def test_weights_that_are_not_finite_are_refused_as_they_are_read(spoil: str, fo
         return
     with pytest.raises(Refusal) as refused:
         fill([""])
-    assert refused.value.diagnostics[0].code == "SW6219" and HEAD in refused.value.diagnostics[0].message
+    assert (
+        refused.value.diagnostics[0].code == "SW6219"
+        and HEAD in refused.value.diagnostics[0].message
+    )
 
 
 CHECKED: dict[str, tuple[Callable[[Path], Any], int, str]] = {
@@ -289,7 +348,9 @@ def test_check_reads_the_headers(
 ) -> None:
     spoil, code, words = CHECKED[name]
     spoil(folder)
-    path = write_recipe({"model": {"source": str(folder)}, "data": {"kind": "synthetic"}, "parallelism": {}})
+    path = write_recipe(
+        {"model": {"source": str(folder)}, "data": {"kind": "synthetic"}, "parallelism": {}}
+    )
     assert main(["check", str(path)]) == code
     told = capsys.readouterr().err
     assert words in told if words else not told

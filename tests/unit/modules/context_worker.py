@@ -1,4 +1,5 @@
-"""Under gloo, one process a rank: rows cut over the ranks of the world against one process, every gradient.
+"""Under gloo, one process a rank: rows cut over the ranks of the world against one process, every
+gradient.
 
 Arguments: rank, ranks, the port to meet at, the folder for results.
 """
@@ -66,13 +67,16 @@ def model_of(name: str, config: dict[str, Any], attention: str) -> nn.Module:
 
 
 def batch_of(packed: bool) -> MicroBatch:
-    """Some tokens are no labels. Packed: a border of the first row lies inside each piece, one of the second on it."""
+    """Some tokens are no labels. Packed: a border of the first row lies inside each piece, one of
+    the second on it."""
     ids = torch.randint(3, 100, SHAPE)
     labels = ids.clone()
     labels[:, 3:5] = -100
     if not packed:
         return MicroBatch(input_ids=ids, labels=labels, position_ids=None)
-    places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((7, 12, 5), (12, 1, 11))])
+    places = torch.stack(
+        [torch.cat([torch.arange(n) for n in row]) for row in ((7, 12, 5), (12, 1, 11))]
+    )
     labels[places == 0] = -100
     return MicroBatch(input_ids=ids, labels=labels, position_ids=places)
 
@@ -80,7 +84,9 @@ def batch_of(packed: bool) -> MicroBatch:
 def run(
     model: nn.Module, batch: MicroBatch, attention: str, chunked: bool, recompute: str, scale: float
 ) -> torch.Tensor:
-    stack: Any = model.get_submodule("transformer.h" if hasattr(model, "transformer") else "model.layers")
+    stack: Any = model.get_submodule(
+        "transformer.h" if hasattr(model, "transformer") else "model.layers"
+    )
     apply_recompute(list(stack), recompute, "attn" if hasattr(stack[0], "attn") else "self_attn")
     loss = ChunkedLoss() if chunked else CausalLoss()
     loss.scale, loss.shifted = scale, batch.shifted
@@ -103,7 +109,8 @@ def measure(
     chunked: bool = False,
     recompute: str = "none",
 ) -> dict[str, float]:
-    """The largest differences from one process: of the loss, and of each gradient as a share of its largest value."""
+    """The largest differences from one process: of the loss, and of each gradient as a share of its
+    largest value."""
     whole, mine = (model_of(name, config or {}, attention) for _ in range(2))
     torch.manual_seed(5)
     batch = batch_of(packed)

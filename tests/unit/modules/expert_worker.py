@@ -1,4 +1,5 @@
-"""Under gloo, one process a rank: experts over the ranks of the world against one process, every gradient.
+"""Under gloo, one process a rank: experts over the ranks of the world against one process, every
+gradient.
 
 Arguments: rank, ranks, the port to meet at, the folder for results.
 """
@@ -34,7 +35,9 @@ CASES = {
 def model_of(model_type: str, implementation: str) -> nn.Module:
     config = AutoConfig.for_model(**tiny_config(model_type))
     torch.manual_seed(3)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     model.set_experts_implementation(implementation)
     with torch.no_grad():
         for parameter in model.parameters():  # biases that are zero would hide where they belong
@@ -48,15 +51,20 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def measure(model_type: str, implementation: str, shape: tuple[int, int], rank: int, ranks: int) -> dict[str, float]:
-    """The largest differences from one process, as shares of the largest value: of the loss, of each gradient."""
+def measure(
+    model_type: str, implementation: str, shape: tuple[int, int], rank: int, ranks: int
+) -> dict[str, float]:
+    """The largest differences from one process, as shares of the largest value: of the loss, of
+    each gradient."""
     whole, mine = model_of(model_type, implementation), model_of(model_type, implementation)
     ids = torch.randint(3, 100, shape)
     loss = loss_of(whole, ids)
     loss.backward()
     paths = [path for path, module in mine.named_modules() if number_of_experts(module)]
     experts: set[int] = set()
-    spreader = ExpertSpreader(mine, paths, dist.group.WORLD, lambda parameter: experts.add(id(parameter)))
+    spreader = ExpertSpreader(
+        mine, paths, dist.group.WORLD, lambda parameter: experts.add(id(parameter))
+    )
     stack = "model.layers"
     for layer in (f"{stack}.{name}" for name, _ in mine.get_submodule(stack).named_children()):
         spreader.cut(layer)

@@ -1,4 +1,5 @@
-"""The vocabulary-parallel cross-entropy over two and three ranks, beside torch's own over the whole vocabulary."""
+"""The vocabulary-parallel cross-entropy over two and three ranks, beside torch's own over the whole
+vocabulary."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SIZES = {f"{n} ranks": list(shard_sizes(VOCABULARY, n)) for n in (2, 3)} | {"une
 
 
 def whole(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """logits (far from zero, so that their exponentials would overflow), targets (every third ignored), a gradient."""
+    """logits (far from zero, so that their exponentials would overflow), targets (every third
+    ignored), a gradient."""
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(*SHAPE, VOCABULARY, generator=generator) * 4 + 200).to(dtype)
     target = torch.randint(0, VOCABULARY, SHAPE, generator=generator)
@@ -30,7 +32,8 @@ def whole(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def worker(rank: int, folder: str) -> None:
-    """Writes the largest deviations of this rank: case -> [losses, their gradient, the sum that CausalLoss makes]."""
+    """Writes the largest deviations of this rank: case -> [losses, their gradient, the sum that
+    CausalLoss makes]."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
     groups = {n: dist.new_group(list(range(n))) for n in (2, 3)}
     apart = {}
@@ -41,15 +44,22 @@ def worker(rank: int, folder: str) -> None:
             logits, target, gradient = whole(dtype)
             first, group = sum(sizes[:rank]), groups[len(sizes)]
             exact = logits.double().requires_grad_()
-            wanted = F.cross_entropy(exact.flatten(0, 1), target.flatten(), reduction="none").view(SHAPE)
+            wanted = F.cross_entropy(exact.flatten(0, 1), target.flatten(), reduction="none").view(
+                SHAPE
+            )
             (slope,) = torch.autograd.grad((wanted * gradient).sum(), exact)
             own = logits.narrow(-1, first, sizes[rank]).clone().requires_grad_()
-            losses = vocabulary_parallel_cross_entropy(own, target, first=first, ignored=IGNORED, group=group)
+            losses = vocabulary_parallel_cross_entropy(
+                own, target, first=first, ignored=IGNORED, group=group
+            )
             (own_slope,) = torch.autograd.grad((losses * gradient).sum(), own)
             assert losses.dtype == torch.float32 and own_slope.dtype == dtype
             total = CausalLoss(group, first)(own, target)
             shifted = F.cross_entropy(
-                logits.double()[:, :-1].flatten(0, 1), target[:, 1:].flatten(), reduction="sum", ignore_index=IGNORED
+                logits.double()[:, :-1].flatten(0, 1),
+                target[:, 1:].flatten(),
+                reduction="sum",
+                ignore_index=IGNORED,
             )
             apart[f"{name} {dtype}"] = [
                 tensor_apart(losses.double(), wanted),

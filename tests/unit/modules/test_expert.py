@@ -30,8 +30,15 @@ class Experts(nn.Module):
         self.num_experts = experts
         self.weight = nn.Parameter(torch.arange(experts * 4.0).view(experts, 2, 2))
 
-    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return (self.weight[chosen] @ hidden[:, None, :, None]).squeeze(-1).mul(weights[..., None]).sum(1)
+    def forward(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return (
+            (self.weight[chosen] @ hidden[:, None, :, None])
+            .squeeze(-1)
+            .mul(weights[..., None])
+            .sum(1)
+        )
 
 
 def test_a_module_keeps_its_own_experts_and_counts_them() -> None:
@@ -73,7 +80,10 @@ def test_arguments_may_be_named_in_any_way() -> None:
 def test_two_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
     worker, port = Path(__file__).with_name("expert_worker.py"), free_port()
     root = str(Path(__file__).resolve().parents[3])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, str(worker), str(rank), str(RANKS), str(port), str(tmp_path)],
@@ -85,7 +95,9 @@ def test_two_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
         for rank in range(RANKS)
     ]
     told = [process.communicate(timeout=900)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0] * RANKS, "\n".join(text[-3000:] for text in told)
+    assert [process.returncode for process in ranks] == [0] * RANKS, "\n".join(
+        text[-3000:] for text in told
+    )
     for rank in range(RANKS):
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert set(found) == set(CASES)

@@ -34,7 +34,9 @@ def test_groups_shrink_where_a_key_value_head_has_copies() -> None:
 class _PerHead(nn.Module):
     num_heads = 4
 
-    def forward(self, hidden: object, alibi: torch.Tensor, attention_mask: torch.Tensor | None = None) -> object:
+    def forward(
+        self, hidden: object, alibi: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> object:
         return alibi, attention_mask
 
 

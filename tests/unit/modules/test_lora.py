@@ -18,7 +18,14 @@ from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.live import held_parameters
 from shardwright.ir.partition import ModuleSplit, ParameterSplit
 from shardwright.launch.preconditions import check_machine
-from shardwright.modules.lora import add_adapters, check_adapters, is_rewritten_by_peft, merged, plain_name, unique
+from shardwright.modules.lora import (
+    add_adapters,
+    check_adapters,
+    is_rewritten_by_peft,
+    merged,
+    plain_name,
+    unique,
+)
 from shardwright.modules.materialize import DrawnByLayer, Filler, empty_model
 from shardwright.modules.weights import conv1d_to_linear
 from shardwright.plan.plan import Plan, PlanLora
@@ -38,9 +45,13 @@ def codes(refused: pytest.ExceptionInfo[Refusal]) -> list[str]:
     return [d.code for d in refused.value.diagnostics]
 
 
-def test_without_peft_a_run_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_peft_a_run_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "peft" else found(name, *a))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "peft" else found(name, *a)
+    )
     with pytest.raises(Refusal) as refused:
         check_machine(plan(LORA), tmp_path, None)
     (absent,) = [d for d in refused.value.diagnostics if d.code == "SW6251"]
@@ -51,7 +62,9 @@ def test_without_peft_a_run_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
         assert all(d.code != "SW6251" for d in other.diagnostics)
 
 
-@pytest.mark.parametrize("here", [None, dataclasses.replace(LORA, alpha=16), dataclasses.replace(LORA, rank=8)])
+@pytest.mark.parametrize(
+    "here", [None, dataclasses.replace(LORA, alpha=16), dataclasses.replace(LORA, rank=8)]
+)
 def test_a_checkpoint_of_other_adapters(here: PlanLora | None, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan_to_json(plan(LORA)))
     assert check_fits(plan(LORA), tmp_path, tmp_path) == ()
@@ -74,17 +87,21 @@ def with_parameters(base: Plan, shapes: dict[str, tuple[int, ...]]) -> Plan:
         module="",
         style="replicated",
         parameters=tuple(
-            ParameterSplit(name=n, shape=s, dimension=None, blocks=(), sizes=()) for n, s in shapes.items()
+            ParameterSplit(name=n, shape=s, dimension=None, blocks=(), sizes=())
+            for n, s in shapes.items()
         ),
     )
-    return dataclasses.replace(base, tensor_parallel=dataclasses.replace(base.tensor_parallel, modules=(module,)))
+    return dataclasses.replace(
+        base, tensor_parallel=dataclasses.replace(base.tensor_parallel, modules=(module,))
+    )
 
 
 STACKS = {"llama": "model.layers", "gpt2": "transformer.h"}
 
 
 def drawn(model_type: str, lora: PlanLora | None) -> tuple[dict[str, torch.Tensor], nn.Module]:
-    """Filled after the adapters were put in, from weights that are drawn only then; parameters by plain name."""
+    """Filled after the adapters were put in, from weights that are drawn only then; parameters by
+    plain name."""
     model = empty_model(AutoConfig.for_model(**tiny_config(model_type)), "eager")
     weights = DrawnByLayer(model, STACKS[model_type], 3)
     turned = conv1d_to_linear(model)
@@ -94,7 +111,9 @@ def drawn(model_type: str, lora: PlanLora | None) -> tuple[dict[str, torch.Tenso
     shapes = {n: tuple(p.shape)[:: -1 if n in turned else 1] for n, p in model.named_parameters()}
     add_adapters(
         model,
-        with_parameters(dataclasses.replace(base, model=dataclasses.replace(base.model, cut=cut)), shapes),
+        with_parameters(
+            dataclasses.replace(base, model=dataclasses.replace(base.model, cut=cut)), shapes
+        ),
         turned,
     )
     filler.fill([""])
@@ -102,19 +121,26 @@ def drawn(model_type: str, lora: PlanLora | None) -> tuple[dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("model_type", "modules"), [("llama", ("q_proj", "down_proj")), ("gpt2", ("c_attn", "c_fc", "c_proj"))]
+    ("model_type", "modules"),
+    [("llama", ("q_proj", "down_proj")), ("gpt2", ("c_attn", "c_fc", "c_proj"))],
 )
-def test_adapters_beside_parameters_that_are_filled_later(model_type: str, modules: tuple[str, ...]) -> None:
+def test_adapters_beside_parameters_that_are_filled_later(
+    model_type: str, modules: tuple[str, ...]
+) -> None:
     lora = dataclasses.replace(LORA, target_modules=modules)
     without, plain = drawn(model_type, None)
     found, model = drawn(model_type, lora)
     assert without.keys() == {name for name in found if "lora_" not in name}
     assert all(torch.equal(found[name], p) for name, p in without.items())
-    assert {name for name, p in found.items() if p.requires_grad} == {name for name in found if "lora_" in name}
+    assert {name for name, p in found.items() if p.requires_grad} == {
+        name for name in found if "lora_" in name
+    }
     assert set(live_record(held_parameters(model), 0)["shapes"]) == set(found)  # type: ignore[arg-type]
 
     torch.manual_seed(plan(lora).training.seed)
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(modules), task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=list(modules), task_type="CAUSAL_LM"
+    )
     peft = dict(get_peft_model(plain, config).named_parameters())  # type: ignore[arg-type]
     adapters = {name: p for name, p in found.items() if "lora_" in name}
     assert len(adapters) == sum("lora_" in name for name in peft)
@@ -137,13 +163,19 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("model_type", MIXTURES)
 def test_mixtures_are_adapted_where_planned(model_type: str) -> None:
-    """By a loop written by hand: each linear of a decoder layer has W x + alpha / r B A x, and nothing else."""
+    """By a loop written by hand: each linear of a decoder layer has W x + alpha / r B A x, and
+    nothing else."""
     model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**{**tiny_config(model_type), **MIXTURES[model_type]}), attn_implementation="eager"
+        AutoConfig.for_model(**{**tiny_config(model_type), **MIXTURES[model_type]}),
+        attn_implementation="eager",
     )
     model.eval()
     ids = torch.arange(3, 19)[None]
-    linears = {n: m for n, m in model.model.layers.named_modules(prefix="model.layers") if type(m) is nn.Linear}
+    linears = {
+        n: m
+        for n, m in model.model.layers.named_modules(prefix="model.layers")
+        if type(m) is nn.Linear
+    }
     lora = dataclasses.replace(LORA, target_modules=tuple({n.rpartition(".")[2] for n in linears}))
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     planned = with_parameters(plan(lora), shapes)
@@ -166,7 +198,11 @@ def test_mixtures_are_adapted_where_planned(model_type: str) -> None:
 def test_other_adapters_than_planned_are_refused() -> None:
     planned = {"a.lora_A.default.weight": (4, 8), "b.lora_A.default.weight": (4, 8)}
     check_adapters(planned, planned)
-    for found in ({**planned, "c.lora_A.default.weight": (4, 8)}, {"a.lora_A.default.weight": (4, 8)}, {}):
+    for found in (
+        {**planned, "c.lora_A.default.weight": (4, 8)},
+        {"a.lora_A.default.weight": (4, 8)},
+        {},
+    ):
         with pytest.raises(Refusal, match="planned") as refused:
             check_adapters(found, planned)
         assert codes(refused) == ["SW6256"]
@@ -183,11 +219,18 @@ def test_two_parameters_of_one_name_are_refused() -> None:
     assert unique(zip(names, (inner, outer), strict=True)).keys() == set(names)
 
 
-@pytest.mark.parametrize(("model_type", "rewrites"), [("deepseek_v3", True), ("qwen3_moe", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("model_type", "rewrites"), [("deepseek_v3", True), ("qwen3_moe", True), ("llama", False)]
+)
 def test_folders_that_peft_would_load_elsewhere(model_type: str, rewrites: bool) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config(model_type)))
-    every = dataclasses.replace(LORA, target_modules=("q_proj", "gate_proj", "up_proj", "down_proj"))
+    every = dataclasses.replace(
+        LORA, target_modules=("q_proj", "gate_proj", "up_proj", "down_proj")
+    )
     assert is_rewritten_by_peft(every, model) == rewrites
-    assert is_rewritten_by_peft(dataclasses.replace(LORA, target_modules=("gate_proj",)), model) == rewrites
+    assert (
+        is_rewritten_by_peft(dataclasses.replace(LORA, target_modules=("gate_proj",)), model)
+        == rewrites
+    )
     assert not is_rewritten_by_peft(dataclasses.replace(LORA, target_modules=("q_proj",)), model)

@@ -1,4 +1,5 @@
-"""The loss: the sum over the predicted tokens times `scale`, whole, in chunks, and inside the model's forward."""
+"""The loss: the sum over the predicted tokens times `scale`, whole, in chunks, and inside the
+model's forward."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ VOCABULARY, SHAPE, SCALE = 256, (2, 21), 0.25
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL_LLAMA), dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**SMALL_LLAMA), dtype=torch.float32
+    )
 
 
 @pytest.fixture
@@ -35,7 +38,9 @@ def labels(ids: torch.Tensor) -> torch.Tensor:
     return torch.where(dropped, -100, ids)
 
 
-def plain(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+def plain(
+    model: Any, ids: torch.Tensor, labels: torch.Tensor
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Hugging Face's own loss: the mean, times the number of labels."""
     model.zero_grad()
     total = model(input_ids=ids, labels=labels).loss * int((labels[:, 1:] != -100).sum()) * SCALE
@@ -69,7 +74,9 @@ def test_in_chunks(wrapped: bool, model: Any, ids: torch.Tensor, labels: torch.T
     loss.tail.logits = lambda hidden: seen.append(hidden.shape[1]) or logits(hidden)  # type: ignore[method-assign, func-returns-value]
     hidden = loss.tail.hidden(lambda: model(input_ids=ids))
     found = loss(hidden, (labels,) if wrapped else labels)
-    assert max(seen) == 3 and sum(seen) == SHAPE[1] - 1, "an eighth of the row at most, and no position behind the last"
+    assert max(seen) == 3 and sum(seen) == SHAPE[1] - 1, (
+        "an eighth of the row at most, and no position behind the last"
+    )
     check(found, model, wanted)
     assert len(seen) == 14, "each chunk's logits are made again in the backward pass"
 
@@ -85,5 +92,7 @@ def test_inside_the_models_forward(model: Any, ids: torch.Tensor, labels: torch.
 def test_half_precision_logits_are_summed_in_single(ids: torch.Tensor) -> None:
     logits = torch.randn(*SHAPE, VOCABULARY, generator=torch.Generator().manual_seed(3)).bfloat16()
     loss = CausalLoss()(logits, ids)
-    wanted = F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    wanted = F.cross_entropy(
+        logits.float()[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+    )
     assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(wanted), rel=1e-6)

@@ -31,25 +31,40 @@ def plan_of(folder: Path, **layout: Any) -> Plan:
 
 def decoders(plan: Plan) -> list[list[str]]:
     """Of each stage."""
-    return [[name for name in stage.layers if name not in ("embedding", "head")] for stage in plan.stages]
+    return [
+        [name for name in stage.layers if name not in ("embedding", "head")]
+        for stage in plan.stages
+    ]
 
 
 @pytest.mark.parametrize(
     ("layout", "layers"),
     [
         ({"pipeline": 2, "checkpointing": {"full": 2}}, 2),
-        ({"pipeline": 2, "schedule": "dualpipev", "accumulation": 4, "checkpointing": {"full": 1}}, 1),
+        (
+            {
+                "pipeline": 2,
+                "schedule": "dualpipev",
+                "accumulation": 4,
+                "checkpointing": {"full": 1},
+            },
+            1,
+        ),
         ({"data": 2, "zero_stage": 3, "checkpointing": {"full": 3}}, 3),
         ({"checkpointing": "full"}, 8),
         ({"checkpointing": "selective"}, 8),
         ({"checkpointing": "none"}, 0),
     ],
 )
-def test_the_first_layers_of_each_stage(layout: dict[str, Any], layers: int, tmp_path: Path) -> None:
+def test_the_first_layers_of_each_stage(
+    layout: dict[str, Any], layers: int, tmp_path: Path
+) -> None:
     plan = plan_of(tmp_path, model="llama-deep", **layout)
     assert plan == plan_from_json(plan_to_json(plan))
     stages = decoders(plan)
-    assert [name for names in stages for name in names] == [f"model.layers.{number}" for number in range(8)]
+    assert [name for names in stages for name in names] == [
+        f"model.layers.{number}" for number in range(8)
+    ]
     assert list(checkpointed_layers(plan)) == [name for names in stages for name in names[:layers]]
     assert all(len(names) > layers for names in stages) or layers in (0, 8)
 
@@ -78,7 +93,8 @@ def test_they_and_no_others_run_again(layers: int, tmp_path: Path) -> None:
 
 
 def peaks(*recomputed: int) -> tuple[int, int]:
-    """Bytes that a forward pass of six layers has left, and the most at once until its backward pass is done."""
+    """Bytes that a forward pass of six layers has left, and the most at once until its backward
+    pass is done."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = plain_model({**FAMILIES["llama"], "num_hidden_layers": 6}, "sdpa", torch.float32)
     apply_recompute([model.model.layers[i] for i in recomputed], "full", "")
@@ -104,5 +120,6 @@ def test_recomputing_the_first_layers_takes_less_than_recomputing_the_last() -> 
     assert first[0] == pytest.approx(last[0], rel=0.01)
     assert last[1] - first[1] > 0.9 * whole
     assert first[1] < none[1] - 2 * whole
-    # All but the last layer take what all take: the last one is made again beside the others' inputs, or kept there.
+    # All but the last layer take what all take: the last one is made again beside the others'
+    # inputs, or kept there.
     assert peaks(*range(5))[1] == pytest.approx(peaks(*range(6))[1], rel=0.02)

@@ -33,7 +33,9 @@ def reduced(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> list[t
     return given
 
 
-def test_modules_of_one_input_reduce_its_gradient_once(group: dist.ProcessGroup, reduced: list[torch.Tensor]) -> None:
+def test_modules_of_one_input_reduce_its_gradient_once(
+    group: dist.ProcessGroup, reduced: list[torch.Tensor]
+) -> None:
     linears = [nn.Linear(4, 3, bias=False) for _ in range(3)]
     x = torch.randn(2, 4, requires_grad=True)
     for micro_batch in range(2):
@@ -46,14 +48,18 @@ def test_modules_of_one_input_reduce_its_gradient_once(group: dist.ProcessGroup,
     torch.testing.assert_close(x.grad, 2 * wanted.detach())
 
 
-def test_other_tensors_are_reduced_by_themselves(group: dist.ProcessGroup, reduced: list[torch.Tensor]) -> None:
+def test_other_tensors_are_reduced_by_themselves(
+    group: dist.ProcessGroup, reduced: list[torch.Tensor]
+) -> None:
     x, y = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
     parts = [enter_column_region(x * 1, group), enter_column_region(y * 1, group)]
     sum(part.sum() for part in parts).backward()  # type: ignore[union-attr]
     assert len(reduced) == 2
 
 
-def test_a_tensor_that_was_written_into_is_another_one(group: dist.ProcessGroup, reduced: list[torch.Tensor]) -> None:
+def test_a_tensor_that_was_written_into_is_another_one(
+    group: dist.ProcessGroup, reduced: list[torch.Tensor]
+) -> None:
     x = torch.randn(2, requires_grad=True) * 1
     before = enter_column_region(x, group)
     x.add_(1)
@@ -62,14 +68,18 @@ def test_a_tensor_that_was_written_into_is_another_one(group: dist.ProcessGroup,
         assert enter_column_region(x, group) is not enter_column_region(x, group)
 
 
-def test_a_layer_that_is_run_again_reduces_as_often(group: dist.ProcessGroup, reduced: list[torch.Tensor]) -> None:
+def test_a_layer_that_is_run_again_reduces_as_often(
+    group: dist.ProcessGroup, reduced: list[torch.Tensor]
+) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.first(enter_column_region(x, group)) + self.second(enter_column_region(x, group))
+            return self.first(enter_column_region(x, group)) + self.second(
+                enter_column_region(x, group)
+            )
 
     def gradients(layer: Layer) -> list[torch.Tensor]:
         layer.zero_grad()

@@ -1,4 +1,5 @@
-"""Initial weights by slices: what transformers loads, and a diagnostic for what cannot be loaded."""
+"""Initial weights by slices: what transformers loads, and a diagnostic for what cannot be
+loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ from shardwright.modules.materialize import DrawnByLayer, Filler, empty_model
 from shardwright.modules.weight_files import WeightFiles
 from tests.zoo.configs import build, tiny_config
 
-TYPES = ("llama", "gpt2", "phi3", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "bloom", "gemma2", "gpt_neox")
+TYPES = (
+    "llama",
+    "gpt2",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "bloom",
+    "gemma2",
+    "gpt_neox",
+)
 
 
 def empty(model_type: str) -> PreTrainedModel:
@@ -41,7 +53,10 @@ def test_the_same_model_as_from_pretrained(model_type: str, tmp_path: Path) -> N
     wanted, got = dict(plain.named_parameters()), dict(model.named_parameters())
     assert wanted.keys() == got.keys()
     assert all(torch.equal(wanted[name], got[name]) for name in wanted)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(plain.named_buffers(), model.named_buffers(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for (_, a), (_, b) in zip(plain.named_buffers(), model.named_buffers(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
@@ -51,7 +66,9 @@ def test_a_rank_reads_its_slices_alone(dimension: int, folder: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     shape = tuple(model.get_parameter(name).shape)
     blocks = (shape[dimension],)
-    split = ParameterSplit(name=name, shape=shape, dimension=dimension, blocks=blocks, sizes=(blocks[0] // 4,) * 4)
+    split = ParameterSplit(
+        name=name, shape=shape, dimension=dimension, blocks=blocks, sizes=(blocks[0] // 4,) * 4
+    )
     Filler(model, weights, {name: split}, frozenset(), 2).fill([name])
     ((start, length),) = split.pieces(2)
     wanted = load_file(folder / "model.safetensors")[name].narrow(dimension, start, length)
@@ -78,7 +95,9 @@ def spoil_shape(folder: Path) -> None:
 
 def spoil_index(folder: Path) -> None:
     (folder / "model.safetensors").unlink()  # from_pretrained prefers it to an index
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "gone.safetensors"}}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +107,10 @@ def spoil_index(folder: Path) -> None:
         (spoil_type, "model.norm.weight is of type I8"),
         (spoil_shape, "model.norm.weight has the shape"),
         (spoil_index, "gone.safetensors is missing or not whole"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "there is no safetensors file in it"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            "there is no safetensors file in it",
+        ),
     ],
 )
 def test_weights_that_cannot_be_used(spoil: Callable[[Path], None], why: str, folder: Path) -> None:

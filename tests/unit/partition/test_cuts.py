@@ -25,7 +25,8 @@ def row(
     send: float = 0.0,
     after: float = 0.0,
 ) -> Row:
-    """Blocks of these forward seconds; backward is `ratio` times as long, and each takes `after` once a step."""
+    """Blocks of these forward seconds; backward is `ratio` times as long, and each takes `after`
+    once a step."""
     forward = (0.0, *itertools.accumulate(seconds))
     whole = tuple(max(1, round(x * 1e6)) for x in seconds)
     return Row(
@@ -44,13 +45,16 @@ def row(
 def simulated(r: Row, cut: tuple[int, ...]) -> float:
     """By the discrete events, apart from the arrays that the search uses."""
     forward, backward = (
-        [sums[b] - sums[a] for a, b in itertools.pairwise(cut)] for sums in (r.forward_seconds, r.backward_seconds)
+        [sums[b] - sums[a] for a, b in itertools.pairwise(cut)]
+        for sums in (r.forward_seconds, r.backward_seconds)
     )
     ranks = r.stages // (2 if r.schedule == "dualpipev" else 1)
     after = [r.after_seconds[b] - r.after_seconds[a] for a, b in itertools.pairwise(cut)]
     if r.schedule == "dualpipev":
         after = [a + b for a, b in zip(after[:ranks], reversed(after), strict=False)]
-    return simulate(r.schedule, r.micro_batches, forward, backward, [r.send_seconds] * (ranks - 1)).seconds + max(after)
+    return simulate(
+        r.schedule, r.micro_batches, forward, backward, [r.send_seconds] * (ranks - 1)
+    ).seconds + max(after)
 
 
 def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:
@@ -59,7 +63,8 @@ def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:
 
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
-    """Up to 8 layers on up to 4 stages, free ones or a model's: a light embedding, equal layers, a head."""
+    """Up to 8 layers on up to 4 stages, free ones or a model's: a light embedding, equal layers, a
+    head."""
     blocks = draw(st.integers(2, 8))
     schedule = draw(st.sampled_from(["1f1b", "dualpipev"])) if blocks >= 4 else "1f1b"
     stages = 4 if schedule == "dualpipev" else draw(st.integers(2, min(4, blocks)))
@@ -121,9 +126,12 @@ def test_no_step_is_below_its_bound(r: Row) -> None:
     assert (cuts._lower_bounds(r, every) <= steps * (1 + 1e-9)).all()
 
 
-@pytest.mark.parametrize(("layers", "stages", "head", "m"), [(32, 8, 2.4, 16), (32, 8, 2.4, 64), (126, 16, 0.6, 16)])
+@pytest.mark.parametrize(
+    ("layers", "stages", "head", "m"), [(32, 8, 2.4, 16), (32, 8, 2.4, 64), (126, 16, 0.6, 16)]
+)
 def test_heavy_stages_are_in_front(layers: int, stages: int, head: float, m: int) -> None:
-    """Of equal layers the first stages get more, and the step is shorter than that of the least slowest stage."""
+    """Of equal layers the first stages get more, and the step is shorter than that of the least
+    slowest stage."""
     r = row("1f1b", m, stages, [0.05, *[1.0] * layers, head])
     cut = fastest_cut(r)
     sizes = [b - a for a, b in itertools.pairwise(cut)]

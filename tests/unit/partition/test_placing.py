@@ -1,4 +1,5 @@
-"""Where layers are placed: real models against DeepSpeed's own methods, blocks that stay together, memory."""
+"""Where layers are placed: real models against DeepSpeed's own methods, blocks that stay together,
+memory."""
 
 from __future__ import annotations
 
@@ -21,10 +22,19 @@ from shardwright.layout.strategy import Strategy
 from shardwright.rules.registry import check_layout
 from shardwright.schedule.step import step_seconds
 from shardwright.search.settle import place, settled_estimate
-from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tests.unit.model.factory import (
+    LLAMA_8B,
+    LLAMA_70B,
+    SMALL_LLAMA,
+    graph_of,
+    problem_of,
+    recipe_of,
+)
 
 
-def strategy(pipeline: int, schedule: str = "1f1b", *, m: int = 16, checkpointing: str = "none") -> Strategy:
+def strategy(
+    pipeline: int, schedule: str = "1f1b", *, m: int = 16, checkpointing: str = "none"
+) -> Strategy:
     return Strategy(
         tensor=1,
         pipeline=pipeline,
@@ -43,7 +53,9 @@ def boundaries(recipe: Recipe, graph: ModelGraph, s: Strategy) -> tuple[int, ...
 
 
 def too_few(recipe: Recipe, graph: ModelGraph, s: Strategy) -> list[Diagnostic]:
-    found = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), s)
+    found = check_layout(
+        Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), s
+    )
     return [d for d in found if d.code == "SW3106"]
 
 
@@ -60,11 +72,14 @@ def step(layout: Layout, cut: tuple[int, ...]) -> float:
             (found.backward_compute, found.backward_comm),
         )
     )
-    return step_seconds(s.schedule, s.gradient_accumulation_steps, forward, backward, found.send_seconds)
+    return step_seconds(
+        s.schedule, s.gradient_accumulation_steps, forward, backward, found.send_seconds
+    )
 
 
 def deepspeeds(graph: ModelGraph, stages: int) -> dict[str, tuple[int, ...]]:
-    """What DeepSpeed's partition_method would do, by its own functions (pipe/module.py, _partition_layers)."""
+    """What DeepSpeed's partition_method would do, by its own functions (pipe/module.py,
+    _partition_layers)."""
     parameters = [layer.numel for layer in graph.layers]
     decoders = [int(layer.kind == "decoder") for layer in graph.layers]
     return {
@@ -77,11 +92,15 @@ def deepspeeds(graph: ModelGraph, stages: int) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipev"])
 @pytest.mark.parametrize("pipeline", [2, 4, 8])
 @pytest.mark.parametrize("config", [LLAMA_8B, LLAMA_70B], ids=["8b", "70b"])
-def test_never_slower_than_deepspeeds_methods(config: dict[str, object], pipeline: int, schedule: str) -> None:
+def test_never_slower_than_deepspeeds_methods(
+    config: dict[str, object], pipeline: int, schedule: str
+) -> None:
     graph = graph_of(config)  # type: ignore[arg-type]
     for m in (2 * pipeline, 8 * pipeline):
         # Memory ignored, as DeepSpeed's methods do.
-        recipe = recipe_of(config, training={"sequence_length": 4096}, assume={"ignore_memory": True})  # type: ignore[arg-type]
+        recipe = recipe_of(
+            config, training={"sequence_length": 4096}, assume={"ignore_memory": True}
+        )  # type: ignore[arg-type]
         s = strategy(pipeline, schedule, m=m)
         layout = place(problem_of(recipe, graph), s)
         ours = step(layout, layout.boundaries)
@@ -89,8 +108,12 @@ def test_never_slower_than_deepspeeds_methods(config: dict[str, object], pipelin
             assert ours <= step(layout, cut) * (1 + 1e-4), (method, m)
 
 
-@pytest.mark.parametrize(("pipeline", "decoders"), [(2, [10, 6]), (4, [5, 5, 5, 1]), (8, [3, 2, 3, 2, 3, 2, 1, 0])])
-def test_nanotrons_stages_end_where_their_products_reach_their_share(pipeline: int, decoders: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "decoders"), [(2, [10, 6]), (4, [5, 5, 5, 1]), (8, [3, 2, 3, 2, 3, 2, 1, 0])]
+)
+def test_nanotrons_stages_end_where_their_products_reach_their_share(
+    pipeline: int, decoders: list[int]
+) -> None:
     """Four layers' worth of products in the head: the ultrascale playbook's model of 1B."""
     config: dict[str, object] = {
         **SMALL_LLAMA,
@@ -110,17 +133,26 @@ def test_nanotrons_stages_end_where_their_products_reach_their_share(pipeline: i
 
 
 def test_search_and_compile_place_the_same() -> None:
-    """What the search prices on a pipeline rank are the layers that compile puts there: bytes of their parameters,
-    counted on the graph, in the estimate."""
+    """What the search prices on a pipeline rank are the layers that compile puts there: bytes of
+    their parameters, counted on the graph, in the estimate."""
     recipe, graph = recipe_of(LLAMA_8B, training={"sequence_length": 4096}), graph_of(LLAMA_8B)
     cluster, cuts = resolve_cluster(recipe.cluster), set()
-    for s in (strategy(4), strategy(8), strategy(4, "dualpipev"), strategy(8, m=64, checkpointing="full")):
+    for s in (
+        strategy(4),
+        strategy(8),
+        strategy(4, "dualpipev"),
+        strategy(8, m=64, checkpointing="full"),
+    ):
         priced = settled_estimate(problem_of(recipe, graph, cluster), s, ())
         bounds = priced.boundaries
         partition = StagePartition(boundaries=bounds, schedule=s.schedule)
         partition.verify(len(graph.layers))
         numel = [
-            sum(layer.numel for at in partition.stages_of_pipeline_rank(rank) for layer in layers_of(graph, bounds, at))
+            sum(
+                layer.numel
+                for at in partition.stages_of_pipeline_rank(rank)
+                for layer in layers_of(graph, bounds, at)
+            )
             for rank in range(s.pipeline)
         ]
         assert [stage.parameters_bytes for stage in priced.memory.stages] == [2 * n for n in numel]
@@ -129,9 +161,13 @@ def test_search_and_compile_place_the_same() -> None:
 
 
 def test_the_head_is_charged_and_the_lookup_is_not() -> None:
-    """Llama-3.1-8B over 8: the head costs as much as 2.4 decoder layers, so the last stage gets fewer of them."""
+    """Llama-3.1-8B over 8: the head costs as much as 2.4 decoder layers, so the last stage gets
+    fewer of them."""
     recipe, graph = recipe_of(LLAMA_8B, training={"sequence_length": 8192}), graph_of(LLAMA_8B)
-    sizes = [b - a for a, b in itertools.pairwise(boundaries(recipe, graph, strategy(8, checkpointing="full")))]
+    sizes = [
+        b - a
+        for a, b in itertools.pairwise(boundaries(recipe, graph, strategy(8, checkpointing="full")))
+    ]
     decoders = [sizes[0] - 1, *sizes[1:-1], sizes[-1] - 1]
     assert decoders[-1] == min(decoders) < max(decoders)
 
@@ -144,9 +180,14 @@ def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None
     cluster = resolve_cluster(free.cluster)
     fastest = settled_estimate(problem_of(free, graph, cluster), s, ())
     capacity = cluster.capacity_bytes
-    # Just below what the fastest partition needs on its fullest rank, the allocator's slack left out.
-    live = max(m.peak_bytes for m in fastest.memory.stages) / (1 + default_constants().fragmentation)
-    pinned = recipe_of(LLAMA_8B, **changes, parallelism={"memory_headroom": 1 - 0.98 * live / capacity})  # type: ignore[arg-type]
+    # Just below what the fastest partition needs on its fullest rank, the allocator's slack left
+    # out.
+    live = max(m.peak_bytes for m in fastest.memory.stages) / (
+        1 + default_constants().fragmentation
+    )
+    pinned = recipe_of(
+        LLAMA_8B, **changes, parallelism={"memory_headroom": 1 - 0.98 * live / capacity}
+    )  # type: ignore[arg-type]
     tight = settled_estimate(problem_of(pinned, graph, cluster), s, ())
     assert tight.memory.fits
     assert tight.time.step_seconds > fastest.time.step_seconds

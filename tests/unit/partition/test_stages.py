@@ -42,7 +42,9 @@ def test_cut_mirrored_is_as_good_as_any_cut(costs: tuple[int, ...], data: st.Dat
     stages = 2 * data.draw(st.integers(1, len(costs) // 2))
     found = cut_mirrored(costs, stages)
     assert found in all_cuts(len(costs), stages)
-    assert mirrored(loads(costs, found)) == min(mirrored(loads(costs, b)) for b in all_cuts(len(costs), stages))
+    assert mirrored(loads(costs, found)) == min(
+        mirrored(loads(costs, b)) for b in all_cuts(len(costs), stages)
+    )
 
 
 @given(ranges=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5))

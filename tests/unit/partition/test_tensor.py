@@ -59,7 +59,11 @@ def test_llama_cuts() -> None:
         "model.norm.weight": ("replicated", None, ()),
     }
     for name, (style, dimension, sizes) in expected.items():
-        assert (found[name][0], found[name][1].dimension, found[name][1].sizes) == (style, dimension, sizes), name
+        assert (found[name][0], found[name][1].dimension, found[name][1].sizes) == (
+            style,
+            dimension,
+            sizes,
+        ), name
 
 
 def test_gpt2_is_stored_transposed_and_fused() -> None:
@@ -87,7 +91,11 @@ def test_a_tied_head_lists_no_parameter_of_its_own(config: dict[str, JsonValue])
 
 def test_an_untied_head_is_cut_over_the_vocabulary() -> None:
     head = tensor_parallel_map(graph_of(SMALL_LLAMA), 4).modules[-1]
-    assert (head.module, head.style, head.parameters[0].sizes) == ("lm_head", "vocabulary_head", (65, 65, 65, 64))
+    assert (head.module, head.style, head.parameters[0].sizes) == (
+        "lm_head",
+        "vocabulary_head",
+        (65, 65, 65, 64),
+    )
 
 
 @pytest.mark.parametrize("total", [7, 50257, 128256])
@@ -106,7 +114,12 @@ def test_fewer_key_value_heads_than_ranks_are_held_by_several() -> None:
     found = splits(SMALL_LLAMA, 8)  # eight heads, four key/value heads of eight features
     key = found["model.layers.0.self_attn.k_proj.weight"][1]
     assert (key.copies, key.sizes) == (2, (8,) * 8)
-    assert [key.pieces(rank) for rank in (0, 1, 2, 7)] == [((0, 8),), ((0, 8),), ((8, 8),), ((24, 8),)]
+    assert [key.pieces(rank) for rank in (0, 1, 2, 7)] == [
+        ((0, 8),),
+        ((0, 8),),
+        ((8, 8),),
+        ((24, 8),),
+    ]
     assert found["model.layers.0.self_attn.q_proj.weight"][1].copies == 1
 
 
@@ -122,27 +135,51 @@ def test_experts_are_cut_inside_every_expert() -> None:
     found = splits(MIXTRAL, 2)
     gate_up = found["model.layers.0.mlp.experts.gate_up_proj"]
     assert gate_up[0] == "moe_tp_experts"
-    assert (gate_up[1].shape, gate_up[1].dimension, gate_up[1].blocks) == ((4, 256, 64), 1, (128, 128))
+    assert (gate_up[1].shape, gate_up[1].dimension, gate_up[1].blocks) == (
+        (4, 256, 64),
+        1,
+        (128, 128),
+    )
     assert gate_up[1].pieces(1) == ((64, 64), (192, 64))
     assert found["model.layers.0.mlp.experts.down_proj"][1].dimension == 2
     assert found["model.layers.0.mlp.gate.weight"] == (
         "replicated",
-        ParameterSplit(name="model.layers.0.mlp.gate.weight", shape=(4, 64), dimension=None, blocks=(), sizes=()),
+        ParameterSplit(
+            name="model.layers.0.mlp.gate.weight",
+            shape=(4, 64),
+            dimension=None,
+            blocks=(),
+            sizes=(),
+        ),
     )
 
 
 def test_grouped_queries_are_cut_block_by_block() -> None:
     """Falcon-40B's layout is cut by groups; MPT's q, k, v stand one behind the other."""
-    falcon = {"model_type": "falcon", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
-    grouped = splits({**falcon, "new_decoder_architecture": True, "num_kv_heads": 4, "vocab_size": 260}, 2)
+    falcon = {
+        "model_type": "falcon",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
+    grouped = splits(
+        {**falcon, "new_decoder_architecture": True, "num_kv_heads": 4, "vocab_size": 260}, 2
+    )
     fused = grouped["transformer.h.0.self_attention.query_key_value.weight"]
     assert (fused[0], fused[1].sizes, fused[1].blocks) == ("colwise", (64, 64), (128,))
     single = splits({**falcon, "multi_query": True, "vocab_size": 260}, 2)
-    assert single["transformer.h.0.self_attention.query_key_value.weight"][0] == "multi_query_colwise"
+    assert (
+        single["transformer.h.0.self_attention.query_key_value.weight"][0] == "multi_query_colwise"
+    )
 
 
 def test_the_fallback_leaves_whole_what_does_not_divide() -> None:
-    config = {**SMALL_LLAMA, "model_type": "hunyuan_v1_dense", "intermediate_size": 129, "head_dim": 8}
+    config = {
+        **SMALL_LLAMA,
+        "model_type": "hunyuan_v1_dense",
+        "intermediate_size": 129,
+        "head_dim": 8,
+    }
     graph = graph_of(config)
     result = tensor_parallel_map(graph, 2)
     assert result.kind == "fallback"

@@ -38,8 +38,12 @@ def codes_of(write_recipe: Callable[..., Path]) -> Callable[..., list[str]]:
     return codes
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [(8 * 32, 1), (8 * 32 + 1, 2), (1e4, 40), (8 * 32 * 7, 7)])
-def test_tokens_become_steps_rounded_up(plan_of: Callable[..., Plan], tokens: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "steps"), [(8 * 32, 1), (8 * 32 + 1, 2), (1e4, 40), (8 * 32 * 7, 7)]
+)
+def test_tokens_become_steps_rounded_up(
+    plan_of: Callable[..., Plan], tokens: float, steps: int
+) -> None:
     assert plan_of({"training.steps": None, "training.tokens": tokens}).training.steps == steps
 
 
@@ -64,7 +68,12 @@ def test_scheduler_is_resolved(
 
 @pytest.mark.parametrize(
     ("precision", "given", "expected"),
-    [("fp32", None, "fp32"), ("bf16", None, "fp32"), ("bf16", "bf16", "bf16"), ("fp16", None, "fp16")],
+    [
+        ("fp32", None, "fp32"),
+        ("bf16", None, "fp32"),
+        ("bf16", "bf16", "bf16"),
+        ("fp16", None, "fp16"),
+    ],
 )
 def test_accumulation_dtype(
     write_recipe: Callable[..., Path], precision: str, given: str | None, expected: str
@@ -76,7 +85,8 @@ def test_accumulation_dtype(
 
 
 def test_parameter_bytes_of_a_small_llama(plan_of: Callable[..., Plan]) -> None:
-    """Counted by hand: hidden 64, heads 4 x 16, kv 2 x 16, feed-forward 96, vocabulary 256, 4 layers, fp32."""
+    """Counted by hand: hidden 64, heads 4 x 16, kv 2 x 16, feed-forward 96, vocabulary 256, 4
+    layers, fp32."""
     layer = (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96) // 2 + 2 * 64  # cut in two, norms whole
     embedding, head = 256 * 64 // 2, 256 * 64 // 2 + 64
     plan = plan_of()
@@ -106,7 +116,9 @@ def test_zero3_keeps_a_rounded_up_part_of_each_parameter(plan_of: Callable[..., 
     assert bytes_held(3) == [4 * sum(-(-size // 3) for size in sizes)] * 3
 
 
-def test_tied_embedding_counts_on_both_stages_but_once_on_one_rank(plan_of: Callable[..., Plan]) -> None:
+def test_tied_embedding_counts_on_both_stages_but_once_on_one_rank(
+    plan_of: Callable[..., Plan],
+) -> None:
     def total(tied: bool, pipeline: int) -> int:
         plan = plan_of(
             {
@@ -131,11 +143,19 @@ def test_recipe_hash_is_of_the_values_not_their_order(write_recipe: Callable[...
     recipe: Recipe = load_recipe(write_recipe())
     text = json.dumps(recipe.document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     assert compile_recipe(recipe).plan.recipe_hash == hashlib.sha256(text.encode()).hexdigest()
-    assert canonical_hash({"a": 1, "b": 2}) == canonical_hash({"b": 2, "a": 1}) != canonical_hash({"a": 1, "b": 3})
+    assert (
+        canonical_hash({"a": 1, "b": 2})
+        == canonical_hash({"b": 2, "a": 1})
+        != canonical_hash({"a": 1, "b": 3})
+    )
 
 
-@pytest.mark.parametrize("directory", ["run", "model", "plan.json", ".", "run/x", "../elsewhere", "./tokenizer"])
-def test_checkpoint_directory_must_be_its_own(codes_of: Callable[..., list[str]], directory: str) -> None:
+@pytest.mark.parametrize(
+    "directory", ["run", "model", "plan.json", ".", "run/x", "../elsewhere", "./tokenizer"]
+)
+def test_checkpoint_directory_must_be_its_own(
+    codes_of: Callable[..., list[str]], directory: str
+) -> None:
     assert codes_of({"checkpoint": {"directory": directory}}) == ["SW5105"]
 
 
@@ -144,24 +164,39 @@ def test_checkpoint_directory_elsewhere(plan_of: Callable[..., Plan], directory:
     assert plan_of({"checkpoint": {"directory": directory}}).checkpoint.directory == directory
 
 
-def test_byte_tokenizer_needs_256_symbols(codes_of: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_byte_tokenizer_needs_256_symbols(
+    codes_of: Callable[..., list[str]], tmp_path: Path
+) -> None:
     (tmp_path / "corpus.txt").write_text("text")
     data = {"kind": "text", "path": "corpus.txt", "tokenizer": "byte"}
-    assert codes_of({"model.config.vocab_size": 255, "data": data, "parallelism.tensor": 1, "parallelism.data": 2}) == [
-        "SW1912"
-    ]
+    assert codes_of(
+        {
+            "model.config.vocab_size": 255,
+            "data": data,
+            "parallelism.tensor": 1,
+            "parallelism.data": 2,
+        }
+    ) == ["SW1912"]
 
 
 def test_tokenizer_folder_travels_along(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("text")
     folder = tmp_path / "tok"
     folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "weights.safetensors"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "weights.safetensors",
+    ):
         (folder / name).write_text(name)
     data = {"kind": "text", "path": "corpus.txt", "tokenizer": "./tok"}
     compiled = compile_recipe(load_recipe(write_recipe({"data": data})))
     assert compiled.plan.data.tokenizer == "tokenizer"
-    copied = {name: content for name, content in compiled.files.items() if name.startswith("tokenizer/")}
+    copied = {
+        name: content for name, content in compiled.files.items() if name.startswith("tokenizer/")
+    }
     assert sorted(copied) == [
         "tokenizer/chat_template.jinja",
         "tokenizer/merges.txt",
@@ -176,11 +211,16 @@ def test_a_tokenizer_that_is_not_in_the_cache_is_refused(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "corpus.txt").write_text("text")
-    assert codes_of({"data": {"kind": "text", "path": "corpus.txt", "tokenizer": "org/name"}}) == ["SW1911"]
+    assert codes_of({"data": {"kind": "text", "path": "corpus.txt", "tokenizer": "org/name"}}) == [
+        "SW1911"
+    ]
 
 
 def test_pretrained_needs_safetensors(
-    codes_of: Callable[..., list[str]], plan_of: Callable[..., Plan], small_recipe: dict[str, Any], tmp_path: Path
+    codes_of: Callable[..., list[str]],
+    plan_of: Callable[..., Plan],
+    small_recipe: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()

@@ -21,9 +21,14 @@ MARK = "mark.prove"
 
 
 def proving_functions(path: Path) -> set[str]:
-    """Functions marked `prove`, or with a parameter that is; all of a module whose pytestmark has it."""
+    """Functions marked `prove`, or with a parameter that is; all of a module whose pytestmark has
+    it."""
     source = path.read_text(encoding="utf-8")
-    functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+    functions = [
+        n
+        for n in ast.parse(source).body
+        if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")
+    ]
     if any(MARK in line for line in source.splitlines() if line.startswith("pytestmark")):
         return {f.name for f in functions}
     return {f.name for f in functions if any(MARK in ast.unparse(d) for d in f.decorator_list)}
@@ -79,7 +84,11 @@ def digest_there() -> str:
 @pytest.mark.parametrize(
     ("file", "text", "changes"),
     [
-        ("package/loss.py", '"""Text."""\ndef loss(x):\n    """More."""\n    # why\n    return (x + 1)\n', False),
+        (
+            "package/loss.py",
+            '"""Text."""\ndef loss(x):\n    """More."""\n    # why\n    return (x + 1)\n',
+            False,
+        ),
         ("package/loss.py", "def loss(x):\n    return x + 2\n", True),
         ("package/other.py", "x = 1\n", False),
         ("tests/helper.py", "f = 2\n", True),
@@ -87,7 +96,9 @@ def digest_there() -> str:
         ("tools/bench.py", "h = 2\n", True),
     ],
 )
-def test_a_digest_is_of_what_the_code_does(package: Path, file: str, text: str, changes: bool) -> None:
+def test_a_digest_is_of_what_the_code_does(
+    package: Path, file: str, text: str, changes: bool
+) -> None:
     before = digest_there()
     (package / file).write_text(text)
     assert (digest_there() != before) is changes
@@ -145,7 +156,9 @@ def test_a_piece_writes_its_own_areas(kept: Path) -> None:
         Ledger("lora", kept / "build").figure("a", "parity", "one", FIGURES)
 
 
-def test_proof_marks_what_is_older_than_the_code(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_marks_what_is_older_than_the_code(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(proof, "BENCHMARKS", kept)
     cases = {"llama": {"verdict": "proved", "loss": 1e-6, "norm": 1e-6, "weights": 1e-7}}
     for area, stamp in {
@@ -154,24 +167,36 @@ def test_proof_marks_what_is_older_than_the_code(kept: Path, monkeypatch: pytest
         "zoo-tensor": {"date": "2026-01-01"},
     }.items():
         (kept / f"{area}.json").write_text(json.dumps({**stamp, "cases": cases}))
-    assert proof.states() == {"zoo-zero": "current", "zoo-pipeline": "older", "zoo-tensor": "unstamped"}
-    readme = proof.written(f"a\n{proof.BEGIN}\nold\n{proof.END}\nb", frozenset({"zoo-pipeline", "zoo-tensor"}))
+    assert proof.states() == {
+        "zoo-zero": "current",
+        "zoo-pipeline": "older",
+        "zoo-tensor": "unstamped",
+    }
+    readme = proof.written(
+        f"a\n{proof.BEGIN}\nold\n{proof.END}\nb", frozenset({"zoo-pipeline", "zoo-tensor"})
+    )
     assert proof.marked(readme) == {"zoo-pipeline", "zoo-tensor"}
     assert readme.startswith("a\n") and readme.endswith("\nb")
     text = "a [1](../benchmarks/zoo-tensor.json). [2](../benchmarks/zoo-zero.json) †\n"
     marked = proof.written(f"{text}{proof.BEGIN}\n{proof.END}", frozenset({"zoo-tensor"}))
-    assert marked.startswith("a [1](../benchmarks/zoo-tensor.json) †. [2](../benchmarks/zoo-zero.json)\n")
+    assert marked.startswith(
+        "a [1](../benchmarks/zoo-tensor.json) †. [2](../benchmarks/zoo-zero.json)\n"
+    )
 
 
-def test_it_says_how_long_it_takes_and_what_it_renewed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_how_long_it_takes_and_what_it_renewed(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prove, "Ledger", lambda piece: Ledger(piece, kept / "build"))
     monkeypatch.setattr(prove, "BENCHMARKS", kept)
-    (kept / "prove.json").write_text(json.dumps({"lora": {"seconds": 3700}, "parity": {"seconds": 100}}))
+    (kept / "prove.json").write_text(
+        json.dumps({"lora": {"seconds": 3700}, "parity": {"seconds": 100}})
+    )
     Ledger("lora", kept / "build").finished("a", "passed", 200.0)
     assert prove.forecast([]).startswith("nothing is due")
     assert prove.forecast(["lora", "parity", "crash"]) == (
-        "3 pieces are due (lora, parity, crash): about 1:00:00, by the durations in benchmarks/prove.json; "
-        "never timed: crash"
+        "3 pieces are due (lora, parity, crash): about 1:00:00, by the durations in "
+        "benchmarks/prove.json; never timed: crash"
     )
     before = prove.published()
     assert before == {} and prove.renewed(before, before) == ["no published figure was renewed"]

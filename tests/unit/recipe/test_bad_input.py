@@ -48,7 +48,10 @@ def refusal(text: str | bytes, folder: Path, overrides: tuple[str, ...] = ()) ->
 
 def told(found: Refusal) -> list[tuple[str, int]]:
     places = [locate(diagnostic, found.source) for diagnostic in found.diagnostics]
-    return [(d.code, place.line if place else -1) for d, place in zip(found.diagnostics, places, strict=True)]
+    return [
+        (d.code, place.line if place else -1)
+        for d, place in zip(found.diagnostics, places, strict=True)
+    ]
 
 
 def only(found: Refusal) -> Diagnostic:
@@ -156,17 +159,30 @@ def test_the_good_one_is_good(tmp_path: Path) -> None:
         (changed("gpu: cpu", "gpu: cpu\n  checkpoint_gbytes_per_second: 1e12"), "SW1104", 9),
         (changed("  config:", "  source: org/name\n  config:"), "SW1202", 5),
         (changed("steps: 20", "steps: 20\n  tokens: 1e9"), "SW1202", 13),
-        (changed("steps: 20", "steps: 20\n  scheduler: {warmup_steps: 2, warmup_ratio: 0.1}"), "SW1202", 13),
-        (changed("steps: 20", "steps: 20\n  scheduler: {min_lr: 0, min_lr_ratio: 0.1}"), "SW1202", 13),
+        (
+            changed("steps: 20", "steps: 20\n  scheduler: {warmup_steps: 2, warmup_ratio: 0.1}"),
+            "SW1202",
+            13,
+        ),
+        (
+            changed("steps: 20", "steps: 20\n  scheduler: {min_lr: 0, min_lr_ratio: 0.1}"),
+            "SW1202",
+            13,
+        ),
         (GOOD + "validation: {fraction: 0.1, kind: text, path: a}\n", "SW1202", 13),
         (GOOD + "parallelism: {tensor: 3}\n", "SW1203", 13),
         (GOOD + "parallelism: {tensor: 2, pipeline: 4}\n", "SW1203", 13),
         (GOOD + "parallelism: {tensor: 2, pipeline: 2, data: 2}\n", "SW1203", 13),
         (GOOD + "parallelism: {tensor: 1, pipeline: 1, data: 2}\n", "SW1203", 13),
         (GOOD + "parallelism: {micro_batch_size: 3}\n", "SW1204", 11),
-        (changed("global_batch_size: 8", "global_batch_size: 6") + "parallelism: {data: 4}\n", "SW1204", 11),
         (
-            changed("global_batch_size: 8", "global_batch_size: 6") + "parallelism: {tensor: 1, pipeline: 1}\n",
+            changed("global_batch_size: 8", "global_batch_size: 6") + "parallelism: {data: 4}\n",
+            "SW1204",
+            11,
+        ),
+        (
+            changed("global_batch_size: 8", "global_batch_size: 6")
+            + "parallelism: {tensor: 1, pipeline: 1}\n",
             "SW1204",
             11,
         ),
@@ -175,10 +191,22 @@ def test_the_good_one_is_good(tmp_path: Path) -> None:
         (changed("steps: 20", "tokens: 2048\n  scheduler: {warmup_steps: 2}"), "SW1205", 13),
         (changed("steps: 20", "steps: 20\n  scheduler: {name: wsd}"), "SW1205", 13),
         (changed("steps: 20", "steps: 20\n  scheduler: {decay_steps: 3}"), "SW1205", 13),
-        (changed("steps: 20", "steps: 20\n  scheduler: {name: wsd, warmup_steps: 15, decay_steps: 6}"), "SW1205", 13),
+        (
+            changed(
+                "steps: 20", "steps: 20\n  scheduler: {name: wsd, warmup_steps: 15, decay_steps: 6}"
+            ),
+            "SW1205",
+            13,
+        ),
         (changed("steps: 20", "steps: 20\n  scheduler: {min_lr: 1e-2}"), "SW1205", 13),
         (changed("steps: 20", "steps: 20\n  gradient_accumulation_dtype: fp16"), "SW1206", 13),
-        (changed("steps: 20", "steps: 20\n  precision: fp32\n  gradient_accumulation_dtype: bf16"), "SW1206", 14),
+        (
+            changed(
+                "steps: 20", "steps: 20\n  precision: fp32\n  gradient_accumulation_dtype: bf16"
+            ),
+            "SW1206",
+            14,
+        ),
         (changed("nodes: 1", "nodes: auto"), "SW1207", 6),
         (changed("steps: 20", "steps: 20\n  days_at_most: 3"), "SW1207", 13),
         (GOOD + "launch: {launcher: pdsh, slurm: {account: a}}\n", "SW1208", 13),
@@ -187,7 +215,9 @@ def test_the_good_one_is_good(tmp_path: Path) -> None:
         (GOOD + "launch: {env: {A: x}, env_from: [A]}\n", "SW1211", 13),
     ],
 )
-def test_one_mistake_one_diagnostic(text: str | bytes, code: str, line: int, tmp_path: Path) -> None:
+def test_one_mistake_one_diagnostic(
+    text: str | bytes, code: str, line: int, tmp_path: Path
+) -> None:
     found = refusal(text, tmp_path)
     assert told(found) == [(code, line)]
     diagnostic = found.diagnostics[0]
@@ -195,8 +225,15 @@ def test_one_mistake_one_diagnostic(text: str | bytes, code: str, line: int, tmp
 
 
 def test_all_independent_errors_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
-    text = changed("name: tiny", "name: a b").replace("nodes: 1", 'nodes: "1"').replace("steps: 20", "step: 20")
-    text += "parallelism: {zero_stage: 9, bucket: 1}\nlaunch: {launcher: local, slurm: {qos: q}}\nname: b\nx: .inf\n"
+    text = (
+        changed("name: tiny", "name: a b")
+        .replace("nodes: 1", 'nodes: "1"')
+        .replace("steps: 20", "step: 20")
+    )
+    text += (
+        "parallelism: {zero_stage: 9, bucket: 1}\nlaunch: {launcher: local, slurm: {qos: "
+        "q}}\nname: b\nx: .inf\n"
+    )
     assert told(refusal(text, tmp_path)) == [
         ("SW1106", 2),
         ("SW1102", 6),
@@ -256,7 +293,11 @@ def test_nearest_valid_values(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for path, code in ((tmp_path / "none.yaml", "SW1001"), (tmp_path, "SW1002"), (Path("a\0b"), "SW1001")):
+    for path, code in (
+        (tmp_path / "none.yaml", "SW1001"),
+        (tmp_path, "SW1002"),
+        (Path("a\0b"), "SW1001"),
+    ):
         with pytest.raises(Refusal) as caught:
             load_recipe(path)
         assert [d.code for d in caught.value.diagnostics] == [code]
@@ -274,10 +315,21 @@ def test_aliases_are_followed_but_bounded(tmp_path: Path) -> None:
 
 
 def test_set_errors_point_at_the_command_line(tmp_path: Path) -> None:
-    overrides = ("training.steps=5", "training.stepz=5", "nonsense", "name.first=a", "training.seed=[1", "version=1")
+    overrides = (
+        "training.steps=5",
+        "training.stepz=5",
+        "nonsense",
+        "name.first=a",
+        "training.seed=[1",
+        "version=1",
+    )
     found = refusal(GOOD, tmp_path, overrides)
     places = [locate(d, found.source) for d in found.diagnostics]
-    assert [(d.code, p.file, p.line, p.column) for d, p in zip(found.diagnostics, places, strict=True) if p] == [
+    assert [
+        (d.code, p.file, p.line, p.column)
+        for d, p in zip(found.diagnostics, places, strict=True)
+        if p
+    ] == [
         ("SW1101", "--set", 2, 1),
         ("SW1031", "--set", 3, 1),
         ("SW1032", "--set", 4, 1),

@@ -54,7 +54,10 @@ def found(line: str, folder: Path) -> list[Diagnostic]:
         "data: {kind: tokens, path: good.npy}",
         "data: {kind: megatron, path: m}",
         "data: {kind: synthetic}",
-        "data: {mixture: [{kind: tokens, path: good.npy, weight: 1}, {kind: synthetic, weight: 1}]}",
+        (
+            "data: {mixture: [{kind: tokens, path: good.npy, weight: 1}, {kind: synthetic, "
+            "weight: 1}]}"
+        ),
         "validation: {kind: tokens, path: good.npy}",
         "launch: {hostfile: hosts}",
         "source: org/name",
@@ -80,7 +83,11 @@ def test_fine(line: str, folder: Path) -> None:
         ("data: {kind: tokens, path: empty.npy}", "SW1302", "is not a .npy array"),
         ("data: {kind: megatron, path: n}", "SW1301", "n.bin"),
         ("data: {kind: text, path: python-stdlib, tokenizer: ./none}", "SW1301", "none"),
-        ("data: {mixture: [{kind: tokens, path: none.npy, weight: 1}]}", "SW1301", "data.mixture[0].path"),
+        (
+            "data: {mixture: [{kind: tokens, path: none.npy, weight: 1}]}",
+            "SW1301",
+            "data.mixture[0].path",
+        ),
         ("validation: {kind: tokens, path: none.npy}", "SW1301", "validation.path"),
         ("launch: {hostfile: host}", "SW1301", "launch.hostfile"),
         ("launch: {setup_script: env.sh}", "SW1301", "launch.setup_script"),

@@ -15,7 +15,9 @@ from shardwright.recipe.load import load_recipe
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 from tests.unit.recipe.test_load import FULL
 
-FAST = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+FAST = settings(
+    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
 PIECES = st.sampled_from(
     [
         "\n",
@@ -67,7 +69,21 @@ PIECES = st.sampled_from(
     ]
 )
 KEYS = st.sampled_from(
-    ["version", "name", "model", "training", "data", "kind", "mixture", "gpu", "extends", "steps", "env", "x", ""]
+    [
+        "version",
+        "name",
+        "model",
+        "training",
+        "data",
+        "kind",
+        "mixture",
+        "gpu",
+        "extends",
+        "steps",
+        "env",
+        "x",
+        "",
+    ]
 )
 VALUES = st.recursive(
     st.none()
@@ -127,6 +143,8 @@ def test_replaced_values(key: str, value: object, path: list[str]) -> None:
 
 
 @FAST
-@given(st.lists(st.text(max_size=30) | st.builds("{}.{}={}".format, KEYS, KEYS, PIECES), max_size=3))
+@given(
+    st.lists(st.text(max_size=30) | st.builds("{}.{}={}".format, KEYS, KEYS, PIECES), max_size=3)
+)
 def test_overrides(overrides: list[str]) -> None:
     reads(GOOD.encode(), tuple(overrides))

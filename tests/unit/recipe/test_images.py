@@ -1,4 +1,5 @@
-"""What `data.images` says is settled: where pictures lie is told from the recipe, also in a part of a mixture."""
+"""What `data.images` says is settled: where pictures lie is told from the recipe, also in a part of
+a mixture."""
 
 from __future__ import annotations
 

@@ -16,7 +16,13 @@ from shardwright.recipe.load import load_recipe
 from shardwright.rules.executable import check_executable
 from tests.unit.model.factory import SMALL_LLAMA
 
-CLUSTER = {"nodes": 4, "gpus_per_node": 8, "gpu": "h100-sxm-80gb", "islands": 2, "inter_island_gbits_per_second": 10}
+CLUSTER = {
+    "nodes": 4,
+    "gpus_per_node": 8,
+    "gpu": "h100-sxm-80gb",
+    "islands": 2,
+    "inter_island_gbits_per_second": 10,
+}
 
 
 def recipe(tmp_path: Path, **changes: Mapping[str, Any]) -> Recipe:
@@ -46,7 +52,11 @@ def refused(tmp_path: Path, **changes: Mapping[str, Any]) -> dict[str, str]:
 
 def test_the_recipe_is_one_islands(tmp_path: Path) -> None:
     found = recipe(tmp_path)
-    assert (found.cluster.islands, found.cluster.nodes, found.training.global_batch_size) == (2, 2, 32)
+    assert (found.cluster.islands, found.cluster.nodes, found.training.global_batch_size) == (
+        2,
+        2,
+        32,
+    )
     assert found.training.outer is not None and dataclasses.asdict(found.training.outer) == {
         "every_steps": 100,
         "optimizer": "average",
@@ -58,11 +68,18 @@ def test_the_recipe_is_one_islands(tmp_path: Path) -> None:
         "mixing": None,
     }
     # What the compiled folder keeps is the recipe of all, which is read back as one island's again.
-    assert found.document["cluster"]["nodes"] == 4 and found.document["training"]["global_batch_size"] == 64  # type: ignore[index,call-overload]
+    assert (
+        found.document["cluster"]["nodes"] == 4
+        and found.document["training"]["global_batch_size"] == 64
+    )  # type: ignore[index,call-overload]
     again = tmp_path / "again.json"
     again.write_text(json.dumps(found.document))
     same = load_recipe(again)
-    assert (same.cluster, same.training, same.document) == (found.cluster, found.training, found.document)
+    assert (same.cluster, same.training, same.document) == (
+        found.cluster,
+        found.training,
+        found.document,
+    )
 
 
 def test_overlap_has_a_mixing(tmp_path: Path) -> None:
@@ -80,7 +97,9 @@ def test_tokens_are_those_of_all_islands(tmp_path: Path) -> None:
 def test_one_island_is_no_island(tmp_path: Path) -> None:
     plain = recipe(tmp_path, cluster={"islands": None, "inter_island_gbits_per_second": None})
     said = recipe(tmp_path, cluster={"islands": 1, "inter_island_gbits_per_second": None})
-    assert plain.document == said.document and said.training.outer is None and said.cluster.nodes == 4
+    assert (
+        plain.document == said.document and said.training.outer is None and said.cluster.nodes == 4
+    )
     assert "islands" not in json.dumps(said.document["cluster"])
 
 
@@ -90,21 +109,36 @@ def test_one_island_is_no_island(tmp_path: Path) -> None:
         ({"cluster": {"nodes": 3}}, "SW1231", "cluster.nodes"),
         ({"training": {"global_batch_size": 63}}, "SW1231", "training.global_batch_size"),
         ({"cluster": {"inter_island_gbits_per_second": None}}, "SW1232", "cluster.islands"),
-        ({"cluster": {"nodes": "auto"}, "training": {"days_at_most": 3}}, "SW1232", "cluster.nodes"),
+        (
+            {"cluster": {"nodes": "auto"}, "training": {"days_at_most": 3}},
+            "SW1232",
+            "cluster.nodes",
+        ),
         ({"cluster": {"islands": 1}}, "SW1232", "cluster.inter_island_gbits_per_second"),
         (
-            {"cluster": {"islands": None, "inter_island_gbits_per_second": None}, "training": {"outer": {"lr": 0.7}}},
+            {
+                "cluster": {"islands": None, "inter_island_gbits_per_second": None},
+                "training": {"outer": {"lr": 0.7}},
+            },
             "SW1232",
             "training.outer",
         ),
         ({"checkpoint": {"every_steps": 150}}, "SW1233", "checkpoint.every_steps"),
         ({"validation": {"fraction": 0.1, "every_steps": 50}}, "SW1233", "validation.every_steps"),
-        ({"training": {"outer": {"optimizer": "nesterov", "lr": 0.6}}}, "SW1235", "training.outer.optimizer"),
+        (
+            {"training": {"outer": {"optimizer": "nesterov", "lr": 0.6}}},
+            "SW1235",
+            "training.outer.optimizer",
+        ),
         ({"training": {"outer": {"lr": 0.6}}}, "SW1235", "training.outer.lr"),
         ({"training": {"outer": {"every_steps": 0}}}, "SW1104", "training.outer.every_steps"),
         ({"training": {"outer": {"overlap_steps": 100}}}, "SW1235", "training.outer.overlap_steps"),
         ({"training": {"outer": {"mixing": 0.5}}}, "SW1235", "training.outer.mixing"),
-        ({"training": {"outer": {"overlap_steps": 1, "mixing": 0}}}, "SW1104", "training.outer.mixing"),
+        (
+            {"training": {"outer": {"overlap_steps": 1, "mixing": 0}}},
+            "SW1104",
+            "training.outer.mixing",
+        ),
         (
             {"training": {"outer": {"momentum": 1, "lr": 1, "optimizer": "nesterov"}}},
             "SW1104",
@@ -113,7 +147,11 @@ def test_one_island_is_no_island(tmp_path: Path) -> None:
         ({"launch": {"outer_store": "no port"}}, "SW1106", "launch.outer_store"),
         # Degrees are those of an island: 16 GPUs, and half of the batch.
         ({"parallelism": {"tensor": 8, "pipeline": 2, "data": 2}}, "SW1203", "parallelism.tensor"),
-        ({"parallelism": {"data": 2, "micro_batch_size": 32}}, "SW1204", "training.global_batch_size"),
+        (
+            {"parallelism": {"data": 2, "micro_batch_size": 32}},
+            "SW1204",
+            "training.global_batch_size",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], code: str, key: str) -> None:
@@ -121,7 +159,9 @@ def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], code: str, key
 
 
 def test_degrees_of_an_island_are_taken(tmp_path: Path) -> None:
-    found = recipe(tmp_path, parallelism={"tensor": 8, "pipeline": 1, "data": 2, "micro_batch_size": 16})
+    found = recipe(
+        tmp_path, parallelism={"tensor": 8, "pipeline": 1, "data": 2, "micro_batch_size": 16}
+    )
     assert found.parallelism.data == 2
 
 
@@ -138,6 +178,8 @@ def test_islands_freeze_parameters(tmp_path: Path) -> None:
         ({"lora": {"rank": 4}}, "lora"),
     ],
 )
-def test_what_can_be_estimated_and_not_compiled(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+def test_what_can_be_estimated_and_not_compiled(
+    tmp_path: Path, changes: dict[str, Any], key: str
+) -> None:
     told = [d for d in check_executable(recipe(tmp_path, **changes)) if d.code == "SW1924"]
     assert key in [".".join(map(str, d.key or ())) for d in told]

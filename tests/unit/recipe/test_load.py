@@ -18,14 +18,17 @@ from shardwright.recipe.schema import properties, recipe_schema
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 
 FULL = (
-    GOOD.replace("steps: 20", "tokens: 1e12\n  optimizer: {lr: 2e-5}\n  scheduler: {name: wsd, decay_steps: 3}")
+    GOOD.replace(
+        "steps: 20",
+        "tokens: 1e12\n  optimizer: {lr: 2e-5}\n  scheduler: {name: wsd, decay_steps: 3}",
+    )
     + """\
 data: {mixture: [{kind: text, path: a/*.txt, weight: 2}, {kind: chat, path: b, template: t, weight: 1}]}
 validation: {fraction: 0.01}
 parallelism: {tensor: 2, memory_headroom: 0.1}
 launch: {env: {NCCL_DEBUG: WARN}, env_from: [HF_TOKEN], hostfile: hosts, slurm: {account: a, time: 48:00:00}}
 checkpoint: {every_steps: 500}
-"""
+"""  # noqa: E501
 )
 
 
@@ -77,7 +80,9 @@ def test_numbers(tmp_path: Path) -> None:
 def test_json_is_a_recipe(tmp_path: Path) -> None:
     plain = load(JSON, tmp_path)
     assert plain.training.steps == 20
-    odd = "\ufeff" + JSON.replace("  ", "\t").replace('"llama"', '"\\u006clama", "note": "\\ud83d\\ude00\\/"')
+    odd = "\ufeff" + JSON.replace("  ", "\t").replace(
+        '"llama"', '"\\u006clama", "note": "\\ud83d\\ude00\\/"'
+    )
     odd = odd.replace('"note"', f'"{"k" * 2000}": 1, "note"')
     config = load(odd, tmp_path).model.config
     assert config is not None and (config["model_type"], config["note"]) == ("llama", "\U0001f600/")
@@ -102,24 +107,43 @@ def test_the_document_is_complete_and_loads_to_the_same_recipe(text: str, tmp_pa
 
 def test_the_order_of_keys_does_not_matter(tmp_path: Path) -> None:
     shuffled = json.dumps(dict(reversed(json.loads(JSON).items())))
-    assert json.dumps(load(shuffled, tmp_path).document) == json.dumps(load(JSON, tmp_path).document)
+    assert json.dumps(load(shuffled, tmp_path).document) == json.dumps(
+        load(JSON, tmp_path).document
+    )
 
 
 def test_defaults(tmp_path: Path) -> None:
     recipe = load(GOOD + "data: {kind: text, path: python-stdlib}\nlaunch:\n", tmp_path)
     optimizer, scheduler, data = recipe.training.optimizer, recipe.training.scheduler, recipe.data
-    assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (3e-4, (0.9, 0.95), 1e-8, 0.1)
+    assert (optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay) == (
+        3e-4,
+        (0.9, 0.95),
+        1e-8,
+        0.1,
+    )
     assert (scheduler.name, scheduler.warmup_steps, scheduler.min_lr) == ("cosine", 0, 0.0)
-    assert recipe.model.weights == "random" and recipe.parallelism.tensor is None and recipe.launch.slurm is None
-    assert data is not None and (data.path, data.tokenizer, data.packing) == ("python-stdlib", "byte", True)
-    source = load(GOOD.replace("config: {model_type: llama, hidden_size: 64}", "source: org/name"), tmp_path).model
+    assert (
+        recipe.model.weights == "random"
+        and recipe.parallelism.tensor is None
+        and recipe.launch.slurm is None
+    )
+    assert data is not None and (data.path, data.tokenizer, data.packing) == (
+        "python-stdlib",
+        "byte",
+        True,
+    )
+    source = load(
+        GOOD.replace("config: {model_type: llama, hidden_size: 64}", "source: org/name"), tmp_path
+    ).model
     assert (source.source, source.weights) == ("org/name", "pretrained")
 
 
 def test_inline_gpu(tmp_path: Path) -> None:
     gpu = "{memory_gib: 80, hbm_gbytes_per_second: 3350, peak_tflops: {bf16: 989}}"
     found = load(GOOD.replace("gpu: cpu", f"gpu: {gpu}"), tmp_path).cluster.gpu
-    assert found == InlineGpu(memory_gib=80.0, hbm_gbytes_per_second=3350.0, peak_tflops={"bf16": 989.0})
+    assert found == InlineGpu(
+        memory_gib=80.0, hbm_gbytes_per_second=3350.0, peak_tflops={"bf16": 989.0}
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +178,10 @@ def test_paths_start_at_the_file_that_holds_them(tmp_path: Path) -> None:
     recipe = load("extends: ../base/base.yaml\nlaunch: {setup_script: env.sh}\n", run)
     assert recipe.model.source == f"{base}/weights" and recipe.directory == str(run)
     assert recipe.data is not None and recipe.data.path == f"{base}/corpus/*.txt"
-    assert (recipe.launch.hostfile, recipe.launch.setup_script) == (f"{base}/hosts", f"{run}/env.sh")
+    assert (recipe.launch.hostfile, recipe.launch.setup_script) == (
+        f"{base}/hosts",
+        f"{run}/env.sh",
+    )
     again = load(json.dumps(recipe.document), run, name="again.json")
     assert without_source(again) == without_source(recipe)
 
@@ -170,14 +197,28 @@ def test_a_name_may_be_auto(tmp_path: Path) -> None:
     """`auto` is a choice of the compiler's only where the schema says so."""
     text = GOOD + "launch: {slurm: {account: auto, partition: auto, mem: auto}}\n"
     slurm = load(text, tmp_path).launch.slurm
-    assert slurm is not None and (slurm.account, slurm.partition, slurm.mem) == ("auto", "auto", "0")
+    assert slurm is not None and (slurm.account, slurm.partition, slurm.mem) == (
+        "auto",
+        "auto",
+        "0",
+    )
 
 
 def test_extends(tmp_path: Path) -> None:
     (tmp_path / "root.yaml").write_text(GOOD + "launch: {env: {A: a, B: b}, env_from: [X]}\n")
-    (tmp_path / "middle.yaml").write_text("extends: root.yaml\ntraining: {seed: 7}\nlaunch: {env: {B: c}}\n")
-    recipe = load("extends: middle.yaml\nname: top\ntraining: {tokens: 4096}\nlaunch: {env_from: []}\n", tmp_path)
-    assert (recipe.name, recipe.training.seed, recipe.training.steps, recipe.training.tokens) == ("top", 7, None, 4096)
+    (tmp_path / "middle.yaml").write_text(
+        "extends: root.yaml\ntraining: {seed: 7}\nlaunch: {env: {B: c}}\n"
+    )
+    recipe = load(
+        "extends: middle.yaml\nname: top\ntraining: {tokens: 4096}\nlaunch: {env_from: []}\n",
+        tmp_path,
+    )
+    assert (recipe.name, recipe.training.seed, recipe.training.steps, recipe.training.tokens) == (
+        "top",
+        7,
+        None,
+        4096,
+    )
     assert dict(recipe.launch.env) == {"A": "a", "B": "c"} and recipe.launch.env_from == ()
     assert "extends" not in recipe.document
 
@@ -187,7 +228,10 @@ def test_a_diagnostic_points_into_the_base(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
         load("extends: base.yaml\nname: a b\n", tmp_path)
     places = [locate(d, caught.value.source) for d in caught.value.diagnostics]
-    assert [(Path(p.file).name, p.line) for p in places if p] == [("recipe.yaml", 2), ("base.yaml", 12)]
+    assert [(Path(p.file).name, p.line) for p in places if p] == [
+        ("recipe.yaml", 2),
+        ("base.yaml", 12),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +257,15 @@ def test_bad_bases(text: str, code: str, words: str, tmp_path: Path) -> None:
 
 
 def test_set(tmp_path: Path) -> None:
-    recipe = load(GOOD, tmp_path, "training.tokens=1e6", "launch.env={A: x}", "launch.env.B=y", "name=b", "data=null")
+    recipe = load(
+        GOOD,
+        tmp_path,
+        "training.tokens=1e6",
+        "launch.env={A: x}",
+        "launch.env.B=y",
+        "name=b",
+        "data=null",
+    )
     assert (recipe.training.steps, recipe.training.tokens, recipe.name) == (None, 10**6, "b")
     assert dict(recipe.launch.env) == {"A": "x", "B": "y"}
     with pytest.raises(Refusal) as caught:
@@ -243,9 +295,9 @@ def test_the_schema_is_one_and_says_every_key_and_default() -> None:
         count = 0
         for sample in ({}, {"kind": "jsonl"}, {"kind": "chat"}, {"mixture": []}):
             for key, below in properties(sub, sample).items():
-                assert any("title" in part and "description" in part for part in (below, *_referred(below))), (
-                    f"{path}{key}"
-                )
+                assert any(
+                    "title" in part and "description" in part for part in (below, *_referred(below))
+                ), f"{path}{key}"
                 default = below.get("default", "none")
                 if default != "none":
                     resolver = {"$defs": schema["$defs"], **below}

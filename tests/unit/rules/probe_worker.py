@@ -1,4 +1,5 @@
-"""What the installed DeepSpeed really does with layouts that the rules forbid. One process, one rank; prints JSON.
+"""What the installed DeepSpeed really does with layouts that the rules forbid. One process, one
+rank; prints JSON.
 
 name -> the type and text of what it raised, or what it did instead.
 """
@@ -28,12 +29,17 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 
 def engine(ds_config: dict[str, Any], module: nn.Module | None = None) -> Any:
     module = module or nn.Linear(4, 4)
-    found, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=ds_config)
+    found, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=ds_config
+    )
     return found
 
 
 def pipeline(stage: int) -> Any:
-    return engine(config(stage), PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.functional.mse_loss))
+    return engine(
+        config(stage),
+        PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.functional.mse_loss),
+    )
 
 
 def offloaded(**settings: Any) -> str:
@@ -50,8 +56,12 @@ PROBES: dict[str, Callable[[], Any]] = {
     "pipeline with ZeRO-3": lambda: type(pipeline(3)).__name__,
     "pipeline with ZeRO-1": lambda: type(pipeline(1)).__name__,
     "DualPipeV, 3 micro-batches on 2 ranks": lambda: len(list(DualPipeVSchedule(3, 2, 0).steps())),
-    "DualPipeV, 4 micro-batches on 2 ranks": lambda: len(list(DualPipeVSchedule(4, 2, 0).steps())) > 0,
-    "bf16 without ZeRO, fp32 accumulation": lambda: type(engine(config(0, **BF16)).optimizer).__name__,
+    "DualPipeV, 4 micro-batches on 2 ranks": lambda: (
+        len(list(DualPipeVSchedule(4, 2, 0).steps())) > 0
+    ),
+    "bf16 without ZeRO, fp32 accumulation": lambda: (
+        type(engine(config(0, **BF16)).optimizer).__name__
+    ),
     "offload with bf16 ZeRO-1": lambda: offloaded(stage=1, **BF16),
     "offload with ZeRO-2": lambda: offloaded(stage=2),
     "offload_param with ZeRO-2": lambda: (

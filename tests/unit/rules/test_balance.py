@@ -15,10 +15,14 @@ from tests.unit.rules.test_expert import FLAT, MIXTURE
 from tests.unit.rules.test_layout import change
 
 
-def found(config: dict[str, JsonValue], coefficient: float | None, **changes: object) -> dict[str, Diagnostic]:
+def found(
+    config: dict[str, JsonValue], coefficient: float | None, **changes: object
+) -> dict[str, Diagnostic]:
     recipe = recipe_of(config)
     recipe = replace(recipe, model=replace(recipe.model, router_aux_loss=coefficient), **changes)  # type: ignore[arg-type]
-    problem = Problem(recipe=recipe, graph=graph_of(config), cluster=resolve_cluster(recipe.cluster))
+    problem = Problem(
+        recipe=recipe, graph=graph_of(config), cluster=resolve_cluster(recipe.cluster)
+    )
     return {d.code: d for d in check_layout(problem, change(**FLAT))}
 
 
@@ -40,7 +44,11 @@ def test_what_is_not_proved_beside_it() -> None:
 
 
 def test_a_model_that_asks_for_one_is_told() -> None:
-    asks: dict[str, JsonValue] = {**MIXTURE, "output_router_logits": True, "router_aux_loss_coef": 0.02}
+    asks: dict[str, JsonValue] = {
+        **MIXTURE,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.02,
+    }
     warning = found(asks, None)["SW3160"]
     assert warning.severity == "warning" and "router_aux_loss: 0.02" in (warning.help or "")
     assert "SW3160" not in found(asks, 0.02) and "SW3160" not in found(MIXTURE, None)

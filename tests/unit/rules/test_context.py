@@ -23,7 +23,10 @@ TWO = change(context=2, data=1, gradient_accumulation_steps=16)
 
 
 def errors(
-    config: dict[str, JsonValue], strategy: object = TWO, training: dict[str, object] | None = None, **sections: object
+    config: dict[str, JsonValue],
+    strategy: object = TWO,
+    training: dict[str, object] | None = None,
+    **sections: object,
 ) -> dict[str, Diagnostic]:
     recipe = recipe_of(config, training=training or {}, **sections)  # type: ignore[arg-type]
     graph = build_model_graph(recipe.model)

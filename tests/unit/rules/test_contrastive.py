@@ -1,5 +1,5 @@
-"""What contrastive training refuses, each with the key that it names: SW3181 ranks beyond data, SW3182 accumulation,
-SW3183 keys that are not proved or say nothing there."""
+"""What contrastive training refuses, each with the key that it names: SW3181 ranks beyond data,
+SW3182 accumulation, SW3183 keys that are not proved or say nothing there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_data_ranks_with_one_micro_batch_are_let_through() -> None:
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "context", "expert"])
 def test_other_ranks_are_refused(axis: str) -> None:
     found = told(alone(**{axis: 2}))["SW3181"]
-    assert found.key == ("parallelism", axis) and found.severity == "error" and found.valid == ("1",)
+    assert (
+        found.key == ("parallelism", axis) and found.severity == "error" and found.valid == ("1",)
+    )
 
 
 def test_two_micro_batches_are_two_losses() -> None:
@@ -62,19 +64,27 @@ def test_two_micro_batches_are_two_losses() -> None:
 def test_a_search_tries_the_one_micro_batch_that_there_is() -> None:
     recipe = recipe_of()
     micro = next(axis for axis in AXES if axis.name == "micro_batch_size")
-    free = dataclasses.replace(recipe, parallelism=dataclasses.replace(recipe.parallelism, micro_batch_size=None))
+    free = dataclasses.replace(
+        recipe, parallelism=dataclasses.replace(recipe.parallelism, micro_batch_size=None)
+    )
     problem = Problem(recipe=free, graph=PAIRS, cluster=resolve_cluster(recipe.cluster))
     assert choices(micro, problem, {"data": 4}) == (BATCH // 4,)
 
 
 def test_what_says_nothing_of_pairs_is_refused() -> None:
     recipe = recipe_of()
-    tokens = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, steps=None, tokens=10**9))
-    held_out = dataclasses.replace(recipe, validation=ValidationSection(every_steps=1, fraction=0.1, data=None))
+    tokens = dataclasses.replace(
+        recipe, training=dataclasses.replace(recipe.training, steps=None, tokens=10**9)
+    )
+    held_out = dataclasses.replace(
+        recipe, validation=ValidationSection(every_steps=1, fraction=0.1, data=None)
+    )
     for other, key in ((tokens, ("training", "tokens")), (held_out, ("validation",))):
         assert told(alone(), other)["SW3183"].key == key
     assert told(alone(activation_checkpointing="selective"))["SW3183"].key == (
         "parallelism",
         "activation_checkpointing",
     )
-    assert told(alone(), dataclasses.replace(recipe, target="reference"))["SW3183"].key == ("target",)
+    assert told(alone(), dataclasses.replace(recipe, target="reference"))["SW3183"].key == (
+        "target",
+    )

@@ -42,14 +42,24 @@ def test_mixtures_beside_other_things_run(model_type: str) -> None:
 
 
 def test_expert_ranks_are_data_ranks() -> None:
-    found = errors(MIXTURE, change(tensor=1, pipeline=2, data=4, expert=3, gradient_accumulation_steps=4))
-    assert "data 4 x context 1" in found["SW3145"].message and set(found["SW3145"].valid) <= {"1", "2", "4"}
-    shared = change(tensor=1, pipeline=2, data=1, context=4, expert=2, gradient_accumulation_steps=16)
+    found = errors(
+        MIXTURE, change(tensor=1, pipeline=2, data=4, expert=3, gradient_accumulation_steps=4)
+    )
+    assert "data 4 x context 1" in found["SW3145"].message and set(found["SW3145"].valid) <= {
+        "1",
+        "2",
+        "4",
+    }
+    shared = change(
+        tensor=1, pipeline=2, data=1, context=4, expert=2, gradient_accumulation_steps=16
+    )
     assert "SW3145" not in errors(MIXTURE, shared)
 
 
 def test_experts_divide() -> None:
-    found = errors(MIXTURE, change(tensor=1, pipeline=2, data=4, expert=4, gradient_accumulation_steps=4))["SW3146"]
+    found = errors(
+        MIXTURE, change(tensor=1, pipeline=2, data=4, expert=4, gradient_accumulation_steps=4)
+    )["SW3146"]
     assert "6 experts" in found.message and set(found.valid) <= {"1", "2", "3", "6"}
 
 
@@ -65,11 +75,22 @@ def test_types_without_the_interface_are_refused_by_name(config: dict[str, JsonV
 def test_what_is_not_proved_beside_them() -> None:
     dropped: dict[str, JsonValue] = {**MIXTURE, "attention_dropout": 0.1}
     assert "dropout 0.1" in errors(dropped, TWO)["SW3148"].message
-    adapted = replace(recipe_of(MIXTURE), lora=LoraSection(rank=4, alpha=8.0, dropout=0.0, target_modules=("q_proj",)))
-    problem = Problem(recipe=adapted, graph=graph_of(MIXTURE), cluster=resolve_cluster(adapted.cluster))
+    adapted = replace(
+        recipe_of(MIXTURE),
+        lora=LoraSection(rank=4, alpha=8.0, dropout=0.0, target_modules=("q_proj",)),
+    )
+    problem = Problem(
+        recipe=adapted, graph=graph_of(MIXTURE), cluster=resolve_cluster(adapted.cluster)
+    )
     assert "SW3149" in {d.code for d in check_layout(problem, change(**FLAT))}
     assert "SW3150" in errors(MIXTURE, change(**{**FLAT, "zero_stage": 0}))
     assert not errors(MIXTURE, change(**{**FLAT, "zero_stage": 3}))
 
 
-FLAT: dict[str, object] = {"tensor": 1, "pipeline": 1, "data": 8, "expert": 2, "gradient_accumulation_steps": 2}
+FLAT: dict[str, object] = {
+    "tensor": 1,
+    "pipeline": 1,
+    "data": 8,
+    "expert": 2,
+    "gradient_accumulation_steps": 2,
+}

@@ -1,4 +1,5 @@
-"""`model.freeze`: SW1435 what names nothing, SW1436 nothing left, SW1437 beside LoRA; and which parameters it names."""
+"""`model.freeze`: SW1435 what names nothing, SW1436 nothing left, SW1437 beside LoRA; and which
+parameters it names."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_lora_freezes_already() -> None:
     lora = LoraSection(rank=4, alpha=8, dropout=0.0, target_modules=None)
     one_stage = dataclasses.replace(PLAIN, pipeline=1, data=8, gradient_accumulation_steps=2)
     recipe = dataclasses.replace(frozen("model.layers.0.*"), lora=lora)
-    problem = Problem(recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster))
+    problem = Problem(
+        recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)
+    )
     assert "SW1437" in {d.code for d in check_layout(problem, one_stage)}
 
 
@@ -55,8 +58,13 @@ def test_parts_and_patterns() -> None:
     assert frozen_names(graph, ("vision", "projector")) == frozen_names(graph, ("model.visual",))
     every = {p.name for layer in graph.layers for p in layer.parameters}
     assert frozen_names(graph, ("text",)) | frozen_names(graph, ("model.visual.*",)) == every
-    assert frozen_patterns(graph, ("vision",)) == ("model.visual.blocks.*.mlp.weight", "model.visual.patch.weight")
-    assert frozen_patterns(graph, ("model.visual.blocks.1",)) == ("model.visual.blocks.1.mlp.weight",)
+    assert frozen_patterns(graph, ("vision",)) == (
+        "model.visual.blocks.*.mlp.weight",
+        "model.visual.patch.weight",
+    )
+    assert frozen_patterns(graph, ("model.visual.blocks.1",)) == (
+        "model.visual.blocks.1.mlp.weight",
+    )
     assert frozen_patterns(graph, ()) == ()
 
 

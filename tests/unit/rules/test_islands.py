@@ -47,5 +47,7 @@ def test_what_was_not_compared(tmp_path: Path, change: dict[str, Any], key: str 
     if found is not None:
         assert found.key == ("parallelism", key)
         alone = dataclasses.replace(problem.recipe.cluster, islands=1)
-        plain = dataclasses.replace(problem, recipe=dataclasses.replace(problem.recipe, cluster=alone))
+        plain = dataclasses.replace(
+            problem, recipe=dataclasses.replace(problem.recipe, cluster=alone)
+        )
         assert unproved(carried(Candidate, plain, strategy=strategy)) is None

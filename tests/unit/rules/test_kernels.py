@@ -23,7 +23,10 @@ ADAPTERS = LoraSection(rank=4, alpha=8.0, dropout=0.0, target_modules=("q_proj",
 
 
 def told(
-    recipe: Recipe, strategy: Strategy = PLAIN, config: dict[str, JsonValue] = SMALL_LLAMA, **graph: object
+    recipe: Recipe,
+    strategy: Strategy = PLAIN,
+    config: dict[str, JsonValue] = SMALL_LLAMA,
+    **graph: object,
 ) -> dict[str, Diagnostic]:
     problem = Problem(
         recipe=with_kernels(recipe, "compile"),
@@ -36,7 +39,12 @@ def told(
 def test_what_is_proved_runs() -> None:
     pipeline = change(tensor=1, pipeline=2, data=4, gradient_accumulation_steps=4)
     partly = dataclasses.replace(PLAIN, activation_checkpointing=PartialCheckpointing(full=2))
-    for strategy in (PLAIN, pipeline, partly, dataclasses.replace(PLAIN, activation_checkpointing="full")):
+    for strategy in (
+        PLAIN,
+        pipeline,
+        partly,
+        dataclasses.replace(PLAIN, activation_checkpointing="full"),
+    ):
         assert not told(recipe_of(), strategy)
     assert not told(recipe_of(SMALL_GPT2), config=SMALL_GPT2)
 
@@ -74,11 +82,15 @@ def test_dropout_is_not_proved() -> None:
 )
 def test_layouts_that_are_not_proved(key: dict[str, object]) -> None:
     found = told(recipe_of(), dataclasses.replace(PLAIN, **key))["SW3162"]  # type: ignore[arg-type]
-    assert found.key == ("parallelism", next(iter(key))) and found.message.endswith(f"{next(iter(key.values()))}")
+    assert found.key == ("parallelism", next(iter(key))) and found.message.endswith(
+        f"{next(iter(key.values()))}"
+    )
 
 
 def test_liger_is_not_there() -> None:
     recipe = recipe_of()
     asked = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, kernels="liger"))
-    problem = Problem(recipe=asked, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(asked.cluster))
+    problem = Problem(
+        recipe=asked, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(asked.cluster)
+    )
     assert [d.code for d in check_layout(problem, PLAIN) if d.severity == "error"] == ["SW3163"]

@@ -34,9 +34,16 @@ GOOD = Strategy(
 )
 
 
-def codes(recipe: Recipe, strategy: Strategy, config: dict[str, JsonValue] | None = None) -> dict[str, str]:
+def codes(
+    recipe: Recipe, strategy: Strategy, config: dict[str, JsonValue] | None = None
+) -> dict[str, str]:
     found = check_layout(
-        Problem(recipe=recipe, graph=graph_of(config or SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)), strategy
+        Problem(
+            recipe=recipe,
+            graph=graph_of(config or SMALL_LLAMA),
+            cluster=resolve_cluster(recipe.cluster),
+        ),
+        strategy,
     )
     for d in found:
         assert "\n" not in d.message and d.help and d.key
@@ -66,9 +73,15 @@ def test_a_layout_that_breaks_the_rule(code: str) -> None:
 
 
 def test_the_degree_that_makes_up_the_world_is_named() -> None:
-    """SW3101 is about a pin where there is one, and what it says makes the product the number of GPUs."""
-    for recipe, key, valid in ((recipe_of(), "tensor", ("4",)), (recipe_of(parallelism={"data": 1}), "data", ("2",))):
-        problem = Problem(recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster))
+    """SW3101 is about a pin where there is one, and what it says makes the product the number of
+    GPUs."""
+    for recipe, key, valid in (
+        (recipe_of(), "tensor", ("4",)),
+        (recipe_of(parallelism={"data": 1}), "data", ("2",)),
+    ):
+        problem = Problem(
+            recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)
+        )
         (found,) = check_layout(problem, BROKEN_STRATEGIES["SW3101"])
         assert (found.key, found.valid) == (("parallelism", key), valid)
 
@@ -76,11 +89,16 @@ def test_the_degree_that_makes_up_the_world_is_named() -> None:
 def test_a_layout_that_breaks_none() -> None:
     assert codes(recipe_of(), GOOD) == {}
     assert codes(recipe_of(), change(schedule="dualpipev")) == {}
-    assert codes(recipe_of(), change(zero_stage=3, pipeline=1, data=4, gradient_accumulation_steps=4)) == {}
+    assert (
+        codes(recipe_of(), change(zero_stage=3, pipeline=1, data=4, gradient_accumulation_steps=4))
+        == {}
+    )
 
 
 def test_several_at_once() -> None:
-    assert set(codes(recipe_of(), change(zero_stage=2, offload="parameters", schedule="dualpipev", data=1))) == {
+    assert set(
+        codes(recipe_of(), change(zero_stage=2, offload="parameters", schedule="dualpipev", data=1))
+    ) == {
         "SW3101",
         "SW3102",
         "SW3108",
@@ -99,12 +117,17 @@ def test_offload_needs_something_that_is_cut() -> None:
             layout = dataclasses.replace(flat, offload=offload, zero_stage=stage)
             assert codes(recipe, layout) == ({} if stage >= needed else {"SW3111": "error"})
     single = recipe_of(cluster={"host_memory_gib": 1000}, training={"precision": "fp32"})
-    assert codes(single, dataclasses.replace(flat, offload="optimizer", zero_stage=0)) == {"SW3111": "error"}
+    assert codes(single, dataclasses.replace(flat, offload="optimizer", zero_stage=0)) == {
+        "SW3111": "error"
+    }
 
 
 def test_offload_fits_in_host_memory() -> None:
-    """16 bytes a parameter over the nodes; a warning where the recipe does not say what there is (SW3127)."""
-    layout = change(pipeline=1, data=4, gradient_accumulation_steps=4, zero_stage=3, offload="optimizer")
+    """16 bytes a parameter over the nodes; a warning where the recipe does not say what there is
+    (SW3127)."""
+    layout = change(
+        pipeline=1, data=4, gradient_accumulation_steps=4, zero_stage=3, offload="optimizer"
+    )
     total = 16 * graph_of(LLAMA_8B).total_parameters / 2**30
     for gib, expected in ((None, "warning"), (total / 0.89, None), (total / 0.91, "error")):
         recipe = recipe_of(LLAMA_8B, cluster={"host_memory_gib": gib})
@@ -116,7 +139,9 @@ def test_timers_of_a_pipeline() -> None:
     timed = dataclasses.replace(recipe_of(), extra={"wall_clock_breakdown": True})
     assert codes(timed, GOOD) == {"SW3133": "error"}
     assert codes(timed, change(pipeline=1, data=4, gradient_accumulation_steps=4)) == {}
-    assert codes(dataclasses.replace(recipe_of(), extra={"wall_clock_breakdown": False}), GOOD) == {}
+    assert (
+        codes(dataclasses.replace(recipe_of(), extra={"wall_clock_breakdown": False}), GOOD) == {}
+    )
 
 
 ONE_NODE_OF_3: dict[str, object] = {"nodes": 2, "gpus_per_node": 6}
@@ -129,7 +154,9 @@ def test_flash_attention() -> None:
     def found(graph: ModelGraph = graph, **training: object) -> list[tuple[str, str, KeyPath]]:
         gpu = training.pop("gpu", "h100-sxm-80gb")
         recipe = recipe_of(cluster={"gpu": gpu}, training=training)
-        diagnostics = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD)
+        diagnostics = check_layout(
+            Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD
+        )
         return [(d.code, d.severity, d.key) for d in diagnostics if d.code in ("SW3128", "SW3118")]
 
     refused = [("SW3128", "error", ("model", "attention"))]
@@ -162,7 +189,10 @@ def test_key_value_heads() -> None:
     config |= {"intermediate_size": 192}
     assert codes(recipe_of(), GOOD, config) == {"SW3104": "error"}
     found = check_layout(
-        Problem(recipe=recipe_of(), graph=graph_of(config), cluster=resolve_cluster(recipe_of().cluster)), GOOD
+        Problem(
+            recipe=recipe_of(), graph=graph_of(config), cluster=resolve_cluster(recipe_of().cluster)
+        ),
+        GOOD,
     )
     assert found[0].valid == ("1", "3", "6")
     copied = change(tensor=8, pipeline=1, data=1, gradient_accumulation_steps=16)
@@ -170,15 +200,28 @@ def test_key_value_heads() -> None:
 
 
 def test_experts() -> None:
-    config = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = {
+        **SMALL_LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     without = {"SW3132": "warning"}  # expert parallelism
     assert codes(recipe_of(), GOOD, config) == without
-    assert codes(recipe_of(), GOOD, {**config, "intermediate_size": 129}) == {"SW3126": "error", **without}
+    assert codes(recipe_of(), GOOD, {**config, "intermediate_size": 129}) == {
+        "SW3126": "error",
+        **without,
+    }
 
 
 def test_the_fallback_asks_nothing_of_the_heads() -> None:
     """It cuts each linear by itself; those that do not divide stay whole."""
-    config = {**SMALL_LLAMA, "model_type": "hunyuan_v1_dense", "hidden_size": 60, "intermediate_size": 129}
+    config = {
+        **SMALL_LLAMA,
+        "model_type": "hunyuan_v1_dense",
+        "hidden_size": 60,
+        "intermediate_size": 129,
+    }
     config |= {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20}
     graph = graph_of(config)
     assert graph.tensor_kind == "fallback"
@@ -186,7 +229,9 @@ def test_the_fallback_asks_nothing_of_the_heads() -> None:
 
 
 def test_only_the_feed_forward_does_not_divide() -> None:
-    assert codes(recipe_of(), GOOD, {**SMALL_LLAMA, "intermediate_size": 129}) == {"SW3105": "error"}
+    assert codes(recipe_of(), GOOD, {**SMALL_LLAMA, "intermediate_size": 129}) == {
+        "SW3105": "error"
+    }
 
 
 def test_heads_without_groups_are_reported_once() -> None:
@@ -197,7 +242,10 @@ def test_heads_without_groups_are_reported_once() -> None:
 def test_tensor_groups_stay_inside_a_node() -> None:
     split = {"nodes": 8, "gpus_per_node": 1}
     assert codes(recipe_of(cluster=split), GOOD) == {"SW3112": "error"}
-    assert codes(recipe_of(cluster=split), change(tensor=1, data=4, gradient_accumulation_steps=4)) == {}
+    assert (
+        codes(recipe_of(cluster=split), change(tensor=1, data=4, gradient_accumulation_steps=4))
+        == {}
+    )
 
 
 def test_dropout_runs_everywhere() -> None:
@@ -213,17 +261,24 @@ def test_layers_skipped_at_random() -> None:
     assert "SW3113" not in codes(recipe_of(), GOOD, {**config, "layerdrop": 0.0})
 
 
-@pytest.mark.parametrize("key", [{"expert": 2}, {"context": 2}, {"virtual_stages": 2}, {"sequence_parallel": True}])
+@pytest.mark.parametrize(
+    "key", [{"expert": 2}, {"context": 2}, {"virtual_stages": 2}, {"sequence_parallel": True}]
+)
 def test_layout_keys_of_later_versions(key: dict[str, object]) -> None:
     recipe = recipe_of(parallelism=key)
-    layout = change(**key, **({"data": 1, "gradient_accumulation_steps": 16} if "context" in key else {}))
+    layout = change(
+        **key, **({"data": 1, "gradient_accumulation_steps": 16} if "context" in key else {})
+    )
     known = {"context": {}, "expert": {"SW3147": "error"}}  # a dense model has none
     (axis,) = key
     assert codes(recipe, layout) == known.get(axis, {"SW3115": "error"})
     later = recipe_of(parallelism=key, target="megatron")
     assert "SW3115" not in codes(later, layout)
     found = check_layout(
-        Problem(recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)), layout
+        Problem(
+            recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)
+        ),
+        layout,
     )
     assert is_countable(layout, found)
 
@@ -231,7 +286,10 @@ def test_layout_keys_of_later_versions(key: dict[str, object]) -> None:
 def test_ranks_of_a_context_group_count_in_the_world() -> None:
     recipe = recipe_of(parallelism={"context": 2})
     found = check_layout(
-        Problem(recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)), change(context=2)
+        Problem(
+            recipe=recipe, graph=graph_of(SMALL_LLAMA), cluster=resolve_cluster(recipe.cluster)
+        ),
+        change(context=2),
     )
     assert "tensor 2 x pipeline 2 x context 2 x data 2 = 16" in found[0].message
 
@@ -274,7 +332,9 @@ def test_precision() -> None:
     assert codes(recipe_of(cluster=old), GOOD) == {"SW3118": "error"}
     assert codes(recipe_of(cluster=old, training={"precision": "fp16"}), GOOD) == {}
     cpu = {"gpu": "cpu"}
-    assert codes(recipe_of(cluster=cpu, training={"precision": "fp16"}), GOOD) == {"SW3119": "error"}
+    assert codes(recipe_of(cluster=cpu, training={"precision": "fp16"}), GOOD) == {
+        "SW3119": "error"
+    }
     assert codes(recipe_of(cluster=cpu), GOOD) == {}
 
 
@@ -309,49 +369,82 @@ def test_types_without_a_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_packed_documents_are_kept_apart() -> None:
     """Only where the probe saw it, and only data that is packed (SW3125)."""
-    text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True)
-    graph = dataclasses.replace(graph_of(SMALL_LLAMA), packing="a packed document's logits differ by 1.0 from its own")
+    text = DataSection(
+        kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True
+    )
+    graph = dataclasses.replace(
+        graph_of(SMALL_LLAMA), packing="a packed document's logits differ by 1.0 from its own"
+    )
     for packing, expected in ((True, ["SW3125"]), (False, [])):
         recipe = dataclasses.replace(recipe_of(), data=dataclasses.replace(text, packing=packing))
-        found = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD)
+        found = check_layout(
+            Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD
+        )
         assert [d.code for d in found] == expected
         assert codes(recipe, GOOD) == {}
 
 
 def test_packing_of_validation_alone() -> None:
     """The help names the section that packs."""
-    text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True)
-    graph = dataclasses.replace(graph_of(SMALL_LLAMA), packing="a packed document's logits differ by 1.0 from its own")
+    text = DataSection(
+        kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True
+    )
+    graph = dataclasses.replace(
+        graph_of(SMALL_LLAMA), packing="a packed document's logits differ by 1.0 from its own"
+    )
     held_out = ValidationSection(every_steps=1, fraction=None, data=text)
-    recipe = dataclasses.replace(recipe_of(), data=dataclasses.replace(text, packing=False), validation=held_out)
-    (told,) = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD)
+    recipe = dataclasses.replace(
+        recipe_of(), data=dataclasses.replace(text, packing=False), validation=held_out
+    )
+    (told,) = check_layout(
+        Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD
+    )
     assert told.code == "SW3125" and told.key == ("validation", "packing")
     assert "under validation:" in str(told.help)
 
 
 def test_packed_documents_under_a_rope_that_depends_on_the_length() -> None:
     """SW3136: only beyond the switch, and only data that is packed."""
-    rope: dict[str, JsonValue] = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope: dict[str, JsonValue] = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
     longrope = {**rope, "rope_theta": 1e4, "original_max_position_embeddings": 64}
     dynamic: dict[str, JsonValue] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    text = DataSection(kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True)
+    text = DataSection(
+        kind="text", path="python-stdlib", tokenizer="byte", packing=True, shuffle=True
+    )
     for table, most in ((longrope, 64), (dynamic, 32)):
-        config = {**dict(graph_of(SMALL_LLAMA).config), "rope_parameters": table, "max_position_embeddings": 32}
+        config = {
+            **dict(graph_of(SMALL_LLAMA).config),
+            "rope_parameters": table,
+            "max_position_embeddings": 32,
+        }
         for packing in (True, False):
             for length in (most, most + 1):
-                recipe = dataclasses.replace(recipe_of(), data=dataclasses.replace(text, packing=packing))
+                recipe = dataclasses.replace(
+                    recipe_of(), data=dataclasses.replace(text, packing=packing)
+                )
                 training = dataclasses.replace(recipe.training, sequence_length=length)
                 recipe = dataclasses.replace(recipe, training=training)
                 graph = dataclasses.replace(graph_of(SMALL_LLAMA), config=config)
-                found = check_layout(Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), GOOD)
+                found = check_layout(
+                    Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)),
+                    GOOD,
+                )
                 refused = "SW3136" in [d.code for d in found]
                 assert refused == (packing and length > most), (table, packing, length, found)
 
 
 def test_a_chunked_loss_where_the_head_is_proved_to_run_alone() -> None:
     unproved = dataclasses.replace(graph_of(SMALL_LLAMA), model_type="prophetnet")
-    chunked = dataclasses.replace(recipe_of(), model=dataclasses.replace(recipe_of().model, loss="chunked"))
-    found = check_layout(Problem(recipe=chunked, graph=unproved, cluster=resolve_cluster(chunked.cluster)), GOOD)
+    chunked = dataclasses.replace(
+        recipe_of(), model=dataclasses.replace(recipe_of().model, loss="chunked")
+    )
+    found = check_layout(
+        Problem(recipe=chunked, graph=unproved, cluster=resolve_cluster(chunked.cluster)), GOOD
+    )
     assert [(d.code, d.severity, d.key) for d in found if d.code == "SW1431"] == [
         ("SW1431", "error", ("model", "loss"))
     ]
@@ -371,8 +464,15 @@ def test_where_lora_runs() -> None:
 
 
 def test_selective_checkpointing_needs_an_attention_module() -> None:
-    mamba: dict[str, JsonValue] = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 260}
-    selective = change(tensor=1, data=4, gradient_accumulation_steps=4, activation_checkpointing="selective")
+    mamba: dict[str, JsonValue] = {
+        "model_type": "mamba",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "vocab_size": 260,
+    }
+    selective = change(
+        tensor=1, data=4, gradient_accumulation_steps=4, activation_checkpointing="selective"
+    )
     assert codes(recipe_of(), selective, mamba) == {"SW3124": "error"}
     assert codes(recipe_of(), selective, STABLELM) == {}
 
@@ -389,7 +489,23 @@ def test_what_the_probe_warns_of() -> None:
     whole = change(tensor=1, data=4, gradient_accumulation_steps=4)
     assert codes(recipe_of(), whole, {**bert, "is_decoder": True}) == {}
     assert codes(recipe_of(), whole, bert) == {"SW3130": "warning"}
-    smoothed: dict[str, JsonValue] = {"model_type": "prophetnet", "hidden_size": 64, "num_decoder_layers": 4}
-    smoothed |= {"vocab_size": 260, "decoder_ffn_dim": 64, "num_decoder_attention_heads": 4, "is_decoder": True}
-    smoothed |= {"add_cross_attention": False, "is_encoder_decoder": False, "dropout": 0.0, "attention_dropout": 0.0}
-    assert codes(recipe_of(), whole, {**smoothed, "activation_dropout": 0.0}) == {"SW3131": "warning"}
+    smoothed: dict[str, JsonValue] = {
+        "model_type": "prophetnet",
+        "hidden_size": 64,
+        "num_decoder_layers": 4,
+    }
+    smoothed |= {
+        "vocab_size": 260,
+        "decoder_ffn_dim": 64,
+        "num_decoder_attention_heads": 4,
+        "is_decoder": True,
+    }
+    smoothed |= {
+        "add_cross_attention": False,
+        "is_encoder_decoder": False,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    assert codes(recipe_of(), whole, {**smoothed, "activation_dropout": 0.0}) == {
+        "SW3131": "warning"
+    }

@@ -22,21 +22,33 @@ Config = dict[str, JsonValue]
 
 
 def measured(config: Config) -> Recipe:
-    tracking = TrackingSection(tensorboard=False, wandb=None, noise_scale=NoiseScaleSection(every_steps=50, rows=32))
+    tracking = TrackingSection(
+        tensorboard=False, wandb=None, noise_scale=NoiseScaleSection(every_steps=50, rows=32)
+    )
     return replace(recipe_of(config), tracking=tracking)
 
 
 def found(recipe: Recipe, config: Config, **layout: object) -> dict[str, Diagnostic]:
-    problem = Problem(recipe=recipe, graph=graph_of(config), cluster=resolve_cluster(recipe.cluster))
+    problem = Problem(
+        recipe=recipe, graph=graph_of(config), cluster=resolve_cluster(recipe.cluster)
+    )
     return {d.code: d for d in check_layout(problem, change(**{**PLAIN, **layout}))}
 
 
 @pytest.mark.parametrize(
     ("config", "layout", "key"),
     [
-        (SMALL_LLAMA, {"context": 2, "data": 4, "gradient_accumulation_steps": 4}, "parallelism.context"),
+        (
+            SMALL_LLAMA,
+            {"context": 2, "data": 4, "gradient_accumulation_steps": 4},
+            "parallelism.context",
+        ),
         (SMALL_LLAMA, {"expert": 2}, "parallelism.expert"),
-        (SMALL_GPT2, {"pipeline": 2, "data": 4, "gradient_accumulation_steps": 4}, "parallelism.pipeline"),
+        (
+            SMALL_GPT2,
+            {"pipeline": 2, "data": 4, "gradient_accumulation_steps": 4},
+            "parallelism.pipeline",
+        ),
         (SMALL_GPT2, {"tensor": 2, "data": 4, "gradient_accumulation_steps": 4}, None),
         (SMALL_LLAMA, {"pipeline": 2, "data": 4, "gradient_accumulation_steps": 4}, None),
         (SMALL_LLAMA, {"zero_stage": 3}, None),
@@ -52,7 +64,11 @@ def test_layouts(config: Config, layout: dict[str, Any], key: str | None) -> Non
     ("section", "values", "key"),
     [
         ("training", {"precision": "fp16"}, "training.precision"),
-        ("training", {"precision": "bf16", "gradient_accumulation_dtype": "bf16"}, "gradient_accumulation_dtype"),
+        (
+            "training",
+            {"precision": "bf16", "gradient_accumulation_dtype": "bf16"},
+            "gradient_accumulation_dtype",
+        ),
         ("model", {"router_aux_loss": 0.001}, "model.router_aux_loss"),
         ("model", {"kernels": "compile"}, "model.kernels"),
         ("cluster", {"islands": 2, "inter_island_gbits_per_second": 1.0}, "cluster.islands"),
@@ -68,7 +84,9 @@ def test_keys(section: str, values: dict[str, Any], key: str) -> None:
 
 @pytest.mark.parametrize("target", ["megatron", "reference"])
 def test_engines(target: str) -> None:
-    assert found(replace(measured(SMALL_LLAMA), target=target), SMALL_LLAMA)["SW3191"].key == ("target",)
+    assert found(replace(measured(SMALL_LLAMA), target=target), SMALL_LLAMA)["SW3191"].key == (
+        "target",
+    )
 
 
 def test_one_micro_batch_is_the_whole_batch() -> None:

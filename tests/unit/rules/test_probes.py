@@ -1,4 +1,5 @@
-"""The rules about DeepSpeed hold for the DeepSpeed that is installed. When one of these changes, so may the rule."""
+"""The rules about DeepSpeed hold for the DeepSpeed that is installed. When one of these changes, so
+may the rule."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "SHARDWRIGHT_PROBES_OUT": str(out)}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = subprocess.run([sys.executable, str(WORKER)], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(WORKER)], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found: dict[str, str] = json.loads(out.read_text())
     return found
@@ -34,7 +37,11 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         ("SW3108", "pipeline with ZeRO-3", "AssertionError"),
         ("SW3109", "DualPipeV, 3 micro-batches on 2 ranks", "ValueError"),
         ("SW3114", "bf16 without ZeRO, fp32 accumulation", "NotImplementedError"),
-        ("SW3111", "offload_param with ZeRO-2", "DeepSpeedZeroOptimizer"),  # at stage 2 nothing is said, nothing done
+        (
+            "SW3111",
+            "offload_param with ZeRO-2",
+            "DeepSpeedZeroOptimizer",
+        ),  # at stage 2 nothing is said, nothing done
         ("SW3119", "fp16 on a CPU", "False"),
     ],
 )

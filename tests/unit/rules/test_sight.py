@@ -1,4 +1,5 @@
-"""Models that see: SW3171 for each key that is not proved for them, SW3172 for what an estimate leaves out."""
+"""Models that see: SW3171 for each key that is not proved for them, SW3172 for what an estimate
+leaves out."""
 
 from __future__ import annotations
 
@@ -44,5 +45,9 @@ def test_modules_that_run_once_a_picture_are_refused_zero_3() -> None:
     """Ranks whose rows hold other numbers of pictures would gather a weight as many times."""
     often = dataclasses.replace(SEEING, once_a_picture=("model.visual.merger",))
     for graph, stage, refused in ((often, 3, True), (often, 2, False), (SEEING, 3, False)):
-        strategy = dataclasses.replace(PLAIN, pipeline=1, data=8, zero_stage=stage, gradient_accumulation_steps=2)
-        assert (keys(recipe_of(), strategy, graph).get("SW3171") == "parallelism.zero_stage") == refused, (stage, graph)
+        strategy = dataclasses.replace(
+            PLAIN, pipeline=1, data=8, zero_stage=stage, gradient_accumulation_steps=2
+        )
+        assert (
+            keys(recipe_of(), strategy, graph).get("SW3171") == "parallelism.zero_stage"
+        ) == refused, (stage, graph)

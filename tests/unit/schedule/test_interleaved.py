@@ -1,4 +1,5 @@
-"""Megatron's interleaved 1F1B: its table, its step where the parts are even, and what of it the search relies on."""
+"""Megatron's interleaved 1F1B: its table, its step where the parts are even, and what of it the
+search relies on."""
 
 from __future__ import annotations
 
@@ -28,18 +29,23 @@ def uneven(seed: int, parts: int, share: float) -> tuple[tuple[float, ...], tupl
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_later_groups_go_on_as_the_last_simulated_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_groups_go_on_as_the_last_simulated_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks, chunks = ((4, 2), (8, 4), (6, 3))[seed % 3]
     forward, backward = uneven(seed, ranks * chunks, 0.05)
     monkeypatch.setattr(interleaved, "PASSES", 0)
     shortened = step_seconds.__wrapped__(ranks, 12 * ranks, forward, backward)
     monkeypatch.setattr(interleaved, "PASSES", 10**9)
-    assert shortened == pytest.approx(step_seconds.__wrapped__(ranks, 12 * ranks, forward, backward), rel=0.01)
+    assert shortened == pytest.approx(
+        step_seconds.__wrapped__(ranks, 12 * ranks, forward, backward), rel=0.01
+    )
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), SHAPES)
 def test_every_pass_waits_for_what_it_needs(ranks: int, chunks: int, micro_batches: int) -> None:
-    """A rank does one thing at a time; forward passes follow the model's parts, backward passes the other way."""
+    """A rank does one thing at a time; forward passes follow the model's parts, backward passes the
+    other way."""
     forward, backward = uneven(1, ranks * chunks, 0.3)
     timeline = simulate(ranks, micro_batches, forward, backward, 0.01)
     ends = {(i.name, i.stage, i.micro_batch): i for rank in timeline.ranks for i in rank}
@@ -58,7 +64,9 @@ def test_every_pass_waits_for_what_it_needs(ranks: int, chunks: int, micro_batch
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), SHAPES)
-def test_what_a_rank_keeps_at_its_first_backward_pass(ranks: int, chunks: int, micro_batches: int) -> None:
+def test_what_a_rank_keeps_at_its_first_backward_pass(
+    ranks: int, chunks: int, micro_batches: int
+) -> None:
     timeline = simulate(ranks, micro_batches, *uneven(2, ranks * chunks, 0.1), 0.0)
     for rank, passes in enumerate(timeline.ranks):
         first = next(place for place, each in enumerate(passes) if each.name == "BackwardPass")
@@ -87,7 +95,13 @@ def test_the_tables_are_megatrons(ranks: int, chunks: int, micro_batches: int) -
     timeline = simulate(ranks, micro_batches, *uneven(3, ranks * chunks, 0.1), 0.0)
     for rank, passes in enumerate(timeline.ranks):
         ahead = [(i.micro_batch, i.stage // ranks) for i in passes if i.name == "ForwardPass"]
-        back = [(i.micro_batch, chunks - 1 - i.stage // ranks) for i in passes if i.name == "BackwardPass"]
+        back = [
+            (i.micro_batch, chunks - 1 - i.stage // ranks)
+            for i in passes
+            if i.name == "BackwardPass"
+        ]
         assert ahead == back == table
-        _, _, warm, _ = schedules.get_pp_rank_microbatches(micro_batches, chunks, ranks, p2p_communicator=Ring(rank))
+        _, _, warm, _ = schedules.get_pp_rank_microbatches(
+            micro_batches, chunks, ranks, p2p_communicator=Ring(rank)
+        )
         assert warm == first_forwards(ranks, rank, chunks, micro_batches)

@@ -1,4 +1,5 @@
-"""The step of a pipeline: discrete events against the grid of arrays and the closed form, and what they must say."""
+"""The step of a pipeline: discrete events against the grid of arrays and the closed form, and what
+they must say."""
 
 from __future__ import annotations
 
@@ -24,24 +25,41 @@ def events(kind: str, m: int, forward: list[float], backward: list[float], send:
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[str, int, list[float], list[float], float]:
-    """Uneven stages, even ones and ones with ties; few micro-batches, and enough for rounds that repeat."""
+    """Uneven stages, even ones and ones with ties; few micro-batches, and enough for rounds that
+    repeat."""
     kind = draw(st.sampled_from(["1f1b", "dualpipev"]))
     ranks = draw(st.integers(1 if kind == "1f1b" else 2, 7))
     least = 1 if kind == "1f1b" else 2 * ranks
-    micro_batches = draw(st.sampled_from([least, least + 1, ranks, ranks + 1, 2 * ranks + 3, 4 * ranks + 2]))
+    micro_batches = draw(
+        st.sampled_from([least, least + 1, ranks, ranks + 1, 2 * ranks + 3, 4 * ranks + 2])
+    )
     stages = ranks if kind == "1f1b" else 2 * ranks
     seconds = draw(st.sampled_from([st.floats(0.01, 3), st.sampled_from([1.0, 2.0]), st.just(1.0)]))
-    forward, backward = (draw(st.lists(seconds, min_size=stages, max_size=stages)) for _ in range(2))
-    return kind, max(least, micro_batches), forward, backward, draw(st.sampled_from([0.0, 0.1, 1.5]))
+    forward, backward = (
+        draw(st.lists(seconds, min_size=stages, max_size=stages)) for _ in range(2)
+    )
+    return (
+        kind,
+        max(least, micro_batches),
+        forward,
+        backward,
+        draw(st.sampled_from([0.0, 0.1, 1.5])),
+    )
 
 
 @settings(max_examples=400, deadline=None)
 @given(pipelines())
-def test_arrays_and_closed_form_are_the_events(pipeline: tuple[str, int, list[float], list[float], float]) -> None:
+def test_arrays_and_closed_form_are_the_events(
+    pipeline: tuple[str, int, list[float], list[float], float],
+) -> None:
     kind, m, forward, backward, send = pipeline
     wanted = events(kind, m, forward, backward, send).seconds
-    assert makespans(kind, m, np.array([forward]), np.array([backward]), send)[0] == pytest.approx(wanted, rel=1e-9)
-    assert step_seconds(kind, m, tuple(forward), tuple(backward), send) == pytest.approx(wanted, rel=1e-9)
+    assert makespans(kind, m, np.array([forward]), np.array([backward]), send)[0] == pytest.approx(
+        wanted, rel=1e-9
+    )
+    assert step_seconds(kind, m, tuple(forward), tuple(backward), send) == pytest.approx(
+        wanted, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize(("kind", "micro_batches"), [("1f1b", 300), ("dualpipev", 300)])
@@ -67,7 +85,8 @@ def test_many_partitions_are_each_their_own() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("m", [1, 2, 7, 30])
 def test_even_stages(ranks: int, m: int) -> None:
-    """(m + p - 1) stages (arXiv 2104.04473), and the messages: two with each neighbour a micro-batch."""
+    """(m + p - 1) stages (arXiv 2104.04473), and the messages: two with each neighbour a
+    micro-batch."""
     messages = 2 * (ranks - 1) * m if ranks <= 2 or m == 1 else 4 * m + 2 * ranks - 8
     found = step_seconds("1f1b", m, (1.0,) * ranks, (2.5,) * ranks, 0.1)
     assert found == pytest.approx((m + ranks - 1) * 3.5 + messages * 0.1)
@@ -89,14 +108,19 @@ def test_dualpipev_bubble_without_simulation(ranks: int, rounds: int) -> None:
         offload="none",
     )
     closed = 3.0 * m + 3.0 * (ranks - 1) / bubble_divisor(strategy)
-    assert step_seconds("dualpipev", m, (0.5,) * 2 * ranks, (1.0,) * 2 * ranks, 0.0) == pytest.approx(closed)
+    assert step_seconds(
+        "dualpipev", m, (0.5,) * 2 * ranks, (1.0,) * 2 * ranks, 0.0
+    ) == pytest.approx(closed)
 
 
 def test_a_heavy_stage_costs_more_at_the_end() -> None:
     """A rank that waits for its first gradient has work to do, the first one the most."""
     stages = [1.0] * 8
     first, last = [1.4, *stages[1:]], [*stages[1:], 1.4]
-    steps = [step_seconds("1f1b", 16, tuple(s), tuple(2 * x for x in s), 0.0) for s in (stages, first, last)]
+    steps = [
+        step_seconds("1f1b", 16, tuple(s), tuple(2 * x for x in s), 0.0)
+        for s in (stages, first, last)
+    ]
     assert steps[0] < steps[1] < steps[2]
 
 
@@ -124,14 +148,18 @@ def test_the_timeline_is_a_schedule(kind: str, ranks: int) -> None:
             before = done[FORWARD, stage, number]
         else:
             continue
-        turns = kind == "dualpipev" and {before.stage, i.stage} == {ranks - 1, ranks}  # the same rank
+        turns = kind == "dualpipev" and {before.stage, i.stage} == {
+            ranks - 1,
+            ranks,
+        }  # the same rank
         wait = 0.0 if turns or before.stage == i.stage else send
         assert i.start_seconds >= before.stop_seconds + wait - 1e-12
 
 
 def test_blocked_sends_hold_both_ends() -> None:
-    """Two ranks, two micro-batches, by hand: rank 0 is ready to send its second activation at 2.1 and is held until
-    rank 1 has gone back with the first (1 + 0.1 + 1 + 2 = 4.1), for their exchange starts with that gradient."""
+    """Two ranks, two micro-batches, by hand: rank 0 is ready to send its second activation at 2.1
+    and is held until rank 1 has gone back with the first (1 + 0.1 + 1 + 2 = 4.1), for their
+    exchange starts with that gradient."""
     timeline = events("1f1b", 2, [1.0, 1.0], [2.0, 2.0], 0.1)
     starts = [[round(i.start_seconds, 9) for i in rank] for rank in timeline.ranks]
     assert starts == [[0.0, 1.1, 4.3, 7.4], [1.1, 2.1, 4.3, 5.3]]

@@ -73,7 +73,14 @@ def test_what_one_runs_today_has_neither() -> None:
 
 def test_the_bound_is_one_for_each_degree() -> None:
     """A layout is left out for what it takes itself, never for what its neighbour takes."""
-    asked = problem(LARGE, **PINS, zero_stage=1, micro_batch_size=1, activation_checkpointing="none", expert=None)
+    asked = problem(
+        LARGE,
+        **PINS,
+        zero_stage=1,
+        micro_batch_size=1,
+        activation_checkpointing="none",
+        expert=None,
+    )
     bound = Bound(asked)
     layouts = [s for s in candidates(asked) if s.schedule == "1f1b" and s.data == 16]
     assert {s.expert for s in layouts} == {1, 2, 4, 8, 16}
@@ -83,7 +90,8 @@ def test_the_bound_is_one_for_each_degree() -> None:
 
 
 def test_the_search_takes_experts_where_they_pay() -> None:
-    """At ZeRO-3 every micro-batch gathers all experts over the links between nodes; spread out they stay."""
+    """At ZeRO-3 every micro-batch gathers all experts over the links between nodes; spread out they
+    stay."""
     asked = problem(LARGE, **PINS, zero_stage=3, micro_batch_size=1, expert=None)
     slow = replace(asked, cluster=replace(asked.cluster, inter_node_bytes_per_second=1e9))
     assert search(slow).ranked[0].strategy.expert > 1

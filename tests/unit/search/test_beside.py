@@ -1,4 +1,5 @@
-"""What is worked out by another process meanwhile is what this one would say; where that fails, this one says it."""
+"""What is worked out by another process meanwhile is what this one would say; where that fails,
+this one says it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`nodes: auto`: the fewest nodes that meet the deadline, found as one would by trying each number."""
+"""`nodes: auto`: the fewest nodes that meet the deadline, found as one would by trying each
+number."""
 
 from __future__ import annotations
 
@@ -9,14 +10,23 @@ import pytest
 from shardwright.diagnostics import Refusal
 from shardwright.ir.json_value import JsonValue
 from shardwright.ir.recipe import Recipe
-from shardwright.search.deadline import LARGER, OtherBatch, Sizing, larger_batch, other_batch, size_cluster
+from shardwright.search.deadline import (
+    LARGER,
+    OtherBatch,
+    Sizing,
+    larger_batch,
+    other_batch,
+    size_cluster,
+)
 from shardwright.search.search import search
 from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, graph_of, problem_of, recipe_of
 
 
 def auto(config: dict[str, JsonValue], days: float, **training: object) -> Recipe:
     settings = {"sequence_length": 4096, "global_batch_size": 96, "steps": None, "tokens": 10**10}
-    return recipe_of(config, cluster={"nodes": None}, training={**settings, "days_at_most": days, **training})
+    return recipe_of(
+        config, cluster={"nodes": None}, training={**settings, "days_at_most": days, **training}
+    )
 
 
 def sized(recipe: Recipe, config: dict[str, JsonValue]) -> tuple[Recipe, Sizing]:
@@ -36,7 +46,10 @@ def days_on(recipe: Recipe, config: dict[str, JsonValue], nodes: int) -> float |
 def test_every_smaller_cluster_misses_the_deadline(days: float) -> None:
     recipe = auto(LLAMA_8B, days)
     _, sizing = sized(recipe, LLAMA_8B)
-    assert days_on(recipe, LLAMA_8B, sizing.nodes) == pytest.approx(sizing.days) and sizing.days <= days
+    assert (
+        days_on(recipe, LLAMA_8B, sizing.nodes) == pytest.approx(sizing.days)
+        and sizing.days <= days
+    )
     for nodes in range(1, sizing.nodes):
         found = days_on(recipe, LLAMA_8B, nodes)
         assert found is None or found > days, nodes
@@ -44,9 +57,17 @@ def test_every_smaller_cluster_misses_the_deadline(days: float) -> None:
 
 def test_it_says_what_bounds_it() -> None:
     _, by_time = sized(auto(LLAMA_8B, 1.0), LLAMA_8B)
-    assert by_time.smaller_days is not None and by_time.smaller_days > 1 and "time bounds it" in by_time.bound()
+    assert (
+        by_time.smaller_days is not None
+        and by_time.smaller_days > 1
+        and "time bounds it" in by_time.bound()
+    )
     _, by_memory = sized(auto(LLAMA_70B, 3000.0), LLAMA_70B)
-    assert by_memory.nodes > 1 and by_memory.smaller_days is None and "memory bounds it" in by_memory.bound()
+    assert (
+        by_memory.nodes > 1
+        and by_memory.smaller_days is None
+        and "memory bounds it" in by_memory.bound()
+    )
     _, smallest = sized(auto(LLAMA_8B, 3000.0), LLAMA_8B)
     assert smallest.nodes == 1 and smallest.smaller_nodes is None
 
@@ -55,7 +76,11 @@ def test_a_deadline_that_nothing_meets() -> None:
     with pytest.raises(Refusal) as caught:
         sized(auto(LLAMA_8B, 0.01, global_batch_size=8), LLAMA_8B)
     (found,) = caught.value.diagnostics
-    assert found.code == "SW3204" and found.key == ("training", "days_at_most") and "The fastest has" in found.help
+    assert (
+        found.code == "SW3204"
+        and found.key == ("training", "days_at_most")
+        and "The fastest has" in found.help
+    )
 
 
 def test_epochs_do_not_tell_the_steps() -> None:
@@ -70,7 +95,9 @@ def test_a_number_of_nodes_stays() -> None:
     assert size_cluster(problem) == (problem, None)
 
 
-def batch_of(recipe: Recipe, config: dict[str, JsonValue]) -> tuple[Recipe, Sizing, OtherBatch | None]:
+def batch_of(
+    recipe: Recipe, config: dict[str, JsonValue]
+) -> tuple[Recipe, Sizing, OtherBatch | None]:
     found, sizing = sized(recipe, config)
     return found, sizing, other_batch(problem_of(found, graph_of(config)), sizing)
 
@@ -81,15 +108,25 @@ def test_a_batch_that_binds_is_named() -> None:
     days = {nodes: days_on(recipe, LLAMA_8B, nodes) for nodes in (4, 8)}
     assert days[4] is not None and days[8] is not None
     recipe = auto(LLAMA_8B, (days[4] + days[8]) / 2, global_batch_size=64, tokens=3 * 10**10)
-    recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, price_per_gpu_hour=2.0))
+    recipe = dataclasses.replace(
+        recipe, cluster=dataclasses.replace(recipe.cluster, price_per_gpu_hour=2.0)
+    )
     found, sizing, batch = batch_of(recipe, LLAMA_8B)
     assert batch is not None and batch.nodes < sizing.nodes and batch.days <= sizing.days_at_most
-    assert batch.global_batch_size % (batch.nodes * 8) == 0 and batch.cost is not None and batch.cost_now is not None
+    assert (
+        batch.global_batch_size % (batch.nodes * 8) == 0
+        and batch.cost is not None
+        and batch.cost_now is not None
+    )
     # What it says is what a plan with that batch, on that cluster, over the same tokens says.
     changed = dataclasses.replace(found.training, global_batch_size=batch.global_batch_size)
-    assert days_on(dataclasses.replace(found, training=changed), LLAMA_8B, batch.nodes) == pytest.approx(batch.days)
+    assert days_on(
+        dataclasses.replace(found, training=changed), LLAMA_8B, batch.nodes
+    ) == pytest.approx(batch.days)
     words = batch.words(64, sizing.nodes)
-    assert words.startswith("the batch of 64 bounds it") and f"{batch.cost:,.0f} instead of" in words
+    assert (
+        words.startswith("the batch of 64 bounds it") and f"{batch.cost:,.0f} instead of" in words
+    )
 
 
 def test_a_batch_that_does_not_bind_is_not() -> None:
@@ -104,7 +141,9 @@ def test_what_a_larger_batch_gives() -> None:
         wide = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, nodes=12))
         asked = problem_of(wide, graph_of(LLAMA_8B))
         days = search(asked).ranked[0].training.days
-        sizing = Sizing(nodes=12, days=days, days_at_most=3000.0, smaller_nodes=None, smaller_days=None)
+        sizing = Sizing(
+            nodes=12, days=days, days_at_most=3000.0, smaller_nodes=None, smaller_days=None
+        )
         found = larger_batch(asked, sizing)
         assert found is not None and found.global_batch_size == LARGER * batch
         assert found.shorter == pytest.approx(1 - found.days / days)

@@ -28,16 +28,20 @@ PINS = {"tensor": 8, "pipeline": 4, "zero_stage": 1, "activation_checkpointing":
 
 
 def problem(target: str, config: dict[str, Any] = LLAMA_70B, **pins: Any) -> Problem:
-    """Eight nodes of H100; as in a recipe that does not speak of them, virtual stages and a cut sequence are plain."""
+    """Eight nodes of H100; as in a recipe that does not speak of them, virtual stages and a cut
+    sequence are plain."""
     training = {"sequence_length": 4096, "global_batch_size": 64}
     keys = {"virtual_stages": 1, "sequence_parallel": False, **pins}
-    recipe = recipe_of(config, cluster={"nodes": 8}, training=training, parallelism=keys, target=target)
+    recipe = recipe_of(
+        config, cluster={"nodes": 8}, training=training, parallelism=keys, target=target
+    )
     recipe = dataclasses.replace(recipe, document={"target": target})
     return problem_of(recipe, graph_of(config))
 
 
 def test_auto_takes_the_engine_with_the_better_plan() -> None:
-    """A pipeline and tensor ranks are pinned: virtual stages and a cut sequence make it shorter, though no key asks."""
+    """A pipeline and tensor ranks are pinned: virtual stages and a cut sequence make it shorter,
+    though no key asks."""
     settled, sizing = settle_problem(problem("auto", **PINS, micro_batch_size=1))
     best = {}
     for target in ("deepspeed", "megatron"):
@@ -45,7 +49,10 @@ def test_auto_takes_the_engine_with_the_better_plan() -> None:
         best[target] = search(problem(target, **PINS, micro_batch_size=1, **free)).ranked[0]
     chosen = search(settled).ranked[0]
     assert sizing is None and settled.recipe.target == "megatron" and chosen == best["megatron"]
-    assert chosen.strategy.sequence_parallel and chosen.time.step_seconds < best["deepspeed"].time.step_seconds
+    assert (
+        chosen.strategy.sequence_parallel
+        and chosen.time.step_seconds < best["deepspeed"].time.step_seconds
+    )
 
 
 def test_auto_takes_the_default_where_it_ranks_first() -> None:
@@ -55,7 +62,9 @@ def test_auto_takes_the_default_where_it_ranks_first() -> None:
     assert settled.recipe.target == "deepspeed"  # the other one has no ZeRO-3
 
 
-@pytest.mark.parametrize("change", [{"model_type": "olmo2"}, {"attention_dropout": 0.1}], ids=["type", "dropout"])
+@pytest.mark.parametrize(
+    "change", [{"model_type": "olmo2"}, {"attention_dropout": 0.1}], ids=["type", "dropout"]
+)
 def test_what_an_engine_does_not_train_it_is_not_asked_for(change: dict[str, Any]) -> None:
     settled, _ = settle_problem(problem("auto", {**SMALL_LLAMA, **change}))
     assert settled.recipe.target == "deepspeed"
@@ -67,35 +76,54 @@ def test_where_no_engine_has_a_way_the_default_says_why() -> None:
     assert settled.recipe.target == "deepspeed" and not search(settled).ranked
 
 
-@pytest.mark.parametrize(("target", "other"), [("deepspeed", "megatron"), ("megatron", "deepspeed")])
+@pytest.mark.parametrize(
+    ("target", "other"), [("deepspeed", "megatron"), ("megatron", "deepspeed")]
+)
 def test_the_other_engines_best_stands_beside_a_plan(target: str, other: str) -> None:
     asked = problem(target, **PINS, micro_batch_size=1)
     chosen = search(asked).ranked[0]
     found = other_engine(asked, chosen)
-    assert found is not None and (found.target, found.chosen, found.automatic) == (other, target, False)
+    assert found is not None and (found.target, found.chosen, found.automatic) == (
+        other,
+        target,
+        False,
+    )
     assert found.wins == (other == "megatron")
     assert found.slower == pytest.approx(found.step_seconds / chosen.time.step_seconds - 1)
     assert f"target: {other} would take {found.step_seconds:.3g} s" in found.words()
-    assert f"; deepspeed ranks lower: {found.because}" in found.words() and " s against " in found.because
+    assert (
+        f"; deepspeed ranks lower: {found.because}" in found.words()
+        and " s against " in found.because
+    )
 
 
 def test_pins_that_the_other_engine_does_not_have_are_left_out() -> None:
-    asked = problem("megatron", **{**PINS, "virtual_stages": 2, "sequence_parallel": True}, micro_batch_size=1)
+    asked = problem(
+        "megatron", **{**PINS, "virtual_stages": 2, "sequence_parallel": True}, micro_batch_size=1
+    )
     found = other_engine(asked, search(asked).ranked[0])
-    assert found is not None and found.strategy.virtual_stages == 1 and not found.strategy.sequence_parallel
+    assert (
+        found is not None
+        and found.strategy.virtual_stages == 1
+        and not found.strategy.sequence_parallel
+    )
 
 
 def test_figures_that_are_not_a_run_of_ours_have_no_other_engine() -> None:
     asked = problem("deepspeed", **PINS)
     chosen = search(asked).ranked[0]
     for change in ({"mfu": 0.4}, {"kernels": "megatron"}):
-        recipe = dataclasses.replace(asked.recipe, assume=dataclasses.replace(asked.recipe.assume, **change))
+        recipe = dataclasses.replace(
+            asked.recipe, assume=dataclasses.replace(asked.recipe.assume, **change)
+        )
         assert other_engine(dataclasses.replace(asked, recipe=recipe), chosen) is None
     assert other_engine(problem("reference", **PINS), chosen) is None
 
 
 @pytest.mark.parametrize("target", ["deepspeed", "megatron"])
-def test_the_comparison_finds_the_best_and_prices_fewer(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_finds_the_best_and_prices_fewer(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, priced = problem(target), 0
 
     def counted(*arguments: Any) -> Estimate:
@@ -112,16 +140,24 @@ def test_the_comparison_finds_the_best_and_prices_fewer(target: str, monkeypatch
 
 def test_the_comparison_is_by_the_objective() -> None:
     asked = problem("megatron")
-    leanest = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, objective="memory"))
+    leanest = dataclasses.replace(
+        asked, recipe=dataclasses.replace(asked.recipe, objective="memory")
+    )
     found = best_of(leanest)
     assert found == search(leanest).ranked[0] and found != best_of(asked)
 
 
-def test_a_recipe_for_any_engine_compiles_for_one(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_recipe_for_any_engine_compiles_for_one(
+    write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     """LoRA is DeepSpeed's alone here: the plan says so, and its folder is read back."""
     pins = {"tensor": 1, "pipeline": 1, "data": 4, "micro_batch_size": 2}
     made = compile_recipe(
-        load_recipe(write_recipe({"target": "auto", "lora": {"rank": 4}, "parallelism": pins, "model.weights": None}))
+        load_recipe(
+            write_recipe(
+                {"target": "auto", "lora": {"rank": 4}, "parallelism": pins, "model.weights": None}
+            )
+        )
     )
     assert made.plan.target == "deepspeed"
     write_folder(tmp_path / "out", made.files)
@@ -129,12 +165,24 @@ def test_a_recipe_for_any_engine_compiles_for_one(write_recipe: Callable[..., Pa
     assert read.recipe.target == "deepspeed" and read.recipe.document["target"] == "auto"
 
 
-def test_an_engine_that_is_missing_is_named(write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan needs none of its packages; the compile says what to install. virtual_stages are the other engine's."""
+def test_an_engine_that_is_missing_is_named(
+    write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan needs none of its packages; the compile says what to install. virtual_stages are the
+    other engine's."""
     monkeypatch.setattr(
-        "shardwright.engines.table.Engine.packages", property(lambda self: {"no-such-package": ">=1"}), raising=False
+        "shardwright.engines.table.Engine.packages",
+        property(lambda self: {"no-such-package": ">=1"}),
+        raising=False,
     )
-    layout = {"tensor": 1, "pipeline": 2, "data": 2, "virtual_stages": 2, "zero_stage": 1, "micro_batch_size": 1}
+    layout = {
+        "tensor": 1,
+        "pipeline": 2,
+        "data": 2,
+        "virtual_stages": 2,
+        "zero_stage": 1,
+        "micro_batch_size": 1,
+    }
     path = write_recipe({"target": "auto", "parallelism": layout})
     problem, _ = size_recipe(load_recipe(path))
     assert problem.recipe.target == "megatron"
@@ -144,12 +192,15 @@ def test_an_engine_that_is_missing_is_named(write_recipe: Callable[..., Path], m
 
 
 def test_what_is_begun_meanwhile_is_what_would_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another process, of the problem before it is settled. Of another problem it is not used."""
+    """In another process, of the problem before it is settled. Of another problem it is not
+    used."""
     monkeypatch.setattr(beside, "may_fork", lambda: True)
     asked, chosen = problem("deepspeed", **PINS), search(problem("deepspeed", **PINS)).ranked[0]
     expected = other_engine(asked, chosen)
     begin_others(asked)
-    monkeypatch.setattr(engines, "best_of", lambda problem: pytest.fail("it is worked out in this process"))
+    monkeypatch.setattr(
+        engines, "best_of", lambda problem: pytest.fail("it is worked out in this process")
+    )
     settled, _ = settle_problem(problem("deepspeed", **PINS))
     assert expected is not None and other_engine(settled, chosen) == expected
     begin_others(asked)
@@ -157,11 +208,20 @@ def test_what_is_begun_meanwhile_is_what_would_be_said(monkeypatch: pytest.Monke
         other_engine(problem("deepspeed", **PINS, micro_batch_size=1), chosen)
 
 
-def test_plan_and_explain_say_it(write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_explain_say_it(
+    write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster = {"nodes": 1, "gpus_per_node": 4, "gpu": "a100-sxm4-80gb"}
     layout = {"tensor": 2, "pipeline": 2, "data": 1, "micro_batch_size": 1}
     path = str(
-        write_recipe({"target": "auto", "cluster": cluster, "parallelism": layout, "training.precision": "bf16"})
+        write_recipe(
+            {
+                "target": "auto",
+                "cluster": cluster,
+                "parallelism": layout,
+                "training.precision": "bf16",
+            }
+        )
     )
     assert main(["plan", path]) == 0
     assert "target: auto takes " in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""The pruned search against plain enumeration, what its rules read, and what a ranking says beyond its first row."""
+"""The pruned search against plain enumeration, what its rules read, and what a ranking says beyond
+its first row."""
 
 from __future__ import annotations
 
@@ -56,13 +57,25 @@ def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
 @pytest.mark.parametrize("objective", ["throughput", "memory", "cost"])
 @pytest.mark.parametrize(
     ("config", "nodes", "batch"),
-    [(SMALL_LLAMA, 1, 16), (SMALL_GPT2, 3, 24), (LLAMA_8B, 2, 32), (LLAMA_8B, 1, 48), (LLAMA_70B, 8, 96)],
+    [
+        (SMALL_LLAMA, 1, 16),
+        (SMALL_GPT2, 3, 24),
+        (LLAMA_8B, 2, 32),
+        (LLAMA_8B, 1, 48),
+        (LLAMA_70B, 8, 96),
+    ],
 )
 def test_it_finds_what_enumeration_finds(
-    config: dict[str, JsonValue], nodes: int, batch: int, objective: str, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, JsonValue],
+    nodes: int,
+    batch: int,
+    objective: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
-    recipe = recipe_of(config, cluster={"nodes": nodes}, training={"global_batch_size": batch}, objective=objective)
+    recipe = recipe_of(
+        config, cluster={"nodes": nodes}, training={"global_batch_size": batch}, objective=objective
+    )
     result = search(problem_of(recipe, graph_of(config)))
     # How many layers to recompute is no axis: tests/unit/search/test_partial.py.
     tried = [e for e in result.ranked if e.strategy.activation_checkpointing in CHECKPOINTING]
@@ -70,7 +83,8 @@ def test_it_finds_what_enumeration_finds(
 
 
 def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a search's layouts, priced: none is faster than its bound, and the best one is the same."""
+    """All of a search's layouts, priced: none is faster than its bound, and the best one is the
+    same."""
     recipe = recipe_of(LLAMA_70B, cluster={"nodes": 8}, training={"global_batch_size": 96})
     asked = problem_of(recipe, graph_of(LLAMA_70B))
     monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
@@ -87,7 +101,9 @@ def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     best = pruned.ranked[0]
     assert best == complete.ranked[0] and pruned.slow
     limit = WORTH_PRICING * weighed_seconds(recipe, best)
-    assert all(least > best.time.step_seconds and outweighed(s, least) > limit for least, s in pruned.slow)
+    assert all(
+        least > best.time.step_seconds and outweighed(s, least) > limit for least, s in pruned.slow
+    )
     assert all(e in complete.ranked for e in pruned.ranked)
     lost = {region.where: region.slower for region in lost_regions(recipe, complete.ranked)}
     told = lost_regions(recipe, pruned.ranked, pruned.slow)
@@ -103,9 +119,15 @@ def test_a_rule_reads_what_it_says() -> None:
     """Layouts that agree on those keys break it alike, or not at all."""
     told: dict[tuple[str, int, tuple[object, ...]], bool] = {}
     recipes = [
-        recipe_of(SMALL_LLAMA, cluster={"nodes": 2, "gpus_per_node": 6}, training={"global_batch_size": 48}),
+        recipe_of(
+            SMALL_LLAMA,
+            cluster={"nodes": 2, "gpus_per_node": 6},
+            training={"global_batch_size": 48},
+        ),
         recipe_of(SMALL_GPT2, training={"gradient_accumulation_dtype": "bf16"}),
-        recipe_of({"model_type": "opt", "num_hidden_layers": 4, "layerdrop": 0.1, "hidden_size": 96}),
+        recipe_of(
+            {"model_type": "opt", "num_hidden_layers": 4, "layerdrop": 0.1, "hidden_size": 96}
+        ),
     ]
     layouts = 0
     for place, recipe in enumerate(recipes):
@@ -144,19 +166,26 @@ def test_the_largest_searches_take_about_a_second(
         result = search(problem_of(recipe, graph, cluster))
         seconds.append(time.process_time() - began)
     assert result.ranked
-    assert sum(region.count for region in result.rejected) + len(result.ranked) + len(result.slow) > 2000
+    assert (
+        sum(region.count for region in result.rejected) + len(result.ranked) + len(result.slow)
+        > 2000
+    )
     # Processor time, and room: the tests share their cores, which makes each of them slower.
     assert min(seconds) < 2.5
 
 
 def test_the_pareto_front_and_the_lost_regions() -> None:
-    recipe = recipe_of(LLAMA_8B, cluster={"nodes": 2}, training={"global_batch_size": 64, "sequence_length": 2048})
+    recipe = recipe_of(
+        LLAMA_8B, cluster={"nodes": 2}, training={"global_batch_size": 64, "sequence_length": 2048}
+    )
     ranked = search(problem_of(recipe, graph_of(LLAMA_8B))).ranked
     front = pareto_front(ranked)
     assert front[0].time.step_seconds == min(e.time.step_seconds for e in ranked)
     assert front[-1].memory.peak_bytes == min(e.memory.peak_bytes for e in ranked)
     for e, f in itertools.product(ranked, front):
-        beats = e.time.step_seconds < f.time.step_seconds and e.memory.peak_bytes < f.memory.peak_bytes
+        beats = (
+            e.time.step_seconds < f.time.step_seconds and e.memory.peak_bytes < f.memory.peak_bytes
+        )
         assert not beats
     lost = lost_regions(recipe, ranked)
     assert sum(region.layouts for region in lost) < len(ranked)
@@ -169,9 +198,13 @@ def test_the_pareto_front_and_the_lost_regions() -> None:
 def test_more_memory_and_faster_links_never_hurt() -> None:
     """A seeded sample; `make prove` has thousands of random recipes."""
     rng = random.Random(5)
-    recipe = recipe_of(LLAMA_8B, cluster={"nodes": 2}, training={"global_batch_size": 64, "sequence_length": 2048})
+    recipe = recipe_of(
+        LLAMA_8B, cluster={"nodes": 2}, training={"global_batch_size": 64, "sequence_length": 2048}
+    )
     graph, cluster = graph_of(LLAMA_8B), resolve_cluster(recipe.cluster)
-    larger = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=cluster.gpu.memory_gib * 1.3))
+    larger = dataclasses.replace(
+        cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=cluster.gpu.memory_gib * 1.3)
+    )
     faster = dataclasses.replace(
         cluster,
         inter_node_bytes_per_second=cluster.inter_node_bytes_per_second * 2,
@@ -180,11 +213,17 @@ def test_more_memory_and_faster_links_never_hurt() -> None:
     legal = [
         s
         for s in candidates(problem_of(recipe, graph, cluster))
-        if all(d.severity != "error" for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s))
+        if all(
+            d.severity != "error"
+            for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s)
+        )
     ]
     for strategy in rng.sample(legal, 150):
         plain = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
-        assert estimate_strategy(problem_of(recipe, graph, larger), strategy).memory.fits or not plain.memory.fits
+        assert (
+            estimate_strategy(problem_of(recipe, graph, larger), strategy).memory.fits
+            or not plain.memory.fits
+        )
         assert estimate_strategy(
             problem_of(recipe, graph, faster), strategy
         ).time.step_seconds <= plain.time.step_seconds * (1 + 1e-9)

@@ -1,4 +1,5 @@
-"""model.kernels: auto takes torch.compile where it is proved and faster. It is priced as assume.kernels: compiled."""
+"""model.kernels: auto takes torch.compile where it is proved and faster. It is priced as
+assume.kernels: compiled."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from shardwright.search.kernels import chosen_kernels
 from shardwright.search.search import search
 from tests.unit.model.factory import SMALL_LLAMA
 
-MAMBA: dict[str, JsonValue] = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 259}
+MAMBA: dict[str, JsonValue] = {
+    "model_type": "mamba",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 259,
+}
 
 
 def recipe(folder: Path, config: dict[str, JsonValue] = SMALL_LLAMA, **model: object) -> Recipe:
@@ -44,7 +50,10 @@ def test_auto_takes_what_is_faster(tmp_path: Path) -> None:
     assert found.other_seconds is not None and found.seconds < found.other_seconds
     assert f"{found.other_seconds:.3g} s with hf" in found.words()
     plain, _ = size_recipe(recipe(tmp_path))
-    assert search(plain).ranked[0].time.step_seconds == found.other_seconds and chosen_kernels(plain) is None
+    assert (
+        search(plain).ranked[0].time.step_seconds == found.other_seconds
+        and chosen_kernels(plain) is None
+    )
 
 
 def test_auto_takes_what_is_proved(tmp_path: Path) -> None:
@@ -64,7 +73,10 @@ def test_auto_takes_what_the_engine_runs(tmp_path: Path) -> None:
 
 
 def test_what_is_assumed_and_what_runs_is_one_thing(tmp_path: Path) -> None:
-    runs, assumed = recipe(tmp_path, kernels="compile"), recipe(tmp_path, assume={"kernels": "compiled"})
+    runs, assumed = (
+        recipe(tmp_path, kernels="compile"),
+        recipe(tmp_path, assume={"kernels": "compiled"}),
+    )
     times = {}
     for name, each in (("runs", runs), ("assumed", assumed)):
         problem, _ = size_recipe(each)

@@ -1,5 +1,6 @@
-"""`activation_checkpointing: auto` recomputes as few layers as fit, where recomputing all fits and none does not; more
-where fewer would make a pipeline's layers move to ranks that are then slower."""
+"""`activation_checkpointing: auto` recomputes as few layers as fit, where recomputing all fits and
+none does not; more where fewer would make a pipeline's layers move to ranks that are then
+slower."""
 
 from __future__ import annotations
 
@@ -48,12 +49,18 @@ def with_layers(pins: dict[str, object], choice: object) -> Estimate:
 def test_the_fewest_that_fit(name: str) -> None:
     pins = OPEN[name]
     best = choose(problem(pins))
-    choice, limit = best.strategy.activation_checkpointing, cautious_bytes(best.memory.capacity_bytes)
+    choice, limit = (
+        best.strategy.activation_checkpointing,
+        cautious_bytes(best.memory.capacity_bytes),
+    )
     assert isinstance(choice, PartialCheckpointing)
     none, full = with_layers(pins, "none"), with_layers(pins, "full")
     assert not none.memory.fits and full.memory.fits and best.memory.peak_bytes <= limit
     assert none.time.step_seconds < best.time.step_seconds < full.time.step_seconds
-    assert none.time.hardware_tflops_per_gpu < 1e4 and best.time.model_tflops_per_gpu > full.time.model_tflops_per_gpu
+    assert (
+        none.time.hardware_tflops_per_gpu < 1e4
+        and best.time.model_tflops_per_gpu > full.time.model_tflops_per_gpu
+    )
     # Pinned it is the same; one layer less leaves too little.
     assert with_layers(pins, choice) == best
     fewer = PartialCheckpointing(full=choice.full - 1) if choice.full > 1 else "none"
@@ -61,13 +68,20 @@ def test_the_fewest_that_fit(name: str) -> None:
 
 
 def test_more_where_fewer_move_layers() -> None:
-    """Two or three layers a rank: kept whole, early ranks have room for one, and late ones would have five."""
+    """Two or three layers a rank: kept whole, early ranks have room for one, and late ones would
+    have five."""
     graph = build_model_graph(model_section(source="Qwen/Qwen3-235B-A22B"))
     asked = recipe_of(
         None,
         cluster={"nodes": 64, "gpu": "gb200-nvl-186gb"},
         training={"sequence_length": 6144, "global_batch_size": 1024},
-        parallelism={"tensor": 2, "pipeline": 32, "expert": 4, "micro_batch_size": 1, "schedule": "1f1b"},
+        parallelism={
+            "tensor": 2,
+            "pipeline": 32,
+            "expert": 4,
+            "micro_batch_size": 1,
+            "schedule": "1f1b",
+        },
     )
     whole = problem_of(asked, graph)
     full = next(e for e in search(whole).ranked if e.strategy.activation_checkpointing == "full")
@@ -77,7 +91,9 @@ def test_more_where_fewer_move_layers() -> None:
     assert found[0].strategy.activation_checkpointing == PartialCheckpointing(full=1)
     times = {}
     for choice in ("none", PartialCheckpointing(full=1), PartialCheckpointing(full=2), "full"):
-        priced = estimate_strategy(whole, dataclasses.replace(full.strategy, activation_checkpointing=choice))
+        priced = estimate_strategy(
+            whole, dataclasses.replace(full.strategy, activation_checkpointing=choice)
+        )
         assert priced.memory.fits
         times[str(choice)] = priced.time.step_seconds
     assert sorted(times, key=times.__getitem__) == ["{full: 1}", "{full: 2}", "full", "none"]
@@ -94,7 +110,9 @@ def test_more_memory_recomputes_fewer_layers() -> None:
     for gib in (70, 80, 90, 100):
         asked = problem(OPEN["zero-2"])
         gpu = dataclasses.replace(asked.cluster.gpu, memory_gib=float(gib))
-        choice = choose(dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, gpu=gpu))).strategy
+        choice = choose(
+            dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, gpu=gpu))
+        ).strategy
         assert isinstance(choice.activation_checkpointing, PartialCheckpointing)
         layers.append(choice.activation_checkpointing.full)
     assert layers == sorted(set(layers), reverse=True)
@@ -116,24 +134,36 @@ def test_where_nobody_asks_for_it(pins: dict[str, object], more: dict[str, Any])
 
 
 def test_a_pinned_headroom_is_kept() -> None:
-    tight, wide = (choose(problem({**OPEN["zero-2"], "memory_headroom": share})) for share in (0.02, 0.2))
+    tight, wide = (
+        choose(problem({**OPEN["zero-2"], "memory_headroom": share})) for share in (0.02, 0.2)
+    )
     assert 0.8 * wide.memory.capacity_bytes >= wide.memory.peak_bytes
-    assert tight.memory.peak_bytes > wide.memory.peak_bytes and tight.time.step_seconds < wide.time.step_seconds
+    assert (
+        tight.memory.peak_bytes > wide.memory.peak_bytes
+        and tight.time.step_seconds < wide.time.step_seconds
+    )
 
 
 def test_more_layers_than_a_stage_has() -> None:
-    pins = {**OPEN["pipeline"], "data": 4, "activation_checkpointing": PartialCheckpointing(full=17)}
+    pins = {
+        **OPEN["pipeline"],
+        "data": 4,
+        "activation_checkpointing": PartialCheckpointing(full=17),
+    }
     with pytest.raises(Refusal) as refusal:
         choose(problem(pins))
     (found,) = refusal.value.diagnostics
     assert (found.code, found.key) == ("SW3135", ("parallelism", "activation_checkpointing"))
     assert "17" in found.message and "16" in found.message
     # An even share is legal, wherever the stages end: a smaller one recomputes all that it has.
-    assert choose(problem({**pins, "activation_checkpointing": PartialCheckpointing(full=16)})).feasible
+    assert choose(
+        problem({**pins, "activation_checkpointing": PartialCheckpointing(full=16)})
+    ).feasible
 
 
 def test_what_explains_it() -> None:
-    """A number that the search would not choose has its place all the same, and a star in the report."""
+    """A number that the search would not choose has its place all the same, and a star in the
+    report."""
     pins = {**OPEN["zero-2"], "activation_checkpointing": PartialCheckpointing(full=25)}
     asked = problem(pins)
     chosen = pinned_estimate(asked)
@@ -151,7 +181,10 @@ def test_the_report_shows_what_the_search_ranks() -> None:
     asked = problem(OPEN["zero-2"])
     points = {p.strategy: p for p in whole_space(asked, choose(asked)).points}
     for estimate in search(asked).ranked:
-        assert points[estimate.strategy].pinned and points[estimate.strategy].step_seconds == estimate.time.step_seconds
+        assert (
+            points[estimate.strategy].pinned
+            and points[estimate.strategy].step_seconds == estimate.time.step_seconds
+        )
 
 
 def test_why_not() -> None:

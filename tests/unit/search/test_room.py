@@ -1,5 +1,6 @@
-"""What memory makes of a pipeline before its layers are placed: no layout that fits takes less than the bound says, and
-what it says has no room has none. Models whose layers are alike, and one whose first layer is another."""
+"""What memory makes of a pipeline before its layers are placed: no layout that fits takes less than
+the bound says, and what it says has no room has none. Models whose layers are alike, and one whose
+first layer is another."""
 
 from __future__ import annotations
 
@@ -52,16 +53,25 @@ def test_none_is_faster_and_none_fits_without_room(
     problem = asked(name, nodes=nodes, batch=batch, gpu=gpu, target=target)
     bound, gains = Bound(problem), []
     for e in search(problem).ranked:
-        s, partial = e.strategy, isinstance(e.strategy.activation_checkpointing, PartialCheckpointing)
+        s, partial = (
+            e.strategy,
+            isinstance(e.strategy.activation_checkpointing, PartialCheckpointing),
+        )
         if s.loss == "chunked":
-            s = dataclasses.replace(s, loss="full")  # as the search has it before it settles the loss
+            s = dataclasses.replace(
+                s, loss="full"
+            )  # as the search has it before it settles the loss
         if partial:
             s = dataclasses.replace(s, activation_checkpointing="full", hpz_partition_size=1)
-        assert bound.least_placed_seconds(s, may_recompute_less=partial) <= e.time.step_seconds * (1 + 1e-9), e.strategy
+        assert bound.least_placed_seconds(s, may_recompute_less=partial) <= e.time.step_seconds * (
+            1 + 1e-9
+        ), e.strategy
         gains.append(bound.least_placed_seconds(s) / bound.least_seconds(s))
         layout, _ = as_planned(problem, e.strategy, e.boundaries)
         placed = bound.least_settled_seconds(layout)
-        assert placed <= e.time.step_seconds * (1 + 1e-9) and (placed > 0) == e.strategy.interleaves, e.strategy
+        assert (
+            placed <= e.time.step_seconds * (1 + 1e-9) and (placed > 0) == e.strategy.interleaves
+        ), e.strategy
     assert max(gains) > 1.05
     crowded = [s for s in candidates(problem) if s.zero_stage <= 1 and not bound.has_room(s)]
     assert crowded
@@ -95,8 +105,9 @@ def test_rows_of_layers_that_differ() -> None:
 
 
 def test_the_slowest_rank_is_one_that_has_room() -> None:
-    """Eight layers of a second each and a head of three: three layers on two ranks, two on the third, the head alone on
-    the last take 3. Where the first two have room for one each, the others share six layers and the head: 5."""
+    """Eight layers of a second each and a head of three: three layers on two ranks, two on the
+    third, the head alone on the last take 3. Where the first two have room for one each, the others
+    share six layers and the head: 5."""
     problem = asked("llama-70b", nodes=1, batch=8, gpu="h100-sxm-80gb")
     found = work_of(_passes(problem), None, in_a_row=True)
     work = dataclasses.replace(found, least=np.arange(9.0), most=np.arange(9.0), head=3.0)

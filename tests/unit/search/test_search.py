@@ -78,12 +78,17 @@ def test_what_is_proposed_keeps_pins_and_rules(
         assert s.micro_batch_size * s.gradient_accumulation_steps * s.data == batch
         assert all(
             d.severity == "warning"
-            for d in check_layout(Problem(recipe=recipe, graph=graph_of(config), cluster=cluster), s)
+            for d in check_layout(
+                Problem(recipe=recipe, graph=graph_of(config), cluster=cluster), s
+            )
         )
         assert estimate.memory.fits and estimate.feasible
     # Nothing is lost: every candidate is ranked, counted as slower, or in a rejected region.
     tried = len(list(candidates(problem_of(recipe, graph_of(config), cluster))))
-    assert len(result.ranked) + len(result.slow) + sum(region.count for region in result.rejected) == tried
+    assert (
+        len(result.ranked) + len(result.slow) + sum(region.count for region in result.rejected)
+        == tried
+    )
     weighed = [weighed_seconds(recipe, e) for e in result.ranked]
     assert weighed == pytest.approx(sorted(weighed))
     if result.ranked:
@@ -99,7 +104,12 @@ def test_it_is_deterministic() -> None:
 def test_the_space_has_every_kind_of_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
     ranked = [e.strategy for e in run(recipe_of(training={"global_batch_size": 64})).ranked]
-    assert {s.tensor for s in ranked} == {1, 2, 4, 8}  # four key/value heads: over eight ranks each is held by two
+    assert {s.tensor for s in ranked} == {
+        1,
+        2,
+        4,
+        8,
+    }  # four key/value heads: over eight ranks each is held by two
     assert {s.pipeline for s in ranked} == {1, 2, 4}
     assert {s.zero_stage for s in ranked} == {1, 2, 3}  # bf16 accumulates in fp32: not without ZeRO
     assert {s.schedule for s in ranked} == {"1f1b", "dualpipev"}
@@ -148,8 +158,12 @@ def test_objective_memory() -> None:
         ({"expert": 2}, "SW3147", "expert"),
     ],
 )
-def test_an_illegal_pin_is_explained_at_its_key(pins: dict[str, object], code: str, key: str) -> None:
-    assert [(d.code, d.key) for d in refused(recipe_of(parallelism=pins))] == [(code, ("parallelism", key))]
+def test_an_illegal_pin_is_explained_at_its_key(
+    pins: dict[str, object], code: str, key: str
+) -> None:
+    assert [(d.code, d.key) for d in refused(recipe_of(parallelism=pins))] == [
+        (code, ("parallelism", key))
+    ]
 
 
 def test_several_illegal_pins_are_all_explained() -> None:
@@ -159,7 +173,9 @@ def test_several_illegal_pins_are_all_explained() -> None:
 
 def test_a_batch_that_does_not_divide() -> None:
     found = refused(recipe_of(parallelism={"data": 8}, training={"global_batch_size": 12}))
-    assert [(d.code, d.key, d.valid) for d in found] == [("SW3102", ("training", "global_batch_size"), ("8", "16"))]
+    assert [(d.code, d.key, d.valid) for d in found] == [
+        ("SW3102", ("training", "global_batch_size"), ("8", "16"))
+    ]
     assert [d.code for d in refused(recipe_of(parallelism={"micro_batch_size": 5}))] == ["SW3102"]
 
 
@@ -198,25 +214,50 @@ def test_autos_of_an_estimate_are_filled_by_the_search() -> None:
 def test_baselines_are_what_one_would_run_today() -> None:
     recipe = recipe_of(LLAMA_8B, parallelism={"pipeline": 2, "tensor": 2})
     found = baselines(problem_of(recipe, graph_of(LLAMA_8B)))
-    assert [(e.strategy.tensor, e.strategy.pipeline, e.strategy.zero_stage) for e in found] == [(1, 1, 2), (1, 1, 3)]
-    wide = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, global_batch_size=4))
+    assert [(e.strategy.tensor, e.strategy.pipeline, e.strategy.zero_stage) for e in found] == [
+        (1, 1, 2),
+        (1, 1, 3),
+    ]
+    wide = dataclasses.replace(
+        recipe, training=dataclasses.replace(recipe.training, global_batch_size=4)
+    )
     assert baselines(problem_of(wide, graph_of(LLAMA_8B))) == ()
 
 
 def test_a_large_search_takes_seconds() -> None:
     """70B on 512 GPUs: a few thousand layouts."""
-    recipe = recipe_of(LLAMA_70B, cluster={"nodes": 64}, training={"sequence_length": 8192, "global_batch_size": 1024})
+    recipe = recipe_of(
+        LLAMA_70B,
+        cluster={"nodes": 64},
+        training={"sequence_length": 8192, "global_batch_size": 1024},
+    )
     result = run(recipe)
     assert result.ranked
     assert sum(region.count for region in result.rejected) > 1000
     assert result.seconds < 10
 
 
-def test_rows_of_a_million_tokens_plan_and_what_is_beyond_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """With context ranks, recomputation and a chunked loss; tiles and inputs in host memory are not there."""
-    asked = ["plan", "meta-llama/Llama-3.1-8B", "--gpu", "h100-sxm-80gb", "--global-batch-size", "8", "--top", "1"]
+def test_rows_of_a_million_tokens_plan_and_what_is_beyond_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With context ranks, recomputation and a chunked loss; tiles and inputs in host memory are not
+    there."""
+    asked = [
+        "plan",
+        "meta-llama/Llama-3.1-8B",
+        "--gpu",
+        "h100-sxm-80gb",
+        "--global-batch-size",
+        "8",
+        "--top",
+        "1",
+    ]
     assert main([*asked, "--nodes", "4", "--sequence-length", str(2**20)]) == 0
     assert " x 8 " in capsys.readouterr().out
     assert main([*asked, "--nodes", "1", "--sequence-length", str(2**23)]) == 1
     refused = capsys.readouterr().err
-    assert "error[SW3202]" in refused and "feed-forward layers in tiles" in refused and "does not have" in refused
+    assert (
+        "error[SW3202]" in refused
+        and "feed-forward layers in tiles" in refused
+        and "does not have" in refused
+    )

@@ -23,9 +23,15 @@ def ranked_of(recipe: Recipe) -> tuple[Estimate, ...]:
 
 def taking(estimate: Estimate, seconds: float, share: float | None = None) -> Estimate:
     """share: of the device that it fills; as it is where None."""
-    peak = estimate.memory.peak_bytes if share is None else round(share * estimate.memory.capacity_bytes)
+    peak = (
+        estimate.memory.peak_bytes
+        if share is None
+        else round(share * estimate.memory.capacity_bytes)
+    )
     memory = dataclasses.replace(estimate.memory, peak_bytes=peak)
-    return dataclasses.replace(estimate, memory=memory, time=dataclasses.replace(estimate.time, step_seconds=seconds))
+    return dataclasses.replace(
+        estimate, memory=memory, time=dataclasses.replace(estimate.time, step_seconds=seconds)
+    )
 
 
 def find(ranked: tuple[Estimate, ...], **layout: object) -> Estimate:
@@ -39,13 +45,19 @@ def in_order(recipe: Recipe, *estimates: Estimate) -> tuple[Estimate, ...]:
 def test_the_chance_of_fitting() -> None:
     recipe = recipe_of()
     some = ranked_of(recipe)[0]
-    chances = [chance_of_fitting(recipe, taking(some, 1.0, share).memory) for share in (0.5, 0.91, 0.95, 0.99, 1.1)]
+    chances = [
+        chance_of_fitting(recipe, taking(some, 1.0, share).memory)
+        for share in (0.5, 0.91, 0.95, 0.99, 1.1)
+    ]
     assert chances == sorted(chances, reverse=True)
     assert chances[0] > 0.9999 and chances[3] > 0.5 > chances[4]
-    # Where memory_headroom ends it is what the constant says, and costs nothing; from there on it does, without a step.
+    # Where memory_headroom ends it is what the constant says, and costs nothing; from there on it
+    # does, without a step.
     capacity = some.memory.capacity_bytes
     edge = cautious_bytes(capacity) / capacity
-    assert chance_of_fitting(recipe, taking(some, 1.0, edge).memory) == pytest.approx(SURE, abs=1e-6)
+    assert chance_of_fitting(recipe, taking(some, 1.0, edge).memory) == pytest.approx(
+        SURE, abs=1e-6
+    )
     assert expected_seconds(recipe, taking(some, 1.0, edge - 0.1)) == 1.0
     assert expected_seconds(recipe, taking(some, 1.0, edge)) == pytest.approx(1.0, abs=1e-5)
     assert 1.01 < expected_seconds(recipe, taking(some, 1.0, edge + 0.01)) < 1.1
@@ -58,7 +70,9 @@ def test_what_cannot_fit_at_all_is_still_ranked() -> None:
     recipe = recipe_of()
     some = ranked_of(recipe)[0]
     beyond = taking(some, 1.0, 100.0)
-    assert chance_of_fitting(recipe, beyond.memory) == 0 and expected_seconds(recipe, beyond) == float("inf")
+    assert chance_of_fitting(recipe, beyond.memory) == 0 and expected_seconds(
+        recipe, beyond
+    ) == float("inf")
     assert in_order(recipe, beyond, some) == (some, beyond)
 
 
@@ -73,7 +87,9 @@ def test_headroom_is_a_price_and_no_wall() -> None:
     (found,) = set_aside(recipe, (slow, tight))
     assert found.place == 2 and found.needs == () and found.faster == pytest.approx(1 - 1 / 1.1)
     assert 0.6 < found.chance < 0.8
-    assert "would be 9.1% faster, but needs" in set_aside_words(found) and "a chance of 70%" in set_aside_words(found)
+    assert "would be 9.1% faster, but needs" in set_aside_words(
+        found
+    ) and "a chance of 70%" in set_aside_words(found)
     assert "fits with a chance of 70%" in because(recipe, tight, slow)
 
 
@@ -90,13 +106,19 @@ def test_plain_comes_first_within_the_error() -> None:
     assert [e.strategy for e in order] == [plain.strategy, pipeline.strategy, dual.strategy]
     (found,) = set_aside(recipe, order)
     assert found.strategy == dual.strategy and found.needs == ("a pipeline", "dualpipev")
-    assert found.gives_up == (FOR_SCRIPTS, "LoRA") and "it gives up accelerate/" in set_aside_words(found)
+    assert found.gives_up == (FOR_SCRIPTS, "LoRA") and "it gives up accelerate/" in set_aside_words(
+        found
+    )
     assert "needs a pipeline and dualpipev" in because(recipe, order[2], order[0])
     # Each part has to win more than the error, and both more than twice.
     order = in_order(recipe, taking(dual, 1.0), taking(pipeline, 1.01), taking(plain, 1.08))
     assert [e.strategy for e in order] == [pipeline.strategy, plain.strategy, dual.strategy]
     (found,) = set_aside(recipe, order)
-    assert found.needs == ("dualpipev",) and found.gives_up == () and "gives up" not in set_aside_words(found)
+    assert (
+        found.needs == ("dualpipev",)
+        and found.gives_up == ()
+        and "gives up" not in set_aside_words(found)
+    )
     assert set_aside(recipe, (taking(split, 1.0), taking(plain, 1.2))) == ()
     assert set_aside(recipe, ()) == ()
 
@@ -104,7 +126,10 @@ def test_plain_comes_first_within_the_error() -> None:
 def test_who_asks_for_memory_is_not_told_of_speed() -> None:
     recipe = recipe_of()
     ranked = ranked_of(recipe)
-    pair = (taking(find(ranked, pipeline=1, tensor=1), 1.01), taking(find(ranked, pipeline=2, tensor=1), 1.0))
+    pair = (
+        taking(find(ranked, pipeline=1, tensor=1), 1.01),
+        taking(find(ranked, pipeline=2, tensor=1), 1.0),
+    )
     assert set_aside(recipe, pair)
     assert set_aside(dataclasses.replace(recipe, objective="memory"), pair) == ()
 
@@ -114,7 +139,11 @@ def test_llama_70b_on_eight_b200_is_zero_3() -> None:
     recipe = recipe_of(
         LLAMA_70B,
         cluster={"nodes": 1, "gpu": "b200-sxm-180gb"},
-        training={"sequence_length": 4096, "global_batch_size": 64, "gradient_accumulation_dtype": "fp32"},
+        training={
+            "sequence_length": 4096,
+            "global_batch_size": 64,
+            "gradient_accumulation_dtype": "fp32",
+        },
     )
     best = choose(problem_of(recipe, graph_of(LLAMA_70B)))
     assert (best.strategy.tensor, best.strategy.pipeline, best.strategy.zero_stage) == (1, 1, 3)

@@ -21,7 +21,9 @@ def test_a_plan_without_a_second_copy_keeps_to_it() -> None:
     cluster = resolve_cluster(recipe.cluster)
     settled = estimate_strategy(problem_of(recipe, graph, cluster), ZERO3)
     assert settled.strategy.hpz_partition_size == 8
-    layout, again = as_planned(problem_of(recipe, graph, cluster), settled.strategy, settled.boundaries)
+    layout, again = as_planned(
+        problem_of(recipe, graph, cluster), settled.strategy, settled.boundaries
+    )
     assert again == settled
     _, plain = as_planned(problem_of(recipe, graph, cluster), ZERO3, settled.boundaries)
     assert plain.strategy == ZERO3
@@ -31,7 +33,8 @@ def test_a_plan_without_a_second_copy_keeps_to_it() -> None:
 
 
 def test_other_stages_are_priced_where_the_plan_has_them(tmp_path: Path) -> None:
-    """A folder of a version that cut the layers elsewhere: explain, diff and the report price that cut."""
+    """A folder of a version that cut the layers elsewhere: explain, diff and the report price that
+    cut."""
     folder = tmp_path / "out"
     shutil.copytree(TWO_STAGES, folder)
     before = read_folder(folder).estimate

@@ -1,4 +1,5 @@
-"""gradient_accumulation_dtype: auto takes bf16 where fp32 leaves only what is much slower, or nothing."""
+"""gradient_accumulation_dtype: auto takes bf16 where fp32 leaves only what is much slower, or
+nothing."""
 
 from __future__ import annotations
 
@@ -20,9 +21,19 @@ DOCUMENT: dict[str, Any] = {"training": {}}
 
 def problem(gib: float, **more: Any) -> Problem:
     training = {"sequence_length": 4096, "global_batch_size": 64, **more.pop("training", {})}
-    pins = {"tensor": 1, "pipeline": 1, "zero_stage": 3, "activation_checkpointing": "full", **more.pop("pins", {})}
+    pins = {
+        "tensor": 1,
+        "pipeline": 1,
+        "zero_stage": 3,
+        "activation_checkpointing": "full",
+        **more.pop("pins", {}),
+    }
     recipe = recipe_of(
-        LLAMA_70B, cluster={"nodes": 1, "gpu": "b200-sxm-180gb"}, training=training, parallelism=pins, **more
+        LLAMA_70B,
+        cluster={"nodes": 1, "gpu": "b200-sxm-180gb"},
+        training=training,
+        parallelism=pins,
+        **more,
     )
     asked = problem_of(dataclasses.replace(recipe, document=DOCUMENT), graph_of(LLAMA_70B))
     gpu = dataclasses.replace(asked.cluster.gpu, memory_gib=gib)

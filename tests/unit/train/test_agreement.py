@@ -1,4 +1,5 @@
-"""A compiled folder that was edited, and hosts that have other plans or other data, are refused by name."""
+"""A compiled folder that was edited, and hosts that have other plans or other data, are refused by
+name."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def out(write_recipe: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_an_edited_ds_config_is_refused_before_anything_starts(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_ds_config_is_refused_before_anything_starts(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = json.loads((out / "ds_config.json").read_text())
     config["gradient_clipping"] = 0.5
     (out / "ds_config.json").write_text(json.dumps(config))
@@ -70,20 +73,34 @@ def test_a_plan_names_files_of_its_own_folder_only(out: Path, name: str) -> None
         plan_from_json(json.dumps({**document, "digests": {name: "0" * 64}}))
 
 
-PLANS = [("a", {"plan.json": "1", "ds_config.json": "2"}), ("b", {"plan.json": "1", "ds_config.json": "2"})]
+PLANS = [
+    ("a", {"plan.json": "1", "ds_config.json": "2"}),
+    ("b", {"plan.json": "1", "ds_config.json": "2"}),
+]
 
 
 @pytest.mark.parametrize(
     ("gathered", "words"),
     [
         (PLANS, None),
-        ([PLANS[0], ("b", {"plan.json": "9", "ds_config.json": "8"})], "host b has another plan.json, ds_config.json"),
-        ([("a", {"plan.json": "9"}), ("b", {"plan.json": "1"}), ("c", {"plan.json": "1"})], "host a has another plan"),
+        (
+            [PLANS[0], ("b", {"plan.json": "9", "ds_config.json": "8"})],
+            "host b has another plan.json, ds_config.json",
+        ),
+        (
+            [("a", {"plan.json": "9"}), ("b", {"plan.json": "1"}), ("c", {"plan.json": "1"})],
+            "host a has another plan",
+        ),
         ([PLANS[0], ("b", {"plan.json": "1"})], "host b has another ds_config.json than a"),
-        ([("a", {"plan.json": "1"}), *((f"b{i}", {"plan.json": str(i)}) for i in range(2, 14))], "(and 4 more hosts)"),
+        (
+            [("a", {"plan.json": "1"}), *((f"b{i}", {"plan.json": str(i)}) for i in range(2, 14))],
+            "(and 4 more hosts)",
+        ),
     ],
 )
-def test_hosts_that_differ_are_named(gathered: list[tuple[str, dict[str, str]]], words: str | None) -> None:
+def test_hosts_that_differ_are_named(
+    gathered: list[tuple[str, dict[str, str]]], words: str | None
+) -> None:
     found = disagreement(gathered, "help")
     assert (found is None) == (words is None)
     if found is not None:
@@ -92,10 +109,14 @@ def test_hosts_that_differ_are_named(gathered: list[tuple[str, dict[str, str]]],
 
 
 def planned(write_recipe: Callable[..., Path], data: dict[str, Any]) -> Plan:
-    return compile_recipe(load_recipe(write_recipe({"data": data, "model.config.vocab_size": 260}))).plan
+    return compile_recipe(
+        load_recipe(write_recipe({"data": data, "model.config.vocab_size": 260}))
+    ).plan
 
 
-def test_the_same_data_with_other_times_is_the_same(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_same_data_with_other_times_is_the_same(
+    write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
     (tmp_path / "corpus.txt").touch()
     plan = planned(write_recipe, {"kind": "text", "path": "corpus.txt", "tokenizer": "byte"})
     found = []
@@ -124,5 +145,7 @@ def test_of_a_large_array_the_size_and_blocks_from_end_to_end_are_read(
         other[changed] = 1
         np.save(path, other)
         found.append(fingerprints(plan, tmp_path))
-    assert len({one[str(path)] for one in found}) == 4 - (found[0] == found[3])  # the middle may lie between two blocks
+    assert len({one[str(path)] for one in found}) == 4 - (
+        found[0] == found[3]
+    )  # the middle may lie between two blocks
     assert found[0] != found[1] and found[0] != found[2]

@@ -1,4 +1,5 @@
-"""Values of launch.env_from: taken from a file that is this user's alone, blotted out of what a run tells."""
+"""Values of launch.env_from: taken from a file that is this user's alone, blotted out of what a run
+tells."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def written(path: Path, mode: int = 0o600) -> Path:
 
 def test_a_rank_begins_again_with_them_and_removes_the_file(tmp_path: Path) -> None:
     path = written(tmp_path / "values")
-    (tmp_path / "rank.py").write_text(RANK + "import sys; print(sys.path.count('/of/the/recipe'), sys.argv[1:])")
+    (tmp_path / "rank.py").write_text(
+        RANK + "import sys; print(sys.path.count('/of/the/recipe'), sys.argv[1:])"
+    )
     rank = subprocess.Popen(
         [sys.executable, "-u", str(tmp_path / "rank.py"), "--local_rank=1"],
         env={**os.environ, VARIABLE: str(path)},
@@ -50,7 +53,9 @@ def test_a_rank_begins_again_with_them_and_removes_the_file(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fault", ["absent", "readable by all", "a link", "a pipe"])
-def test_what_is_not_this_users_alone_is_refused(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_this_users_alone_is_refused(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "values"
     if fault == "readable by all":
         written(path, 0o644)
@@ -61,17 +66,23 @@ def test_what_is_not_this_users_alone_is_refused(fault: str, tmp_path: Path, mon
     monkeypatch.setenv(VARIABLE, str(path))
     refusal = take_environment()
     assert isinstance(refusal, Refusal)
-    assert [d.code for d in refusal.diagnostics] == ["SW6012"] and str(path) in refusal.diagnostics[0].message
+    assert [d.code for d in refusal.diagnostics] == ["SW6012"] and str(path) in refusal.diagnostics[
+        0
+    ].message
     assert VARIABLE not in os.environ and TAKEN not in os.environ
 
 
-def test_a_loop_of_ones_own_has_them_from_there_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_of_ones_own_has_them_from_there_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path / "values")
     for name in ("TOKEN", "PYTHONPATH", TAKEN):
         monkeypatch.setenv(name, "before")  # put back afterwards
     monkeypatch.setenv(VARIABLE, str(path))
     load_environment()
-    assert os.environ["TOKEN"].startswith("two words") and VARIABLE not in os.environ and path.exists()
+    assert (
+        os.environ["TOKEN"].startswith("two words") and VARIABLE not in os.environ and path.exists()
+    )
     forget_environment()
     assert not path.exists()
     load_environment()
@@ -83,7 +94,12 @@ def test_without_a_file_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_values_are_blotted_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TOKEN": "hf_abcdef", "LONGER": "hf_abcdefgh", "FLAG": "1", "KEY": "line one\nline 2"}.items():
+    for name, value in {
+        "TOKEN": "hf_abcdef",
+        "LONGER": "hf_abcdefgh",
+        "FLAG": "1",
+        "KEY": "line one\nline 2",
+    }.items():
         monkeypatch.setenv(name, value)
     blot = blotter(("TOKEN", "LONGER", "FLAG", "KEY", "UNSET"))
     assert blot("401 for hf_abcdefgh, hf_abcdef at 1") == "401 for [LONGER], [TOKEN] at 1"

@@ -1,4 +1,5 @@
-"""Losses that are no finite numbers: said once, ended after some in a row, not mixed up with fp16's skipped steps."""
+"""Losses that are no finite numbers: said once, ended after some in a row, not mixed up with fp16's
+skipped steps."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def test_the_first_is_said_and_some_in_a_row_end_the_run() -> None:
     assert d.step(1, 2.5, 1.0) == [] and d.finite
     (line,) = d.step(2, NAN, NAN)
     assert line == (
-        "warning[SW6310]: step 2: the loss is nan; the run ends after 3 in a row (training.stop_after_nonfinite)"
+        "warning[SW6310]: step 2: the loss is nan; the run ends after 3 in a row "
+        "(training.stop_after_nonfinite)"
     )
     assert not d.finite
     assert d.step(3, INF, 1.0) == []

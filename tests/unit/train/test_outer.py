@@ -1,4 +1,5 @@
-"""Outer steps that overlap the steps that follow, in one process: an island of one rank beside one that sends numbers.
+"""Outer steps that overlap the steps that follow, in one process: an island of one rank beside one
+that sends numbers.
 
 Weights are five equal numbers, all of them multiples of a power of two: what comes out is exact.
 """
@@ -46,8 +47,8 @@ def gain(island: int, step: int) -> float:
 
 
 class Wanted:
-    """The same, written out. first: island 0's weight after each step. sent, anchors: by outer step, what island 1
-    sends, and what both had before it."""
+    """The same, written out. first: island 0's weight after each step. sent, anchors: by outer
+    step, what island 1 sends, and what both had before it."""
 
     def __init__(self) -> None:
         weights, anchor, on_its_way = [0.0, 0.0], 0.0, 0.0
@@ -77,7 +78,12 @@ class Toy:
 
     def owned(self) -> Iterator[LiveFragment]:
         yield LiveFragment(
-            name="w", shard_shape=(COUNT,), start=0, states={"fp32": self.master}, live=self.master, partitioned=True
+            name="w",
+            shard_shape=(COUNT,),
+            start=0,
+            states={"fp32": self.master},
+            live=self.master,
+            partitioned=True,
         )
 
     def counters(self) -> Counters:
@@ -98,7 +104,16 @@ class Neighbour:
     """Island 1. It brings its deltas of an outer step once its gate is open."""
 
     def __init__(self, address: str, secret: bytes, plan: Plan) -> None:
-        place = Place(island=1, rank=0, world=1, attempt=1, run="a", connection=0, plan=plan_digest(plan), data="data")
+        place = Place(
+            island=1,
+            rank=0,
+            world=1,
+            attempt=1,
+            run="a",
+            connection=0,
+            plan=plan_digest(plan),
+            data="data",
+        )
         self.link = Link(address, secret, place, PATIENCE)
         self.gates = {step: threading.Event() for step in WANTED.sent}
         self.done: Future[None] = ThreadPoolExecutor(1).submit(self._run)
@@ -110,15 +125,20 @@ class Neighbour:
             assert self.gates[step].wait(PATIENCE)
             sent, means = np.full(COUNT, delta, np.float32), np.empty(COUNT, np.float32)
             bits = np.full(COUNT, WANTED.anchors[step], np.float32).view(np.int32)
-            answer = self.link.arrive(base=base, step=step, is_due=True, size=sent.nbytes, check=int(bits.sum()))
-            assert self.link.exchange(answer.attempt, sent.data.cast("B"), means.data.cast("B")) == []
+            answer = self.link.arrive(
+                base=base, step=step, is_due=True, size=sent.nbytes, check=int(bits.sum())
+            )
+            assert (
+                self.link.exchange(answer.attempt, sent.data.cast("B"), means.data.cast("B")) == []
+            )
             base = step
         self.link.leave(done=True)
 
 
 @dataclasses.dataclass
 class Place0:
-    """Where island 0 trains. members: the store's. began: island 0's first start. attempt: its newest one."""
+    """Where island 0 trains. members: the store's. began: island 0's first start. attempt: its
+    newest one."""
 
     plan: Plan
     folder: Path
@@ -147,7 +167,11 @@ class Place0:
     @property
     def is_back(self) -> bool:
         found = self.members.islands.get(0)
-        return found is not None and found.start != self.began and (found.current or bool(found.arrivals))
+        return (
+            found is not None
+            and found.start != self.began
+            and (found.current or bool(found.arrivals))
+        )
 
     @property
     def committed(self) -> list[int]:
@@ -158,7 +182,9 @@ class Place0:
 def place(
     write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Place0]]:
-    recipe = write_recipe({"cluster.gpus_per_node": 1, "parallelism": {"zero_stage": 0}, "training.steps": STEPS})
+    recipe = write_recipe(
+        {"cluster.gpus_per_node": 1, "parallelism": {"zero_stage": 0}, "training.steps": STEPS}
+    )
     assert cli.main(["compile", str(recipe), "-o", str(tmp_path / "out")]) == 0
     monkeypatch.setattr(ranges, "read_states", read_toy)
     monkeypatch.setattr(outer_module, "read_plan", lambda path: written[-1])
@@ -180,7 +206,9 @@ def place(
             island=0,
         )
         plan, address = read_plan(tmp_path / "out"), f"127.0.0.1:{listener.getsockname()[1]}"
-        plan = dataclasses.replace(plan, outer=outer, launch=dataclasses.replace(plan.launch, outer_store=address))
+        plan = dataclasses.replace(
+            plan, outer=outer, launch=dataclasses.replace(plan.launch, outer_store=address)
+        )
         written.append(plan)
         secret = share_secret(tmp_path / "out", [])
         members = Membership(2, 1, PATIENCE, "fp32")
@@ -195,7 +223,9 @@ def place(
     distributed.destroy_process_group()
 
 
-def train(outer: Outer, toy: Toy, done: int, until: int = STEPS, seconds: float = 0.0) -> list[OuterResult]:
+def train(
+    outer: Outer, toy: Toy, done: int, until: int = STEPS, seconds: float = 0.0
+) -> list[OuterResult]:
     results: list[OuterResult] = []
     for step in range(done + 1, until + 1):
         time.sleep(seconds)
@@ -212,7 +242,11 @@ def test_the_result_is_mixed_in_later(place: Callable[..., Place0]) -> None:
         gate.set()
     assert outer.begin(0, None) == []
     results = train(outer, toy, 0)
-    assert [(r.step, r.done, r.members) for r in results] == [(4, 7, (0, 1)), (8, 10, (0, 1)), (10, 10, (0, 1))]
+    assert [(r.step, r.done, r.members) for r in results] == [
+        (4, 7, (0, 1)),
+        (8, 10, (0, 1)),
+        (10, 10, (0, 1)),
+    ]
     outer.leave(done=True)
     here.neighbour.done.result(PATIENCE)
 
@@ -236,12 +270,14 @@ def test_a_clock_that_runs_backwards_locks_no_island_out(
 
 
 @pytest.mark.parametrize(
-    ("at", "has_arrived"), [(2, False), (7, False), *((at, has) for at in (4, 5, 6, 8, 9) for has in (False, True))]
+    ("at", "has_arrived"),
+    [(2, False), (7, False), *((at, has) for at in (4, 5, 6, 8, 9) for has in (False, True))],
 )
 def test_a_checkpoint_loses_nothing(
     place: Callable[..., Place0], at: int, has_arrived: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a run that stops with an outer step on its way, or here and not mixed in, or with neither."""
+    """Of a run that stops with an outer step on its way, or here and not mixed in, or with
+    neither."""
     here, toy, newest = place(), Toy(), at // EVERY * EVERY
     gates, on_its_way = here.neighbour.gates, newest > 0 and at < LANDS[newest]
     if at >= LANDS[4] or has_arrived:
@@ -277,7 +313,8 @@ def test_a_checkpoint_loses_nothing(
 
 
 @pytest.mark.parametrize(
-    ("at", "states"), [(4, ("outer_arrived",)), (5, ("outer_anchor",)), (7, ("outer_anchor", "outer_sent"))]
+    ("at", "states"),
+    [(4, ("outer_arrived",)), (5, ("outer_anchor",)), (7, ("outer_anchor", "outer_sent"))],
 )
 def test_what_is_on_its_way_is_not_taken_for_something_else(
     place: Callable[..., Place0], at: int, states: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -297,7 +334,9 @@ def test_training_waits_for_what_the_steps_do_not_cover(place: Callable[..., Pla
     outer.begin(0, None)
     gates = here.neighbour.gates
     train(outer, toy, 0, EVERY)
-    threading.Timer(1.0, lambda: [gate.set() for gate in gates.values()]).start()  # 1 s of 3 x 0.7 s of training
+    threading.Timer(
+        1.0, lambda: [gate.set() for gate in gates.values()]
+    ).start()  # 1 s of 3 x 0.7 s of training
     [first] = train(outer, toy, EVERY, LANDS[4], seconds=0.7)
     assert first.seconds < 0.5
     train(outer, toy, LANDS[4])

@@ -1,4 +1,5 @@
-"""Two runs of one folder, or into one folder of checkpoints: the second is refused, however either was started."""
+"""Two runs of one folder, or into one folder of checkpoints: the second is refused, however either
+was started."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from shardwright.lease import Lease, Owner, read_owner, this_process
 from shardwright.plan.serialize import read_plan
 from shardwright.train import ownership
 from shardwright.train.attempt import begin_attempt
-from shardwright.train.ownership import RANKS, RUN, check_alone, held_by_run, lease_of, take, take_on_rank_0
+from shardwright.train.ownership import (
+    RANKS,
+    RUN,
+    check_alone,
+    held_by_run,
+    lease_of,
+    take,
+    take_on_rank_0,
+)
 
 
 @pytest.fixture
@@ -42,7 +51,9 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def owned_by(pid: int, folder: Path, role: str = RANKS) -> Owner:
     """As that process would say."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return dataclasses.replace(this_process(role, folder), pid=pid, started=int(stat[19]), parent=os.getpid())
+    return dataclasses.replace(
+        this_process(role, folder), pid=pid, started=int(stat[19]), parent=os.getpid()
+    )
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -53,7 +64,9 @@ def refusal(call: Callable[[], object]) -> str:
     return diagnostic.message
 
 
-def test_a_second_launch_of_a_folder(folders: tuple[Path, Path], sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_second_launch_of_a_folder(
+    folders: tuple[Path, Path], sleeper: subprocess.Popen[bytes]
+) -> None:
     out, _ = folders
     plan = read_plan(out)
     first = Lease(lease_of(plan, out, RANKS).paths, owned_by(sleeper.pid, out))
@@ -64,10 +77,19 @@ def test_a_second_launch_of_a_folder(folders: tuple[Path, Path], sleeper: subpro
         lambda: take_on_rank_0(lease_of(plan, out, RANKS), out),
         lambda: held_by_run(plan, out).__enter__(),
     ):
-        assert f"another run of {str(out)!r} is alive" in (said := refusal(refused)) and f"{sleeper.pid}" in said
+        assert (
+            f"another run of {str(out)!r} is alive" in (said := refusal(refused))
+            and f"{sleeper.pid}" in said
+        )
     check_alone(plan, out.parent, 1)  # no lease at all
     refusal(lambda: check_alone(plan, out, 1))
-    check_alone(dataclasses.replace(plan, ranks=(plan.ranks[0], dataclasses.replace(plan.ranks[1], node=1))), out, 1)
+    check_alone(
+        dataclasses.replace(
+            plan, ranks=(plan.ranks[0], dataclasses.replace(plan.ranks[1], node=1))
+        ),
+        out,
+        1,
+    )
     assert cli.main(["run", str(out), "--resume", "never"]) == 1
     after = {path: path.read_bytes() for path in (out / "run").iterdir()}
     assert after.items() >= before.items() and not (out / "run" / "status.json").exists()
@@ -90,7 +112,9 @@ def test_two_folders_with_one_place_for_checkpoints(folders: tuple[Path, Path]) 
     assert not list((one.parent / "shared").iterdir())
 
 
-def test_run_hands_its_lease_to_rank_0(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_hands_its_lease_to_rank_0(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, _ = folders
     plan = read_plan(out)
     with held_by_run(plan, out) as run:
@@ -143,7 +167,10 @@ def test_a_run_that_ended_without_a_word_is_said(
     with held_by_run(read_plan(out), out):
         pass
     assert time.monotonic() - began < 5
-    assert f"process {2**22 + 1} ended without a word; what it held is taken over" in capsys.readouterr().err
+    assert (
+        f"process {2**22 + 1} ended without a word; what it held is taken over"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("place", ["run", "shared"])

@@ -20,12 +20,17 @@ NORM, FREEZABLE = "model.norm.weight", "model.layers.*.mlp.up_proj.weight"
 
 def plan(case: str, *, frozen: tuple[str, ...] = (), lora: PlanLora | None = None) -> Plan:
     found = read_plan(CASES / case / "expected")
-    return dataclasses.replace(found, model=dataclasses.replace(found.model, frozen=frozen), lora=lora)
+    return dataclasses.replace(
+        found, model=dataclasses.replace(found.model, frozen=frozen), lora=lora
+    )
 
 
 def held(plan: Plan, rank: int) -> dict[str, HeldParameter]:
     planned = planned_parameters(plan, rank, frozenset())
-    return {n: HeldParameter(shape=p.shape, resident_bytes=4, is_trained=p.is_trained) for n, p in planned.items()}
+    return {
+        n: HeldParameter(shape=p.shape, resident_bytes=4, is_trained=p.is_trained)
+        for n, p in planned.items()
+    }
 
 
 def test_stages_share_out_the_parameters_and_tensor_ranks_cut_them() -> None:
@@ -42,16 +47,27 @@ def test_a_tied_head_is_planned_by_the_first_name() -> None:
     p = plan("gpt2-tied-pp2-dp2")
     last = next(r.rank for r in p.ranks if r.pipeline == 1)
     assert "transformer.wte.weight" in held(p, last)
-    renamed = {("lm_head.weight" if n == "transformer.wte.weight" else n): q for n, q in held(p, last).items()}
+    renamed = {
+        ("lm_head.weight" if n == "transformer.wte.weight" else n): q
+        for n, q in held(p, last).items()
+    }
     check_parameters(p, last, renamed, frozenset())
 
 
 def test_frozen_parameters_and_adapters_are_planned() -> None:
-    frozen = {n for n, q in held(plan("qwen2-tp2-zero3", frozen=(FREEZABLE,)), 0).items() if not q.is_trained}
+    frozen = {
+        n
+        for n, q in held(plan("qwen2-tp2-zero3", frozen=(FREEZABLE,)), 0).items()
+        if not q.is_trained
+    }
     assert frozen and all(n.endswith("mlp.up_proj.weight") for n in frozen)
     lora = PlanLora(rank=4, alpha=8, dropout=0.0, target_modules=("q_proj",))
     adapted = held(plan("qwen2-tp2-zero3", lora=lora), 0)
-    assert {n for n, q in adapted.items() if q.is_trained} == {n for n in adapted if "lora_" in n} != set()
+    assert (
+        {n for n, q in adapted.items() if q.is_trained}
+        == {n for n in adapted if "lora_" in n}
+        != set()
+    )
 
 
 @pytest.mark.parametrize("fault", ["absent", "other", "frozen", "shape"])
@@ -72,7 +88,9 @@ def test_another_rank_than_planned_is_refused(fault: str) -> None:
         check_parameters(p, 1, wrong, frozenset())
     (told,) = refused.value.diagnostics
     assert (
-        told.code == "SW6259" and ("extra" if fault == "other" else NORM) in told.message and "planned" in told.message
+        told.code == "SW6259"
+        and ("extra" if fault == "other" else NORM) in told.message
+        and "planned" in told.message
     )
 
 

@@ -1,4 +1,5 @@
-"""What a save writes is what is predicted, and what it took is recorded, told, and used by the next compile."""
+"""What a save writes is what is predicted, and what it took is recorded, told, and used by the next
+compile."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ RECIPE: dict[str, Any] = {
     "target": "reference",
     "model": {"config": CONFIG, "weights": "random"},
     "cluster": {"nodes": 1, "gpus_per_node": 1, "gpu": "cpu", "node_mtbf_hours": 1},
-    "training": {"sequence_length": 16, "global_batch_size": 2, "steps": 10_000, "precision": "bf16"},
+    "training": {
+        "sequence_length": 16,
+        "global_batch_size": 2,
+        "steps": 10_000,
+        "precision": "bf16",
+    },
     "parallelism": {"zero_stage": 0},
     "checkpoint": {"every_steps": "auto"},
 }
@@ -52,7 +58,9 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 64}}], ids=["all", "lora"])
-def test_a_folder_has_the_predicted_bytes(tmp_path: Path, one_rank: None, changes: dict[str, Any]) -> None:
+def test_a_folder_has_the_predicted_bytes(
+    tmp_path: Path, one_rank: None, changes: dict[str, Any]
+) -> None:
     out = compiled(tmp_path, **changes)
     with open_session(out) as session:
         session.train(1)
@@ -65,12 +73,18 @@ def test_a_folder_has_the_predicted_bytes(tmp_path: Path, one_rank: None, change
     lines = [json.loads(line) for line in (out / "run" / "saves.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     for line, path in zip(lines, steps, strict=True):
-        written = sum(file.stat().st_size for file in path.iterdir() if file.name.startswith(("rank-", "random-")))
+        written = sum(
+            file.stat().st_size
+            for file in path.iterdir()
+            if file.name.startswith(("rank-", "random-"))
+        )
         assert line["bytes"] == line["node_bytes"] == written
         assert 0 < line["seconds"] < 600
 
 
-def test_the_next_compile_takes_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_compile_takes_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = compiled(tmp_path)
     first = json.loads((out / "plan.json").read_text())
     assert isinstance(first["checkpoint"]["every_steps"], int)
@@ -90,18 +104,36 @@ def test_the_next_compile_takes_what_was_measured(tmp_path: Path, capsys: pytest
     assert "0.25 GB/s a node in 3 saves" in capsys.readouterr().out
     second = json.loads((out / "plan.json").read_text())
     assert second["checkpoint"]["every_steps"] > first["checkpoint"]["every_steps"]
-    assert json.loads((out / "recipe.resolved.json").read_text())["cluster"]["checkpoint_gbytes_per_second"] == 0.25
+    assert (
+        json.loads((out / "recipe.resolved.json").read_text())["cluster"][
+            "checkpoint_gbytes_per_second"
+        ]
+        == 0.25
+    )
     found = predicted(out)
-    assert (found.speed_from, found.interval_steps) == ("recipe", second["checkpoint"]["every_steps"])
-    assert compiled(tmp_path) == out and json.loads((out / "plan.json").read_text()) == second, "the same again"
+    assert (found.speed_from, found.interval_steps) == (
+        "recipe",
+        second["checkpoint"]["every_steps"],
+    )
+    assert compiled(tmp_path) == out and json.loads((out / "plan.json").read_text()) == second, (
+        "the same again"
+    )
 
     # A pinned interval is no matter of what was measured.
     compiled(tmp_path, checkpoint={"every_steps": 7})
     assert json.loads((out / "plan.json").read_text())["checkpoint"]["every_steps"] == 7
-    assert "checkpoint_gbytes_per_second" not in json.loads((out / "recipe.resolved.json").read_text())["cluster"]
+    assert (
+        "checkpoint_gbytes_per_second"
+        not in json.loads((out / "recipe.resolved.json").read_text())["cluster"]
+    )
     # One that the recipe gives is the recipe's.
     compiled(tmp_path, cluster={**RECIPE["cluster"], "checkpoint_gbytes_per_second": 9.0})
-    assert json.loads((out / "recipe.resolved.json").read_text())["cluster"]["checkpoint_gbytes_per_second"] == 9.0
+    assert (
+        json.loads((out / "recipe.resolved.json").read_text())["cluster"][
+            "checkpoint_gbytes_per_second"
+        ]
+        == 9.0
+    )
 
 
 def test_status_and_explain_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

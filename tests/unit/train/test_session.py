@@ -1,5 +1,5 @@
-"""What a session does around its steps, in one process (`target: reference`): the checks before the first one, what a
-resumed run is told, and what a checkpoint is made of."""
+"""What a session does around its steps, in one process (`target: reference`): the checks before the
+first one, what a resumed run is told, and what a checkpoint is made of."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class Quiet:
 def test_a_due_step_is_saved_before_its_validation_which_may_fail(
     compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = compiled({"validation": {"fraction": 0.1, "every_steps": 2}, "checkpoint": {"every_steps": 2}})
+    out = compiled(
+        {"validation": {"fraction": 0.1, "every_steps": 2}, "checkpoint": {"every_steps": 2}}
+    )
 
     def failing(session: Session) -> float:
         raise ArithmeticError("planted")
@@ -104,12 +106,16 @@ def test_a_checkpoint_says_whether_its_loss_was_a_number(
     with open_session(out) as session:
         session.train(1)
         session.save()
-        monkeypatch.setattr(session._trainer, "step", lambda *_: StepResult(loss=math.nan, grad_norm=1.0))
+        monkeypatch.setattr(
+            session._trainer, "step", lambda *_: StepResult(loss=math.nan, grad_norm=1.0)
+        )
         session.train(2)
     assert [is_finite(path) for _, path in published_steps(out / "checkpoints")] == [True, False]
 
 
-def test_masters_that_are_not_the_trained_weights_are_not_saved(compiled: Callable[..., Path]) -> None:
+def test_masters_that_are_not_the_trained_weights_are_not_saved(
+    compiled: Callable[..., Path],
+) -> None:
     out = compiled({"training.precision": "bf16"})
     with pytest.raises(Refusal) as refused, open_session(out) as session:
         session.train(1)
@@ -125,7 +131,10 @@ def test_hosts_with_other_plans_or_other_data_train_no_step(
 
     def with_a_second_host(mine: agreement.Digests | None) -> list[tuple[str, agreement.Digests]]:
         ((host, digests),) = gather(mine)
-        return [(host, digests), ("b", {n: "0" * 64 if n.endswith(other) else d for n, d in digests.items()})]
+        return [
+            (host, digests),
+            ("b", {n: "0" * 64 if n.endswith(other) else d for n, d in digests.items()}),
+        ]
 
     monkeypatch.setattr(agreement, "_gather", with_a_second_host)
     with pytest.raises(Refusal, match="host b has another") as refused, open_session(out):
@@ -142,5 +151,7 @@ def test_a_folder_that_another_run_holds_is_left_alone(compiled: Callable[..., P
     with pytest.raises(Refusal) as refused, open_session(out):
         pass
     assert [d.code for d in refused.value.diagnostics] == ["SW6006"]
-    assert not (out / "run" / "attempt.json").exists() and not (out / "run" / "metrics.jsonl").exists()
+    assert (
+        not (out / "run" / "attempt.json").exists() and not (out / "run" / "metrics.jsonl").exists()
+    )
     other.release()

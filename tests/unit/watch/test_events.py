@@ -28,7 +28,10 @@ def lost(rank: int) -> RankLost:
 
 
 def test_a_rank_s_own_error_goes_before_a_lost_rank_and_that_before_an_echo() -> None:
-    echo, own = failed(0, "RuntimeError: Connection closed by peer"), failed(2, "OSError: the disk went away")
+    echo, own = (
+        failed(0, "RuntimeError: Connection closed by peer"),
+        failed(2, "OSError: the disk went away"),
+    )
     assert first_cause([echo, lost(1), own, lost(3)]) == own
     assert first_cause([echo, lost(1), lost(3)]) == lost(1)
     assert first_cause([echo]) == echo
@@ -38,7 +41,12 @@ def test_a_rank_s_own_error_goes_before_a_lost_rank_and_that_before_an_echo() ->
 def test_a_line_arrives_whole_however_long_the_traceback() -> None:
     reader, writer = os.pipe()
     emit(
-        writer, RankFailed(rank=1, cause="ValueError: x" * 400, traceback='File "é", line 1\n' * 4000 + "the last line")
+        writer,
+        RankFailed(
+            rank=1,
+            cause="ValueError: x" * 400,
+            traceback='File "é", line 1\n' * 4000 + "the last line",
+        ),
     )
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
@@ -50,7 +58,12 @@ def test_a_line_arrives_whole_however_long_the_traceback() -> None:
 
 
 def test_the_other_lines_and_halves_of_events_are_passed_over() -> None:
-    lines = ["step 1", f"a: {EVENT}" + '{"kind": "lost", "rank": 3}', f"{EVENT}" + '{"kind": "lo', f"{EVENT}[1]"]
+    lines = [
+        "step 1",
+        f"a: {EVENT}" + '{"kind": "lost", "rank": 3}',
+        f"{EVENT}" + '{"kind": "lo',
+        f"{EVENT}[1]",
+    ]
     assert read_events(lines) == [RankLost(rank=3)]
 
 
@@ -68,7 +81,8 @@ def test_every_event_comes_back_as_it_was_sent(tmp_path: Path) -> None:
     lines = (tmp_path / "output").read_text().splitlines()
     assert read_events(lines) == sent
     assert lines[0] == EVENT + (
-        '{"kind": "failed", "rank": 1, "host": "b", "stage": 0, "code": "SW6301", "cause": "c", "help": "h", '
+        '{"kind": "failed", "rank": 1, "host": "b", "stage": 0, "code": "SW6301", "cause": "c", '
+        '"help": "h", '
         '"traceback": "t"}'
     )
     assert lines[2] == EVENT + '{"kind": "lost", "rank": 0, "host": "a", "stage": null}'

@@ -1,4 +1,5 @@
-"""Rank 0's ear under attack: whoever is no rank changes nothing, and a rank that goes away is heard of all the same."""
+"""Rank 0's ear under attack: whoever is no rank changes nothing, and a rank that goes away is heard
+of all the same."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ STACK = Stack(step=3, phase="in step 4", where="x.py:1 in f", waits_in=None, cou
 
 
 class Ear:
-    """A hub of four ranks in this process. Its folder has no run/ yet, as that of a first launch by hand."""
+    """A hub of four ranks in this process. Its folder has no run/ yet, as that of a first launch by
+    hand."""
 
     def __init__(self, plan: Plan, folder: Path, server: socket.socket | None = None) -> None:
         self.folder = folder
@@ -80,7 +82,12 @@ class Ear:
         (lost,) = self.events()
         assert isinstance(lost, RankLost) and (lost.rank, lost.host, lost.stage) == (2, "host-2", 1)
         status = json.loads((self.folder / "run" / "status.json").read_text())
-        assert (status["status"], status["rank"], status["host"], status["stage"]) == ("failed", 2, "host-2", 1)
+        assert (status["status"], status["rank"], status["host"], status["stage"]) == (
+            "failed",
+            2,
+            "host-2",
+            1,
+        )
 
 
 def end_of(line: socket.socket) -> object:
@@ -137,7 +144,9 @@ HOSTILE = {
 }
 
 
-def test_who_is_no_rank_is_dropped_and_changes_nothing(ear: Ear, ranks: dict[int, socket.socket]) -> None:
+def test_who_is_no_rank_is_dropped_and_changes_nothing(
+    ear: Ear, ranks: dict[int, socket.socket]
+) -> None:
     for name, said in HOSTILE.items():
         line = ear.stranger()
         with contextlib.suppress(OSError):  # it may be dropped before it has said it all
@@ -156,7 +165,9 @@ def test_who_comes_before_the_ranks_takes_no_rank_s_place(ear: Ear) -> None:
     ear.still_hears({rank: ear.rank(rank) for rank in range(4)})
 
 
-def test_a_rank_is_taken_once_and_there_are_no_others(ear: Ear, ranks: dict[int, socket.socket]) -> None:
+def test_a_rank_is_taken_once_and_there_are_no_others(
+    ear: Ear, ranks: dict[int, socket.socket]
+) -> None:
     for number in (0, 2, 3, 4, 99, -1):
         with pytest.raises(PermissionError):
             ear.rank(number)
@@ -187,7 +198,11 @@ def test_an_address_that_crowds_pushes_out_its_own_connections() -> None:
     """Never those of another host, which may be a rank that is about to prove itself."""
     found: Unauthenticated[str] = Unauthenticated(expected=4, others=8, limit=10**6)
     assert found.add("a rank", "10.0.0.2") == []
-    gone = [each for number in range(100) for each in found.add(f"noise {number}", f"10.0.1.{number % 3}")]
+    gone = [
+        each
+        for number in range(100)
+        for each in found.add(f"noise {number}", f"10.0.1.{number % 3}")
+    ]
     assert "a rank" in found and len(found) == found.most == 12
     assert gone[0] == "noise 0" and found.pop() != "a rank"
     few: Unauthenticated[str] = Unauthenticated(expected=512, others=256, limit=48)
@@ -196,7 +211,11 @@ def test_an_address_that_crowds_pushes_out_its_own_connections() -> None:
 
 def test_what_a_rank_may_not_say_is_passed_over(ear: Ear, ranks: dict[int, socket.socket]) -> None:
     """It has proved to be one of ours; a message of another version is no reason to end a run."""
-    ranks[1].sendall(b'[]\n\xff\n{"kind": "news"}\n' + encode(Welcome(proof="")) + encode(StackTaken(stack=STACK)))
+    ranks[1].sendall(
+        b'[]\n\xff\n{"kind": "news"}\n'
+        + encode(Welcome(proof=""))
+        + encode(StackTaken(stack=STACK))
+    )
     ranks[1].sendall(encode(StepDone(step=5)))
     until(lambda: ear.hub._steps == {1: 5})
     ear.still_hears(ranks)
@@ -213,7 +232,10 @@ def test_a_rank_that_says_why_is_the_cause(ear: Ear, ranks: dict[int, socket.soc
 
 
 def test_nothing_ends_the_thread(
-    ear: Ear, ranks: dict[int, socket.socket], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ear: Ear,
+    ranks: dict[int, socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A mistake of ours, a full disk: the ranks are watched all the same."""
 
@@ -262,7 +284,11 @@ def test_a_process_without_free_descriptors_goes_on(
 def test_a_rank_does_not_take_a_stranger_for_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        for said in (encode(Challenge(nonce="n")) + encode(Welcome(proof="x")), encode(End(cause="x")), b"hello\n"):
+        for said in (
+            encode(Challenge(nonce="n")) + encode(Welcome(proof="x")),
+            encode(End(cause="x")),
+            b"hello\n",
+        ):
             error = PermissionError if b"nonce" in said else ConnectionError
             with pytest.raises(error):
                 answered(server, said, lambda: call("127.0.0.1", port, TOKEN, 0, "h", 1))
@@ -292,13 +318,21 @@ def test_a_proof_is_of_one_connection_and_of_all_that_is_said() -> None:
     hello = hello_of(TOKEN, challenge, 1, "h", 7)
     assert proves(TOKEN, challenge, hello)
     fields = {name: getattr(hello, name) for name in ("rank", "host", "pid", "nonce", "proof")}
-    for changed in ({"rank": 2}, {"host": "i"}, {"pid": 8}, {"nonce": "b"}, {"proof": hello.proof[:-1] + "x"}):
+    for changed in (
+        {"rank": 2},
+        {"host": "i"},
+        {"pid": 8},
+        {"nonce": "b"},
+        {"proof": hello.proof[:-1] + "x"},
+    ):
         assert not proves(TOKEN, challenge, Hello(**(fields | changed)))
     assert not proves(TOKEN, Challenge(nonce="b"), hello)  # overheard, said again
     assert not proves("another", challenge, hello)
 
 
-@pytest.mark.parametrize("message", [Challenge(nonce="n"), StepDone(step=2**40), StackTaken(stack=STACK), Bye()])
+@pytest.mark.parametrize(
+    "message", [Challenge(nonce="n"), StepDone(step=2**40), StackTaken(stack=STACK), Bye()]
+)
 def test_a_message_comes_back_from_its_line(message: Any) -> None:
     assert decode(encode(message).removesuffix(b"\n")) == message
 
@@ -332,7 +366,11 @@ def test_the_token_is_a_file_for_this_user_or_comes_with_the_environment(
     assert token != stale and token not in where
     assert find_token(tmp_path, where) == token
     assert find_token(tmp_path, IN_ENVIRONMENT) is None
-    for lie in ("../plan.json", ".token-0", where + "/../" + where):  # said by whoever wrote to the store
+    for lie in (
+        "../plan.json",
+        ".token-0",
+        where + "/../" + where,
+    ):  # said by whoever wrote to the store
         assert find_token(tmp_path, lie) is None
     path.write_text("planted")
     assert find_token(tmp_path, where) is None
@@ -352,7 +390,9 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_rank_gives_up_on_a_server_that_sends_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gives_up_on_a_server_that_sends_a_byte_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(channel, "WELCOME_SECONDS", 0.5)
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,5 @@
-"""The noise scale of a run, from its measured steps: gradients that are drawn with a noise scale that is known."""
+"""The noise scale of a run, from its measured steps: gradients that are drawn with a noise scale
+that is known."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 
 from shardwright.train.noise_scale import Sums, noise_of
-from shardwright.watch.noise_scale import FEWEST, WINDOW, NoiseScale, StepNoise, measured_noise, over, pooled, words
+from shardwright.watch.noise_scale import (
+    FEWEST,
+    WINDOW,
+    NoiseScale,
+    StepNoise,
+    measured_noise,
+    over,
+    pooled,
+    words,
+)
 
 Steps = list[tuple[int, StepNoise]]
 SIZE, MEAN, NOISE = 400, 0.5, 1.0
@@ -18,8 +28,8 @@ TRUE = SIZE * NOISE**2 / (SIZE * MEAN**2)
 
 
 def step_of(random: np.random.Generator, labels: list[int], taken: int) -> StepNoise:
-    """labels: of each micro-batch of a step; a row has 10. A label's gradient is the mean and noise of 10 times a row's
-    variance."""
+    """labels: of each micro-batch of a step; a row has 10. A label's gradient is the mean and noise
+    of 10 times a row's variance."""
     parts = [n * MEAN + np.sqrt(10 * n) * NOISE * random.standard_normal(SIZE) for n in labels]
     total, measured = sum(labels), labels[:taken]
     sums = Sums(
@@ -41,14 +51,24 @@ def drawn(seed: int, steps: int, labels: list[int], taken: int) -> Steps:
 
 @pytest.mark.parametrize(
     ("labels", "taken"),
-    [([10] * 8, 8), ([10] * 64, 4), ([40] * 8, 8), ([10, 30, 20, 60] * 4, 16), ([10, 30, 20, 60, 0] * 4, 3)],
+    [
+        ([10] * 8, 8),
+        ([10] * 64, 4),
+        ([40] * 8, 8),
+        ([10, 30, 20, 60] * 4, 16),
+        ([10, 30, 20, 60, 0] * 4, 3),
+    ],
     ids=["rows", "some-rows", "larger", "uneven", "some-uneven"],
 )
 def test_both_estimates_are_without_bias(labels: list[int], taken: int) -> None:
     steps = [noise for _, noise in drawn(0, 2000, labels, taken)]
     for name, true in (("square", SIZE * MEAN**2), ("variance", SIZE * NOISE**2)):
         values = np.array([getattr(noise, name) for noise in steps])
-        assert abs(values.mean() - true) <= 4 * values.std() / np.sqrt(len(values)), (name, values.mean(), true)
+        assert abs(values.mean() - true) <= 4 * values.std() / np.sqrt(len(values)), (
+            name,
+            values.mean(),
+            true,
+        )
 
 
 def test_nine_intervals_of_ten_hold_it() -> None:
@@ -65,7 +85,10 @@ def test_nothing_is_known_of_too_few_steps_or_of_noise_alone() -> None:
     assert scale.value is not None and (scale.low, scale.high) == (None, None)
     assert "too few" in words(scale)
     random = np.random.default_rng(2)
-    alone = [(k, StepNoise(square=float(x), variance=100.0, rows=8)) for k, x in enumerate(random.normal(0, 5, 20))]
+    alone = [
+        (k, StepNoise(square=float(x), variance=100.0, rows=8))
+        for k, x in enumerate(random.normal(0, 5, 20))
+    ]
     scale = over(alone, batch=8)
     assert scale.high is None and scale.low is not None and scale.low > 10
     assert "to more" in words(scale) if scale.value else "does not stand out" in words(scale)
@@ -74,7 +97,9 @@ def test_nothing_is_known_of_too_few_steps_or_of_noise_alone() -> None:
 def test_only_the_newest_steps_count() -> None:
     steps = drawn(3, 2 * WINDOW + 20, [10] * 8, 8)
     assert pooled(steps, batch=8) == over(steps[-WINDOW:], batch=8)
-    assert pooled(steps[:9], batch=8) == over(steps[4:9], batch=8)  # of steps 50 to 450, those behind 225
+    assert pooled(steps[:9], batch=8) == over(
+        steps[4:9], batch=8
+    )  # of steps 50 to 450, those behind 225
     assert pooled(steps[:1], batch=8) == over(steps[:1], batch=8)
 
 
@@ -99,10 +124,16 @@ def test_words_say_no_more_than_was_measured() -> None:
 def test_what_a_run_left(tmp_path: Path) -> None:
     assert measured_noise(tmp_path, 8) is None
     of = {"gradient_square": 2.0, "row_variance": 8.0, "rows": 8}
-    lines = [{"step": k, "loss": 1.0, **({"noise_scale": of} if k % 2 == 0 else {})} for k in range(1, 9)]
-    lines += [{"step": 10, "noise_scale": {"gradient_square": None, "row_variance": 1.0, "rows": 8}}]
+    lines = [
+        {"step": k, "loss": 1.0, **({"noise_scale": of} if k % 2 == 0 else {})} for k in range(1, 9)
+    ]
+    lines += [
+        {"step": 10, "noise_scale": {"gradient_square": None, "row_variance": 1.0, "rows": 8}}
+    ]
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.mkdir()
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "noise_scale": {"gra')
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "noise_scale": {"gra'
+    )
     found = measured_noise(tmp_path, 8)
     assert found is not None and (found.value, found.steps, found.step) == (4.0, 2, 8)

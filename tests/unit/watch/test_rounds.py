@@ -29,9 +29,13 @@ def test_later_starts_undo_what_they_make_again(tmp_path: Path) -> None:
     assert standing(lines[:3]) == lines[:3]
 
 
-def test_a_line_that_a_full_disk_cuts_short_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_a_full_disk_cuts_short_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / ROUNDS).write_text('{"step": 2, "store": "x"}\n[1]\n{"step": 4, "store": 2}\n{"step": 8, "st')
+    (tmp_path / ROUNDS).write_text(
+        '{"step": 2, "store": "x"}\n[1]\n{"step": 4, "store": 2}\n{"step": 8, "st'
+    )
     record = RoundsFile(tmp_path)
     assert record.store == 3
     record.write({"step": 12})

@@ -10,15 +10,27 @@ from shardwright.watch.stall import Stack, culprits, describe, place_of
 
 
 def stack(waits_in: str | None, **counts: int) -> Stack:
-    return Stack(step=4, phase="in step 5", where="train.py:7 in step", waits_in=waits_in, counts=counts)
+    return Stack(
+        step=4, phase="in step 5", where="train.py:7 in step", waits_in=waits_in, counts=counts
+    )
 
 
 @pytest.mark.parametrize(
     ("stacks", "ranks", "blamed"),
     [
-        pytest.param({0: stack("recv"), 1: stack(None), 2: stack("recv")}, 3, (1,), id="outside every collective"),
+        pytest.param(
+            {0: stack("recv"), 1: stack(None), 2: stack("recv")},
+            3,
+            (1,),
+            id="outside every collective",
+        ),
         pytest.param({0: stack("recv"), 2: stack(None)}, 3, (1,), id="does not answer"),
-        pytest.param({0: stack(None, w=9), 1: stack(None, w=8), 2: stack(None, w=9)}, 3, (1,), id="GPUs: behind"),
+        pytest.param(
+            {0: stack(None, w=9), 1: stack(None, w=8), 2: stack(None, w=9)},
+            3,
+            (1,),
+            id="GPUs: behind",
+        ),
         pytest.param(
             # 0 waits for 1 in a, 1 for 2 in b: only 2 is waited for and waits for nobody.
             {0: stack("recv", a=3), 1: stack("recv", a=2, b=7), 2: stack("recv", b=6)},
@@ -26,10 +38,14 @@ def stack(waits_in: str | None, **counts: int) -> Stack:
             (2,),
             id="at the end of a chain",
         ),
-        pytest.param({0: stack("recv", w=9), 1: stack("recv", w=9)}, 2, (), id="all wait for each other"),
+        pytest.param(
+            {0: stack("recv", w=9), 1: stack("recv", w=9)}, 2, (), id="all wait for each other"
+        ),
     ],
 )
-def test_the_rank_that_waits_for_nobody(stacks: dict[int, Stack], ranks: int, blamed: tuple[int, ...]) -> None:
+def test_the_rank_that_waits_for_nobody(
+    stacks: dict[int, Stack], ranks: int, blamed: tuple[int, ...]
+) -> None:
     assert culprits(stacks, range(ranks)) == blamed
     text = describe(stacks, blamed, dict.fromkeys(range(ranks), "b"), 600)
     assert text.startswith("no step for 600 s: ")

@@ -1,5 +1,5 @@
-"""In every Python that starts with this folder on its path: hands its command over to the warm server, and stays only
-to pass signals on and to end as the command ends."""
+"""In every Python that starts with this folder on its path: hands its command over to the warm
+server, and stays only to pass signals on and to end as the command ends."""
 
 import contextlib
 import os
@@ -10,12 +10,15 @@ MODULES = ("shardwright", "deepspeed.launcher.launch")
 
 def hub_settings() -> str:
     """Ranks are always offline; what starts them says when it should be."""
-    names = [name for name in sorted(os.environ) if name.startswith("HF_") and name != "HF_HUB_OFFLINE"]
+    names = [
+        name for name in sorted(os.environ) if name.startswith("HF_") and name != "HF_HUB_OFFLINE"
+    ]
     return " ".join(f"{name}={os.environ[name]}" for name in names)
 
 
 def _is_known(words: list[str]) -> bool:
-    """A command that the server has the imports of: `-m MODULE`, the deepspeed launcher, or a script."""
+    """A command that the server has the imports of: `-m MODULE`, the deepspeed launcher, or a
+    script."""
     while words and words[0] in ("-u", "-P"):
         words = words[1:]
     if not words:
@@ -32,7 +35,11 @@ def _hand_over(address: str) -> None:
 
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd != connection.fileno() and _is_open(fd)]
+        files = [
+            fd
+            for fd in map(int, os.listdir("/proc/self/fd"))
+            if fd != connection.fileno() and _is_open(fd)
+        ]
         request = json.dumps(
             {
                 "command": sys.orig_argv,
@@ -50,10 +57,18 @@ def _hand_over(address: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, pass_on)
-        status = os.waitstatus_to_exitcode(int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big"))
+        status = os.waitstatus_to_exitcode(
+            int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
+        )
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
@@ -71,9 +86,15 @@ def _is_open(fd: int) -> bool:
 
 
 _address = os.environ.get("SHARDWRIGHT_WARM")
-if _address and os.environ["SHARDWRIGHT_WARM_HUB"] == hub_settings() and _is_known(sys.orig_argv[1:]):
+if (
+    _address
+    and os.environ["SHARDWRIGHT_WARM_HUB"] == hub_settings()
+    and _is_known(sys.orig_argv[1:])
+):
     try:
         _hand_over(_address)
-    except BaseException as error:  # Python would go on without us, and run the command a second time
+    except (
+        BaseException
+    ) as error:  # Python would go on without us, and run the command a second time
         os.write(2, f"warm start: {error!r}\n".encode())
         os._exit(70)

@@ -1,6 +1,7 @@
 """The registry of diagnostic codes: one dict literal per family, merged here.
 
-SW1 recipe, SW2 model, SW3 strategy, SW4 ds_config (SW49 Megatron-LM's arguments), SW5 launch, SW6 run.
+SW1 recipe, SW2 model, SW3 strategy, SW4 ds_config (SW49 Megatron-LM's arguments), SW5 launch, SW6
+run.
 """
 
 from shardwright.diagnostics.codes.ds_config import DS_CONFIG_CODES

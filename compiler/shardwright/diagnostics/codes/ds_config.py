@@ -1,5 +1,6 @@
-"""SW4xxx: one line a code, what is wrong in general. 40 the file, 41 keys, 42 batch sizes, 43 precision, 44 ZeRO,
-45 optimizer and scheduler, 46 pipeline and tensor parallelism, 47 other sections, 48 memory.
+"""SW4xxx: one line a code, what is wrong in general. 40 the file, 41 keys, 42 batch sizes, 43
+precision, 44 ZeRO, 45 optimizer and scheduler, 46 pipeline and tensor parallelism, 47 other
+sections, 48 memory.
 
 `explain` has a text for each: ds_config.toml, beside this file.
 """

@@ -1,5 +1,5 @@
-"""SW5xxx: one line a code, what is wrong in general. 51 the compiled folder, 52 what launches it, 53 the hosts,
-54 the proof on a tiny copy, 55 measurements."""
+"""SW5xxx: one line a code, what is wrong in general. 51 the compiled folder, 52 what launches it,
+53 the hosts, 54 the proof on a tiny copy, 55 measurements."""
 
 LAUNCH_CODES: dict[str, str] = {
     "SW5101": "the output path is not a folder",

@@ -1,4 +1,5 @@
-"""SW49xx: one line a code, what is wrong in general with the arguments of Megatron-LM's pretrain_gpt.py.
+"""SW49xx: one line a code, what is wrong in general with the arguments of Megatron-LM's
+pretrain_gpt.py.
 
 `explain` has a text for each: megatron_args.toml, beside this file.
 """

@@ -1,7 +1,7 @@
 """SW1xxx: one line a code, what is wrong in general.
 
-10 the text, 11 one key, 12 keys against each other, 13 files that the recipe names, 14 data, 19 what this version does
-not run.
+10 the text, 11 one key, 12 keys against each other, 13 files that the recipe names, 14 data, 19
+what this version does not run.
 """
 
 RECIPE_CODES: dict[str, str] = {

@@ -1,5 +1,5 @@
-"""SW3xxx: one line a code, what is wrong in general. 30 cluster, 31 layout rules, 32 memory and search,
-33 what explains a plan."""
+"""SW3xxx: one line a code, what is wrong in general. 30 cluster, 31 layout rules, 32 memory and
+search, 33 what explains a plan."""
 
 STRATEGY_CODES: dict[str, str] = {
     "SW3001": "the GPU is not in the catalogue",

@@ -1,9 +1,11 @@
 """accelerate/: the plan for scripts of the user's own, under the HF Trainer or Accelerate.
 
-Data parallelism only: neither knows our tensor-parallel layers, and a pipeline needs its own engine.
+Data parallelism only: neither knows our tensor-parallel layers, and a pipeline needs its own
+engine.
 
-`shardwright run` does not read them. What the layout decides is written out, so that a script which says otherwise is
-told so; what is the script's own business (learning rate, clipping) is "auto" where the Trainer fills it in.
+`shardwright run` does not read them. What the layout decides is written out, so that a script which
+says otherwise is told so; what is the script's own business (learning rate, clipping) is "auto"
+where the Trainer fills it in.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ def accelerate_files(plan: Plan) -> dict[str, bytes]:
 
 def plain_config(plan: Plan) -> JsonObject:
     """For `accelerate launch`. No optimizer: the script has its own, and Accelerate refuses two."""
-    return checked({key: value for key, value in _script_config(plan).items() if key != "optimizer"})
+    return checked(
+        {key: value for key, value in _script_config(plan).items() if key != "optimizer"}
+    )
 
 
 def trainer_config(plan: Plan) -> JsonObject:
-    """For TrainingArguments(deepspeed=...). The Trainer compares what is written out with its own arguments, and raises
-    where they differ."""
+    """For TrainingArguments(deepspeed=...). The Trainer compares what is written out with its own
+    arguments, and raises where they differ."""
     optimizer: JsonObject = {
         "type": "AdamW",
         "params": {
@@ -53,6 +57,9 @@ def _script_config(plan: Plan) -> dict[str, JsonValue]:
     config = for_scripts(plan)
     if plan.strategy.zero_stage == 3:
         # Trainer and Accelerate save by it; our own checkpoints do not.
-        config = merged(config, {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
-    # DeepSpeed works it out; the Trainer's own count is of one process where it looks before the ranks have met.
+        config = merged(
+            config, {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
+        )
+    # DeepSpeed works it out; the Trainer's own count is of one process where it looks before the
+    # ranks have met.
     return {key: value for key, value in config.items() if key != "train_batch_size"}

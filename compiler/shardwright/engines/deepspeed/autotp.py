@@ -1,11 +1,14 @@
-"""ds_config.autotp.json: the plan's tensor-parallel map in DeepSpeed's own AutoTP grammar, for users' own scripts.
+"""ds_config.autotp.json: the plan's tensor-parallel map in DeepSpeed's own AutoTP grammar, for
+users' own scripts.
 
-`shardwright run` does not read it: a script that passes it to `deepspeed.initialize` with the plain Hugging Face model
-trains with the same modules cut. Written where there is no pipeline (AutoTP does not work on a PipelineModule).
+`shardwright run` does not read it: a script that passes it to `deepspeed.initialize` with the plain
+Hugging Face model trains with the same modules cut. Written where there is no pipeline (AutoTP does
+not work on a PipelineModule).
 
-An input embedding is cut only together with a head that is tied to it, and whole on every rank otherwise: AutoTP has
-no vocabulary-parallel embedding alone. Modules with gathered outputs are refused: AutoTP divides the head counts of
-every module that holds a cut parameter (auto_tp.py, update_mp_params), and their attention needs the whole counts.
+An input embedding is cut only together with a head that is tied to it, and whole on every rank
+otherwise: AutoTP has no vocabulary-parallel embedding alone. Modules with gathered outputs are
+refused: AutoTP divides the head counts of every module that holds a cut parameter (auto_tp.py,
+update_mp_params), and their attention needs the whole counts.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from shardwright.ir.partition import ModuleSplit
 from shardwright.plan.plan import Plan
 
 _HEADS = ("lm_head", "embed_out")
-"""Last parts of an output embedding's name that DeepSpeed's vocabulary-parallel head accepts by default."""
+"""Last parts of an output embedding's name that DeepSpeed's vocabulary-parallel head accepts by
+default."""
 
 
 PROVED_TYPES = (
@@ -48,7 +52,8 @@ PROVED_TYPES = (
     "smollm3",
     "starcoder2",
 )
-"""What AutoTP does beside the specs (head counts) depends on a type's code; tests/launch/test_autotp.py measures it."""
+"""What AutoTP does beside the specs (head counts) depends on a type's code;
+tests/launch/test_autotp.py measures it."""
 
 
 def _packed(split: ModuleSplit) -> JsonObject:
@@ -64,13 +69,17 @@ _SPECS: dict[str, Callable[[ModuleSplit], JsonObject]] = {
     "rowwise": lambda split: {"partition_type": "row"},
     "packed_colwise": _packed,
     "replicated": lambda split: {"partition_type": "skip"},
-    "replicated_with_grad_allreduce": lambda split: {"partition_type": "skip", "grad_allreduce": True},
+    "replicated_with_grad_allreduce": lambda split: {
+        "partition_type": "skip",
+        "grad_allreduce": True,
+    },
     "vocabulary_embedding": lambda split: {"partition_type": "skip"},
 }
 
 
 def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
-    """The whole file; None where the plan has nothing for AutoTP to do; a warning where it cannot express the map."""
+    """The whole file; None where the plan has nothing for AutoTP to do; a warning where it cannot
+    express the map."""
     degree = plan.tensor_parallel.degree
     if degree == 1 or plan.strategy.pipeline > 1:
         return None
@@ -88,14 +97,20 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         if specs.setdefault(pattern, spec) != spec:
             return _warning(split, "is cut in another way than in other layers")
     if plan.model.model_type not in PROVED_TYPES:
-        return _warning(plan.tensor_parallel.modules[0], f"is of a {plan.model.model_type}, not proved under AutoTP")
+        return _warning(
+            plan.tensor_parallel.modules[0],
+            f"is of a {plan.model.model_type}, not proved under AutoTP",
+        )
     if head.rpartition(".")[2] not in _HEADS:
-        return _warning(plan.tensor_parallel.modules[-1], f"has an output embedding that is called {head!r}")
+        return _warning(
+            plan.tensor_parallel.modules[-1], f"has an output embedding that is called {head!r}"
+        )
     kinds: list[JsonObject] = []
     for spec in specs.values():
         kinds += [spec] if spec not in kinds else []
-    # Without an mpu DeepSpeed 0.19.8 counts the batch over all ranks, tensor ranks too, and asserts on the true one
-    # (runtime/config.py, _batch_assertion): the two numbers that hold per rank are enough.
+    # Without an mpu DeepSpeed 0.19.8 counts the batch over all ranks, tensor ranks too, and asserts
+    # on the true one (runtime/config.py, _batch_assertion): the two numbers that hold per rank are
+    # enough.
     rest = {key: value for key, value in for_scripts(plan).items() if key != "train_batch_size"}
     section: JsonObject = {
         "autotp_size": degree,
@@ -103,14 +118,17 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         "partition_config": {
             "use_default_specs": False,
             "strict_mode": True,
-            "layer_specs": [{"patterns": [p for p in specs if specs[p] == kind], **kind} for kind in kinds],
+            "layer_specs": [
+                {"patterns": [p for p in specs if specs[p] == kind], **kind} for kind in kinds
+            ],
         },
     }
     return checked({**rest, "tensor_parallel": section})
 
 
 def _pattern(split: ModuleSplit) -> str:
-    """A regular expression for the module's parameters: AutoTP matches names from their start; any layer number."""
+    """A regular expression for the module's parameters: AutoTP matches names from their start; any
+    layer number."""
     name = re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(split.module))
     # A gradient is summed for every parameter of the module; a matrix is cut by its weight's name.
     ending = r"\..*$" if split.style == "replicated_with_grad_allreduce" else r"\.weight$"
@@ -133,6 +151,9 @@ def _warning(split: ModuleSplit, why: str) -> Diagnostic:
         code="SW4101",
         severity="warning",
         message=f"{AUTOTP_FILE} is not written: {split.module} {why}",
-        help="`shardwright run` is not affected. The file is for scripts of your own under DeepSpeed's AutoTP.",
+        help=(
+            "`shardwright run` is not affected. The file is for scripts of your own under "
+            "DeepSpeed's AutoTP."
+        ),
         key=("parallelism", "tensor"),
     )

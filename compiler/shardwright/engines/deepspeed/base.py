@@ -1,4 +1,5 @@
-"""What trainers under both of DeepSpeed's engines share: how one is made, what it holds, how it is restored."""
+"""What trainers under both of DeepSpeed's engines share: how one is made, what it holds, how it is
+restored."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from shardwright.plan.plan import Plan
 
 
 class DeepSpeedTrainer:
-    """engines.protocol.Trainer without its steps. engine: DeepSpeed's; grid: its process groups. balance: of the
-    routers, where the plan has a balance loss."""
+    """engines.protocol.Trainer without its steps. engine: DeepSpeed's; grid: its process groups.
+    balance: of the routers, where the plan has a balance loss."""
 
     engine: Any
     grid: PipelineParallelGrid
@@ -54,7 +55,11 @@ class DeepSpeedTrainer:
     def counted(self) -> Iterator[nn.Parameter]:
         first = self.grid.get_slice_parallel_rank() == 0
         for p in self.engine.module.parameters():
-            if p.requires_grad and not is_padding(p) and (first or getattr(p, "tensor_model_parallel", False)):
+            if (
+                p.requires_grad
+                and not is_padding(p)
+                and (first or getattr(p, "tensor_model_parallel", False))
+            ):
                 yield p
 
     def counters(self) -> Counters:
@@ -69,7 +74,9 @@ class DeepSpeedTrainer:
         self.engine.global_steps = step
         self.engine.global_samples = step * self.plan.training.global_batch_size
 
-    def _initialize(self, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None) -> None:
+    def _initialize(
+        self, module: nn.Module, config: dict[str, Any], mpu: PipelineParallelGrid | None
+    ) -> None:
         buffers = _buffers(module)
         self.engine, *_ = deepspeed.initialize(
             model=module,
@@ -78,14 +85,14 @@ class DeepSpeedTrainer:
             mpu=mpu,
             dist_init_required=False,
         )
-        # DeepSpeed casts every buffer to the compute dtype; rotary tables would lose positions that way. A model that
-        # is partitioned already (ZeRO-3) it does not move to the device.
+        # DeepSpeed casts every buffer to the compute dtype; rotary tables would lose positions that
+        # way. A model that is partitioned already (ZeRO-3) it does not move to the device.
         for owner, name, buffer in buffers:
             owner._buffers[name] = buffer.to(self.engine.device)
 
     def _begin_step(self, micro_batches: list[MicroBatch], learning_rate: float) -> None:
-        """Packing makes the number of labels that count differ between micro-batches and ranks: the loss is a mean over
-        those of the global batch."""
+        """Packing makes the number of labels that count differ between micro-batches and ranks: the
+        loss is a mean over those of the global batch."""
         predicted = self._sum(sum(m.predicted for m in micro_batches))
         self.loss_fn.scale = len(micro_batches) * self.plan.strategy.shards / predicted
         if self.balance is not None:
@@ -95,7 +102,9 @@ class DeepSpeedTrainer:
 
     def piece(self, batch: MicroBatch) -> MicroBatch:
         """This rank's share of a micro-batch of its data rank."""
-        return own_piece(batch, self.plan.ranks[dist.get_rank()].context, self.plan.strategy.context)
+        return own_piece(
+            batch, self.plan.ranks[dist.get_rank()].context, self.plan.strategy.context
+        )
 
     def _sum(self, number: int) -> int:
         """Over data ranks. number: the same on the context ranks of each."""
@@ -107,7 +116,11 @@ class DeepSpeedTrainer:
 def causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
     sizes = plan.tensor_parallel.vocabulary_sizes
     kind = ChunkedLoss if plan.model.loss == "chunked" else CausalLoss
-    cut = (grid.get_slice_parallel_group(), sum(sizes[: grid.get_slice_parallel_rank()])) if sizes else ()
+    cut = (
+        (grid.get_slice_parallel_group(), sum(sizes[: grid.get_slice_parallel_rank()]))
+        if sizes
+        else ()
+    )
     loss = kind(*cut)
     loss.shifted = plan.strategy.context > 1
     return loss
@@ -115,5 +128,11 @@ def causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
     """Copies, contiguous: a checkpoint has flat views of them."""
-    named = ((m, name, buffer) for m in module.modules() for name, buffer in m.named_buffers(recurse=False))
-    return [(m, name, buffer.clone(memory_format=torch.contiguous_format)) for m, name, buffer in named]
+    named = (
+        (m, name, buffer)
+        for m in module.modules()
+        for name, buffer in m.named_buffers(recurse=False)
+    )
+    return [
+        (m, name, buffer.clone(memory_format=torch.contiguous_format)) for m, name, buffer in named
+    ]

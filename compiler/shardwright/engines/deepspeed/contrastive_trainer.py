@@ -17,7 +17,9 @@ class ContrastiveTrainer(DataTrainer):
 
     def _prepare_loss(self, model: nn.Module) -> None:
         super()._prepare_loss(model)
-        compute_pair_loss_inside(model, self.plan.model.cut.loss, self.grid.get_data_parallel_group())
+        compute_pair_loss_inside(
+            model, self.plan.model.cut.loss, self.grid.get_data_parallel_group()
+        )
 
     def _begin_step(self, micro_batches: list[MicroBatch], learning_rate: float) -> None:
         """There are no labels to count."""

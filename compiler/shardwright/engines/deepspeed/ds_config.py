@@ -1,4 +1,5 @@
-"""ds_config.json: what DeepSpeed is told. Model sharding is not in it: the runtime's layers are sharded already."""
+"""ds_config.json: what DeepSpeed is told. Model sharding is not in it: the runtime's layers are
+sharded already."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ NEVER = 1_000_000_000
 
 
 def ds_config(plan: Plan) -> JsonObject:
-    """No `scheduler`: the runtime sets each update's learning rate in closed form (DeepSpeed's WarmupLR warms up on
-    a log curve). No `tensor_parallel`: that would shard the layers a second time.
+    """No `scheduler`: the runtime sets each update's learning rate in closed form (DeepSpeed's
+    WarmupLR warms up on a log curve). No `tensor_parallel`: that would shard the layers a second
+    time.
     """
     strategy, training, optimizer = plan.strategy, plan.training, plan.optimizer
     config: dict[str, JsonValue] = {
@@ -32,7 +34,8 @@ def ds_config(plan: Plan) -> JsonObject:
                 "betas": list(optimizer.betas),
                 "eps": optimizer.eps,
                 "weight_decay": optimizer.weight_decay,
-                # Else DeepSpeed compiles FusedAdam on each node. States in host memory want its vectorised CPUAdam.
+                # Else DeepSpeed compiles FusedAdam on each node. States in host memory want its
+                # vectorised CPUAdam.
                 "torch_adam": strategy.offload == "none" or plan.gpu == "cpu",
             },
         },
@@ -42,26 +45,36 @@ def ds_config(plan: Plan) -> JsonObject:
         "wall_clock_breakdown": False,
     }
     if strategy.pipeline > 1:
-        # Recomputation is torch's non-reentrant checkpoint around each layer, so the engine's own stays off
-        # (interval 0); its re-entrant one fails on the embedding stage.
-        pipeline: dict[str, JsonValue] = {"activation_checkpoint_interval": 0, "use_reentrant": False}
+        # Recomputation is torch's non-reentrant checkpoint around each layer, so the engine's own
+        # stays off (interval 0); its re-entrant one fails on the embedding stage.
+        pipeline: dict[str, JsonValue] = {
+            "activation_checkpoint_interval": 0,
+            "use_reentrant": False,
+        }
         if strategy.schedule == "dualpipev":
-            # DualPipeV sends whole tensors between stages; the default (on) is an assertion under tensor parallelism.
+            # DualPipeV sends whole tensors between stages; the default (on) is an assertion under
+            # tensor parallelism.
             pipeline |= {"pipe_partitioned": False, "grad_partitioned": False}
         config["pipeline"] = pipeline
     return merged(config, plan.extra)
 
 
 def for_scripts(plan: Plan) -> JsonObject:
-    """For scripts of the user's own: without hpZ, whose groups are wrong where DeepSpeed makes them itself (decision
+    """For scripts of the user's own: without hpZ, whose groups are wrong where DeepSpeed makes them
+    itself (decision
     019)."""
-    return ds_config(replace(plan, zero={key: value for key, value in plan.zero.items() if key != HPZ}))
+    return ds_config(
+        replace(plan, zero={key: value for key, value in plan.zero.items() if key != HPZ})
+    )
 
 
 def checked(config: JsonObject) -> JsonObject:
-    """`config` itself. Raises ValueError, for it is our own doing, where DeepSpeed would not take it, or would ignore
-    a key: against its models and, for the sections that it leaves loose, a strict schema of ours."""
-    wrong = [f"{misfit.kind} {'.'.join(map(str, misfit.path))}" for misfit in misfits(config, snapshot())]
+    """`config` itself. Raises ValueError, for it is our own doing, where DeepSpeed would not take
+    it, or would ignore a key: against its models and, for the sections that it leaves loose, a
+    strict schema of ours."""
+    wrong = [
+        f"{misfit.kind} {'.'.join(map(str, misfit.path))}" for misfit in misfits(config, snapshot())
+    ]
     if wrong:
         raise ValueError(f"ds_config: {', '.join(wrong)}")
     return config

@@ -21,11 +21,13 @@ DEEPSPEED = Engine(
         fuses_accumulation=False,
         tensor_host="floor",
         duplex_sends=False,
-        kept_outputs=2,  # pipe/engine.py, _exec_backward_pass; pipe/schedule.py, TrainSchedule.num_pipe_buffers
+        # pipe/engine.py, _exec_backward_pass; pipe/schedule.py, TrainSchedule.num_pipe_buffers
+        kept_outputs=2,
         bucketed_zero=False,
         bucketed_pipeline=True,
         traffic="deepspeed",
-        zero_1_overlaps=False,  # overlap_comm is written from stage 2 on (engines/deepspeed/zero.py)
+        # overlap_comm is written from stage 2 on (engines/deepspeed/zero.py)
+        zero_1_overlaps=False,
         gathers_layers=False,
         chunked_loss=True,
         hpz=True,

@@ -1,7 +1,9 @@
-"""Expert ranks under DeepSpeed: groups carved out of its data ranks, and what it has to be told of them.
+"""Expert ranks under DeepSpeed: groups carved out of its data ranks, and what it has to be told of
+them.
 
-To its engine the model has one layer of experts, a marker without parameters; what was cut carries the marks of its own
-mixtures. Their gradients are summed over the ranks that hold the same experts, and divided by all data ranks.
+To its engine the model has one layer of experts, a marker without parameters; what was cut carries
+the marks of its own mixtures. Their gradients are summed over the ranks that hold the same experts,
+and divided by all data ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +34,19 @@ def expert_spreader(plan: Plan, model: nn.Module) -> ExpertSpreader:
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank in plan.ranks:
         place = rank.data * plan.strategy.context + rank.context
-        together.setdefault((rank.pipeline, rank.tensor, place // plan.strategy.expert), []).append(rank.rank)
+        together.setdefault((rank.pipeline, rank.tensor, place // plan.strategy.expert), []).append(
+            rank.rank
+        )
         alike.setdefault((rank.pipeline, rank.tensor, plan.expert_of(rank)), []).append(rank.rank)
-    groups._EXPERT_PARALLEL_GROUP[name], groups._EXPERT_PARALLEL_GROUP_RANKS[name] = _own(together.values())
-    groups._EXPERT_DATA_PARALLEL_GROUP[name], groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = _own(alike.values())
-    return ExpertSpreader(model, plan.experts, groups._EXPERT_PARALLEL_GROUP[name], partial(_mark, name))
+    groups._EXPERT_PARALLEL_GROUP[name], groups._EXPERT_PARALLEL_GROUP_RANKS[name] = _own(
+        together.values()
+    )
+    groups._EXPERT_DATA_PARALLEL_GROUP[name], groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = _own(
+        alike.values()
+    )
+    return ExpertSpreader(
+        model, plan.experts, groups._EXPERT_PARALLEL_GROUP[name], partial(_mark, name)
+    )
 
 
 def _forget_groups() -> None:
@@ -57,11 +67,14 @@ def _own(members: Iterable[list[int]]) -> tuple[dist.ProcessGroup, list[int]]:
 
 
 def _group_name(plan: Plan) -> str:
-    return f"ep_size_{plan.strategy.expert}"  # DeepSpeed reads the number out of it (utils/groups.py)
+    return (
+        f"ep_size_{plan.strategy.expert}"  # DeepSpeed reads the number out of it (utils/groups.py)
+    )
 
 
 def _mark(name: str, parameter: nn.Parameter) -> None:
-    """ZeRO-3 reads where to partition it before it partitions anything (zero/partition_parameters.py)."""
+    """ZeRO-3 reads where to partition it before it partitions anything
+    (zero/partition_parameters.py)."""
     marks = {
         "allreduce": False,
         "group_name": name,
@@ -74,7 +87,8 @@ def _mark(name: str, parameter: nn.Parameter) -> None:
 
 
 class _Marker(AutoEPMoELayer):  # type: ignore[misc]
-    """What makes an engine look for experts among its parameters; of all kinds that it knows ZeRO-3 takes this one."""
+    """What makes an engine look for experts among its parameters; of all kinds that it knows ZeRO-3
+    takes this one."""
 
     def __init__(self, experts: int) -> None:
         nn.Module.__init__(self)
@@ -110,15 +124,18 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
 
 
 def _trains_experts(plan: Plan) -> bool:
-    """Whether any stage has an expert that is not frozen. To an engine without one the model is dense: it wants
-    parameters of experts in its groups as soon as it finds a layer of them."""
+    """Whether any stage has an expert that is not frozen. To an engine without one the model is
+    dense: it wants parameters of experts in its groups as soon as it finds a layer of them."""
     names = (p.name for module in plan.tensor_parallel.modules for p in module.parameters)
     return any(plan.holds_experts_apart(name) and not plan.model.is_frozen(name) for name in names)
 
 
-def _padding(holder: nn.Module, kind: str, named: list[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
-    """ZeRO's norm is summed over the stages of a pipeline group by group: all ranks need the same groups. Where a stage
-    has no parameter of a group, one element that nothing uses stands for it."""
+def _padding(
+    holder: nn.Module, kind: str, named: list[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """ZeRO's norm is summed over the stages of a pipeline group by group: all ranks need the same
+    groups. Where a stage has no parameter of a group, one element that nothing uses stands for
+    it."""
     here = {len(p.shape) >= 2 for _, p in named}
     for decays, shape in ((True, (1, 1)), (False, (1,))):
         if decays not in here:

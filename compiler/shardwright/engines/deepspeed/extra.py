@@ -1,4 +1,5 @@
-"""The recipe's `extra`: more of DeepSpeed's keys, merged into ds_config.json where the plan decides nothing."""
+"""The recipe's `extra`: more of DeepSpeed's keys, merged into ds_config.json where the plan decides
+nothing."""
 
 from __future__ import annotations
 
@@ -48,14 +49,18 @@ ALLOWED: tuple[str, ...] = (
     "fp16.consecutive_hysteresis",
     "fp16.min_loss_scale",
 )
-"""Keys and sections that change neither what is trained nor what the plan says of memory and layout by more than
-their own buffers. `make prove` trains with each, saves, and goes on on another layout (tests/launch/test_extra.py)."""
+"""Keys and sections that change neither what is trained nor what the plan says of memory and layout
+by more than their own buffers. `make prove` trains with each, saves, and goes on on another layout
+(tests/launch/test_extra.py)."""
 
 REFUSED: dict[str, str] = {
-    "zero_optimization.round_robin_gradients": "DeepSpeed then keeps the optimizer's masters in another order than it "
+    "zero_optimization.round_robin_gradients": "DeepSpeed then keeps the optimizer's masters in "
+    "another order than it "
     "says, so that checkpoints and exports would hold weights under wrong names",
-    "zero_optimization.stage3_module_granularity_threshold": "a module that DeepSpeed then gathers as one keeps "
-    "gradients that ZeRO-3's optimizer does not expect: the first step fails on a CPU, and no GPU has tried it",
+    "zero_optimization.stage3_module_granularity_threshold": "a module that DeepSpeed then gathers "
+    "as one keeps "
+    "gradients that ZeRO-3's optimizer does not expect: the first step fails on a CPU, and no GPU "
+    "has tried it",
     "comet": "nobody has tried it with checkpoints; `tracking` and the other monitors have been",
 }
 """Keys that change nothing by DeepSpeed's word, and why they may not stand here all the same."""
@@ -84,7 +89,8 @@ DECIDED: dict[str, str] = {
 
 
 def check_extra(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """Each key of `extra` that DeepSpeed does not know, takes another type for, or that is not free, once."""
+    """Each key of `extra` that DeepSpeed does not know, takes another type for, or that is not
+    free, once."""
     found = {misfit.path: _misfit(misfit) for misfit in misfits(recipe.extra, snapshot())}
     told = set(found)
     for path in _leaves(recipe.extra, ()):
@@ -100,7 +106,11 @@ def merged(base: JsonObject, extra: JsonObject) -> JsonObject:
     result: dict[str, JsonValue] = dict(base)
     for key, value in extra.items():
         below = result.get(key)
-        result[key] = merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        result[key] = (
+            merged(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return result
 
 
@@ -116,8 +126,17 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
     if path == ("zero_optimization", HPZ):
         if asks_for_none(recipe.extra):
             return None
-        message = f"extra.zero_optimization.{HPZ}: the size of a second copy of the weights follows from the layout"
-        return _error("SW1214", path, message, "Remove it, or write 1 for a run without a second copy.", ("1",))
+        message = (
+            f"extra.zero_optimization.{HPZ}: the size of a second copy of the weights "
+            "follows from the layout"
+        )
+        return _error(
+            "SW1214",
+            path,
+            message,
+            "Remove it, or write 1 for a run without a second copy.",
+            ("1",),
+        )
     prefixes = [".".join(path[:length]) for length in range(len(path), 0, -1)]
     refused = next((prefix for prefix in prefixes if prefix in REFUSED), None)
     if refused is not None:
@@ -127,7 +146,8 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
     if allowed is not None:
         if path[0] == "fp16" and recipe.training.precision != "fp16":
             message = (
-                f"extra.{'.'.join(path)} scales losses of fp16, and training.precision is {recipe.training.precision}"
+                f"extra.{'.'.join(path)} scales losses of fp16, and training.precision is "
+                f"{recipe.training.precision}"
             )
             return _error("SW1214", path, message, "Remove it.")
         return None
@@ -136,19 +156,30 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
         return _error(
             "SW1215",
             path[:1],
-            f"extra.{path[0]}: compile does not pass this section on: it changes what is trained, unseen by the plan",
+            (
+                f"extra.{path[0]}: compile does not pass this section on: it changes what is "
+                "trained, unseen by the plan"
+            ),
             "Remove it. What may stand here: monitoring, profiling, and sizes of buffers.",
         )
     return _error(
         "SW1214",
         path,
-        f"extra.{'.'.join(path)}: this key of ds_config.json follows from the recipe's {DECIDED[decided]}",
+        (
+            f"extra.{'.'.join(path)}: this key of ds_config.json follows from the recipe's "
+            f"{DECIDED[decided]}"
+        ),
         f"Remove it, and set {DECIDED[decided]} where the plan should be another.",
         (DECIDED[decided],),
     )
 
 
-_TYPES = {"array": "a list", "object": "a section", "boolean": "true or false", "integer": "an integer"}
+_TYPES = {
+    "array": "a list",
+    "object": "a section",
+    "boolean": "true or false",
+    "integer": "an integer",
+}
 
 
 def _misfit(misfit: Misfit) -> Diagnostic:
@@ -157,18 +188,46 @@ def _misfit(misfit: Misfit) -> Diagnostic:
     if misfit.kind == "unknown":
         known = sorted(cast("Mapping[str, JsonValue]", misfit.schema.get("properties", {})))
         near = tuple(difflib.get_close_matches(str(misfit.path[-1]), known, n=1, cutoff=0.7))
-        help = f"Did you mean `{near[0]}`?" if near else "The keys are DeepSpeed's, as in its own configuration files."
-        return _error("SW1216", misfit.path, f"{name}: DeepSpeed {snapshot().version} has no such key", help, near)
+        help = (
+            f"Did you mean `{near[0]}`?"
+            if near
+            else "The keys are DeepSpeed's, as in its own configuration files."
+        )
+        return _error(
+            "SW1216",
+            misfit.path,
+            f"{name}: DeepSpeed {snapshot().version} has no such key",
+            help,
+            near,
+        )
     types = cast("list[str]", misfit.schema.get("type", []))
     wanted = " or ".join(_TYPES.get(kind, f"a {kind}") for kind in types if kind != "null")
     if misfit.kind == "choice":
         choices = tuple(map(str, cast("list[JsonValue]", misfit.schema["enum"])))
-        return _error("SW1217", misfit.path, f"{name}: {misfit.value!r} is none of its values", "Choose one.", choices)
+        return _error(
+            "SW1217",
+            misfit.path,
+            f"{name}: {misfit.value!r} is none of its values",
+            "Choose one.",
+            choices,
+        )
     if misfit.kind == "range":
-        return _error("SW1217", misfit.path, f"{name}: {misfit.value} is out of range", "Give a number in range.")
+        return _error(
+            "SW1217",
+            misfit.path,
+            f"{name}: {misfit.value} is out of range",
+            "Give a number in range.",
+        )
     help = "Only the HF Trainer fills in auto." if misfit.kind == "auto" else f"Write {wanted}."
-    return _error("SW1217", misfit.path, f"{name}: DeepSpeed takes {wanted or 'a value'}, not {misfit.value!r}", help)
+    return _error(
+        "SW1217",
+        misfit.path,
+        f"{name}: DeepSpeed takes {wanted or 'a value'}, not {misfit.value!r}",
+        help,
+    )
 
 
-def _error(code: str, path: KeyPath, message: str, help: str, valid: tuple[str, ...] = ()) -> Diagnostic:
+def _error(
+    code: str, path: KeyPath, message: str, help: str, valid: tuple[str, ...] = ()
+) -> Diagnostic:
     return Diagnostic(code=code, message=message, help=help, key=("extra", *path), valid=valid)

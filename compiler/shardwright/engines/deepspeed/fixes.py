@@ -1,4 +1,5 @@
-"""Defects of the tested DeepSpeed versions that only a patched function can get around; each names its place."""
+"""Defects of the tested DeepSpeed versions that only a patched function can get around; each names
+its place."""
 
 from __future__ import annotations
 
@@ -20,24 +21,30 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 _norm_of_tensors = bf16_optimizer.get_global_norm_of_tensors
 
 
-def _norm_of_possibly_no_tensors(input_tensors: list[torch.Tensor], **keywords: Any) -> torch.Tensor:
-    """A rank may own no tensor that counts: a tied head's stage, on the tensor ranks that do not count the norm's
-    replicated weights. DeepSpeed stacks an empty list there (runtime/utils.py, get_global_norm_of_tensors)."""
-    tensors = list(input_tensors) or [torch.zeros(1, device=get_accelerator().current_device_name())]
+def _norm_of_possibly_no_tensors(
+    input_tensors: list[torch.Tensor], **keywords: Any
+) -> torch.Tensor:
+    """A rank may own no tensor that counts: a tied head's stage, on the tensor ranks that do not
+    count the norm's replicated weights. DeepSpeed stacks an empty list there (runtime/utils.py,
+    get_global_norm_of_tensors)."""
+    tensors = list(input_tensors) or [
+        torch.zeros(1, device=get_accelerator().current_device_name())
+    ]
     return _norm_of_tensors(input_tensors=tensors, **keywords)
 
 
 def _keep_gradients(self: Any) -> None:
-    """DeepSpeed clears half-precision gradients when the gradient of the module's output arrives (runtime/engine.py,
-    _backward_prologue, in a hook). A chunked loss stands behind that output and computes with the head's weight: its
-    gradient is there by then, and would be lost."""
+    """DeepSpeed clears half-precision gradients when the gradient of the module's output arrives
+    (runtime/engine.py, _backward_prologue, in a hook). A chunked loss stands behind that output and
+    computes with the head's weight: its gradient is there by then, and would be lost."""
 
 
 _add_to_single_precision = bf16_optimizer.BF16_Optimizer.update_hp_grads
 
 
 def _add_and_clear(self: Any, clear_lp_grads: bool = True) -> None:
-    """They are cleared as soon as they are added to the fp32 ones instead, after each stage's backward pass."""
+    """They are cleared as soon as they are added to the fp32 ones instead, after each stage's
+    backward pass."""
     _add_to_single_precision(self, clear_lp_grads=True)
 
 
@@ -45,9 +52,10 @@ _reduce_tied_gradients = PipelineEngine._exec_reduce_tied_grads
 
 
 def _reduce_tied_where_they_are(self: Any) -> None:
-    """ZeRO-1 that accumulates half-precision gradients in fp32 (bf16 with an offloaded optimizer, fp16 where the recipe
-    asks for it) keeps them in `grad_accum`. DeepSpeed sums `grad` over the stages of a tied weight, which is empty by
-    then (runtime/pipe/engine.py, _exec_reduce_tied_grads): each stage would train its own copy."""
+    """ZeRO-1 that accumulates half-precision gradients in fp32 (bf16 with an offloaded optimizer,
+    fp16 where the recipe asks for it) keeps them in `grad_accum`. DeepSpeed sums `grad` over the
+    stages of a tied weight, which is empty by then (runtime/pipe/engine.py,
+    _exec_reduce_tied_grads): each stage would train its own copy."""
     if not getattr(self.optimizer, "use_grad_accum_attribute", False):
         _reduce_tied_gradients(self)
         return
@@ -57,10 +65,14 @@ def _reduce_tied_where_they_are(self: Any) -> None:
 
 
 def _norm_with_experts(
-    non_expert_norm: torch.Tensor, mpu: Any, expert_tensors: dict[str, list[torch.Tensor]], norm_type: float = 2
+    non_expert_norm: torch.Tensor,
+    mpu: Any,
+    expert_tensors: dict[str, list[torch.Tensor]],
+    norm_type: float = 2,
 ) -> float:
-    """bf16's optimizer sums the squares of experts over the stages only where a rank has any, and over tensor ranks
-    never (runtime/utils.py, get_norm_with_moe_layers). Here as of all other parameters, and over the expert ranks."""
+    """bf16's optimizer sums the squares of experts over the stages only where a rank has any, and
+    over tensor ranks never (runtime/utils.py, get_norm_with_moe_layers). Here as of all other
+    parameters, and over the expert ranks."""
     squares = torch.zeros(1, device=get_accelerator().current_device_name())
     for tensor in (tensor for tensors in expert_tensors.values() for tensor in tensors):
         squares += tensor.detach().float().square().sum()
@@ -74,8 +86,8 @@ _plain_gradients_for_norm = bf16_optimizer.BF16_Optimizer.get_grads_for_norm
 
 
 def _gradients_for_norm(self: Any, for_clipping: bool = False) -> Any:
-    """It counts an expert's parameters on every tensor rank, also those that all of them hold whole; here it counts
-    them as it does all others."""
+    """It counts an expert's parameters on every tensor rank, also those that all of them hold
+    whole; here it counts them as it does all others."""
     found = _plain_gradients_for_norm(self, for_clipping)
     if for_clipping or not self.has_moe_layers:
         return found
@@ -94,8 +106,9 @@ _counts_every_rank = DeepSpeedZeroOptimizer_Stage3._grad_norm_counts_every_rank
 
 
 def _experts_count_by_tensor_rank(self: Any, params: list[Any], process_group: Any) -> bool:
-    """ZeRO-3 takes the ranks of an expert group for tensor ranks too, as those of its own AutoEP are; here each tensor
-    rank has a part of every expert, marked as any other parameter's (zero/stage3.py)."""
+    """ZeRO-3 takes the ranks of an expert group for tensor ranks too, as those of its own AutoEP
+    are; here each tensor rank has a part of every expert, marked as any other parameter's
+    (zero/stage3.py)."""
     if self._autoep_expert_parallel_group(params) is not None:
         return False
     return bool(_counts_every_rank(self, params, process_group))

@@ -1,7 +1,9 @@
-"""The live engine's parameters as fragments by name: one view over ZeRO 0 to 3, bf16's optimizer and offload.
+"""The live engine's parameters as fragments by name: one view over ZeRO 0 to 3, bf16's optimizer
+and offload.
 
-A fragment is what this rank owns of one parameter: a range of its flattened tensor-parallel shard, with views of the
-fp32 master weights and of Adam's moments. Everything here is a view: copying into one restores the optimizer.
+A fragment is what this rank owns of one parameter: a range of its flattened tensor-parallel shard,
+with views of the fp32 master weights and of Adam's moments. Everything here is a view: copying into
+one restores the optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def base_optimizer(engine: Any) -> Any:
 
 
 def _masters(engine: Any) -> list[torch.Tensor]:
-    """The fp32 tensors that the base optimizer updates: flat partitions, or at ZeRO-0 the parameters themselves."""
+    """The fp32 tensors that the base optimizer updates: flat partitions, or at ZeRO-0 the
+    parameters themselves."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return list(optimizer.fp32_partitioned_groups_flat)
@@ -44,11 +47,14 @@ def _masters(engine: Any) -> list[torch.Tensor]:
 
 
 def _moments(engine: Any, master: torch.Tensor) -> dict[str, Any]:
-    """Adam makes its state in its first update; a run that resumes, or saves before it, needs it earlier."""
+    """Adam makes its state in its first update; a run that resumes, or saves before it, needs it
+    earlier."""
     base = base_optimizer(engine)
     state: dict[str, Any] = base.state[master]
     if not state:
-        state["step"] = torch.tensor(0.0) if isinstance(base, torch.optim.AdamW | torch.optim.Adam) else 0
+        state["step"] = (
+            torch.tensor(0.0) if isinstance(base, torch.optim.AdamW | torch.optim.Adam) else 0
+        )
         for moment in MOMENTS:
             state[moment] = torch.zeros_like(master, requires_grad=False)
     return state
@@ -72,7 +78,11 @@ def set_optimizer_step(engine: Any, step: int) -> None:
 def loss_scale(engine: Any) -> dict[str, float] | None:
     """Of fp16. None where the optimizer has no scaler."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    return None if scaler is None else {key: float(getattr(scaler, key)) for key in _SCALER if hasattr(scaler, key)}
+    return (
+        None
+        if scaler is None
+        else {key: float(getattr(scaler, key)) for key in _SCALER if hasattr(scaler, key)}
+    )
 
 
 def set_loss_scale(engine: Any, saved: dict[str, float]) -> None:
@@ -84,10 +94,14 @@ def set_loss_scale(engine: Any, saved: dict[str, float]) -> None:
 
 def held_parameters(module: nn.Module) -> dict[str, HeldParameter]:
     held = {}
-    for name, p in unique((name, p) for name, p in module.named_parameters() if not is_padding(p)).items():
+    for name, p in unique(
+        (name, p) for name, p in module.named_parameters() if not is_padding(p)
+    ).items():
         # ds_tensor is ZeRO-3's own partition of the parameter.
         resident = getattr(p, "ds_tensor", p).numel() * p.element_size()
-        held[name] = HeldParameter(shape=_shard_shape(p), resident_bytes=resident, is_trained=p.requires_grad)
+        held[name] = HeldParameter(
+            shape=_shard_shape(p), resident_bytes=resident, is_trained=p.requires_grad
+        )
     return held
 
 
@@ -103,7 +117,9 @@ def live_fragments(plan: Plan, engine: Any) -> Iterator[LiveFragment]:
             continue
         group, begin, start, numel = place
         master = parameter if group is None else masters[group]
-        flats = {"fp32": master.data} | {moment: _moments(engine, master)[moment] for moment in MOMENTS}
+        flats = {"fp32": master.data} | {
+            moment: _moments(engine, master)[moment] for moment in MOMENTS
+        }
         yield LiveFragment(
             name=name,
             shard_shape=_shard_shape(parameter),
@@ -117,16 +133,24 @@ def live_fragments(plan: Plan, engine: Any) -> Iterator[LiveFragment]:
     for name, buffer in named_buffers(engine.module).items():
         value, shape = buffer.detach().view(-1), tuple(buffer.shape)
         yield LiveFragment(
-            name=name, shard_shape=shape, start=0, states={"value": value}, live=value, partitioned=False
+            name=name,
+            shard_shape=shape,
+            start=0,
+            states={"value": value},
+            live=value,
+            partitioned=False,
         )
 
 
 def _shard_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ds_shape: what ZeRO-3 partitions
+    return tuple(
+        getattr(parameter, "ds_shape", parameter.shape)
+    )  # ds_shape: what ZeRO-3 partitions
 
 
 def _place(engine: Any, parameter: Any) -> tuple[int | None, int, int, int] | None:
-    """(master, place in it, place in the shard, elements); master None: the parameter is its own."""
+    """(master, place in it, place in the shard, elements); master None: the parameter is its
+    own."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         group, begin, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -158,7 +182,9 @@ def _live(parameter: Any, start: int, numel: int) -> torch.Tensor:
 def _constant(engine: Any, name: str, parameter: Any) -> LiveFragment:
     """A parameter that is not trained, in the type that the model computes with."""
     partitioned = hasattr(parameter, "ds_tensor")
-    start, numel = _zero3_range(engine.optimizer, parameter) if partitioned else (0, parameter.numel())
+    start, numel = (
+        _zero3_range(engine.optimizer, parameter) if partitioned else (0, parameter.numel())
+    )
     value = _live(parameter, start, max(0, numel))
     return LiveFragment(
         name=name,
@@ -172,7 +198,8 @@ def _constant(engine: Any, name: str, parameter: Any) -> LiveFragment:
 
 
 def use_masters(engine: Any) -> None:
-    """Collective. The weights that the model computes with, from the fp32 masters that were restored."""
+    """Collective. The weights that the model computes with, from the fp32 masters that were
+    restored."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
         optimizer.update_lp_params()

@@ -17,7 +17,9 @@ from shardwright.strict_json import json_bytes
 def plan_section(plan: Plan) -> JsonObject:
     """zero_optimization, from the fullest rank's part of the model before ZeRO-3 shares it out."""
     parts = plan.strategy.shards if plan.strategy.zero_stage == 3 else 1
-    held = max(rank.parameter_bytes for rank in plan.ranks) // ELEMENT_BYTES[plan.training.precision]
+    held = (
+        max(rank.parameter_bytes for rank in plan.ranks) // ELEMENT_BYTES[plan.training.precision]
+    )
     return zero_section(plan.strategy, numel=held * parts, is_cpu=plan.is_cpu)
 
 
@@ -25,7 +27,8 @@ def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagn
     """ds_config.json, and for scripts of the user's own what they can be given."""
     found = {DS_CONFIG: json_bytes(checked(ds_config(plan)))}
     if plan.strategy.context > 1 or plan.strategy.expert > 1:
-        # A script of one's own would feed each context rank rows of its own, and train experts whole.
+        # A script of one's own would feed each context rank rows of its own, and train experts
+        # whole.
         return found, ()
     found |= accelerate_files(plan)
     autotp = autotp_config(plan)

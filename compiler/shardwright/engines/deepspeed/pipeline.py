@@ -1,6 +1,8 @@
-"""The pipeline module: one LayerSpec for the embedding, each decoder layer and the head, with the plan's own cut.
+"""The pipeline module: one LayerSpec for the embedding, each decoder layer and the head, with the
+plan's own cut.
 
-Between the pieces of one stage goes a State; engines/deepspeed/wire.py turns it into what crosses to the next one.
+Between the pieces of one stage goes a State; engines/deepspeed/wire.py turns it into what crosses
+to the next one.
 """
 
 from __future__ import annotations
@@ -35,11 +37,17 @@ from shardwright.plan.plan import Plan
 
 
 class StageModel:
-    """The skeleton and the plan, shared by the pieces of one rank; `group` is set once DeepSpeed's grid exists."""
+    """The skeleton and the plan, shared by the pieces of one rank; `group` is set once DeepSpeed's
+    grid exists."""
 
-    def __init__(self, model: nn.Module, plan: Plan, filler: Filler, experts: ExpertSpreader) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, filler: Filler, experts: ExpertSpreader
+    ) -> None:
         self.plan, self.filler, self.experts = plan, filler, experts
-        tokens = (plan.strategy.micro_batch_size, plan.training.sequence_length // plan.strategy.context)
+        tokens = (
+            plan.strategy.micro_batch_size,
+            plan.training.sequence_length // plan.strategy.context,
+        )
         self.skeleton = Skeleton(model, plan.model.cut, tokens)
         self.skeleton.keywords = CONTEXT.keywords
         self.seen = SeenBatches(model, plan) if plan.model.sees else None
@@ -52,7 +60,8 @@ class StageModel:
         self._splitter: TensorSplitter | None = None
 
     def own(self, layer: str) -> list[str]:
-        """Paths of the modules (and single parameters) of `layer`, cut by tensor parallelism where the plan says so."""
+        """Paths of the modules (and single parameters) of `layer`, cut by tensor parallelism where
+        the plan says so."""
         model, plan = self.skeleton.model, self.plan
         if layer not in ("embedding", "head"):
             self.filler.fill([layer])
@@ -64,8 +73,11 @@ class StageModel:
             return [layer]
         modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules
         self.filler.fill(modules)
-        # The embedding before a head that is tied to it: the head takes the slice that the embedding made.
-        self._cut([m for m in self._splits if m.module in modules or m.style == f"vocabulary_{layer}"])
+        # The embedding before a head that is tied to it: the head takes the slice that the
+        # embedding made.
+        self._cut(
+            [m for m in self._splits if m.module in modules or m.style == f"vocabulary_{layer}"]
+        )
         recompute_as_planned(model, plan, [layer])
         return list(modules)
 
@@ -74,7 +86,9 @@ class StageModel:
             return
         if self._splitter is None:
             assert self.group is not None
-            self._splitter = TensorSplitter(self.skeleton.model, self._splits, self.filler.transposed, self.group)
+            self._splitter = TensorSplitter(
+                self.skeleton.model, self._splits, self.filler.transposed, self.group
+            )
         for split in splits:
             if split.module not in self._split:
                 self._splitter.split(split)
@@ -83,8 +97,8 @@ class StageModel:
 
 
 class LengthsInTurn:
-    """The row lengths of a step's micro-batches for each stage that this rank runs. A stage takes the micro-batches of
-    its data rank in order, so it finds them by counting."""
+    """The row lengths of a step's micro-batches for each stage that this rank runs. A stage takes
+    the micro-batches of its data rank in order, so it finds them by counting."""
 
     def __init__(self) -> None:
         self._of_batches: list[torch.Tensor | None] = []
@@ -101,10 +115,12 @@ class LengthsInTurn:
 
 
 class Piece(nn.Module):
-    """One pipeline layer. Its modules are registered under their Hugging Face paths, so state dicts speak HF names."""
+    """One pipeline layer. Its modules are registered under their Hugging Face paths, so state dicts
+    speak HF names."""
 
     def __init__(self, stage: StageModel, layer: str, index: int) -> None:
-        """layer: "embedding", "head" or the decoder layer's path; index: the decoder layer's number."""
+        """layer: "embedding", "head" or the decoder layer's path; index: the decoder layer's
+        number."""
         super().__init__()
         self.layer = layer
         self.index = index
@@ -113,15 +129,17 @@ class Piece(nn.Module):
             _register(self, path, stage.skeleton.model)
 
     def forward(self, state: State) -> State | torch.Tensor:
-        """The embedding takes token ids as the hidden states; the head gives logits, or the base model's hidden states
-        where the loss makes logits of them chunk by chunk."""
+        """The embedding takes token ids as the hidden states; the head gives logits, or the base
+        model's hidden states where the loss makes logits of them chunk by chunk."""
         skeleton, tail, seen = self._stage[0].skeleton, self._stage[0].tail, self._stage[0].seen
         if self.layer == "embedding" and seen is not None:
             return seen.embed(skeleton, state)
         if self.layer == "embedding":
             return skeleton.embed(state.hidden, state.position_ids)
         if self.layer == "head":
-            return skeleton.head(state) if tail is None else tail.hidden(lambda: skeleton.head(state))
+            return (
+                skeleton.head(state) if tail is None else tail.hidden(lambda: skeleton.head(state))
+            )
         return skeleton.decode(self.index, state)
 
 
@@ -141,11 +159,14 @@ def _register(piece: nn.Module, path: str, model: nn.Module) -> None:
 
 
 class Stages(PipelineModule):
-    """PipelineModule with the plan's partition, Hugging Face's parameter names, and tied parameters by name."""
+    """PipelineModule with the plan's partition, Hugging Face's parameter names, and tied parameters
+    by name."""
 
     def __init__(self, stage: StageModel, loss_fn: Callable[..., torch.Tensor]) -> None:
         plan = stage.plan
-        self.__dict__["stage_model"] = stage  # DeepSpeed calls _partition_layers before this class can set attributes
+        self.__dict__["stage_model"] = (
+            stage  # DeepSpeed calls _partition_layers before this class can set attributes
+        )
         layers = [name for s in plan.stages for name in s.layers]
         specs = [LayerSpec(Piece, stage, name, i - 1) for i, name in enumerate(layers)]
         strategy = plan.strategy
@@ -165,7 +186,9 @@ class Stages(PipelineModule):
         if crossing and first > 0:
             state = self._packing("in").unpack(*forward_input)
         else:
-            hidden, positions = forward_input if isinstance(forward_input, tuple) else (forward_input, None)
+            hidden, positions = (
+                forward_input if isinstance(forward_input, tuple) else (forward_input, None)
+            )
             state = State(hidden=hidden, position_ids=positions)
         number = None if stage.seen is None else state.position_ids
         if stage.seen is not None and number is not None:
@@ -174,7 +197,8 @@ class Stages(PipelineModule):
         if last == self._last_spec:
             return out  # type: ignore[no-any-return]
         if not out.hidden.requires_grad and torch.is_grad_enabled():
-            # Nothing before here is trained: DeepSpeed asks a gradient of what crosses all the same.
+            # Nothing before here is trained: DeepSpeed asks a gradient of what crosses all the
+            # same.
             out = replace(out, hidden=out.hidden.detach().requires_grad_())
         if number is not None:
             out = replace(out, position_ids=number)
@@ -187,14 +211,15 @@ class Stages(PipelineModule):
         self.__dict__["stage_model"].lengths.begin(micro_batches)
 
     def train(self, mode: bool = True) -> Stages:
-        """Switch the whole model between training and evaluation: modules without parameters, and the base model, whose
-        forward may drop out by itself, are in no piece."""
+        """Switch the whole model between training and evaluation: modules without parameters, and
+        the base model, whose forward may drop out by itself, are in no piece."""
         super().train(mode)
         self.__dict__["stage_model"].skeleton.model.train(mode)
         return self
 
     def see(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of a model that sees: the micro-batches whose numbers cross stages from now on, as DeepSpeed takes them."""
+        """Of a model that sees: the micro-batches whose numbers cross stages from now on, as
+        DeepSpeed takes them."""
         seen: SeenBatches = self.__dict__["stage_model"].seen
         seen.batches = list(micro_batches)
         return [(m.input_ids, torch.tensor([number])) for number, m in enumerate(micro_batches)]
@@ -208,7 +233,8 @@ class Stages(PipelineModule):
         return self._packings.setdefault((way, self._local_start), Packing())
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        # DeepSpeed's methods know no cost but parameters. The grid exists by now: take the tensor group from it.
+        # DeepSpeed's methods know no cost but parameters. The grid exists by now: take the tensor
+        # group from it.
         stage: StageModel = self.__dict__["stage_model"]
         stage.group = self._grid.get_slice_parallel_group()
         self.parts = list(stage.plan.boundaries)
@@ -222,7 +248,8 @@ class Stages(PipelineModule):
             yield prefix + ("." if prefix else "") + name.split(".", 1)[1], parameter
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """Groups over the pipeline ranks that hold a copy of each tied parameter; the first one counts it."""
+        """Groups over the pipeline ranks that hold a copy of each tied parameter; the first one
+        counts it."""
         plan, comms = self.__dict__["stage_model"].plan, {}
         mine = dict(self.named_parameters())
         embedding, head = self.stage_owner(0), self.stage_owner(len(self._layer_specs) - 1)
@@ -231,13 +258,21 @@ class Stages(PipelineModule):
         for name in plan.model.shared_parameters:
             for data in range(plan.strategy.shards):
                 for tensor in range(plan.strategy.tensor):
-                    ranks = [self._topo.get_rank(pipe=p, data=data, model=tensor) for p in sorted({embedding, head})]
+                    ranks = [
+                        self._topo.get_rank(pipe=p, data=data, model=tensor)
+                        for p in sorted({embedding, head})
+                    ]
                     group = dist.new_group(ranks=ranks)
                     if self.global_rank in ranks:
                         parameter = mine[name]
                         parameter.ds_pipe_replicated = self.global_rank != ranks[0]  # type: ignore[attr-defined]
                         holder = nn.ParameterList([parameter])  # what PipelineEngine counts
-                        comms[name] = {"ranks": ranks, "group": group, "weight_attr": [], "module": holder}
+                        comms[name] = {
+                            "ranks": ranks,
+                            "group": group,
+                            "weight_attr": [],
+                            "module": holder,
+                        }
         return comms
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:

@@ -23,12 +23,19 @@ class PipelineTrainer(DeepSpeedTrainer):
     """PipelineModule x tensor-parallel layers x ZeRO-1, 1F1B or DualPipeV."""
 
     def __init__(
-        self, plan: Plan, model: nn.Module, config: dict[str, Any], filler: Filler, experts: ExpertSpreader
+        self,
+        plan: Plan,
+        model: nn.Module,
+        config: dict[str, Any],
+        filler: Filler,
+        experts: ExpertSpreader,
     ) -> None:
         super().__init__(plan, filler.transposed)
         self.loss_fn = CausalLoss()
         dtype = DTYPES[plan.training.precision]
-        module = build_pipeline(model, plan, lambda *a: self.loss_fn(*a), self.device, dtype, filler, experts)
+        module = build_pipeline(
+            model, plan, lambda *a: self.loss_fn(*a), self.device, dtype, filler, experts
+        )
         self.grid = module.mpu()
         self.loss_fn = causal_loss(plan, self.grid)
         if isinstance(self.loss_fn, ChunkedLoss):
@@ -47,7 +54,9 @@ class PipelineTrainer(DeepSpeedTrainer):
         batches, loss = iter(held_out), 0.0
         for _ in range(0, len(held_out), held_out.at_once):
             wired = self._wired(list(itertools.islice(batches, held_out.at_once)))
-            loss += float(self.engine.eval_batch(data_iter=iter(wired), num_micro_batches=held_out.at_once))
+            loss += float(
+                self.engine.eval_batch(data_iter=iter(wired), num_micro_batches=held_out.at_once)
+            )
         self.engine.module.train()
         return loss, predicted
 
@@ -56,6 +65,10 @@ class PipelineTrainer(DeepSpeedTrainer):
         pieces = [self.piece(m) for m in whole]
         self.engine.module.begin(pieces)
         if self.plan.model.sees:
-            return list(zip(self.engine.module.see(pieces), [m.labels for m in pieces], strict=True))
-        plain = [m.input_ids if m.position_ids is None else (m.input_ids, m.position_ids) for m in pieces]
+            return list(
+                zip(self.engine.module.see(pieces), [m.labels for m in pieces], strict=True)
+            )
+        plain = [
+            m.input_ids if m.position_ids is None else (m.input_ids, m.position_ids) for m in pieces
+        ]
         return list(zip(plain, [m.labels for m in pieces], strict=True))

@@ -17,8 +17,8 @@ IN_A_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profiler": _TIMERS}
 
 
 def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
-    """Measured: ZeRO-0 under a pipeline clips by a wrong norm in fp32 and cannot accumulate bf16 in fp32.
-    ZeRO-1 does both, and costs nothing at data 1."""
+    """Measured: ZeRO-0 under a pipeline clips by a wrong norm in fp32 and cannot accumulate bf16 in
+    fp32. ZeRO-1 does both, and costs nothing at data 1."""
     if x.strategy.pipeline == 1 or x.strategy.zero_stage != 0:
         return None
     return found(
@@ -47,7 +47,11 @@ def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
 def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
     """Its schedule needs two micro-batches a stage (pipe/schedule.py:353)."""
     s = x.strategy
-    if s.schedule != "dualpipev" or s.pipeline == 1 or s.gradient_accumulation_steps >= 2 * s.pipeline:
+    if (
+        s.schedule != "dualpipev"
+        or s.pipeline == 1
+        or s.gradient_accumulation_steps >= 2 * s.pipeline
+    ):
         return None
     return found(
         "SW3109",
@@ -59,8 +63,9 @@ def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
 
 
 def ignored_offload(x: Candidate) -> Diagnostic | None:
-    """Found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says nothing.
-    The optimizer's states in a pipeline (DeepSpeed#3866) are right by now: tests/parity proves them."""
+    """Found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says
+    nothing. The optimizer's states in a pipeline (DeepSpeed#3866) are right by now: tests/parity
+    proves them."""
     s = x.strategy
     needed = {"none": 0, "optimizer": 1, "parameters": 3}[s.offload]
     if s.zero_stage >= needed:
@@ -75,9 +80,10 @@ def ignored_offload(x: Candidate) -> Diagnostic | None:
 
 
 def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
-    """Without ZeRO DeepSpeed cannot accumulate bf16 in fp32 (engine.py, _do_optimizer_sanity_check), and its
-    unfused half-precision optimizer (fp16/unfused_optimizer.py) drifts: measured on a tiny GPT-2 in bf16, the gradient
-    norm was 7 % off the plain run after eight steps. ZeRO-1 does both right, and costs nothing at data 1."""
+    """Without ZeRO DeepSpeed cannot accumulate bf16 in fp32 (engine.py,
+    _do_optimizer_sanity_check), and its unfused half-precision optimizer
+    (fp16/unfused_optimizer.py) drifts: measured on a tiny GPT-2 in bf16, the gradient norm was 7 %
+    off the plain run after eight steps. ZeRO-1 does both right, and costs nothing at data 1."""
     s, precision = x.strategy, x.recipe.training.precision
     if s.zero_stage != 0 or s.pipeline > 1 or precision == "fp32":
         return None
@@ -91,8 +97,8 @@ def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
 
 
 def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
-    """Measured: DeepSpeed ends in the first backward pass (runtime/pipe/engine.py, _exec_backward_pass, and the hook of
-    runtime/engine.py behind it start the same timer)."""
+    """Measured: DeepSpeed ends in the first backward pass (runtime/pipe/engine.py,
+    _exec_backward_pass, and the hook of runtime/engine.py behind it start the same timer)."""
     if x.strategy.pipeline == 1:
         return None
     key = next((key for key in IN_A_PIPELINE if _is_on(x.recipe.extra.get(key))), None)
@@ -107,13 +113,17 @@ def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
 
 
 def experts_without_zero(x: Candidate) -> Diagnostic | None:
-    """Measured: without ZeRO each rank clips by the norm of its own experts, 2e-3 off (runtime/engine.py)."""
+    """Measured: without ZeRO each rank clips by the norm of its own experts, 2e-3 off
+    (runtime/engine.py)."""
     if x.strategy.expert == 1 or x.strategy.zero_stage > 0:
         return None
     return found(
         "SW3150",
         "parallelism.zero_stage",
-        f"zero_stage 0 with expert {x.strategy.expert} computes a wrong gradient norm: a rank counts its own experts",
+        (
+            f"zero_stage 0 with expert {x.strategy.expert} computes a wrong gradient norm: a rank "
+            "counts its own experts"
+        ),
         "Use zero_stage: 1, 2 or 3.",
         (1, 2, 3),
     )

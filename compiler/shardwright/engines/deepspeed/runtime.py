@@ -1,4 +1,5 @@
-"""DeepSpeed's half of a run on its ranks: engines.protocol.Runtime. Imports it only once the process is prepared."""
+"""DeepSpeed's half of a run on its ranks: engines.protocol.Runtime. Imports it only once the
+process is prepared."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ def prepare_process(plan: Plan, *, own_loop: bool) -> None:
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         if not own_loop:
-            # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of inductor: 2 s a
-            # rank.
+            # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of
+            # inductor: 2 s a rank.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
@@ -26,8 +27,11 @@ def open_groups(plan: Plan) -> None:
 
     if plan.is_cpu:
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node)))))
-        # A JIT-compiled shared-memory all-reduce that training never calls: skip half a minute of C++.
+        torch.set_num_threads(
+            max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node))))
+        )
+        # A JIT-compiled shared-memory all-reduce that training never calls: skip half a minute of
+        # C++.
         from deepspeed import ops
 
         ops.__compatible_ops__["deepspeed_shm_comm"] = False

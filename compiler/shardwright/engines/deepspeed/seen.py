@@ -1,7 +1,7 @@
 """What the stages of a model that sees look up.
 
-Every pipeline rank has the batch of its data rank. A micro-batch's number crosses with the hidden states, and each
-stage finds its ids and where its pictures stand by it.
+Every pipeline rank has the batch of its data rank. A micro-batch's number crosses with the hidden
+states, and each stage finds its ids and where its pictures stand by it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ class SeenBatches:
         """What every piece is shown of the micro-batch. number: (1,)."""
         self._current = micro_batch = self.batches[int(number.item())]
         if self._shown is None or self._shown[0] is not micro_batch:
-            integers = {n: v for n, v in (micro_batch.beside or {}).items() if not v.is_floating_point()}
-            moved = on_device({"input_ids": micro_batch.input_ids, **integers}, self._device, self._dtype)
+            integers = {
+                n: v for n, v in (micro_batch.beside or {}).items() if not v.is_floating_point()
+            }
+            moved = on_device(
+                {"input_ids": micro_batch.input_ids, **integers}, self._device, self._dtype
+            )
             assert moved is not None
             self._shown = micro_batch, moved
         return self._shown[1]

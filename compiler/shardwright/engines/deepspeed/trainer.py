@@ -27,7 +27,8 @@ from shardwright.plan.plan import Plan
 
 
 def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
-    """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups exist already.
+    """Builds the model, cuts it as the plan says and hands it to the right engine. Process groups
+    exist already.
 
     resumes: a checkpoint is loaded next, so that no weights are read or drawn.
     """
@@ -38,13 +39,22 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
     at = plan.ranks[dist.get_rank()]
     # Before the adapters, which have their values: it knows the parameters by Hugging Face's names.
-    filler = Filler(model, weights, splits, transposed, at.tensor, lambda n, count: own_experts(plan, at, n, count))
+    filler = Filler(
+        model,
+        weights,
+        splits,
+        transposed,
+        at.tensor,
+        lambda n, count: own_experts(plan, at, n, count),
+    )
     add_adapters(model, plan, transposed)
     experts, context = expert_spreader(plan, model), _context_group(plan)
     balance = router_balance(plan, model, context)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
     kind = ContrastiveTrainer if plan.model.contrastive else DataTrainer
-    trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else kind)(plan, model, config, filler, experts)
+    trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else kind)(
+        plan, model, config, filler, experts
+    )
     random_is_cut = plan.model.dropout > 0 and plan.strategy.tensor > 1
     trainer.balance = balance
     CONTEXT.use(context, model)

@@ -1,8 +1,10 @@
-"""What crosses stages, as DeepSpeed's PipelineEngine takes it: a tensor or a tuple of tensors of constant shapes.
+"""What crosses stages, as DeepSpeed's PipelineEngine takes it: a tensor or a tuple of tensors of
+constant shapes.
 
-Hidden states alone, or with the position ids where documents are packed. Where the model has a payload, everything is
-packed into two flat tensors, one floating and one integer: the engine asks a gradient for every floating tensor and
-runs one backward pass for each (pipe/engine.py, _exec_backward_pass), and the payload's rotary tables have none.
+Hidden states alone, or with the position ids where documents are packed. Where the model has a
+payload, everything is packed into two flat tensors, one floating and one integer: the engine asks a
+gradient for every floating tensor and runs one backward pass for each (pipe/engine.py,
+_exec_backward_pass), and the payload's rotary tables have none.
 """
 
 from __future__ import annotations
@@ -15,19 +17,29 @@ import torch
 from shardwright.hf.skeleton import State
 
 Wire = torch.Tensor | tuple[torch.Tensor, ...]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+)
 
 
 class Packing:
-    """Of one way into a stage, or out of one: shapes are read from the first micro-batch and kept."""
+    """Of one way into a stage, or out of one: shapes are read from the first micro-batch and
+    kept."""
 
     def __init__(self) -> None:
         self._header: torch.Tensor | None = None
         self._layout: list[tuple[torch.dtype, tuple[int, ...]] | None] | None = None
 
     def pack(self, state: State) -> tuple[torch.Tensor, torch.Tensor]:
-        """The floating tensor in the widest dtype of its parts, so that none loses a bit; the integer one begins with
-        the header: its length, and per part its dtype, number of dimensions and shape (dtype -1: there is none)."""
+        """The floating tensor in the widest dtype of its parts, so that none loses a bit; the
+        integer one begins with the header: its length, and per part its dtype, number of dimensions
+        and shape (dtype -1: there is none)."""
         parts = (state.hidden, state.position_ids, *state.payload)
         if self._header is None:
             numbers = [n for part in parts for n in _description(part)]
@@ -52,7 +64,10 @@ class Packing:
                 parts.append(None)
                 continue
             dtype, shape = part
-            flat, first = (floating if dtype.is_floating_point else integers), at[dtype.is_floating_point]
+            flat, first = (
+                (floating if dtype.is_floating_point else integers),
+                at[dtype.is_floating_point],
+            )
             at[dtype.is_floating_point] = first + math.prod(shape)
             parts.append(flat[first : first + math.prod(shape)].view(shape).to(dtype))
         hidden, position_ids, *payload = parts

@@ -11,10 +11,11 @@ from shardwright.layout.strategy import Strategy
 def zero_section(strategy: Strategy, *, numel: int, is_cpu: bool) -> JsonObject:
     """DeepSpeed's own defaults are written out where a run depends on them.
 
-    numel: parameters of the fullest rank's part of the model. A gradient bucket, which is allocated whole, is not
-    larger than that; the cost model counts it so.
+    numel: parameters of the fullest rank's part of the model. A gradient bucket, which is allocated
+    whole, is not larger than that; the cost model counts it so.
     """
-    # Pipelines ignore overlap_comm with a warning (DeepSpeed pipe/engine.py); a CPU has no second stream.
+    # Pipelines ignore overlap_comm with a warning (DeepSpeed pipe/engine.py); a CPU has no second
+    # stream.
     overlap = strategy.zero_stage >= 2 and not is_cpu
     if strategy.zero_stage == 0:
         return {"stage": 0}
@@ -28,7 +29,8 @@ def zero_section(strategy: Strategy, *, numel: int, is_cpu: bool) -> JsonObject:
     if strategy.zero_stage < 3:
         section["allgather_bucket_size"] = BUCKET_NUMEL
     if strategy.zero_stage == 3:
-        # 0: no parameter stays whole on each rank, so that the plan's bytes per rank are what is resident.
+        # 0: no parameter stays whole on each rank, so that the plan's bytes per rank are what is
+        # resident.
         section["stage3_param_persistence_threshold"] = 0
         section["stage3_gather_16bit_weights_on_model_save"] = False
         section["stage3_prefetch_bucket_size"] = PREFETCH_NUMEL

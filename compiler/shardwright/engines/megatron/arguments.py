@@ -1,6 +1,8 @@
-"""A plan as arguments of Megatron-LM's own pretrain_gpt.py: megatron_args.sh, for those who train with its script.
+"""A plan as arguments of Megatron-LM's own pretrain_gpt.py: megatron_args.sh, for those who train
+with its script.
 
-Option names are those of the tag core_v0.19.0, megatron/training/arguments.py (lint/megatron/options.json has them).
+Option names are those of the tag core_v0.19.0, megatron/training/arguments.py
+(lint/megatron/options.json has them).
 """
 
 from __future__ import annotations
@@ -30,40 +32,63 @@ _SWITCHES = {
     "multi_latent_attention": "--multi-latent-attention",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
 }
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Written into its formula: megatron/core/models/common/embeddings/rotary_pos_embedding.py:90 (0.16.1)."""
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Written into its formula: megatron/core/models/common/embeddings/rotary_pos_embedding.py:90
+(0.16.1)."""
 
 Option = tuple[str, ...]
 """The option and its values."""
 
 
 class NotAnOption(Exception):
-    """What of the model pretrain_gpt.py cannot be told. The text begins with the key and its value."""
+    """What of the model pretrain_gpt.py cannot be told. The text begins with the key and its
+    value."""
 
 
-def arguments_file(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+def arguments_file(
+    plan: Plan, config: JsonObject
+) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
     """The file, or SW2055 where the script has no option for what the model is."""
     if plan.is_cpu:
         return {}, ()  # the script wants a GPU
     try:
-        groups = {"the model": [*_model(plan, config)], "the run": [*_run(plan)], "the ranks": [*_ranks(plan)]}
+        groups = {
+            "the model": [*_model(plan, config)],
+            "the run": [*_run(plan)],
+            "the ranks": [*_ranks(plan)],
+        }
     except NotAnOption as error:
         told = Diagnostic(
             code="SW2055",
             message=f"no {ARGUMENTS_FILE}: Megatron-LM's pretrain_gpt.py has no option for {error}",
             severity="warning",
-            help="`shardwright run` trains it all the same: train.py takes the value from the model's configuration.",
+            help=(
+                "`shardwright run` trains it all the same: train.py takes the value from the "
+                "model's configuration."
+            ),
         )
         return {}, (told,)
     lines = [
-        "# This plan for Megatron-LM's pretrain_gpt.py (tag core_v0.19.0), which reads its own data, draws its own",
+        (
+            "# This plan for Megatron-LM's pretrain_gpt.py (tag core_v0.19.0), which reads its own "
+            "data, draws its own"
+        ),
         "# weights and writes its own checkpoints. `shardwright run` does not use this file.",
         f"#   source {ARGUMENTS_FILE}",
-        f"#   torchrun --nnodes {plan.nodes} --nproc-per-node {plan.gpus_per_node} ... pretrain_gpt.py \\",
+        (
+            f"#   torchrun --nnodes {plan.nodes} --nproc-per-node {plan.gpus_per_node} ... "
+            "pretrain_gpt.py \\"
+        ),
         '#     "${MEGATRON_ARGS[@]}" --data-path ... --tokenizer-type ... --save ...',
     ]
     if plan.strategy.tensor > 1 or plan.strategy.context > 1:
-        lines.append("export CUDA_DEVICE_MAX_CONNECTIONS=1  # a collective is launched before what hides it")
+        lines.append(
+            "export CUDA_DEVICE_MAX_CONNECTIONS=1  # a collective is launched before what hides it"
+        )
     lines.append("MEGATRON_ARGS=(")
     for title, options in groups.items():
         lines += [f"  # {title}", *(f"  {shlex.join(option)}" for option in options)]
@@ -77,7 +102,10 @@ def _model(plan: Plan, config: JsonObject) -> Iterator[Option]:
     if family.scaled_embedding:
         raise NotAnOption("an embedding scaled by the square root of the hidden size")
     length = plan.training.sequence_length
-    yield from (("--seq-length", str(length)), ("--max-position-embeddings", str(_positions(whole, length))))
+    yield from (
+        ("--seq-length", str(length)),
+        ("--max-position-embeddings", str(_positions(whole, length))),
+    )
     vocabulary = plan.model.vocabulary_size
     yield from (("--vocab-size", str(vocabulary)), ("--make-vocab-size-divisible-by", "1"))
     groups, heads = settings.pop("num_query_groups"), settings["num_attention_heads"]
@@ -92,7 +120,11 @@ def _model(plan: Plan, config: JsonObject) -> Iterator[Option]:
             yield from [(_SWITCHES[name],)] * bool(value)
         elif value is not None:
             yield f"--{_NAMES.get(name, name.replace('_', '-'))}", _text(value)
-    yield from [("--position-embedding-type", "learned_absolute")] if family.learned_positions else _rope(whole)
+    yield from (
+        [("--position-embedding-type", "learned_absolute")]
+        if family.learned_positions
+        else _rope(whole)
+    )
     if not plan.model.tied:
         yield ("--untie-embeddings-and-output-weights",)
     yield from (("--attention-dropout", "0"), ("--hidden-dropout", "0"))
@@ -101,11 +133,17 @@ def _model(plan: Plan, config: JsonObject) -> Iterator[Option]:
 
 
 def _positions(config: Any, length: int) -> int:
-    return int(max(length, getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0)))
+    return int(
+        max(
+            length,
+            getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0),
+        )
+    )
 
 
 def _activation(config: Any, *, gated: bool) -> Iterator[Option]:
-    """Its fused GELU is the one by tanh, the other is not (megatron/core/fusions/fused_bias_gelu.py)."""
+    """Its fused GELU is the one by tanh, the other is not
+    (megatron/core/fusions/fused_bias_gelu.py)."""
     name = getattr(config, "hidden_act", None) or config.activation_function
     slope = getattr(config, "swiglu_alpha", None)
     if gated and slope is not None:
@@ -128,12 +166,16 @@ def _rope(config: Any) -> Iterator[Option]:
     if not base.is_integer():
         raise NotAnOption(f"rope_theta {base}: --rotary-base takes whole numbers")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise NotAnOption(f"partial_rotary_factor {rope['partial_rotary_factor']} of a kind that is proved here")
+        raise NotAnOption(
+            f"partial_rotary_factor {rope['partial_rotary_factor']} of a kind that is proved here"
+        )
     yield from (("--position-embedding-type", "rope"), ("--rotary-base", str(int(base))))
     if kind == "llama3":
         for key, value in _LLAMA_3.items():
             if rope.get(key) != value:
-                raise NotAnOption(f"{key} {rope.get(key)} of a llama3 rope: {value} is written into its code")
+                raise NotAnOption(
+                    f"{key} {rope.get(key)} of a llama3 rope: {value} is written into its code"
+                )
         yield from (("--use-rope-scaling",), ("--rope-scaling-factor", repr(float(rope["factor"]))))
     elif kind != "default":
         raise NotAnOption(f"rope_type {kind} as Hugging Face computes it")
@@ -147,15 +189,27 @@ def _run(plan: Plan) -> Iterator[Option]:
         ("--global-batch-size", str(training.global_batch_size)),
     )
     if training.steps:  # otherwise the prepared data tells
-        yield from (("--train-iters", str(training.steps)), ("--lr-decay-iters", str(training.steps)))
+        yield from (
+            ("--train-iters", str(training.steps)),
+            ("--lr-decay-iters", str(training.steps)),
+        )
         yield "--lr-warmup-iters", str(scheduler.warmup_steps)
     yield from (("--lr", repr(optimizer.lr)), ("--min-lr", repr(scheduler.min_lr)))
     yield "--lr-decay-style", _CURVES[scheduler.name]
     if scheduler.name == "wsd":
-        yield from (("--lr-wsd-decay-style", "linear"), ("--lr-wsd-decay-iters", str(scheduler.decay_steps)))
+        yield from (
+            ("--lr-wsd-decay-style", "linear"),
+            ("--lr-wsd-decay-iters", str(scheduler.decay_steps)),
+        )
     yield from (("--optimizer", "adam"), ("--weight-decay", repr(optimizer.weight_decay)))
-    yield from (("--adam-beta1", repr(optimizer.betas[0])), ("--adam-beta2", repr(optimizer.betas[1])))
-    yield from (("--adam-eps", repr(optimizer.eps)), ("--clip-grad", repr(training.gradient_clipping)))
+    yield from (
+        ("--adam-beta1", repr(optimizer.betas[0])),
+        ("--adam-beta2", repr(optimizer.betas[1])),
+    )
+    yield from (
+        ("--adam-eps", repr(optimizer.eps)),
+        ("--clip-grad", repr(training.gradient_clipping)),
+    )
     yield from (("--seed", str(training.seed)), ("--calculate-per-token-loss",))
     if training.precision == "bf16":
         yield ("--bf16",)
@@ -186,7 +240,9 @@ def layout_text(plan: Plan) -> str:
     stages = []
     for kinds in stage_layers(plan):
         runs = [(_LETTERS[kind], len(list(same))) for kind, same in itertools.groupby(kinds)]
-        stages.append(",".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs))
+        stages.append(
+            ",".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
+        )
     return "|".join(stages)
 
 

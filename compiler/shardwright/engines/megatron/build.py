@@ -24,23 +24,30 @@ from torch import nn
 
 from shardwright.engines.megatron.core_attention import Attention
 from shardwright.engines.megatron.families import FAMILIES, Family, Unsupported
-from shardwright.engines.megatron.modules import ExpertColumns, GateAndUpColumns, LatentAttention, Norm
+from shardwright.engines.megatron.modules import (
+    ExpertColumns,
+    GateAndUpColumns,
+    LatentAttention,
+    Norm,
+)
 from shardwright.engines.megatron.pieces import Heads, Source
 from shardwright.engines.megatron.transformer_engine import plain_name
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # 0.16.1 asks for it everywhere (megatron/core/transformer/moe/moe_utils.py:1192), and imports it where Transformer
-    # Engine is.
+    # 0.16.1 asks for it everywhere (megatron/core/transformer/moe/moe_utils.py:1192), and imports
+    # it where Transformer Engine is.
     moe_utils.te_general_gemm = None
 if not HAVE_TE:
-    # 0.16.1 asks whether a module is one of a class that is not there (multi_latent_attention.py:185).
+    # 0.16.1 asks whether a module is one of a class that is not there
+    # (multi_latent_attention.py:185).
     multi_latent_attention.HAVE_TE = False
 _EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Of the Hugging Face model: fp32 frequencies (size / 2,), and what multiplies queries and keys behind them."""
+    """Of the Hugging Face model: fp32 frequencies (size / 2,), and what multiplies queries and keys
+    behind them."""
 
     frequencies: torch.Tensor
     scaling: float = 1.0
@@ -48,8 +55,9 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPiece:
-    """`numel` elements from `start` of this rank's flattened shard of Hugging Face's parameter `name` are those from
-    `own` of Megatron's flattened `parameter`, which is a buffer where Hugging Face has one."""
+    """`numel` elements from `start` of this rank's flattened shard of Hugging Face's parameter
+    `name` are those from `own` of Megatron's flattened `parameter`, which is a buffer where Hugging
+    Face has one."""
 
     name: str
     start: int
@@ -66,14 +74,16 @@ def family_of(config: Any) -> Family:
     """Raises Unsupported."""
     family = FAMILIES.get(config.model_type)
     if family is None:
-        raise Unsupported(f"model_type {config.model_type!r}: known are {', '.join(sorted(FAMILIES))}")
+        raise Unsupported(
+            f"model_type {config.model_type!r}: known are {', '.join(sorted(FAMILIES))}"
+        )
     return family
 
 
 def rotary_of(model: nn.Module) -> Rotary | None:
-    """The frequencies that Hugging Face computed: Megatron's own formula has numbers of one model in it
-    (megatron/core/models/common/embeddings/rotary_pos_embedding.py:90). Raises Unsupported for positions that are no
-    frequencies."""
+    """The frequencies that Hugging Face computed: Megatron's own formula has numbers of one model
+    in it (megatron/core/models/common/embeddings/rotary_pos_embedding.py:90). Raises Unsupported
+    for positions that are no frequencies."""
     modules = [m for name, m in model.named_modules() if name.endswith("rotary_emb")]
     if not modules:
         return None
@@ -91,11 +101,14 @@ def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
     fixed: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        # Every weight is read. Without any initialization they would not be marked as cut over tensor ranks, and the
-        # gradient's norm would count the first rank's alone (megatron/core/tensor_parallel/layers.py,
-        # _initialize_affine_weight_gpu).
-        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _untouched),
-        # The loss is scaled by the labels of the global batch before its backward pass: nothing is left to divide.
+        # Every weight is read. Without any initialization they would not be marked as cut over
+        # tensor ranks, and the gradient's norm would count the first rank's alone
+        # (megatron/core/tensor_parallel/layers.py, _initialize_affine_weight_gpu).
+        **dict.fromkeys(
+            ("init_method", "output_layer_init_method", "embedding_init_method"), _untouched
+        ),
+        # The loss is scaled by the labels of the global batch before its backward pass: nothing is
+        # left to divide.
         "calculate_per_token_loss": True,
     }
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
@@ -144,7 +157,8 @@ def _submodules(spec: Any) -> Any:
 
 
 def padded_vocabulary(vocabulary: int, tensor: int) -> int:
-    """Megatron's tables are cut evenly (megatron/core/tensor_parallel/layers.py): rows that no token has are added."""
+    """Megatron's tables are cut evenly (megatron/core/tensor_parallel/layers.py): rows that no
+    token has are added."""
     return math.ceil(vocabulary / tensor) * tensor
 
 
@@ -159,8 +173,8 @@ def build_model(
     virtual_stage: int | None = None,
     transformer_engine: bool = False,
 ) -> GPTModel:
-    """One stage's part, without values. config: Hugging Face's; length: of a row. first, last: whether the stage has
-    the embedding and the head."""
+    """One stage's part, without values. config: Hugging Face's; length: of a row. first, last:
+    whether the stage has the embedding and the head."""
     family = family_of(config)
     if rotary is not None:
         _scale_scores(megatron, rotary)
@@ -181,7 +195,9 @@ def build_model(
     _mark_experts(model, megatron)
     if first and family.scaled_embedding:
         scale = torch.tensor(config.hidden_size**0.5, dtype=megatron.params_dtype)
-        model.embedding.register_forward_hook(lambda module, inputs, output: output * scale.to(output))
+        model.embedding.register_forward_hook(
+            lambda module, inputs, output: output * scale.to(output)
+        )
     return model
 
 
@@ -201,8 +217,9 @@ class _WithoutRow(torch.autograd.Function):
 
 
 def keep_padding_row(model: GPTModel, embedding: nn.Module) -> None:
-    """Let lookups of the padding token train nothing, as in torch.nn.Embedding. embedding: Hugging Face's input
-    embedding, whose padding_idx counts. A tied head's part of the row's gradient stays."""
+    """Let lookups of the padding token train nothing, as in torch.nn.Embedding. embedding: Hugging
+    Face's input embedding, whose padding_idx counts. A tied head's part of the row's gradient
+    stays."""
     padding, table = getattr(embedding, "padding_idx", None), getattr(model, "embedding", None)
     if padding is None or table is None:
         return
@@ -233,7 +250,10 @@ def build_chunks(
     transformer_engine: bool = False,
 ) -> list[GPTModel]:
     """Those of one pipeline rank, in the order of its virtual stages."""
-    last, chunks = megatron.pipeline_model_parallel_size - 1, megatron.virtual_pipeline_model_parallel_size
+    last, chunks = (
+        megatron.pipeline_model_parallel_size - 1,
+        megatron.virtual_pipeline_model_parallel_size,
+    )
     return [
         build_model(
             config,
@@ -256,16 +276,28 @@ def _block_spec(
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-    count, layout = get_num_layers_to_build(config, vp_stage=virtual_stage), config.pipeline_model_parallel_layout
-    own = layout.get_layer_id_list(LayerType.decoder, virtual_stage) if layout is not None else range(count)
+    count, layout = (
+        get_num_layers_to_build(config, vp_stage=virtual_stage),
+        config.pipeline_model_parallel_layout,
+    )
+    own = (
+        layout.get_layer_id_list(LayerType.decoder, virtual_stage)
+        if layout is not None
+        else range(count)
+    )
     every = config.moe_layer_freq
-    which = [bool(config.num_moe_experts) and (not isinstance(every, list) or bool(every[number])) for number in own]
+    which = [
+        bool(config.num_moe_experts) and (not isinstance(every, list) or bool(every[number]))
+        for number in own
+    ]
     specs = {
         experts: layer_spec(config, family, experts=experts, transformer_engine=transformer_engine)
         for experts in set(which)
     }
     norm = TENorm if transformer_engine else Norm
-    return TransformerBlockSubmodules(layer_specs=[specs[experts] for experts in which], layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[experts] for experts in which], layer_norm=norm
+    )
 
 
 def _scale_scores(config: TransformerConfig, rotary: Rotary) -> None:
@@ -279,14 +311,17 @@ def _scale_scores(config: TransformerConfig, rotary: Rotary) -> None:
 
 def _turn_as(model: GPTModel, rotary: Rotary) -> None:
     """Hugging Face's frequencies, wherever Megatron keeps its own."""
-    places = [m.rotary_pos_emb for m in model.modules() if getattr(m, "rotary_pos_emb", None) is not None]
+    places = [
+        m.rotary_pos_emb for m in model.modules() if getattr(m, "rotary_pos_emb", None) is not None
+    ]
     for place in places:
         place.inv_freq = rotary.frequencies.to(torch.cuda.current_device())
 
 
 def _mark_experts(model: GPTModel, config: TransformerConfig) -> None:
-    """Their gradients are summed over the ranks that hold the same experts. Megatron sees to it where there are expert
-    ranks (megatron/core/tensor_parallel/layers.py:886); with expert-tensor ranks alone tensor ranks hold the same."""
+    """Their gradients are summed over the ranks that hold the same experts. Megatron sees to it
+    where there are expert ranks (megatron/core/tensor_parallel/layers.py:886); with expert-tensor
+    ranks alone tensor ranks hold the same."""
     own_tensor = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
     if config.expert_model_parallel_size > 1 or own_tensor:
         for name, parameter in model.named_parameters():
@@ -294,16 +329,20 @@ def _mark_experts(model: GPTModel, config: TransformerConfig) -> None:
                 parameter.allreduce = False
 
 
-def pieces(config: Any, model: nn.Module, *, tensor_rank: int, tied: dict[str, str]) -> Iterator[ParameterPiece]:
-    """Of all of the model's parameters, in order, then of its buffers that Hugging Face has too. tied: name -> the
-    first name of the same tensor."""
+def pieces(
+    config: Any, model: nn.Module, *, tensor_rank: int, tied: dict[str, str]
+) -> Iterator[ParameterPiece]:
+    """Of all of the model's parameters, in order, then of its buffers that Hugging Face has too.
+    tied: name -> the first name of the same tensor."""
     family = family_of(config)
     buffers = [(path, buffer) for path, buffer in model.named_buffers() if _is_shared(family, path)]
     for path, parameter in (*model.named_parameters(), *buffers):
         prefix, source, expert = _source(family, model, path)
         rows = parameter.shape[0]
         if path in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            rows = max(0, min(rows, config.vocab_size - tensor_rank * rows))  # padded behind the last token
+            rows = max(
+                0, min(rows, config.vocab_size - tensor_rank * rows)
+            )  # padded behind the last token
         width = parameter[0].numel()
         for part in source(rows, _heads(model.config)):
             name = prefix + part.name
@@ -335,13 +374,16 @@ def _source(family: Family, model: Any, path: str) -> tuple[str, Source, int]:
 def _heads(config: Any) -> Heads:
     ranks = config.tensor_model_parallel_size
     return Heads(
-        query=config.num_attention_heads // ranks, groups=config.num_query_groups // ranks, size=config.kv_channels
+        query=config.num_attention_heads // ranks,
+        groups=config.num_query_groups // ranks,
+        size=config.kv_channels,
     )
 
 
 @torch.no_grad()
 def fill(found: Iterable[ParameterPiece], shard: Any) -> None:
-    """shard: name -> this rank's shard of it, from where the weights are. Rows behind the last token are zero."""
+    """shard: name -> this rank's shard of it, from where the weights are. Rows behind the last
+    token are zero."""
     name, values = None, torch.empty(0)
     empty: set[int] = set()
     for piece in found:
@@ -351,4 +393,6 @@ def fill(found: Iterable[ParameterPiece], shard: Any) -> None:
             empty.add(id(piece.parameter))
         if piece.name != name:
             name, values = piece.name, shard(piece.name).reshape(-1)
-        flat[piece.own : piece.own + piece.numel].copy_(values[piece.start : piece.start + piece.numel])
+        flat[piece.own : piece.own + piece.numel].copy_(
+            values[piece.start : piece.start + piece.numel]
+        )

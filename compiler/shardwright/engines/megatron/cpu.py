@@ -1,7 +1,8 @@
-"""What lets Megatron-Core run without a GPU: patches of torch alone, made once a process, before megatron is imported.
+"""What lets Megatron-Core run without a GPU: patches of torch alone, made once a process, before
+megatron is imported.
 
-Megatron asks for "cuda" by name in many places; here each of them gets the CPU. Only ranks of a CPU plan and the
-compile's own checks, which are processes of their own, ever call this.
+Megatron asks for "cuda" by name in many places; here each of them gets the CPU. Only ranks of a CPU
+plan and the compile's own checks, which are processes of their own, ever call this.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def _is_cuda(value: Any) -> bool:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Every call of torch that names a CUDA device names the CPU instead, and tensors say that they are on a GPU where
-    Megatron picks its way by that."""
+    """Every call of torch that names a CUDA device names the CPU instead, and tensors say that they
+    are on a GPU where Megatron picks its way by that."""
 
     def __torch_function__(
         self,
@@ -93,14 +94,17 @@ def _nothing() -> Callable[..., None]:
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
-    """torch.compile, also as a decorator with arguments: its C++ compiler would start for each elementwise chain."""
+    """torch.compile, also as a decorator with arguments: its C++ compiler would start for each
+    elementwise chain."""
     return function if function is not None else lambda f: f
 
 
 def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
     """gloo's all-gather, of pieces that differ in their rows too: filled up to the longest."""
 
-    def all_gather(pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **more: Any) -> Any:
+    def all_gather(
+        pieces: list[torch.Tensor], own: torch.Tensor, group: Any = None, **more: Any
+    ) -> Any:
         longest = max(len(piece) for piece in pieces)
         if all(len(piece) == longest for piece in pieces):
             return gather(pieces, own, group=group, **more)
@@ -115,9 +119,12 @@ def _gather_uneven(gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _scatter_uneven(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's reduce-scatter, of pieces that differ in their rows too: an all-reduce, of which each takes its own."""
+    """gloo's reduce-scatter, of pieces that differ in their rows too: an all-reduce, of which each
+    takes its own."""
 
-    def reduce_scatter(own: torch.Tensor, pieces: list[torch.Tensor], group: Any = None, **more: Any) -> Any:
+    def reduce_scatter(
+        own: torch.Tensor, pieces: list[torch.Tensor], group: Any = None, **more: Any
+    ) -> Any:
         if all(len(piece) == len(own) for piece in pieces):
             return scatter(own, pieces, group=group, **more)
         whole = torch.cat(list(pieces))
@@ -160,7 +167,10 @@ def run_on_cpu() -> None:
         for name in names:
             setattr(owner, name, _nothing())
     ranks: Any = torch.distributed
-    ranks.all_gather, ranks.reduce_scatter = _gather_uneven(ranks.all_gather), _scatter_uneven(ranks.reduce_scatter)
+    ranks.all_gather, ranks.reduce_scatter = (
+        _gather_uneven(ranks.all_gather),
+        _scatter_uneven(ranks.reduce_scatter),
+    )
     cuda._lazy_call = lambda call, **kwargs: call()
     cuda.Stream = cuda.Event = _Nothing
     cuda.current_stream = cuda.default_stream = _Nothing
@@ -172,8 +182,8 @@ def run_on_cpu() -> None:
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
     here = _OnCpu()
-    # torch sets a mode aside for the length of a call that it sees, which a backward pass is: what is recomputed inside
-    # of it needs the mode, too.
+    # torch sets a mode aside for the length of a call that it sees, which a backward pass is: what
+    # is recomputed inside of it needs the mode, too.
     autograd: Any = torch.autograd
     autograd._engine_run_backward = _within(here, autograd._engine_run_backward)
     here.__enter__()

@@ -15,12 +15,13 @@ __all__ = ["FAMILIES", "Family", "Unsupported", "configuration"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """settings: of TransformerConfig. stack: the decoder layers' path. outside, layer: Megatron's parameter (of a layer
-    behind `decoder.layers.N.`) -> where its rows come from, by Hugging Face's names (of a layer behind its path). An
-    expert's number is N there: Hugging Face has all of them in one parameter, one behind the other.
+    """settings: of TransformerConfig. stack: the decoder layers' path. outside, layer: Megatron's
+    parameter (of a layer behind `decoder.layers.N.`) -> where its rows come from, by Hugging Face's
+    names (of a layer behind its path). An expert's number is N there: Hugging Face has all of them
+    in one parameter, one behind the other.
 
-    learned_positions: a table of them, no rotary ones. scaled_embedding: by the square root of the hidden size.
-    columns: experts' weights are (in, out), the columns of gate and up by turns.
+    learned_positions: a table of them, no rotary ones. scaled_embedding: by the square root of the
+    hidden size. columns: experts' weights are (in, out), the columns of gate and up by turns.
     """
 
     settings: Callable[[Any], Settings]
@@ -153,7 +154,10 @@ _GPT2_LAYER = {
 
 
 def _like_llama(
-    of: Callable[[Any], Settings], layer: Mapping[str, Source], outside: Mapping[str, Source] = _OUTSIDE, **more: bool
+    of: Callable[[Any], Settings],
+    layer: Mapping[str, Source],
+    outside: Mapping[str, Source] = _OUTSIDE,
+    **more: bool,
 ) -> Family:
     return Family(settings=of, stack="model.layers", outside=outside, layer=layer, **more)
 
@@ -170,9 +174,13 @@ FAMILIES: dict[str, Family] = {
     "phi3": _like_llama(settings.gated, _PHI3),
     "gemma": _like_llama(settings.gemma, _ATTENTION | _GATED, scaled_embedding=True),
     "stablelm": _like_llama(
-        settings.stablelm, _ATTENTION | _NORM_BIASES | _QKV_BIAS | _GATED, _OUTSIDE | _NORM_BIAS_OUTSIDE
+        settings.stablelm,
+        _ATTENTION | _NORM_BIASES | _QKV_BIAS | _GATED,
+        _OUTSIDE | _NORM_BIAS_OUTSIDE,
     ),
-    "nemotron": _like_llama(settings.nemotron, _ATTENTION | _NORM_BIASES | _PLAIN, _OUTSIDE | _NORM_BIAS_OUTSIDE),
+    "nemotron": _like_llama(
+        settings.nemotron, _ATTENTION | _NORM_BIASES | _PLAIN, _OUTSIDE | _NORM_BIAS_OUTSIDE
+    ),
     "starcoder2": _like_llama(settings.starcoder2, _STARCODER2, _OUTSIDE | _NORM_BIAS_OUTSIDE),
     "mixtral": _like_llama(settings.mixtral, _ATTENTION | _EXPERTS),
     "qwen2_moe": _like_llama(

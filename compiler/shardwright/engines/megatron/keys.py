@@ -1,5 +1,5 @@
-"""Every key of a recipe under `target: megatron`: it runs, or what is said instead. Of keys that a search may settle,
-rules.py speaks."""
+"""Every key of a recipe under `target: megatron`: it runs, or what is said instead. Of keys that a
+search may settle, rules.py speaks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,28 @@ REFUSED: Mapping[str, Key] = {
         why="fp16 wants a loss scale that checkpoints of this engine do not hold",
     ),
     "training.gradient_accumulation_dtype": Key(
-        value=lambda r: r.training.gradient_accumulation_dtype, allowed=(None, "fp32"), why="it sums gradients in fp32"
+        value=lambda r: r.training.gradient_accumulation_dtype,
+        allowed=(None, "fp32"),
+        why="it sums gradients in fp32",
     ),
     "model.loss": Key(
-        value=lambda r: r.model.loss, allowed=("auto", "full"), why="its head gives the logits of a whole micro-batch"
+        value=lambda r: r.model.loss,
+        allowed=("auto", "full"),
+        why="its head gives the logits of a whole micro-batch",
     ),
     "model.kernels": Key(
-        value=lambda r: r.model.kernels, allowed=("hf", "auto"), why="its layers are Megatron-Core's own modules"
+        value=lambda r: r.model.kernels,
+        allowed=("hf", "auto"),
+        why="its layers are Megatron-Core's own modules",
     ),
-    "model.task": Key(value=lambda r: r.model.task, allowed=("auto", "causal-lm"), why="it runs no model that sees"),
-    "model.freeze": Key(value=lambda r: _given(r.model.freeze), allowed=(None,), why="it trains every parameter"),
+    "model.task": Key(
+        value=lambda r: r.model.task,
+        allowed=("auto", "causal-lm"),
+        why="it runs no model that sees",
+    ),
+    "model.freeze": Key(
+        value=lambda r: _given(r.model.freeze), allowed=(None,), why="it trains every parameter"
+    ),
     "model.router_aux_loss": Key(
         value=lambda r: r.model.router_aux_loss,
         allowed=(None,),
@@ -52,10 +64,18 @@ REFUSED: Mapping[str, Key] = {
         why="its attention is torch's scaled_dot_product_attention",
     ),
     "training.outer": Key(
-        value=lambda r: _given(r.training.outer), allowed=(None,), why="islands were not tried under it"
+        value=lambda r: _given(r.training.outer),
+        allowed=(None,),
+        why="islands were not tried under it",
     ),
-    "lora": Key(value=lambda r: _given(r.lora), allowed=(None,), why="adapters are made for Hugging Face's modules"),
-    "extra": Key(value=lambda r: _given(r.extra), allowed=(None,), why="they are keys of ds_config.json"),
+    "lora": Key(
+        value=lambda r: _given(r.lora),
+        allowed=(None,),
+        why="adapters are made for Hugging Face's modules",
+    ),
+    "extra": Key(
+        value=lambda r: _given(r.extra), allowed=(None,), why="they are keys of ds_config.json"
+    ),
 }
 """A recipe's key, by its path -> what of it does not run."""
 
@@ -64,14 +84,24 @@ RUNS: tuple[str, ...] = (
     *("launch", "checkpoint", "tracking", "assume"),
     *("model.source", "model.config", "model.revision", "model.weights", "model.trust_remote_code"),
     "model.transformer_engine",
-    *("training.sequence_length", "training.global_batch_size", "training.steps", "training.tokens"),
+    *(
+        "training.sequence_length",
+        "training.global_batch_size",
+        "training.steps",
+        "training.tokens",
+    ),
     *("training.epochs", "training.optimizer", "training.scheduler", "training.gradient_clipping"),
     *("training.stop_after_nonfinite", "training.seed", "training.days_at_most"),
-    *("parallelism.tensor", "parallelism.pipeline", "parallelism.data", "parallelism.micro_batch_size"),
+    *(
+        "parallelism.tensor",
+        "parallelism.pipeline",
+        "parallelism.data",
+        "parallelism.micro_batch_size",
+    ),
     *("parallelism.activation_checkpointing", "parallelism.memory_headroom"),
 )
-"""Keys and sections that run as under any engine. Of the other keys of `parallelism` speak the rules (rules.py), and of
-axes that this engine does not have SW1909."""
+"""Keys and sections that run as under any engine. Of the other keys of `parallelism` speak the
+rules (rules.py), and of axes that this engine does not have SW1909."""
 
 
 def check_keys(recipe: Recipe) -> tuple[Diagnostic, ...]:
@@ -80,8 +110,8 @@ def check_keys(recipe: Recipe) -> tuple[Diagnostic, ...]:
         found(
             "SW1922",
             name,
-            f"{name}: {'this section' if key.value(recipe) == 'given' else key.value(recipe)} does not run under "
-            f"target: megatron: {key.why}",
+            f"{name}: {'this section' if key.value(recipe) == 'given' else key.value(recipe)} does "
+            f"not run under target: megatron: {key.why}",
             "Change it, or write `target: deepspeed`.",
             tuple(str(value) for value in key.allowed if value is not None),
         )

@@ -11,8 +11,9 @@ _KINDS = {"embedding": "embedding", "head": "loss"}
 
 
 def stage_layers(plan: Plan) -> list[list[str]]:
-    """pipeline_model_parallel_layout: of each stage its layers' kinds. Stage s is chunk s // pipeline of pipeline rank
-    s % pipeline (megatron/core/transformer/pipeline_parallel_layer_layout.py:45)."""
+    """pipeline_model_parallel_layout: of each stage its layers' kinds. Stage s is chunk s //
+    pipeline of pipeline rank s % pipeline
+    (megatron/core/transformer/pipeline_parallel_layer_layout.py:45)."""
     return [[_KINDS.get(name, "decoder") for name in stage.layers] for stage in plan.stages]
 
 
@@ -55,4 +56,8 @@ def recomputation(plan: Plan) -> dict[str, Any]:
     most = max(len(s.layers) for s in plan.stages)
     if isinstance(choice, PartialCheckpointing):
         most = choice.full // plan.strategy.virtual_stages
-    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": most}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": most,
+    }

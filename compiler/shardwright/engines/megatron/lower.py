@@ -15,8 +15,8 @@ def plan_section(plan: Plan) -> JsonObject:
 
 
 def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
-    """megatron_args.sh alone, for a script that is not ours: train.py reads plan.json. Raises Refusal where the model
-    does not compute the same: SW2051 to SW2054."""
+    """megatron_args.sh alone, for a script that is not ours: train.py reads plan.json. Raises
+    Refusal where the model does not compute the same: SW2051 to SW2054."""
     if plan.model.dropout > 0:
         raise refusal(
             "SW2054",

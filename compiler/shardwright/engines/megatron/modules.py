@@ -1,5 +1,5 @@
-"""Modules that Megatron takes from Transformer Engine where it is installed, in plain torch: they enter through its
-module specs, as Transformer Engine's do. core_attention.py has the attention."""
+"""Modules that Megatron takes from Transformer Engine where it is installed, in plain torch: they
+enter through its module specs, as Transformer Engine's do. core_attention.py has the attention."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm. Megatron's own asserts against sequence parallelism and weights that are centred on zero
-    (megatron/core/transformer/torch_norm.py).
+    """LayerNorm or RMSNorm. Megatron's own asserts against sequence parallelism and weights that
+    are centred on zero (megatron/core/transformer/torch_norm.py).
 
-    Computed in fp32 and scaled in the input's type, as Hugging Face's Llama does; with zero-centred weights (Gemma)
-    scaled in fp32.
+    Computed in fp32 and scaled in the input's type, as Hugging Face's Llama does; with zero-centred
+    weights (Gemma) scaled in fp32.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -28,7 +28,9 @@ class Norm(nn.Module):
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype, device=device))
         if not self.is_rms:
-            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
+            self.bias = nn.Parameter(
+                torch.zeros(hidden_size, dtype=config.params_dtype, device=device)
+            )
         for parameter in self.parameters():
             # Megatron sums its gradient over the ranks that have a part of the sequence each.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -45,10 +47,11 @@ class Norm(nn.Module):
 
 
 class GatheredColumns(nn.Module):
-    """A linear whose weight tensor ranks share out by rows, and gather before it turns a rank's part of the sequence
-    into all of the features. Megatron's own gathers the features instead, and the gradient of the keys' rotary part,
-    which all heads share, stays that of a rank's own heads (megatron/core/transformer/multi_latent_attention.py:590).
-    Wants sequence parallelism where there are tensor ranks. Rows that do not divide are whole on every rank."""
+    """A linear whose weight tensor ranks share out by rows, and gather before it turns a rank's
+    part of the sequence into all of the features. Megatron's own gathers the features instead, and
+    the gradient of the keys' rotary part, which all heads share, stays that of a rank's own heads
+    (megatron/core/transformer/multi_latent_attention.py:590). Wants sequence parallelism where
+    there are tensor ranks. Rows that do not divide are whole on every rank."""
 
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -56,7 +59,9 @@ class GatheredColumns(nn.Module):
         self.is_cut = ranks > 1 and outputs % ranks == 0
         rows = outputs // ranks if self.is_cut else outputs
         device = torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(rows, inputs, dtype=config.params_dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.empty(rows, inputs, dtype=config.params_dtype, device=device)
+        )
         self.weight.tensor_model_parallel = self.is_cut  # type: ignore[attr-defined]
         self.weight.sequence_parallel = config.sequence_parallel and not self.is_cut  # type: ignore[attr-defined]
 
@@ -71,12 +76,15 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         size = config.hidden_size
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = GatheredColumns(config, size, config.q_lora_rank)
-        self.linear_kv_down_proj = GatheredColumns(config, size, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.linear_kv_down_proj = GatheredColumns(
+            config, size, config.kv_lora_rank + config.qk_pos_emb_head_dim
+        )
 
 
 class ExpertColumns(nn.Module):
-    """An expert's linear as GPT-OSS has it: the weight is (in, out). Whole on each rank: a bias of experts that tensor
-    ranks cut does not run under Megatron (megatron/core/transformer/transformer_config.py)."""
+    """An expert's linear as GPT-OSS has it: the weight is (in, out). Whole on each rank: a bias of
+    experts that tensor ranks cut does not run under Megatron
+    (megatron/core/transformer/transformer_config.py)."""
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, bias: bool, **_: Any) -> None:
         super().__init__()

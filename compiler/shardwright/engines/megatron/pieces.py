@@ -1,7 +1,9 @@
-"""How one of Megatron's parameters is made of Hugging Face's: rows of one rank's shards, in both directions.
+"""How one of Megatron's parameters is made of Hugging Face's: rows of one rank's shards, in both
+directions.
 
-A rank's shard of a Hugging Face parameter is what the plan's cut gives it (ir.partition.ParameterSplit). Megatron holds
-the same numbers, several parameters in one, in an order of its own.
+A rank's shard of a Hugging Face parameter is what the plan's cut gives it
+(ir.partition.ParameterSplit). Megatron holds the same numbers, several parameters in one, in an
+order of its own.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRange:
-    """name: Hugging Face's, behind the layer's path. `count` rows from `theirs` of its shard are those from `own` of
-    Megatron's parameter. A row is everything behind its first dimension."""
+    """name: Hugging Face's, behind the layer's path. `count` rows from `theirs` of its shard are
+    those from `own` of Megatron's parameter. A row is everything behind its first dimension."""
 
     name: str
     theirs: int
@@ -31,7 +33,8 @@ class RowRange:
 
 
 Source = Callable[[int, Heads], list[RowRange]]
-"""(rows of Megatron's parameter on this rank, its share of the attention) -> where they come from."""
+"""(rows of Megatron's parameter on this rank, its share of the attention) -> where they come
+from."""
 
 
 def same(name: str) -> Source:
@@ -43,7 +46,10 @@ def stacked(*names: str) -> Source:
 
     def rows_of(rows: int, heads: Heads) -> list[RowRange]:
         each = rows // len(names)
-        return [RowRange(name=name, theirs=0, own=place * each, count=each) for place, name in enumerate(names)]
+        return [
+            RowRange(name=name, theirs=0, own=place * each, count=each)
+            for place, name in enumerate(names)
+        ]
 
     return rows_of
 
@@ -58,7 +64,9 @@ def grouped(query: str, key: str, value: str) -> Source:
             found.append(RowRange(name=query, theirs=group * wide, own=own, count=wide))
             for place, name in enumerate((key, value)):
                 start = own + wide + place * heads.size
-                found.append(RowRange(name=name, theirs=group * heads.size, own=start, count=heads.size))
+                found.append(
+                    RowRange(name=name, theirs=group * heads.size, own=start, count=heads.size)
+                )
         return found
 
     return rows_of
@@ -68,7 +76,11 @@ def fused(name: str) -> Source:
     """The same of one parameter that has all queries, then all keys, then all values: GPT-2's."""
 
     def rows_of(rows: int, heads: Heads) -> list[RowRange]:
-        blocks = {"q": 0, "k": heads.query * heads.size, "v": (heads.query + heads.groups) * heads.size}
+        blocks = {
+            "q": 0,
+            "k": heads.query * heads.size,
+            "v": (heads.query + heads.groups) * heads.size,
+        }
         return [
             RowRange(name=name, theirs=blocks[r.name] + r.theirs, own=r.own, count=r.count)
             for r in grouped("q", "k", "v")(rows, heads)

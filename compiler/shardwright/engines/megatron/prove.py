@@ -1,7 +1,8 @@
-"""The process behind proof.py: a tiny copy of the model against Hugging Face's, and some of the plan's ranks as real
-Megatron modules without memory, on a process group that sends nothing.
+"""The process behind proof.py: a tiny copy of the model against Hugging Face's, and some of the
+plan's ranks as real Megatron modules without memory, on a process group that sends nothing.
 
-Reads {"config": the model's, "plan": plan.json} from its input and prints one line of JSON: {} where all agrees.
+Reads {"config": the model's, "plan": plan.json} from its input and prints one line of JSON: {}
+where all agrees.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = task_of(config).build(config, None)
     stored = set(model.state_dict())
-    with torch.no_grad():  # norms and biases begin at ones and zeros, which would hide what is wrong with them
+    with (
+        torch.no_grad()
+    ):  # norms and biases begin at ones and zeros, which would hide what is wrong with them
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in stored and (tensor.ndim == 1 or name.endswith("_bias")):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
@@ -79,7 +82,9 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
         fill(found, lambda name: held[name].t() if name in turned else held[name])
         if lost := buffers.keys() - {piece.name for piece in found}:
             return {"apart": f"it has no {min(lost)}"}
-        return _differences(config.vocab_size, ids, model, other, [p for p in found if not p.is_buffer], turned)
+        return _differences(
+            config.vocab_size, ids, model, other, [p for p in found if not p.is_buffer], turned
+        )
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -88,8 +93,8 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
 def _differences(
     vocabulary: int, ids: Any, model: Any, other: Any, found: list[Any], turned: frozenset[str]
 ) -> dict[str, Any]:
-    """model: Hugging Face's; other: Megatron's, with the same weights, found by its pieces. turned: weights that it has
-    the other way round."""
+    """model: Hugging Face's; other: Megatron's, with the same weights, found by its pieces. turned:
+    weights that it has the other way round."""
     import torch
 
     from shardwright.ir.apart import share_apart, tensor_apart
@@ -123,8 +128,8 @@ def _differences(
 
 
 def _ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str, Any]:
-    """Each kind of rank: of the first and the last stage the first and the last tensor rank, and one of each number of
-    layers between them."""
+    """Each kind of rank: of the first and the last stage the first and the last tensor rank, and
+    one of each number of layers between them."""
     import torch
 
     from shardwright.engines.megatron.families import configuration
@@ -161,7 +166,9 @@ def _rank(plan: Any, config: Any, rank: int) -> str:
     from shardwright.engines.megatron.layout import parallel_settings
     from shardwright.engines.megatron.runtime import group_settings
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.strategy.world_size)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=rank, world_size=plan.strategy.world_size
+    )
     try:
         parallel_state.initialize_model_parallel(**group_settings(plan))
         model_parallel_cuda_manual_seed(0)
@@ -182,7 +189,9 @@ def _rank(plan: Any, config: Any, rank: int) -> str:
         tied = {alias: group[0] for group in plan.model.tied for alias in group}
         held: dict[str, int] = {}
         size = 0
-        for piece in (p for chunk in chunks for p in pieces(config, chunk, tensor_rank=at.tensor, tied=tied)):
+        for piece in (
+            p for chunk in chunks for p in pieces(config, chunk, tensor_rank=at.tensor, tied=tied)
+        ):
             if piece.is_buffer:
                 continue
             held[piece.name] = held.get(piece.name, 0) + piece.numel

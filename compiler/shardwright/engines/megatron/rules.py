@@ -1,4 +1,5 @@
-"""Layouts that Megatron-Core, or this version's use of it, does not run. Lines are of megatron-core 0.16.1.
+"""Layouts that Megatron-Core, or this version's use of it, does not run. Lines are of megatron-core
+0.16.1.
 
 Its argument parser lets some of these through, and the first step, or nothing at all, refuses them.
 """
@@ -20,7 +21,10 @@ def zero_2_and_3(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3151",
         "parallelism.zero_stage",
-        f"zero_stage {stage} under target: megatron: its distributed optimizer shares out the optimizer's states alone",
+        (
+            f"zero_stage {stage} under target: megatron: its distributed optimizer shares out the "
+            "optimizer's states alone"
+        ),
         "Use zero_stage: 1, or `target: deepspeed`.",
         (0, 1),
     )
@@ -35,7 +39,10 @@ def key_value_copies(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3152",
         "parallelism.tensor",
-        f"tensor {tensor} under target: megatron: the model has {heads} key/value heads, and each rank needs its own",
+        (
+            f"tensor {tensor} under target: megatron: the model has {heads} key/value heads, and "
+            "each rank needs its own"
+        ),
         "Use a tensor degree that divides them, or `target: deepspeed`, whose ranks hold copies.",
         tuple(n for n in range(1, heads + 1) if heads % n == 0),
     )
@@ -47,7 +54,11 @@ def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
     length = x.recipe.training.sequence_length // s.context
     if not s.sequence_parallel or (s.tensor > 1 and length % s.tensor == 0):
         return None
-    why = "there are no tensor ranks" if s.tensor == 1 else f"{length} tokens do not divide over {s.tensor} ranks"
+    why = (
+        "there are no tensor ranks"
+        if s.tensor == 1
+        else f"{length} tokens do not divide over {s.tensor} ranks"
+    )
     return found(
         "SW3153",
         "parallelism.sequence_parallel",
@@ -94,8 +105,9 @@ def experts_without_sequence(x: Candidate) -> Diagnostic | None:
 
 
 def virtual_stages(x: Candidate) -> Diagnostic | None:
-    """Its interleaved schedule goes round the ranks in groups of as many micro-batches, and refuses a rest at the first
-    step (megatron/core/pipeline_parallel/schedules.py); parts without a layer would be legal there, not here."""
+    """Its interleaved schedule goes round the ranks in groups of as many micro-batches, and refuses
+    a rest at the first step (megatron/core/pipeline_parallel/schedules.py); parts without a layer
+    would be legal there, not here."""
     s, layers = x.strategy, len(x.graph.layers)
     if s.virtual_stages == 1:
         return None
@@ -103,9 +115,15 @@ def virtual_stages(x: Candidate) -> Diagnostic | None:
     if s.pipeline == 1:
         why = "there is no pipeline"
     elif s.gradient_accumulation_steps % s.pipeline:
-        why = f"{s.gradient_accumulation_steps} micro-batches are no multiple of pipeline {s.pipeline}"
+        why = (
+            f"{s.gradient_accumulation_steps} micro-batches are no multiple of pipeline "
+            f"{s.pipeline}"
+        )
     elif layers < s.parts:
-        why = f"{s.parts} parts, and the model has {layers} layers to put on them, embedding and head counted"
+        why = (
+            f"{s.parts} parts, and the model has {layers} layers to put on them, embedding and "
+            "head counted"
+        )
     elif isinstance(choice, PartialCheckpointing) and choice.full % s.virtual_stages:
         why = f"activation_checkpointing {choice} does not divide over them"
     else:
@@ -120,15 +138,18 @@ def virtual_stages(x: Candidate) -> Diagnostic | None:
 
 
 def context_pieces(x: Candidate) -> Diagnostic | None:
-    """A rank has a piece from the front of a row and one from the back (megatron/training/arguments.py, validate_args:
-    seq_length % (context_parallel_size * 2))."""
+    """A rank has a piece from the front of a row and one from the back
+    (megatron/training/arguments.py, validate_args: seq_length % (context_parallel_size * 2))."""
     c, length = x.strategy.context, x.recipe.training.sequence_length
     if c == 1 or length % (2 * c) == 0:
         return None
     return found(
         "SW3164",
         "parallelism.context",
-        f"context {c} under target: megatron cuts a row into {2 * c} pieces: {length} tokens do not divide over them",
+        (
+            f"context {c} under target: megatron cuts a row into {2 * c} pieces: {length} tokens "
+            "do not divide over them"
+        ),
         "Use a context degree twice of which divides the sequence.",
         tuple(n for n in range(1, length // 2 + 1) if length % (2 * n) == 0)[:8],
     )
@@ -151,16 +172,16 @@ def expert_groups(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3165",
         "parallelism.expert",
-        f"expert {s.expert} x expert-tensor {apart} do not divide the {ranks} ranks of tensor {s.tensor} x context "
-        f"{s.context} x data {s.data}",
+        f"expert {s.expert} x expert-tensor {apart} do not divide the {ranks} ranks of tensor "
+        f"{s.tensor} x context {s.context} x data {s.data}",
         "Megatron-Core takes expert ranks out of all ranks of a stage.",
         tuple(n for n in range(1, ranks // apart + 1) if ranks % (n * apart) == 0)[:8],
     )
 
 
 def expert_biases(x: Candidate) -> Diagnostic | None:
-    """megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert tensor parallelism
-    is 1"."""
+    """megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert
+    tensor parallelism is 1"."""
     s, modules = x.strategy, expert_modules(x.graph)
     names = {p.name for layer in x.graph.layers for p in layer.parameters if len(p.shape) == 2}
     if s.expert_tensor_ranks == 1 or not any(name.rpartition(".")[0] in modules for name in names):
@@ -168,7 +189,10 @@ def expert_biases(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3166",
         "parallelism.expert_tensor",
-        f"experts with biases are not cut over tensor ranks under target: megatron: tensor {s.tensor}",
+        (
+            "experts with biases are not cut over tensor ranks under target: megatron: tensor "
+            f"{s.tensor}"
+        ),
         "Write `expert_tensor: 1`: tensor ranks then hold whole experts.",
         (1,),
     )
@@ -183,7 +207,10 @@ def expert_tensor(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3167",
         "parallelism.expert_tensor",
-        f"expert_tensor {s.expert_tensor}: {why if expert_modules(x.graph) else 'the model has no experts'}",
+        (
+            f"expert_tensor {s.expert_tensor}: "
+            f"{why if expert_modules(x.graph) else 'the model has no experts'}"
+        ),
         "Use `tensor` or 1.",
         ("tensor", 1),
     )
@@ -197,8 +224,8 @@ def on_gpus(x: Candidate) -> Diagnostic | None:
         "SW3168",
         "target",
         "target: megatron on GPUs: not run by us",
-        f"{told_of_gpus(x)} Compare its first losses there with those of `target: deepspeed`: weights and data are "
-        "the same.",
+        f"{told_of_gpus(x)} Compare its first losses there with those of `target: deepspeed`: "
+        "weights and data are the same.",
         severity="warning",
     )
 
@@ -211,7 +238,11 @@ RULES: dict[str, Rule] = {
     "SW3155": rule(offload, "offload"),
     "SW3156": rule(experts_without_sequence, "sequence_parallel", "tensor"),
     "SW3157": rule(
-        virtual_stages, "virtual_stages", "pipeline", "gradient_accumulation_steps", "activation_checkpointing"
+        virtual_stages,
+        "virtual_stages",
+        "pipeline",
+        "gradient_accumulation_steps",
+        "activation_checkpointing",
     ),
     "SW3164": rule(context_pieces, "context"),
     "SW3165": rule(expert_groups, "expert", "expert_tensor", "tensor", "data", "context"),
@@ -221,4 +252,5 @@ RULES: dict[str, Rule] = {
     "SW3169": rule(wanted_in_vain, *REASONS),
 }
 OWN_MODULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
-"""Rules about this project's modules of context and expert ranks, which this engine does without."""
+"""Rules about this project's modules of context and expert ranks, which this engine does
+without."""

@@ -1,4 +1,5 @@
-"""Megatron-Core's half of a run on its ranks: engines.protocol.Runtime. Imports it once the process is prepared."""
+"""Megatron-Core's half of a run on its ranks: engines.protocol.Runtime. Imports it once the process
+is prepared."""
 
 from __future__ import annotations
 
@@ -20,19 +21,23 @@ def prepare_process(plan: Plan, *, own_loop: bool) -> None:
         run_on_cpu()
         return
     if plan.strategy.tensor > 1 or plan.strategy.context > 1:
-        # Kernels start in the order in which they were launched: a collective before the product that hides it.
+        # Kernels start in the order in which they were launched: a collective before the product
+        # that hides it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def open_groups(plan: Plan) -> None:
-    """Shares the host's cores between its ranks on a CPU. Ranks are numbered as Megatron's default order has it."""
+    """Shares the host's cores between its ranks on a CPU. Ranks are numbered as Megatron's default
+    order has it."""
     import torch
     from torch import distributed as dist
 
     local = int(os.environ["LOCAL_RANK"])
     if plan.is_cpu:
         cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node)))))
+        torch.set_num_threads(
+            max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node))))
+        )
         dist.init_process_group("gloo")
     else:
         torch.cuda.set_device(local)
@@ -45,7 +50,8 @@ def open_groups(plan: Plan) -> None:
 
 
 def group_settings(plan: Plan) -> dict[str, Any]:
-    """Of initialize_model_parallel. Its groups for checkpoints over gloo are not needed: ours are by name."""
+    """Of initialize_model_parallel. Its groups for checkpoints over gloo are not needed: ours are
+    by name."""
     s = plan.strategy
     return {
         "tensor_model_parallel_size": s.tensor,

@@ -1,5 +1,5 @@
-"""Hugging Face's configurations as TransformerConfig's arguments, a function a shape of model. That a configuration
-really computes the same is proved at every compile, on a tiny copy (prove.py).
+"""Hugging Face's configurations as TransformerConfig's arguments, a function a shape of model. That
+a configuration really computes the same is proved at every compile, on a tiny copy (prove.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ Settings = dict[str, Any]
 
 
 class Unsupported(Exception):
-    """What of a configuration Megatron-Core does not have. The text begins with the key and its value."""
+    """What of a configuration Megatron-Core does not have. The text begins with the key and its
+    value."""
 
 
 def activation(name: str) -> Callable[..., Any]:
@@ -102,7 +103,12 @@ def seed_oss(config: Any) -> Settings:
 def stablelm(config: Any) -> Settings:
     refuse(config, use_parallel_residual=False, qk_layernorm=False)
     norm = {"normalization": "LayerNorm", "layernorm_epsilon": config.layer_norm_eps}
-    return {**plain_heads(config), **norm, "gated_linear_unit": True, "add_qkv_bias": bool(config.use_qkv_bias)}
+    return {
+        **plain_heads(config),
+        **norm,
+        "gated_linear_unit": True,
+        "add_qkv_bias": bool(config.use_qkv_bias),
+    }
 
 
 def arcee(config: Any) -> Settings:
@@ -111,7 +117,11 @@ def arcee(config: Any) -> Settings:
 
 def nemotron(config: Any) -> Settings:
     refuse(config, attention_bias=False, mlp_bias=False)
-    norm = {"normalization": "LayerNorm", "layernorm_epsilon": config.norm_eps, "layernorm_zero_centered_gamma": True}
+    norm = {
+        "normalization": "LayerNorm",
+        "layernorm_epsilon": config.norm_eps,
+        "layernorm_zero_centered_gamma": True,
+    }
     return {**plain_heads(config), **norm}
 
 
@@ -122,7 +132,12 @@ def starcoder2(config: Any) -> Settings:
 
 
 def gpt2(config: Any) -> Settings:
-    refuse(config, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False, scale_attn_weights=True)
+    refuse(
+        config,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+        scale_attn_weights=True,
+    )
     return {
         "num_layers": config.n_layer,
         "hidden_size": config.n_embd,
@@ -149,21 +164,27 @@ def _experts(config: Any, count: int, features: int) -> Settings:
 
 
 def _softmax(config: Any) -> Settings:
-    """Softmax over all experts and over those chosen, scaled to one, are the same numbers. Of one expert the number is
-    1, which Megatron-Core refuses (TransformerConfig.__post_init__: no gradient reaches the router)."""
+    """Softmax over all experts and over those chosen, scaled to one, are the same numbers. Of one
+    expert the number is 1, which Megatron-Core refuses (TransformerConfig.__post_init__: no
+    gradient reaches the router)."""
     is_scaled = getattr(config, "norm_topk_prob", True)
     if is_scaled and config.num_experts_per_tok == 1:
         kept = ", or norm_topk_prob: false" if hasattr(config, "norm_topk_prob") else ""
         raise Unsupported(
-            "num_experts_per_tok 1: the weight of the chosen expert is scaled to 1, so no gradient reaches the router, "
-            f"which Megatron-Core refuses (it takes 2 experts a token or more{kept})"
+            "num_experts_per_tok 1: the weight of the chosen expert is scaled to 1, so no gradient "
+            "reaches the router, which Megatron-Core refuses (it takes 2 experts a token or "
+            f"more{kept})"
         )
     return {"moe_router_pre_softmax": not is_scaled}
 
 
 def mixtral(config: Any) -> Settings:
     refuse(config, router_jitter_noise=0.0)
-    return {**llama(config), **_experts(config, config.num_local_experts, config.intermediate_size), **_softmax(config)}
+    return {
+        **llama(config),
+        **_experts(config, config.num_local_experts, config.intermediate_size),
+        **_softmax(config),
+    }
 
 
 def qwen2_moe(config: Any) -> Settings:
@@ -206,8 +227,8 @@ def quick_gelu(x: Any, slope: float) -> Any:
 
 
 def _behind_dense_layers(config: Any) -> Settings:
-    """The first layers of DeepSeek's kind have one feed-forward network, the others experts and some that all tokens
-    share."""
+    """The first layers of DeepSeek's kind have one feed-forward network, the others experts and
+    some that all tokens share."""
     dense = config.first_k_dense_replace
     if dense >= config.num_hidden_layers:
         raise Unsupported(f"first_k_dense_replace {dense}: no layer has experts")
@@ -215,28 +236,33 @@ def _behind_dense_layers(config: Any) -> Settings:
     return {
         **_experts(config, config.n_routed_experts, features),
         "moe_layer_freq": [int(layer >= dense) for layer in range(config.num_hidden_layers)],
-        "moe_shared_expert_intermediate_size": features * config.n_shared_experts if config.n_shared_experts else None,
+        "moe_shared_expert_intermediate_size": features * config.n_shared_experts
+        if config.n_shared_experts
+        else None,
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         "moe_router_dtype": "fp32",
     }
 
 
 def _sigmoid(config: Any) -> Settings:
-    """DeepSeek-V3's router (arXiv 2412.19437, 2.1.2), the bias as the checkpoint has it: no forward pass of Hugging
-    Face's moves it. Megatron weighs a group by its best topk / group_topk experts, Hugging Face by two
-    (megatron/core/transformer/moe/moe_utils.py, group_limited_topk)."""
+    """DeepSeek-V3's router (arXiv 2412.19437, 2.1.2), the bias as the checkpoint has it: no forward
+    pass of Hugging Face's moves it. Megatron weighs a group by its best topk / group_topk experts,
+    Hugging Face by two (megatron/core/transformer/moe/moe_utils.py, group_limited_topk)."""
     refuse(config, norm_topk_prob=True)
     groups, chosen, topk = config.n_group, config.topk_group, config.num_experts_per_tok
     if groups > 1 and topk // chosen != 2:
         raise Unsupported(
-            f"topk_group {chosen} of {topk} experts: Megatron-Core would weigh a group by {topk // chosen}"
+            f"topk_group {chosen} of {topk} experts: Megatron-Core would weigh a group by "
+            f"{topk // chosen}"
         )
     return {
         **_behind_dense_layers(config),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
-        **({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {}),
+        **(
+            {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {}
+        ),
     }
 
 

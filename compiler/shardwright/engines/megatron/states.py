@@ -1,4 +1,5 @@
-"""Where the fp32 master and the moments of a model's parameter are, under each of Megatron's optimizers."""
+"""Where the fp32 master and the moments of a model's parameter are, under each of Megatron's
+optimizers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
-    """Of one parameter, flattened: elements from `start` that this rank updates. states: 1-D views by AdamW's names."""
+    """Of one parameter, flattened: elements from `start` that this rank updates. states: 1-D views
+    by AdamW's names."""
 
     start: int
     states: dict[str, torch.Tensor]
@@ -45,7 +47,12 @@ class States:
                 if parameter in part.model_param_group_index_map:
                     group, place = part.model_param_group_index_map[parameter]
                     master = part.optimizer.param_groups[group]["params"][place]
-                    return self._master(part, master, part._get_model_param_range_map(parameter)["param"].start, True)
+                    return self._master(
+                        part,
+                        master,
+                        part._get_model_param_range_map(parameter)["param"].start,
+                        True,
+                    )
             elif isinstance(part, Float16OptimizerWithFloat16Params):
                 if any(parameter is p for group in part.float16_groups for p in group):
                     half: Any = parameter
@@ -76,7 +83,9 @@ class States:
     @property
     def updates(self) -> int:
         """Those made so far."""
-        return max((self._steps(part, p) for part in self.parts for p in self._masters(part)), default=0)
+        return max(
+            (self._steps(part, p) for part in self.parts for p in self._masters(part)), default=0
+        )
 
     @updates.setter
     def updates(self, count: int) -> None:
@@ -98,7 +107,8 @@ class States:
         return int(self._state(part, master)["step"])
 
     def use_masters(self, chunks: list[Any]) -> None:
-        """Collective. The weights that the model computes with, from the masters that were restored."""
+        """Collective. The weights that the model computes with, from the masters that were
+        restored."""
         for part in self.parts:
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()

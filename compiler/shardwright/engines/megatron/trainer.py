@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -63,7 +67,9 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     for chunk in chunks:
         keep_padding_row(chunk, embedding)
     tied = {alias: group[0] for group in plan.model.tied for alias in group}
-    found = [p for chunk in chunks for p in pieces(config, chunk, tensor_rank=mine.tensor, tied=tied)]
+    found = [
+        p for chunk in chunks for p in pieces(config, chunk, tensor_rank=mine.tensor, tied=tied)
+    ]
     shards = Shards(plan, weights, transposed)
     if not resumes:
         fill(found, shards.read)
@@ -74,16 +80,30 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
 
 
 class MegatronTrainer:
-    """engines.protocol.Trainer. engine: Megatron's model chunks, each inside its DistributedDataParallel."""
+    """engines.protocol.Trainer. engine: Megatron's model chunks, each inside its
+    DistributedDataParallel."""
 
     def __init__(
-        self, plan: Plan, settings: Any, chunks: list[Any], found: list[ParameterPiece], shards: Shards
+        self,
+        plan: Plan,
+        settings: Any,
+        chunks: list[Any],
+        found: list[ParameterPiece],
+        shards: Shards,
     ) -> None:
-        self.plan, self.settings, self.shards, self.transposed = plan, settings, shards, shards.transposed
+        self.plan, self.settings, self.shards, self.transposed = (
+            plan,
+            settings,
+            shards,
+            shards.transposed,
+        )
         self.mine, self.found = plan.ranks[dist.get_rank()], found
         self.device = torch.device("cpu" if plan.is_cpu else "cuda")
         self._mark_undecayed()
-        self.engine = [self._under_data_ranks(chunk.to(self.device), place) for place, chunk in enumerate(chunks)]
+        self.engine = [
+            self._under_data_ranks(chunk.to(self.device), place)
+            for place, chunk in enumerate(chunks)
+        ]
         settings.finalize_model_grads_func = _finalize
         self.optimizer = get_megatron_optimizer(
             self._optimizer_config(),
@@ -97,7 +117,8 @@ class MegatronTrainer:
         self.loss_fn.shifted = plan.strategy.context > 1
 
     def _mark_undecayed(self) -> None:
-        """By the shape that Hugging Face has: an expert's bias is a row of a matrix there, and a vector here."""
+        """By the shape that Hugging Face has: an expert's bias is a row of a matrix there, and a
+        vector here."""
         for piece in self.found:
             if not piece.is_buffer and len(self.shards.splits[piece.name].shape) < 2:
                 setattr(piece.parameter, _UNDECAYED, True)
@@ -132,7 +153,8 @@ class MegatronTrainer:
         )
 
     def _vocabulary(self) -> tuple[Any, ...]:
-        """CausalLoss's arguments: the ranks that share the vocabulary, and this one's first token."""
+        """CausalLoss's arguments: the ranks that share the vocabulary, and this one's first
+        token."""
         from megatron.core import parallel_state
 
         sizes = self.plan.tensor_parallel.vocabulary_sizes
@@ -148,7 +170,9 @@ class MegatronTrainer:
             group["lr"] = learning_rate
             # Megatron's own scheduler does this: one value for all, times each group's factor.
             group["weight_decay"] = self.plan.optimizer.weight_decay * group.get("wd_mult", 1.0)
-        loss, _ = self._pass(micro_batches, sum(m.predicted for m in micro_batches), forward_only=False)
+        loss, _ = self._pass(
+            micro_batches, sum(m.predicted for m in micro_batches), forward_only=False
+        )
         _, norm, _ = self.optimizer.step()
         return StepResult(loss=loss, grad_norm=float(norm))
 
@@ -161,8 +185,11 @@ class MegatronTrainer:
             chunk.train()
         return found
 
-    def _pass(self, batches: list[MicroBatch], predicted: int, *, forward_only: bool) -> tuple[float, int]:
-        """(the loss over all labels of every data rank, their number). predicted: of this data rank's."""
+    def _pass(
+        self, batches: list[MicroBatch], predicted: int, *, forward_only: bool
+    ) -> tuple[float, int]:
+        """(the loss over all labels of every data rank, their number). predicted: of this data
+        rank's."""
         first = self.mine.tensor == 0 and self.mine.pipeline == 0 and self.mine.context == 0
         labels = int(self._sum(predicted if first else 0))
         self.loss_fn.scale = 1 / max(1, labels)
@@ -190,12 +217,21 @@ class MegatronTrainer:
         whole, ranks = next(feed), self.plan.strategy.context
         batch = own_piece(whole, ranks, self.mine.context)
         own = own_places(whole.input_ids.shape[1], ranks, self.mine.context)
-        ids, places, seen = batch.input_ids.to(self.device), own.expand(len(whole.input_ids), -1), None
+        ids, places, seen = (
+            batch.input_ids.to(self.device),
+            own.expand(len(whole.input_ids), -1),
+            None,
+        )
         if whole.position_ids is not None:
-            places, seen = whole.position_ids[:, own], _own_document(whole.position_ids)[:, :, own].to(self.device)
+            places, seen = (
+                whole.position_ids[:, own],
+                _own_document(whole.position_ids)[:, :, own].to(self.device),
+            )
         out = chunk(input_ids=ids, position_ids=places.to(self.device), attention_mask=seen)
 
-        def loss(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(
+            logits: torch.Tensor,
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             sizes = self.plan.tensor_parallel.vocabulary_sizes
             real = sizes[self.mine.tensor] if sizes else self.plan.model.vocabulary_size
             value = self.loss_fn(logits[..., :real], batch.labels.to(self.device))
@@ -220,7 +256,10 @@ class MegatronTrainer:
                 name=piece.name,
                 shard_shape=self.shards.shape(piece.name),
                 start=piece.start + first - piece.own,
-                states={name: flat.narrow(0, first - master.start, numel) for name, flat in master.states.items()},
+                states={
+                    name: flat.narrow(0, first - master.start, numel)
+                    for name, flat in master.states.items()
+                },
                 live=piece.parameter.data.view(-1).narrow(0, first, numel),
                 partitioned=master.partitioned,
                 copied=getattr(piece.parameter, "shared", False),
@@ -231,7 +270,12 @@ class MegatronTrainer:
         value = piece.parameter.detach().view(-1)
         shape = tuple(piece.parameter.shape)
         return LiveFragment(
-            name=piece.name, shard_shape=shape, start=0, states={"value": value}, live=value, partitioned=False
+            name=piece.name,
+            shard_shape=shape,
+            start=0,
+            states={"value": value},
+            live=value,
+            partitioned=False,
         )
 
     def held(self) -> dict[str, HeldParameter]:
@@ -243,7 +287,8 @@ class MegatronTrainer:
                 shape=self.shards.shape(name),
                 resident_bytes=piece.numel * piece.parameter.element_size()
                 + (earlier.resident_bytes if earlier else 0),
-                is_trained=piece.parameter.requires_grad and (earlier is None or earlier.is_trained),
+                is_trained=piece.parameter.requires_grad
+                and (earlier is None or earlier.is_trained),
             )
         return held
 
@@ -261,8 +306,9 @@ def _finalize(chunks: list[Any], tokens: torch.Tensor | None = None, **groups: A
 
 
 def _own_document(places: torch.Tensor) -> torch.Tensor:
-    """places: (B, S), from 0 in each document of a row. (B, 1, S, S), True where a token sees one of its own document
-    that is not later. Rotary angles tell distances alone, so that a place in the row does as well."""
+    """places: (B, S), from 0 in each document of a row. (B, 1, S, S), True where a token sees one
+    of its own document that is not later. Rotary angles tell distances alone, so that a place in
+    the row does as well."""
     number = (places == 0).cumsum(dim=1)
     causal = torch.ones(places.shape[1], places.shape[1], dtype=torch.bool).tril()
     return ((number[:, :, None] == number[:, None, :]) & causal)[:, None]

@@ -1,7 +1,9 @@
-"""Where GPU ranks take Megatron-Core's layers of Transformer Engine, and where this project's own (modules.py).
+"""Where GPU ranks take Megatron-Core's layers of Transformer Engine, and where this project's own
+(modules.py).
 
-Transformer Engine's run on no machine of ours, so they are taken only where they compute what the others do, by what is
-written in Megatron-Core and in Transformer Engine. Line numbers are of megatron-core 0.16.1.
+Transformer Engine's run on no machine of ours, so they are taken only where they compute what the
+others do, by what is written in Megatron-Core and in Transformer Engine. Line numbers are of
+megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ _FUSED = {
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
 }
-"""A linear of Transformer Engine that holds the norm before it -> where the other layers have that norm."""
+"""A linear of Transformer Engine that holds the norm before it -> where the other layers have that
+norm."""
 _NORM = re.compile(rf"({'|'.join(map(re.escape, _FUSED))})\.layer_norm_(weight|bias)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 def plain_name(leaf: str) -> str:
-    """A layer's parameter as this project's layers call it: Transformer Engine's hold norms in the linear behind them,
-    and all experts in one module."""
+    """A layer's parameter as this project's layers call it: Transformer Engine's hold norms in the
+    linear behind them, and all experts in one module."""
     if norm := _NORM.fullmatch(leaf):
         return f"{_FUSED[norm[1]]}.{norm[2]}"
     if grouped := _GROUPED.fullmatch(leaf):
@@ -55,7 +58,9 @@ def why_not(x: Candidate) -> str:
         return f"the experts and the attention of a {kind} are this project's own"
     is_latent = family is not None and "self_attention.linear_kv_up_proj.weight" in family.layer
     if is_latent and s.tensor * s.context > 1:
-        return "over tensor or context ranks its latent attention holds other parts than the plan says"
+        return (
+            "over tensor or context ranks its latent attention holds other parts than the plan says"
+        )
     if s.context > 1 and _is_windowed(config):
         return "context ranks exchange whole rows there, and the model has windows"
     if s.expert_tensor_ranks != s.tensor:
@@ -88,7 +93,10 @@ def told_of_gpus(x: Candidate) -> str:
     if choice(x) == "off":
         return f"Layers: {own}; without Transformer Engine{f': {why}' if why else ''}."
     other = "" if choice(x) == "on" else f" where it is installed, otherwise {own}"
-    return f"Layers: Megatron-Core's of Transformer Engine{other}. `model.transformer_engine: off` keeps it out."
+    return (
+        f"Layers: Megatron-Core's of Transformer Engine{other}. `model.transformer_engine: off` "
+        "keeps it out."
+    )
 
 
 def _data(recipe: Recipe) -> tuple[DataSection, ...]:
@@ -107,8 +115,8 @@ def _is_windowed(config: Mapping[str, Any]) -> bool:
 
 
 def is_taken(plan: Plan) -> bool:
-    """Collective. Whether this run's ranks take them, the same on all. Raises Refusal: SW6015 where the recipe wants
-    them and they are not there, or where ranks have different ones."""
+    """Collective. Whether this run's ranks take them, the same on all. Raises Refusal: SW6015 where
+    the recipe wants them and they are not there, or where ranks have different ones."""
     wish = plan.model.transformer_engine
     if wish == "off" or plan.is_cpu:
         return False
@@ -117,7 +125,10 @@ def is_taken(plan: Plan) -> bool:
     mine = _absent() or f"transformer_engine {_version()}"
     told = [mine] * plan.strategy.world_size
     dist.all_gather_object(told, mine)
-    help_text = "Install the same version on every host, or write `model.transformer_engine: off` and compile again."
+    help_text = (
+        "Install the same version on every host, or write `model.transformer_engine: off` "
+        "and compile again."
+    )
     if len(kinds := sorted(set(told))) > 1:
         ranks = "; ".join(f"{kind}: rank {told.index(kind)}" for kind in kinds)
         raise refusal("SW6015", f"ranks have different layers: {ranks}", help_text)
@@ -157,6 +168,10 @@ def _absent() -> str:
         version = _version()
     except metadata.PackageNotFoundError:
         return "transformer_engine has no version"
-    if versions and not all(specifier.contains(version, prereleases=True) for specifier in versions):
-        return f"transformer_engine {version} is not what this megatron-core asks for ({versions[0]})"
+    if versions and not all(
+        specifier.contains(version, prereleases=True) for specifier in versions
+    ):
+        return (
+            f"transformer_engine {version} is not what this megatron-core asks for ({versions[0]})"
+        )
     return ""

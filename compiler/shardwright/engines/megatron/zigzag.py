@@ -1,6 +1,7 @@
-"""Which tokens of a row each context rank has: of twice as many pieces as there are ranks one from the front and one
-from the back, so that causal attention is shared out evenly. Megatron's own order: its rotary angles follow it
-(megatron/core/models/common/embeddings/rope_utils.py, get_pos_emb_on_this_cp_rank)."""
+"""Which tokens of a row each context rank has: of twice as many pieces as there are ranks one from
+the front and one from the back, so that causal attention is shared out evenly. Megatron's own
+order: its rotary angles follow it (megatron/core/models/common/embeddings/rope_utils.py,
+get_pos_emb_on_this_cp_rank)."""
 
 from __future__ import annotations
 
@@ -24,12 +25,15 @@ def gathered_places(length: int, ranks: int) -> torch.Tensor:
 
 
 def own_piece(batch: MicroBatch, ranks: int, rank: int) -> MicroBatch:
-    """A rank's tokens, the labels moved to where they are predicted. position_ids stay as they are: whole rows', of
-    which the mask of packed documents is made. One rank: the batch itself."""
+    """A rank's tokens, the labels moved to where they are predicted. position_ids stay as they are:
+    whole rows', of which the mask of packed documents is made. One rank: the batch itself."""
     if ranks == 1:
         return batch
     places = own_places(batch.input_ids.shape[1], ranks, rank)
     ahead = torch.cat((batch.labels[:, 1:], torch.full_like(batch.labels[:, :1], IGNORED)), dim=1)
     return MicroBatch(
-        input_ids=batch.input_ids[:, places], labels=ahead[:, places], position_ids=batch.position_ids, shifted=True
+        input_ids=batch.input_ids[:, places],
+        labels=ahead[:, places],
+        position_ids=batch.position_ids,
+        shifted=True,
     )

@@ -1,2 +1,2 @@
-"""One process of plain PyTorch and transformers, without DeepSpeed: what every layout is compared with, and of use on a
-laptop."""
+"""One process of plain PyTorch and transformers, without DeepSpeed: what every layout is compared
+with, and of use on a laptop."""

@@ -10,7 +10,9 @@ from shardwright.layout.rule import Candidate, rule
 def one_process(x: Candidate) -> Diagnostic | None:
     """Nothing is split, and nothing is kept elsewhere."""
     s = x.strategy
-    wrong = [(axis, getattr(s, axis)) for axis in ("tensor", "pipeline", "data") if getattr(s, axis) > 1]
+    wrong = [
+        (axis, getattr(s, axis)) for axis in ("tensor", "pipeline", "data") if getattr(s, axis) > 1
+    ]
     wrong += [("zero_stage", s.zero_stage)] if s.zero_stage else []
     wrong += [("offload", s.offload)] if s.offload != "none" else []
     if not wrong:
@@ -18,7 +20,10 @@ def one_process(x: Candidate) -> Diagnostic | None:
     return found(
         "SW3134",
         f"parallelism.{wrong[0][0]}",
-        f"target: reference trains in one process, without {', '.join(f'{name} {value}' for name, value in wrong)}",
+        (
+            "target: reference trains in one process, without "
+            f"{', '.join(f'{name} {value}' for name, value in wrong)}"
+        ),
         "Write `zero_stage: 0`, `offload: none` and no degree above 1, or `target: deepspeed`.",
     )
 
@@ -41,8 +46,8 @@ def not_taken(x: Candidate) -> Diagnostic | None:
             return found(
                 "SW1921",
                 name,
-                f"{name}: {'this section' if value == 'given' else value} is not for target: reference, "
-                "one process of plain PyTorch",
+                f"{name}: {'this section' if value == 'given' else value} is not for target: "
+                "reference, one process of plain PyTorch",
                 "Change it, or write `target: deepspeed`.",
                 tuple(str(v) for v in allowed if v is not None),
             )

@@ -34,7 +34,8 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Referen
 
 
 class ReferenceTrainer:
-    """engines.protocol.Trainer. engine: the model itself, with LoRA's adapters where the plan has some."""
+    """engines.protocol.Trainer. engine: the model itself, with LoRA's adapters where the plan has
+    some."""
 
     def __init__(self, plan: Plan, model: nn.Module, transposed: frozenset[str]) -> None:
         self.plan, self.transposed = plan, transposed
@@ -81,7 +82,9 @@ class ReferenceTrainer:
         return total, held_out.predicted
 
     def _loss(self, m: MicroBatch) -> torch.Tensor:
-        return micro_batch_loss(self.engine, self.loss_fn, m, self.plan.model.attention, self.device, self._dtype)
+        return micro_batch_loss(
+            self.engine, self.loss_fn, m, self.plan.model.attention, self.device, self._dtype
+        )
 
     def owned(self) -> Iterator[LiveFragment]:
         for name, p in named_parameters(self.plan, self.engine).items():
@@ -93,7 +96,9 @@ class ReferenceTrainer:
     def held(self) -> dict[str, HeldParameter]:
         return {
             name: HeldParameter(
-                shape=tuple(p.shape), resident_bytes=p.numel() * p.element_size(), is_trained=p.requires_grad
+                shape=tuple(p.shape),
+                resident_bytes=p.numel() * p.element_size(),
+                is_trained=p.requires_grad,
             )
             for name, p in unique(self.engine.named_parameters()).items()
         }

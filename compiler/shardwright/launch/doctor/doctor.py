@@ -29,7 +29,15 @@ FACTS_SECONDS = 10.0
 MOST_SKEW_SECONDS = 10.0
 FORWARDED = ("NCCL", "UCX")
 """DeepSpeed hands names with these beginnings to every host (launcher/runner.py)."""
-NETWORK = (*FORWARDED, "TORCH_NCCL_", "RCCL_", "GLOO_", "FI_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+NETWORK = (
+    *FORWARDED,
+    "TORCH_NCCL_",
+    "RCCL_",
+    "GLOO_",
+    "FI_",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+)
 INTERFACE_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 GIB = 2**30
 
@@ -54,7 +62,13 @@ def examine(
     Raises Refusal where there is no ssh to reach the hosts with.
     """
     if reach == "ssh" and shutil.which("ssh") is None:
-        raise Refusal(red("SW5301", "there is no `ssh` command here", "Install an ssh client (openssh-client)."))
+        raise Refusal(
+            red(
+                "SW5301",
+                "there is no `ssh` command here",
+                "Install an ssh client (openssh-client).",
+            )
+        )
     end = time.monotonic() + LIMIT_SECONDS
     mark = f".doctor-{secrets.token_hex(8)}"
     (folder / "run").mkdir(exist_ok=True)
@@ -76,7 +90,9 @@ def examine(
         silent = [probe.result for probe in probes if not probe.result.received]
         checks = [_reached(silent, len(probes), reach)]
         if answered:  # of hosts that say nothing nothing is well
-            checks.extend(check(x) for check in (*CHECKS, *([_builds] if compiles_optimizer(x.plan) else [])))
+            checks.extend(
+                check(x) for check in (*CHECKS, *([_builds] if compiles_optimizer(x.plan) else []))
+            )
         if len(probes) == plan.nodes:
             able = [p for p in answered if not _missing_interfaces(plan, p.result)]
             checks.extend(meet(plan, able, assumed, whole=len(able) == len(probes), end=end))
@@ -88,10 +104,14 @@ def examine(
 
 
 def _environment(plan: Plan) -> dict[str, str]:
-    """What a rank will see of what concerns its network: what DeepSpeed forwards, and the plan's own values. The plan's
-    others stay out: a PATH or LD_PRELOAD of somebody else's folder would run that folder's code."""
+    """What a rank will see of what concerns its network: what DeepSpeed forwards, and the plan's
+    own values. The plan's others stay out: a PATH or LD_PRELOAD of somebody else's folder would run
+    that folder's code."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-    return {**forwarded, **{name: value for name, value in plan.launch.env if name.startswith(NETWORK)}}
+    return {
+        **forwarded,
+        **{name: value for name, value in plan.launch.env if name.startswith(NETWORK)},
+    }
 
 
 def _request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
@@ -112,8 +132,14 @@ def _engine(x: Examined) -> HostCheck:
     """What nobody has tried says so before it starts."""
     named = engine_of(x.plan)
     untried = not x.plan.is_cpu and "SW3168" in named.rules
-    layers = {"off": "without", "on": "with", "auto": "with or without"}[x.plan.model.transformer_engine]
-    told = f"{named.title} on GPUs: not run by us, {layers} Transformer Engine" if untried else named.title
+    layers = {"off": "without", "on": "with", "auto": "with or without"}[
+        x.plan.model.transformer_engine
+    ]
+    told = (
+        f"{named.title} on GPUs: not run by us, {layers} Transformer Engine"
+        if untried
+        else named.title
+    )
     return HostCheck(name="engine", told=told, checked=not untried)
 
 
@@ -125,7 +151,10 @@ def _reached(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
             f"{probed.host}: {probed.problem}",
             "shardwright and its packages must be installed there, at the same path as here."
             if "No such file" in probed.problem or "No module" in probed.problem
-            else f"`{command.format(probed.host)}` must work without a question, from this host, in a few seconds."
+            else (
+                f"`{command.format(probed.host)}` must work without a question, from this host, "
+                "in a few seconds."
+            )
             if command
             else "It may be too busy to import the packages in time: try again when it is not.",
         )
@@ -144,12 +173,22 @@ def _versions(x: Examined) -> HostCheck:
         there = {**dict.fromkeys((*planned, *optional)), **probed.facts.versions}
         for name, wanted in planned.items():
             if there[name] is None:
-                problems.append(red("SW5302", f"{probed.host}: {name} is not installed", f"Install {name} {wanted}."))
+                problems.append(
+                    red(
+                        "SW5302",
+                        f"{probed.host}: {name} is not installed",
+                        f"Install {name} {wanted}.",
+                    )
+                )
             elif _differs(x, name, str(there[name]), wanted):
                 text = f"{probed.host}: {name} {there[name]}, the plan was made with {wanted}"
                 problems.append(red("SW5302", text, f"Install {name} {wanted} on {probed.host}."))
         problems += [
-            red("SW5302", f"{probed.host}: {name} is not installed, and the plan needs it", f"Install {name} there.")
+            red(
+                "SW5302",
+                f"{probed.host}: {name} is not installed, and the plan needs it",
+                f"Install {name} there.",
+            )
             for name, needed in optional.items()
             if needed and there[name] is None
         ]
@@ -161,7 +200,8 @@ def _versions(x: Examined) -> HostCheck:
 
 
 def _differs(x: Examined, name: str, version: str, planned: str) -> bool:
-    """Whether `version` is not the plan's; one in the tested range that all hosts have will do, as for `run`."""
+    """Whether `version` is not the plan's; one in the tested range that all hosts have will do, as
+    for `run`."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
@@ -180,20 +220,38 @@ def _folder(x: Examined) -> HostCheck:
         path = x.folder.resolve()
         if found is None:
             text = f"{probed.host}: there is no compiled folder {str(path)!r}"
-            problems.append(red("SW5303", text, "Mount the same file system there, or copy the folder to that path."))
+            problems.append(
+                red(
+                    "SW5303",
+                    text,
+                    "Mount the same file system there, or copy the folder to that path.",
+                )
+            )
         elif found != x.digest:
             text = f"{probed.host}: {str(path)!r} holds other files than here"
-            problems.append(red("SW5303", text, "Copy the folder there anew: every rank reads its own host's."))
+            problems.append(
+                red("SW5303", text, "Copy the folder there anew: every rank reads its own host's.")
+            )
         elif x.shared and not sees_mark:
             text = f"{probed.host}: {str(path)!r} is a copy, and cluster.shared_filesystem is true"
-            problems.append(red("SW5303", text, "Mount the same folder there; checkpoints are read by every host."))
+            problems.append(
+                red(
+                    "SW5303",
+                    text,
+                    "Mount the same folder there; checkpoints are read by every host.",
+                )
+            )
     told = "the same everywhere" if len(x.answers) > 1 else "complete"
     return HostCheck(name="folder", told=told, problems=tuple(problems))
 
 
 def _inputs(x: Examined) -> HostCheck:
     problems = tuple(
-        red("SW5311", f"{probed.host}: nothing at {path}", "Bring weights and data to the same path on every host.")
+        red(
+            "SW5311",
+            f"{probed.host}: nothing at {path}",
+            "Bring weights and data to the same path on every host.",
+        )
         for probed in x.answers
         for path in probed.facts.absent
     )
@@ -216,13 +274,18 @@ def _devices(x: Examined) -> HostCheck:
         red(
             "SW5304",
             f"{probed.host}: {text}",
-            "See who holds it with `nvidia-smi`, and end that process or take the host off the hostfile.",
+            (
+                "See who holds it with `nvidia-smi`, and end that process or take the host off the "
+                "hostfile."
+            ),
         )
         for probed in x.answers
         for text in probed.facts.busy
     )
     counts = sorted({probed.facts.devices for probed in x.answers})
-    return HostCheck(name="devices", told=f"{' or '.join(map(str, counts))} {what} a host", problems=problems)
+    return HostCheck(
+        name="devices", told=f"{' or '.join(map(str, counts))} {what} a host", problems=problems
+    )
 
 
 def _disk(x: Examined) -> HostCheck:
@@ -233,11 +296,22 @@ def _disk(x: Examined) -> HostCheck:
         root = checkpoint_root(x.plan, x.folder)
         if not probed.facts.writable:
             text = f"{probed.host}: {str(root)!r} cannot be written"
-            problems.append(red("SW5305", text, "Give the user who trains the right to write there."))
+            problems.append(
+                red("SW5305", text, "Give the user who trains the right to write there.")
+            )
         elif free < needed:
-            text = f"{probed.host}: {free / GIB:.1f} GiB free for checkpoints, one takes {needed / GIB:.1f}"
-            problems.append(red("SW5305", text, "Make room, or put checkpoint.directory on a larger disk."))
-    return HostCheck(name="disk", told=f"room for a checkpoint of {needed / GIB:.1f} GiB", problems=tuple(problems))
+            text = (
+                f"{probed.host}: {free / GIB:.1f} GiB free for checkpoints, one takes "
+                f"{needed / GIB:.1f}"
+            )
+            problems.append(
+                red("SW5305", text, "Make room, or put checkpoint.directory on a larger disk.")
+            )
+    return HostCheck(
+        name="disk",
+        told=f"room for a checkpoint of {needed / GIB:.1f} GiB",
+        problems=tuple(problems),
+    )
 
 
 def _checkpoint_bytes(plan: Plan) -> int:
@@ -248,7 +322,11 @@ def _checkpoint_bytes(plan: Plan) -> int:
 def _clocks(x: Examined) -> HostCheck:
     skews = {probed.host: probed.facts.time - probed.received for probed in x.answers}
     problems = tuple(
-        red("SW5306", f"{host}: its clock is {skew:+.0f} s off this host's", f"Set the time of {host} (chrony, ntp).")
+        red(
+            "SW5306",
+            f"{host}: its clock is {skew:+.0f} s off this host's",
+            f"Set the time of {host} (chrony, ntp).",
+        )
         for host, skew in skews.items()
         if abs(skew) > MOST_SKEW_SECONDS
     )
@@ -260,14 +338,19 @@ def _interfaces(x: Examined) -> HostCheck:
     problems = tuple(
         red(
             "SW5307",
-            f"{probed.host}: {name}={value}, and its interfaces are {', '.join(probed.facts.interfaces)}",
+            (
+                f"{probed.host}: {name}={value}, and its interfaces are "
+                f"{', '.join(probed.facts.interfaces)}"
+            ),
             f"Set launch.env.{name} to a name that every host has, or leave it out.",
         )
         for probed in x.answers
         for name, value in _missing_interfaces(x.plan, probed)
     )
     wanted = [f"{name}={value}" for name, value in _wanted_interfaces(x.plan)]
-    return HostCheck(name="network", told=", ".join(wanted) or "no interface is pinned", problems=problems)
+    return HostCheck(
+        name="network", told=", ".join(wanted) or "no interface is pinned", problems=problems
+    )
 
 
 def _wanted_interfaces(plan: Plan) -> list[tuple[str, str]]:
@@ -276,7 +359,8 @@ def _wanted_interfaces(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _missing_interfaces(plan: Plan, probed: ProbedHost) -> list[tuple[str, str]]:
-    """(variable, name) for which this host has no card. NCCL takes beginnings (=exact) and refusals (^)."""
+    """(variable, name) for which this host has no card. NCCL takes beginnings (=exact) and refusals
+    (^)."""
     there = probed.facts.interfaces
     missing = []
     for variable, value in _wanted_interfaces(plan):
@@ -303,15 +387,25 @@ def _memory(x: Examined) -> HostCheck:
         for probed in x.answers
         if not has_room(probed.facts.memory_bytes, needed)
     )
-    return HostCheck(name="host memory", told=f"room for {needed / GIB:.1f} GiB of offloaded states", problems=problems)
+    return HostCheck(
+        name="host memory",
+        told=f"room for {needed / GIB:.1f} GiB of offloaded states",
+        problems=problems,
+    )
 
 
 def _builds(x: Examined) -> HostCheck:
     problems = [
         red(
             "SW5317",
-            f"{probed.host}: {tool} is missing, and DeepSpeed compiles CPUAdam there for parallelism.offload",
-            "Install the CUDA toolkit of torch's version, ninja and g++ there, or compile with offload: none.",
+            (
+                f"{probed.host}: {tool} is missing, and DeepSpeed compiles CPUAdam there for "
+                "parallelism.offload"
+            ),
+            (
+                "Install the CUDA toolkit of torch's version, ninja and g++ there, or compile with "
+                "offload: none."
+            ),
         )
         for probed in x.answers
         for tool in probed.facts.no_tools
@@ -319,7 +413,10 @@ def _builds(x: Examined) -> HostCheck:
     problems += [
         red(
             "SW5318",
-            f"{probed.host}: no process there holds the build lock {path!r}, and a run would wait for it for ever",
+            (
+                f"{probed.host}: no process there holds the build lock {path!r}, and a run would "
+                "wait for it for ever"
+            ),
             f"Where no other host builds in that folder: `rm {path}` on {probed.host}.",
         )
         for probed in x.answers

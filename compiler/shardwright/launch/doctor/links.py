@@ -1,4 +1,5 @@
-"""Measures the links between hosts, and between the GPUs of one: what `doctor` holds against the plan's assumption."""
+"""Measures the links between hosts, and between the GPUs of one: what `doctor` holds against the
+plan's assumption."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ TRANSFERS = 3
 
 
 def measure(rank: int, world: int, device: torch.device, seconds: float) -> LinkRates:
-    """Bytes per second, None where there is nothing to measure. A collective call: every rank makes it.
+    """Bytes per second, None where there is nothing to measure. A collective call: every rank makes
+    it.
 
-    to_next: one way to rank + 1 (the last rank's to the first). all_reduce: the bus bandwidth, 2 (n - 1) / n x bytes /
-    time, which a ring makes independent of n (NCCL's performance notes). local: from this host's first GPU to its
-    second. seconds: larger messages are left out where they would take longer than this in all.
+    to_next: one way to rank + 1 (the last rank's to the first). all_reduce: the bus bandwidth, 2 (n
+    - 1) / n x bytes / time, which a ring makes independent of n (NCCL's performance notes). local:
+    from this host's first GPU to its second. seconds: larger messages are left out where they would
+    take longer than this in all.
     """
     end = time.monotonic() + seconds
     to_next = _to_next(rank, world, device, end) if world > 1 else None
@@ -31,8 +34,8 @@ def measure(rank: int, world: int, device: torch.device, seconds: float) -> Link
 
 
 def _to_next(rank: int, world: int, device: torch.device, end: float) -> float | None:
-    """Pairs take turns, so that no host sends and receives at once: even ranks send, then odd ones. Of an odd number of
-    ranks the last sends alone."""
+    """Pairs take turns, so that no host sends and receives at once: even ranks send, then odd ones.
+    Of an odd number of ranks the last sends alone."""
     turns: list[list[int]] = [list(range(0, world - 1, 2)), list(range(1, world - 1, 2))]
     if world % 2:
         turns.append([world - 1])
@@ -66,8 +69,11 @@ def _copy(size: int, device: torch.device) -> None:
     torch.empty(size, dtype=torch.uint8, device=device).to("cuda:1")
 
 
-def _largest(run: Callable[[int], object], device: torch.device, end: float, *, alone: bool = False) -> float | None:
-    """Bytes per second at the largest size that there is time for; all ranks go on or stop together."""
+def _largest(
+    run: Callable[[int], object], device: torch.device, end: float, *, alone: bool = False
+) -> float | None:
+    """Bytes per second at the largest size that there is time for; all ranks go on or stop
+    together."""
     rate = None
     for size in SIZES:
         run(size)  # the first opens connections

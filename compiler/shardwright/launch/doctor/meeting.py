@@ -1,4 +1,5 @@
-"""The hosts of a run meet, as training would: at the master's address, in an all-reduce; their links are measured."""
+"""The hosts of a run meet, as training would: at the master's address, in an all-reduce; their
+links are measured."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.plan import Plan
 
 SLOW = 0.7
-"""Of the assumed bandwidth: below it the plan's step time does not hold. A good fabric gives 0.8 and more."""
+"""Of the assumed bandwidth: below it the plan's step time does not hold. A good fabric gives 0.8
+and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCheck:
-    """One line of the table. problems: () where all is well. checked: False where it cannot be; told says what."""
+    """One line of the table. problems: () where all is well. checked: False where it cannot be;
+    told says what."""
 
     name: str
     told: str
@@ -35,42 +38,72 @@ class Assumed:
     is_cpu: bool
 
 
-def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, end: float) -> list[HostCheck]:
-    """The master's address and port from every host, an all-reduce over all of them, and how fast their links are."""
+def meet(
+    plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, end: float
+) -> list[HostCheck]:
+    """The master's address and port from every host, an all-reduce over all of them, and how fast
+    their links are."""
     if not probes:
         return []
     first = probes[0].result
-    own = None if LAUNCHERS[plan.launch.launcher].named_hosts else first.facts.address  # as launch.sh has it
+    own = (
+        None if LAUNCHERS[plan.launch.launcher].named_hosts else first.facts.address
+    )  # as launch.sh has it
     found = "127.0.0.1" if plan.nodes == 1 else own or first.host
     address = plan.launch.master_addr or found
     port = first.facts.free_port
     if port is None:
         text = f"{first.host}: something listens on port {plan.launch.master_port} already"
-        return [HostCheck(name="port", told="", problems=(red("SW5308", text, "Choose another launch.master_port."),))]
+        return [
+            HostCheck(
+                name="port",
+                told="",
+                problems=(red("SW5308", text, "Choose another launch.master_port."),),
+            )
+        ]
     seconds = max(2.0, end - time.monotonic() - 3.0)
     for rank, probe in enumerate(probes):
         world, cpu = len(probes), plan.is_cpu
-        probe.ask(MeetingRequest(rank=rank, world=world, address=address, port=port, seconds=seconds, cpu=cpu))
+        probe.ask(
+            MeetingRequest(
+                rank=rank, world=world, address=address, port=port, seconds=seconds, cpu=cpu
+            )
+        )
     for probe in probes:
         probe.wait("met", end)
     met = [probe.result for probe in probes]
     apart = [
         red(
             "SW5308",
-            f"{probed.host}: cannot reach {first.host} at {address}:{port}: {probed.met.unreachable}",
-            "Set launch.master_addr to an address of the first host that all reach, and open the ports between them.",
+            (
+                f"{probed.host}: cannot reach {first.host} at {address}:{port}: "
+                f"{probed.met.unreachable}"
+            ),
+            (
+                "Set launch.master_addr to an address of the first host that all reach, and open "
+                "the ports between them."
+            ),
         )
         for probed in met
         if probed.met.unreachable is not None
     ]
-    port_check = HostCheck(name="rendezvous", told=f"{address}:{port} is free and all reach it", problems=tuple(apart))
+    port_check = HostCheck(
+        name="rendezvous", told=f"{address}:{port} is free and all reach it", problems=tuple(apart)
+    )
     wrong = [p for p in met if not apart and p.met.sum != len(probes)]
-    among = "all hosts" if whole else ", ".join(p.result.host for p in probes) + " only, the others are not able to"
+    among = (
+        "all hosts"
+        if whole
+        else ", ".join(p.result.host for p in probes) + " only, the others are not able to"
+    )
     summed = tuple(
         red(
             "SW5309",
             f"{probed.host}: the all-reduce failed: {probed.met.error or probed.problem}",
-            "Set launch.env.GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs) to the card that the hosts share.",
+            (
+                "Set launch.env.GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs) to the card that "
+                "the hosts share."
+            ),
         )
         for probed in wrong
     )
@@ -81,9 +114,13 @@ def meet(plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, 
 
 
 def links(met: Sequence[ProbedHost], assumed: Assumed) -> HostCheck:
-    """The slowest link between two hosts, and between two GPUs of one, beside what the plan assumes."""
+    """The slowest link between two hosts, and between two GPUs of one, beside what the plan
+    assumes."""
     told, problems = [], []
-    to_next = [(p.met.links.to_next, f"{p.host} -> {met[(i + 1) % len(met)].host}") for i, p in enumerate(met)]
+    to_next = [
+        (p.met.links.to_next, f"{p.host} -> {met[(i + 1) % len(met)].host}")
+        for i, p in enumerate(met)
+    ]
     local = [(p.met.links.local, p.host) for p in met]
     between = min(((rate, where) for rate, where in to_next if rate), default=None)
     inside = min(((rate, where) for rate, where in local if rate), default=None)
@@ -94,23 +131,30 @@ def links(met: Sequence[ProbedHost], assumed: Assumed) -> HostCheck:
             told[-1] += f", {_gbits(assumed.inter_node_bytes_per_second)} planned"
             if between[0] < SLOW * assumed.inter_node_bytes_per_second:
                 key = f"cluster.inter_node_gbits_per_second={_gbits(between[0])}"
-                problems.append(_slow(between[1], between[0], assumed.inter_node_bytes_per_second, key))
+                problems.append(
+                    _slow(between[1], between[0], assumed.inter_node_bytes_per_second, key)
+                )
     if summed:
         told.append(f"{_gbits(summed)} Gb/s a host in an all-reduce")
     if inside:
         planned = assumed.intra_node_bytes_per_second
-        told.append(f"{inside[0] / 1e9:.0f} GB/s between GPUs ({inside[1]}), {planned / 1e9:.0f} planned")
+        told.append(
+            f"{inside[0] / 1e9:.0f} GB/s between GPUs ({inside[1]}), {planned / 1e9:.0f} planned"
+        )
         if inside[0] < SLOW * planned:
             key = f"cluster.intra_node_gbytes_per_second={inside[0] / 1e9:.0f}"
             problems.append(_slow(f"GPU 0 -> GPU 1 of {inside[1]}", inside[0], planned, key))
-    return HostCheck(name="links", told="; ".join(told) or "one host, one device: none", problems=tuple(problems))
+    return HostCheck(
+        name="links", told="; ".join(told) or "one host, one device: none", problems=tuple(problems)
+    )
 
 
 def _slow(where: str, rate: float, planned: float, key: str) -> Diagnostic:
     message = f"{where}: {_gbits(rate)} Gb/s, the plan assumes {_gbits(planned)}"
     help = (
-        f"If this is what the cluster gives, compile again with --set {key}: another layout may be faster. Else "
-        "look at the card that NCCL takes (NCCL_DEBUG=INFO) and at who else uses the network."
+        f"If this is what the cluster gives, compile again with --set {key}: another layout may be "
+        "faster. Else look at the card that NCCL takes (NCCL_DEBUG=INFO) and at who else uses the "
+        "network."
     )
     return found("SW5312", None, message, help, severity="warning")
 

@@ -1,4 +1,5 @@
-"""What `doctor` and its probe on each host say to each other, one JSON object a line. A probe imports it first.
+"""What `doctor` and its probe on each host say to each other, one JSON object a line. A probe
+imports it first.
 
 What a probe of another version leaves out has its default, and what it says beside is passed over.
 """
@@ -16,8 +17,8 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """inputs: paths or globs that every host needs. port: the master's; None where any free one does. builds: whether
-    DeepSpeed compiles an optimizer on each host."""
+    """inputs: paths or globs that every host needs. port: the master's; None where any free one
+    does. builds: whether DeepSpeed compiles an optimizer on each host."""
 
     folder: str
     checkpoints: str
@@ -31,10 +32,11 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """time: of the host's clock, seconds. digest: of the compiled files, None where there is no plan. sees_mark:
-    whether the folder is the one that doctor looks at. busy: a sentence for each GPU that somebody holds. absent: of
-    the inputs. free_port: None where something listens on the master's. no_tools: what a build needs and is not there.
-    stale_locks: that builds left behind."""
+    """time: of the host's clock, seconds. digest: of the compiled files, None where there is no
+    plan. sees_mark: whether the folder is the one that doctor looks at. busy: a sentence for each
+    GPU that somebody holds. absent: of the inputs. free_port: None where something listens on the
+    master's. no_tools: what a build needs and is not there. stale_locks: that builds left
+    behind."""
 
     time: float = 0.0
     hostname: str = ""
@@ -104,4 +106,6 @@ def message_of(kind: type[M], document: Mapping[str, Any]) -> M:
 
 
 def met_of(document: Mapping[str, Any]) -> Met:
-    return message_of(Met, {**document, "links": message_of(LinkRates, document.get("links") or {})})
+    return message_of(
+        Met, {**document, "links": message_of(LinkRates, document.get("links") or {})}
+    )

@@ -1,7 +1,8 @@
-"""What `doctor` runs on each host: says what is there, then meets the other hosts. No torch before it has spoken.
+"""What `doctor` runs on each host: says what is there, then meets the other hosts. No torch before
+it has spoken.
 
-Reads one JSON object a line on standard input, answers with one a line: first the facts, then, where asked for, how the
-meeting went.
+Reads one JSON object a line on standard input, answers with one a line: first the facts, then,
+where asked for, how the meeting went.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from shardwright.launch.doctor import messages
 from shardwright.launch.extension_locks import stale_locks
 
 _ENGINES = (name for engine in ENGINES.values() for name in engine.packages)
-PACKAGES = tuple(dict.fromkeys(("torch", *_ENGINES, "transformers", "shardwright", "peft", "flash_attn")))
+PACKAGES = tuple(
+    dict.fromkeys(("torch", *_ENGINES, "transformers", "shardwright", "peft", "flash_attn"))
+)
 MEASURING_SECONDS = 3.0
 FREE_SHARE = 0.9
 """Of a GPU's memory: what less is free of, somebody else holds."""
@@ -82,7 +85,13 @@ def _facts(request: messages.ProbeRequest) -> messages.HostFacts:
 def _missing_tools() -> tuple[str, ...]:
     """What DeepSpeed compiles CPUAdam with: each is started, as a broken one is no help."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = str(Path(home) / "bin" / "nvcc") if home else "nvcc" if shutil.which("nvcc") else "/usr/local/cuda/bin/nvcc"
+    nvcc = (
+        str(Path(home) / "bin" / "nvcc")
+        if home
+        else "nvcc"
+        if shutil.which("nvcc")
+        else "/usr/local/cuda/bin/nvcc"
+    )
     beside = str(Path(sys.executable).parent / "ninja")
     tools = {
         "nvcc": (nvcc,),
@@ -94,7 +103,9 @@ def _missing_tools() -> tuple[str, ...]:
 
 def _answers(program: str) -> bool:
     try:
-        return subprocess.run([program, "--version"], capture_output=True, timeout=10).returncode == 0
+        return (
+            subprocess.run([program, "--version"], capture_output=True, timeout=10).returncode == 0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
 
@@ -139,17 +150,28 @@ def _devices(*, cpu: bool) -> int:
 
 
 def _busy() -> list[str]:
-    """GPUs that somebody holds memory of, as `nvidia-smi` tells; nothing where it is not there (AMD, say)."""
-    query = ["nvidia-smi", "--query-gpu=index,name,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    """GPUs that somebody holds memory of, as `nvidia-smi` tells; nothing where it is not there
+    (AMD, say)."""
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,name,memory.used,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=5).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
     rows = [[word.strip() for word in line.split(",")] for line in told.splitlines()]
     return [
-        f"GPU {row[0]} ({row[1]}): {int(row[2]) / 1024:.1f} of {int(row[3]) / 1024:.1f} GiB are in use"
+        (
+            f"GPU {row[0]} ({row[1]}): {int(row[2]) / 1024:.1f} of {int(row[3]) / 1024:.1f} GiB "
+            "are in use"
+        )
         for row in rows
-        if len(row) == 4 and row[2].isdigit() and row[3].isdigit() and int(row[2]) > (1 - FREE_SHARE) * int(row[3])
+        if len(row) == 4
+        and row[2].isdigit()
+        and row[3].isdigit()
+        and int(row[2]) > (1 - FREE_SHARE) * int(row[3])
     ]
 
 
@@ -177,7 +199,8 @@ def _free_port(port: int | None) -> int | None:
 
 
 def _meet(meeting: messages.MeetingRequest) -> messages.Met:
-    """A TCP connection to the master's port, then an all-reduce over all hosts, as training would open it."""
+    """A TCP connection to the master's port, then an all-reduce over all hosts, as training would
+    open it."""
     from datetime import timedelta
 
     import torch
@@ -191,14 +214,23 @@ def _meet(meeting: messages.MeetingRequest) -> messages.Met:
     if rank and (why := _cannot_connect(meeting.address, meeting.port, limit)):
         return messages.Met(unreachable=why)
     left = timedelta(seconds=limit)
-    store = TCPStore(meeting.address, meeting.port, world, is_master=rank == 0, timeout=left, wait_for_workers=False)
+    store = TCPStore(
+        meeting.address,
+        meeting.port,
+        world,
+        is_master=rank == 0,
+        timeout=left,
+        wait_for_workers=False,
+    )
     # One process a host, on its first GPU: the bandwidth of one GPU's share of the network.
     device = torch.device("cpu" if meeting.cpu else "cuda:0")
     backend = "gloo" if meeting.cpu else "nccl"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=left)
     total = torch.ones(1, device=device)
     distributed.all_reduce(total)
-    links = measure(rank, world, device, min(MEASURING_SECONDS, max(0.0, end - time.monotonic() - 2)))
+    links = measure(
+        rank, world, device, min(MEASURING_SECONDS, max(0.0, end - time.monotonic() - 2))
+    )
     return messages.Met(sum=int(total.item()), links=links)
 
 

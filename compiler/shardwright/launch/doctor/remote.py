@@ -12,7 +12,14 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 
-from shardwright.launch.doctor.messages import HostFacts, MeetingRequest, Met, ProbeRequest, message_of, met_of
+from shardwright.launch.doctor.messages import (
+    HostFacts,
+    MeetingRequest,
+    Met,
+    ProbeRequest,
+    message_of,
+    met_of,
+)
 from shardwright.launch.doctor.probe import MARK
 
 LIMIT_SECONDS = 18.0
@@ -23,7 +30,8 @@ _NOISE = re.compile(r"Warning: Permanently added|^\s*$")
 
 @dataclass(slots=True)
 class ProbedHost:
-    """One host's answers. received: time.time() of its facts, 0 until then. problem: why there are none."""
+    """One host's answers. received: time.time() of its facts, 0 until then. problem: why there are
+    none."""
 
     host: str
     facts: HostFacts = field(default_factory=HostFacts)
@@ -33,12 +41,21 @@ class ProbedHost:
 
 
 REACHES = ("local", "ssh", "srun")
-"""How a host is reached: local is this machine, srun a node of the Slurm allocation that this process is in."""
+"""How a host is reached: local is this machine, srun a node of the Slurm allocation that this
+process is in."""
 
 
 def _srun(host: str) -> list[str]:
     """A step beside others on that node, with what the allocation has there."""
-    return ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--cpu-bind=none", "--quiet"]
+    return [
+        "srun",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={host}",
+        "--overlap",
+        "--cpu-bind=none",
+        "--quiet",
+    ]
 
 
 class Probe:
@@ -46,8 +63,11 @@ class Probe:
 
     def __init__(self, host: str, *, reach: str) -> None:
         self.result = ProbedHost(host=host)
-        # As DeepSpeed forwards them. The other variables go through the pipe: a command line can be read by all.
-        values = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("PYTHON")]
+        # As DeepSpeed forwards them. The other variables go through the pipe: a command line can be
+        # read by all.
+        values = [
+            f"{name}={value}" for name, value in os.environ.items() if name.startswith("PYTHON")
+        ]
         remote = ["env", *values, sys.executable, "-P", "-m", "shardwright.launch.doctor.probe"]
         ssh = ["ssh", *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")), "-oBatchMode=yes"]
         ssh += [f"-oConnectTimeout={CONNECT_SECONDS}", host, "exec " + shlex.join(remote)]
@@ -78,7 +98,8 @@ class Probe:
         """Until it has answered with `kind`, has ended, or time.monotonic() is past `deadline`."""
         with self._answered:
             self._answered.wait_for(
-                lambda: self._has(kind) or self._ended, timeout=max(0.0, deadline - time.monotonic())
+                lambda: self._has(kind) or self._ended,
+                timeout=max(0.0, deadline - time.monotonic()),
             )
         if not self._has(kind) and not self.result.problem:
             self.result.problem = self._why() if self._ended else "no answer within the limit"
@@ -97,7 +118,10 @@ class Probe:
                 message = json.loads(line.removeprefix(MARK))
                 with self._answered:
                     if message["kind"] == "facts":
-                        self.result.facts, self.result.received = message_of(HostFacts, message), time.time()
+                        self.result.facts, self.result.received = (
+                            message_of(HostFacts, message),
+                            time.time(),
+                        )
                     else:
                         self.result.met = met_of(message)
                     self._answered.notify_all()
@@ -109,7 +133,9 @@ class Probe:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        self._errors.extend(line.rstrip() for line in self._process.stderr if not _NOISE.search(line))
+        self._errors.extend(
+            line.rstrip() for line in self._process.stderr if not _NOISE.search(line)
+        )
 
     def _why(self) -> str:
         return self._errors[-1] if self._errors else f"ended with code {self._process.returncode}"

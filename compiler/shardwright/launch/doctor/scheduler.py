@@ -1,4 +1,5 @@
-"""`doctor` where a scheduler chooses the hosts: what would it say of the job? Nothing is submitted. No torch here."""
+"""`doctor` where a scheduler chooses the hosts: what would it say of the job? Nothing is submitted.
+No torch here."""
 
 from __future__ import annotations
 
@@ -41,7 +42,13 @@ def ask(*command: str, cwd: Path | None = None) -> SchedulerReply:
     env = {**os.environ, "PATH": program_path()}
     try:
         done = subprocess.run(
-            command, cwd=cwd, env=env, capture_output=True, text=True, errors="replace", timeout=SECONDS
+            command,
+            cwd=cwd,
+            env=env,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
         )
     except subprocess.TimeoutExpired:
         return SchedulerReply(code=None, out="", err=f"no answer in {SECONDS:.0f} s")
@@ -55,7 +62,10 @@ def missing(programs: tuple[str, ...], launcher: str) -> tuple[Diagnostic, ...]:
         red(
             "SW5313",
             f"there is no `{program}` command here",
-            f"Run doctor where jobs are submitted, or compile with another launcher than {launcher}.",
+            (
+                "Run doctor where jobs are submitted, or compile with another launcher than "
+                f"{launcher}."
+            ),
         )
         for program in programs
         if shutil.which(program, path=program_path()) is None

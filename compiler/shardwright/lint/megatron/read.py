@@ -1,7 +1,9 @@
-"""A shell script or an arguments file -> the options that pretrain_gpt.py is given, and where each stands.
+"""A shell script or an arguments file -> the options that pretrain_gpt.py is given, and where each
+stands.
 
-Words are read as a shell splits them, without running anything: `NAME=value` is known in `$NAME` and `${NAME}`
-afterwards; any other expansion is a value that is not known. Quotes and parentheses only separate.
+Words are read as a shell splits them, without running anything: `NAME=value` is known in `$NAME`
+and `${NAME}` afterwards; any other expansion is a value that is not known. Quotes and parentheses
+only separate.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """values: how many an option takes: a number, "+" or "*". kind: int, float or text. choices: () where any does."""
+    """values: how many an option takes: a number, "+" or "*". kind: int, float or text. choices: ()
+    where any does."""
 
     values: int | str
     kind: str
@@ -91,14 +94,19 @@ def read_arguments(name: str, text: str, world_size: int | None) -> Arguments:
             values.append(words[at][1])
             at += 1
         known = options().get(option)
-        if known is not None and isinstance(known.values, int):  # what follows belongs to something else
+        if known is not None and isinstance(
+            known.values, int
+        ):  # what follows belongs to something else
             values = values[: known.values]
         given.append(GivenOption(name=option, values=tuple(values), place=lines.at(start, end)))
-    return Arguments(given=tuple(given), source=Source(file=name, texts={name: text}), world_size=world_size)
+    return Arguments(
+        given=tuple(given), source=Source(file=name, texts={name: text}), world_size=world_size
+    )
 
 
 def _words(text: str) -> Iterator[tuple[Span, str | None]]:
-    """Those that can be options of the script: of a line that starts a program, what stands behind its .py file."""
+    """Those that can be options of the script: of a line that starts a program, what stands behind
+    its .py file."""
     variables: dict[str, str] = {}
     offset, continued, skips = 0, False, False
     for line in text.splitlines(keepends=True):
@@ -126,7 +134,11 @@ def _words(text: str) -> Iterator[tuple[Span, str | None]]:
 
 
 def _starts_program(line: str, first: str) -> bool:
-    return not first.startswith("--") and not _ASSIGNED.match(line.strip()) and not first.startswith("$")
+    return (
+        not first.startswith("--")
+        and not _ASSIGNED.match(line.strip())
+        and not first.startswith("$")
+    )
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str | None:

@@ -1,5 +1,5 @@
-"""What Megatron-LM's parser refuses of a layout, and what it lets through although Megatron-Core cannot run it. Lines
-are of megatron-core 0.19.0."""
+"""What Megatron-LM's parser refuses of a layout, and what it lets through although Megatron-Core
+cannot run it. Lines are of megatron-core 0.19.0."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from shardwright.diagnostics import Diagnostic, Location, Severity, found
 from shardwright.lint.megatron.read import Arguments, GivenOption, options
 
 Check = Callable[[Arguments], Iterator[Diagnostic]]
-TENSOR, PIPELINE, CONTEXT = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+TENSOR, PIPELINE, CONTEXT = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
 EXPERT, EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-VIRTUAL, PER_VIRTUAL = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+VIRTUAL, PER_VIRTUAL = (
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+)
 LAYOUT, LAYERS, EXPERTS = "--pipeline-model-parallel-layout", "--num-layers", "--num-experts"
 GLOBAL, MICRO = "--global-batch-size", "--micro-batch-size"
 _UNEVEN = (
@@ -28,7 +35,11 @@ def unknown_options(a: Arguments) -> Iterator[Diagnostic]:
         if given.name in options():
             continue
         near = difflib.get_close_matches(given.name, options(), n=1, cutoff=0.8)
-        help = f"Did you mean `{near[0]}`?" if near else "Leave it out, unless your script adds it to the parser."
+        help = (
+            f"Did you mean `{near[0]}`?"
+            if near
+            else "Leave it out, unless your script adds it to the parser."
+        )
         severity: Severity = "error" if near else "warning"
         message = f"`{given.name}` is no option of Megatron-LM's parser, which stops at it"
         yield found("SW4901", given.place, message, help, severity=severity)
@@ -73,7 +84,12 @@ def ranks_do_not_divide(a: Arguments) -> Iterator[Diagnostic]:
     if a.world_size is None or not ranks or a.world_size % ranks == 0:
         return
     message = f"tensor x pipeline x context = {ranks} ranks do not divide a world of {a.world_size}"
-    yield found("SW4911", _place(a, TENSOR, PIPELINE, CONTEXT), message, "Change a degree or the number of GPUs.")
+    yield found(
+        "SW4911",
+        _place(a, TENSOR, PIPELINE, CONTEXT),
+        message,
+        "Change a degree or the number of GPUs.",
+    )
 
 
 def batch_does_not_divide(a: Arguments) -> Iterator[Diagnostic]:
@@ -96,40 +112,72 @@ def layers_do_not_divide(a: Arguments) -> Iterator[Diagnostic]:
 
 
 def layers_of_a_virtual_stage(a: Arguments) -> Iterator[Diagnostic]:
-    """The parser divides by the pipeline alone; transformer_block.py:169 asserts once the rank builds its layers."""
+    """The parser divides by the pipeline alone; transformer_block.py:169 asserts once the rank
+    builds its layers."""
     layers, pipeline, virtual = a.integer(LAYERS), a.integer(PIPELINE, 1), a.integer(VIRTUAL)
-    if not layers or not pipeline or not virtual or layers % pipeline or any(map(a.has, (LAYOUT, *_UNEVEN))):
+    if (
+        not layers
+        or not pipeline
+        or not virtual
+        or layers % pipeline
+        or any(map(a.has, (LAYOUT, *_UNEVEN)))
+    ):
         return
     each = layers // pipeline
     if each % virtual:
-        message = f"{VIRTUAL} {virtual}: the {each} layers of a pipeline rank do not divide over them"
+        message = (
+            f"{VIRTUAL} {virtual}: the {each} layers of a pipeline rank do not divide over them"
+        )
         valid = [n for n in range(1, each + 1) if each % n == 0]
-        yield found("SW4921", _place(a, VIRTUAL), message, f"Take a divisor of {each}, or {LAYOUT}.", valid)
+        yield found(
+            "SW4921", _place(a, VIRTUAL), message, f"Take a divisor of {each}, or {LAYOUT}.", valid
+        )
 
 
 def micro_batches_of_a_group(a: Arguments) -> Iterator[Diagnostic]:
-    """schedules.py:1145, at the first step: the interleaved schedule takes micro-batches in groups of as many as
-    pipeline ranks."""
-    batch, micro, pipeline, data = a.integer(GLOBAL), a.integer(MICRO), a.integer(PIPELINE, 1), _data(a)
-    virtual, group = _virtual(a), a.integer("--microbatch-group-size-per-virtual-pipeline-stage", pipeline)
-    if not batch or not micro or not pipeline or not data or not group or not virtual or virtual == 1:
+    """schedules.py:1145, at the first step: the interleaved schedule takes micro-batches in groups
+    of as many as pipeline ranks."""
+    batch, micro, pipeline, data = (
+        a.integer(GLOBAL),
+        a.integer(MICRO),
+        a.integer(PIPELINE, 1),
+        _data(a),
+    )
+    virtual, group = (
+        _virtual(a),
+        a.integer("--microbatch-group-size-per-virtual-pipeline-stage", pipeline),
+    )
+    if (
+        not batch
+        or not micro
+        or not pipeline
+        or not data
+        or not group
+        or not virtual
+        or virtual == 1
+    ):
         return
     count = batch // (micro * data)
     rest = count % group
     if count >= group >= pipeline and (rest == 0 or rest >= pipeline):
         return
-    message = f"{count} micro-batches do not make up groups of {group} over {pipeline} pipeline ranks"
+    message = (
+        f"{count} micro-batches do not make up groups of {group} over {pipeline} pipeline ranks"
+    )
     help = f"Take a {GLOBAL} that is a multiple of {micro * data * pipeline}."
     yield found("SW4922", _place(a, GLOBAL), message, help)
 
 
 def experts_over_the_world(a: Arguments) -> Iterator[Diagnostic]:
-    """parallel_state.py:882, once the process groups are made: experts are cut out of all ranks of a pipeline stage."""
+    """parallel_state.py:882, once the process groups are made: experts are cut out of all ranks of
+    a pipeline stage."""
     expert, tensor, pipeline = a.integer(EXPERT, 1), a.integer(TENSOR, 1), a.integer(PIPELINE, 1)
     ranks = _product((expert, a.integer(EXPERT_TENSOR, tensor), pipeline))
     if a.world_size is None or expert == 1 or not ranks or a.world_size % ranks == 0:
         return
-    message = f"expert-tensor x expert x pipeline = {ranks} ranks do not divide a world of {a.world_size}"
+    message = (
+        f"expert-tensor x expert x pipeline = {ranks} ranks do not divide a world of {a.world_size}"
+    )
     help = f"Take a smaller {EXPERT}, or {EXPERT_TENSOR} 1."
     yield found("SW4923", _place(a, EXPERT), message, help)
 
@@ -190,7 +238,11 @@ def _virtual(a: Arguments) -> int | None:
         return a.integer(VIRTUAL)
     if layout is not None and pipeline:
         text = layout.values[0] if layout.values else None
-        return None if text is None or "(" in text or "*" in re.sub(r"[Etm]\*", "", text) else _stages(text, pipeline)
+        return (
+            None
+            if text is None or "(" in text or "*" in re.sub(r"[Etm]\*", "", text)
+            else _stages(text, pipeline)
+        )
     if a.has(PER_VIRTUAL):
         return layers // pipeline // each if layers and pipeline and each else None
     return 1

@@ -31,28 +31,49 @@ SYNONYMS: dict[str, KeyPath] = {
     "partitioned_activations": ("activation_checkpointing", "partition_activations"),
 }
 
-# Sections whose missing `enabled` turns them off, with the keys that such a section may hold all the same.
+# Sections whose missing `enabled` turns them off, with the keys that such a section may hold all
+# the same.
 SWITCHED = (
-    *("fp16", "bf16", "bfloat16", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"),
+    *(
+        "fp16",
+        "bf16",
+        "bfloat16",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "comms_logger",
+    ),
     *("torch_autocast", "hybrid_engine", "autotuning", "expert_parallel"),
 )
 
 # Removed in 0.19.8 -> what to do instead.
 REMOVED: dict[str, str] = {
-    "nebula": "Remove the section; checkpoints are written by torch.save, or by `checkpoint.writer`.",
-    "compression_training": "Remove the section; compress the model after training, with another library.",
+    "nebula": (
+        "Remove the section; checkpoints are written by torch.save, or by `checkpoint.writer`."
+    ),
+    "compression_training": (
+        "Remove the section; compress the model after training, with another library."
+    ),
     "amp": "Remove the section; use `bf16`, `fp16` or `torch_autocast`.",
     "quantize_training": "Remove the section; quantize after training, with another library.",
     "sparse_gradients": "Remove the key; an embedding with sparse=True is still reduced sparsely.",
     "eigenvalue": "Remove the section; it served quantize_training, which is gone.",
-    "sparse_attention": "Remove the section; choose the attention in the model, such as flash attention.",
+    "sparse_attention": (
+        "Remove the section; choose the attention in the model, such as flash attention."
+    ),
     "elasticity": "Remove the section and give the three batch sizes.",
     "graph_harvesting": "Remove the key; `compile` has what is left of graph capture.",
     "curriculum_learning": "Move it to data_efficiency.data_sampling.curriculum_learning.",
     "progressive_layer_drop": "Remove the section; drop layers in the model itself.",
-    "zero_optimization.mics_shard_size": "Remove the key; zero_hpz_partition_size keeps a copy of the weights a node.",
+    "zero_optimization.mics_shard_size": (
+        "Remove the key; zero_hpz_partition_size keeps a copy of the weights a node."
+    ),
     "zero_optimization.mics_hierarchical_params_gather": "Remove the key.",
-    "zero_optimization.zeropp_loco_param": "Remove the key; zero_quantized_gradients works without it.",
+    "zero_optimization.zeropp_loco_param": (
+        "Remove the key; zero_quantized_gradients works without it."
+    ),
 }
 
 
@@ -63,7 +84,10 @@ def unknown_refused(subject: LintedConfig) -> Iterator[Fault]:
             fix = _rename(misfit.path, meant) if meant else ()
             yield Fault(
                 misfit.path,
-                f"unknown key `{misfit.path[-1]}` in `{dotted(misfit.path[:-1])}`: DeepSpeed refuses it",
+                (
+                    f"unknown key `{misfit.path[-1]}` in `{dotted(misfit.path[:-1])}`: DeepSpeed "
+                    "refuses it"
+                ),
                 help,
                 fix=fix,
             )
@@ -75,7 +99,10 @@ def misspelt(subject: LintedConfig) -> Iterator[Fault]:
         if not misfit.checked and meant:
             yield Fault(
                 misfit.path,
-                f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it without a word",
+                (
+                    f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it "
+                    "without a word"
+                ),
                 help,
                 fix=_rename(misfit.path, meant),
             )
@@ -93,7 +120,9 @@ def misplaced(subject: LintedConfig) -> Iterator[Fault]:
                 f"`{dotted(misfit.path)}` is ignored: the key belongs "
                 + (f"under `{dotted(home[:-1])}`" if home[:-1] else "at the top")
                 + (f", as `{home[-1]}`" if home[-1] != misfit.path[-1] else ""),
-                f"Write `{dotted(home)}`." if not taken else f"Remove it; `{dotted(home)}` is given.",
+                f"Write `{dotted(home)}`."
+                if not taken
+                else f"Remove it; `{dotted(home)}` is given.",
                 fix=move,
             )
 
@@ -103,7 +132,12 @@ def unknown_ignored(subject: LintedConfig) -> Iterator[Fault]:
     for misfit, meant, help, home in _unknown(subject):
         if not misfit.checked and not meant and home is None:
             yield Fault(
-                misfit.path, f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it without a word", help
+                misfit.path,
+                (
+                    f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it "
+                    "without a word"
+                ),
+                help,
             )
 
 
@@ -113,10 +147,15 @@ def removed(subject: LintedConfig) -> Iterator[Fault]:
         path = tuple(name.split("."))
         if subject.has(*path):
             value = subject.get(*path)
-            off = value in (False, None) or (isinstance(value, Mapping) and value.get("enabled") is False)
+            off = value in (False, None) or (
+                isinstance(value, Mapping) and value.get("enabled") is False
+            )
             yield Fault(
                 path,
-                f"`{name}` is gone from DeepSpeed {subject.snapshot.version}, which refuses the file",
+                (
+                    f"`{name}` is gone from DeepSpeed {subject.snapshot.version}, which refuses "
+                    "the file"
+                ),
                 REMOVED[name],
                 fix=(Edit(kind="remove", path=path),) if off else (),
             )
@@ -161,7 +200,11 @@ def switched_off(subject: LintedConfig) -> Iterator[Fault]:
     for name in SWITCHED:
         section = subject.section(name)
         if any(not is_note(key) for key in section) and "enabled" not in section:
-            yield Fault((name,), f"`{name}` is off: it has no `enabled`", 'Add "enabled": true, or remove the section.')
+            yield Fault(
+                (name,),
+                f"`{name}` is off: it has no `enabled`",
+                'Add "enabled": true, or remove the section.',
+            )
 
 
 class _Unknown(NamedTuple):
@@ -188,13 +231,17 @@ def _unknown(subject: LintedConfig) -> tuple[_Unknown, ...]:
 
 def _meant(subject: LintedConfig, misfit: Misfit, home: KeyPath | None) -> tuple[str, str]:
     """(the key of the same section that was meant, or ""; help)."""
-    known = [name for name, schema in properties(misfit.schema).items() if "deprecated" not in schema]
+    known = [
+        name for name, schema in properties(misfit.schema).items() if "deprecated" not in schema
+    ]
     given = subject.section(*map(str, misfit.path[:-1]))
     key = str(misfit.path[-1])
     other = properties(misfit.schema).get(key, {}).get("same_as")
     if other is not None:
         return "", f"It is another name of `{other}`, which is given too: keep one."
-    close = [n for n in difflib.get_close_matches(key.lower(), known, n=3, cutoff=NEAR) if n not in given]
+    close = [
+        n for n in difflib.get_close_matches(key.lower(), known, n=3, cutoff=NEAR) if n not in given
+    ]
     synonym = SYNONYMS.get(key)
     if synonym is not None and synonym[:-1] == misfit.path[:-1] and synonym[-1] not in given:
         close = [str(synonym[-1])]
@@ -203,14 +250,23 @@ def _meant(subject: LintedConfig, misfit: Misfit, home: KeyPath | None) -> tuple
     if key in _LOSS_SCALE and misfit.path[0] == "bf16":
         return "", "Remove it: bf16 needs no loss scaling; the key is fp16's."
     if home is not None:
-        return "", f"`{home[-1]}` belongs " + (f"under `{dotted(home[:-1])}`." if home[:-1] else "at the top.")
+        return "", f"`{home[-1]}` belongs " + (
+            f"under `{dotted(home[:-1])}`." if home[:-1] else "at the top."
+        )
     nearest = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.5) or sorted(known)[:8]
     more = " and others" if len(known) > len(nearest) else ""
     return "", f"Remove it. Keys here are {', '.join(nearest)}{more}."
 
 
 _LOSS_SCALE = frozenset(
-    {"loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "auto_cast"}
+    {
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "min_loss_scale",
+        "auto_cast",
+    }
 )
 
 
@@ -222,19 +278,27 @@ def _home(subject: LintedConfig, misfit: Misfit) -> KeyPath | None:
         return synonym
     if misfit.path[:-1] in (("optimizer",), ("scheduler",)):
         values = (
-            subject.snapshot.optimizer_values if misfit.path[0] == "optimizer" else subject.snapshot.scheduler_values
+            subject.snapshot.optimizer_values
+            if misfit.path[0] == "optimizer"
+            else subject.snapshot.scheduler_values
         )
         if key in values:
             return (misfit.path[0], "params", key)
     section = properties(subject.snapshot.schema).get(key, {})
     if len(misfit.path) > 1 and "properties" in section:
         return (key,)
-    homes = [path for path in _places(subject.snapshot.version).get(key, ()) if path[0] not in _RARE]
-    return homes[0] if len(homes) == 1 and len(key) > 4 and key not in ("enabled", "device") else None
+    homes = [
+        path for path in _places(subject.snapshot.version).get(key, ()) if path[0] not in _RARE
+    ]
+    return (
+        homes[0] if len(homes) == 1 and len(key) > 4 and key not in ("enabled", "device") else None
+    )
 
 
 # Their keys have everyday names.
-_RARE = frozenset({"autotuning", "expert_parallel", "data_efficiency", "comet", "bfloat16", "hybrid_engine"})
+_RARE = frozenset(
+    {"autotuning", "expert_parallel", "data_efficiency", "comet", "bfloat16", "hybrid_engine"}
+)
 
 
 @functools.cache

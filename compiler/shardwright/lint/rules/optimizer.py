@@ -11,13 +11,15 @@ from shardwright.lint.rules.precision import precision
 from shardwright.lint.subject import Edit, Fault, LintedConfig, rule, say
 
 LEAST_DECAY = 1e-3
-"""Below it neither form of weight decay moves the weights noticeably; DeepSpeed's own examples have 3e-7."""
+"""Below it neither form of weight decay moves the weights noticeably; DeepSpeed's own examples have
+3e-7."""
 
 _REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
 def optimizer(subject: LintedConfig) -> JsonObject | None:
-    """Its entry in the snapshot; None where there is none of this name. DeepSpeed's own are matched in any case."""
+    """Its entry in the snapshot; None where there is none of this name. DeepSpeed's own are matched
+    in any case."""
     name = subject.get("optimizer", "type")
     if not isinstance(name, str):
         return None
@@ -34,22 +36,44 @@ def scheduler(subject: LintedConfig) -> JsonObject | None:
 def unknown_optimizer(subject: LintedConfig) -> Iterator[Fault]:
     name = subject.get("optimizer", "type")
     if isinstance(name, str) and optimizer(subject) is None and name.lower() not in _REMOVED:
-        known = ["Adam", "AdamW", "Lamb", "Lion", "Muon", "Adagrad", *_capital(subject.snapshot.optimizers)]
+        known = [
+            "Adam",
+            "AdamW",
+            "Lamb",
+            "Lion",
+            "Muon",
+            "Adagrad",
+            *_capital(subject.snapshot.optimizers),
+        ]
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         short = name.removeprefix("DeepSpeed").removeprefix("Fused").removeprefix("CPU")
         if short in known:
             help = f"Write `{short}`: DeepSpeed takes the fused or CPU form of it by itself."
         else:
-            help = f"Did you mean `{close[0]}`?" if close else "Write AdamW, or the name of a class of torch.optim."
-        yield Fault(("optimizer", "type"), f"{say(name)} is no optimizer of DeepSpeed or torch.optim", help)
+            help = (
+                f"Did you mean `{close[0]}`?"
+                if close
+                else "Write AdamW, or the name of a class of torch.optim."
+            )
+        yield Fault(
+            ("optimizer", "type"), f"{say(name)} is no optimizer of DeepSpeed or torch.optim", help
+        )
 
 
-@rule("SW4502", help="Write AdamW or Lamb without the 1-bit parameters; ZeRO++ lowers communication at stage 3.")
+@rule(
+    "SW4502",
+    help=(
+        "Write AdamW or Lamb without the 1-bit parameters; ZeRO++ lowers communication at stage 3."
+    ),
+)
 def removed_optimizer(subject: LintedConfig) -> Iterator[Fault]:
     if subject.text("optimizer", "type") in _REMOVED:
         yield Fault(
             ("optimizer", "type"),
-            f"{say(subject.get('optimizer', 'type'))} is gone from DeepSpeed {subject.snapshot.version}",
+            (
+                f"{say(subject.get('optimizer', 'type'))} is gone from DeepSpeed "
+                f"{subject.snapshot.version}"
+            ),
         )
 
 
@@ -86,14 +110,28 @@ def unknown_schedule_parameter(subject: LintedConfig) -> Iterator[Fault]:
 @rule("SW4505", at="key", help='Add "type": "AdamW".')
 def no_optimizer_type(subject: LintedConfig) -> Iterator[Fault]:
     if subject.section("optimizer") and subject.get("optimizer", "type") is None:
-        yield Fault(("optimizer",), "`optimizer` has no `type`: DeepSpeed ignores the section and makes no optimizer")
+        yield Fault(
+            ("optimizer",),
+            "`optimizer` has no `type`: DeepSpeed ignores the section and makes no optimizer",
+        )
 
 
-@rule("SW4506", "warning", help='Write AdamW to say so, or add "adam_w_mode": false for L2 regularization.')
+@rule(
+    "SW4506",
+    "warning",
+    help='Write AdamW to say so, or add "adam_w_mode": false for L2 regularization.',
+)
 def adam_is_adamw(subject: LintedConfig) -> Iterator[Fault]:
     decay = subject.get("optimizer", "params", "weight_decay")
-    decays = decay == "auto" or (subject.number("optimizer", "params", "weight_decay") or 0) >= LEAST_DECAY
-    if subject.text("optimizer", "type") == "adam" and decays and not subject.has("optimizer", "params", "adam_w_mode"):
+    decays = (
+        decay == "auto"
+        or (subject.number("optimizer", "params", "weight_decay") or 0) >= LEAST_DECAY
+    )
+    if (
+        subject.text("optimizer", "type") == "adam"
+        and decays
+        and not subject.has("optimizer", "params", "adam_w_mode")
+    ):
         yield Fault(
             ("optimizer", "type"),
             "DeepSpeed's Adam is AdamW: the weight decay is decoupled",
@@ -104,7 +142,10 @@ def adam_is_adamw(subject: LintedConfig) -> Iterator[Fault]:
 @rule("SW4507", help="Write loss_scale: 0.")
 def lamb_scale(subject: LintedConfig) -> Iterator[Fault]:
     if subject.text("optimizer", "type") == "lamb" and subject.number("fp16", "loss_scale"):
-        yield Fault(("fp16", "loss_scale"), "Lamb needs dynamic loss scaling: DeepSpeed refuses a fixed loss_scale")
+        yield Fault(
+            ("fp16", "loss_scale"),
+            "Lamb needs dynamic loss scaling: DeepSpeed refuses a fixed loss_scale",
+        )
 
 
 @rule("SW4508")
@@ -126,7 +167,10 @@ def unknown_scheduler(subject: LintedConfig) -> Iterator[Fault]:
 
 @rule("SW4509", at="key", help='Add "params": {}, with what the scheduler needs.')
 def no_scheduler_params(subject: LintedConfig) -> Iterator[Fault]:
-    if isinstance(subject.get("scheduler", "type"), str) and subject.get("scheduler", "params") is None:
+    if (
+        isinstance(subject.get("scheduler", "type"), str)
+        and subject.get("scheduler", "params") is None
+    ):
         yield Fault(("scheduler",), "`scheduler` has no `params`: DeepSpeed fails on it")
 
 
@@ -135,7 +179,9 @@ def missing_schedule_parameter(subject: LintedConfig) -> Iterator[Fault]:
     entry = scheduler(subject)
     if entry is None or subject.get("scheduler", "params") is None:
         return
-    missing = [n for n in cast("list[str]", entry["required"]) if not subject.has("scheduler", "params", n)]
+    missing = [
+        n for n in cast("list[str]", entry["required"]) if not subject.has("scheduler", "params", n)
+    ]
     if missing:
         yield Fault(
             ("scheduler", "params"),
@@ -146,10 +192,16 @@ def missing_schedule_parameter(subject: LintedConfig) -> Iterator[Fault]:
 
 @rule("SW4512")
 def warmup_steps(subject: LintedConfig) -> Iterator[Fault]:
-    """A whole float is an integer to Hjson, by which DeepSpeed reads the file; not to the Trainer."""
+    """A whole float is an integer to Hjson, by which DeepSpeed reads the file; not to the
+    Trainer."""
     path = ("scheduler", "params", "warmup_num_steps")
     value, entry = subject.get(*path), scheduler(subject)
-    if entry is None or not entry["own"] or isinstance(value, bool) or not isinstance(value, int | float):
+    if (
+        entry is None
+        or not entry["own"]
+        or isinstance(value, bool)
+        or not isinstance(value, int | float)
+    ):
         return
     whole = subject.integer(*path)
     if whole is None or whole < 1 or (isinstance(value, float) and subject.audience == "trainer"):
@@ -167,7 +219,12 @@ def warmup_too_long(subject: LintedConfig) -> Iterator[Fault]:
     given = subject.integer("scheduler", "params", "warmup_num_steps")
     unset = not subject.has("scheduler", "params", "warmup_num_steps")
     warmup = 1000 if unset else given
-    if total is not None and warmup is not None and total < warmup and scheduler(subject) is not None:
+    if (
+        total is not None
+        and warmup is not None
+        and total < warmup
+        and scheduler(subject) is not None
+    ):
         by_default = " (its default)" if unset else ""
         yield Fault(
             ("scheduler", "params", "total_num_steps"),
@@ -179,8 +236,15 @@ def warmup_too_long(subject: LintedConfig) -> Iterator[Fault]:
 def warmup_type(subject: LintedConfig) -> Iterator[Fault]:
     path = ("scheduler", "params", "warmup_type")
     entry, value = scheduler(subject), subject.get(*path)
-    if entry is not None and entry["own"] and isinstance(value, str) and value not in ("log", "linear", "auto"):
-        yield Fault(path, f"warmup_type {say(value)} is unknown, and DeepSpeed takes log in its place")
+    if (
+        entry is not None
+        and entry["own"]
+        and isinstance(value, str)
+        and value not in ("log", "linear", "auto")
+    ):
+        yield Fault(
+            path, f"warmup_type {say(value)} is unknown, and DeepSpeed takes log in its place"
+        )
 
 
 @rule("SW4515")
@@ -190,8 +254,14 @@ def torch_scheduler(subject: LintedConfig) -> Iterator[Fault]:
     if entry is not None and not entry["own"] and wrapped:
         yield Fault(
             ("scheduler", "type"),
-            f"torch's {subject.get('scheduler', 'type')} refuses the optimizer that ZeRO, fp16 or bf16 wraps",
-            "Pass a function as lr_scheduler to deepspeed.initialize, or take WarmupCosineLR or WarmupDecayLR.",
+            (
+                f"torch's {subject.get('scheduler', 'type')} refuses the optimizer that ZeRO, fp16 "
+                "or bf16 wraps"
+            ),
+            (
+                "Pass a function as lr_scheduler to deepspeed.initialize, or take WarmupCosineLR "
+                "or WarmupDecayLR."
+            ),
         )
 
 
@@ -200,7 +270,10 @@ def no_scheduler_type(subject: LintedConfig) -> Iterator[Fault]:
     if subject.section("scheduler") and subject.get("scheduler", "type") is None:
         yield Fault(
             ("scheduler",),
-            "`scheduler` has no `type`: DeepSpeed ignores the section and the learning rate stays constant",
+            (
+                "`scheduler` has no `type`: DeepSpeed ignores the section and the learning rate "
+                "stays constant"
+            ),
         )
 
 
@@ -209,7 +282,8 @@ def muon_reduce_scatter(subject: LintedConfig) -> Iterator[Fault]:
     scatters = subject.section("zero_optimization").get("reduce_scatter") is not False
     if subject.text("optimizer", "type") == "muon" and subject.stage == 3 and scatters:
         yield Fault(
-            ("optimizer", "type"), "Muon does not go with reduce_scatter at ZeRO stage 3, which is on by default"
+            ("optimizer", "type"),
+            "Muon does not go with reduce_scatter at ZeRO stage 3, which is on by default",
         )
 
 
@@ -219,7 +293,8 @@ def untested_optimizer(subject: LintedConfig) -> Iterator[Fault]:
     allowed = subject.is_on("zero_allow_untested_optimizer")
     if entry is not None and not entry["zero"] and (subject.stage or 0) > 0 and not allowed:
         yield Fault(
-            ("optimizer", "type"), f"{subject.get('optimizer', 'type')} under ZeRO needs zero_allow_untested_optimizer"
+            ("optimizer", "type"),
+            f"{subject.get('optimizer', 'type')} under ZeRO needs zero_allow_untested_optimizer",
         )
 
 
@@ -231,14 +306,19 @@ def betas(subject: LintedConfig) -> Iterator[Fault]:
             isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in value
         )
         if not right:
-            yield Fault(("optimizer", "params", "betas"), f"betas {say(value)} are not two numbers in [0, 1)")
+            yield Fault(
+                ("optimizer", "params", "betas"),
+                f"betas {say(value)} are not two numbers in [0, 1)",
+            )
 
 
 def _unknown(subject: LintedConfig, section: str, names: list[str]) -> Iterator[Fault]:
     params = subject.section(section, "params")
     for key in params:
         if key not in names and key != "max_grad_norm":
-            close = [n for n in difflib.get_close_matches(key, names, n=1, cutoff=0.8) if n not in params]
+            close = [
+                n for n in difflib.get_close_matches(key, names, n=1, cutoff=0.8) if n not in params
+            ]
             path = (section, "params", key)
             yield Fault(
                 path,

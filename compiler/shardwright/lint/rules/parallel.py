@@ -10,17 +10,27 @@ from shardwright.lint.rules.zero import OFFLOADS, ZERO
 from shardwright.lint.subject import Edit, Fault, LintedConfig, rule
 
 
-@rule("SW4601", help="Take stage 1, or remove the `pipeline` section where there is no PipelineModule.")
+@rule(
+    "SW4601",
+    help="Take stage 1, or remove the `pipeline` section where there is no PipelineModule.",
+)
 def pipeline_zero(subject: LintedConfig) -> Iterator[Fault]:
     if subject.has_pipeline and subject.stage in (2, 3):
         yield Fault((ZERO, "stage"), f"ZeRO stage {subject.stage} does not go with a pipeline")
 
 
-@rule("SW4602", "warning", at="key", help="Give num_stages, partition_method and seed_layers to the PipelineModule.")
+@rule(
+    "SW4602",
+    "warning",
+    at="key",
+    help="Give num_stages, partition_method and seed_layers to the PipelineModule.",
+)
 def pipeline_keys(subject: LintedConfig) -> Iterator[Fault]:
     idle = [key for key in ("stages", "partition", "seed_layers") if subject.has("pipeline", key)]
     if idle:
-        yield Fault(("pipeline", idle[0]), f"nothing reads {', '.join(f'pipeline.{key}' for key in idle)}")
+        yield Fault(
+            ("pipeline", idle[0]), f"nothing reads {', '.join(f'pipeline.{key}' for key in idle)}"
+        )
 
 
 @rule("SW4603", "warning", at="key", help='Add "use_reentrant": false.')
@@ -29,21 +39,27 @@ def reentrant(subject: LintedConfig) -> Iterator[Fault]:
     if interval and subject.get("pipeline", "use_reentrant") is not False:
         yield Fault(
             ("pipeline", "activation_checkpoint_interval"),
-            "re-entrant checkpointing, the default, gets no gradient past an embedding as first layer",
+            (
+                "re-entrant checkpointing, the default, gets no gradient past an embedding as "
+                "first layer"
+            ),
         )
 
 
 @rule("SW4604", "warning")
 def pipeline_overlap(subject: LintedConfig) -> Iterator[Fault]:
     if subject.has_pipeline and subject.is_on(ZERO, "overlap_comm") and subject.stage == 1:
-        yield Fault((ZERO, "overlap_comm"), "overlap_comm has no effect under a pipeline", "Write false.")
+        yield Fault(
+            (ZERO, "overlap_comm"), "overlap_comm has no effect under a pipeline", "Write false."
+        )
 
 
 @rule("SW4605", help="Remove the key.")
 def pipeline_accumulation(subject: LintedConfig) -> Iterator[Fault]:
     if subject.has_pipeline and subject.get("managed_gradient_accumulation") is False:
         yield Fault(
-            ("managed_gradient_accumulation",), "managed_gradient_accumulation: false does not go with a pipeline"
+            ("managed_gradient_accumulation",),
+            "managed_gradient_accumulation: false does not go with a pipeline",
         )
 
 
@@ -63,8 +79,8 @@ def contiguous_checkpoints(subject: LintedConfig) -> Iterator[Fault]:
             yield Fault(
                 key,
                 f"contiguous_memory_optimization needs {' and '.join(missing)}",
-                "Add partition_activations: true and number_checkpoints: the number of layers; or pass them to "
-                "deepspeed.checkpointing.configure.",
+                "Add partition_activations: true and number_checkpoints: the number of layers; or "
+                "pass them to deepspeed.checkpointing.configure.",
             )
 
 
@@ -90,15 +106,25 @@ def pipeline_clipping(subject: LintedConfig) -> Iterator[Fault]:
     clipping = subject.number("gradient_clipping")
     clips = clipping is None or clipping > 0
     if subject.has_pipeline and subject.stage == 0 and precision(subject) == "fp32" and clips:
-        given = "gradient_clipping" if subject.has("gradient_clipping") else "DeepSpeed's default of 1.0"
+        given = (
+            "gradient_clipping"
+            if subject.has("gradient_clipping")
+            else "DeepSpeed's default of 1.0"
+        )
         yield Fault(
             ("gradient_clipping",) if subject.has("gradient_clipping") else ("pipeline",),
             f"at ZeRO stage 0 in fp32 each stage of a pipeline clips by its own norm ({given})",
-            "Take zero_optimization.stage: 1, whose norm is that of the whole model; or gradient_clipping: 0.",
+            (
+                "Take zero_optimization.stage: 1, whose norm is that of the whole model; or "
+                "gradient_clipping: 0."
+            ),
         )
 
 
-@rule("SW4610", help="Remove `tensor_parallel`; give the module layers that are tensor-parallel by themselves.")
+@rule(
+    "SW4610",
+    help="Remove `tensor_parallel`; give the module layers that are tensor-parallel by themselves.",
+)
 def pipeline_tensor(subject: LintedConfig) -> Iterator[Fault]:
     key = ("tensor_parallel", "autotp_size")
     if subject.has_pipeline and (subject.integer(*key) or 0) > 1:
@@ -114,7 +140,10 @@ def sequence_zero_3(subject: LintedConfig) -> Iterator[Fault]:
         kind: Literal["set", "add"] = "set" if subject.has(*path) else "add"
         yield Fault(
             ("sequence_parallel_size",),
-            f"at ZeRO stage 3 the gradients of {ranks} sequence-parallel ranks are 1/{ranks} of the right ones",
+            (
+                f"at ZeRO stage 3 the gradients of {ranks} sequence-parallel ranks are 1/{ranks} "
+                "of the right ones"
+            ),
             fix=(Edit(kind=kind, path=path, value=False),),
         )
 
@@ -135,14 +164,19 @@ _SAMPLING = ("data_efficiency", "data_sampling")
 def curriculum(subject: LintedConfig) -> Iterator[Fault]:
     key = (*_SAMPLING, "curriculum_learning")
     if subject.is_on(*key, "enabled") and not subject.has(*key, "curriculum_metrics"):
-        yield Fault(key, "curriculum_learning is enabled without curriculum_metrics: DeepSpeed refuses the file")
+        yield Fault(
+            key,
+            "curriculum_learning is enabled without curriculum_metrics: DeepSpeed refuses the file",
+        )
 
 
 @rule("SW4703", at="key", help="Add max_tokens, the tokens of a micro-batch.")
 def dynamic_batching(subject: LintedConfig) -> Iterator[Fault]:
     key = (*_SAMPLING, "dynamic_batching")
     if subject.is_on(*key, "enabled") and not subject.has(*key, "max_tokens"):
-        yield Fault(key, "dynamic_batching is enabled without max_tokens: DeepSpeed refuses the file")
+        yield Fault(
+            key, "dynamic_batching is enabled without max_tokens: DeepSpeed refuses the file"
+        )
 
 
 @rule("SW4704", "warning")
@@ -160,4 +194,10 @@ def disabled_parent(subject: LintedConfig) -> Iterator[Fault]:
 @rule("SW4008", help="Remove the comments and trailing commas.")
 def hjson(subject: LintedConfig) -> Iterator[Fault]:
     if subject.audience == "trainer" and not subject.is_json:
-        yield Fault((), "the file has comments, a trailing comma or words without quotes; the Trainer reads plain JSON")
+        yield Fault(
+            (),
+            (
+                "the file has comments, a trailing comma or words without quotes; the Trainer "
+                "reads plain JSON"
+            ),
+        )

@@ -15,7 +15,9 @@ ZERO = "zero_optimization"
 Offload = Literal["offload_optimizer", "offload_param"]
 OFFLOADS: tuple[Offload, Offload] = ("offload_optimizer", "offload_param")
 
-_STAGE_3 = frozenset({"sub_group_size", "memory_efficient_linear", "override_module_apply", "leaf_module"})
+_STAGE_3 = frozenset(
+    {"sub_group_size", "memory_efficient_linear", "override_module_apply", "leaf_module"}
+)
 _PLUS = (HPZ, "zero_quantized_weights", "zero_quantized_gradients")
 _GATHER = (
     "stage3_gather_16bit_weights_on_model_save",
@@ -29,7 +31,8 @@ _BELOW_3 = ("round_robin_gradients", "parameter_alignment")
 def stage_3_keys(subject: LintedConfig) -> Iterator[Fault]:
     zero = subject.section(ZERO)
     known = properties(_zero_schema(subject))
-    # Accelerate gathers tensor ranks' shards by a key with the name of stage 3 (accelerator.py, get_state_dict).
+    # Accelerate gathers tensor ranks' shards by a key with the name of stage 3 (accelerator.py,
+    # get_state_dict).
     gathered = _GATHER if _tensor_ranks(subject) > 1 else ()
     idle = [
         key
@@ -41,7 +44,10 @@ def stage_3_keys(subject: LintedConfig) -> Iterator[Fault]:
         and value != "auto"
     ]
     if idle and subject.stage in (0, 1, 2):
-        yield Fault((ZERO, idle[0]), f"at ZeRO stage {subject.stage} there is no effect of {', '.join(idle)}")
+        yield Fault(
+            (ZERO, idle[0]),
+            f"at ZeRO stage {subject.stage} there is no effect of {', '.join(idle)}",
+        )
 
 
 @rule("SW4402", "warning", at="key", help="Take stage 3, or remove the section.")
@@ -57,7 +63,8 @@ def parameter_offload(subject: LintedConfig) -> Iterator[Fault]:
 def offload_without_zero(subject: LintedConfig) -> Iterator[Fault]:
     if subject.offload("offload_optimizer") in ("cpu", "nvme") and subject.stage == 0:
         yield Fault(
-            (ZERO, "offload_optimizer"), "offload_optimizer does nothing at ZeRO stage 0: there is no ZeRO optimizer"
+            (ZERO, "offload_optimizer"),
+            "offload_optimizer does nothing at ZeRO stage 0: there is no ZeRO optimizer",
         )
 
 
@@ -84,7 +91,8 @@ def path_without_nvme(subject: LintedConfig) -> Iterator[Fault]:
         path = subject.get(ZERO, name, "nvme_path")
         if path not in (None, "", "auto", "none") and subject.offload(name) in ("none", "cpu"):
             yield Fault(
-                (ZERO, name, "nvme_path"), f"{ZERO}.{name}: nvme_path has no effect with device {subject.offload(name)}"
+                (ZERO, name, "nvme_path"),
+                f"{ZERO}.{name}: nvme_path has no effect with device {subject.offload(name)}",
             )
 
 
@@ -92,7 +100,10 @@ def path_without_nvme(subject: LintedConfig) -> Iterator[Fault]:
 def partial_offload(subject: LintedConfig) -> Iterator[Fault]:
     ratio = subject.number(ZERO, "offload_optimizer", "ratio")
     if ratio is not None and ratio < 1 and subject.stage in (0, 1, 2):
-        yield Fault((ZERO, "offload_optimizer", "ratio"), f"an offload ratio of {ratio:g} needs ZeRO stage 3")
+        yield Fault(
+            (ZERO, "offload_optimizer", "ratio"),
+            f"an offload ratio of {ratio:g} needs ZeRO stage 3",
+        )
 
 
 @rule("SW4408", "warning", at="key", help="Take stage 3, or remove it.")
@@ -100,7 +111,11 @@ def zero_plus_plus(subject: LintedConfig) -> Iterator[Fault]:
     idle = [key for key in _PLUS if subject.is_on(ZERO, key) and subject.integer(ZERO, key) != 1]
     if idle and subject.stage in (0, 1, 2):
         yield Fault(
-            (ZERO, idle[0]), f"ZeRO++ is for stage 3; at stage {subject.stage} there is no effect of {', '.join(idle)}"
+            (ZERO, idle[0]),
+            (
+                f"ZeRO++ is for stage 3; at stage {subject.stage} there is no effect of "
+                f"{', '.join(idle)}"
+            ),
         )
 
 
@@ -113,11 +128,19 @@ def gradient_norm_off(subject: LintedConfig) -> Iterator[Fault]:
     if subject.stage not in (1, 2):
         why = "is for ZeRO stages 1 and 2"
     elif clipping is None or (subject.number("gradient_clipping") or 0) > 0:
-        given = "clips at 1.0 unless told otherwise" if clipping is None else f"is told to clip at {clipping}"
+        given = (
+            "clips at 1.0 unless told otherwise"
+            if clipping is None
+            else f"is told to clip at {clipping}"
+        )
         why = f"needs gradient_clipping: 0; DeepSpeed {given}"
     elif subject.offload("offload_optimizer") != "none":
         why = "does not go with offload_optimizer"
-    elif subject.stage == 1 and precision(subject) == "bf16" and dtype(subject, "grad_accum_dtype") == "fp32":
+    elif (
+        subject.stage == 1
+        and precision(subject) == "bf16"
+        and dtype(subject, "grad_accum_dtype") == "fp32"
+    ):
         why = "does not go with bf16 summed in fp32 at ZeRO stage 1"
     else:
         return
@@ -135,7 +158,9 @@ def summed_gradients(subject: LintedConfig) -> Iterator[Fault]:
     }
     for other, given in others.items():
         if given:
-            yield Fault(("gradient_allreduce_op",), f"gradient_allreduce_op: sum does not go with {other}")
+            yield Fault(
+                ("gradient_allreduce_op",), f"gradient_allreduce_op: sum does not go with {other}"
+            )
             return
 
 
@@ -171,7 +196,10 @@ def elastic_checkpoint(subject: LintedConfig) -> Iterator[Fault]:
         yield Fault(
             (ZERO, "elastic_checkpoint"),
             "elastic_checkpoint has no effect at ZeRO stage 3",
-            "Convert with ds_to_universal and write checkpoint.load_universal: true to change the ranks.",
+            (
+                "Convert with ds_to_universal and write checkpoint.load_universal: true to change "
+                "the ranks."
+            ),
         )
 
 
@@ -181,7 +209,10 @@ def odd_bucket(subject: LintedConfig) -> Iterator[Fault]:
     if size is not None and size % 2 and subject.stage in (1, 2):
         yield Fault(
             (ZERO, "allgather_bucket_size"),
-            f"allgather_bucket_size {size} is odd: DeepSpeed refuses it at ZeRO stage {subject.stage}",
+            (
+                f"allgather_bucket_size {size} is odd: DeepSpeed refuses it at ZeRO stage "
+                f"{subject.stage}"
+            ),
             f"Write {size + 1}.",
             fix=(Edit(kind="set", path=(ZERO, "allgather_bucket_size"), value=size + 1),),
         )
@@ -191,10 +222,17 @@ def odd_bucket(subject: LintedConfig) -> Iterator[Fault]:
 def weights_not_gathered(subject: LintedConfig) -> Iterator[Fault]:
     given = next((name for name in _GATHER if subject.has(ZERO, name)), None)
     cut = subject.stage == 3 or _tensor_ranks(subject) > 1
-    if subject.audience == "trainer" and cut and (given is None or subject.get(ZERO, given) is False):
+    if (
+        subject.audience == "trainer"
+        and cut
+        and (given is None or subject.get(ZERO, given) is False)
+    ):
         yield Fault(
             (ZERO, given or "stage"),
-            f"without {_GATHER[0]} the Trainer saves no usable model: the weights stay cut over the ranks",
+            (
+                f"without {_GATHER[0]} the Trainer saves no usable model: the weights stay cut "
+                "over the ranks"
+            ),
             f'Write "{_GATHER[0]}": true'
             + (", or convert each checkpoint with zero_to_fp32.py." if subject.stage == 3 else "."),
         )
@@ -207,7 +245,9 @@ def no_stage_3_form(subject: LintedConfig) -> Iterator[Fault]:
         yield Fault((ZERO, idle[0]), f"at ZeRO stage 3 there is no effect of {', '.join(idle)}")
 
 
-@rule("SW4417", at="key", help='Take stage 1, 2 or 3 and add "offload_optimizer": {"device": "cpu"}.')
+@rule(
+    "SW4417", at="key", help='Take stage 1, 2 or 3 and add "offload_optimizer": {"device": "cpu"}.'
+)
 def zenflow(subject: LintedConfig) -> Iterator[Fault]:
     if not isinstance(subject.get(ZERO, "zenflow"), dict) or subject.stage is None:
         return
@@ -219,7 +259,8 @@ def zenflow(subject: LintedConfig) -> Iterator[Fault]:
 def super_offload(subject: LintedConfig) -> Iterator[Fault]:
     if subject.is_on(ZERO, "offload_optimizer", "super_offload") and subject.stage in (0, 1, 2):
         yield Fault(
-            (ZERO, "offload_optimizer", "super_offload"), f"super_offload has no effect at ZeRO stage {subject.stage}"
+            (ZERO, "offload_optimizer", "super_offload"),
+            f"super_offload has no effect at ZeRO stage {subject.stage}",
         )
 
 
@@ -229,7 +270,10 @@ def boolean_zero(subject: LintedConfig) -> Iterator[Fault]:
     if isinstance(value, bool):
         yield Fault(
             (ZERO,),
-            f"zero_optimization: {str(value).lower()} is the form of 2020, and means stage {int(value)}",
+            (
+                f"zero_optimization: {str(value).lower()} is the form of 2020, and means stage "
+                f"{int(value)}"
+            ),
             f'Write {{"stage": {int(value)}}}.',
             fix=(Edit(kind="set", path=(ZERO,), value={"stage": int(value)}),),
         )
@@ -239,22 +283,34 @@ def boolean_zero(subject: LintedConfig) -> Iterator[Fault]:
 def unmanaged_accumulation(subject: LintedConfig) -> Iterator[Fault]:
     if subject.get("managed_gradient_accumulation") is not False:
         return
-    overlaps = subject.is_on(ZERO, "overlap_comm") or (subject.stage == 3 and subject.get(ZERO, "overlap_comm") is None)
+    overlaps = subject.is_on(ZERO, "overlap_comm") or (
+        subject.stage == 3 and subject.get(ZERO, "overlap_comm") is None
+    )
     if overlaps and subject.stage in (0, 1, 3):
         yield Fault(
             ("managed_gradient_accumulation",),
-            f"managed_gradient_accumulation: false does not go with overlap_comm at ZeRO stage {subject.stage}",
+            (
+                "managed_gradient_accumulation: false does not go with overlap_comm at ZeRO stage "
+                f"{subject.stage}"
+            ),
         )
 
 
-@rule("SW4421", at="key", help="Remove one of the two. `shardwright compile` makes groups of its own, which run both.")
+@rule(
+    "SW4421",
+    at="key",
+    help="Remove one of the two. `shardwright compile` makes groups of its own, which run both.",
+)
 def second_copy_of_shards(subject: LintedConfig) -> Iterator[Fault]:
     """The groups are consecutive ranks, as tensor-parallel ones are."""
     size, tensor = subject.integer(ZERO, HPZ) or 1, _tensor_ranks(subject)
     if subject.stage == 3 and size > 1 and tensor > 1:
         yield Fault(
             (ZERO, HPZ),
-            f"{HPZ} {size} with autotp_size {tensor}: weights are gathered from ranks that hold other shards",
+            (
+                f"{HPZ} {size} with autotp_size {tensor}: weights are gathered from ranks that "
+                "hold other shards"
+            ),
         )
 
 

@@ -1,5 +1,6 @@
-"""The traced graphs of the shipped configurations: graphs.zip, one member a distinct configuration, written by
-`make graphs`. A member is read alone, and only where transformers and torch are those that it was traced with."""
+"""The traced graphs of the shipped configurations: graphs.zip, one member a distinct configuration,
+written by `make graphs`. A member is read alone, and only where transformers and torch are those
+that it was traced with."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ VERSIONS = "versions.json"
 
 
 def shipped_graph(config_text: str, attention: str) -> ModelGraph | None:
-    """The graph of exactly this configuration (JSON with sorted keys); None where it is not shipped, or not for the
-    installed versions."""
+    """The graph of exactly this configuration (JSON with sorted keys); None where it is not
+    shipped, or not for the installed versions."""
     if attention != ATTENTION:
         return None
     try:
@@ -29,7 +30,9 @@ def shipped_graph(config_text: str, attention: str) -> ModelGraph | None:
         ):
             recorded = json.loads(archive.read(VERSIONS))
             # What is not installed cannot disagree, and could not trace either.
-            if any(version not in (None, recorded.get(name)) for name, version in versions().items()):
+            if any(
+                version not in (None, recorded.get(name)) for name, version in versions().items()
+            ):
                 return None
             return graph_from_json(archive.read(member(config_text)))
     except (KeyError, zipfile.BadZipFile, *UNREADABLE):  # KeyError: no such member
@@ -37,10 +40,14 @@ def shipped_graph(config_text: str, attention: str) -> ModelGraph | None:
 
 
 def versions() -> dict[str, str | None]:
-    """What a trace depends on outside this package. transformers decides the modules and the defaults, in any release;
-    torch only how they compute, which changes with its minor releases. None where one is not installed."""
+    """What a trace depends on outside this package. transformers decides the modules and the
+    defaults, in any release; torch only how they compute, which changes with its minor releases.
+    None where one is not installed."""
     torch = installed_version("torch")
-    return {"torch": torch and ".".join(torch.split(".")[:2]), "transformers": installed_version("transformers")}
+    return {
+        "torch": torch and ".".join(torch.split(".")[:2]),
+        "transformers": installed_version("transformers"),
+    }
 
 
 def member(config_text: str) -> str:

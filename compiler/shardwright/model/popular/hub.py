@@ -1,4 +1,5 @@
-"""A recipe's model -> its config.json; a hub id's from the local Hugging Face cache, else as shipped, else the hub's.
+"""A recipe's model -> its config.json; a hub id's from the local Hugging Face cache, else as
+shipped, else the hub's.
 
 Only config.json is downloaded here, and only where HF_HUB_OFFLINE is not set. Nothing is executed.
 """
@@ -24,8 +25,9 @@ _MAIN = "main"
 
 
 def read_config(section: ModelSection) -> tuple[JsonObject, bool]:
-    """The configuration as written, and whether it stands in the recipe itself. No torch and no transformers here: what
-    needs them (is the type known? does it run on code of its own?) waits until a graph is traced.
+    """The configuration as written, and whether it stands in the recipe itself. No torch and no
+    transformers here: what needs them (is the type known? does it run on code of its own?) waits
+    until a graph is traced.
 
     Errors: SW2002 no readable config.json; those of hub_config for a hub id.
     """
@@ -38,9 +40,9 @@ def read_config(section: ModelSection) -> tuple[JsonObject, bool]:
 
 
 def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
-    """Errors: SW2001 no network, offline, or the hub's answer is of no use; SW2002 a config.json that is no object;
-    SW2010 no such model; SW2011 no such revision; SW2012 gated; SW2013 no config.json in the repository; SW2015 not
-    a hub id."""
+    """Errors: SW2001 no network, offline, or the hub's answer is of no use; SW2002 a config.json
+    that is no object; SW2010 no such model; SW2011 no such revision; SW2012 gated; SW2013 no
+    config.json in the repository; SW2015 not a hub id."""
     here = config_here(model_id, revision)
     if here is not None:
         return here
@@ -56,10 +58,13 @@ def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
     if hub.is_offline_mode():
         raise Refusal(_unreachable(model_id, "HF_HUB_OFFLINE is set", revision))
     try:
-        # Asked once, without the retries of a download, which make a machine with no network wait half a minute.
+        # Asked once, without the retries of a download, which make a machine with no network wait
+        # half a minute.
         hub.get_hf_file_metadata(hub.hf_hub_url(model_id, CONFIG_NAME, revision=revision))
         path = hub.hf_hub_download(model_id, CONFIG_NAME, revision=revision)
-    except Exception as error:  # of its HTTP library, the disk, the hub: all mean "no configuration"
+    except (
+        Exception
+    ) as error:  # of its HTTP library, the disk, the hub: all mean "no configuration"
         raise Refusal(hub_problem(error, model_id, revision)) from None
     return read_config_file(Path(path))
 
@@ -95,10 +100,13 @@ def cached_config(model_id: str, revision: str) -> Path | None:
 
 
 def processor_here(section: ModelSection) -> tuple[Path, str] | None:
-    """(the folder of the model's processor, its settings as text) where they are on this machine."""
+    """(the folder of the model's processor, its settings as text) where they are on this
+    machine."""
     source = section.source or ""
     cached = None if Path(source).is_absolute() else cached_config(source, section.revision)
-    folder = Path(source) if Path(source).is_absolute() else None if cached is None else cached.parent
+    folder = (
+        Path(source) if Path(source).is_absolute() else None if cached is None else cached.parent
+    )
     if folder is None:
         return None
     found = []
@@ -115,7 +123,9 @@ def read_config_file(path: Path) -> JsonObject:
         if not isinstance(config, dict):
             raise ValueError(f"it holds a {type(config).__name__}, not an object")
     except (OSError, ValueError) as error:
-        reason = (error.strerror or "") if isinstance(error, OSError) else " ".join(str(error).split())
+        reason = (
+            (error.strerror or "") if isinstance(error, OSError) else " ".join(str(error).split())
+        )
         help = "model.source must be a folder written by save_pretrained, with a config.json in it."
         raise refusal("SW2002", f"cannot read {str(path)!r}: {reason}", help, _KEY) from None
     return cast(JsonObject, config)
@@ -130,15 +140,21 @@ def hub_problem(error: Exception, model_id: str, revision: str) -> Diagnostic:
         return _error(
             "SW2012",
             f"{model_id!r} is gated, and this machine has no access to it",
-            f"Accept its terms at {page}, then run `hf auth login` (or set HF_TOKEN) and try again; "
-            "or give a local folder as model.source, or the configuration under model.config.",
+            f"Accept its terms at {page}, then run `hf auth login` (or set HF_TOKEN) and try "
+            "again; or give a local folder as model.source, or the configuration under "
+            "model.config.",
         )
     if isinstance(error, errors.RepositoryNotFoundError | errors.DisabledRepoError):
         disabled = isinstance(error, errors.DisabledRepoError)
         return _error(
             "SW2010",
-            f"{model_id!r} is disabled on the hub" if disabled else f"the hub has no model {model_id!r}",
-            "Check the name. A private model needs `hf auth login` or HF_TOKEN; a local folder is written ./folder.",
+            f"{model_id!r} is disabled on the hub"
+            if disabled
+            else f"the hub has no model {model_id!r}",
+            (
+                "Check the name. A private model needs `hf auth login` or HF_TOKEN; a local folder "
+                "is written ./folder."
+            ),
             nearest_ids(model_id),
         )
     if isinstance(error, errors.RevisionNotFoundError):
@@ -152,13 +168,18 @@ def hub_problem(error: Exception, model_id: str, revision: str) -> Diagnostic:
         return _error(
             "SW2013",
             f"{model_id!r} has no config.json, so it is not a transformers model",
-            "Name the repository with the transformers weights (not the original, GGUF or adapter files).",
+            (
+                "Name the repository with the transformers weights (not the original, GGUF or "
+                "adapter files)."
+            ),
             nearest_ids(model_id),
         )
     cause = " ".join(str(error).split())[:200]
     if isinstance(error, errors.HfHubHTTPError):
         return _unreachable(model_id, f"the hub answered: {cause}", revision)
-    if isinstance(error, OSError) and not isinstance(error, errors.LocalEntryNotFoundError | ConnectionError):
+    if isinstance(error, OSError) and not isinstance(
+        error, errors.LocalEntryNotFoundError | ConnectionError
+    ):
         return _unreachable(model_id, f"storing it failed: {cause}", revision)
     return _unreachable(model_id, f"the hub cannot be reached ({type(error).__name__})", revision)
 
@@ -168,9 +189,13 @@ def _unreachable(model_id: str, cause: str, revision: str) -> Diagnostic:
     what = f"{model_id!r}" if revision == _MAIN else f"{model_id!r} at revision {revision!r}"
     return _error(
         "SW2001",
-        f"{what} is neither on this machine nor among the configurations that come with shardwright, and {cause}",
-        f"Where there is a network, run `hf download {model_id}{pinned(revision)} config.json`; or give a local folder "
-        f"as model.source, or the configuration under model.config. {_did_you_mean(near)}".rstrip(),
+        (
+            f"{what} is neither on this machine nor among the configurations that come with "
+            f"shardwright, and {cause}"
+        ),
+        f"Where there is a network, run `hf download {model_id}{pinned(revision)} config.json`; or "
+        "give a local folder as model.source, or the configuration under model.config. "
+        f"{_did_you_mean(near)}".rstrip(),
         near,
     )
 
@@ -194,5 +219,7 @@ def _did_you_mean(near: tuple[str, ...]) -> str:
     return f"Configurations that come with shardwright: {', '.join(near)}." if near else ""
 
 
-def _error(code: str, message: str, help: str, valid: tuple[str, ...] = (), key: KeyPath = _KEY) -> Diagnostic:
+def _error(
+    code: str, message: str, help: str, valid: tuple[str, ...] = (), key: KeyPath = _KEY
+) -> Diagnostic:
     return Diagnostic(code=code, message=message, help=help, key=key, valid=valid)

@@ -1,9 +1,11 @@
-"""The configurations of popular models, as data: one JSON file a family, hub id -> config.json as published.
+"""The configurations of popular models, as data: one JSON file a family, hub id -> config.json as
+published.
 
-An entry with "like" is another entry of any file with the keys beside it changed: the hub's own redirects, and
-instruct models that differ from their base in nothing but special tokens or the length they were tuned for. Left out
-everywhere: keys that say how weights are stored or who wrote the file (torch_dtype, architectures, quantization...).
-The test of this folder compares each one's parameter count with the published number.
+An entry with "like" is another entry of any file with the keys beside it changed: the hub's own
+redirects, and instruct models that differ from their base in nothing but special tokens or the
+length they were tuned for. Left out everywhere: keys that say how weights are stored or who wrote
+the file (torch_dtype, architectures, quantization...). The test of this folder compares each one's
+parameter count with the published number.
 """
 
 from __future__ import annotations
@@ -41,16 +43,24 @@ def shipped_config(model_id: str) -> JsonObject | None:
 
 @functools.cache
 def published_keys(model_type: str) -> frozenset[str]:
-    """Every key of the shipped configurations of this type: modeling code reads some that no class lists."""
+    """Every key of the shipped configurations of this type: modeling code reads some that no class
+    lists."""
     configs = [shipped_config(model_id) or {} for model_id in shipped_ids()]
-    return frozenset(key for config in configs if config.get("model_type") == model_type for key in config)
+    return frozenset(
+        key for config in configs if config.get("model_type") == model_type for key in config
+    )
 
 
 def shipped_name(text: str) -> str | None:
-    """The hub id that `text` means: the id itself, or its last part in any case where only one id ends in it."""
+    """The hub id that `text` means: the id itself, or its last part in any case where only one id
+    ends in it."""
     if text in _entries():
         return text
-    matches = [model_id for model_id in shipped_ids() if model_id.rpartition("/")[2].lower() == text.lower()]
+    matches = [
+        model_id
+        for model_id in shipped_ids()
+        if model_id.rpartition("/")[2].lower() == text.lower()
+    ]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -68,7 +78,11 @@ def nearest_ids(text: str) -> tuple[str, ...]:
 @functools.cache
 def _entries() -> Mapping[str, JsonObject]:
     entries: dict[str, JsonObject] = {}
-    files = (f for f in resources.files("shardwright.model.popular").iterdir() if f.name.endswith(".json"))
+    files = (
+        f
+        for f in resources.files("shardwright.model.popular").iterdir()
+        if f.name.endswith(".json")
+    )
     for file in sorted(files, key=lambda f: f.name):
         table = cast("dict[str, JsonObject]", json.loads(file.read_text("utf-8")))
         twice = entries.keys() & table.keys()

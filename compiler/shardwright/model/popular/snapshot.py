@@ -1,8 +1,9 @@
-"""A hub id -> a folder of the local Hugging Face cache with its weights or tokenizer, at one commit.
+"""A hub id -> a folder of the local Hugging Face cache with its weights or tokenizer, at one
+commit.
 
-Offline first: what the cache has whole is used as it is, and the hub is asked only for what is missing. Downloaded are
-config.json, safetensors files and the tokenizer's files, Python files where the recipe trusts them by name; never
-pickles.
+Offline first: what the cache has whole is used as it is, and the hub is asked only for what is
+missing. Downloaded are config.json, safetensors files and the tokenizer's files, Python files where
+the recipe trusts them by name; never pickles.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ _KEY: KeyPath = ("model", "weights")
 
 
 def locate_weights(section: ModelSection) -> LocatedWeights | None:
-    """None where the weights are random. Errors: SW1913 none, or not all of them, and those of the hub: SW2010 to
-    SW2012, SW2015."""
+    """None where the weights are random. Errors: SW1913 none, or not all of them, and those of the
+    hub: SW2010 to SW2012, SW2015."""
     if section.weights != "pretrained" or section.source is None:
         return None
     if Path(section.source).is_absolute():
         local = Path(section.source)
-        if local.is_dir() and (problem := weights_problem(local)):  # a missing one has been told already
+        if local.is_dir() and (
+            problem := weights_problem(local)
+        ):  # a missing one has been told already
             help = "Give a folder that `save_pretrained` wrote (safetensors), or `weights: random`."
             raise _no_weights(repr(section.source), problem, help)
         return LocatedWeights(path=section.source, revision=None)
@@ -56,13 +59,15 @@ def _problem(folder: Path, code: list[str]) -> str:
 
 
 def tokenizer_folder(name: str, revision: str, key: KeyPath) -> Path:
-    """The folder itself, or the cache's of a hub id; it may hold no tokenizer. Errors, all at `key`: SW1911, SW2010 to
-    SW2012, SW2015."""
+    """The folder itself, or the cache's of a hub id; it may hold no tokenizer. Errors, all at
+    `key`: SW1911, SW2010 to SW2012, SW2015."""
     if Path(name).is_absolute():
         return Path(name)
     try:
         folder = _cached(name, revision)
-        if folder is not None and any(next(folder.glob(pattern), None) for pattern in TOKENIZER_PATTERNS):
+        if folder is not None and any(
+            next(folder.glob(pattern), None) for pattern in TOKENIZER_PATTERNS
+        ):
             return folder
         return _download(name, revision, list(TOKENIZER_PATTERNS), "it is not on this machine", key)
     except Refusal as refusal:
@@ -70,12 +75,17 @@ def tokenizer_folder(name: str, revision: str, key: KeyPath) -> Path:
 
 
 def code_folder(model_id: str, revision: str) -> Path:
-    """The model's Python files, of a model that the recipe trusts by name. Errors: SW2001, SW2010 to SW2012."""
+    """The model's Python files, of a model that the recipe trusts by name. Errors: SW2001, SW2010
+    to SW2012."""
     folder = _cached(model_id, revision)
     if folder is not None and next(folder.glob("*.py"), None):
         return folder
     return _download(
-        model_id, revision, ["config.json", "*.py"], "its code is not on this machine", ("model", "source")
+        model_id,
+        revision,
+        ["config.json", "*.py"],
+        "its code is not on this machine",
+        ("model", "source"),
     )
 
 
@@ -88,9 +98,13 @@ def weights_problem(folder: Path) -> str:
         names = _weight_files(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{INDEX} cannot be read"
-    missing = [name for name in names if not os.path.isfile(folder / name)]  # False, too, for what can be no name
+    missing = [
+        name for name in names if not os.path.isfile(folder / name)
+    ]  # False, too, for what can be no name
     if missing:
-        return f"{missing[0][:200]} is missing" + (f", with {len(missing) - 1} more" if len(missing) > 1 else "")
+        return f"{missing[0][:200]} is missing" + (
+            f", with {len(missing) - 1} more" if len(missing) > 1 else ""
+        )
     cut = [name for name in names if not _is_whole(folder / name)]
     return f"{cut[0]} is not a whole safetensors file" if cut else ""
 
@@ -104,7 +118,8 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
 
 
 def _is_whole(path: Path) -> bool:
-    """By the header, which says where the last tensor ends: a download or copy that was cut off is shorter."""
+    """By the header, which says where the last tensor ends: a download or copy that was cut off is
+    shorter."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -120,7 +135,9 @@ def _cached(model_id: str, revision: str) -> Path | None:
 
     try:
         return Path(
-            snapshot_download(model_id, revision=revision, local_files_only=True, allow_patterns=["config.json"])
+            snapshot_download(
+                model_id, revision=revision, local_files_only=True, allow_patterns=["config.json"]
+            )
         )
     except HFValidationError:
         raise Refusal(no_id(model_id)) from None
@@ -128,15 +145,20 @@ def _cached(model_id: str, revision: str) -> Path | None:
         return None
 
 
-def _download(model_id: str, revision: str, patterns: list[str], problem: str, key: KeyPath) -> Path:
+def _download(
+    model_id: str, revision: str, patterns: list[str], problem: str, key: KeyPath
+) -> Path:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, snapshot_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     if is_offline_mode():
         raise _unreachable(model_id, revision, f"{problem}, and HF_HUB_OFFLINE is set", key)
     try:
-        # Asked once, without the retries of a download, which make a machine with no network wait half a minute.
-        with contextlib.suppress(RemoteEntryNotFoundError):  # the repository may be a tokenizer's alone
+        # Asked once, without the retries of a download, which make a machine with no network wait
+        # half a minute.
+        with contextlib.suppress(
+            RemoteEntryNotFoundError
+        ):  # the repository may be a tokenizer's alone
             get_hf_file_metadata(hf_hub_url(model_id, "config.json", revision=revision))
         return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
     except Exception as error:  # of its HTTP library, the disk, the hub: all mean "no weights"
@@ -156,15 +178,26 @@ def _cause(error: Exception) -> str:
 def _unreachable(model_id: str, revision: str, why: str, key: KeyPath) -> Refusal:
     fetch = f"Where there is a network, run `hf download {model_id}{pinned(revision)}`"
     if key == _KEY:
-        help = "Load it once with transformers, write it with `save_pretrained`, and give that folder as model.source"
+        help = (
+            "Load it once with transformers, write it with `save_pretrained`, and give that "
+            "folder as model.source"
+        )
         if ".bin" not in why:  # no pickles to load
             help = f"{fetch}, or give a local folder"
-        return _no_weights(f"the weights of {model_id!r}", why, f"{help}; or write `weights: random`.")
+        return _no_weights(
+            f"the weights of {model_id!r}", why, f"{help}; or write `weights: random`."
+        )
     if key == ("model", "source"):
         return refusal("SW2001", f"{model_id!r}: {why}", f"{fetch}, or give a local folder.", key)
-    help = f"{fetch}; or give a folder that `save_pretrained` wrote (as ./path), or `tokenizer: byte`."
-    return refusal("SW1911", f"data.tokenizer: {model_id!r} cannot be used: {why}", help, key, ("byte",))
+    help = (
+        f"{fetch}; or give a folder that `save_pretrained` wrote (as ./path), or `tokenizer: byte`."
+    )
+    return refusal(
+        "SW1911", f"data.tokenizer: {model_id!r} cannot be used: {why}", help, key, ("byte",)
+    )
 
 
 def _no_weights(what: str, why: str, help: str) -> Refusal:
-    return refusal("SW1913", f"model.weights: pretrained, but {what} cannot be loaded: {why}", help, _KEY)
+    return refusal(
+        "SW1913", f"model.weights: pretrained, but {what} cannot be loaded: {why}", help, _KEY
+    )

@@ -13,12 +13,13 @@ from torch import nn
 from shardwright.modules.context.exchange import exchange
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
-"""What transformers' attention interface holds: (module, query (B, H, S, D), key, value (B, K, S, D), mask, ...) ->
-(output (B, S, H, D), weights or None)."""
+"""What transformers' attention interface holds: (module, query (B, H, S, D), key, value (B, K, S,
+D), mask, ...) -> (output (B, S, H, D), weights or None)."""
 
 
 class _WithOwnHeads:
-    """An attention module to the function that reads it, with other values of what depends on the number of heads."""
+    """An attention module to the function that reads it, with other values of what depends on the
+    number of heads."""
 
     def __init__(self, module: nn.Module, values: dict[str, Any]) -> None:
         self._module = module
@@ -39,8 +40,8 @@ def attend_over_ranks(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`inner` for S/s tokens of each rank. attention_mask: of the whole row. Raises ValueError where the heads do not
-    divide over the ranks."""
+    """`inner` for S/s tokens of each rank. attention_mask: of the whole row. Raises ValueError
+    where the heads do not divide over the ranks."""
     ranks, heads = dist.get_world_size(group), query.shape[1]
     if heads % ranks:
         raise ValueError(f"{heads} attention heads do not divide over {ranks} context ranks")
@@ -48,14 +49,22 @@ def attend_over_ranks(
 
     def of_own_heads(x: Any, dimension: int) -> Any:
         """Of a tensor with a value for each head."""
-        if not isinstance(x, torch.Tensor) or x.ndim <= dimension or x.shape[dimension] != heads or heads == 1:
+        if (
+            not isinstance(x, torch.Tensor)
+            or x.ndim <= dimension
+            or x.shape[dimension] != heads
+            or heads == 1
+        ):
             return x
         return x.narrow(dimension, first, own)
 
     def whole_row(x: torch.Tensor) -> torch.Tensor:
-        # Keys' heads that the ranks do not divide are repeated: each rank has those that its queries read.
+        # Keys' heads that the ranks do not divide are repeated: each rank has those that its
+        # queries read.
         copies = math.lcm(x.shape[1], ranks) // x.shape[1]
-        return exchange(x.repeat_interleave(copies, dim=1) if copies > 1 else x, split=1, join=2, group=group)
+        return exchange(
+            x.repeat_interleave(copies, dim=1) if copies > 1 else x, split=1, join=2, group=group
+        )
 
     query, key, value = whole_row(query), whole_row(key), whole_row(value)
     values: dict[str, Any] = {}

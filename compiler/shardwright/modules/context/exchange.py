@@ -1,4 +1,5 @@
-"""The one collective of a context group: what was whole in one dimension becomes whole in another."""
+"""The one collective of a context group: what was whole in one dimension becomes whole in
+another."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from torch import distributed as dist
 
 class _Trade(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.back = join, split, group
         return _exchanged(x, split, join, group)
 
@@ -27,6 +30,6 @@ def _exchanged(x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup)
 
 
 def exchange(x: torch.Tensor, *, split: int, join: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Dimension `split` is cut over the group's ranks, which its size must divide by; their parts are joined along
-    `join`, in the order of the ranks. The gradient takes the way back."""
+    """Dimension `split` is cut over the group's ranks, which its size must divide by; their parts
+    are joined along `join`, in the order of the ranks. The gradient takes the way back."""
     return _Trade.apply(x, split, join, group)

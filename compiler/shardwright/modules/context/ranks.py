@@ -1,8 +1,8 @@
 """The switch of this process: while it is on, models of transformers run on one piece of each row.
 
-Masks are made for whole rows, so that windows, chunks and packed documents are what they are without context ranks.
-transformers makes them in one function, which counts the tokens that it is handed. Rotary embeddings that depend on the
-length see whole rows, too (hf/rope.py).
+Masks are made for whole rows, so that windows, chunks and packed documents are what they are
+without context ranks. transformers makes them in one function, which counts the tokens that it is
+handed. Rotary embeddings that depend on the length see whole rows, too (hf/rope.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class ContextRanks:
         self._positions: torch.Tensor | None = None
 
     def use(self, group: dist.ProcessGroup | None, model: nn.Module | None = None) -> None:
-        """None, or a group of one, switches it off. The ranks of the group hold neighbouring pieces, in its order.
-        model: that is trained on pieces; its rotary embeddings may depend on the length."""
+        """None, or a group of one, switches it off. The ranks of the group hold neighbouring
+        pieces, in its order. model: that is trained on pieces; its rotary embeddings may depend on
+        the length."""
         self._patches.close()
         self._group = self._model = self._positions = None
         if group is None or dist.get_world_size(group) == 1:
@@ -54,7 +55,11 @@ class ContextRanks:
 
         for owner, name, replacement in (
             (AttentionInterface, "get_interface", interface),
-            (masking_utils, "_preprocess_mask_arguments", partial(self._mask_arguments, preprocess)),
+            (
+                masking_utils,
+                "_preprocess_mask_arguments",
+                partial(self._mask_arguments, preprocess),
+            ),
             (masking_utils, "packed_sequence_compatibility_function", partial(self._packed, pack)),
         ):
             self._patches.enter_context(patch.object(owner, name, replacement))
@@ -72,8 +77,8 @@ class ContextRanks:
     def keywords(
         self, attention: str | None, input_ids: torch.Tensor, positions: torch.Tensor | None
     ) -> dict[str, Any]:
-        """What a model's forward takes beside `input_ids` (B, S/s). positions: (B, S) of the whole rows where documents
-        are packed, each counting from 0."""
+        """What a model's forward takes beside `input_ids` (B, S/s). positions: (B, S) of the whole
+        rows where documents are packed, each counting from 0."""
         given = position_keywords(attention, positions)
         if self._group is None:
             return given
@@ -104,7 +109,8 @@ class ContextRanks:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """masking_utils._preprocess_mask_arguments, with the lengths and documents of the whole row."""
+        """masking_utils._preprocess_mask_arguments, with the lengths and documents of the whole
+        row."""
         if getattr(attention_mask, "ndim", 0) == 2:
             attention_mask = None  # the type's own, of ones: no row is padded
         done, mask, packed, queries, keys, *offsets = inner(
@@ -118,7 +124,9 @@ class ContextRanks:
             packed = masking_utils.find_packed_sequence_indices(self._positions)
         return (done, mask, packed, queries * ranks, keys * ranks, *offsets)
 
-    def _packed(self, inner: Any, mask_function: Any, position_ids: torch.Tensor, packed: torch.Tensor) -> Any:
+    def _packed(
+        self, inner: Any, mask_function: Any, position_ids: torch.Tensor, packed: torch.Tensor
+    ) -> Any:
         return inner(mask_function, self._positions, packed)
 
 

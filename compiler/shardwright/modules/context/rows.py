@@ -12,8 +12,9 @@ from shardwright.modules.batches import MicroBatch
 
 
 def own_piece(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
-    """S/s neighbouring tokens of each row; the batch itself where there is one rank. Its labels are shifted before the
-    cut, for a piece's last label is the first token of the next piece. position_ids stay those of the whole rows."""
+    """S/s neighbouring tokens of each row; the batch itself where there is one rank. Its labels are
+    shifted before the cut, for a piece's last label is the first token of the next piece.
+    position_ids stay those of the whole rows."""
     if ranks == 1:
         return batch
     shifted = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED)

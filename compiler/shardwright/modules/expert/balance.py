@@ -10,8 +10,11 @@ from shardwright.hf.balance import RouterBalance
 from shardwright.plan.plan import Plan
 
 
-def router_balance(plan: Plan, model: nn.Module, group: dist.ProcessGroup | None = None) -> RouterBalance | None:
-    """model: the whole one, before any of it is cut. group: the context ranks of this rank's rows, or None."""
+def router_balance(
+    plan: Plan, model: nn.Module, group: dist.ProcessGroup | None = None
+) -> RouterBalance | None:
+    """model: the whole one, before any of it is cut. group: the context ranks of this rank's rows,
+    or None."""
     balance, context = plan.model.router_aux_loss, plan.strategy.context
     if balance is None:
         return None
@@ -28,5 +31,6 @@ def router_balance(plan: Plan, model: nn.Module, group: dist.ProcessGroup | None
 
 
 def share_of_micro_batch(plan: Plan, micro_batches: int) -> float:
-    """Engines average over micro-batches and over data x context ranks; context ranks have a part of each row."""
+    """Engines average over micro-batches and over data x context ranks; context ranks have a part
+    of each row."""
     return plan.strategy.context / micro_batches

@@ -1,4 +1,5 @@
-"""Modules of experts, cut in place to those of this rank; their class and their forward stay as they are."""
+"""Modules of experts, cut in place to those of this rank; their class and their forward stay as
+they are."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from shardwright.plan.plan import Plan, PlanRank
 
 
 class ExpertSpreader:
-    """The experts of one model, cut as its layers are built. Before any of them has run: a gradient's accumulator keeps
-    the shape that it was made with."""
+    """The experts of one model, cut as its layers are built. Before any of them has run: a
+    gradient's accumulator keeps the shape that it was made with."""
 
     def __init__(
         self,
@@ -26,8 +27,8 @@ class ExpertSpreader:
         group: dist.ProcessGroup | None = None,
         mark: Callable[[nn.Parameter], None] = lambda parameter: None,
     ) -> None:
-        """paths: of modules of experts, which the group's ranks share out, in its order. mark: what an engine needs to
-        know of a parameter that was cut."""
+        """paths: of modules of experts, which the group's ranks share out, in its order. mark: what
+        an engine needs to know of a parameter that was cut."""
         self.model, self.paths, self.group, self.mark = model, tuple(paths), group, mark
         self._experts: dict[str, int] = {}
 
@@ -40,28 +41,38 @@ class ExpertSpreader:
         for path in self.inside(layer):
             assert self.group is not None
             module = self.model.get_submodule(path)
-            self._experts[path] = cut_experts(module, dist.get_rank(self.group), dist.get_world_size(self.group))
+            self._experts[path] = cut_experts(
+                module, dist.get_rank(self.group), dist.get_world_size(self.group)
+            )
             for parameter in module.parameters(recurse=False):
                 self.mark(parameter)
 
     def dispatch(self, layer: str) -> None:
-        """Their forward and backward passes are collective from here on, around whatever cut an expert further."""
+        """Their forward and backward passes are collective from here on, around whatever cut an
+        expert further."""
         for path in self.inside(layer):
             assert self.group is not None
             module: Any = self.model.get_submodule(path)
-            module.forward = called_by_place(dispatched(module.forward, self._experts[path], self.group))
+            module.forward = called_by_place(
+                dispatched(module.forward, self._experts[path], self.group)
+            )
 
 
 def own_experts(plan: Plan, rank: PlanRank, parameter: str, experts: int) -> tuple[int, int] | None:
-    """The first of a rank's experts and their number; None of a parameter that is not cut by experts."""
+    """The first of a rank's experts and their number; None of a parameter that is not cut by
+    experts."""
     ranks = plan.expert_cut(parameter)
     return None if ranks == 1 else (plan.expert_of(rank) * experts // ranks, experts // ranks)
 
 
 def own_splits(plan: Plan) -> tuple[ModuleSplit, ...]:
-    """How tensor ranks cut what an expert rank has: the plan's map with the shapes of its own experts."""
+    """How tensor ranks cut what an expert rank has: the plan's map with the shapes of its own
+    experts."""
     return tuple(
-        replace(module, parameters=tuple(_of_own_experts(p, plan.strategy.expert) for p in module.parameters))
+        replace(
+            module,
+            parameters=tuple(_of_own_experts(p, plan.strategy.expert) for p in module.parameters),
+        )
         if module.module in plan.experts
         else module
         for module in plan.tensor_parallel.modules
@@ -76,7 +87,9 @@ def cut_experts(module: Any, rank: int, ranks: int) -> int:
     """Returns how many it had. What has no memory yet gets none."""
     experts = number_of_experts(module)
     if not experts or experts % ranks:
-        raise RuntimeError(f"{type(module).__name__}: {experts} experts do not divide over {ranks} ranks")
+        raise RuntimeError(
+            f"{type(module).__name__}: {experts} experts do not divide over {ranks} ranks"
+        )
     local = experts // ranks
     for parameter in module.parameters(recurse=False):
         part = parameter.data.narrow(0, rank * local, local)

@@ -1,4 +1,5 @@
-"""Cross-entropy over logits whose vocabulary is cut over the tensor ranks: no rank ever holds a whole row."""
+"""Cross-entropy over logits whose vocabulary is cut over the tensor ranks: no rank ever holds a
+whole row."""
 
 from __future__ import annotations
 
@@ -11,7 +12,12 @@ from torch import distributed as dist
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, ignored: int, group: dist.ProcessGroup
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        first: int,
+        ignored: int,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         highest = logits.float().amax(dim=-1)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
@@ -19,7 +25,9 @@ class _CrossEntropy(torch.autograd.Function):
         counts = target != ignored
         here = counts & (target >= first) & (target < first + logits.shape[-1])
         place = (target - first).masked_fill(~here, 0).unsqueeze(-1)
-        own = shifted.gather(-1, place).squeeze(-1).masked_fill(~here, 0.0)  # 0 on the ranks that do not hold it
+        own = (
+            shifted.gather(-1, place).squeeze(-1).masked_fill(~here, 0.0)
+        )  # 0 on the ranks that do not hold it
         exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(dim=-1), own])
         dist.all_reduce(sums, group=group)
@@ -37,10 +45,17 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def vocabulary_parallel_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, *, first: int, ignored: int, group: dist.ProcessGroup
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    first: int,
+    ignored: int,
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """logits (..., V of this rank), target (...) ids of the whole vocabulary -> (...) fp32 losses, 0 where `ignored`.
+    """logits (..., V of this rank), target (...) ids of the whole vocabulary -> (...) fp32 losses,
+    0 where `ignored`.
 
-    first: the vocabulary's id of this rank's first logit. Computed in fp32; the gradient has the logits' type.
+    first: the vocabulary's id of this rank's first logit. Computed in fp32; the gradient has the
+    logits' type.
     """
     return _CrossEntropy.apply(logits, target, first, ignored, group)

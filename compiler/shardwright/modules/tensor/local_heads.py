@@ -10,12 +10,14 @@ from torch import nn
 
 from shardwright.hf.sizes import HEAD_ATTRIBUTES, head_counts
 
-# Arguments that hold a value for every head: name -> the heads' dimension. ALiBi joins batch and heads in dimension 0.
+# Arguments that hold a value for every head: name -> the heads' dimension. ALiBi joins batch and
+# heads in dimension 0.
 HEAD_ARGUMENTS: dict[str, int] = {"alibi": 0, "position_bias": 0, "attention_mask": 1}
 
 
 def take_own_heads(model: nn.Module, module: nn.Module, rank: int, degree: int) -> None:
-    """Edits the attributes in place; arguments that hold a value for every head are cut when they come in."""
+    """Edits the attributes in place; arguments that hold a value for every head are cut when they
+    come in."""
     config: Any = model.config
     heads, key_value_heads = head_counts(module, config.get_text_config())
     own, own_key_value = heads // degree, max(1, key_value_heads // degree)
@@ -30,7 +32,9 @@ def take_own_heads(model: nn.Module, module: nn.Module, rank: int, degree: int) 
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         cut = [own_heads(name, x) for name, x in zip(names, args, strict=False)]
-        return inner(*cut, *args[len(cut) :], **{name: own_heads(name, x) for name, x in kwargs.items()})
+        return inner(
+            *cut, *args[len(cut) :], **{name: own_heads(name, x) for name, x in kwargs.items()}
+        )
 
     if HEAD_ARGUMENTS.keys() & set(names):
         module.forward = forward

@@ -1,9 +1,9 @@
 """The borders of a tensor-parallel region: the only collectives of a layer, forward and backward.
 
-A column region is entered with a tensor that every rank has whole; its gradient is the sum of the ranks' shares. A row
-region is left with a partial sum; its gradient is whole already. DeepSpeed's own functions (module_inject/layers.py)
-lose the all-reduce of a non-contiguous tensor and return their input as it is, which a model must not write into; so
-these are ours.
+A column region is entered with a tensor that every rank has whole; its gradient is the sum of the
+ranks' shares. A row region is left with a partial sum; its gradient is whole already. DeepSpeed's
+own functions (module_inject/layers.py) lose the all-reduce of a non-contiguous tensor and return
+their input as it is, which a model must not write into; so these are ours.
 """
 
 from __future__ import annotations
@@ -42,14 +42,18 @@ class _Gather(torch.autograd.Function):
     """The ranks' slices of the last dimension, joined; each rank's gradient is its own slice."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.sizes, ctx.rank = sizes, dist.get_rank(group)
         widest = max(sizes)
         own = x.new_zeros(*x.shape[:-1], widest)
         own[..., : x.shape[-1]] = x
         parts = [torch.empty_like(own) for _ in sizes]
         dist.all_gather(parts, own, group=group)
-        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
+        return torch.cat(
+            [part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -77,8 +81,9 @@ _LAST: list[_Last] = []
 
 
 def enter_column_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Identity forward, all-reduce of the gradient backward: one, however many modules take the same tensor one after
-    another, as queries, keys and values do. Their gradients are added up before it."""
+    """Identity forward, all-reduce of the gradient backward: one, however many modules take the
+    same tensor one after another, as queries, keys and values do. Their gradients are added up
+    before it."""
     if not torch.is_grad_enabled():
         return _Enter.apply(x, group)
     for last in _LAST:
@@ -91,7 +96,8 @@ def enter_column_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def own_features(y: torch.Tensor) -> torch.Tensor:
-    """y, features that this rank alone holds: dropout draws from the rank's own stream until a row region is left."""
+    """y, features that this rank alone holds: dropout draws from the rank's own stream until a row
+    region is left."""
     TENSOR_RANDOM.enter()
     return y
 
@@ -102,21 +108,28 @@ def leave_row_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Leave.apply(x, group)
 
 
-def gather_output(x: torch.Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+def gather_output(
+    x: torch.Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup
+) -> torch.Tensor:
     """(..., own width) -> (..., sum of sizes) on every rank."""
     return _Gather.apply(x, sizes, group)
 
 
-def own_slices(x: torch.Tensor, pieces: tuple[tuple[int, int], ...], group: dist.ProcessGroup) -> torch.Tensor:
-    """The rank's own (start, length) slices of a tensor that every rank has whole; the whole gradient backward."""
+def own_slices(
+    x: torch.Tensor, pieces: tuple[tuple[int, int], ...], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The rank's own (start, length) slices of a tensor that every rank has whole; the whole
+    gradient backward."""
     entered = enter_column_region(x, group)
     return torch.cat([entered.narrow(-1, start, length) for start, length in pieces], dim=-1)
 
 
 def sum_gradient(parameter: torch.nn.Parameter, group: dist.ProcessGroup) -> None:
-    """A whole parameter that each rank applies to its own heads: its gradient is the sum over the ranks.
+    """A whole parameter that each rank applies to its own heads: its gradient is the sum over the
+    ranks.
 
-    On the tensor, once per backward: a hook on the accumulated .grad would sum earlier micro-batches again.
+    On the tensor, once per backward: a hook on the accumulated .grad would sum earlier
+    micro-batches again.
     """
     if parameter.requires_grad:
         parameter.register_hook(lambda gradient: all_reduced(gradient, group))
@@ -125,8 +138,8 @@ def sum_gradient(parameter: torch.nn.Parameter, group: dist.ProcessGroup) -> Non
 def sum_over_copies(parameter: torch.nn.Parameter, copies: int, group: dist.ProcessGroup) -> None:
     """A shard that `copies` consecutive ranks hold: its gradient is the sum over these.
 
-    One all-reduce of all shards in the tensor group, each in its own row: a group of the copies' own would have to be
-    made by all ranks of the world at the same moment.
+    One all-reduce of all shards in the tensor group, each in its own row: a group of the copies'
+    own would have to be made by all ranks of the world at the same moment.
     """
     rank, shards = dist.get_rank(group), dist.get_world_size(group) // copies
 

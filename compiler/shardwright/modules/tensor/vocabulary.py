@@ -13,7 +13,8 @@ from shardwright.modules.tensor.regions import leave_row_region, sum_gradient
 
 
 def look_up_own_rows(module: nn.Module, table: ParameterSplit, group: dist.ProcessGroup) -> None:
-    """Each rank looks up the ids whose rows it holds, with the embedding's own forward (scale, norm); the sum is whole.
+    """Each rank looks up the ids whose rows it holds, with the embedding's own forward (scale,
+    norm); the sum is whole.
 
     padding_idx keeps its meaning (no gradient for that row) on the rank that holds it.
     """

@@ -1,4 +1,5 @@
-"""What a module communicates, by style: its forward is wrapped on the instance, its class stays as it is.
+"""What a module communicates, by style: its forward is wrapped on the instance, its class stays as
+it is.
 
 The parameters are cut before (split.py).
 """
@@ -26,7 +27,13 @@ from shardwright.modules.tensor.regions import (
 from shardwright.modules.tensor.vocabulary import look_up_own_rows
 
 
-def wrap(model: nn.Module, path: str, style: str, held: dict[str, ParameterSplit], group: dist.ProcessGroup) -> None:
+def wrap(
+    model: nn.Module,
+    path: str,
+    style: str,
+    held: dict[str, ParameterSplit],
+    group: dist.ProcessGroup,
+) -> None:
     """held: the module's own parameters. Raises RuntimeError for a style that nobody lowers."""
     module = model.get_submodule(path)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
@@ -45,7 +52,9 @@ def wrap(model: nn.Module, path: str, style: str, held: dict[str, ParameterSplit
             _around(module, enter=enter, leave=gather)
         case "multi_query_colwise":
             own = _own_queries(model, path, held["weight"].shape[0], rank, degree)
-            _around(module, enter=enter, leave=lambda y: own_features(own_slices(gather(y), own, group)))
+            _around(
+                module, enter=enter, leave=lambda y: own_features(own_slices(gather(y), own, group))
+            )
         case "embedding_colwise":
             _around(module, leave=gather)
         case "rowwise":
@@ -63,7 +72,9 @@ def wrap(model: nn.Module, path: str, style: str, held: dict[str, ParameterSplit
             if held["weight"].dimension is None:
                 _around(module, leave=lambda y: _rotary_enters(y, rotary, group))
             else:
-                _around(module, enter=enter, leave=lambda y: _rotary_enters(gather(y), rotary, group))
+                _around(
+                    module, enter=enter, leave=lambda y: _rotary_enters(gather(y), rotary, group)
+                )
         case "replicated_with_grad_allreduce":
             for parameter in module.parameters():
                 sum_gradient(parameter, group)
@@ -83,7 +94,8 @@ def _around(
     enter: Callable[[torch.Tensor], torch.Tensor] | None = None,
     leave: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """`enter` on each floating tensor among the arguments, `leave` on the output (of a tuple, its first entry)."""
+    """`enter` on each floating tensor among the arguments, `leave` on the output (of a tuple, its
+    first entry)."""
     inner = module.forward
 
     def entered(x: Any) -> Any:
@@ -116,8 +128,11 @@ def _add_bias_once(module: nn.Module, leave: Callable[[torch.Tensor], torch.Tens
     module.forward = forward
 
 
-def _share_whole_parameters(module: nn.Module, held: dict[str, ParameterSplit], group: dist.ProcessGroup) -> None:
-    """A whole parameter inside a partial sum (an expert's output bias): each rank adds its share of it."""
+def _share_whole_parameters(
+    module: nn.Module, held: dict[str, ParameterSplit], group: dist.ProcessGroup
+) -> None:
+    """A whole parameter inside a partial sum (an expert's output bias): each rank adds its share of
+    it."""
     whole = [leaf for leaf, split in held.items() if split.dimension is None]
     if not whole:
         return
@@ -136,18 +151,24 @@ def _share_whole_parameters(module: nn.Module, held: dict[str, ParameterSplit], 
     module.forward = forward
 
 
-def _own_queries(model: nn.Module, path: str, features: int, rank: int, degree: int) -> tuple[tuple[int, int], ...]:
-    """Fused query heads and one key/value head: the rank's own query heads, and the whole key and value."""
+def _own_queries(
+    model: nn.Module, path: str, features: int, rank: int, degree: int
+) -> tuple[tuple[int, int], ...]:
+    """Fused query heads and one key/value head: the rank's own query heads, and the whole key and
+    value."""
     attention: Any = model.get_submodule(path.rpartition(".")[0])
     queries = features - 2 * attention.head_dim
     return ((queries // degree * rank, queries // degree), (queries, 2 * attention.head_dim))
 
 
 def _rotary_width(model: nn.Module, path: str) -> int:
-    """Of multi-head latent attention: the last features of this projection go to every head, past kv_b_proj."""
+    """Of multi-head latent attention: the last features of this projection go to every head, past
+    kv_b_proj."""
     parent: Any = model.get_submodule(path.rpartition(".")[0])
     config: Any = model.config
-    return int(getattr(parent, "qk_rope_head_dim", None) or config.get_text_config().qk_rope_head_dim)
+    return int(
+        getattr(parent, "qk_rope_head_dim", None) or config.get_text_config().qk_rope_head_dim
+    )
 
 
 def _rotary_enters(y: torch.Tensor, rotary: int, group: dist.ProcessGroup) -> torch.Tensor:

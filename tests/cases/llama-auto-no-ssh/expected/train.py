@@ -1,4 +1,5 @@
-"""One rank of the run. The deepspeed launcher starts this file; all else is read from plan.json beside it."""
+"""One rank of the run. The deepspeed launcher starts this file; all else is read from plan.json
+beside it."""
 
 from shardwright.worker import main
 

@@ -1,1 +1,2 @@
-"""What DeepSpeed takes in ds_config.json, as data: a snapshot a version, and the check of a document against it."""
+"""What DeepSpeed takes in ds_config.json, as data: a snapshot a version, and the check of a
+document against it."""

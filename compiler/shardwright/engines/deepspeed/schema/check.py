@@ -1,4 +1,5 @@
-"""A ds_config document against a snapshot: every unknown key and every value of another type, choice or range."""
+"""A ds_config document against a snapshot: every unknown key and every value of another type,
+choice or range."""
 
 from __future__ import annotations
 
@@ -34,18 +35,31 @@ class Misfit:
 
 
 def misfits(document: JsonObject, snapshot: Snapshot) -> tuple[Misfit, ...]:
-    """In document order. optimizer.params and scheduler.params are checked by their values' types only: which names
-    are known depends on the optimizer and scheduler."""
+    """In document order. optimizer.params and scheduler.params are checked by their values' types
+    only: which names are known depends on the optimizer and scheduler."""
     found = list(_section(document, snapshot.schema, ()))
-    for name, values in (("optimizer", snapshot.optimizer_values), ("scheduler", snapshot.scheduler_values)):
+    for name, values in (
+        ("optimizer", snapshot.optimizer_values),
+        ("scheduler", snapshot.scheduler_values),
+    ):
         section = document.get(name)
         params = section.get("params") if isinstance(section, Mapping) else None
         if isinstance(params, Mapping):
             for key, value in params.items():
                 if key in values:
-                    found += _value(value, cast(JsonObject, values[key]), (name, "params", key), False)
+                    found += _value(
+                        value, cast(JsonObject, values[key]), (name, "params", key), False
+                    )
                 elif value == AUTO:
-                    found.append(Misfit(kind="auto", path=(name, "params", key), value=value, schema={}, checked=False))
+                    found.append(
+                        Misfit(
+                            kind="auto",
+                            path=(name, "params", key),
+                            value=value,
+                            schema={},
+                            checked=False,
+                        )
+                    )
     return tuple(found)
 
 
@@ -60,7 +74,9 @@ def _section(value: JsonObject, schema: JsonObject, path: Path) -> Iterator[Misf
         twice = known is not None and known.get("same_as") in value
         if known is None or twice:
             if not is_note(key):
-                yield Misfit(kind="unknown", path=(*path, key), value=below, schema=schema, checked=checked)
+                yield Misfit(
+                    kind="unknown", path=(*path, key), value=below, schema=schema, checked=checked
+                )
         else:
             yield from _value(below, known, (*path, key), checked)
 
@@ -82,9 +98,18 @@ def _value(value: JsonValue, schema: JsonObject, path: Path, checked: bool) -> I
         kind = "auto"
     elif types and not any(is_a(value, name, exact=bool(schema.get("exact"))) for name in types):
         kind = "text" if isinstance(value, str) and text_value(value, types) is not None else "type"
-    elif "enum" in schema and value is not None and not isinstance(value, list) and not _is_choice(value, schema):
+    elif (
+        "enum" in schema
+        and value is not None
+        and not isinstance(value, list)
+        and not _is_choice(value, schema)
+    ):
         kind = "choice"
-    elif isinstance(value, int | float) and not isinstance(value, bool) and not in_range(value, schema):
+    elif (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and not in_range(value, schema)
+    ):
         kind = "range"
     if kind is not None:
         yield Misfit(kind=kind, path=path, value=value, schema=schema, checked=checked)
@@ -105,7 +130,12 @@ def is_a(value: JsonValue, name: str, *, exact: bool = False) -> bool:
         return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if name == "number":
         return isinstance(value, int | float)
-    kinds: dict[str, type | tuple[type, ...]] = {"string": str, "array": list, "object": Mapping, "null": type(None)}
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "string": str,
+        "array": list,
+        "object": Mapping,
+        "null": type(None),
+    }
     return name in kinds and isinstance(value, kinds[name])
 
 

@@ -10,7 +10,14 @@ from torch import nn
 
 from . import distributed, fp8, ops
 
-__all__ = ["DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm"]
+__all__ = [
+    "DotProductAttention",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "Linear",
+    "RMSNorm",
+]
 __all__ += ["distributed", "fp8", "ops"]
 
 
@@ -28,7 +35,9 @@ def _normed(x: torch.Tensor, weight: Any, bias: Any, eps: float, centred: bool) 
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float, zero_centered_gamma: bool, **more: Any) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, zero_centered_gamma: bool, **more: Any
+    ) -> None:
         super().__init__()
         self.eps, self.centred = eps, zero_centered_gamma
         self.weight = _parameter(hidden_size, like=more)
@@ -39,7 +48,9 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    def __init__(self, hidden_size: int, eps: float, zero_centered_gamma: bool, **more: Any) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, zero_centered_gamma: bool, **more: Any
+    ) -> None:
         super().__init__(hidden_size, eps, zero_centered_gamma, **more)
         self.bias = _parameter(hidden_size, like=more)
 
@@ -65,7 +76,9 @@ class Linear(nn.Module):
         self.bias = _parameter(out_features, like=more) if bias else torch.empty(0)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        out = F.linear(x, self.weight, self.bias if self.use_bias and not self.return_bias else None)
+        out = F.linear(
+            x, self.weight, self.bias if self.use_bias and not self.return_bias else None
+        )
         return (out, self.bias) if self.return_bias else out
 
 
@@ -84,7 +97,9 @@ class LayerNormLinear(Linear):
         super().__init__(in_features, out_features, **more)
         self.eps, self.centred = eps, zero_centered_gamma
         self.layer_norm_weight = _parameter(in_features, like=more)
-        self.layer_norm_bias = _parameter(in_features, like=more) if normalization == "LayerNorm" else None
+        self.layer_norm_bias = (
+            _parameter(in_features, like=more) if normalization == "LayerNorm" else None
+        )
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         normed = _normed(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.centred)
@@ -93,17 +108,30 @@ class LayerNormLinear(Linear):
 
 class GroupedLinear(nn.Module):
     def __init__(
-        self, num_gemms: int, in_features: int, out_features: int, *, bias: bool, return_bias: bool, **more: Any
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        return_bias: bool,
+        **more: Any,
     ) -> None:
         super().__init__()
         assert not bias and not return_bias
         self.num_gemms = num_gemms
         for number in range(num_gemms):
-            self.register_parameter(f"weight{number}", _parameter(out_features, in_features, like=more))
+            self.register_parameter(
+                f"weight{number}", _parameter(out_features, in_features, like=more)
+            )
 
-    def forward(self, x: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
         pieces = x.split(m_splits)
-        return torch.cat([F.linear(piece, getattr(self, f"weight{at}")) for at, piece in enumerate(pieces)])
+        return torch.cat(
+            [F.linear(piece, getattr(self, f"weight{at}")) for at, piece in enumerate(pieces)]
+        )
 
 
 class DotProductAttention(nn.Module):
@@ -122,7 +150,9 @@ class DotProductAttention(nn.Module):
         self.scale = size**-0.5 if softmax_scale is None else softmax_scale
         self.window, self.kind = window_size, attn_mask_type
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *, attn_mask_type: str) -> Any:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *, attn_mask_type: str
+    ) -> Any:
         assert attn_mask_type == self.kind == "causal"  # which reads no mask
         length, batch, _, _ = q.shape
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
