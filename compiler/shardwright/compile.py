@@ -37,13 +37,8 @@ from shardwright.model.own_code import locate_own_code
 from shardwright.model.popular.hub import processor_here
 from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
 from shardwright.partition.tensor import tensor_parallel_map, with_whole_experts
-from shardwright.plan.build import (
-    MODEL_DIRECTORY,
-    TOKENIZER_DIRECTORY,
-    build_plan,
-    data_errors,
-    installed_versions,
-)
+from shardwright.plan.build import build_plan, data_errors, installed_versions
+from shardwright.plan.folder_paths import MODEL_DIRECTORY, TOKENIZER_DIRECTORY
 from shardwright.plan.islands import island_plan
 from shardwright.plan.plan import Plan, PlanBalance
 from shardwright.recipe.files import check_files

@@ -18,15 +18,15 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.engines.table import engine_of, under
 from shardwright.ir.cluster import Cluster
 from shardwright.ir.model_graph import ModelGraph, hash_of_config
-from shardwright.ir.recipe import DataSection, Recipe, with_kernels
+from shardwright.ir.recipe import DataSection, Recipe, accumulation_dtype, with_kernels
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
-from shardwright.plan.build import accumulation_dtype, canonical_hash
 from shardwright.plan.graph_file import read_graph
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
 from shardwright.recipe.load import load_recipe
 from shardwright.search.settle import as_planned
+from shardwright.strict_json import canonical_hash
 
 RECIPE = "recipe.resolved.json"
 SAME = 1e-9

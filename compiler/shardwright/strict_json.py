@@ -5,6 +5,7 @@ What others read (`--json`, run/*.json, run/*.jsonl) is written here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -37,3 +38,9 @@ def _finite(value: object) -> tuple[object, bool]:
         items = [_finite(item) for item in value]
         return [item for item, _ in items], all(finite for _, finite in items)
     return value, True
+
+
+def canonical_hash(document: object) -> str:
+    """sha256 (hex) of the JSON text with sorted keys and no spaces."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()

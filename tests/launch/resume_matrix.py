@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.ir.apart import series_apart
-from shardwright.launch.run import free_port
+from shardwright.programs import free_port
 from tests.parity.harness import Case
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,9 +15,8 @@ import pytest
 
 from shardwright.compile import Compiled, compile_recipe
 from shardwright.engines.deepspeed.accelerate import CONFIG, PLAIN, TRAINER
-from shardwright.launch.preconditions import program_path
-from shardwright.launch.run import free_port
 from shardwright.lower.folder import write_folder
+from shardwright.programs import free_port, program_path
 from shardwright.recipe.load import load_recipe
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from shardwright.compile import Compiled, compile_recipe
 from shardwright.engines.deepspeed.autotp import AUTOTP_FILE, PROVED_TYPES
 from shardwright.ir.apart import series_apart, worst
-from shardwright.launch.run import free_port
+from shardwright.programs import free_port
 from shardwright.recipe.load import load_recipe
 from tests.parity.harness import LOSS_ABSOLUTE
 from tests.parity.models import GPT2, LLAMA

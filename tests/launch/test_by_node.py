@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.launch.preconditions import program_path
-from shardwright.launch.run import free_port
+from shardwright.programs import free_port, program_path
 from tests.parity.harness import (
     Case,
     metrics,

@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.ir.recipe import OptimizerSection
-from shardwright.launch.run import free_port
 from shardwright.modules.learning_rate import learning_rate
 from shardwright.modules.recompute import recompute_forward
 from shardwright.plan.plan import PlanScheduler
+from shardwright.programs import free_port
 
 
 @pytest.fixture(scope="module")

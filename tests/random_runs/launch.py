@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shardwright.launch.run import free_port
+from shardwright.programs import free_port
 from shardwright.watch.events import is_echo
 from tests.random_runs.draw import Case, draw
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.hf.reference import merge_plain_adapters
-from shardwright.ir.lora import LoraSection
+from shardwright.ir.recipe import LoraSection
 from shardwright.verify import tiny, verify
 from tests.zoo.configs import tiny_config
 

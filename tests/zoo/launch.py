@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.launch.run import free_port
+from shardwright.programs import free_port
 from shardwright.watch.events import is_echo
 from tests.figures import worst_of_ranks
 

@@ -19,10 +19,9 @@ from shardwright.calibrate.machine import versions
 from shardwright.calibrate.tune import WARM_UP_STEPS, launch
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.launch.preconditions import program_path
-from shardwright.launch.run import free_port
 from shardwright.lower.folder import write_folder
 from shardwright.plan.plan import Plan
+from shardwright.programs import free_port, program_path
 from shardwright.recipe.load import load_recipe
 from tools.bench_gpu.layouts import FAMILIES, LAYOUTS, Layout, digest, recipe
 

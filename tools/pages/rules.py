@@ -14,8 +14,7 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.codes import CODES
 from shardwright.engines.megatron.keys import REFUSED, RUNS
 from shardwright.engines.table import ENGINES
-from shardwright.ir.lora import LoraSection
-from shardwright.ir.recipe import DataSection, Recipe, with_kernels
+from shardwright.ir.recipe import DataSection, LoraSection, Recipe, with_kernels
 from shardwright.ir.tracking import NoiseScaleSection
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.rule import Candidate, Rule

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from shardwright.calibrate.job import Job, Told
 from shardwright.calibrate.machine import cpu_name
-from shardwright.launch.run import free_port
 from shardwright.modules.host_memory import keep_freed_memory
+from shardwright.programs import free_port
 
 if TYPE_CHECKING:
     from shardwright.calibrate.clock import Stopwatch

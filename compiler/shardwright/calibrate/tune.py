@@ -27,12 +27,12 @@ from shardwright.cost.replaced import figures_of, run_factor
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.measured import KIND, VERSION, Figure, Machine, Measurements, RunFigures
 from shardwright.ir.recipe import Recipe
-from shardwright.launch.preconditions import own_command
 from shardwright.layout.axes import AXES
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.lower.folder import write_folder
+from shardwright.programs import own_command
 from shardwright.search.search import baselines, search
 
 WARM_UP_STEPS = 3

@@ -13,7 +13,7 @@ from shardwright.diagnostics.render import visible
 from shardwright.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.launch.doctor.meeting import HostCheck
+    from shardwright.diagnostics.host_check import HostCheck
     from shardwright.plan.plan import Plan
 
 
@@ -63,9 +63,10 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
     The names in a compiled hostfile of the latter two are made up, and nobody asks for them.
     """
     from shardwright.cluster.resolve import resolve_cluster
+    from shardwright.diagnostics.host_check import unchecked
     from shardwright.launch.doctor.doctor import examine
     from shardwright.launch.doctor.meeting import Assumed
-    from shardwright.launch.doctor.scheduler import scheduler_of, unchecked
+    from shardwright.launch.doctor.scheduler import scheduler_of
     from shardwright.launch.preconditions import host_obstacles, scheduler_obstacles
     from shardwright.launchers.table import LAUNCHERS
     from shardwright.recipe.load import load_recipe

@@ -162,7 +162,7 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
 
 def ends_at_zero(training: TrainingSection) -> bool:
     """Whether the last step trains nothing."""
-    from shardwright.plan.build import updates_at_rate_zero
+    from shardwright.plan.plan import updates_at_rate_zero
 
     return updates_at_rate_zero(training) > 0
 

@@ -19,14 +19,13 @@ from shardwright.ir.cluster import Cluster
 from shardwright.ir.freeze import decoder_is_frozen, frozen_names
 from shardwright.ir.lora import adapters, target_modules
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import ELEMENT_BYTES, Recipe
+from shardwright.ir.recipe import ELEMENT_BYTES, Recipe, accumulation_dtype
 from shardwright.ir.words import Checkpointing, PartialCheckpointing
 from shardwright.layout.loss_chunk import chunk_length
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.layout.tower import tower_kept_bytes
 from shardwright.partition.tensor import split_parameter
-from shardwright.plan.build import accumulation_dtype
 from shardwright.remembered import remembered
 from shardwright.schedule.interleaved import kept_at_once
 

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shardwright.data.store import FORMAT
 from shardwright.diagnostics import refusal
 from shardwright.ir.recipe import DOCUMENT_KINDS, DRAWN, STDLIB, TOKENIZED_KINDS, DataSection
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import written_images
-
-FORMAT = 2
-"""Of the prepared files; another number is another key."""
 
 _SKIPPED_STDLIB = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
 

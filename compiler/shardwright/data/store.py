@@ -19,7 +19,6 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.sources import FORMAT
 from shardwright.diagnostics import refusal
 from shardwright.records import carried
 
@@ -189,3 +188,7 @@ def _damaged(folder: Path, why: str) -> Exception:
         f"the prepared data in {str(folder)!r} is damaged: {why}",
         "Delete that folder and run `shardwright prepare` again.",
     )
+
+
+FORMAT = 2
+"""Of the prepared files; another number is another key."""

@@ -14,8 +14,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shardwright.ir.apart import share_apart
-from shardwright.ir.lora import LoraSection
 from shardwright.ir.names import pattern
+from shardwright.ir.recipe import LoraSection
 
 ADAPTER = "default"
 """peft's name for the only adapter, a part of its parameters' names."""

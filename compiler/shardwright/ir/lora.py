@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shardwright.ir.model_graph import Layer, ModelGraph, Parameter
+from shardwright.ir.recipe import LoraSection
 
 _NOT_LINEAR = ("router", "norm", "embed")
 """In the name of a module whose matrix `auto` leaves alone, as it does a mixture's `gate`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSection:
-    """target_modules: names of modules inside a decoder layer; None (auto): every linear of it."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    target_modules: tuple[str, ...] | None
 
 
 def target_modules(graph: ModelGraph, lora: LoraSection) -> tuple[str, ...]:

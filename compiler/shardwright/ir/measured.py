@@ -124,3 +124,7 @@ class MeasuredFile:
     sha256: str
     content: bytes
     found: Measurements
+
+
+MEASURED_FILE = "measured.json"
+"""The copy of `cluster.measured`, which recipe.resolved.json names."""

@@ -9,7 +9,6 @@ from typing import Literal
 
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.ir.json_value import JsonObject
-from shardwright.ir.lora import LoraSection
 from shardwright.ir.measured import MeasuredFile
 from shardwright.ir.tracking import TrackingSection
 from shardwright.ir.words import (
@@ -28,6 +27,9 @@ from shardwright.ir.words import (
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Of a precision or an accumulation type."""
+
+FREE_DEGREES = ("tensor", "pipeline", "data")
+"""The degrees that multiply to the world in a recipe that pins no other; data is the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,3 +420,22 @@ def with_kernels(recipe: Recipe, kernels: Kernels) -> Recipe:
         model=replace(recipe.model, kernels=kernels),
         assume=replace(recipe.assume, kernels=assumed),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSection:
+    """target_modules: names of modules inside a decoder layer; None (auto): every linear of it."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    target_modules: tuple[str, ...] | None
+
+
+def accumulation_dtype(training: TrainingSection) -> str:
+    """auto: fp32 for fp32 and bf16, fp16 for fp16."""
+    if training.gradient_accumulation_dtype is not None:
+        return training.gradient_accumulation_dtype
+    if training.precision == "bf16":
+        return "fp32"
+    return training.precision

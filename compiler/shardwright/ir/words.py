@@ -16,9 +16,6 @@ TaskName = Literal["causal-lm", "image-text-to-text", "contrastive"]
 """What a model is trained for."""
 SEEING: tuple[TaskName, ...] = ("image-text-to-text", "contrastive")
 """Those whose rows hold pictures."""
-PAIR_TYPES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
-"""model_type -> class of transformers, of those that are trained on pairs of a picture and a
-caption."""
 Kernels = Literal["hf", "compile"]
 """What a decoder layer runs as: Hugging Face's modules, one kernel an operator, or torch.compile of
 them."""
@@ -46,3 +43,8 @@ class PartialCheckpointing:
     def __str__(self) -> str:
         """As a recipe has it."""
         return f"{{full: {self.full}}}"
+
+
+PAIR_TYPES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
+"""model_type -> class of transformers, of those that are trained on pairs of a picture and a
+caption."""

@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from shardwright.launch.preconditions import own_command
 from shardwright.launch.run import another_is_alive
 from shardwright.launch.state import is_alive
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
+from shardwright.programs import own_command
 from shardwright.watch.journal import read_attempt_record
 
 POLL_SECONDS = 0.2

@@ -17,11 +17,11 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.islands.membership import Membership
 from shardwright.islands.secret import share_secret
 from shardwright.islands.store import OuterStore
-from shardwright.launch.preconditions import own_command
 from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.islands import island_folders, plan_digest
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
+from shardwright.programs import own_command
 from shardwright.watch.rounds import ROUNDS, RoundsFile
 
 POLL_SECONDS = 0.2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwright.launch.doctor.meeting import HostCheck, red
-from shardwright.launch.doctor.scheduler import SECONDS, ask, missing, unchecked
+from shardwright.diagnostics.host_check import HostCheck, red, unchecked
+from shardwright.launch.doctor.scheduler import SECONDS, ask, missing
 from shardwright.launch.submit import handed_over, not_taken
 from shardwright.plan.plan import Plan
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +16,7 @@ from shardwright.launchers.table import LAUNCHERS
 from shardwright.optional_packages import missing_compiler, missing_flash_attention, missing_peft
 from shardwright.plan.hosts import SAFE_UNQUOTED, read_hosts
 from shardwright.plan.plan import Plan
+from shardwright.programs import program_path
 from shardwright.safe_read import read_regular_text
 from shardwright.train.tracking import missing_trackers
 
@@ -57,18 +57,6 @@ def check_versions(plan: Plan) -> list[str]:
     if errors:
         raise Refusal(*errors)
     return warnings
-
-
-def program_path() -> str:
-    """PATH with this environment's programs first: the engine's own, whether it is activated or
-    not."""
-    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-
-
-def own_command(*arguments: str) -> list[str]:
-    """`shardwright` with these arguments, in a process of its own. -P: a file of the current
-    directory that has a module's name is never imported."""
-    return [sys.executable, "-P", "-m", "shardwright", *arguments]
 
 
 def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:

@@ -11,7 +11,6 @@ import fcntl
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,12 +28,13 @@ from shardwright.data.prepare import LARGEST_UNPREPARED_BYTES, prepare
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.ir.weights import weights_words
 from shardwright.launch.failure import port_was_taken, report_failure
-from shardwright.launch.preconditions import check_machine, check_versions, program_path
+from shardwright.launch.preconditions import check_machine, check_versions
 from shardwright.launch.progress import TrainingProgress
 from shardwright.launch.submit import submit
 from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
+from shardwright.programs import free_port, program_path
 from shardwright.train.agreement import check_unchanged
 from shardwright.train.attempt import begin_attempt
 from shardwright.train.confidential import blotter
@@ -175,12 +175,6 @@ def command(plan: Plan, hostfile: Path | None) -> list[str]:
     """The compiled folder's own launch.sh, from that folder: a run by hand and a run from here are
     the same."""
     return ["bash", "launch.sh", *([str(hostfile.resolve())] if hostfile else [])]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
 
 
 def _environment() -> dict[str, str]:

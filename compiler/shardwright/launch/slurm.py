@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.launch.doctor.meeting import HostCheck, red
-from shardwright.launch.doctor.scheduler import ask, missing, unchecked
+from shardwright.diagnostics.host_check import HostCheck, red, unchecked
+from shardwright.launch.doctor.scheduler import ask, missing
 from shardwright.launch.submit import handed_over, not_taken
 from shardwright.plan.plan import Plan
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.launch.doctor.scheduler import scheduler_of
-from shardwright.launch.preconditions import program_path
 from shardwright.plan.plan import Plan
+from shardwright.programs import program_path
 
 SUBMIT_TIMEOUT_SECONDS = 120.0
 

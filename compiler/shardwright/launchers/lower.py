@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from shardwright.ir.recipe import POD_CONTAINER
 from shardwright.launchers.pod_patch import with_pod_patch
 from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.plan import Plan
-from shardwright.resources import templates_dir
+from shardwright.template_rendering import render_template
 
 PATCHED = ("launch/job.yaml", "launch/jobset.yaml")
 
@@ -32,16 +28,18 @@ def launch_files(plan: Plan) -> dict[str, bytes]:
     templates = launcher.kinds.get(
         "" if kubernetes is None else kubernetes.kind, launcher.templates
     )
-    files = {path: render(f"launch/{template}", plan, path) for path, template in templates.items()}
+    files = {
+        path: _render(f"launch/{template}", plan, path) for path, template in templates.items()
+    }
     if kubernetes is not None and kubernetes.pod_patch:
         files |= {
             path: with_pod_patch(files[path], kubernetes.pod_patch)
             for path in PATCHED
             if path in files
         }
-    files["train.py"] = render("launch/train.py.j2", plan, "train.py")
+    files["train.py"] = _render("launch/train.py.j2", plan, "train.py")
     if plan.launch.hostfile is not None:  # one that the recipe names replaces it
-        files[plan.launch.hostfile] = render("launch/hostfile.j2", plan, plan.launch.hostfile)
+        files[plan.launch.hostfile] = _render("launch/hostfile.j2", plan, plan.launch.hostfile)
     return {name: text.encode("utf-8") for name, text in files.items()}
 
 
@@ -52,22 +50,14 @@ def kubernetes_name(name: str) -> str:
     return (text if text[:1].isalpha() else f"run-{text}").rstrip("-")[:52].rstrip("-")
 
 
-def render(template: str, plan: Plan, path: str) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(templates_dir()),
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["quote"] = shlex.quote
-    environment.filters["kubernetes_name"] = kubernetes_name
-    # root: the compiled folder, from the script's own.
-    return environment.get_template(template).render(
+def _render(template: str, plan: Plan, path: str) -> str:
+    return render_template(
+        template,
         plan=plan,
         launch=plan.launch,
         launcher=LAUNCHERS[plan.launch.launcher],
         path=path,
-        root="../" * path.count("/"),
+        root="../" * path.count("/"),  # the compiled folder, from the script's own
         container=POD_CONTAINER,
+        service_name=kubernetes_name(plan.name),
     )

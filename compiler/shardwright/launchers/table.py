@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwright.ir.recipe import LaunchSection, SlurmSection
-from shardwright.plan.build import HOSTFILE, SETUP_SCRIPT
+from shardwright.plan.folder_paths import HOSTFILE, SETUP_SCRIPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

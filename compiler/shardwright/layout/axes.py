@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.words import CHECKPOINTING, OFFLOAD, SCHEDULES, PartialCheckpointing
-from shardwright.layout.context import context_degrees
-from shardwright.layout.divisors import divisors
-from shardwright.layout.experts import expert_degrees, expert_modules
+from shardwright.layout.divisors import context_degrees, divisors
+from shardwright.layout.experts import expert_modules
 from shardwright.layout.problem import Problem
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -54,7 +54,6 @@ class Axis:
     says what lost. short: at the head of a table. note: sets a row of a table apart, {} being the
     value; machinery: the same in a list
         of what a layout needs beyond data parallelism and ZeRO.
-    synonyms: what other tools call the recipe's key.
     """
 
     name: str
@@ -75,7 +74,6 @@ class Axis:
     short: str = ""
     note: str = ""
     machinery: str = ""
-    synonyms: tuple[str, ...] = ()
 
     @property
     def is_free(self) -> bool:
@@ -104,7 +102,6 @@ AXES: tuple[Axis, ...] = (
         region=True,
         short="TP",
         machinery="tensor parallelism",
-        synonyms=("tp", "tensor_parallel", "tensor_parallel_size"),
     ),
     Axis(
         name="pipeline",
@@ -116,7 +113,6 @@ AXES: tuple[Axis, ...] = (
         region=True,
         short="PP",
         machinery="a pipeline",
-        synonyms=("pp", "pipeline_parallel_size"),
     ),
     Axis(
         name="context",
@@ -131,7 +127,6 @@ AXES: tuple[Axis, ...] = (
         runs=False,
         short="CP",
         machinery="context parallelism",
-        synonyms=("cp", "context_parallel_size", "ulysses", "sequence_parallel_size"),
     ),
     Axis(
         name="data",
@@ -140,7 +135,6 @@ AXES: tuple[Axis, ...] = (
         holds=True,
         values=lambda problem, degrees: divisors(problem.recipe.training.global_batch_size),
         short="DP",
-        synonyms=("dp",),
     ),
     Axis(
         name="expert",
@@ -154,7 +148,6 @@ AXES: tuple[Axis, ...] = (
         runs=False,
         short="EP",
         machinery="expert parallelism",
-        synonyms=("ep", "expert_parallel_size", "expert_model_parallel_size", "ep_size"),
     ),
     Axis(
         name="expert_tensor",
@@ -170,7 +163,6 @@ AXES: tuple[Axis, ...] = (
         runs=False,
         note="expert-tensor {}",
         machinery="expert-tensor ranks",
-        synonyms=("etp", "expert_tensor_parallel_size"),
     ),
     Axis(
         name="virtual_stages",
@@ -199,7 +191,6 @@ AXES: tuple[Axis, ...] = (
         holds=True,
         values=lambda problem, degrees: ZERO_STAGES,
         region=True,
-        synonyms=("zero", "stage"),
     ),
     Axis(
         name="offload",
@@ -225,7 +216,6 @@ AXES: tuple[Axis, ...] = (
         name="activation_checkpointing",
         plain="none",
         values=lambda problem, degrees: CHECKPOINTING,  # {full: N}: see search/partial.py
-        synonyms=("gradient_checkpointing",),
     ),
     Axis(
         name="micro_batch_size",
@@ -233,7 +223,6 @@ AXES: tuple[Axis, ...] = (
         admits=lambda problem, degrees, micro_batch: (
             problem.recipe.training.global_batch_size % (degrees["data"] * whole(micro_batch)) == 0
         ),
-        synonyms=("micro_batch", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
     ),
     Axis(name="gradient_accumulation_steps", section=""),
     Axis(name="loss", plain="full", section="model"),  # auto: settled once the layout is
@@ -340,3 +329,19 @@ def worlds(problem: Problem) -> set[int]:
     for axis in rank_axes():
         found = {world * whole(degree) for world in found for degree in choices(axis, problem, {})}
     return found
+
+
+MOST_EXPERT_RANKS = 64
+"""That a search tries; DeepSeek-V3's (arXiv 2412.19437), the most that a published training run
+had. A pin may more."""
+
+
+def expert_degrees(graph: ModelGraph, ranks: int) -> tuple[int, ...]:
+    """What divides the experts of every layer, and the ranks out of which expert ranks are
+    taken."""
+    counts = expert_modules(graph).values()
+    return (
+        tuple(e for e in divisors(math.gcd(*counts, ranks)) if e <= MOST_EXPERT_RANKS)
+        if counts
+        else (1,)
+    )

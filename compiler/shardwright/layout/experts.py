@@ -3,11 +3,9 @@ share out."""
 
 from __future__ import annotations
 
-import math
 import re
 
 from shardwright.ir.model_graph import Layer, ModelGraph
-from shardwright.layout.divisors import divisors
 from shardwright.remembered import remembered
 
 _NUMBERED = re.compile(r"experts\.(\d+)\.")
@@ -40,22 +38,6 @@ def _is_routed(module: str) -> bool:
     """Shared experts, which every token takes, may be a stack as well: each rank has all of
     them."""
     return ("expert" in module or "moe" in module) and "shared" not in module.rpartition(".")[2]
-
-
-MOST_EXPERT_RANKS = 64
-"""That a search tries; DeepSeek-V3's (arXiv 2412.19437), the most that a published training run
-had. A pin may more."""
-
-
-def expert_degrees(graph: ModelGraph, ranks: int) -> tuple[int, ...]:
-    """What divides the experts of every layer, and the ranks out of which expert ranks are
-    taken."""
-    counts = expert_modules(graph).values()
-    return (
-        tuple(e for e in divisors(math.gcd(*counts, ranks)) if e <= MOST_EXPERT_RANKS)
-        if counts
-        else (1,)
-    )
 
 
 def _of_layer(layer: Layer) -> int:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.table import ENGINES
+from shardwright.ir.measured import MEASURED_FILE
 from shardwright.lease import holder, holds_lock
 from shardwright.lower.lower import EXECUTABLE_FILES, MARKER, MARKER_TEXT
-from shardwright.plan.build import (
-    MEASURED_FILE,
+from shardwright.plan.folder_paths import (
     MODEL_DIRECTORY,
     PLAN_FILE,
     RUN_DIRECTORY,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal, refusal
 from shardwright.ir.cluster import Cluster
+from shardwright.ir.measured import MEASURED_FILE
 from shardwright.ir.recipe import Recipe
 from shardwright.ir.weights import TOKENIZER_PATTERNS
-from shardwright.plan.build import (
+from shardwright.plan.folder_paths import (
     HOSTFILE,
-    MEASURED_FILE,
     MODEL_DIRECTORY,
     SETUP_SCRIPT,
     TOKENIZER_DIRECTORY,

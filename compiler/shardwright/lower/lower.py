@@ -11,7 +11,7 @@ from shardwright.engines.table import engine_of, lowering_of
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
 from shardwright.launchers.lower import SCRIPTS, launch_files
-from shardwright.plan.build import MODEL_DIRECTORY, PLAN_FILE, TOKENIZER_DIRECTORY
+from shardwright.plan.folder_paths import MODEL_DIRECTORY, PLAN_FILE, TOKENIZER_DIRECTORY
 from shardwright.plan.graph_file import GRAPH_FILE, graph_to_json
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import plan_to_json

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import glob
 import gzip
 import hashlib
 import json
 import os
-import sys
 import uuid
 import zlib
 from contextlib import suppress
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import shardwright
 from shardwright.ir.model_graph import ModelGraph
+from shardwright.optional_packages import installed_version
 from shardwright.records import read_record
 from shardwright.safe_read import parse_json
 
@@ -64,21 +63,6 @@ def cache_key(config_text: str, attention: str, inline: bool) -> str:
         inline,
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def installed_version(name: str) -> str | None:
-    """None where the distribution is not installed. It stands in the name of its folder
-    NAME-VERSION.dist-info; the standard library's own answer takes longer to import than to
-    give."""
-    for folder in sys.path:
-        for entry in glob.iglob(f"{name}-*.dist-info", root_dir=folder or os.curdir):
-            return entry.removeprefix(f"{name}-").removesuffix(".dist-info")
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @functools.cache

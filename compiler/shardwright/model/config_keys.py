@@ -17,10 +17,10 @@ from typing import Any, cast
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.words import PAIR_TYPES
-from shardwright.model.cache import installed_version
 from shardwright.model.popular.shipped import published_keys
 from shardwright.model.refusals import encoder_decoder, no_causal_lm, unknown_type, wrong_keys
 from shardwright.model.support import seeing_types, support
+from shardwright.optional_packages import installed_version
 
 TABLE = "config_keys.json"
 _SIZES = (

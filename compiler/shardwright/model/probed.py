@@ -33,10 +33,10 @@ from shardwright.hf.skeleton import Batch
 from shardwright.hf.task import CAUSAL_LM, Task, task_named
 from shardwright.ir.apart import share_apart
 from shardwright.ir.cut import Cut, Range
-from shardwright.ir.lora import LoraSection, target_modules
+from shardwright.ir.lora import target_modules
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.names import pattern
-from shardwright.ir.recipe import FLASH
+from shardwright.ir.recipe import FLASH, LoraSection
 from shardwright.ir.words import TaskName
 from shardwright.layout.experts import expert_modules
 from shardwright.optional_packages import missing_peft

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
@@ -24,11 +22,13 @@ from shardwright.ir.recipe import (
     Recipe,
     TrainingSection,
     ValidationSection,
+    accumulation_dtype,
 )
 from shardwright.ir.weights import LocatedWeights
 from shardwright.layout.estimate import Estimate
 from shardwright.layout.experts import expert_modules
 from shardwright.layout.strategy import Strategy
+from shardwright.plan.folder_paths import CONFIG_FILE, TOKENIZER_DIRECTORY
 from shardwright.plan.pictures import picture_errors
 from shardwright.plan.plan import (
     PLAN_VERSION,
@@ -38,23 +38,14 @@ from shardwright.plan.plan import (
     PlanLora,
     PlanModel,
     PlanOuter,
-    PlanScheduler,
     PlanStage,
     PlanTraining,
     Predicted,
+    resolve_scheduler,
 )
 from shardwright.plan.ranks import place_ranks
 from shardwright.records import carried
-
-PLAN_FILE = "plan.json"
-MEASURED_FILE = "measured.json"
-"""The copy of `cluster.measured`, which recipe.resolved.json names."""
-MODEL_DIRECTORY = "model"
-CONFIG_FILE = f"{MODEL_DIRECTORY}/config.json"
-TOKENIZER_DIRECTORY = "tokenizer"
-HOSTFILE = "launch/hostfile"
-SETUP_SCRIPT = "launch/setup.sh"
-RUN_DIRECTORY = "run"
+from shardwright.strict_json import canonical_hash
 
 
 def installed_versions(engine_packages: Iterable[str]) -> dict[str, str]:
@@ -136,39 +127,6 @@ def plan_training(training: TrainingSection) -> PlanTraining:
     return carried(
         PlanTraining, training, steps=training.known_steps, gradient_accumulation_dtype=dtype
     )
-
-
-def canonical_hash(document: object) -> str:
-    """sha256 (hex) of the JSON text with sorted keys and no spaces."""
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
-    """Ratios become steps and a learning rate; warmup_ratio rounds to the nearest step."""
-    s, lr = training.scheduler, training.optimizer.lr
-    warmup = round(s.warmup_ratio * steps) if s.warmup_ratio is not None else s.warmup_steps or 0
-    min_lr = s.min_lr_ratio * lr if s.min_lr_ratio is not None else s.min_lr or 0.0
-    ratio = s.warmup_ratio if training.epochs is not None else None
-    return carried(PlanScheduler, s, warmup_steps=warmup, min_lr=min_lr, warmup_ratio=ratio)
-
-
-def updates_at_rate_zero(training: TrainingSection) -> int:
-    """Counts the updates whose learning rate is 0: the last one, where a curve ends at min_lr 0. A
-    run that ends in its warm-up has none."""
-    steps = training.known_steps
-    scheduler = resolve_scheduler(training, steps)
-    falls = scheduler.name != "constant" and scheduler.min_lr == 0
-    return int(falls and steps > scheduler.warmup_steps)
-
-
-def accumulation_dtype(training: TrainingSection) -> str:
-    """auto: fp32 for fp32 and bf16, fp16 for fp16."""
-    if training.gradient_accumulation_dtype is not None:
-        return training.gradient_accumulation_dtype
-    if training.precision == "bf16":
-        return "fp32"
-    return training.precision
 
 
 def _model(

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from shardwright.diagnostics import refusal
-from shardwright.plan.build import canonical_hash
 from shardwright.plan.plan import Plan
+from shardwright.strict_json import canonical_hash
 
 
 def island_name(island: int) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from shardwright.ir.cut import Cut
 from shardwright.ir.json_value import JsonObject
-from shardwright.ir.lora import LoraSection
 from shardwright.ir.names import pattern
 from shardwright.ir.own_code import OwnCode
 from shardwright.ir.partition import TensorParallelMap
@@ -20,10 +19,12 @@ from shardwright.ir.recipe import (
     CheckpointSection,
     DataSection,
     LaunchSection,
+    LoraSection,
     OptimizerSection,
     OuterSection,
     SchedulerRecord,
     TrainingRecord,
+    TrainingSection,
     ValidationSection,
 )
 from shardwright.ir.tracking import TrackingSection
@@ -31,6 +32,7 @@ from shardwright.ir.words import SEEING, Choice, Kernels, Loss, TaskName
 from shardwright.layout.axes import coordinates
 from shardwright.layout.estimate import Memory, Time, Training
 from shardwright.layout.strategy import Strategy
+from shardwright.records import carried
 
 PLAN_VERSION = 1
 
@@ -291,3 +293,21 @@ class Plan:
                 )
             if r.rank != r.node * self.gpus_per_node + r.slot:
                 raise ValueError(f"rank {r.rank} is not on slot {r.slot} of node {r.node}")
+
+
+def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
+    """Ratios become steps and a learning rate; warmup_ratio rounds to the nearest step."""
+    s, lr = training.scheduler, training.optimizer.lr
+    warmup = round(s.warmup_ratio * steps) if s.warmup_ratio is not None else s.warmup_steps or 0
+    min_lr = s.min_lr_ratio * lr if s.min_lr_ratio is not None else s.min_lr or 0.0
+    ratio = s.warmup_ratio if training.epochs is not None else None
+    return carried(PlanScheduler, s, warmup_steps=warmup, min_lr=min_lr, warmup_ratio=ratio)
+
+
+def updates_at_rate_zero(training: TrainingSection) -> int:
+    """Counts the updates whose learning rate is 0: the last one, where a curve ends at min_lr 0. A
+    run that ends in its warm-up has none."""
+    steps = training.known_steps
+    scheduler = resolve_scheduler(training, steps)
+    falls = scheduler.name != "constant" and scheduler.min_lr == 0
+    return int(falls and steps > scheduler.warmup_steps)

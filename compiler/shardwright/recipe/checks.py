@@ -13,11 +13,8 @@ from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.ir.recipe import optimizer_steps
-from shardwright.launchers.table import LAUNCHERS
-from shardwright.layout.axes import rank_axes
-from shardwright.layout.context import context_degrees
-from shardwright.layout.divisors import misfit, nearest_multiples
+from shardwright.ir.recipe import FREE_DEGREES, optimizer_steps
+from shardwright.layout.divisors import context_degrees, misfit, nearest_multiples
 from shardwright.recipe.describe import words_for
 from shardwright.recipe.islands import NEEDED, island_errors, islands_of, of_one_island
 from shardwright.recipe.pod_patch import check_pod_patch
@@ -160,7 +157,7 @@ def _data_parallel(view: View) -> tuple[int | None, str]:
     return data, f"data={data} (world {nodes * gpus} / ({shown}))"
 
 
-_DEGREES = tuple(f"parallelism.{axis.name}" for axis in rank_axes() if axis.is_free)
+_DEGREES = tuple(f"parallelism.{name}" for name in FREE_DEGREES)
 """Data is the last."""
 _CONTEXT = "parallelism.context"
 """The one that is left, and is 1 in most recipes."""
@@ -316,7 +313,7 @@ def _auto_nodes(view: View) -> Iterable[Diagnostic]:
         )
 
 
-_SCHEDULERS = tuple(f"launch.{name}" for name, row in LAUNCHERS.items() if row.scheduler)
+_SCHEDULERS = ("launch.slurm", "launch.kubernetes")
 
 
 def _schedulers(view: View) -> Iterable[Diagnostic]:

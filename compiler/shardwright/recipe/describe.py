@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.diagnostics import KeyPath
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.layout.axes import AXES
 from shardwright.recipe.schema import properties, recipe_schema
 
 FILL_IN = "FILL_IN"
@@ -41,7 +40,25 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
     "output_dir": ("checkpoint", "directory"),
     "num_nodes": ("cluster", "nodes"),
     "num_gpus": ("cluster", "gpus_per_node"),
-    **{word: (axis.section, axis.name) for axis in AXES for word in axis.synonyms},
+    **{
+        word: ("parallelism", key)
+        for key, words in {
+            "tensor": ("tp", "tensor_parallel", "tensor_parallel_size"),
+            "pipeline": ("pp", "pipeline_parallel_size"),
+            "context": ("cp", "context_parallel_size", "ulysses", "sequence_parallel_size"),
+            "data": ("dp",),
+            "expert": ("ep", "expert_parallel_size", "expert_model_parallel_size", "ep_size"),
+            "expert_tensor": ("etp", "expert_tensor_parallel_size"),
+            "zero_stage": ("zero", "stage"),
+            "activation_checkpointing": ("gradient_checkpointing",),
+            "micro_batch_size": (
+                "micro_batch",
+                "per_device_train_batch_size",
+                "train_micro_batch_size_per_gpu",
+            ),
+        }.items()
+        for word in words
+    },
 }
 
 

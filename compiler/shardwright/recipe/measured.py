@@ -11,8 +11,7 @@ from typing import Any
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, refusal
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.ir.measured import Figure, MeasuredFile, Measurements
-from shardwright.plan.build import MEASURED_FILE
+from shardwright.ir.measured import MEASURED_FILE, Figure, MeasuredFile, Measurements
 from shardwright.recipe.describe import quote
 from shardwright.recipe.paths import absolute
 from shardwright.records import RecordError, read_record

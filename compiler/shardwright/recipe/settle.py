@@ -13,7 +13,6 @@ from shardwright.diagnostics import Refusal, Source
 from shardwright.ir.json_value import JsonObject, JsonValue
 from shardwright.ir.measured import MeasuredFile
 from shardwright.ir.recipe import Recipe, with_kernels
-from shardwright.layout.axes import AXES
 from shardwright.recipe.islands import of_one_island, with_outer
 from shardwright.recipe.measured import document_entry, read_measured
 from shardwright.recipe.paths import absolute, absolute_data_path, is_folder
@@ -176,10 +175,7 @@ def _validation(validation: Section, directory: str) -> Section:
 
 
 def _parallelism(parallelism: Section, _: str) -> Section:
-    settled = _without_auto(parallelism)
-    # No search settles these yet: auto is the plain value.
-    waiting = [axis for axis in AXES if axis.yields and axis.values is None]
-    return settled | {axis.name: axis.plain for axis in waiting if settled[axis.name] is None}
+    return _without_auto(parallelism)
 
 
 def _launch(launch: Section, directory: str) -> Section:

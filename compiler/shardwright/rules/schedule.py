@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.rule import Candidate
-from shardwright.plan.build import updates_at_rate_zero
+from shardwright.plan.plan import updates_at_rate_zero
 
 SHARE = 0.2
 """Of all updates: of longer runs `explain` tells that the last one is at the rate 0."""

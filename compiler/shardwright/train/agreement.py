@@ -17,7 +17,7 @@ from shardwright.checkpoint.manifest import checksum
 from shardwright.data.fingerprint import fingerprints
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.table import engine_of
-from shardwright.plan.build import CONFIG_FILE, MODEL_DIRECTORY, PLAN_FILE
+from shardwright.plan.folder_paths import CONFIG_FILE, MODEL_DIRECTORY, PLAN_FILE
 from shardwright.plan.plan import Plan
 
 ABSENT = "absent"

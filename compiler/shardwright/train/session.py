@@ -30,10 +30,10 @@ from shardwright.lease import Lease
 from shardwright.modules.batches import Batches, HeldOut, MicroBatch, sight_of
 from shardwright.modules.dropout import seed_dropout
 from shardwright.modules.learning_rate import learning_rate
-from shardwright.plan.build import canonical_hash
 from shardwright.plan.islands import of_island
 from shardwright.plan.plan import Plan
 from shardwright.plan.serialize import load_plan
+from shardwright.strict_json import canonical_hash
 from shardwright.train.agreement import check_same_data, check_same_files, check_world
 from shardwright.train.attempt import Attempt, begin_on_ranks
 from shardwright.train.confidential import forget_environment, load_environment

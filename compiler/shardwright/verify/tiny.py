@@ -8,9 +8,8 @@ import fnmatch
 
 from shardwright.ir.freeze import frozen_patterns
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.ir.lora import LoraSection
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import LoraSection, Recipe
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.strategy import Strategy
 from shardwright.rules.attention import length_switches

@@ -27,13 +27,13 @@ from shardwright.ir.apart import series_apart, weights_apart
 from shardwright.ir.json_value import JsonObject
 from shardwright.ir.model_graph import ModelGraph
 from shardwright.ir.recipe import Recipe
-from shardwright.launch.preconditions import own_command
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy
 from shardwright.lower.folder import write_folder
 from shardwright.model.build import build_model_graph
 from shardwright.optional_packages import missing_peft
 from shardwright.plan.plan import Plan
+from shardwright.programs import own_command
 from shardwright.recipe.load import load_recipe
 from shardwright.search.engines import settle_problem
 from shardwright.search.search import choose

@@ -1,5 +1,4 @@
-"""One rank of the run. The deepspeed launcher starts this file; all else is read from plan.json
-beside it."""
+"""One rank of the run. The deepspeed launcher starts this file; all else is read from plan.json beside it."""
 
 from shardwright.runtime.worker import main
 

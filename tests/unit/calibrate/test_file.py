@@ -14,8 +14,8 @@ from shardwright.diagnostics import Refusal
 from shardwright.folder import read_folder
 from shardwright.ir.recipe import Recipe
 from shardwright.lower.folder import write_folder
-from shardwright.plan.build import canonical_hash
 from shardwright.recipe.load import load_recipe
+from shardwright.strict_json import canonical_hash
 from tests.unit.calibrate.files import figure, measurements, write
 from tests.unit.model.factory import SMALL_LLAMA
 

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from shardwright.ir.lora import LoraSection, adapters, target_modules
+from shardwright.ir.lora import adapters, target_modules
+from shardwright.ir.recipe import LoraSection
 from shardwright.layout.estimate import Estimate
 from shardwright.search.settle import estimate_strategy
 from tests.unit.cost.test_estimate import change

@@ -26,7 +26,7 @@ from shardwright.cost.measured import (
 )
 from shardwright.engines.table import title_of
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.lora import LoraSection
+from shardwright.ir.recipe import LoraSection
 from shardwright.layout.estimate import PredictionError
 from shardwright.layout.strategy import Strategy
 from shardwright.search.settle import place

@@ -14,10 +14,10 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardwright.ir.apart import worst
-from shardwright.launch.run import free_port
 from shardwright.modules.batches import MicroBatch
 from shardwright.modules.context.ranks import CONTEXT
 from shardwright.modules.context.rows import own_piece
+from shardwright.programs import free_port
 from tests.unit.modules.context_worker import CASES
 
 RANKS = 2

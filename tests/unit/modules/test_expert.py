@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwright.hf.experts import called_by_place, number_of_experts
 from shardwright.ir.apart import worst
-from shardwright.launch.run import free_port
 from shardwright.modules.expert.spread import cut_experts
+from shardwright.programs import free_port
 from tests.unit.modules.expert_worker import CASES
 
 RANKS = 2

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.ir.recipe import Recipe
-from shardwright.plan.build import accumulation_dtype, canonical_hash
+from shardwright.ir.recipe import Recipe, accumulation_dtype
 from shardwright.plan.plan import Plan
 from shardwright.recipe.load import load_recipe
+from shardwright.strict_json import canonical_hash
 from tests.unit.model.factory import write_weights
 
 

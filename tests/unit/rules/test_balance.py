@@ -7,7 +7,7 @@ from dataclasses import replace
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.lora import LoraSection
+from shardwright.ir.recipe import LoraSection
 from shardwright.layout.problem import Problem
 from shardwright.rules.registry import check_layout
 from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of

@@ -8,7 +8,7 @@ import pytest
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.lora import LoraSection
+from shardwright.ir.recipe import LoraSection
 from shardwright.layout.experts import expert_modules
 from shardwright.layout.problem import Problem
 from shardwright.model.build import build_model_graph

@@ -7,9 +7,8 @@ import dataclasses
 
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.ir.freeze import frozen_names, frozen_patterns
-from shardwright.ir.lora import LoraSection
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
+from shardwright.ir.recipe import LoraSection, Recipe
 from shardwright.layout.problem import Problem
 from shardwright.rules.registry import check_layout
 from tests.unit.cost.test_vision import seeing

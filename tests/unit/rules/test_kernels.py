@@ -9,8 +9,7 @@ import pytest
 from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.lora import LoraSection
-from shardwright.ir.recipe import FLASH, Recipe, with_kernels
+from shardwright.ir.recipe import FLASH, LoraSection, Recipe, with_kernels
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.problem import Problem
 from shardwright.layout.strategy import Strategy

@@ -10,9 +10,8 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.diagnostics import KeyPath
 from shardwright.diagnostics.codes import CODES
 from shardwright.ir.json_value import JsonValue
-from shardwright.ir.lora import LoraSection
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import DataSection, Recipe, ValidationSection
+from shardwright.ir.recipe import DataSection, LoraSection, Recipe, ValidationSection
 from shardwright.ir.words import PartialCheckpointing
 from shardwright.layout.experts import experts_of
 from shardwright.layout.problem import Problem

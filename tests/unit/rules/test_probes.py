@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.launch.run import free_port
+from shardwright.programs import free_port
 
 WORKER = Path(__file__).with_name("probe_worker.py")
 

@@ -10,7 +10,7 @@ from shardwright.cluster.resolve import resolve_cluster
 from shardwright.ir.recipe import OptimizerSection, SchedulerSection
 from shardwright.layout.problem import Problem
 from shardwright.modules.learning_rate import learning_rate
-from shardwright.plan.build import resolve_scheduler, updates_at_rate_zero
+from shardwright.plan.plan import resolve_scheduler, updates_at_rate_zero
 from shardwright.rules.registry import check_layout
 from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.rules.test_layout import GOOD

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardwright.ir.json_value import JsonValue
-from shardwright.layout.context import LEAST_PIECE, context_degrees
-from shardwright.layout.experts import MOST_EXPERT_RANKS, expert_degrees
+from shardwright.layout.axes import MOST_EXPERT_RANKS, expert_degrees
+from shardwright.layout.divisors import LEAST_PIECE, context_degrees
 from shardwright.layout.problem import Problem
 from shardwright.search.bound import Bound
 from shardwright.search.explain import pinned_keys

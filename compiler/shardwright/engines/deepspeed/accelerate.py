@@ -14,9 +14,9 @@ from shardwright.engines.deepspeed.ds_config import checked, for_scripts
 from shardwright.engines.deepspeed.extra import merged
 from shardwright.engines.deepspeed.names import ACCELERATE
 from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.launchers.lower import render
 from shardwright.plan.plan import Plan
 from shardwright.strict_json import json_bytes
+from shardwright.template_rendering import render_template
 
 CONFIG = f"{ACCELERATE}/config.yaml"
 PLAIN = f"{ACCELERATE}/ds_config.json"
@@ -27,7 +27,7 @@ def accelerate_files(plan: Plan) -> dict[str, bytes]:
     if not plan.strategy.is_whole:
         return {}
     return {
-        CONFIG: render("accelerate/config.yaml.j2", plan, CONFIG).encode("utf-8"),
+        CONFIG: render_template("accelerate/config.yaml.j2", plan=plan).encode("utf-8"),
         PLAIN: json_bytes(plain_config(plan)),
         TRAINER: json_bytes(trainer_config(plan)),
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.ir.json_value import JsonObject
-from shardwright.launchers.lower import render
 from shardwright.plan.plan import Plan
+from shardwright.template_rendering import render_template
 
 
 def plan_section(plan: Plan) -> JsonObject:
@@ -13,5 +13,5 @@ def plan_section(plan: Plan) -> JsonObject:
 
 
 def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
-    script = render("launch/process_train.py.j2", plan, "train.py")
+    script = render_template("launch/process_train.py.j2", plan=plan)
     return {"train.py": script.encode("utf-8")}, ()

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from shardwright.checkpoint.index import checkpoint_root
 from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.host_check import HostCheck, red
 from shardwright.engines.table import engine_of
 from shardwright.ir.recipe import ELEMENT_BYTES, FLASH, MADE_HERE
-from shardwright.launch.doctor.meeting import Assumed, HostCheck, meet, red
+from shardwright.launch.doctor.meeting import Assumed, meet
 from shardwright.launch.doctor.messages import ProbeRequest
 from shardwright.launch.doctor.probe import digest
 from shardwright.launch.doctor.remote import LIMIT_SECONDS, Probe, ProbedHost

@@ -8,25 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, found
+from shardwright.diagnostics.host_check import SLOW, HostCheck, red
 from shardwright.launch.doctor.messages import MeetingRequest
 from shardwright.launch.doctor.remote import Probe, ProbedHost
 from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.plan import Plan
-
-SLOW = 0.7
-"""Of the assumed bandwidth: below it the plan's step time does not hold. A good fabric gives 0.8
-and more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCheck:
-    """One line of the table. problems: () where all is well. checked: False where it cannot be;
-    told says what."""
-
-    name: str
-    told: str
-    problems: tuple[Diagnostic, ...] = ()
-    checked: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +147,3 @@ def _slow(where: str, rate: float, planned: float, key: str) -> Diagnostic:
 
 def _gbits(bytes_per_second: float) -> str:
     return f"{bytes_per_second * 8 / 1e9:.3g}"
-
-
-def red(code: str, message: str, help_text: str) -> Diagnostic:
-    return found(code, None, message, help_text)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.diagnostics.host_check import SLOW, HostCheck, red
 from shardwright.islands.probe import MeasuredLink, measure_link
 from shardwright.islands.secret import read_secret
 from shardwright.islands.wire import Broken, WrongSecret
-from shardwright.launch.doctor.meeting import SLOW, HostCheck, red
 from shardwright.plan.islands import plan_digest
 from shardwright.plan.plan import Plan
 

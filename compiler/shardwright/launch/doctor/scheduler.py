@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.launch.doctor.meeting import HostCheck, red
-from shardwright.launch.preconditions import program_path
+from shardwright.diagnostics.host_check import HostCheck, red
 from shardwright.launchers.table import LAUNCHERS
 from shardwright.plan.plan import Plan
+from shardwright.programs import program_path
 
 SECONDS = 15.0
 """For each command: a controller that is there answers in a few."""
@@ -70,10 +70,6 @@ def missing(programs: tuple[str, ...], launcher: str) -> tuple[Diagnostic, ...]:
         for program in programs
         if shutil.which(program, path=program_path()) is None
     )
-
-
-def unchecked(name: str, told: str) -> HostCheck:
-    return HostCheck(name=name, told=told, checked=False)
 
 
 class Scheduler(Protocol):

@@ -10,7 +10,8 @@ import zipfile
 from importlib import resources
 
 from shardwright.ir.model_graph import ModelGraph
-from shardwright.model.cache import UNREADABLE, graph_from_json, installed_version
+from shardwright.model.cache import UNREADABLE, graph_from_json
+from shardwright.optional_packages import installed_version
 
 ARCHIVE = "graphs.zip"
 ATTENTION = "auto"

@@ -1,0 +1,30 @@
+"""The result of one check of `doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.diagnostics import Diagnostic, found
+
+SLOW = 0.7
+"""Of the assumed bandwidth: below it the plan's step time does not hold. A good fabric gives 0.8
+and more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCheck:
+    """One line of the table. problems: () where all is well. checked: False where it cannot be;
+    told says what."""
+
+    name: str
+    told: str
+    problems: tuple[Diagnostic, ...] = ()
+    checked: bool = True
+
+
+def red(code: str, message: str, help_text: str) -> Diagnostic:
+    return found(code, None, message, help_text)
+
+
+def unchecked(name: str, told: str) -> HostCheck:
+    return HostCheck(name=name, told=told, checked=False)

@@ -1,0 +1,11 @@
+"""Names of the files and folders in a compiled folder."""
+
+from __future__ import annotations
+
+PLAN_FILE = "plan.json"
+MODEL_DIRECTORY = "model"
+CONFIG_FILE = f"{MODEL_DIRECTORY}/config.json"
+TOKENIZER_DIRECTORY = "tokenizer"
+HOSTFILE = "launch/hostfile"
+SETUP_SCRIPT = "launch/setup.sh"
+RUN_DIRECTORY = "run"
