@@ -48,16 +48,16 @@ test-more: setup ## the rest of what CI runs: training runs, the pages' commands
 LIGHT := build/light-$(notdir $(PYTHON))
 
 test-light: $(LIGHT)/.installed ## the tests that need no torch, under another Python: make test-light PYTHON=python3.12
-	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider -m '$(QUICK)' $$($(LIGHT)/bin/python -m tools.light tests)
+	$(LIGHT)/bin/python -m pytest -n 2 --dist loadfile -p no:cacheprovider -m '$(QUICK)' $$($(LIGHT)/bin/python -m tools.torchless_tests tests)
 
 lint-light: $(LIGHT)/.installed ## ruff and import directions, under another Python (mypy wants torch's types): make lint-light PYTHON=python3.12
 	$(LIGHT)/bin/ruff check .
 	$(LIGHT)/bin/ruff format --check .
 	$(LIGHT)/bin/lint-imports
 
-$(LIGHT)/.installed: pyproject.toml constraints.txt tools/light.py
+$(LIGHT)/.installed: pyproject.toml constraints.txt tools/torchless_tests.py
 	test -x $(LIGHT)/bin/python || $(PYTHON) -m venv $(LIGHT)
-	$(LIGHT)/bin/python -m tools.light requirements > $(LIGHT)/requirements.txt
+	$(LIGHT)/bin/python -m tools.torchless_tests requirements > $(LIGHT)/requirements.txt
 	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt -r $(LIGHT)/requirements.txt
 	$(LIGHT)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps -e .
 	touch $@
@@ -85,17 +85,17 @@ prove-list: setup ## the pieces of make prove: how old each result is and how lo
 	$(BIN)/python -m tools.prove --list
 
 proof: setup ## docs/proof.md and the support matrix, from benchmarks/
-	$(BIN)/python -m tools.proof
-	$(BIN)/python -m tools.support_matrix
+	$(BIN)/python -m tools.generate.proof_page
+	$(BIN)/python -m tools.generate.support_matrix
 
 fit-cost: setup ## fit the cost model's constants to the published rows; writes cost/constants.json
 	$(BIN)/python -m tools.fit_cost
 
 bench-cost: setup ## the cost model against published runs, left out of the fit; writes benchmarks/cost.json
-	$(BIN)/python -m tools.fit_cost.bench
+	$(BIN)/python -m tools.fit_cost.bench_cost
 
 bench-schedule: setup ## DeepSpeed's pipeline engines with sleeping stages against the simulation; writes benchmarks/schedule.json
-	$(BIN)/python -m tools.bench_schedule
+	$(BIN)/python -m tools.bench_pipeline_schedule
 
 bench-gpu: ## predicted and measured on one GPU, beside the HF Trainer: pieces of at most MINUTES=9, gone on with; writes benchmarks/gpu.json
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tools.bench_gpu --minutes $(or $(MINUTES),9) $(LAYOUTS)
@@ -110,25 +110,25 @@ golden: setup ## write tests/cases/*/expected anew; read the difference before y
 	$(BIN)/python -m pytest tests/cases --update-golden
 
 graphs: setup ## trace the models that come with the package anew
-	$(BIN)/python -m tools.write_graphs
+	$(BIN)/python -m tools.generate.traced_graphs
 
 config-keys: setup ## what the installed transformers takes in a model's configuration, for `check`
-	$(BIN)/python -m tools.write_config_keys
+	$(BIN)/python -m tools.generate.transformers_config_keys
 
 snapshot: setup ## what the installed DeepSpeed takes in ds_config.json, for `lint`
-	$(BIN)/python -m tools.write_snapshot
+	$(BIN)/python -m tools.generate.deepspeed_config_snapshot
 
 lint-docs: setup ## the table of rules in docs/lint.md
-	$(BIN)/python -m tools.write_lint_docs
+	$(BIN)/python -m tools.generate.lint_page
 
 recipes: setup ## plans every ready recipe: the table of recipes/README.md, and tests/recipes/expected
-	$(BIN)/python -m tools.plan_recipes
+	$(BIN)/python -m tools.generate.recipe_plans
 
 docs: setup ## docs/recipe.md, docs/rules.md, and the tables and figures of docs/cost-model.md and docs/batch-size.md
-	$(BIN)/python -m tools.pages.write
+	$(BIN)/python -m tools.generate.docs_pages
 
 readme: setup ## the outputs of commands that README.md and the other pages show
-	$(BIN)/python -m tools.pages.readme
+	$(BIN)/python -m tools.generate.command_outputs
 
 build: setup ## sdist and wheel in dist/
 	$(BIN)/python -m build --no-isolation

@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-pytest_plugins = ["tools.prove.plugin"]
+pytest_plugins = ["tools.prove.pytest_proofs"]
 
 # Two workers on two cores, tiny tensors: threads would only wait for each other. Read when torch is
 # imported.

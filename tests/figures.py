@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwright.ir.apart import series_apart, worst
+from shardwright.utils.numeric_difference import series_apart, worst
 
 if TYPE_CHECKING:
-    from shardwright.hf.reference import Reference
+    from shardwright.verify.reference_run import Reference
 
 
 def training_apart(

@@ -1,7 +1,7 @@
 """`python -m tools.bench_gloo`: milliseconds of gloo's collectives over 2 and 4 ranks of this
 machine.
 
-Writes benchmarks/gloo.json, which cost/collectives.py speaks of.
+Writes benchmarks/gloo.json, which cost/collective_seconds.py speaks of.
 """
 
 from __future__ import annotations

@@ -10,16 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwright.engines.protocol import StepResult as StepResult
-    from shardwright.train.session import Session as Session
-    from shardwright.train.session import open_session as open_session
+    from shardwright.engines.trainer_protocol import StepResult as StepResult
+    from shardwright.train.training_session import Session as Session
+    from shardwright.train.training_session import open_session as open_session
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "open_session": "shardwright.train.session",
-    "Session": "shardwright.train.session",
-    "StepResult": "shardwright.engines.protocol",
+    "open_session": "shardwright.train.training_session",
+    "Session": "shardwright.train.training_session",
+    "StepResult": "shardwright.engines.trainer_protocol",
 }
 """Public name -> the module that has it. The modules may move; the names stay."""
 

@@ -9,43 +9,49 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.compiled_folder_files import lower, sealed
+from shardwright.compiled_folder_writer import check_checkpoint_folder
+from shardwright.cost.calibrated_costs import check_measured, measured_errors
 from shardwright.cost.goodput import goodput
-from shardwright.cost.replaced import check_measured, measured_errors
-from shardwright.data.tokenizer_packages import missing_packages_warning
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.engines.engine import Engine
-from shardwright.engines.table import ENGINES, engines_for, lowering_of, package_errors, under
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.own_code import OwnCode
-from shardwright.ir.partition import StagePartition, TensorParallelMap
-from shardwright.ir.recipe import Recipe
-from shardwright.ir.weights import LocatedWeights
-from shardwright.launchers.check import check_launch, unseen_paths
-from shardwright.launchers.lower import is_launch_file
-from shardwright.launchers.table import plan_launch
-from shardwright.layout.estimate import Estimate, PredictionError
-from shardwright.layout.problem import Problem
-from shardwright.layout.rule import Candidate
-from shardwright.lower.folder import check_checkpoint_folder
-from shardwright.lower.inputs import copied_inputs, model_companions
-from shardwright.lower.lower import lower, sealed
-from shardwright.model.build import build_model_graph, compare_weights
-from shardwright.model.config_keys import config_warnings
-from shardwright.model.own_code import locate_own_code
-from shardwright.model.popular.hub import processor_here
-from shardwright.model.popular.snapshot import locate_weights, tokenizer_folder
-from shardwright.partition.tensor import tensor_parallel_map, with_whole_experts
-from shardwright.plan.build import build_plan, data_errors, installed_versions
+from shardwright.engines.engine_definition import Engine
+from shardwright.engines.engine_table import (
+    ENGINES,
+    engines_for,
+    lowering_of,
+    package_errors,
+    under,
+)
+from shardwright.launch.launchers.launch_files import is_launch_file
+from shardwright.launch.launchers.launcher_checks import check_launch, unseen_paths
+from shardwright.launch.launchers.launcher_table import plan_launch
+from shardwright.layout.layout_estimate import Estimate, PredictionError
+from shardwright.layout.layout_rule import Candidate
+from shardwright.layout.parameter_sharding import StagePartition, TensorParallelMap
+from shardwright.layout.planning_problem import Problem
+from shardwright.layout.tensor_parallel_map import tensor_parallel_map, with_whole_experts
+from shardwright.models.config_schema import config_warnings
+from shardwright.models.graph_builder import build_model_graph, compare_weights
+from shardwright.models.hub_files import processor_here
+from shardwright.models.hub_snapshot import locate_weights, tokenizer_folder
+from shardwright.models.model_graph import ModelGraph
+from shardwright.models.remote_code import locate_own_code
+from shardwright.models.remote_code_files import OwnCode
+from shardwright.models.tokenizer_packages import missing_packages_warning
+from shardwright.models.weights_location import LocatedWeights
+from shardwright.plan.copied_inputs import copied_inputs, model_companions
 from shardwright.plan.folder_paths import MODEL_DIRECTORY, TOKENIZER_DIRECTORY
-from shardwright.plan.islands import island_plan
+from shardwright.plan.island_plans import island_plan
 from shardwright.plan.plan import Plan, PlanBalance
-from shardwright.recipe.files import check_files
-from shardwright.rules.executable import check_executable
-from shardwright.search.deadline import Sizing
-from shardwright.search.engines import begin_others, settle_problem
-from shardwright.search.search import choose, pinned_estimate
+from shardwright.plan.plan_builder import build_plan, data_errors, installed_versions
+from shardwright.recipe.input_file_checks import check_files
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.cluster_sizing import Sizing
+from shardwright.search.engine_choice import begin_others, settle_problem
+from shardwright.search.layout_search import choose, pinned_estimate
+from shardwright.search.runnable_recipes import check_executable
 
 T = TypeVar("T")
 
@@ -225,7 +231,7 @@ def _balance(problem: Problem) -> PlanBalance | None:
     coefficient = problem.recipe.model.router_aux_loss
     if coefficient is None:
         return None
-    from shardwright.model.probed import router_affinity
+    from shardwright.models.model_probe import router_affinity
 
     affinity = router_affinity(problem.graph)
     assert isinstance(affinity, str), "a rule has refused it"
@@ -234,7 +240,7 @@ def _balance(problem: Problem) -> PlanBalance | None:
 
 def _check_adapters(problem: Problem) -> None:
     if problem.recipe.lora is not None:
-        from shardwright.model.probed import check_adapters
+        from shardwright.models.model_probe import check_adapters
 
         check_adapters(problem.graph, problem.recipe.lora)
 
@@ -321,11 +327,11 @@ def _lowered(
         and not plan.model.contrastive
         and (here := processor_here(problem.recipe.model)) is not None
     ):
-        from shardwright.model.processor import check_processor
+        from shardwright.models.processor_stage import check_processor
 
         check_processor(problem.graph, here[0])
     if plan.model.sees and problem.recipe.model.source is None:
-        from shardwright.model.processor import inline_processor_files
+        from shardwright.models.processor_stage import inline_processor_files
 
         processor = inline_processor_files(problem.graph)
         files |= {f"{TOKENIZER_DIRECTORY}/{name}": content for name, content in processor.items()}

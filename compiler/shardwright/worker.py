@@ -5,6 +5,6 @@ Folders outlive versions of this package, so this name stays where it is.
 
 from __future__ import annotations
 
-from shardwright.train.worker import main
+from shardwright.train.training_worker import main
 
 __all__ = ["main"]

@@ -6,12 +6,12 @@ import functools
 
 import pytest
 
-from shardwright.layout.estimate import Estimate
-from shardwright.model.build import build_model_graph
-from shardwright.recipe.load import load_recipe
-from shardwright.resources import recipes_dir
-from shardwright.search.search import pinned_estimate
-from tests.unit.model.factory import problem_of
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.models.graph_builder import build_model_graph
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.layout_search import pinned_estimate
+from shardwright.utils.data_folders import recipes_dir
+from tests.unit.models.factory import problem_of
 
 FIGURES = recipes_dir() / "figures"
 DAYS_PER_YEAR = 365.25

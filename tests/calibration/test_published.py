@@ -8,11 +8,12 @@ import math
 
 import pytest
 
-from shardwright.cost.constants import Constants, constant_entries, default_constants
-from shardwright.ir.apart import series_apart
+from shardwright.cost.cost_constants import Constants, constant_entries, default_constants
+from shardwright.utils.numeric_difference import series_apart
 from tools.fit_cost import score
-from tools.fit_cost.bench import off, scored
-from tools.fit_cost.cases import (
+from tools.fit_cost.bench_cost import off, scored
+from tools.fit_cost.least_squares_fit import fit, priors
+from tools.fit_cost.published_runs import (
     ENGINE_ROWS,
     HARDWARE,
     ROWS,
@@ -24,7 +25,6 @@ from tools.fit_cost.cases import (
     in_gigabytes,
     load_cases,
 )
-from tools.fit_cost.fit import fit, priors
 
 
 def test_every_constant_says_what_it_is() -> None:
@@ -69,7 +69,9 @@ def test_the_fit_finds_constants_again(sample: list[Case], monkeypatch: pytest.M
         priors(), gemm_efficiency=0.7, memory_efficiency=0.65, fused_attention_efficiency=0.6
     )
     seconds = {case.row["id"]: estimate(case, truth).time.step_seconds for case in sample}
-    monkeypatch.setattr("tools.fit_cost.fit.time_target", lambda case: seconds[case.row["id"]])
+    monkeypatch.setattr(
+        "tools.fit_cost.least_squares_fit.time_target", lambda case: seconds[case.row["id"]]
+    )
     found = fit(sample, priors())
 
     def error(c: Constants) -> float:

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from shardwright.calibrate.calibrate import calibrate, cores
-from shardwright.calibrate.tune import launch, of_steps, recipe_for
-from shardwright.cli.measured import shared_lines
+from shardwright.calibrate.calibration import calibrate, cores
+from shardwright.calibrate.layout_trials import launch, of_steps, recipe_for
+from shardwright.cli.measurement_text import shared_lines
 from shardwright.compile import compile_recipe, read_problem
-from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
-from shardwright.search.settle import settled_estimate
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.layout.layout import Strategy
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.layout_resolution import settled_estimate
 
 MODEL = {
     "model_type": "llama",

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.ir.json_value import JsonValue
-from shardwright.search.search import pinned_estimate
-from tests.unit.model.factory import graph_of, problem_of, recipe_of
+from shardwright.search.layout_search import pinned_estimate
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import graph_of, problem_of, recipe_of
 
 # arXiv 2104.04473, table 2: (layers, hidden size, heads), batch, GPUs, micro-batch, TFLOP/s per
 # GPU.

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.compile import Compiled, compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.schema.check import misfits
-from shardwright.engines.deepspeed.schema.read import snapshot
-from shardwright.layout.problem import Problem
-from shardwright.recipe.load import load_recipe
-from shardwright.rules.registry import check_layout
-from shardwright.search.space import candidates
+from shardwright.engines.deepspeed.ds_config_schema import snapshot
+from shardwright.engines.deepspeed.ds_config_validation import misfits
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.candidate_layouts import candidates
+from shardwright.search.rule_registry import check_layout
 from tests.cases.engine_numbers import load, numbers
-from tests.unit.model.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of
+from tests.unit.models.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of
 
 MODELS: tuple[dict[str, Any], ...] = (
     {**SMALL_LLAMA, "num_hidden_layers": 14},

@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import GOOD, tree
-from tests.unit.model.factory import LLAMA_405B
+from tests.unit.models.factory import LLAMA_405B
 
 ROUNDS, RUNS = 3, 10
 
 GRAPH = """\
 import json, sys
-from shardwright.ir.recipe import ModelSection
-from shardwright.model.build import build_model_graph
+from shardwright.recipe.recipe_types import ModelSection
+from shardwright.models.graph_builder import build_model_graph
 config, source = json.loads(sys.argv[1]), sys.argv[2] or None
 graph = build_model_graph(
     ModelSection(source=source, config=config, revision="main", weights="random", attention="auto", loss="auto")

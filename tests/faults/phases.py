@@ -133,6 +133,6 @@ PHASES: dict[str, Planter] = {
 
 def plant(phase: str, step: int) -> None:
     """Kills this process in that phase of saving `step`."""
-    from shardwright.checkpoint import write as checkpoint
+    from shardwright.checkpoint import checkpoint_saver as checkpoint
 
     PHASES[phase](checkpoint, f"step-{step:08d}")

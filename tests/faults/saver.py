@@ -23,18 +23,18 @@ from deepspeed import ops
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama  # noqa: F401 (before a process forks)
 
-from shardwright.checkpoint import write as checkpoint
-from shardwright.checkpoint.index import choose_checkpoint, tell
-from shardwright.checkpoint.lineage import Origin
-from shardwright.checkpoint.load import load_checkpoint
+from shardwright.checkpoint import checkpoint_saver as checkpoint
+from shardwright.checkpoint.checkpoint_loader import load_checkpoint
+from shardwright.checkpoint.resume_checkpoint import choose_checkpoint, tell
+from shardwright.checkpoint.run_history import Origin
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.base import DeepSpeedTrainer
-from shardwright.modules.model_config import load_config
+from shardwright.engines.deepspeed.deepspeed_trainer import DeepSpeedTrainer
+from shardwright.monitor.run_files import Metrics
+from shardwright.parallel.model_config_loading import load_config
 from shardwright.plan.plan import Plan
-from shardwright.plan.serialize import read_plan
-from shardwright.train.attempt import begin_attempt
-from shardwright.train.ownership import held_by_run
-from shardwright.watch.journal import Metrics
+from shardwright.plan.plan_json import read_plan
+from shardwright.train.lease_ownership import held_by_run
+from shardwright.train.run_attempt import begin_attempt
 
 ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as engines.deepspeed.runtime does
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwright import lease
-from shardwright.checkpoint.manifest import damage
+from shardwright.checkpoint.checkpoint_manifest import damage
 from shardwright.checkpoint.step_folders import published_steps, step_name
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
+from shardwright.utils import run_lease
 from tests.faults import saver
 from tests.faults.disks import enlarge, small_disk
 from tests.faults.phases import PHASES, plant
@@ -250,8 +250,8 @@ def test_a_lease_left_on_another_host(
 ) -> None:
     """Watched for a while: it is not touched any more."""
     for name in ("LOST_SECONDS", "CONFIRM_SECONDS"):
-        monkeypatch.setattr(lease, name, 0.5)
-    gone = replace(lease.this_process("ranks", out), boot="another", host="b", pid=7)
+        monkeypatch.setattr(run_lease, name, 0.5)
+    gone = replace(run_lease.this_process("ranks", out), boot="another", host="b", pid=7)
     (out / "run").mkdir()
     (out / "run" / "lease").write_text(json.dumps(asdict(gone)))
     ended = saver.train(out)

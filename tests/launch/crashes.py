@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.checkpoint.manifest import damage
+from shardwright.checkpoint.checkpoint_manifest import damage
 from tests.parity import harness
 from tests.parity.harness import Case, metrics, must, recipe, shardwright
 
@@ -25,7 +25,7 @@ WATCH_SECONDS = 300.0
 _ROWS = """
 import hashlib, json, os
 from pathlib import Path
-from shardwright.modules.batches import Batches
+from shardwright.parallel.micro_batches import Batches
 _micro_batches = Batches.micro_batches
 _log = open(Path(__file__).parent / f"rows-{os.environ['RANK']}.jsonl", "a", buffering=1)
 def _logged(self, step, data_rank):

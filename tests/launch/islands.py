@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwright.ir.apart import weights_apart, worst
+from shardwright.utils.numeric_difference import weights_apart, worst
 from tests import warm
 from tests.launch.sites import Site
 from tests.parity.harness import Case

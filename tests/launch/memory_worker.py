@@ -19,12 +19,12 @@ import deepspeed
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright.engines.deepspeed.pipeline import build_pipeline
-from shardwright.modules.expert.spread import ExpertSpreader
-from shardwright.modules.materialize import Filler
-from shardwright.modules.weight_files import WeightFiles
-from shardwright.modules.weights import conv1d_to_linear, open_model
-from shardwright.plan.serialize import read_plan
+from shardwright.engines.deepspeed.pipeline_module import build_pipeline
+from shardwright.parallel.expert_parallel import ExpertSpreader
+from shardwright.parallel.model_loading import conv1d_to_linear, open_model
+from shardwright.parallel.weight_files import WeightFiles
+from shardwright.parallel.weight_loader import Filler
+from shardwright.plan.plan_json import read_plan
 
 
 def anonymous_bytes() -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shardwright.train import worker
-from shardwright.train.session import Session
+from shardwright.train import training_worker
+from shardwright.train.training_session import Session
 from tests.launch.plain_deepspeed import Step, plain_pipeline, plain_zero3
 
 plain_train = Session.train
@@ -51,4 +51,4 @@ def train(session: Session, step: int, *rest: Any) -> Any:
 
 def main() -> int:
     Session.train = train  # type: ignore[method-assign]
-    return worker.main()
+    return training_worker.main()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from shardwright.ir.apart import weights_apart
+from shardwright.utils.numeric_difference import weights_apart
 from tests.figures import same
 from tests.parity.harness import (
     Case,

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.ir.apart import series_apart
-from shardwright.programs import free_port
+from shardwright.utils.numeric_difference import series_apart
+from shardwright.utils.programs import free_port
 from tests.parity.harness import Case
 
 ROOT = Path(__file__).resolve().parents[2]

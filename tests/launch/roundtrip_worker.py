@@ -18,19 +18,19 @@ from deepspeed import ops
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from shardwright.checkpoint.export import export_checkpoint
-from shardwright.checkpoint.write import save_checkpoint
+from shardwright.checkpoint.checkpoint_saver import save_checkpoint
+from shardwright.checkpoint.huggingface_export import export_checkpoint
 from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.engines.protocol import Trainer
-from shardwright.ir.apart import tensor_apart
-from shardwright.lower.folder import write_folder
-from shardwright.model import graph
-from shardwright.model.trace import Traced
-from shardwright.modules.batches import Batches
-from shardwright.plan.serialize import read_plan
-from shardwright.recipe.load import load_recipe
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.trainer_protocol import Trainer
+from shardwright.models import graph_trace
+from shardwright.models.layer_trace import Traced
+from shardwright.parallel.micro_batches import Batches
+from shardwright.plan.plan_json import read_plan
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.utils.numeric_difference import tensor_apart
 from tests.launch.roundtrip import LAYOUTS
 from tests.parity.groups import share_groups
 from tests.zoo.configs import TEXT_VOCABULARY, build
@@ -150,7 +150,7 @@ def untraced(model: torch.nn.Module, cut: Any, attention_module: str) -> Traced:
 
 
 def main() -> None:
-    graph.trace_model = untraced
+    graph_trace.trace_model = untraced
     os.environ["SHARDWRIGHT_CACHE"] = "off"
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     transformers.logging.set_verbosity_error()

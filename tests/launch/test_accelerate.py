@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from shardwright.compile import Compiled, compile_recipe
-from shardwright.engines.deepspeed.accelerate import CONFIG, PLAIN, TRAINER
-from shardwright.lower.folder import write_folder
-from shardwright.programs import free_port, program_path
-from shardwright.recipe.load import load_recipe
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.engines.deepspeed.accelerate_files import CONFIG, PLAIN, TRAINER
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.utils.programs import free_port, program_path
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 

@@ -16,10 +16,10 @@ import pytest
 from transformers import AutoConfig
 
 from shardwright.compile import Compiled, compile_recipe
-from shardwright.engines.deepspeed.autotp import AUTOTP_FILE, PROVED_TYPES
-from shardwright.ir.apart import series_apart, worst
-from shardwright.programs import free_port
-from shardwright.recipe.load import load_recipe
+from shardwright.engines.deepspeed.autotp_config import AUTOTP_FILE, PROVED_TYPES
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.utils.numeric_difference import series_apart, worst
+from shardwright.utils.programs import free_port
 from tests.parity.harness import LOSS_ABSOLUTE
 from tests.parity.models import GPT2, LLAMA
 from tests.zoo.configs import TEXT_VOCABULARY, tiny_config

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench_gpu.__main__ import main
-from tools.bench_gpu.attention import parity
+from tools.bench_gpu.attention_parity import parity
 
 pytestmark = pytest.mark.launch
 
@@ -18,7 +18,9 @@ pytestmark = pytest.mark.launch
 def test_a_layout_beside_the_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.bench_gpu.bench.CASE_SECONDS", 1500)  # the tests share their cores
+    monkeypatch.setattr(
+        "tools.bench_gpu.gpu_bench.CASE_SECONDS", 1500
+    )  # the tests share their cores
     file = tmp_path / "gpu.json"
     assert main(["--gpu", "cpu", "-o", str(file), "llama-1"]) == 0
     assert "all done" in capsys.readouterr().out

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.index import choose_checkpoint
-from shardwright.checkpoint.manifest import damage
-from shardwright.plan.serialize import read_plan
+from shardwright.checkpoint.checkpoint_manifest import damage
+from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
+from shardwright.plan.plan_json import read_plan
 from tests.parity.harness import STEPS, Case, metrics, must, recipe, shardwright, write_inputs
 
 pytestmark = pytest.mark.launch
 
 FULL = """
 import errno, os
-import shardwright.checkpoint.write as checkpoint
+import shardwright.checkpoint.checkpoint_saver as checkpoint
 whole = checkpoint.save_readable
 def full(tensors, path):
     if os.environ["RANK"] == "1" and "step-00000006" in str(path):

@@ -25,7 +25,7 @@ lines."""
 
 FAILING = """
 import os
-from shardwright.train.session import Session
+from shardwright.train.training_session import Session
 
 
 def fail(*_):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoProcessor
 
-from shardwright.ir.apart import weights_apart
+from shardwright.utils.numeric_difference import weights_apart
 from tests.figures import lines_apart
 from tests.parity.contrastive import (
     BATCH,

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from shardwright.checkpoint.manifest import read_manifest
+from shardwright.checkpoint.checkpoint_manifest import read_manifest
 from shardwright.data.dataset import open_dataset
-from shardwright.plan.serialize import read_plan
+from shardwright.plan.plan_json import read_plan
 from tests.launch.resume import same_numbers
 from tests.parity.harness import (
     LENGTH,
@@ -106,8 +106,8 @@ def test_held_out_loss_is_that_of_one_process_and_leaves_training_alone(
 RECORDING = """
 import hashlib, json, os, sys
 from pathlib import Path
-from shardwright.modules import batches
-from shardwright.train import worker
+from shardwright.parallel import micro_batches as batches
+from shardwright.train import training_worker as worker
 
 plain = batches.Batches.micro_batches
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import resolve
-from shardwright.data.prepare import prepare
-from shardwright.modules.batches import Batches
-from shardwright.plan.serialize import read_plan
+from shardwright.parallel.micro_batches import Batches
+from shardwright.plan.plan_json import read_plan
 from tests.parity.harness import Case, metrics, must, recipe, shardwright
 from tests.parity.models import LLAMA
 
@@ -25,8 +25,8 @@ TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor 
 TIMED = """
 import json, os, sys, time
 from pathlib import Path
-from shardwright.modules import batches
-from shardwright.train import worker
+from shardwright.parallel import micro_batches as batches
+from shardwright.train import training_worker as worker
 
 plain, spent = batches.Batches.micro_batches, []
 

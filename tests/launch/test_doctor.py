@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from shardwright.cli import main as cli
-from shardwright.cli.doctor import as_json, as_text, is_red
-from shardwright.launch.doctor.links import measure
-from shardwright.launch.doctor.meeting import Assumed, links
-from shardwright.launch.doctor.messages import LinkRates, Met
-from shardwright.launch.doctor.remote import ProbedHost
+from shardwright.cli.doctor_command import as_json, as_text, is_red
+from shardwright.launch.link_bandwidth import measure
+from shardwright.launch.probe_messages import LinkRates, Met
+from shardwright.launch.remote_probe import ProbedHost
+from shardwright.launch.rendezvous_check import Assumed, links
 from tests.parity.harness import must, shardwright
 
 

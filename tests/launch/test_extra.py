@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.ir.apart import series_apart
+from shardwright.utils.numeric_difference import series_apart
 from tests.launch.extra_keys import HALF_RELATIVE, LAYOUTS, RESUMED_ON, cases, name, tried
 from tests.parity.harness import (
     LOSS_ABSOLUTE,

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from shardwright.checkpoint.manifest import damage
+from shardwright.checkpoint.checkpoint_manifest import damage
 from shardwright.checkpoint.step_folders import published_steps, step_name
-from shardwright.programs import free_port
+from shardwright.utils.programs import free_port
 from tests.faults.phases import PHASES
 from tests.faults.test_saving import DAMAGES, size_of
 from tests.launch.test_by_hand import start

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.launch.hosts import hosts, why_not
 from tests.parity.harness import Case, recipe, write_inputs
 from tests.unit.launchers.test_injection import HOSTILE

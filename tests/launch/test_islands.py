@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.ir.apart import weights_apart
+from shardwright.utils.numeric_difference import weights_apart
 from tests.launch.islands import (
     PATIENCE,
     Process,

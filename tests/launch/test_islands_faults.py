@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.islands.secret import SECRET
+from shardwright.diloco.outer_store_secret import SECRET
 from tests.launch.islands import (
     PATIENCE,
     Process,

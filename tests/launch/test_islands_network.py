@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.islands.wire import grace
+from shardwright.diloco.outer_store_channel import grace
 from tests import warm
 from tests.launch.islands import (
     PATIENCE,

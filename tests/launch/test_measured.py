@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.harness import must, shardwright
 from tests.unit.calibrate.test_file import recipe_file
 

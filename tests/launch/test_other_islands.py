@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardwright.hf.reference import cosine, mean_loss
-from shardwright.ir.apart import weights_apart
+from shardwright.utils.numeric_difference import weights_apart
+from shardwright.verify.reference_run import cosine, mean_loss
 from tests.parity import harness
 from tests.parity.harness import LR, MODELS, SEED, WARMUP, must, shardwright
 from tests.parity.islands import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardwright.plan.serialize import read_plan
+from shardwright.plan.plan_json import read_plan
 from tests.parity.harness import (
     BETAS,
     DECAY,
@@ -33,7 +33,7 @@ from tests.parity.harness import (
     shardwright,
 )
 from tests.parity.reference import token_rows, train
-from tests.unit.model.own_model import FILES, write_own_model
+from tests.unit.models.own_model import FILES, write_own_model
 
 pytestmark = pytest.mark.launch
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.manifest import read_manifest
+from shardwright.checkpoint.checkpoint_manifest import read_manifest
+from shardwright.compiled_folder import read_folder
 from shardwright.cost.goodput import goodput
-from shardwright.folder import read_folder
-from shardwright.layout.problem import Problem
-from shardwright.records import carried
-from shardwright.train.tracking import missing_trackers
+from shardwright.layout.planning_problem import Problem
+from shardwright.train.experiment_trackers import missing_trackers
+from shardwright.utils.json_records import carried
 from tests.figures import same
 from tests.parity.harness import must, shardwright
-from tools.pages.blocks import blocks
+from tools.pages.page_blocks import blocks
 
 pytestmark = pytest.mark.launch
 CHANGES = {
@@ -154,7 +154,7 @@ def _check_curves_once(out: Path) -> None:
 def test_a_tracker_that_is_not_installed(
     write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwright.plan.serialize import read_plan
+    from shardwright.plan.plan_json import read_plan
 
     must(shardwright("compile", write_recipe(CHANGES), "-o", tmp_path / "out"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardwright.ir.apart import series_apart, tensor_apart, weights_apart
+from shardwright.utils.numeric_difference import series_apart, tensor_apart, weights_apart
 from tests.launch.resume import same_numbers
 from tests.parity.harness import (
     LOSS_ABSOLUTE,
@@ -32,7 +32,7 @@ STEPS, EVERY, KILLED_IN = 8, 4, 6
 _KILL = f"""
 import os, signal
 from pathlib import Path
-from shardwright.modules.batches import Batches
+from shardwright.parallel.micro_batches import Batches
 _micro_batches = Batches.micro_batches
 def _killed(self, step, data_rank):
     if step == {KILLED_IN}:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from shardwright.ir.apart import series_apart, weights_apart
+from shardwright.utils.numeric_difference import series_apart, weights_apart
 from tests.launch.resume_matrix import all_pairs, resumed, wide_pairs
 from tests.parity.harness import (
     WEIGHT_ABSOLUTE,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.ir.apart import worst
+from shardwright.utils.numeric_difference import worst
 from tests.launch.roundtrip import LAYOUTS, TYPES, round_trips
 
 pytestmark = pytest.mark.launch

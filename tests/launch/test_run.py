@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.launch.state import HEARTBEAT_LOST_SECONDS
+from shardwright.launch.run_state import HEARTBEAT_LOST_SECONDS
 from tests.launch.resume import compiled, continues_bit_for_bit
 from tests.launch.waiting import wait_for, wait_until
 from tests.parity.harness import Case, metrics, must, newest_checkpoint, shardwright
@@ -124,7 +124,7 @@ def test_a_failing_rank_speaks_before_its_echo(tmp_path: Path) -> None:
     out = compiled(Case(model="llama", pipeline=2), tmp_path)
     script = out / "train.py"
     script.write_text(
-        "import os, shardwright.engines.deepspeed.trainer as engine\n"
+        "import os, shardwright.engines.deepspeed.deepspeed_trainer_builder as engine\n"
         "whole = engine.PipelineTrainer.step\n"
         "def step(self, *a):\n"
         "    if os.environ['RANK'] == '1' and self.engine.global_steps == 2:\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.recipe.slurm import options as sbatch_options
+from shardwright.recipe.sbatch_options import options as sbatch_options
 from tests.launch.slurm_cluster import SPARE, output, slurm, state, wait_for, why_not
 from tests.parity.harness import (
     STEPS,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shardwright.checkpoint.generate import Wish, answer, open_model
-from shardwright.data.shapes import QUESTION, SEED, SHAPES, SIDE, draw_shapes
+from shardwright.checkpoint.text_generation import Wish, answer, open_model
+from shardwright.data.shapes_dataset import QUESTION, SEED, SHAPES, SIDE, draw_shapes
 from tests.parity.harness import metrics, must, newest_checkpoint, shardwright
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-vision-cpu.yaml"

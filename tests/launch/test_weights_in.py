@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from tests.launch.resume_matrix import ROOT
 from tests.parity.harness import metrics, must, shardwright
-from tests.unit.model.quantised import quantise_fp8
+from tests.unit.models.quantised import quantise_fp8
 
 MIB = 2**20
 SLACK_BYTES = 8 * MIB

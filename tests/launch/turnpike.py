@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 
-from shardwright.islands.wire import MAGIC, NONCE, FrameKind, read_exactly
+from shardwright.diloco.outer_store_channel import MAGIC, NONCE, FrameKind, read_exactly
 
 _HEADER, _MAC, _PROOF = struct.Struct(">BIQ"), 32, 32
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.ir.apart import series_apart
+from shardwright.utils.numeric_difference import series_apart
 
 Facts = dict[str, Any]
 

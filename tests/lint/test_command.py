@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.diagnostics.codes import CODES
+from shardwright.diagnostics.code_registry import CODES
 from tests.cli.command import shardwright
 from tests.cli.test_speed import light, within
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.diagnostics.explain import texts
-from shardwright.lint.document import read_document
-from shardwright.lint.fix import fixed
-from shardwright.lint.lint import lint, subject_of
+from shardwright.diagnostics.code_explanations import texts
+from shardwright.lint.ds_config_document import read_document
+from shardwright.lint.ds_config_fixes import fixed
+from shardwright.lint.ds_config_linter import lint, subject_of
 
 BEFORE = """\
 {

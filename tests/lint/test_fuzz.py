@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.render import render
-from shardwright.lint.document import read_document
-from shardwright.lint.lint import diagnostic, lint, subject_of
-from shardwright.model.popular.hub import read_config_file
-from shardwright.recipe.load import load_recipe
+from shardwright.diagnostics.diagnostic_rendering import render
+from shardwright.lint.ds_config_document import read_document
+from shardwright.lint.ds_config_linter import diagnostic, lint, subject_of
+from shardwright.models.hub_files import read_config_file
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.lint.test_rules import GOOD
 from tests.migrate.fuzz import commands, deep, try_import
 from tests.unit.recipe.test_load import FULL
@@ -163,8 +163,8 @@ def _plain(path: Path) -> Any:
 def _is_key(document: Any, where: Path_, wrong: str) -> bool:
     """Whether the misspelt word is a key of that section by itself: then it is another setting, not
     a typo."""
-    from shardwright.engines.deepspeed.schema.check import misfits
-    from shardwright.engines.deepspeed.schema.read import snapshot
+    from shardwright.engines.deepspeed.ds_config_schema import snapshot
+    from shardwright.engines.deepspeed.ds_config_validation import misfits
 
     only = renamed(document, where, wrong)
     return not any(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.diagnostics.codes.megatron_args import MEGATRON_ARGS_CODES
-from shardwright.diagnostics.explain import CodeExplanation, argument_texts
-from shardwright.lint.megatron.read import options, read_arguments
-from shardwright.lint.megatron.rules import RULES, lint_arguments
+from shardwright.diagnostics.code_explanations import CodeExplanation, argument_texts
+from shardwright.diagnostics.megatron_args_codes import MEGATRON_ARGS_CODES
+from shardwright.lint.megatron_lint import RULES, lint_arguments
+from shardwright.lint.megatron_option_reader import options, read_arguments
 
 NAME = "megatron_args.sh"
 SCRIPT = """#!/bin/bash

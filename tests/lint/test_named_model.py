@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.lint.named_model import detected, window
+from shardwright.lint.ds_config_model_rules import detected, window
 
 AUTOEP = {"train_batch_size": 8, "expert_parallel": {"enabled": True, "autoep_size": 2}}
 SEQUENCE = {"train_batch_size": 8, "data_parallel_size": 4, "sequence_parallel_size": 2}
@@ -137,7 +137,7 @@ def test_which_layers_see_a_window() -> None:
 def test_the_table_of_types_is_what_the_installed_deepspeed_does() -> None:
     """Each type of transformers that has experts, on the meta device, through DeepSpeed's own
     parser."""
-    from tools.write_autoep import measured
+    from tools.generate.autoep_support import measured
 
     assert measured() == detected()
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.diagnostics.codes.ds_config import DS_CONFIG_CODES
-from shardwright.diagnostics.explain import texts
-from shardwright.lint.rules.values import FILLED
+from shardwright.diagnostics.code_explanations import texts
+from shardwright.diagnostics.ds_config_codes import DS_CONFIG_CODES
+from shardwright.lint.ds_config_value_rules import FILLED
 from tests.lint.probes import PROBES, Probe
 
 GOOD = sorted((Path(__file__).parent / "good").glob("*.json"))

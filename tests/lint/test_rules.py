@@ -11,14 +11,14 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.codes.ds_config import DS_CONFIG_CODES
-from shardwright.diagnostics.explain import CodeExplanation, texts
-from shardwright.diagnostics.render import render
-from shardwright.lint.document import read_document
-from shardwright.lint.lint import diagnostic, lint, subject_of
-from shardwright.lint.registry import RULES
-from shardwright.lint.subject import Audience
-from tools.write_lint_docs import PAGE, written
+from shardwright.diagnostics.code_explanations import CodeExplanation, texts
+from shardwright.diagnostics.diagnostic_rendering import render
+from shardwright.diagnostics.ds_config_codes import DS_CONFIG_CODES
+from shardwright.lint.ds_config_document import read_document
+from shardwright.lint.ds_config_linter import diagnostic, lint, subject_of
+from shardwright.lint.ds_config_rule_table import RULES
+from shardwright.lint.lint_rule import Audience
+from tools.generate.lint_page import PAGE, written
 
 HERE = Path(__file__).parent
 CASES = HERE.parent / "cases"

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.ds_config import checked
-from shardwright.engines.deepspeed.schema.check import misfits
-from shardwright.engines.deepspeed.schema.read import NEWEST, snapshot
-from shardwright.lint.document import read_document
-from shardwright.lint.fix import fixed
-from shardwright.lint.lint import diagnostic, lint, subject_of
-from tools import loose_sections as loose
+from shardwright.engines.deepspeed.ds_config_schema import NEWEST, snapshot
+from shardwright.engines.deepspeed.ds_config_validation import misfits
+from shardwright.lint.ds_config_document import read_document
+from shardwright.lint.ds_config_fixes import fixed
+from shardwright.lint.ds_config_linter import diagnostic, lint, subject_of
+from tools.generate import deepspeed_untyped_sections as loose
 
 SITE = Path(deepspeed.__file__).parent
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,13 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_snapshot_is_of_the_installed_version() -> None:
     """`make snapshot` writes it anew."""
     program = (
-        "import sys; from tools.write_snapshot import text; sys.stdout.write('=====' + text())"
+        "import sys; from tools.generate.deepspeed_config_snapshot import text; "
+        "sys.stdout.write('=====' + text())"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=os.environ, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    path = ROOT / f"compiler/shardwright/engines/deepspeed/schema/snapshot/{NEWEST}.json"
+    path = ROOT / f"compiler/shardwright/engines/deepspeed/ds_config_schemas/{NEWEST}.json"
     assert done.stdout.partition("=====")[2] == path.read_text(encoding="utf-8")
 
 

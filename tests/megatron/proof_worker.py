@@ -8,25 +8,29 @@ import json
 import sys
 import warnings
 
-from shardwright.engines.megatron.cpu import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
 
 warnings.simplefilter("ignore")
 run_on_cpu()
 
-from shardwright.engines.megatron import families, prove
-from shardwright.engines.megatron.pieces import grouped
+from shardwright.engines.megatron import megatron_equivalence_process, megatron_model_weights
+from shardwright.engines.megatron.megatron_weight_rows import grouped
 
 PLANTED = {
     "swapped keys and values": grouped(*(f"self_attn.{p}_proj.weight" for p in "qvk")),
-    "": families.FAMILIES["llama"].layer["self_attention.linear_qkv.weight"],
+    "": megatron_model_weights.FAMILIES["llama"].layer["self_attention.linear_qkv.weight"],
 }
 
 if __name__ == "__main__":
     for planted, config, plan in json.loads(sys.stdin.read()):
-        layer = families.FAMILIES["llama"].layer
+        layer = megatron_model_weights.FAMILIES["llama"].layer
         layer["self_attention.linear_qkv.weight"] = PLANTED[planted]  # type: ignore[index]
         try:
-            found = prove._numbers(config) if plan is None else prove._ranks(config, plan)
-        except families.Unsupported as error:
+            found = (
+                megatron_equivalence_process._numbers(config)
+                if plan is None
+                else megatron_equivalence_process._ranks(config, plan)
+            )
+        except megatron_model_weights.Unsupported as error:
             found = {"unsupported": str(error)}
         print(json.dumps(found), flush=True)

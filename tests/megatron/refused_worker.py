@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwright.engines.megatron.cpu import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
 
 warnings.simplefilter("ignore")
 run_on_cpu()
@@ -25,7 +25,7 @@ from torch import distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
-from shardwright.engines.megatron.build import build_model, transformer_config
+from shardwright.engines.megatron.megatron_model import build_model, transformer_config
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 32}
 

@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).with_name("stand_in")))
 warnings.simplefilter("ignore")
 
-from shardwright.engines.megatron.cpu import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
 
 run_on_cpu()
 
@@ -22,12 +22,16 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import distributed as dist
 
-from shardwright.engines.megatron import build, prove, transformer_engine
-from shardwright.engines.megatron.families import configuration
-from shardwright.engines.megatron.states import States
-from shardwright.plan.serialize import plan_from_json
+from shardwright.engines.megatron import (
+    megatron_equivalence_process,
+    megatron_model,
+    transformer_engine_layers,
+)
+from shardwright.engines.megatron.megatron_model_weights import configuration
+from shardwright.engines.megatron.megatron_optimizer_states import States
+from shardwright.plan.plan_json import plan_from_json
 
-BUILD = build.build_model
+BUILD = megatron_model.build_model
 
 
 def numbers(document: dict[str, Any]) -> dict[str, Any]:
@@ -38,11 +42,11 @@ def numbers(document: dict[str, Any]) -> dict[str, Any]:
         built.append(BUILD(*args, **more, transformer_engine=True))
         return built[-1]
 
-    build.build_model = build_model
+    megatron_model.build_model = build_model
     try:
-        found = prove._numbers(document)
+        found = megatron_equivalence_process._numbers(document)
     finally:
-        build.build_model = BUILD
+        megatron_model.build_model = BUILD
     layers = built[0].decoder.layers
     return {
         "found": found,
@@ -57,20 +61,20 @@ def chosen(document: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(0)
-    taken = transformer_engine.is_taken(plan)
+    taken = transformer_engine_layers.is_taken(plan)
     named = configuration(config)
     held: list[dict[str, int]] = []
     for kind in taken, False:
-        settings = build.transformer_config(named, params_dtype=torch.bfloat16, bf16=True)
-        (model,) = build.build_chunks(
+        settings = megatron_model.transformer_config(named, params_dtype=torch.bfloat16, bf16=True)
+        (model,) = megatron_model.build_chunks(
             named, settings, None, length=16, pipeline_rank=0, transformer_engine=kind
         )
         sizes: dict[str, int] = {}
-        for piece in build.pieces(named, model, tensor_rank=0, tied={}):
+        for piece in megatron_model.pieces(named, model, tensor_rank=0, tied={}):
             sizes[piece.name] = sizes.get(piece.name, 0) + piece.numel
         held.append(sizes)
     fused = [name for name, _ in model.named_parameters() if "layer_norm" in name]
-    told = transformer_engine.report(plan, taken=taken)
+    told = transformer_engine_layers.report(plan, taken=taken)
     return {"taken": taken, "told": told, "same": held[0] == held[1], "fused in the last": fused}
 
 

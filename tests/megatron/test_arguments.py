@@ -17,10 +17,10 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.explain import argument_texts
-from shardwright.engines.megatron import proof
-from shardwright.recipe.load import load_recipe
-from tools.megatron_parser import OPTIONS, ROOT, unpacked
+from shardwright.diagnostics.code_explanations import argument_texts
+from shardwright.engines.megatron import megatron_equivalence
+from shardwright.recipe.recipe_loader import load_recipe
+from tools.generate.megatron_argument_parser import OPTIONS, ROOT, unpacked
 
 REFUSED = {
     "SW4921": "should be divisible by vp_size",
@@ -116,7 +116,13 @@ def test_megatron_refuses_what_its_parser_lets_through() -> None:
 
 
 def asked(questions: list[dict[str, Any]]) -> list[dict[str, str]]:
-    command = [sys.executable, "-m", "tools.megatron_parser", str(unpacked()), "ask"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.generate.megatron_argument_parser",
+        str(unpacked()),
+        "ask",
+    ]
     text = "".join(json.dumps(question) + "\n" for question in questions)
     done = subprocess.run(
         command, input=text, capture_output=True, text=True, cwd=ROOT, timeout=600
@@ -154,7 +160,13 @@ def test_the_parser_takes_and_refuses_what_the_rules_say(proved: Callable[..., N
 @pytest.mark.prove
 def test_the_options_are_those_of_the_parser() -> None:
     before = OPTIONS.read_text(encoding="utf-8")
-    command = [sys.executable, "-m", "tools.megatron_parser", str(unpacked()), "options"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.generate.megatron_argument_parser",
+        str(unpacked()),
+        "options",
+    ]
     try:
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT, timeout=300)
         assert OPTIONS.read_text(encoding="utf-8") == before
@@ -182,7 +194,7 @@ def random_plans(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """(what the parser is asked, the model's configuration, plan.json)"""
-    monkeypatch.setattr(proof, "prove", lambda *asked: None)
+    monkeypatch.setattr(megatron_equivalence, "prove", lambda *asked: None)
     draw = random.Random(17)
     found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     while len(found) < PLANS:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardwright.ir.apart import series_apart, tensor_apart, worst
+from shardwright.utils.numeric_difference import series_apart, tensor_apart, worst
 from tests.megatron.cases import VIRTUAL, case, cut
 from tests.parity.harness import (
     LOSS_ABSOLUTE,

@@ -18,9 +18,9 @@ import torch
 import transformers
 
 from shardwright.compile import compile_recipe
-from shardwright.engines.megatron import proof
+from shardwright.engines.megatron import megatron_equivalence
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.harness import LENGTH, SEED, STEPS, Case, reference, write_inputs
 from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
@@ -49,12 +49,12 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     from megatron.core import parallel_state
     from torch import distributed as dist
 
-    from shardwright.checkpoint.master_check import check_masters
+    from shardwright.checkpoint.master_weight_check import check_masters
     from shardwright.data.dataset import open_dataset
-    from shardwright.engines.megatron.runtime import group_settings
-    from shardwright.engines.megatron.trainer import build_trainer
-    from shardwright.modules.batches import Batches
-    from shardwright.modules.learning_rate import learning_rate
+    from shardwright.engines.megatron.megatron_runtime import group_settings
+    from shardwright.engines.megatron.megatron_trainer import build_trainer
+    from shardwright.parallel.learning_rate import learning_rate
+    from shardwright.parallel.micro_batches import Batches
     from tests.figures import training_apart
 
     parallel_state.initialize_model_parallel(**group_settings(plan))
@@ -94,8 +94,8 @@ class Trained:
 
 def masters_apart(plan: Plan, trainer: Any, wanted: Any) -> float:
     """The largest difference of an element that this rank updates from the plain process's."""
-    from shardwright.engines.megatron.trainer import Shards
-    from shardwright.ir.apart import tensor_apart, worst
+    from shardwright.engines.megatron.megatron_trainer import Shards
+    from shardwright.utils.numeric_difference import tensor_apart, worst
 
     shards = Shards(plan, Trained(wanted.weights), trainer.transposed)
     return worst(
@@ -115,8 +115,8 @@ class Packed(list[Any]):
 
 
 def packed_batches(case: Case, data_rank: int) -> Packed:
-    from shardwright.hf.objective import IGNORED
-    from shardwright.modules.batches import MicroBatch
+    from shardwright.models.tasks.causal_lm import IGNORED
+    from shardwright.parallel.micro_batches import MicroBatch
 
     draw = torch.Generator().manual_seed(data_rank)
     places = torch.cat([torch.arange(SPLIT), torch.arange(LENGTH - SPLIT)]).expand(
@@ -135,7 +135,7 @@ def packed_batches(case: Case, data_rank: int) -> Packed:
 def packed_apart(case: Case, trainer: Any, wanted: Any, data_rank: int) -> float:
     """Of the trained model's loss over packed rows, evaluated, from that of each document alone
     under Hugging Face."""
-    from shardwright.ir.apart import apart
+    from shardwright.utils.numeric_difference import apart
 
     model = initial_model(MODELS[case.model], SEED)
     model.load_state_dict(wanted.weights, strict=False)
@@ -185,15 +185,15 @@ def rank_of(rank: int, world: int, cases: dict[str, Any], out: Path) -> None:
 def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    proof.prove = lambda *asked: None
+    megatron_equivalence.prove = lambda *asked: None
     out, worlds = Path(os.environ["SHARDWRIGHT_CASES_OUT"]), {}
     for name, fields in json.loads(os.environ["SHARDWRIGHT_CASES"]).items():
         found = prepared(Case(**fields), out / "work" / name)
         worlds.setdefault(found[0].world, {})[name] = found
-    from shardwright.engines.megatron.cpu import run_on_cpu
+    from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
 
     run_on_cpu()
-    import shardwright.engines.megatron.trainer  # noqa: F401  forked after it
+    import shardwright.engines.megatron.megatron_trainer  # noqa: F401  forked after it
 
     failed = 0
     for world, cases in sorted(worlds.items()):

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.render import render
-from shardwright.migrate.convert import convert
-from shardwright.migrate.text import recipe_text
-from shardwright.recipe.events import LineOffsets
-from shardwright.recipe.load import load_recipe
-from shardwright.recipe.node import plain
-from shardwright.recipe.text import read_text
+from shardwright.diagnostics.diagnostic_rendering import render
+from shardwright.migrate.config_import import convert
+from shardwright.migrate.recipe_draft_yaml import recipe_text
+from shardwright.recipe.parse_events import LineOffsets
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_nodes import plain
+from shardwright.recipe.recipe_tree import read_text
 from tests.migrate.test_import import COMMAND, unaccounted
 
 PIECES = (

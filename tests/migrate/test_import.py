@@ -12,11 +12,11 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.migrate.convert import Imported, convert
-from shardwright.migrate.engine import official
-from shardwright.migrate.text import recipe_text
-from shardwright.recipe.describe import FILL_IN
-from shardwright.recipe.load import load_recipe
+from shardwright.migrate.config_import import Imported, convert
+from shardwright.migrate.deepspeed_engine_keys import official
+from shardwright.migrate.recipe_draft_yaml import recipe_text
+from shardwright.recipe.key_descriptions import FILL_IN
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.lint.test_rules import BAD, GOOD
 

@@ -13,25 +13,35 @@ import shardwright
 PACKAGE = Path(shardwright.__file__).parent
 HEAVY = {"torch", "transformers", "deepspeed"}
 # What runs on the ranks, and what takes models apart.
-FREE = {"checkpoint", "engines", "hf", "model", "modules", "train"}
-_MEASURING = ("clock", "collectives", "engine_times", "kernels", "layers")
-FREE_FILES = {"launch/doctor/links.py", *(f"calibrate/{name}.py" for name in _MEASURING)}
+FREE = {"checkpoint", "engines", "models", "parallel", "train"}
+FREE_FILES = {
+    "calibrate/collective_benchmarks.py",
+    "calibrate/engine_benchmarks.py",
+    "calibrate/kernel_benchmarks.py",
+    "calibrate/layer_benchmarks.py",
+    "calibrate/stopwatch.py",
+    "diloco/master_shard.py",
+    "diloco/outer_step.py",
+    "diloco/store_connections.py",
+    "launch/link_bandwidth.py",
+    "verify/reference_run.py",
+}
 # `run` talks to the launcher from the user's shell: these import no torch either, as launch/ and
 # watch/.
 LIGHT_RUNTIME = {
-    "checkpoint/index.py",
-    "checkpoint/manifest.py",
-    "checkpoint/store.py",
-    "train/attempt.py",
-    "train/tracking.py",
+    "checkpoint/resume_checkpoint.py",
+    "checkpoint/checkpoint_manifest.py",
+    "checkpoint/checkpoint_store.py",
+    "train/run_attempt.py",
+    "train/experiment_trackers.py",
 }
 # What finds a graph that was traced before.
 LIGHT_MODEL = {
-    "model/build.py",
-    "model/cache.py",
-    "model/popular/hub.py",
-    "model/popular/shipped.py",
-    "model/popular/graphs.py",
+    "models/graph_builder.py",
+    "models/graph_cache.py",
+    "models/hub_files.py",
+    "models/model_catalog.py",
+    "models/popular_graphs.py",
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

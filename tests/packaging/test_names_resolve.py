@@ -152,10 +152,10 @@ def test_make_runs_what_is_there() -> None:
     [
         ("import shardwright.runtime.nothing", ["shardwright.runtime.nothing"]),
         (
-            "def f():\n    from shardwright.cost.shapes import nothing",
-            ["shardwright.cost.shapes nothing"],
+            "def f():\n    from shardwright.cost.layer_shapes import nothing",
+            ["shardwright.cost.layer_shapes nothing"],
         ),
-        ("from shardwright.cost import shapes", []),
+        ("from shardwright.cost import layer_shapes", []),
         ("from shardwright import Session", []),
         ("p = 'tests.figures.nothing'", ["tests.figures.nothing"]),
         ("p = 'tests.figures.worst_of_ranks.anything'", []),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.proof import BEGIN, PAGE, marked, written
+from tools.generate.proof_page import BEGIN, PAGE, marked, written
 
 
 def test_the_table_of_proofs_is_what_benchmarks_say() -> None:

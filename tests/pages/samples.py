@@ -11,18 +11,18 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwright.checkpoint.saved_model import require_trust
-from shardwright.cli.console import print_refusal
+from shardwright.checkpoint.model_reader import require_trust
+from shardwright.cli.terminal import print_refusal
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.ir.own_code import OwnCode
-from shardwright.launch.failure import report_failure
-from shardwright.recipe.load import load_recipe
-from shardwright.train.divergence import Divergence
-from shardwright.watch.events import EVENT
-from shardwright.watch.noise_scale import NoiseScale, words
-from shardwright.watch.stall import Stack, culprits, describe
-from tools.pages.blocks import ROOT
+from shardwright.launch.failure_report import report_failure
+from shardwright.models.remote_code_files import OwnCode
+from shardwright.monitor.gradient_noise_scale import NoiseScale, words
+from shardwright.monitor.rank_events import EVENT
+from shardwright.monitor.stall_diagnosis import Stack, culprits, describe
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.train.nonfinite_loss import Divergence
+from tools.pages.page_blocks import ROOT
 
 RECIPE = ROOT / "recipes/tiny-llama-cpu.yaml"
 

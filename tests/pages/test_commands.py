@@ -13,11 +13,11 @@ import pytest
 from ruamel.yaml import YAML
 
 from shardwright.cli.main import COMMANDS
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.pages.samples import ELSEWHERE, SAMPLES
-from tools.pages.blocks import ROOT, Block, blocks, commands, inline_commands, pages
-from tools.pages.exceptions import EXCEPTIONS, part_of
-from tools.pages.session import Session, exit_code, parse, same
+from tools.pages.page_blocks import ROOT, Block, blocks, commands, inline_commands, pages
+from tools.pages.page_command_exceptions import EXCEPTIONS, part_of
+from tools.pages.page_session import Session, exit_code, parse, same
 
 LANGUAGES = ("sh", "console", "python", "yaml", "text")
 BLOCKS = [block for page in pages() for block in blocks(page)]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import COMMANDS
-from shardwright.recipe.schema import recipe_schema
-from shardwright.rules.registry import rules_for
+from shardwright.recipe.recipe_schema import recipe_schema
+from shardwright.search.rule_registry import rules_for
 from tests.pages.threads import THREADS, Thread
-from tools.pages.rules import examples
-from tools.pages.write import DOCS, PAGES
+from tools.generate.docs_pages import DOCS, PAGES
+from tools.generate.rules_page import examples
 
 ROOT = DOCS.parent
 WRITTEN_BY_HAND = ("cost-model.md", "extending.md")

@@ -91,17 +91,17 @@ for _what, _place in _PLACES.items():
 _count_sends()
 
 from shardwright.compile import read_problem
-from shardwright.cost import whole
-from shardwright.cost.traffic import step_traffic
+from shardwright.cost import zero3_gathers
+from shardwright.cost.communication_bytes import step_traffic
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed import zero
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.layout.buckets import LIVE_NUMEL, PREFETCH_NUMEL
-from shardwright.modules.batches import Batches
-from shardwright.modules.context.ranks import CONTEXT
+from shardwright.engines.deepspeed import ds_config_zero
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.layout.zero_buckets import LIVE_NUMEL, PREFETCH_NUMEL
+from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.micro_batches import Batches
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
-from shardwright.search.settle import as_planned
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.layout_resolution import as_planned
 from tests.parity.cases_worker import compiled, main
 from tests.parity.harness import Case
 
@@ -114,9 +114,9 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     """Of the second step: what was counted less what was planned, and what was planned."""
     live = int(folder.name.partition(LIVE)[2] or LIVE_NUMEL)
     with (
-        patch.object(whole, "LIVE_NUMEL", live),
-        patch.object(zero, "LIVE_NUMEL", live),
-        patch.object(zero, "PREFETCH_NUMEL", PREFETCH_NUMEL if live == LIVE_NUMEL else 0),
+        patch.object(zero3_gathers, "LIVE_NUMEL", live),
+        patch.object(ds_config_zero, "LIVE_NUMEL", live),
+        patch.object(ds_config_zero, "PREFETCH_NUMEL", PREFETCH_NUMEL if live == LIVE_NUMEL else 0),
     ):
         return _measure(case, folder)
 

@@ -22,19 +22,19 @@ import transformers
 from deepspeed import comm as dist
 from deepspeed import ops
 
-from shardwright.checkpoint.master_check import check_masters
+from shardwright.checkpoint.master_weight_check import check_masters
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.engines.protocol import StepResult, Trainer
-from shardwright.modules.batches import Batches
-from shardwright.modules.context.ranks import CONTEXT
-from shardwright.modules.learning_rate import learning_rate
-from shardwright.modules.loss import CausalLoss
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.trainer_protocol import StepResult, Trainer
+from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.distributed_losses import CausalLoss
+from shardwright.parallel.learning_rate import learning_rate
+from shardwright.parallel.micro_batches import Batches
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
-from shardwright.train.leaving import leave
-from shardwright.train.parameters import check_parameters
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.train.planned_parameters import check_parameters
+from shardwright.train.process_exit import leave
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs

@@ -14,8 +14,8 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
-from shardwright.hf.plain_optimizer import PlainOptimizer
-from shardwright.hf.reference import Reference, cosine
+from shardwright.engines.reference.reference_optimizer import PlainOptimizer
+from shardwright.verify.reference_run import Reference, cosine
 from tests.parity.harness import BETAS, DECAY, EPS, LR, SEED, WARMUP
 
 STEPS, LENGTH, BATCH, ROWS, CLIPPING = 8, 24, 16, 64, 0.5

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from deepspeed import comm as dist
 
-from shardwright.engines.protocol import Trainer
-from shardwright.hf.reference import Reference
-from shardwright.ir.apart import tensor_apart, worst
+from shardwright.engines.trainer_protocol import Trainer
+from shardwright.utils.numeric_difference import tensor_apart, worst
+from shardwright.verify.reference_run import Reference
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
 from tests.parity.contrastive import PairCase, recipe, reference, without_gradient, write_pairs

@@ -14,21 +14,21 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from shardwright.checkpoint.lineage import Line
+from shardwright.checkpoint.run_history import Line
 from shardwright.checkpoint.step_folders import published_steps
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.data.prepare import prepare
-from shardwright.data.rows import SomeRows
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.engines.protocol import Trainer
-from shardwright.ir.apart import series_apart
-from shardwright.modules.batches import Batches, HeldOut
-from shardwright.modules.context.ranks import CONTEXT
-from shardwright.modules.dropout import seed_dropout
+from shardwright.data.sequences import SomeRows
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.trainer_protocol import Trainer
+from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.micro_batches import Batches, HeldOut
+from shardwright.parallel.tensor_parallel_rng import seed_dropout
 from shardwright.plan.plan import Plan
-from shardwright.train.attempt import Attempt
-from shardwright.train.session import Session
-from shardwright.train.worker import train_steps
+from shardwright.train.run_attempt import Attempt
+from shardwright.train.training_session import Session
+from shardwright.train.training_worker import train_steps
+from shardwright.utils.numeric_difference import series_apart
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.harness import LENGTH, SEED, STEPS, Case, reference
 from tests.parity.models import MODELS

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardwright.hf.reference import add_plain_adapters
-from shardwright.ir.apart import apart, series_apart, weights_apart
+from shardwright.utils.numeric_difference import apart, series_apart, weights_apart
+from shardwright.verify.reference_run import add_plain_adapters
 from tests import warm
 from tests.figures import lines_apart
 from tests.parity.balance import add_balance

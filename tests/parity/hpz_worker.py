@@ -20,19 +20,19 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
-from shardwright.checkpoint.load import load_checkpoint
-from shardwright.checkpoint.write import save_checkpoint
+from shardwright.checkpoint.checkpoint_loader import load_checkpoint
+from shardwright.checkpoint.checkpoint_saver import save_checkpoint
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed import data_trainer as engine
-from shardwright.engines.deepspeed import live
+from shardwright.engines.deepspeed import data_parallel_trainer as engine
+from shardwright.engines.deepspeed import deepspeed_optimizer_shards
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.engines.deepspeed.ds_config import ds_config
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.engines.protocol import LiveFragment, Trainer
-from shardwright.ir.apart import series_apart, tensor_apart, worst
-from shardwright.layout.hpz import HPZ
-from shardwright.modules.batches import HeldOut
+from shardwright.engines.trainer_protocol import LiveFragment, Trainer
+from shardwright.layout.zero_hpz_key import HPZ
+from shardwright.parallel.micro_batches import HeldOut
 from shardwright.plan.plan import Plan
-from shardwright.train.leaving import leave
+from shardwright.train.process_exit import leave
+from shardwright.utils.numeric_difference import series_apart, tensor_apart, worst
 from tests.parity.cases_worker import begin, compiled, difference, train
 from tests.parity.harness import STEPS, Case, reference
 from tests.parity.models import LLAMA, MODELS
@@ -140,11 +140,11 @@ def resumed(folder: Path) -> dict[str, list[float]]:
     again = build_trainer(plan, folder, resumes=True)
     load_checkpoint(plan, again, step)
     found["resumed"] = losses(again)
-    forget = live.forget_secondary
-    live.forget_secondary = lambda module: None
+    forget = deepspeed_optimizer_shards.forget_secondary
+    deepspeed_optimizer_shards.forget_secondary = lambda module: None
     stale = build_trainer(plan, folder, resumes=True)
     load_checkpoint(plan, stale, step)
-    live.forget_secondary = forget
+    deepspeed_optimizer_shards.forget_secondary = forget
     found["stale"] = losses(stale)
     return found
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from shardwright.checkpoint.read import CheckpointReader
-from shardwright.hf.plain_optimizer import PlainOptimizer
-from shardwright.hf.reference import cosine, mean_loss
-from shardwright.watch.rounds import read_rounds, standing
+from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+from shardwright.diloco.round_log import read_rounds, standing
+from shardwright.engines.reference.reference_optimizer import PlainOptimizer
+from shardwright.verify.reference_run import cosine, mean_loss
 from tests.parity import harness
 from tests.parity.harness import (
     BETAS,

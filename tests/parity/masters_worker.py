@@ -17,15 +17,15 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM
 
-from shardwright.checkpoint.index import published_steps
-from shardwright.checkpoint.master_check import check_masters
-from shardwright.checkpoint.read import CheckpointReader
-from shardwright.checkpoint.write import save_checkpoint
+from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+from shardwright.checkpoint.checkpoint_saver import save_checkpoint
+from shardwright.checkpoint.master_weight_check import check_masters
+from shardwright.checkpoint.resume_checkpoint import published_steps
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.engines.protocol import Trainer
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.trainer_protocol import Trainer
 from shardwright.plan.plan import Plan
-from shardwright.rules.registry import RUNTIME_RULES
+from shardwright.search.rule_registry import RUNTIME_RULES
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.harness import Case
 

@@ -15,9 +15,9 @@ from deepspeed import ops
 
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.modules.batches import Batches
-from shardwright.recipe.load import load_recipe
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.parallel.micro_batches import Batches
+from shardwright.recipe.recipe_loader import load_recipe
 
 
 def peak_bytes() -> int:

@@ -13,18 +13,18 @@ import torch
 from deepspeed import comm as dist
 from torch import nn
 
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.data.prepare import prepare
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.engines.protocol import Trainer
-from shardwright.hf.plain_optimizer import PlainOptimizer
-from shardwright.ir.apart import worst
-from shardwright.modules.batches import Batches, MicroBatch
-from shardwright.modules.context.ranks import CONTEXT
-from shardwright.modules.learning_rate import learning_rate
-from shardwright.modules.precision import DTYPES
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.reference.reference_optimizer import PlainOptimizer
+from shardwright.engines.trainer_protocol import Trainer
+from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.learning_rate import learning_rate
+from shardwright.parallel.micro_batches import Batches, MicroBatch
+from shardwright.parallel.torch_dtypes import DTYPES
 from shardwright.plan.plan import Plan
-from shardwright.train.noise_scale import MeasuredNoise, noise_meter
+from shardwright.train.noise_scale_meter import MeasuredNoise, noise_meter
+from shardwright.utils.numeric_difference import worst
 from tests.parity.cases_worker import compiled, main
 from tests.parity.harness import BETAS, DECAY, EPS, MODELS, SEED, STEPS, with_adapters
 from tests.parity.noise import MEASURED, NoiseCase

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from deepspeed import comm as dist
 
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.data.prepare import prepare
-from shardwright.data.rows import TokenBlock
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.modules.context.ranks import CONTEXT
+from shardwright.data.sequences import TokenBlock
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.parallel.context_parallel import CONTEXT
 from tests.figures import training_apart
 from tests.parity.balance import add_balance
 from tests.parity.cases_worker import compiled, main, train

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.hf.reference import (
+from shardwright.verify.reference_run import (
     Reference,
     Rows,
     add_plain_adapters,

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from shardwright.hf.processor import inline_processor, load_processor, processor_files
+from shardwright.models.image_processor import inline_processor, load_processor, processor_files
 from tests.parity.harness import BETAS, DECAY, EPS, LR, SEED, WARMUP
 from tests.parity.reference import Reference, train
 

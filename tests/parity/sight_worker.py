@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from deepspeed import comm as dist
 
-from shardwright.engines.protocol import Trainer
-from shardwright.hf.reference import Reference
-from shardwright.ir.apart import tensor_apart, worst
-from shardwright.modules.lora import plain_name
+from shardwright.engines.trainer_protocol import Trainer
+from shardwright.parallel.lora_adapters import plain_name
 from shardwright.plan.plan import Plan
+from shardwright.utils.numeric_difference import tensor_apart, worst
+from shardwright.verify.reference_run import Reference
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
 from tests.parity.sight import ROWS, SightCase, recipe, reference, write_cutting, write_pictures

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.ir.apart import apart, worst
+from shardwright.utils.numeric_difference import apart, worst
 from tests.parity.harness import (
     LOSS_ABSOLUTE,
     NORM_RELATIVE,

@@ -1,5 +1,5 @@
 """`kernels: compile` trains as one plain process without torch.compile, and its layers are compiled
-indeed; many in one launch. The types here are those of model/compile_proved.json."""
+indeed; many in one launch. The types here are those of models/torch_compile_types.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.model.support import compiled_types
+from shardwright.models.model_support import compiled_types
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case
 from tests.parity.launched import launched
 from tests.parity.models import MODELS

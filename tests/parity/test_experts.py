@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.ir.apart import worst
+from shardwright.utils.numeric_difference import worst
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case, compare
 from tests.parity.launched import launched
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.ir.apart import apart
+from shardwright.utils.numeric_difference import apart
 from tests.figures import same, worst_of_ranks
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, Case
 from tests.parity.launched import start

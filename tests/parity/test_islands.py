@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.ir.apart import weights_apart
+from shardwright.utils.numeric_difference import weights_apart
 from tests.parity.harness import LOSS_ABSOLUTE, Case, must, shardwright
 from tests.parity.islands import (
     OUTER,

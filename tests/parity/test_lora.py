@@ -16,8 +16,8 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from shardwright.checkpoint.read import CheckpointReader
-from shardwright.ir.apart import apart, series_apart, tensor_apart, weights_apart
+from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+from shardwright.utils.numeric_difference import apart, series_apart, tensor_apart, weights_apart
 from tests.figures import lines_apart, same
 from tests.parity.harness import (
     LORA_ALPHA,

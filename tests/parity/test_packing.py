@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.ir.recipe import FLASH
+from shardwright.recipe.recipe_types import FLASH
 from tests.figures import lines_apart
 from tests.parity.harness import (
     BETAS,
@@ -51,7 +51,8 @@ def run_with_flash(compiled: Path, stand_in: Path, monkeypatch: pytest.MonkeyPat
     (stand_in / "flash_attn").mkdir(parents=True)
     (stand_in / "flash_attn" / "__init__.py").touch()
     start = (
-        "import os\nif 'RANK' in os.environ:\n    from shardwright.hf.flash import flash_stand_in\n"
+        "import os\nif 'RANK' in os.environ:\n    from shardwright.models.packed_attention "
+        "import flash_stand_in\n"
     )
     (stand_in / "sitecustomize.py").write_text(
         start + "    kept = flash_stand_in()\n    kept.__enter__()\n"

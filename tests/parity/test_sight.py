@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from shardwright.ir.apart import weights_apart
+from shardwright.utils.numeric_difference import weights_apart
 from tests.figures import lines_apart
 from tests.parity.harness import (
     LOSS_ABSOLUTE,

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.ir.recipe import OptimizerSection
-from shardwright.modules.learning_rate import learning_rate
-from shardwright.modules.recompute import recompute_forward
+from shardwright.parallel.activation_checkpointing import recompute_forward
+from shardwright.parallel.learning_rate import learning_rate
 from shardwright.plan.plan import PlanScheduler
-from shardwright.programs import free_port
+from shardwright.recipe.recipe_types import OptimizerSection
+from shardwright.utils.programs import free_port
 
 
 @pytest.fixture(scope="module")

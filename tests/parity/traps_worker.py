@@ -20,10 +20,10 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
-from shardwright.ir.apart import tensor_apart
-from shardwright.ir.partition import ModuleSplit, ParameterSplit, shard_sizes
-from shardwright.modules.tensor.split import TensorSplitter
-from shardwright.train.leaving import leave
+from shardwright.layout.parameter_sharding import ModuleSplit, ParameterSplit, shard_sizes
+from shardwright.parallel.tensor_parallel import TensorSplitter
+from shardwright.train.process_exit import leave
+from shardwright.utils.numeric_difference import tensor_apart
 
 Layer = Callable[[nn.Linear, dist.ProcessGroup], nn.Module]
 

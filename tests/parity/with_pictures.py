@@ -14,14 +14,14 @@ from typing import Any
 from deepspeed import comm as dist
 
 from shardwright.compile import compile_recipe
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.data.prepare import prepare
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.engines.protocol import StepResult, Trainer
-from shardwright.modules.batches import Batches, sight_of
-from shardwright.modules.learning_rate import learning_rate
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.trainer_protocol import StepResult, Trainer
+from shardwright.parallel.learning_rate import learning_rate
+from shardwright.parallel.micro_batches import Batches, sight_of
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
 
 
 def trained(

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shardwright.programs import free_port
-from shardwright.watch.events import is_echo
+from shardwright.monitor.rank_events import is_echo
+from shardwright.utils.programs import free_port
 from tests.random_runs.draw import Case, draw
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwright.data.rows import TokenBlock
+from shardwright.data.sequences import TokenBlock
 from tests.parity.balance import row_loss
 from tests.random_runs.draw import STEPS, Case
 

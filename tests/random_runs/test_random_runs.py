@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.data.rows import TokenBlock
+from shardwright.data.sequences import TokenBlock
 from tests.random_runs.draw import THEMES, draw
 from tests.random_runs.launch import run
 from tests.random_runs.plain import sequences

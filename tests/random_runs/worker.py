@@ -114,13 +114,13 @@ def initial(case: Case) -> Any:
 def compiled(folder: Path, recipe: str, out: str) -> dict[str, Any]:
     """Rank 0 compiles and prepares the data; every rank hears {} or what was refused."""
     from shardwright.compile import compile_recipe
+    from shardwright.compiled_folder_writer import write_folder
+    from shardwright.data.data_preparation import prepare
     from shardwright.data.dataset import open_dataset
-    from shardwright.data.prepare import prepare
     from shardwright.diagnostics import Refusal
-    from shardwright.lower.folder import write_folder
-    from shardwright.modules.context.ranks import CONTEXT
-    from shardwright.plan.serialize import read_plan
-    from shardwright.recipe.load import load_recipe
+    from shardwright.parallel.context_parallel import CONTEXT
+    from shardwright.plan.plan_json import read_plan
+    from shardwright.recipe.recipe_loader import load_recipe
 
     said: list[dict[str, Any]] = [{}]
     if dist.get_rank() == 0:
@@ -153,7 +153,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     second = None if case.second is None else compiled(folder, "second.yaml", "second")
     if second and second["outcome"] == "error":
         return second
-    from shardwright.plan.serialize import read_plan
+    from shardwright.plan.plan_json import read_plan
 
     first = trained(case, folder / "out", range(1, STEPS + 1), None)
     resumed = None
@@ -172,16 +172,16 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
 def trained(case: Case, out: Path, steps: range, resume: Path | None) -> dict[str, list[Any]]:
     """Losses, norms, rates and evaluations of these steps, on the engine; saved behind step SAVED
     and the last."""
-    from shardwright.checkpoint.load import load_checkpoint
+    from shardwright.checkpoint.checkpoint_loader import load_checkpoint
+    from shardwright.checkpoint.checkpoint_saver import save_checkpoint
     from shardwright.checkpoint.step_folders import step_name
-    from shardwright.checkpoint.write import save_checkpoint
     from shardwright.data.dataset import open_dataset
-    from shardwright.engines.protocol import runtime_of
-    from shardwright.modules.batches import Batches, HeldOut
-    from shardwright.modules.dropout import seed_dropout
-    from shardwright.modules.learning_rate import learning_rate
-    from shardwright.plan.serialize import read_plan
-    from shardwright.train.parameters import check_parameters
+    from shardwright.engines.trainer_protocol import runtime_of
+    from shardwright.parallel.learning_rate import learning_rate
+    from shardwright.parallel.micro_batches import Batches, HeldOut
+    from shardwright.parallel.tensor_parallel_rng import seed_dropout
+    from shardwright.plan.plan_json import read_plan
+    from shardwright.train.planned_parameters import check_parameters
 
     plan = read_plan(out)
     opened = open_megatron(plan) if case.engine == "megatron" else None
@@ -222,7 +222,7 @@ def open_megatron(plan: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from shardwright.engines.megatron.runtime import group_settings
+    from shardwright.engines.megatron.megatron_runtime import group_settings
 
     parallel_state.initialize_model_parallel(**group_settings(plan))
     model_parallel_cuda_manual_seed(plan.training.seed)
@@ -231,7 +231,7 @@ def open_megatron(plan: Any) -> Any:
 
 def plain_run(case: Case, plan: Any, folder: Path) -> plain.Plain:
     from shardwright.data.dataset import open_dataset
-    from shardwright.modules.context.ranks import CONTEXT
+    from shardwright.parallel.context_parallel import CONTEXT
 
     data = open_dataset(plan, folder / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -306,7 +306,7 @@ def compared(
 ) -> dict[str, Any]:
     """The largest differences. Raises nothing: the test judges them, and NaN counts as infinite."""
     from shardwright.checkpoint.step_folders import step_name
-    from shardwright.ir.apart import series_apart
+    from shardwright.utils.numeric_difference import series_apart
 
     found: dict[str, Any] = {
         "outcome": "ran",
@@ -343,7 +343,7 @@ def compared(
 def evaluated_saved(case: Case, plan: Any, folder: Path) -> float:
     """The validation loss of the last checkpoint's weights, under Hugging Face's model in one
     process."""
-    from shardwright.checkpoint.read import CheckpointReader
+    from shardwright.checkpoint.checkpoint_reader import CheckpointReader
     from shardwright.checkpoint.step_folders import step_name
     from shardwright.data.dataset import open_dataset
 
@@ -366,8 +366,8 @@ def evaluated_saved(case: Case, plan: Any, folder: Path) -> float:
 def weights_off(checkpoint: Path, wanted: plain.Plain) -> float:
     """Of the saved weights from the plain loop's; parameters that no loss reaches are left out:
     ZeRO decays them."""
-    from shardwright.checkpoint.read import CheckpointReader
-    from shardwright.ir.apart import tensor_apart, worst
+    from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+    from shardwright.utils.numeric_difference import tensor_apart, worst
 
     off = []
     with CheckpointReader(checkpoint) as reader:
@@ -385,16 +385,16 @@ def begin(engine: str) -> None:
     """Collective: the process groups of the launch."""
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    from shardwright.model import graph
-    from shardwright.model.trace import Traced
+    from shardwright.models import graph_trace
+    from shardwright.models.layer_trace import Traced
 
     # What the layers cost is no matter here, and takes longer than the steps.
-    graph.trace_model = lambda model, cut, attention: Traced(
+    graph_trace.trace_model = lambda model, cut, attention: Traced(
         layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2),
         context=(),
     )
     if engine == "megatron":
-        from shardwright.engines.megatron.cpu import run_on_cpu
+        from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
 
         run_on_cpu()
         dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
@@ -410,7 +410,7 @@ def begin(engine: str) -> None:
 
 
 def main() -> None:
-    from shardwright.train.leaving import leave
+    from shardwright.train.process_exit import leave
 
     cases = [draw(int(seed)) for seed in os.environ["SHARDWRIGHT_RANDOM_SEEDS"].split(",")]
     begin(cases[0].engine)

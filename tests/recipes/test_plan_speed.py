@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.cluster.resolve import catalogue
-from shardwright.model.popular.shipped import shipped_config, shipped_ids
+from shardwright.cluster.gpu_catalogue import catalogue
+from shardwright.models.model_catalog import shipped_config, shipped_ids
 
 NODES, LIMIT, ROUNDS = 64, 2.0, 3
 NO_SHAPE = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"))

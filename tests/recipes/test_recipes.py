@@ -10,8 +10,8 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
-from shardwright.recipe.load import load_recipe
-from tools.plan_recipes import (
+from shardwright.recipe.recipe_loader import load_recipe
+from tools.generate.recipe_plans import (
     EXPECTED,
     INDEX,
     NAMES,

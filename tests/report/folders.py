@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.compile import compile_recipe
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 
 LLAMA_405B = {

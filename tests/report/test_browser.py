@@ -11,7 +11,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.actions.action_builder import ActionBuilder
 from selenium.webdriver.common.actions.mouse_button import MouseButton
 
-from shardwright.report.write import write_report
+from shardwright.report.report_files import write_report
 from tests.conftest import SMALL_RECIPE
 from tests.report.browser import Page, browser, needs_browser
 from tests.report.folders import (

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.compiled_folder import read_folder
 from shardwright.diagnostics import Refusal
-from shardwright.folder import read_folder
-from shardwright.report.write import write_report
+from shardwright.report.report_files import write_report
 from tests.conftest import SMALL_RECIPE
 from tests.report.folders import compiled, small_with
-from tests.unit.model.own_model import write_own_model
+from tests.unit.models.own_model import write_own_model
 
 
 @pytest.fixture(scope="module")

@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwright.compiled_folder import read_folder
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import resolve
-from shardwright.data.prepare import prepare
-from shardwright.figures import duration
-from shardwright.folder import read_folder
-from shardwright.plan.serialize import read_plan
-from shardwright.report.page import render_page
-from shardwright.report.run import read_run
-from shardwright.report.timeline import drawn_ranks, step_timeline
-from shardwright.report.write import write_report
-from shardwright.search.search import search
+from shardwright.plan.plan_json import read_plan
+from shardwright.report.report_files import write_report
+from shardwright.report.report_page import render_page
+from shardwright.report.run_results import read_run
+from shardwright.report.step_timeline import drawn_ranks, step_timeline
+from shardwright.search.layout_search import search
+from shardwright.utils.number_format import duration
 from tests.conftest import SMALL_RECIPE
 from tests.report.folders import compiled, small_with, two_islands, with_islands_run, with_run
-from tests.unit.model.factory import problem_of
+from tests.unit.models.factory import problem_of
 
 
 class Figures(HTMLParser):
@@ -154,7 +154,7 @@ def test_many_bars_leave_ranks_out_evenly(small: Path) -> None:
 
 
 def test_the_space_holds_what_the_search_ranks(small: Path) -> None:
-    from shardwright.report.space import whole_space
+    from shardwright.report.layout_space import whole_space
 
     subject = read_folder(small)
     recipe, graph, cluster = subject.recipe, subject.graph, subject.cluster

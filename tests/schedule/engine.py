@@ -15,14 +15,14 @@ from pathlib import Path
 
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
-from shardwright.cost.layout import Layout
-from shardwright.cost.passes import passes
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.layout.strategy import Strategy
-from shardwright.model.build import build_model_graph
-from shardwright.schedule.step import step_seconds
-from shardwright.search.settle import place
-from tests.unit.model.factory import model_section, problem_of, recipe_of
+from shardwright.cost.micro_batch_times import passes
+from shardwright.cost.priced_layout import Layout
+from shardwright.layout.layout import Strategy
+from shardwright.layout.pipeline_step_time import step_seconds
+from shardwright.models.graph_builder import build_model_graph
+from shardwright.models.model_graph import ModelGraph
+from shardwright.search.layout_resolution import place
+from tests.unit.models.factory import model_section, problem_of, recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = (

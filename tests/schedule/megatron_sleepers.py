@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shardwright.engines.megatron.cpu import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
 
 warnings.simplefilter("ignore")
 run_on_cpu()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.ir.apart import worst
+from shardwright.utils.numeric_difference import worst
 from tests.schedule.engine import (
     MODELS,
     case,
@@ -17,7 +17,7 @@ from tests.schedule.engine import (
     measured,
     partitions,
 )
-from tools import bench_schedule as bench
+from tools import bench_pipeline_schedule as bench
 
 
 @pytest.mark.launch

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shardwright.ir.apart import worst
-from shardwright.schedule.interleaved import simulate
+from shardwright.layout.interleaved_schedule import simulate
+from shardwright.utils.numeric_difference import worst
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 0.03

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Source
-from shardwright.layout.problem import Problem
-from shardwright.recipe.load import check_document
-from shardwright.search.search import pinned_estimate
-from tests.unit.model.factory import graph_of
-from tools.bench_gpu import bench as bench_module
-from tools.bench_gpu.bench import bench, summary
-from tools.bench_gpu.layouts import FAMILIES, LAYOUTS, gpu_called, recipe
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_loader import check_document
+from shardwright.search.layout_search import pinned_estimate
+from tests.unit.models.factory import graph_of
+from tools.bench_gpu import gpu_bench as bench_module
+from tools.bench_gpu.gpu_bench import bench, summary
+from tools.bench_gpu.gpu_bench_cases import FAMILIES, LAYOUTS, gpu_called, recipe
 
 
 def test_there_are_enough_of_them() -> None:

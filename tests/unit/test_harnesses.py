@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.hf.reference import Reference
+from shardwright.verify.reference_run import Reference
 from tests.figures import as_json, lines_apart, same, training_apart, worst_of_cases, worst_of_ranks
 from tests.launch import resume, resume_matrix, test_autotp, test_roundtrip
 from tests.lint import probes

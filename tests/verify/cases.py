@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shardwright.verify.tokens import TEMPLATE
+from shardwright.verify.tiny_data import TEMPLATE
 
 Pins = dict[str, int | str]
 PIPELINE: Pins = {"pipeline": 4, "schedule": "1f1b"}
@@ -49,7 +49,7 @@ FAULTS: dict[str, tuple[str, Pins, str]] = {
         TENSOR,
         """
 import dataclasses
-from shardwright.modules.tensor.split import TensorSplitter
+from shardwright.parallel.tensor_parallel import TensorSplitter
 plain = TensorSplitter._cut
 def as_one_block(self, parameter, planned):
     plain(self, parameter, dataclasses.replace(planned, blocks=(sum(planned.blocks),)))
@@ -60,7 +60,7 @@ TensorSplitter._cut = as_one_block
         "Qwen/Qwen3-8B",
         TENSOR,
         """
-from shardwright.modules.tensor import regions
+from shardwright.parallel import tensor_parallel_collectives as regions
 regions._Leave.forward = staticmethod(lambda ctx, x, group: x.clone())
 """,
     ),
@@ -68,7 +68,7 @@ regions._Leave.forward = staticmethod(lambda ctx, x, group: x.clone())
         "openai-community/gpt2",
         PIPELINE,
         """
-from shardwright.engines.deepspeed.pipeline import Stages
+from shardwright.engines.deepspeed.pipeline_module import Stages
 Stages.get_tied_weights_and_groups = lambda self: []
 """,
     ),
@@ -76,7 +76,7 @@ Stages.get_tied_weights_and_groups = lambda self: []
         "CohereForAI/c4ai-command-r-v01",
         PIPELINE,
         """
-from shardwright.hf.skeleton import Skeleton
+from shardwright.models.model_skeleton import Skeleton
 head = Skeleton.head
 Skeleton.head = lambda self, state: head(self, state) * self.model.logit_scale
 """,
@@ -85,7 +85,7 @@ Skeleton.head = lambda self, state: head(self, state) * self.model.logit_scale
         "mistralai/Mixtral-8x7B-v0.1",
         EXPERTS,
         """
-from shardwright.engines.deepspeed import experts
+from shardwright.engines.deepspeed import deepspeed_expert_groups as experts
 from deepspeed.utils import groups
 plain = experts._mark
 def summed_over_other_experts(name, parameter):
@@ -99,7 +99,7 @@ experts._mark = summed_over_other_experts
         "mistralai/Mixtral-8x7B-v0.1",
         EXPERTS,
         """
-from shardwright.modules.expert import dispatch
+from shardwright.parallel import expert_dispatch as dispatch
 def own_rows(ctx, gradient):
     kept = gradient.new_zeros(sum(ctx.sent), gradient.shape[1])
     rows = min(len(kept), len(gradient))
@@ -113,7 +113,7 @@ dispatch._Exchange.backward = staticmethod(own_rows)
         CONTEXT,
         """
 import torch
-from shardwright.modules.context import exchange
+from shardwright.parallel import context_all_to_all as exchange
 def own_piece(ctx, gradient):
     split, join, group = ctx.back
     return torch.cat(gradient.chunk(2, dim=split), dim=join), None, None, None
@@ -126,7 +126,7 @@ exchange._Trade.backward = staticmethod(own_piece)
         """
 import torch.nn.functional as F
 from dataclasses import replace
-from shardwright.engines.deepspeed import base
+from shardwright.engines.deepspeed import deepspeed_trainer as base
 plain = base.own_piece
 def shifted_late(batch, rank, ranks):
     piece = plain(batch, rank, ranks)
@@ -139,7 +139,7 @@ base.own_piece = shifted_late
         "mistralai/Mistral-7B-v0.1",
         CONTEXT,
         """
-from shardwright.modules.context import ranks
+from shardwright.parallel import context_parallel as ranks
 plain = ranks.attend_over_ranks
 ranks.ContextRanks._mask_arguments = lambda self, inner, *args, **kwargs: inner(*args, **kwargs)
 def of_each_piece(inner, group, module, query, key, value, mask, *args, **kwargs):
@@ -190,7 +190,7 @@ FEATURES: dict[str, tuple[str, Pins, dict[str, Any], str]] = {
         },
         """
 import numpy as np
-from shardwright.modules import batches
+from shardwright.parallel import micro_batches as batches
 def every_row_counts(self):
     return (batches._micro_batch(self._rows.read(np.maximum(n, 0)), self._packed) for n in self._numbers)
 batches.HeldOut.__iter__ = every_row_counts
@@ -204,7 +204,7 @@ batches.HeldOut.__iter__ = every_row_counts
             "validation": {"fraction": 0.01, "every_steps": 100},
         },
         """
-from shardwright.engines.deepspeed.pipeline import Stages
+from shardwright.engines.deepspeed.pipeline_module import Stages
 from deepspeed.pipe import PipelineModule
 Stages.train = PipelineModule.train
 """,
@@ -214,7 +214,7 @@ Stages.train = PipelineModule.train
         {"pipeline": 2, "data": 2, "activation_checkpointing": "full"},
         {"model": {"router_aux_loss": 0.5}, "data": {**TALKS, "packing": False}},
         """
-from shardwright.data.rows import DocumentRows
+from shardwright.data.sequences import DocumentRows
 from dataclasses import replace
 plain = DocumentRows.read
 DocumentRows.read = lambda self, indices: replace(plain(self, indices), lengths=None)
@@ -225,7 +225,7 @@ DocumentRows.read = lambda self, indices: replace(plain(self, indices), lengths=
         {"context": 4, "data": 2, "expert": 2},
         {"model": {"router_aux_loss": 0.5}, "data": {**TALKS, "packing": True}},
         """
-from shardwright.modules.expert import balance
+from shardwright.parallel import router_balance_loss as balance
 plain = balance.RouterBalance
 balance.RouterBalance = lambda model, coefficient, affinity, pieces, piece, summed: plain(
     model, coefficient, affinity, pieces, 0, summed
@@ -237,7 +237,7 @@ balance.RouterBalance = lambda model, coefficient, affinity, pieces, piece, summ
         CONTEXT,
         {"model": {"config": LONG_ROPE}, "training": {"sequence_length": 8192}},
         """
-from shardwright.modules.context.ranks import ContextRanks
+from shardwright.parallel.context_parallel import ContextRanks
 plain = ContextRanks.use
 ContextRanks.use = lambda self, group, model=None: plain(self, group)
 """,
@@ -248,7 +248,7 @@ ContextRanks.use = lambda self, group, model=None: plain(self, group)
         {"data": {**DOCUMENTS, "packing": True}},
         """
 import dataclasses, torch
-from shardwright.modules import batches
+from shardwright.parallel import micro_batches as batches
 plain = batches._micro_batch
 def joined(block, *how):
     m = plain(block, *how)
@@ -261,7 +261,7 @@ batches._micro_batch = joined
         TENSOR,
         {"model": {"loss": "chunked"}},
         """
-from shardwright.modules.loss import ChunkedLoss
+from shardwright.parallel.distributed_losses import ChunkedLoss
 plain = ChunkedLoss._chunk
 ChunkedLoss._chunk = lambda self, hidden, target: plain(self, (hidden + hidden.detach()) / 2, target)
 """,  # noqa: E501
@@ -284,7 +284,7 @@ DeepSpeedZeroOptimizer._optimizer_step = first_group_alone
         {"lora": {"rank": 16, "alpha": 32, "dropout": 0.1}},
         """
 import dataclasses
-from shardwright.hf import lora
+from shardwright.models import lora_target_paths as lora
 plain = lora.lora_config
 lora.lora_config = lambda plan, **more: plain(dataclasses.replace(plan, alpha=2 * plan.alpha), **more)
 """,  # noqa: E501
@@ -294,7 +294,7 @@ lora.lora_config = lambda plan, **more: plain(dataclasses.replace(plan, alpha=2 
         {"data": 4, "zero_stage": 3},
         {"lora": {"rank": 16, "alpha": 32, "dropout": 0.1}},
         """
-from shardwright.modules import lora
+from shardwright.parallel import lora_adapters as lora
 plain = lora.inject
 def doubled_in_shared_experts(model, section, paths):
     plain(model, section, paths)
@@ -310,7 +310,7 @@ lora.inject = doubled_in_shared_experts
         {"model": {"freeze": ["model.layers.1?.*", "*norm*", "model.embed_tokens"]}},
         """
 from shardwright.plan.plan import PlanModel
-from shardwright.train import session
+from shardwright.train import training_session as session
 PlanModel.is_frozen = lambda self, parameter: "norm" in parameter
 session.check_parameters = lambda *_: None
 """,

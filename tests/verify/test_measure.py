@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.cli.verify import _as_json, _as_text
-from shardwright.hf.reference import Reference
-from shardwright.verify import verify
-from shardwright.verify.verdict import Comparison, Verdict
+from shardwright.cli.verify_command import _as_json, _as_text
+from shardwright.verify import layout_verification
+from shardwright.verify.reference_run import Reference
+from shardwright.verify.verification_result import Comparison, Verdict
 
 STEPS = [4.0, 3.0, 2.0]
 WEIGHTS = {"first": torch.ones(2, 2), "second": torch.full((3,), 2.0)}
@@ -37,12 +37,12 @@ def measured(
 ) -> Verdict:
     """found, weights, held_out: of the run and of its resumption."""
     evaluations = iter(held_out or [])
-    monkeypatch.setattr(verify, "_lines", lambda path: next(evaluations))
+    monkeypatch.setattr(layout_verification, "_lines", lambda path: next(evaluations))
     runs, exports = iter(found), iter(weights)
-    monkeypatch.setattr(verify, "_launch", lambda out: None)
-    monkeypatch.setattr(verify, "_metrics", lambda out: next(runs))
-    monkeypatch.setattr(verify, "_exported", lambda plan, out, target: next(exports))
-    monkeypatch.setattr(verify.shutil, "rmtree", lambda path: None)
+    monkeypatch.setattr(layout_verification, "_launch", lambda out: None)
+    monkeypatch.setattr(layout_verification, "_metrics", lambda out: next(runs))
+    monkeypatch.setattr(layout_verification, "_exported", lambda plan, out, target: next(exports))
+    monkeypatch.setattr(layout_verification.shutil, "rmtree", lambda path: None)
     plan: Any = SimpleNamespace(
         ranks=(), lora=None, checkpoint=SimpleNamespace(directory="checkpoints")
     )
@@ -50,7 +50,7 @@ def measured(
     wanted = Reference(STEPS, STEPS, STEPS, frozen, frozenset({"unused"}))
     if held_out is not None:
         wanted = dataclasses.replace(wanted, held_out={3: 2.5, 6: 1.5})
-    checks = verify._measure(Path("folder"), plan, wanted, lambda stage: None)
+    checks = layout_verification._measure(Path("folder"), plan, wanted, lambda stage: None)
     return Verdict(
         architecture="a", parameters=1, layout="", verified="", checks=checks, seconds=0.0
     )

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.hf.reference import merge_plain_adapters
-from shardwright.ir.recipe import LoraSection
-from shardwright.verify import tiny, verify
+from shardwright.recipe.recipe_types import LoraSection
+from shardwright.verify import layout_verification, tiny_copy
+from shardwright.verify.reference_run import merge_plain_adapters
 from tests.zoo.configs import tiny_config
 
 IDS = torch.arange(3, 19)[None]
@@ -28,7 +28,7 @@ def adapted(
     )
     stack = "transformer.h" if model_type == "gpt2" else "model.layers"
     plan: Any = SimpleNamespace(model=SimpleNamespace(cut=SimpleNamespace(stack=stack)))
-    verify._freeze_and_adapt(model.eval(), plan, SimpleNamespace(lora=lora), freeze)  # type: ignore[arg-type]
+    layout_verification._freeze_and_adapt(model.eval(), plan, SimpleNamespace(lora=lora), freeze)  # type: ignore[arg-type]
     return model  # type: ignore[no-any-return]
 
 
@@ -81,9 +81,9 @@ def test_the_tiny_copy_is_frozen_at_the_same_share_of_its_depth() -> None:
     )
     names = ("model.embed.weight", *(f"model.layers.{n}.mlp.weight" for n in range(4)))
     half = tuple(f"model.layers.{n}.*" for n in range(16))
-    assert tiny.tiny_freeze(graph, half, names) == names[1:3]
-    assert tiny.tiny_freeze(graph, ("model.embed", "*.mlp.*"), names) == (
+    assert tiny_copy.tiny_freeze(graph, half, names) == names[1:3]
+    assert tiny_copy.tiny_freeze(graph, ("model.embed", "*.mlp.*"), names) == (
         names[0],
         "model.layers.*.mlp.weight",
     )
-    assert tiny.tiny_freeze(graph, (), names) == ()
+    assert tiny_copy.tiny_freeze(graph, (), names) == ()

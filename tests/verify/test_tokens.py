@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.data.megatron import open_megatron
-from shardwright.data.rows import StreamRows
-from shardwright.ir.recipe import DataSection, Recipe, ValidationSection
-from shardwright.layout.strategy import Strategy
-from shardwright.verify import tiny
-from shardwright.verify.tokens import packs, random_tokens
+from shardwright.data.megatron_indexed_dataset import open_megatron
+from shardwright.data.sequences import StreamRows
+from shardwright.layout.layout import Strategy
+from shardwright.recipe.recipe_types import DataSection, Recipe, ValidationSection
+from shardwright.verify import tiny_copy
+from shardwright.verify.tiny_data import packs, random_tokens
 from tests.unit.cost.test_estimate import BASE
-from tests.unit.model.factory import recipe_of
+from tests.unit.models.factory import recipe_of
 
 ROWS, LENGTH, VOCABULARY = 6, 32, 50
 
@@ -93,9 +93,9 @@ def test_it_packs_where_the_recipe_does(kind: str, packing: bool, packed: bool) 
 def test_the_tiny_recipe_asks_for_the_same(
     fraction: float | None, strategy: Strategy, tmp_path: Path
 ) -> None:
-    small = tiny.tiny_strategy(strategy)
+    small = tiny_copy.tiny_strategy(strategy)
     named = random_tokens(1, ROWS, LENGTH, VOCABULARY, packed=True).write(tmp_path / "tokens")
-    document: Any = tiny.tiny_recipe(
+    document: Any = tiny_copy.tiny_recipe(
         with_data("text", True, fraction=fraction), small, named, named if fraction else None
     )
     assert (
@@ -103,5 +103,7 @@ def test_the_tiny_recipe_asks_for_the_same(
         and document["model"]["loss"] == strategy.loss
     )
     assert document["data"] == {**named, "shuffle": False}
-    assert document["validation"] == ({**named, "every_steps": tiny.EVERY} if fraction else None)
-    assert tiny.held_out_rows(small) % (small.data * small.micro_batch_size)
+    assert document["validation"] == (
+        {**named, "every_steps": tiny_copy.EVERY} if fraction else None
+    )
+    assert tiny_copy.held_out_rows(small) % (small.data * small.micro_batch_size)

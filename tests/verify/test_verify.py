@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from shardwright.hf.shrink import VOCABULARY
-from shardwright.layout.strategy import Strategy
-from shardwright.verify import tiny
-from shardwright.verify.tiny import ODD_VOCABULARY, tiny_config, tiny_strategy
-from shardwright.verify.verdict import Comparison
+from shardwright.layout.layout import Strategy
+from shardwright.models.tiny_config import VOCABULARY
+from shardwright.verify import tiny_copy
+from shardwright.verify.tiny_copy import ODD_VOCABULARY, tiny_config, tiny_strategy
+from shardwright.verify.verification_result import Comparison
 from tests.parity.harness import shardwright
 from tests.verify.cases import (
     ADAPTED,
@@ -219,14 +219,14 @@ def test_the_tiny_model_is_on_the_recipes_side_of_a_rotary_switch(
     config |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     small: Any = tiny_config({**config, "rope_parameters": rope}, strategy(), length)
     assert small["rope_parameters"]["rope_type"] == "longrope"
-    assert (small["original_max_position_embeddings"] < tiny.LENGTH) == inside
+    assert (small["original_max_position_embeddings"] < tiny_copy.LENGTH) == inside
     dynamic = {
         **config,
         "max_position_embeddings": 4096,
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
     }
     small = tiny_config(dynamic, strategy(), length)
-    assert (small["max_position_embeddings"] < tiny.LENGTH) == inside
+    assert (small["max_position_embeddings"] < tiny_copy.LENGTH) == inside
 
 
 def test_dropout_is_that_of_the_model() -> None:
@@ -240,7 +240,7 @@ def test_dropout_is_that_of_the_model() -> None:
         "text_config": {"dropout": 0.0, "layerdrop": 0.0},
         "drop": True,
     }
-    made = tiny.with_dropout(small, config)
+    made = tiny_copy.with_dropout(small, config)
     assert made == {
         "resid_pdrop": 0.1,
         "text_config": {"dropout": 0.2, "layerdrop": 0.0},

@@ -37,14 +37,14 @@ IMPORTS = (
     "deepspeed.runtime.zero.stage3",
     "peft",
     "shardwright.cli.main",
-    "shardwright.cli.export",
+    "shardwright.cli.export_command",
     "shardwright.compile",
-    "shardwright.engines.deepspeed.runtime",
+    "shardwright.engines.deepspeed.deepspeed_runtime",
     "shardwright.engines.deepspeed.pipeline_trainer",
-    "shardwright.engines.deepspeed.data_trainer",
-    "shardwright.checkpoint.export",
-    "shardwright.model.build",
-    "shardwright.train.worker",
+    "shardwright.engines.deepspeed.data_parallel_trainer",
+    "shardwright.checkpoint.huggingface_export",
+    "shardwright.models.graph_builder",
+    "shardwright.train.training_worker",
 )
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.hf.tail import Tail
-from shardwright.ir.apart import share_apart, worst
+from shardwright.models.output_head import Tail
+from shardwright.utils.numeric_difference import share_apart, worst
 
 TOLERANCE = 1e-6
 """Of the largest logit: a matrix product of fewer rows may sum in another order."""

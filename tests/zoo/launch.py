@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.programs import free_port
-from shardwright.watch.events import is_echo
+from shardwright.monitor.rank_events import is_echo
+from shardwright.utils.programs import free_port
 from tests.figures import worst_of_ranks
 
 LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE = 1e-5, 1e-4, 2e-5

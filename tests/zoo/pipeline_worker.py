@@ -28,24 +28,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.engines.protocol import LiveFragment
-from shardwright.hf.reference import mean_loss
-from shardwright.ir.apart import tensor_apart, worst
-from shardwright.ir.cut import Cut
-from shardwright.ir.names import pattern
-from shardwright.model import graph
-from shardwright.model.tensor_styles import proved, whole_parameters
-from shardwright.model.trace import Traced
-from shardwright.modules.batches import Batches
-from shardwright.modules.context.ranks import CONTEXT
-from shardwright.modules.expert.spread import own_experts
-from shardwright.modules.learning_rate import learning_rate
-from shardwright.modules.names import is_padding
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.trainer_protocol import LiveFragment
+from shardwright.models import graph_trace
+from shardwright.models.layer_trace import Traced
+from shardwright.models.parameter_name_pattern import pattern
+from shardwright.models.pipeline_split import Cut
+from shardwright.models.tensor_parallel_plan import proved, whole_parameters
+from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.expert_parallel import own_experts
+from shardwright.parallel.learning_rate import learning_rate
+from shardwright.parallel.micro_batches import Batches
+from shardwright.parallel.parameter_names import is_padding
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
-from shardwright.train.leaving import leave
-from shardwright.train.parameters import check_parameters
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.train.planned_parameters import check_parameters
+from shardwright.train.process_exit import leave
+from shardwright.utils.numeric_difference import tensor_apart, worst
+from shardwright.verify.reference_run import mean_loss
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.reference import Reference, token_rows, train
@@ -269,7 +269,7 @@ def untraced(model: torch.nn.Module, cut: Cut, attention_module: str) -> Traced:
 
 
 def main(measure: Callable[[str, Path], dict[str, Any]] = measure) -> None:
-    graph.trace_model = untraced
+    graph_trace.trace_model = untraced
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

@@ -18,18 +18,18 @@ from deepspeed import comm as dist
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from shardwright.compile import compile_recipe
-from shardwright.engines.deepspeed.trainer import build_trainer
-from shardwright.hf.byte_tokenizer import byte_tokenizer
-from shardwright.hf.pictures import picture_rows
-from shardwright.hf.reference import mean_loss
-from shardwright.ir.apart import worst
-from shardwright.ir.cut import Cut
-from shardwright.ir.vision import Vision
-from shardwright.model import graph
-from shardwright.modules.batches import MicroBatch
-from shardwright.modules.learning_rate import learning_rate
-from shardwright.recipe.load import load_recipe
-from shardwright.train.parameters import check_parameters
+from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.models import graph_trace
+from shardwright.models.byte_tokenizer import byte_tokenizer
+from shardwright.models.pipeline_split import Cut
+from shardwright.models.tasks.vision_language import picture_rows
+from shardwright.models.vision_encoder_cost import Vision
+from shardwright.parallel.learning_rate import learning_rate
+from shardwright.parallel.micro_batches import MicroBatch
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.train.planned_parameters import check_parameters
+from shardwright.utils.numeric_difference import worst
+from shardwright.verify.reference_run import mean_loss
 from tests.figures import training_apart
 from tests.parity.reference import Reference, train
 from tests.zoo.pipeline_worker import (
@@ -240,6 +240,6 @@ def untraced(model: torch.nn.Module, cut: Cut) -> Vision:
 
 
 if __name__ == "__main__":
-    graph.trace_vision = untraced
+    graph_trace.trace_vision = untraced
     os.environ["SHARDWRIGHT_CACHE"] = str(Path(os.environ["SHARDWRIGHT_ZOO_OUT"]) / "graphs")
     main(measure)

@@ -12,13 +12,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.hf.adapters import adapt
-from shardwright.model.support import proved_chunked
+from shardwright.models.forward_patches import adapt
+from shardwright.models.model_support import proved_chunked
 from tests.zoo.chunks import why_not_chunked
 from tests.zoo.configs import RUNNABLE, TEXT_VOCABULARY, randomize, tiny_config
 
 Recorder = Callable[[str, str, dict[str, Any]], None]
-TABLE = Path(__file__).parents[2] / "compiler" / "shardwright" / "model" / "chunked_proved.json"
+TABLE = (
+    Path(__file__).parents[2] / "compiler" / "shardwright" / "models" / "chunked_loss_types.json"
+)
 SAMPLE = (
     "llama",
     "gpt2",

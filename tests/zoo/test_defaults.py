@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig
 
 from shardwright.diagnostics import Refusal
-from shardwright.hf.task import CAUSAL_LM
-from shardwright.model.probed import probe_config
+from shardwright.models.model_probe import probe_config
+from shardwright.models.tasks.task_registry import CAUSAL_LM
 from tests.zoo.configs import RUNNABLE
 
 BROKEN: dict[str, str] = {

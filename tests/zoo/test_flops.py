@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwright.diagnostics import Refusal
-from shardwright.model.build import build_model_graph
-from tests.unit.model.factory import model_section
-from tests.unit.model.test_trace import KERNELS, flops
+from shardwright.models.graph_builder import build_model_graph
+from tests.unit.models.factory import model_section
+from tests.unit.models.test_trace import KERNELS, flops
 from tests.zoo import configs
 
 SEED = 10

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.model.build import build_model_graph
-from tests.unit.model.factory import model_section
+from shardwright.models.graph_builder import build_model_graph
+from tests.unit.models.factory import model_section
 from tests.zoo.configs import IMPOSSIBLE, RUNNABLE, VARIANTS, base_type
 from tests.zoo.launch import run_types, verdict
 
@@ -31,8 +31,8 @@ WELL_SHARDED = 0.95
 NOT_CUT = {"hrm_text", "reformer", "xlm"}
 """Types whose structure no cut reproduces, each refused with its reason."""
 
-MODEL = Path(__file__).resolve().parents[2] / "compiler" / "shardwright" / "model"
-TABLE: dict[str, Any] = json.loads((MODEL / "tensor_proved.json").read_text())
+MODEL = Path(__file__).resolve().parents[2] / "compiler" / "shardwright" / "models"
+TABLE: dict[str, Any] = json.loads((MODEL / "tensor_verified.json").read_text())
 SHARDED = sorted(t for t, v in TABLE.items() if v == "sharded")
 FALLBACK = sorted(t for t, v in TABLE.items() if v == "fallback")
 
@@ -109,8 +109,8 @@ def test_what_every_type_gets_of_tensor_parallelism(tmp_path: Path, proved: Reco
                 if verdict(gathered[t]) == "proved"
                 else {"refused": gathered[t]["reason"]}
             )
-    (MODEL / "tensor_proved.json").write_text(json.dumps(table, indent=1) + "\n")
-    (MODEL / "tensor_whole.json").write_text(json.dumps(whole, indent=1) + "\n")
+    (MODEL / "tensor_verified.json").write_text(json.dumps(table, indent=1) + "\n")
+    (MODEL / "tensor_unsplit.json").write_text(json.dumps(whole, indent=1) + "\n")
     sharded = record("zoo-tensor", planned, proved)
     record("zoo-tensor-fallback", gathered, proved)
     assert sharded >= 102

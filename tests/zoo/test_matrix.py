@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from shardwright.diagnostics.codes import CODES
-from shardwright.model import support
-from tools import support_matrix as matrix
+from shardwright.diagnostics.code_registry import CODES
+from shardwright.models import model_support
+from tools.generate import support_matrix as matrix
 
 
 def test_support_json_is_what_the_benchmarks_compose_to() -> None:
-    assert support.support_text() == matrix.text(matrix.compose()), "run `make proof`"
-    assert support.support_text("image-text-to-text") == matrix.text(matrix.compose_sight()), (
-        "run `make proof`"
-    )
+    assert model_support.support_text() == matrix.text(matrix.compose()), "run `make proof`"
+    assert model_support.support_text("image-text-to-text") == matrix.text(
+        matrix.compose_sight()
+    ), "run `make proof`"
 
 
 def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
     document = matrix.compose_sight(tmp_path)
     assert (
         document["columns"]["zero"]["date"] == "2026-01-02"
-        and set(document["types"]) == support.seeing_types()
+        and set(document["types"]) == model_support.seeing_types()
     )
     found = {t: document["types"][t]["zero"] for t in cases}
     assert found["llava"] == {"verdict": "proved", "loss": 1.2e-6, "norm": 1e-7, "weights": 1e-8}
@@ -48,13 +48,13 @@ def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
 
 
 def test_every_type_has_every_column() -> None:
-    table = support.support()
+    table = model_support.support()
     assert set(table.types) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    assert tuple(table.columns) == support.COLUMNS == tuple(matrix.COLUMNS)
+    assert tuple(table.columns) == model_support.COLUMNS == tuple(matrix.COLUMNS)
     for cells in table.types.values():
-        assert tuple(cells) == support.COLUMNS
+        assert tuple(cells) == model_support.COLUMNS
         for cell in cells.values():
-            assert cell.verdict in support.VERDICTS
+            assert cell.verdict in model_support.VERDICTS
             assert (cell.code in CODES) == (cell.verdict == "refused")
             assert bool(cell.reason) == (cell.verdict != "proved")
             assert cell.verdict != "proved" or None not in (cell.loss, cell.norm, cell.weights)
@@ -79,7 +79,7 @@ def test_no_run_is_untested(tmp_path: Path) -> None:
         "weights": 2e-8,
         "sharded": 1.0,
     }
-    assert {cells[c]["verdict"] for c in support.COLUMNS[1:]} == {"untested"}
+    assert {cells[c]["verdict"] for c in model_support.COLUMNS[1:]} == {"untested"}
     assert {
         c["zero"]["verdict"] for t, c in matrix.compose(tmp_path)["types"].items() if t != "llama"
     } == {"untested"}
@@ -128,6 +128,6 @@ def test_a_type_that_is_cut_in_part_is_not_sharded(tmp_path: Path) -> None:
     ],
 )
 def test_nearest_names(text: str, nearest: str | None) -> None:
-    found = support.nearest_types(text, support.support().types)
+    found = model_support.nearest_types(text, model_support.support().types)
     assert found[:1] == (() if nearest is None else (nearest,)), found
     assert len(found) <= 3

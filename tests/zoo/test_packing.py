@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.diagnostics import Refusal
-from shardwright.hf.flash import flash_stand_in
-from shardwright.hf.task import CAUSAL_LM
-from shardwright.ir.recipe import FLASH
-from shardwright.model.graph import check_attention
-from shardwright.model.probed import probe_config
+from shardwright.models.graph_trace import check_attention
+from shardwright.models.model_probe import probe_config
+from shardwright.models.packed_attention import flash_stand_in
+from shardwright.models.tasks.task_registry import CAUSAL_LM
+from shardwright.recipe.recipe_types import FLASH
 from tests.zoo.configs import RUNNABLE, tiny_config
 
 Recorder = Callable[[str, str, dict[str, Any]], None]

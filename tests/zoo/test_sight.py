@@ -19,10 +19,10 @@ import torch
 from transformers import AutoConfig
 
 from shardwright.diagnostics import Refusal
-from shardwright.hf.task import IMAGE_TEXT
-from shardwright.model.build import build_model_graph
-from shardwright.model.probed import probe_config
-from tests.unit.model.factory import model_section
+from shardwright.models.graph_builder import build_model_graph
+from shardwright.models.model_probe import probe_config
+from shardwright.models.tasks.task_registry import IMAGE_TEXT
+from tests.unit.models.factory import model_section
 from tests.zoo.launch import run_types, verdict
 from tests.zoo.sight_configs import SEEING, SIGHT_TYPES, sight_config
 from tests.zoo.sight_overrides import BY_NATURE, NOT_AT_ZERO_3, NOT_IN_A_PIPELINE, NOT_PROVED

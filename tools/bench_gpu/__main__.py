@@ -7,8 +7,8 @@ import argparse
 import json
 from pathlib import Path
 
-from tools.bench_gpu.bench import bench, summary
-from tools.bench_gpu.layouts import LAYOUTS, gpu_called
+from tools.bench_gpu.gpu_bench import bench, summary
+from tools.bench_gpu.gpu_bench_cases import LAYOUTS, gpu_called
 
 FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.json"
 
@@ -16,7 +16,10 @@ FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.json"
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make bench-gpu", description=__doc__)
     parser.add_argument(
-        "only", nargs="*", metavar="LAYOUT", help="only these; see tools/bench_gpu/layouts.py"
+        "only",
+        nargs="*",
+        metavar="LAYOUT",
+        help="only these; see tools/bench_gpu/gpu_bench_cases.py",
     )
     parser.add_argument(
         "--gpu", help="its name in the catalogue, where torch's name of it is not enough; or cpu"

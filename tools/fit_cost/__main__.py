@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 import shardwright.cost
-from shardwright.cost.constants import Constants, constant_entries, default_constants
-from tools.fit_cost.cases import Case, estimate, load_cases, load_engine_cases
-from tools.fit_cost.fit import fit, fitted_names, memory_target, priors, time_target
+from shardwright.cost.cost_constants import Constants, constant_entries, default_constants
+from tools.fit_cost.least_squares_fit import fit, fitted_names, memory_target, priors, time_target
+from tools.fit_cost.published_runs import Case, estimate, load_cases, load_engine_cases
 
 FILE = Path(shardwright.cost.__file__).with_name("constants.json")
 DIGITS = 4

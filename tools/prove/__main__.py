@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 
-from tools.proof import AREAS
-from tools.prove.digest import ROOT
-from tools.prove.ledger import BENCHMARKS, Ledger, digest_of, summary
-from tools.prove.pieces import PIECES
+from tools.generate.proof_page import AREAS
+from tools.prove.code_digest import ROOT
+from tools.prove.proof_ledger import BENCHMARKS, Ledger, digest_of, summary
+from tools.prove.proof_pieces import PIECES
 
 HOST_COMMANDS = ("ip", "pdsh", "sshd")
 

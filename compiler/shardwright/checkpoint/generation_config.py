@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from shardwright.checkpoint.saved_model import GENERATION, is_byte_level
-from shardwright.data.chat import end_of_turn
-from shardwright.data.sources import parts_of
+from shardwright.checkpoint.model_reader import GENERATION, is_byte_level
+from shardwright.data.conversations import end_of_turn
+from shardwright.data.data_sources import parts_of
 from shardwright.data.tokenizers import Tokenizer, load_tokenizer
-from shardwright.ir.recipe import TOKENIZED_KINDS, DataSection
 from shardwright.plan.plan import Plan
-from shardwright.safe_read import parse_json, read_regular
+from shardwright.recipe.recipe_types import TOKENIZED_KINDS, DataSection
+from shardwright.utils.bounded_read import parse_json, read_regular
 
 _MOST_BYTES = 2**20
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

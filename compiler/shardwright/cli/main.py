@@ -15,65 +15,80 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
 from shardwright import __version__
-from shardwright.cli.console import error as say
-from shardwright.cli.console import print_refusal
+from shardwright.cli.terminal import error as say
+from shardwright.cli.terminal import print_refusal
 
 DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
 
 # name -> (module, one line of help); only the chosen module is imported.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "init": ("shardwright.cli.init", "write a commented starter recipe for a model and a cluster"),
+    "init": (
+        "shardwright.cli.init_command",
+        "write a commented starter recipe for a model and a cluster",
+    ),
     "import": (
-        "shardwright.cli.import_config",
+        "shardwright.cli.import_command",
         "turn a DeepSpeed config and its launch command into a recipe",
     ),
-    "schema": ("shardwright.cli.schema", "print the JSON Schema of a recipe, with every default"),
-    "check": ("shardwright.cli.check", "check recipes and the files they name"),
-    "models": ("shardwright.cli.models", "list the model types and what has been proved for each"),
+    "schema": (
+        "shardwright.cli.schema_command",
+        "print the JSON Schema of a recipe, with every default",
+    ),
+    "check": ("shardwright.cli.check_command", "check recipes and the files they name"),
+    "models": (
+        "shardwright.cli.models_command",
+        "list the model types and what has been proved for each",
+    ),
     "lint": (
-        "shardwright.cli.lint",
+        "shardwright.cli.lint_command",
         "check DeepSpeed configs and Megatron-LM arguments that you already have",
     ),
     "explain": (
-        "shardwright.cli.explain",
+        "shardwright.cli.explain_command",
         "explain a plan, why it is not another layout, or a code",
     ),
-    "plan": ("shardwright.cli.plan", "search the layouts of a recipe and rank them"),
+    "plan": ("shardwright.cli.plan_command", "search the layouts of a recipe and rank them"),
     "estimate": (
-        "shardwright.cli.estimate",
+        "shardwright.cli.estimate_command",
         "predict the memory and step time of the pinned layout",
     ),
     "diff": (
-        "shardwright.cli.diff",
+        "shardwright.cli.diff_command",
         "compare two recipes or compiled folders, and what the changes do",
     ),
-    "compile": ("shardwright.cli.compile", "compile a recipe into a folder that can run"),
-    "prepare": ("shardwright.cli.prepare", "tokenize a compiled folder's data before the run"),
+    "compile": ("shardwright.cli.compile_command", "compile a recipe into a folder that can run"),
+    "prepare": (
+        "shardwright.cli.prepare_command",
+        "tokenize a compiled folder's data before the run",
+    ),
     "verify": (
-        "shardwright.cli.verify",
+        "shardwright.cli.verify_command",
         "test the layout on a tiny copy of the model against one process",
     ),
-    "calibrate": ("shardwright.cli.calibrate", "measure this machine for a recipe's plans"),
+    "calibrate": ("shardwright.cli.calibrate_command", "measure this machine for a recipe's plans"),
     "tune": (
-        "shardwright.cli.tune",
+        "shardwright.cli.tune_command",
         "run the best layouts of a recipe, and today's, for a few steps",
     ),
     "report": (
-        "shardwright.cli.report",
+        "shardwright.cli.report_command",
         "write a one-page HTML report of a compiled folder and its run",
     ),
-    "run": ("shardwright.cli.run", "train a compiled folder"),
+    "run": ("shardwright.cli.run_command", "train a compiled folder"),
     "outer-store": (
-        "shardwright.cli.outer_store",
+        "shardwright.cli.outer_store_command",
         "bring the islands of a compiled folder together",
     ),
-    "doctor": ("shardwright.cli.doctor", "check a compiled folder's hosts before anything starts"),
-    "status": ("shardwright.cli.status", "show how a run is doing"),
-    "logs": ("shardwright.cli.logs", "show a run's output, or one rank's"),
-    "stop": ("shardwright.cli.stop", "save a checkpoint and end a run"),
-    "completion": ("shardwright.cli.completion", "print a shell completion script"),
-    "export": ("shardwright.cli.export", "export a checkpoint as a Hugging Face folder"),
-    "generate": ("shardwright.cli.generate", "generate text with a trained model"),
+    "doctor": (
+        "shardwright.cli.doctor_command",
+        "check a compiled folder's hosts before anything starts",
+    ),
+    "status": ("shardwright.cli.status_command", "show how a run is doing"),
+    "logs": ("shardwright.cli.logs_command", "show a run's output, or one rank's"),
+    "stop": ("shardwright.cli.stop_command", "save a checkpoint and end a run"),
+    "completion": ("shardwright.cli.completion_command", "print a shell completion script"),
+    "export": ("shardwright.cli.export_command", "export a checkpoint as a Hugging Face folder"),
+    "generate": ("shardwright.cli.generate_command", "generate text with a trained model"),
 }
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwright.cli.tables import table_lines
-from shardwright.cost.measured import flops_words, source, unmeasured
-from shardwright.figures import device, number
+from shardwright.cli.terminal_tables import table_lines
+from shardwright.cost.prediction_errors import flops_words, source, unmeasured
 from shardwright.layout.axes import AXES, Axis
-from shardwright.layout.estimate import Estimate, Memory
+from shardwright.layout.layout_estimate import Estimate, Memory
+from shardwright.utils.number_format import device, number
 
 GIB = 2**30
 

@@ -16,19 +16,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 
-from shardwright.cost.constants import default_constants
-from shardwright.cost.estimate import SECONDS_PER_DAY
-from shardwright.cost.layout import Layout, lay_out, placed
-from shardwright.figures import duration, number
-from shardwright.ir.freeze import frozen_names
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
-from shardwright.remembered import remembered
+from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.layout_costs import SECONDS_PER_DAY
+from shardwright.cost.priced_layout import Layout, lay_out, placed
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.frozen_parameters import frozen_names
+from shardwright.models.model_graph import ModelGraph
+from shardwright.utils.memoize import remembered
+from shardwright.utils.number_format import duration, number
 
 STATE_BYTES = 12
 """Of a trained element: fp32 master and Adam's two fp32 moments, in every precision
-(checkpoint/manifest.py)."""
+(checkpoint/checkpoint_manifest.py)."""
 HOPELESS, NEXT_TO_ALL = 1e-3, 0.9995
 """Of the time that trains: below the one nobody waits for the end, above the other nothing is worth
 saying."""
@@ -203,8 +203,9 @@ def _disturbances(
 ) -> tuple[Disturbances, list[float], tuple[float, str]]:
     """Beside it the bytes of a checkpoint by node, and the speed of a node with where that is from.
 
-    A restart is the constant's seconds, one host's check of every byte (checkpoint/index.py), and
-    each node's reading of its part, which takes what writing it took.
+    A restart is the constant's seconds, one host's check of every byte
+    (checkpoint/resume_checkpoint.py), and each node's reading of its part, which takes what writing
+    it took.
     """
     given, constants = problem.recipe.cluster, goodput_constants()
     hours = given.node_mtbf_hours or constants["node_mtbf_hours"]
@@ -233,7 +234,7 @@ def _numel_by_name(graph: ModelGraph) -> dict[str, int]:
 
 def node_checkpoint_bytes(layout: Layout) -> list[float]:
     """Bytes that each node writes of a checkpoint's tensors, in the order of the ranks
-    (checkpoint/write.py).
+    (checkpoint/checkpoint_saver.py).
 
     Of a trained element STATE_BYTES; of a frozen one its value, as the model computes with it. Data
     (and context) ranks share out what ZeRO shares out, the optimizer's states from stage 1 and
@@ -265,7 +266,7 @@ def node_checkpoint_bytes(layout: Layout) -> list[float]:
 
 def _ranks(layout: Layout) -> Iterator[tuple[int, int]]:
     """(rank, pipeline rank): the pipeline is the slowest axis, then data, context and tensor
-    (plan/ranks.py)."""
+    (plan/rank_map.py)."""
     a_stage = layout.strategy.tensor * layout.strategy.shards
     return ((rank, rank // a_stage) for rank in range(layout.strategy.world_size))
 

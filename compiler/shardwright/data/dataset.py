@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.atomic import write_atomically
-from shardwright.data.megatron import open_megatron
-from shardwright.data.order import EpochOrder, MixtureOrder, Order
-from shardwright.data.pairs import is_of_pairs, pair_rows
-from shardwright.data.pictures import open_pictures
-from shardwright.data.prepare import data_folder, prepared_folder, writing
-from shardwright.data.rows import ArrayRows, Indices, JoinedRows, Rows, SomeRows, StreamRows
-from shardwright.data.sources import parts_of
-from shardwright.data.store import open_documents, read_manifest
-from shardwright.data.whole import whole_rows
+from shardwright.data.data_preparation import data_folder, prepared_folder, writing
+from shardwright.data.data_sources import parts_of
+from shardwright.data.document_packing import whole_rows
+from shardwright.data.image_captions import is_of_pairs, pair_rows
+from shardwright.data.image_files import open_pictures
+from shardwright.data.indexed_dataset import open_documents, read_manifest
+from shardwright.data.megatron_indexed_dataset import open_megatron
+from shardwright.data.samplers import EpochOrder, MixtureOrder, Order
+from shardwright.data.sequences import ArrayRows, Indices, JoinedRows, Rows, SomeRows, StreamRows
 from shardwright.diagnostics import refusal
-from shardwright.ir.recipe import DataSection
 from shardwright.plan.plan import Plan
+from shardwright.recipe.recipe_types import DataSection
+from shardwright.utils.atomic_write import write_atomically
 
 SAMPLED_TOKENS = 2**26
 """Of an array that was not made by `prepare`: a full pass over terabytes would idle the GPUs."""

@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.tokenizer_packages import INSTALL, missing_packages
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.models.tokenizer_packages import INSTALL, missing_packages
 
 Ids = npt.NDArray[np.integer]
 

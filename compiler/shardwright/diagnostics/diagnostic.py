@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardwright.diagnostics.codes import CODES
+from shardwright.diagnostics.code_registry import CODES
 
 Severity = Literal["error", "warning", "note"]
 KeyPath = tuple[str | int, ...]

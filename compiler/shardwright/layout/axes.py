@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
-from shardwright.ir.words import CHECKPOINTING, OFFLOAD, SCHEDULES, PartialCheckpointing
-from shardwright.layout.divisors import context_degrees, divisors
-from shardwright.layout.experts import expert_modules
-from shardwright.layout.problem import Problem
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.expert_modules import expert_modules
+from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.literal_types import CHECKPOINTING, OFFLOAD, SCHEDULES, PartialCheckpointing
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.divisors import context_degrees, divisors
 
 ZERO_STAGES = (0, 1, 2, 3)
 MOST_VIRTUAL_STAGES = 8  # the bubble is divided by them, and each sends as much as one
@@ -215,7 +215,9 @@ AXES: tuple[Axis, ...] = (
     Axis(
         name="activation_checkpointing",
         plain="none",
-        values=lambda problem, degrees: CHECKPOINTING,  # {full: N}: see search/partial.py
+        values=lambda problem, degrees: (
+            CHECKPOINTING
+        ),  # {full: N}: see search/partial_checkpointing.py
     ),
     Axis(
         name="micro_batch_size",

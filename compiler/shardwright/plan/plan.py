@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwright.ir.cut import Cut
-from shardwright.ir.json_value import JsonObject
-from shardwright.ir.names import pattern
-from shardwright.ir.own_code import OwnCode
-from shardwright.ir.partition import TensorParallelMap
-from shardwright.ir.recipe import (
+from shardwright.layout.axes import coordinates
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Memory, Time, Training
+from shardwright.layout.parameter_sharding import TensorParallelMap
+from shardwright.models.parameter_name_pattern import pattern
+from shardwright.models.pipeline_split import Cut
+from shardwright.models.remote_code_files import OwnCode
+from shardwright.recipe.literal_types import SEEING, Choice, Kernels, Loss, TaskName
+from shardwright.recipe.recipe_types import (
     CheckpointSection,
     DataSection,
     LaunchSection,
@@ -27,19 +30,17 @@ from shardwright.ir.recipe import (
     TrainingSection,
     ValidationSection,
 )
-from shardwright.ir.tracking import TrackingSection
-from shardwright.ir.words import SEEING, Choice, Kernels, Loss, TaskName
-from shardwright.layout.axes import coordinates
-from shardwright.layout.estimate import Memory, Time, Training
-from shardwright.layout.strategy import Strategy
-from shardwright.records import carried
+from shardwright.recipe.tracking_types import TrackingSection
+from shardwright.utils.json_records import carried
+from shardwright.utils.json_types import JsonObject
 
 PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBalance:
-    """affinity: what makes a router's logits a token's affinity to each expert (hf/balance.py)."""
+    """affinity: what makes a router's logits a token's affinity to each expert
+    (models/router_aux_loss.py)."""
 
     coefficient: float
     affinity: str

@@ -19,8 +19,8 @@ from bokeh.plotting import figure
 
 from shardwright.layout.axes import placed_axes
 from shardwright.plan.plan import Plan
-from shardwright.report.charts import hover, plot
-from shardwright.report.palette import groups
+from shardwright.report.chart_colors import groups
+from shardwright.report.report_charts import hover, plot
 
 AXES = tuple(axis.name for axis in placed_axes())
 ROWS_UP_TO = 8  # nodes: each is a row of its own, with its name; more are tiles

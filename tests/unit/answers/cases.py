@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
-from shardwright.model.build import build_model_graph
-from tests.unit.model.factory import model_section, recipe_of
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.models.graph_builder import build_model_graph
+from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.recipe_types import Recipe
+from tests.unit.models.factory import model_section, recipe_of
 
 
 def shipped(source: str) -> ModelGraph:

@@ -7,16 +7,16 @@ import random
 
 import pytest
 
-from shardwright.cost.breakdown import break_down
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.words import PartialCheckpointing
-from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
-from shardwright.rules.registry import check_layout
-from shardwright.search.settle import estimate_strategy, settle
-from shardwright.search.space import candidates
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cost.cost_breakdown import break_down
+from shardwright.layout.layout import Strategy
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.search.candidate_layouts import candidates
+from shardwright.search.layout_resolution import estimate_strategy, settle
+from shardwright.search.rule_registry import check_layout
 from tests.unit.answers.cases import MODELS, cluster_of, recipe_for
-from tests.unit.model.factory import problem_of
+from tests.unit.models.factory import problem_of
 
 
 def layouts() -> list[tuple[str, int, Strategy]]:

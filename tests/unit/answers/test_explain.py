@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.explain_plan import ends_at_zero
+from shardwright.cli.explain_plan_text import ends_at_zero
 from shardwright.cli.main import main
-from shardwright.model.popular.shipped import shipped_ids
-from shardwright.plan.graph_file import graph_from_json, graph_to_json
-from shardwright.recipe.load import load_recipe
+from shardwright.models.model_catalog import shipped_ids
+from shardwright.models.model_graph_json import graph_from_json, graph_to_json
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.cli.test_speed import LIGHT
 from tests.unit.answers.cases import shipped, write_llama
 

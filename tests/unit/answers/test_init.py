@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import COMMANDS, main
-from shardwright.cluster.resolve import catalogue
+from shardwright.cluster.gpu_catalogue import catalogue
 
 FITTING = (
     ("Qwen/Qwen3-8B", "a100-sxm4-80gb", 2, 8),
@@ -117,7 +117,7 @@ def test_a_pipe_is_asked_nothing(
 def test_a_folder_is_named_from_where_the_recipe_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwright.model.popular.shipped import shipped_config
+    from shardwright.models.model_catalog import shipped_config
 
     (tmp_path / "models/tiny").mkdir(parents=True)
     (tmp_path / "models/tiny/config.json").write_text(json.dumps(shipped_config("gpt2")))
@@ -137,8 +137,8 @@ def test_a_folder_with_weights_is_fine_tuned(
     summary say which."""
     from safetensors.numpy import save
 
-    from shardwright.model.popular.shipped import shipped_config
-    from shardwright.recipe.load import load_recipe
+    from shardwright.models.model_catalog import shipped_config
+    from shardwright.recipe.recipe_loader import load_recipe
 
     folder = tmp_path / "tiny"
     folder.mkdir()

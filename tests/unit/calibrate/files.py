@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwright.ir.measured import (
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.measurements import (
     EngineFigures,
     Figure,
     LayerFigures,
@@ -16,9 +17,8 @@ from shardwright.ir.measured import (
     Measurements,
     RunFigures,
 )
-from shardwright.ir.recipe import Recipe
-from shardwright.layout.problem import Problem
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
+from shardwright.recipe.recipe_types import Recipe
+from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 CPU = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}
 

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from shardwright.calibrate.figures import measurements, samples
-from shardwright.calibrate.job import Job, Timed, Told
-from shardwright.calibrate.repeat import FEWEST, MOST, Deadline, figure, repeated
-from shardwright.calibrate.wanted import spread_out, wanted
-from shardwright.ir.measured import Measurements
-from shardwright.records import read_record
-from shardwright.search.search import search
+from shardwright.calibrate.calibration_file import measurements, samples
+from shardwright.calibrate.measurement_job import Job, Timed, Told
+from shardwright.calibrate.measurement_plan import spread_out, wanted
+from shardwright.calibrate.timing_repeats import FEWEST, MOST, Deadline, figure, repeated
+from shardwright.recipe.measurements import Measurements
+from shardwright.search.layout_search import search
+from shardwright.utils.json_records import read_record
 from tests.unit.calibrate import files
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from shardwright.compile import compile_recipe, estimate_recipe
+from shardwright.compiled_folder import read_folder
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.folder import read_folder
-from shardwright.ir.recipe import Recipe
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
-from shardwright.strict_json import canonical_hash
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.strict_json import canonical_hash
 from tests.unit.calibrate.files import figure, measurements, write
-from tests.unit.model.factory import SMALL_LLAMA
+from tests.unit.models.factory import SMALL_LLAMA
 
 
 def recipe_file(folder: Path, measured: object, **cluster: Any) -> Path:

@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
-from shardwright.calibrate.fit import device_of, fitted, least, line
-from shardwright.calibrate.repeat import figure
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.collectives import Group, all_reduce_seconds
-from shardwright.cost.constants import Constants, default_constants
-from shardwright.cost.kernels import product_seconds
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.measured import Sample
-from tests.unit.model.factory import recipe_of
+from shardwright.calibrate.constants_fit import device_of, fitted, least, line
+from shardwright.calibrate.timing_repeats import figure
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cost.collective_seconds import Group, all_reduce_seconds
+from shardwright.cost.cost_constants import Constants, default_constants
+from shardwright.cost.kernel_seconds import product_seconds
+from shardwright.recipe.measurements import Sample
+from tests.unit.models.factory import recipe_of
 
 PRODUCTS = [
     (m, n, k) for m in (128, 1024, 8192) for n, k in ((512, 512), (4096, 4096), (11008, 4096))

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from shardwright.cost.breakdown import break_down
-from shardwright.cost.constants import default_constants
-from shardwright.cost.replaced import ZERO3_FORWARD_HOOKS, constants_of, run_of
-from shardwright.ir.measured import Machine, Measurements
-from shardwright.ir.words import PartialCheckpointing
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
-from shardwright.search.settle import as_planned, estimate_strategy
+from shardwright.cost.calibrated_costs import ZERO3_FORWARD_HOOKS, constants_of, run_of
+from shardwright.cost.cost_breakdown import break_down
+from shardwright.cost.cost_constants import default_constants
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.measurements import Machine, Measurements
+from shardwright.search.layout_resolution import as_planned, estimate_strategy
 from tests.unit.calibrate.files import engine, figure, layer, measurements, problem, ran
-from tests.unit.model.factory import SMALL_LLAMA, graph_of
+from tests.unit.models.factory import SMALL_LLAMA, graph_of
 
 LAYERS = len(graph_of(SMALL_LLAMA).layers)
 HEAD = LAYERS - 1

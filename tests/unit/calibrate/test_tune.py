@@ -12,14 +12,21 @@ from typing import Any
 
 import pytest
 
-from shardwright.calibrate import tune as tuning
-from shardwright.calibrate.tune import launch, of_steps, recipe_for, rows_of, tune, with_runs
+from shardwright.calibrate import layout_trials as tuning
+from shardwright.calibrate.layout_trials import (
+    launch,
+    of_steps,
+    recipe_for,
+    rows_of,
+    tune,
+    with_runs,
+)
 from shardwright.cli.main import main
-from shardwright.cost.replaced import run_of
+from shardwright.cost.calibrated_costs import run_of
 from shardwright.diagnostics import Refusal
-from shardwright.layout.strategy import Strategy
-from shardwright.recipe.load import load_recipe
-from shardwright.search.search import search
+from shardwright.layout.layout import Strategy
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.layout_search import search
 from tests.unit.calibrate.files import engine, layer, measurements, problem, ran, write
 from tests.unit.calibrate.test_file import recipe_file
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from shardwright.checkpoint.lineage import Line, write_line
-from shardwright.checkpoint.manifest import (
+from shardwright.checkpoint.checkpoint_manifest import (
     CHECKSUMS,
     MANIFEST,
     Fragment,
@@ -21,8 +20,9 @@ from shardwright.checkpoint.manifest import (
     checksums_text,
     write_manifest,
 )
-from shardwright.checkpoint.read import cut
-from shardwright.ir.partition import ParameterSplit
+from shardwright.checkpoint.checkpoint_reader import cut
+from shardwright.checkpoint.run_history import Line, write_line
+from shardwright.layout.parameter_sharding import ParameterSplit
 
 WHOLE = ParameterSplit(name="w", shape=(6, 4), dimension=None, blocks=(), sizes=())
 

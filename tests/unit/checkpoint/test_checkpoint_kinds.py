@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.fits import not_whole
+from shardwright.checkpoint.checkpoint_compatibility import not_whole
 from shardwright.cli.main import main
-from shardwright.hf.checkpoint_kinds import other_program
-from shardwright.recipe.files import _model_folder
+from shardwright.recipe.foreign_checkpoints import other_program
+from shardwright.recipe.input_file_checks import _model_folder
 
 FILES = {
     "DeepSpeed, ZeRO": ("latest", "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.checkpoint.read import join
-from shardwright.ir.partition import ParameterSplit
+from shardwright.checkpoint.checkpoint_reader import join
+from shardwright.layout.parameter_sharding import ParameterSplit
 
 
 def cut(

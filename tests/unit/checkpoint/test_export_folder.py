@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.checkpoint.export import describe_what_is_there, export_checkpoint
+from shardwright.checkpoint.huggingface_export import describe_what_is_there, export_checkpoint
 from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.lower.folder import write_folder
-from shardwright.modules.model_config import load_config
-from shardwright.plan.serialize import read_plan
-from shardwright.recipe.load import load_recipe
+from shardwright.parallel.model_config_loading import load_config
+from shardwright.plan.plan_json import read_plan
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import write_model_checkpoint
 from tests.zoo.configs import tiny_config

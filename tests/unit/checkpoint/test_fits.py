@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from shardwright.checkpoint.fits import check_fits, same_ranks
+from shardwright.checkpoint.checkpoint_compatibility import check_fits, same_ranks
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan, PlanLora
-from shardwright.plan.serialize import plan_to_json, read_plan
+from shardwright.plan.plan_json import plan_to_json, read_plan
 
 
 @pytest.fixture

@@ -15,15 +15,15 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from shardwright.checkpoint.fits import check_fits, fit
-from shardwright.cli.diff import resumable
-from shardwright.cli.resume import Resumable, resume_under
-from shardwright.cli.subject import read_subject
+from shardwright.checkpoint.checkpoint_compatibility import check_fits, fit
+from shardwright.cli.diff_command import resumable
+from shardwright.cli.priced_recipe import read_subject
+from shardwright.cli.resume_verdict import Resumable, resume_under
 from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.lower.folder import write_folder
-from shardwright.plan.serialize import read_plan
-from shardwright.recipe.load import load_recipe
+from shardwright.plan.plan_json import read_plan
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 
 ADAPTERS = {"rank": 4, "alpha": 8, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"]}

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
-from shardwright.data.chat import end_of_turn
-from shardwright.lower.folder import write_folder
-from shardwright.modules.model_config import load_config
-from shardwright.plan.serialize import read_plan
-from shardwright.recipe.load import load_recipe
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.data.conversations import end_of_turn
+from shardwright.parallel.model_config_loading import load_config
+from shardwright.plan.plan_json import read_plan
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import write_model_checkpoint
 from tests.unit.data.chat_families import FAMILIES, tokenizers

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.checkpoint.load import load_checkpoint
-from shardwright.checkpoint.manifest import read_manifest
-from shardwright.checkpoint.write import save_checkpoint
+from shardwright.checkpoint.checkpoint_loader import load_checkpoint
+from shardwright.checkpoint.checkpoint_manifest import read_manifest
+from shardwright.checkpoint.checkpoint_saver import save_checkpoint
 from shardwright.compile import compile_recipe
-from shardwright.engines.protocol import LiveFragment, runtime_of
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.engines.trainer_protocol import LiveFragment, runtime_of
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.harness import Case, newest_checkpoint, recipe, write_inputs
 
 

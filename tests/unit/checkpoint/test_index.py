@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.index import choose_checkpoint
-from shardwright.checkpoint.lineage import Ancestor, new_line
-from shardwright.checkpoint.manifest import CHECKSUMS, MANIFEST
+from shardwright.checkpoint.checkpoint_manifest import CHECKSUMS, MANIFEST
+from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
+from shardwright.checkpoint.run_history import Ancestor, new_line
 from shardwright.checkpoint.step_folders import (
     parse_step,
     prune_set_aside,
@@ -21,8 +21,8 @@ from shardwright.checkpoint.step_folders import (
 )
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
-from shardwright.plan.serialize import plan_to_json, read_plan
-from shardwright.train.attempt import Attempt, begin_attempt
+from shardwright.plan.plan_json import plan_to_json, read_plan
+from shardwright.train.run_attempt import Attempt, begin_attempt
 from tests.unit.checkpoint.saved import write_checkpoint
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.checkpoint import manifest as checkpoint_manifest
-from shardwright.checkpoint.lineage import RUN_FILE, UNKNOWN, line_of, new_line, write_line
-from shardwright.checkpoint.manifest import CHECKSUMS, MANIFEST, damage, read_manifest
+from shardwright.checkpoint import checkpoint_manifest as checkpoint_manifest
+from shardwright.checkpoint.checkpoint_manifest import CHECKSUMS, MANIFEST, damage, read_manifest
+from shardwright.checkpoint.run_history import RUN_FILE, UNKNOWN, line_of, new_line, write_line
 from shardwright.cli import main as cli
 from tests.unit.checkpoint.saved import write_checkpoint
 

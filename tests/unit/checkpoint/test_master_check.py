@@ -8,18 +8,18 @@ import math
 import pytest
 import torch
 
-from shardwright.checkpoint import master_check
-from shardwright.checkpoint.master_check import check_masters
+from shardwright.checkpoint import master_weight_check
+from shardwright.checkpoint.master_weight_check import check_masters
 from shardwright.diagnostics import Refusal
-from shardwright.engines.protocol import LiveFragment
+from shardwright.engines.trainer_protocol import LiveFragment
 
 HALVES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master_check, "PIECE_ELEMENTS", 7)
-    monkeypatch.setattr(master_check.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(master_weight_check, "PIECE_ELEMENTS", 7)
+    monkeypatch.setattr(master_weight_check.dist, "get_world_size", lambda: 1)
 
     def gather(everyone: list[object], mine: object) -> None:
         everyone[0] = mine

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.fits import facts_of, fit
-from shardwright.checkpoint.index import choose_checkpoint
-from shardwright.checkpoint.manifest import MANIFEST
-from shardwright.checkpoint.other_islands import check_whole_round
+from shardwright.checkpoint.checkpoint_compatibility import facts_of, fit
+from shardwright.checkpoint.checkpoint_manifest import MANIFEST
+from shardwright.checkpoint.diloco_resume import check_whole_round
+from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
 from shardwright.diagnostics import Refusal
+from shardwright.monitor.run_files import AttemptRecord, write_attempt_record
 from shardwright.plan.plan import Plan, PlanOuter
-from shardwright.plan.serialize import read_plan
-from shardwright.watch.journal import AttemptRecord, write_attempt_record
+from shardwright.plan.plan_json import read_plan
 from tests.unit.checkpoint.saved import write_checkpoint
 
 OUTER = PlanOuter(

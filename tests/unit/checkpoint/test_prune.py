@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint import write as checkpoint
-from shardwright.checkpoint.lineage import Line
-from shardwright.checkpoint.store import CheckpointStore
+from shardwright.checkpoint import checkpoint_saver as checkpoint
+from shardwright.checkpoint.checkpoint_store import CheckpointStore
+from shardwright.checkpoint.run_history import Line
 from tests.unit.checkpoint.saved import write_checkpoint
 
 OURS, THEIRS = Line(run="ours"), Line(run="theirs")

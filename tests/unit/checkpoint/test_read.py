@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.checkpoint.read import CheckpointReader, cut
+from shardwright.checkpoint.checkpoint_reader import CheckpointReader, cut
 from shardwright.diagnostics import Refusal
-from shardwright.ir.partition import ParameterSplit
+from shardwright.layout.parameter_sharding import ParameterSplit
 from tests.unit.checkpoint.saved import WHOLE, write_checkpoint
 
 

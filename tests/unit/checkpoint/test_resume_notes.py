@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.manifest import read_manifest, write_manifest
-from shardwright.checkpoint.resume_notes import other_data, other_schedule
+from shardwright.checkpoint.checkpoint_manifest import read_manifest, write_manifest
+from shardwright.checkpoint.resume_warnings import other_data, other_schedule
 from shardwright.cli import main as cli
+from shardwright.data.data_fingerprint import fingerprints
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import resolve
-from shardwright.data.fingerprint import fingerprints
-from shardwright.data.prepare import prepare
 from shardwright.plan.plan import Plan
-from shardwright.plan.serialize import plan_to_json, read_plan
+from shardwright.plan.plan_json import plan_to_json, read_plan
 from tests.unit.checkpoint.saved import write_checkpoint
 
 

@@ -10,20 +10,20 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from shardwright.checkpoint.index import choose_checkpoint
-from shardwright.checkpoint.lineage import Line
-from shardwright.checkpoint.manifest import (
+from shardwright.checkpoint.checkpoint_manifest import (
     CHECKSUMS,
     checksum,
     checksums_text,
     damage,
     read_checksums,
 )
-from shardwright.checkpoint.store import CheckpointStore
+from shardwright.checkpoint.checkpoint_store import CheckpointStore
+from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
+from shardwright.checkpoint.run_history import Line
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
-from shardwright.plan.serialize import plan_to_json, read_plan
-from shardwright.train.attempt import Attempt, begin_attempt
+from shardwright.plan.plan_json import plan_to_json, read_plan
+from shardwright.train.run_attempt import Attempt, begin_attempt
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import write_checkpoint
 

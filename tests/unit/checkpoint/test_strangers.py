@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.checkpoint.export import export_checkpoint
+from shardwright.checkpoint.huggingface_export import export_checkpoint
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.lower.folder import write_folder
-from shardwright.plan.serialize import read_plan
-from shardwright.recipe.load import load_recipe
+from shardwright.plan.plan_json import read_plan
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import sum_up, write_model_checkpoint
-from tests.unit.model.own_model import FILES, write_own_model
+from tests.unit.models.own_model import FILES, write_own_model
 
 CANARY = "import pathlib; pathlib.Path({path!r}).touch()\n"
 
@@ -44,7 +44,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _state(folder: Path) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    from shardwright.modules.model_config import load_config
+    from shardwright.parallel.model_config_loading import load_config
 
     torch.manual_seed(0)
     return dict(

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli import main as cli
-from shardwright.cli.console import use_color
+from shardwright.cli.terminal import use_color
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.recipe.schema import schema_text
+from shardwright.recipe.recipe_schema import schema_text
 from tests.unit.recipe.test_bad_input import GOOD
 
 

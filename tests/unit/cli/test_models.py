@@ -7,8 +7,8 @@ import json
 import pytest
 
 from shardwright.cli import main as cli
-from shardwright.cli import models
-from shardwright.model.support import (
+from shardwright.cli import models_command
+from shardwright.models.model_support import (
     COLUMNS,
     SIGHT_COLUMNS,
     Cell,
@@ -42,7 +42,7 @@ def test_a_row_a_type_and_the_counts(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_colours_on_a_terminal_change_no_letter() -> None:
-    plain, colored = (models.overview(support(), color=color) for color in (False, True))
+    plain, colored = (models_command.overview(support(), color=color) for color in (False, True))
     assert "\x1b[32mproved" in colored
     for code in ("\x1b[32m", "\x1b[31m", "\x1b[2m", "\x1b[0m"):
         colored = colored.replace(code, "")
@@ -82,7 +82,7 @@ def cell(verdict: str) -> Cell:
 def test_recipe_keys_say_no_more_than_was_proved() -> None:
     def keys(**verdicts: str) -> str:
         return " | ".join(
-            models.recipe_keys(
+            models_command.recipe_keys(
                 {name: cell(verdicts.get(name, "untested")) for name in support().columns}
             )
         )
@@ -143,7 +143,7 @@ def test_types_that_see(capsys: pytest.CaptureFixture[str]) -> None:
 def test_keys_of_types_that_see_say_no_more_than_was_proved() -> None:
     def keys(**verdicts: str) -> str:
         return " | ".join(
-            models.sight_keys(
+            models_command.sight_keys(
                 {name: cell(verdicts.get(name, "untested")) for name in SIGHT_COLUMNS}
             )
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwright.diagnostics import Diagnostic, Location, Severity, Source
-from shardwright.diagnostics.render import WIDEST, render, to_json, visible, width
+from shardwright.diagnostics.diagnostic_rendering import WIDEST, render, to_json, visible, width
 
 
 def at(

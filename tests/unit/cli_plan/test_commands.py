@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli import estimate as estimate_command
-from shardwright.cli import plan as plan_command
+from shardwright.cli import estimate_command as estimate_command
+from shardwright.cli import plan_command as plan_command
 from shardwright.cli.plan_table import room_words
 from shardwright.diagnostics import Refusal
-from shardwright.layout.estimate import Memory
-from shardwright.search.deadline import OtherBatch
-from tests.unit.model.factory import SMALL_LLAMA, graph_of
+from shardwright.layout.layout_estimate import Memory
+from shardwright.search.cluster_sizing import OtherBatch
+from tests.unit.models.factory import SMALL_LLAMA, graph_of
 
 PINNED = {
     "tensor": 2,
@@ -313,7 +313,9 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
 ) -> None:
     """When it does is in tests/unit/search/test_deadline.py."""
     smaller = OtherBatch(global_batch_size=12, nodes=1, days=2.0, cost=None, cost_now=None)
-    monkeypatch.setattr("shardwright.search.deadline.other_batch", lambda problem, sizing: smaller)
+    monkeypatch.setattr(
+        "shardwright.search.cluster_sizing.other_batch", lambda problem, sizing: smaller
+    )
     cluster = {"nodes": "auto", "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
     training = {"sequence_length": 128, "global_batch_size": 16, "steps": 10, "days_at_most": 30}
     path = write(tmp_path, "auto.yaml", parallelism={}, cluster=cluster, training=training)

@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import constants
 
 from shardwright.cli.main import main
-from shardwright.recipe.load import load_recipe
-from tests.unit.model.factory import SMALL_LLAMA
+from shardwright.recipe.recipe_loader import load_recipe
+from tests.unit.models.factory import SMALL_LLAMA
 
 H100 = ("--gpu", "h100-sxm-80gb", "--nodes")
 

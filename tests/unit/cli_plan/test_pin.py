@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.recipe.load import load_recipe
-from tests.unit.model.factory import SMALL_LLAMA
+from shardwright.recipe.recipe_loader import load_recipe
+from tests.unit.models.factory import SMALL_LLAMA
 
 RECIPE = f"""# for the Tuesday meeting
 version: 1

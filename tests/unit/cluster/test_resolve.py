@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cluster.resolve import catalogue, resolve_cluster
+from shardwright.cluster.gpu_catalogue import catalogue, resolve_cluster
 from shardwright.diagnostics import Refusal
-from shardwright.ir.recipe import InlineGpu
-from tests.unit.model.factory import recipe_of
+from shardwright.recipe.recipe_types import InlineGpu
+from tests.unit.models.factory import recipe_of
 
 
 @pytest.mark.parametrize("name", catalogue()["gpus"])

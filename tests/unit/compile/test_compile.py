@@ -20,8 +20,8 @@ from shardwright.compile import (
 )
 from shardwright.cost.goodput import goodput
 from shardwright.diagnostics import Refusal
-from shardwright.plan.serialize import plan_from_json
-from shardwright.recipe.load import load_recipe
+from shardwright.plan.plan_json import plan_from_json
+from shardwright.recipe.recipe_loader import load_recipe
 
 
 def codes(path: Path) -> list[str]:

@@ -1,5 +1,5 @@
-"""rules/executable.py both ways: what it allows compiles, what it does not is refused with its
-code."""
+"""search/runnable_recipes.py both ways: what it allows compiles, what it does not is refused with
+its code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.ir.recipe import Recipe
-from shardwright.recipe.load import load_recipe
-from shardwright.rules.executable import EXECUTABLE, check_executable
-from tests.unit.model.factory import problem_of
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.runnable_recipes import EXECUTABLE, check_executable
+from tests.unit.models.factory import problem_of
 
 # A value beyond the table for each row, as a user would write it; keys of the small recipe to go
 # with it.
@@ -136,8 +136,8 @@ def test_within_the_table_compiles(
 def test_the_search_proposes_only_what_runs(recipe_of: Callable[..., Recipe]) -> None:
     """With every key left open, no ranked layout has a value that the table refuses when it is
     pinned."""
-    from shardwright.model.build import build_model_graph
-    from shardwright.search.search import search
+    from shardwright.models.graph_builder import build_model_graph
+    from shardwright.search.layout_search import search
 
     recipe = recipe_of({"parallelism": {}})
     ranked = search(problem_of(recipe, build_model_graph(recipe.model))).ranked

@@ -7,14 +7,14 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.activations import activations
-from shardwright.cost.compute import layer_seconds
-from shardwright.cost.constants import default_constants
-from shardwright.ir.model_graph import kept_entry
-from shardwright.ir.words import CHECKPOINTING
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cost.activation_bytes import activations
+from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.layer_times import layer_seconds
+from shardwright.models.model_graph import kept_entry
+from shardwright.recipe.literal_types import CHECKPOINTING
 from tests.unit.cost.test_estimate import change, estimate
-from tests.unit.model.factory import LLAMA_8B, SMALL_GPT2, graph_of, recipe_of
+from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, graph_of, recipe_of
 
 LENGTH = 4096
 

@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.ir.recipe import Recipe
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.loss_chunk import chunk_length
-from shardwright.layout.strategy import Strategy
-from shardwright.search.settle import estimate_strategy
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.loss_chunk_length import chunk_length
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.layout_resolution import estimate_strategy
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 LENGTH, VOCABULARY = 8192, 128_256
 

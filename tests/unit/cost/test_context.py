@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cost.collectives import gather_seconds, group_of
-from shardwright.cost.constants import default_constants
-from shardwright.cost.layout import Layout
-from shardwright.cost.memory import estimate_memory, states_bytes
-from shardwright.cost.passes import passes
-from shardwright.layout.strategy import Strategy
-from shardwright.search.settle import place
+from shardwright.cost.collective_seconds import gather_seconds, group_of
+from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.micro_batch_times import passes
+from shardwright.cost.peak_memory import estimate_memory, states_bytes
+from shardwright.cost.priced_layout import Layout
+from shardwright.layout.layout import Strategy
+from shardwright.search.layout_resolution import place
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 TOKENS = 8192
 

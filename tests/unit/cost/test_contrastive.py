@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.compile import estimate_recipe
-from shardwright.cost.contrastive import HELD
-from shardwright.hf.contrastive import pair_loss
-from shardwright.layout.tower import largest_row, tower_flops
-from shardwright.model.popular.graphs import shipped_graph
-from tests.unit.model.factory import model_section, recipe_of
-from tools.write_graphs import config_text
+from shardwright.cost.contrastive_costs import HELD
+from shardwright.cost.vision_encoder_flops import largest_row, tower_flops
+from shardwright.models.popular_graphs import shipped_graph
+from shardwright.models.tasks.contrastive import pair_loss
+from tests.unit.models.factory import model_section, recipe_of
+from tools.generate.traced_graphs import config_text
 
 LARGE = "openai/clip-vit-large-patch14"
 

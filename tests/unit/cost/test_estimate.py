@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.estimate import training_of
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cost.layout_costs import training_of
 from shardwright.diagnostics import Refusal
-from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import Recipe
-from shardwright.ir.words import PartialCheckpointing
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
-from shardwright.rules.registry import check_layout
-from shardwright.search.settle import estimate_strategy, place
-from tests.unit.model.factory import (
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.layout_resolution import estimate_strategy, place
+from shardwright.search.rule_registry import check_layout
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import (
     LLAMA_8B,
     SMALL_GPT2,
     SMALL_LLAMA,
@@ -29,7 +29,7 @@ from tests.unit.model.factory import (
     problem_of,
     recipe_of,
 )
-from tools.fit_cost.live import live_bytes
+from tools.fit_cost.live_memory import live_bytes
 
 BASE = Strategy(
     tensor=1,

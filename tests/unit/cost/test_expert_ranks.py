@@ -7,23 +7,23 @@ import dataclasses
 
 import pytest
 
-from shardwright.cost.collectives import all_reduce_seconds, all_to_all_seconds, group_of
-from shardwright.cost.constants import Constants, default_constants
-from shardwright.cost.data_parallel import data_comm_seconds
-from shardwright.cost.experts import UNEVEN, exchanged_seconds
-from shardwright.cost.layout import Layout
-from shardwright.cost.memory import estimate_memory
-from shardwright.cost.passes import passes
-from shardwright.cost.shapes import model_shapes
-from shardwright.ir.json_value import JsonValue
-from shardwright.ir.partition import StagePartition
-from shardwright.ir.recipe import ELEMENT_BYTES
-from shardwright.layout.strategy import Strategy
-from shardwright.partition.tensor import tensor_parallel_map
-from shardwright.plan.ranks import place_ranks
-from shardwright.search.settle import place
+from shardwright.cost.collective_seconds import all_reduce_seconds, all_to_all_seconds, group_of
+from shardwright.cost.cost_constants import Constants, default_constants
+from shardwright.cost.data_parallel_times import data_comm_seconds
+from shardwright.cost.expert_parallel_costs import UNEVEN, exchanged_seconds
+from shardwright.cost.layer_shapes import model_shapes
+from shardwright.cost.micro_batch_times import passes
+from shardwright.cost.peak_memory import estimate_memory
+from shardwright.cost.priced_layout import Layout
+from shardwright.layout.layout import Strategy
+from shardwright.layout.parameter_sharding import StagePartition
+from shardwright.layout.tensor_parallel_map import tensor_parallel_map
+from shardwright.plan.rank_map import place_ranks
+from shardwright.recipe.recipe_types import ELEMENT_BYTES
+from shardwright.search.layout_resolution import place
+from shardwright.utils.json_types import JsonValue
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 MIXTURE: dict[str, JsonValue] = {
     **SMALL_LLAMA,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cluster.fabric import fabrics, share_of_links
-from shardwright.ir.words import Fabric
+from shardwright.cluster.collective_bandwidth import fabrics, share_of_links
+from shardwright.recipe.literal_types import Fabric
 
 EFA = fabrics()["efa"]
 SIZE = EFA["adapter_bytes"]

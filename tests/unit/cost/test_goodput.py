@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from shardwright.cost.constants import default_constants
+from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.goodput import (
     STATE_BYTES,
     Disturbances,
@@ -23,13 +23,13 @@ from shardwright.cost.goodput import (
     node_checkpoint_bytes,
     young_daly_seconds,
 )
-from shardwright.cost.layout import lay_out, placed
-from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import Recipe
-from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
-from shardwright.search.settle import as_planned
-from tests.unit.model.factory import (
+from shardwright.cost.priced_layout import lay_out, placed
+from shardwright.layout.layout import Strategy
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.layout_resolution import as_planned
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import (
     LLAMA_8B,
     SMALL_GPT2,
     SMALL_LLAMA,

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.constants import default_constants
-from shardwright.cost.estimate import price
-from shardwright.cost.memory import estimate_memory, framework_bytes, states_bytes
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.recipe import LoraSection, Recipe
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.strategy import Strategy
-from shardwright.search.settle import estimate_strategy, settle, with_hpz, without_hpz
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.layout_costs import price
+from shardwright.cost.peak_memory import estimate_memory, framework_bytes, states_bytes
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.recipe.recipe_types import LoraSection, Recipe
+from shardwright.search.layout_resolution import estimate_strategy, settle, with_hpz, without_hpz
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 LAYERS = 34  # of the 8B model, with the embedding and the head
 ZERO3 = change(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from shardwright.compile import estimate_recipe
-from shardwright.cost.breakdown import break_down
-from shardwright.cost.islands import DATA_PARALLEL, ISLANDS, inner_seconds, islands_cost
-from shardwright.folder import as_planned
-from shardwright.recipe.load import load_recipe
-from shardwright.rules.registry import check_layout
-from tests.unit.model.factory import SMALL_LLAMA, graph_of
+from shardwright.compiled_folder import as_planned
+from shardwright.cost.cost_breakdown import break_down
+from shardwright.cost.diloco_costs import DATA_PARALLEL, ISLANDS, inner_seconds, islands_cost
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.rule_registry import check_layout
+from tests.unit.models.factory import SMALL_LLAMA, graph_of
 
 GRAPH = graph_of(SMALL_LLAMA)
 

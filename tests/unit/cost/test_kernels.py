@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.collectives import (
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cost.collective_seconds import (
     all_reduce_seconds,
     bytes_per_second,
     gather_seconds,
@@ -16,8 +16,8 @@ from shardwright.cost.collectives import (
     ring_start_seconds,
     send_seconds,
 )
-from shardwright.cost.constants import default_constants
-from shardwright.cost.kernels import (
+from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.kernel_seconds import (
     Device,
     eager_attention_seconds,
     fused_products_seconds,
@@ -26,7 +26,7 @@ from shardwright.cost.kernels import (
     sustained_share,
     traffic_seconds,
 )
-from tests.unit.model.factory import recipe_of
+from tests.unit.models.factory import recipe_of
 
 C = default_constants()
 A100 = Device(

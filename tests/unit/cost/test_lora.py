@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from shardwright.ir.lora import adapters, target_modules
-from shardwright.ir.recipe import LoraSection
-from shardwright.layout.estimate import Estimate
-from shardwright.search.settle import estimate_strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.models.lora_targets import adapters, target_modules
+from shardwright.recipe.recipe_types import LoraSection
+from shardwright.search.layout_resolution import estimate_strategy
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 LORA = LoraSection(rank=16, alpha=32, dropout=0.0, target_modules=None)
 BASE = 8_030_261_248

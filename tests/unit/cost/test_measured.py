@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.cost.constants import default_constants
-from shardwright.cost.layout import Layout
-from shardwright.cost.measured import (
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.prediction_errors import (
     LEAST_RUNS,
     LEAST_SOURCES,
     bench,
@@ -24,14 +23,15 @@ from shardwright.cost.measured import (
     regime_words,
     regimes,
 )
-from shardwright.engines.table import title_of
-from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import LoraSection
-from shardwright.layout.estimate import PredictionError
-from shardwright.layout.strategy import Strategy
-from shardwright.search.settle import place
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
-from tools.fit_cost.bench import half_width
+from shardwright.cost.priced_layout import Layout
+from shardwright.engines.engine_table import title_of
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import PredictionError
+from shardwright.recipe.recipe_types import LoraSection
+from shardwright.search.layout_resolution import place
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tools.fit_cost.bench_cost import half_width
 
 MIXTURE: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4}
 PLAIN = Strategy(

@@ -7,16 +7,16 @@ import dataclasses
 
 import pytest
 
-from shardwright.cost.constants import default_constants
-from shardwright.cost.layout import Layout
-from shardwright.cost.memory import estimate_memory
-from shardwright.ir.recipe import Recipe
-from shardwright.layout.buckets import BUCKET_NUMEL
-from shardwright.layout.strategy import Strategy
-from shardwright.search.settle import place
+from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.peak_memory import estimate_memory
+from shardwright.cost.priced_layout import Layout
+from shardwright.layout.layout import Strategy
+from shardwright.layout.zero_buckets import BUCKET_NUMEL
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.layout_resolution import place
 from tests.unit.cost.test_estimate import BASE, change
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
-from tools.fit_cost.live import live_bytes
+from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tools.fit_cost.live_memory import live_bytes
 
 TOKENS = 4096
 LOGITS_BYTES = TOKENS * 128_256 * 2

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from shardwright.cost.breakdown import break_down
-from shardwright.cost.layout import Layout
-from shardwright.cost.memory import RankBytes, estimate_memory
-from shardwright.ir.words import PartialCheckpointing
-from shardwright.search.settle import estimate_strategy, place
+from shardwright.cost.cost_breakdown import break_down
+from shardwright.cost.peak_memory import RankBytes, estimate_memory
+from shardwright.cost.priced_layout import Layout
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.search.layout_resolution import estimate_strategy, place
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 LAYERS, LENGTH = 32, 4096
 PIPELINE = {"pipeline": 4, "data": 2, "gradient_accumulation_steps": 16}

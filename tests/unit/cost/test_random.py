@@ -10,19 +10,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster.resolve import catalogue, resolve_cluster
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import catalogue, resolve_cluster
 from shardwright.diagnostics import Refusal
-from shardwright.ir.cluster import Cluster
-from shardwright.ir.json_value import JsonValue
-from shardwright.ir.model_graph import ModelGraph
-from shardwright.ir.recipe import Recipe
-from shardwright.ir.words import PartialCheckpointing
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
-from shardwright.rules.registry import check_layout
-from shardwright.search.settle import estimate_strategy
-from tests.unit.model.factory import (
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.layout_resolution import estimate_strategy
+from shardwright.search.rule_registry import check_layout
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import (
     LLAMA_8B,
     LLAMA_70B,
     SMALL_GPT2,

@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 import pytest
 
-from shardwright.cost import whole
-from shardwright.cost.layout import Layout
-from shardwright.cost.traffic import layer_reductions, messages, step_traffic
-from shardwright.layout.strategy import Strategy
-from shardwright.search.settle import place
+from shardwright.cost import zero3_gathers
+from shardwright.cost.communication_bytes import layer_reductions, messages, step_traffic
+from shardwright.cost.priced_layout import Layout
+from shardwright.layout.layout import Strategy
+from shardwright.search.layout_resolution import place
 from tests.unit.cost.test_estimate import BASE, sized
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 ZERO_3 = dataclasses.replace(BASE, zero_stage=3)
 LAYER, NUMEL = 218_112_000, 8_030_261_248
@@ -29,8 +29,8 @@ def layout_of(strategy: Strategy) -> Layout:
 
 def again(strategy: Strategy, live: int) -> int:
     layout = layout_of(strategy)
-    with patch.object(whole, "LIVE_NUMEL", live):
-        return round(whole.gathered_again(layout, layout.ranks[0]) * NUMEL)
+    with patch.object(zero3_gathers, "LIVE_NUMEL", live):
+        return round(zero3_gathers.gathered_again(layout, layout.ranks[0]) * NUMEL)
 
 
 def test_the_last_layers_are_gathered_once() -> None:
@@ -51,7 +51,7 @@ def test_recomputed_layers_are_gathered_for_that_and_for_their_backward_pass() -
 
 
 def test_partial_checkpointing_is_between_none_and_all() -> None:
-    from shardwright.ir.words import PartialCheckpointing
+    from shardwright.recipe.literal_types import PartialCheckpointing
 
     some = dataclasses.replace(ZERO_3, activation_checkpointing=PartialCheckpointing(full=8))
     full = dataclasses.replace(ZERO_3, activation_checkpointing="full")
@@ -60,9 +60,9 @@ def test_partial_checkpointing_is_between_none_and_all() -> None:
 
 def test_weights_that_stay_whole_take_memory() -> None:
     layout = layout_of(ZERO_3)
-    assert whole.whole_weights(layout, layout.ranks[0]).kept == 128256 * 4096 + 4096
-    with patch.object(whole, "LIVE_NUMEL", 100 * NUMEL):
-        assert whole.whole_weights(layout, layout.ranks[0]).kept == NUMEL
+    assert zero3_gathers.whole_weights(layout, layout.ranks[0]).kept == 128256 * 4096 + 4096
+    with patch.object(zero3_gathers, "LIVE_NUMEL", 100 * NUMEL):
+        assert zero3_gathers.whole_weights(layout, layout.ranks[0]).kept == NUMEL
 
 
 @pytest.mark.parametrize(

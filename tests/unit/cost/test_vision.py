@@ -7,14 +7,19 @@ import dataclasses
 
 import pytest
 
-from shardwright.ir.model_graph import ModelGraph, Parameter
-from shardwright.ir.recipe import DataSection, ImagesSection, Recipe
-from shardwright.ir.vision import Vision, VisionKept, VisionLayer, Work
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.tower import RowOfPictures, largest_row, tower_flops, tower_kept_bytes
-from shardwright.search.settle import estimate_strategy
+from shardwright.cost.vision_encoder_flops import (
+    RowOfPictures,
+    largest_row,
+    tower_flops,
+    tower_kept_bytes,
+)
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.models.model_graph import ModelGraph, Parameter
+from shardwright.models.vision_encoder_cost import Vision, VisionKept, VisionLayer, Work
+from shardwright.recipe.recipe_types import DataSection, ImagesSection, Recipe
+from shardwright.search.layout_resolution import estimate_strategy
 from tests.unit.cost.test_estimate import change
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 BLOCKS = [f"model.visual.blocks.{n}" for n in range(4)]
 PROJECTOR = "model.visual.merger"

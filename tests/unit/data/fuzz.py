@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardwright.data.data_preparation import prepare
+from shardwright.data.data_summary import marked, samples, summarize
 from shardwright.data.dataset import resolve
-from shardwright.data.prepare import prepare
-from shardwright.data.summary import marked, samples, summarize
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.render import render, visible
+from shardwright.diagnostics.diagnostic_rendering import render, visible
 from tests.unit.data.chat_families import FAMILIES, TALKS, TOOLS, tools_of
 from tests.unit.data.plans import part, plan
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import Dataset, resolve
-from shardwright.data.prepare import prepare
 from shardwright.diagnostics import Refusal
-from shardwright.ir.recipe import DataSection, ValidationSection
 from shardwright.plan.plan import PlanScheduler, PlanTraining
+from shardwright.recipe.recipe_types import DataSection, ValidationSection
 
 
 def part(kind: str, path: object = None, **more: Any) -> DataSection:

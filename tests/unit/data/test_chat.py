@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.data.chat import conversation, encode
-from shardwright.data.summary import marked, record_samples, samples, summarize
+from shardwright.data.conversations import conversation, encode
+from shardwright.data.data_summary import marked, record_samples, samples, summarize
 from shardwright.data.tokenizers import ByteTokenizer, HubTokenizer
 from shardwright.diagnostics import Refusal
 from tests.unit.data.plans import opened, part, plan, refused

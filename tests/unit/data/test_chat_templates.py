@@ -15,12 +15,12 @@ import pytest
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shardwright.data import chat
-from shardwright.data.read_report import ReadReport
-from shardwright.data.records import records
-from shardwright.data.template_process import _answer
+from shardwright.data import conversations
+from shardwright.data.chat_format import _Turns
+from shardwright.data.chat_template import _answer
+from shardwright.data.record_counts import ReadReport
+from shardwright.data.source_records import records
 from shardwright.data.tokenizers import HubTokenizer
-from shardwright.data.turns import _Turns
 from shardwright.diagnostics import Refusal
 from tests.unit.data.chat_families import (
     FAMILIES,
@@ -80,8 +80,11 @@ def labels(
     family: Family, messages: list[Message], tokenizer: HubTokenizer, template: str
 ) -> tuple[list[int], Mask]:
     record = {"messages": messages, "tools": tools_of(messages)}
-    ids, trained = chat.encode(
-        chat.conversation((record, "here:1", 0), "messages"), tokenizer, template, "assistant"
+    ids, trained = conversations.encode(
+        conversations.conversation((record, "here:1", 0), "messages"),
+        tokenizer,
+        template,
+        "assistant",
     )
     return ids.tolist(), trained
 
@@ -436,8 +439,8 @@ def test_arrows_nulls_are_no_arguments(tmp_path: Path, made: dict[str, HubTokeni
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     record = next(records(str(tmp_path / "a.parquet"), ReadReport()))
     tokenizer = named(made["byte-level"], family)
-    ids, trained = chat.encode(
-        chat.conversation(record, "messages"), tokenizer, family.plain, "assistant"
+    ids, trained = conversations.encode(
+        conversations.conversation(record, "messages"), tokenizer, family.plain, "assistant"
     )
     wanted = labels(family, talk, tokenizer, family.plain)
     assert ids.tolist() == wanted[0] and trained.tolist() == wanted[1].tolist()

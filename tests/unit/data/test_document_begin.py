@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.data.summary import summarize
-from shardwright.data.tokenizer_packages import missing_packages, missing_packages_warning
+from shardwright.data.data_summary import summarize
 from shardwright.data.tokenizers import load_tokenizer
+from shardwright.models.tokenizer_packages import missing_packages, missing_packages_warning
 from tests.unit.data.plans import opened, part, plan, refused
 
 WORDS = {"</s>": 0, "<unk>": 1, "<s>": 2, "the": 3, "cat": 4, "sat": 5, "<g>": 6}
@@ -76,7 +76,7 @@ def test_each_document_begins_as_the_tokenizer_says(
 
 
 def test_long_text_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.data.records.PIECE_BYTES", 4)
+    monkeypatch.setattr("shardwright.data.source_records.PIECE_BYTES", 4)
     tokenizer(tmp_path / "tokenizer", "<s> $A")
     (tmp_path / "a.txt").write_text("the\ncat\nsat\n")
     p = plan(
@@ -114,7 +114,7 @@ def test_a_tokenizer_model_names_the_package_that_it_needs(
     (tmp_path / "tokenizer" / "tokenizer.model").write_bytes(content)
     (tmp_path / "a.txt").write_text("the cat sat")
     monkeypatch.setattr(
-        "shardwright.data.tokenizer_packages._is_installed", lambda name: name == "protobuf"
+        "shardwright.models.tokenizer_packages._is_installed", lambda name: name == "protobuf"
     )
     assert missing_packages(tmp_path / "tokenizer") == (package,)
     (told,) = missing_packages_warning(tmp_path / "tokenizer", ("data", "tokenizer"))

@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from shardwright.data import chat
-from shardwright.data.templates import Overrun, Renderer
-from shardwright.data.turns import TemplateError
+from shardwright.data import conversations
+from shardwright.data.chat_format import TemplateError
+from shardwright.data.chat_template_renderer import Overrun, Renderer
 from tests.unit.data.plans import part, plan, refused
 
 TALK = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
@@ -55,7 +55,7 @@ def test_what_a_template_raises_names_it_and_the_row(name: str, tmp_path: Path) 
 def test_a_template_that_does_not_end_is_ended(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "_RENDERER", Renderer(seconds=1))
+    monkeypatch.setattr(conversations, "_RENDERER", Renderer(seconds=1))
     begun = time.process_time()
     code, message = prepared(ENDLESS[name], tmp_path)
     assert (

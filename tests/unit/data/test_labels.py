@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.data.chat import conversation, encode
-from shardwright.data.labels import LostLabels
+from shardwright.data.chat_format import STAND_IN, find_turns, template_shape
+from shardwright.data.conversations import conversation, encode
+from shardwright.data.label_check import LostLabels
 from shardwright.data.tokenizers import ByteTokenizer
-from shardwright.data.turns import STAND_IN, find_turns, template_shape
 from shardwright.diagnostics import Refusal
 
 CHATML = (

@@ -15,18 +15,18 @@ from PIL import Image
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
-from shardwright.data import sight as sight_module
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.data import image_inputs as sight_module
+from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.data.decoder import Decoders
-from shardwright.data.picture_rate import picture_rate
-from shardwright.data.pictures import Picture, decode
-from shardwright.data.prepare import prepare
-from shardwright.data.sight import Sight
-from shardwright.lower.folder import write_folder
-from shardwright.modules.batches import Batches, sight_of
+from shardwright.data.image_decoder import Decoders
+from shardwright.data.image_files import Picture, decode
+from shardwright.data.image_inputs import Sight
+from shardwright.data.image_throughput import picture_rate
+from shardwright.parallel.micro_batches import Batches, sight_of
 from shardwright.plan.plan import Plan
-from shardwright.plan.serialize import read_plan
-from shardwright.recipe.load import load_recipe
+from shardwright.plan.plan_json import read_plan
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.cli.command import tree
 from tests.parity.sight import TEXT, SightCase, recipe, write_pictures
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 from transformers.image_utils import load_image
 
-from shardwright.data.pictures import (
+from shardwright.data.image_files import (
     Damaged,
     PictureWriter,
     decode,

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shardwright.data.decoder import Decoders
-from shardwright.data.pictures import (
+from shardwright.data.image_decoder import Decoders
+from shardwright.data.image_files import (
     Damaged,
     Picture,
     PictureWriter,
@@ -26,9 +26,9 @@ from shardwright.data.pictures import (
     size_within,
     take_pictures,
 )
-from shardwright.data.sight import Sight
+from shardwright.data.image_inputs import Sight
 from shardwright.diagnostics import Refusal
-from shardwright.ir.recipe import ImagesSection
+from shardwright.recipe.recipe_types import ImagesSection
 from tests.parity.sight import template
 
 
@@ -259,14 +259,14 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
     document."""
     from transformers import AutoConfig
 
-    from shardwright.data.progress import ReadingProgress
-    from shardwright.data.read_report import ReadReport
-    from shardwright.data.seen import SeenReader
-    from shardwright.data.sight import Sight
-    from shardwright.data.store import Writer, open_documents
+    from shardwright.data.image_conversations import SeenReader
+    from shardwright.data.image_inputs import Sight
+    from shardwright.data.indexed_dataset import Writer, open_documents
+    from shardwright.data.reading_progress import ReadingProgress
+    from shardwright.data.record_counts import ReadReport
     from shardwright.data.tokenizers import HubTokenizer
-    from shardwright.hf.processor import inline_processor, processor_files
-    from shardwright.ir.recipe import DataSection, ImagesSection
+    from shardwright.models.image_processor import inline_processor, processor_files
+    from shardwright.recipe.recipe_types import DataSection, ImagesSection
     from tests.parity.sight import SightCase, config, template
 
     def read(

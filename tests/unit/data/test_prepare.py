@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.data.prepare import prepare
-from shardwright.data.store import Writer
+from shardwright.data.data_preparation import prepare
+from shardwright.data.indexed_dataset import Writer
 from tests.privileges import with_disk
 from tests.unit.data.plans import opened, part, plan, refused
 
@@ -82,7 +82,7 @@ def test_a_killed_writer_leaves_nothing_that_counts(tmp_path: Path) -> None:
     path = corpus(tmp_path)
     code = (
         "import os, sys; from pathlib import Path; from tests.unit.data.plans import *\n"
-        "from shardwright.data.store import Writer\n"
+        "from shardwright.data.indexed_dataset import Writer\n"
         "Writer.finish = lambda self, **k: os.kill(os.getpid(), 9)\n"
         f"prepare(plan(part('text', {str(path)!r})), Path({str(tmp_path)!r}), limit_bytes=None)\n"
     )

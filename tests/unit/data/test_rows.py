@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from shardwright.data.dataset import steps_of_epochs, with_steps
-from shardwright.data.megatron import open_megatron
-from shardwright.data.order import EpochOrder, MixtureOrder
-from shardwright.data.rows import ArrayRows, DocumentRows, JoinedRows
-from shardwright.data.store import Documents
-from shardwright.data.whole import pack
+from shardwright.data.document_packing import pack
+from shardwright.data.indexed_dataset import Documents
+from shardwright.data.megatron_indexed_dataset import open_megatron
+from shardwright.data.samplers import EpochOrder, MixtureOrder
+from shardwright.data.sequences import ArrayRows, DocumentRows, JoinedRows
 from shardwright.diagnostics import Refusal
-from shardwright.ir.recipe import ValidationSection
 from shardwright.plan.plan import PlanScheduler
+from shardwright.recipe.recipe_types import ValidationSection
 from tests.unit.data.plans import opened, part, plan, refused
 
 

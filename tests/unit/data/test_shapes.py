@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.data.pictures import locate_picture, take_pictures
-from shardwright.data.shapes import SHAPES, SIDE, draw, draw_shapes
-from shardwright.data.sources import files_behind, shapes_folder
-from shardwright.recipe.files import check_files
-from shardwright.recipe.load import load_recipe
+from shardwright.data.data_sources import files_behind, shapes_folder
+from shardwright.data.image_files import locate_picture, take_pictures
+from shardwright.data.shapes_dataset import SHAPES, SIDE, draw, draw_shapes
+from shardwright.recipe.input_file_checks import check_files
+from shardwright.recipe.recipe_loader import load_recipe
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,9 +14,9 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Diagnostic
-from shardwright.engines.deepspeed.autotp import AUTOTP_FILE, PROVED_TYPES, autotp_config
+from shardwright.engines.deepspeed.autotp_config import AUTOTP_FILE, PROVED_TYPES, autotp_config
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
 
 TENSOR = {"tensor": 2, "pipeline": 1, "data": 2, "micro_batch_size": 2}
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from shardwright.compile import Compiled, compile_recipe
-from shardwright.recipe.load import load_recipe
-from tests.unit.model.factory import SMALL_LLAMA
+from shardwright.recipe.recipe_loader import load_recipe
+from tests.unit.models.factory import SMALL_LLAMA
 
 
 def compiled(folder: Path, **parallelism: int) -> Compiled:

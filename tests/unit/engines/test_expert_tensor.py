@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.engines.table import ENGINES, under
-from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy
-from shardwright.recipe.load import load_recipe
-from shardwright.search.bound import Bound
-from shardwright.search.search import search
-from shardwright.search.space import candidates
+from shardwright.engines.engine_table import ENGINES, under
+from shardwright.layout.layout import Strategy
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.candidate_layouts import candidates
+from shardwright.search.layout_search import search
+from shardwright.search.step_time_bound import Bound
 from tests.conftest import SMALL_RECIPE
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 MIXTRAL = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 8}
 OSS = {**MIXTRAL, "model_type": "gpt_oss", "num_experts_per_tok": 2, "head_dim": 16}

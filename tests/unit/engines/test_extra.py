@@ -12,10 +12,10 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.render import locate
-from shardwright.engines.deepspeed.extra import ALLOWED, DECIDED, REFUSED, merged
-from shardwright.engines.deepspeed.schema.read import snapshot
-from shardwright.recipe.load import load_recipe
+from shardwright.diagnostics.diagnostic_rendering import locate
+from shardwright.engines.deepspeed.ds_config_extra import ALLOWED, DECIDED, REFUSED, merged
+from shardwright.engines.deepspeed.ds_config_schema import snapshot
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.launch.extra_keys import cases
 
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 
-from shardwright.engines.deepspeed import fixes as deepspeed_fixes
+from shardwright.engines.deepspeed import deepspeed_patches as deepspeed_fixes
 
 
 @pytest.mark.parametrize("engine", [PipelineEngine, DualPipeVEngine])

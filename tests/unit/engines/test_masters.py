@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwright.engines.masters import fill_masters
-from shardwright.engines.protocol import LiveFragment
+from shardwright.engines.fp32_masters import fill_masters
+from shardwright.engines.trainer_protocol import LiveFragment
 
 
 class Stored:

@@ -18,26 +18,30 @@ from transformers import AutoConfig
 
 from shardwright.compile import compile_recipe, estimate_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.engines import table
-from shardwright.engines.megatron import families, proof, settings
-from shardwright.engines.megatron.keys import REFUSED, RUNS, check_keys
-from shardwright.engines.megatron.pieces import Heads, fused, grouped, same, stacked
-from shardwright.engines.megatron.rules import RULES
-from shardwright.ir.partition import padded_shard_sizes
-from shardwright.ir.words import PartialCheckpointing
+from shardwright.engines import engine_table
+from shardwright.engines.megatron import (
+    megatron_equivalence,
+    megatron_model_configs,
+    megatron_model_weights,
+)
+from shardwright.engines.megatron.megatron_recipe_keys import REFUSED, RUNS, check_keys
+from shardwright.engines.megatron.megatron_rules import RULES
+from shardwright.engines.megatron.megatron_weight_rows import Heads, fused, grouped, same, stacked
 from shardwright.layout.axes import AXES
-from shardwright.layout.strategy import Strategy
-from shardwright.lint.megatron.read import read_arguments
-from shardwright.lint.megatron.rules import lint_arguments
-from shardwright.recipe.load import load_recipe
-from shardwright.recipe.schema import properties, recipe_schema
-from shardwright.rules.registry import check_layout
-from shardwright.search.bound import Bound
-from shardwright.search.search import search
-from shardwright.search.settle import as_planned
-from shardwright.search.space import candidates
+from shardwright.layout.layout import Strategy
+from shardwright.layout.parameter_sharding import padded_shard_sizes
+from shardwright.lint.megatron_lint import lint_arguments
+from shardwright.lint.megatron_option_reader import read_arguments
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_schema import properties, recipe_schema
+from shardwright.search.candidate_layouts import candidates
+from shardwright.search.layout_resolution import as_planned
+from shardwright.search.layout_search import search
+from shardwright.search.rule_registry import check_layout
+from shardwright.search.step_time_bound import Bound
 from tests.conftest import SMALL_RECIPE
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 HEADS = Heads(query=6, groups=2, size=4)
 BEYOND: dict[str, dict[str, Any]] = {
@@ -157,7 +161,7 @@ def test_who_holds_which_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neighbours among the ranks that do not cut an expert, each place as often as any."""
-    monkeypatch.setattr(proof, "prove", lambda *asked: None)
+    monkeypatch.setattr(megatron_equivalence, "prove", lambda *asked: None)
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
     layout = {
         **LAYOUT,
@@ -186,8 +190,8 @@ def test_who_holds_which_experts(
 def test_a_package_that_is_not_there(
     wanted: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = dataclasses.replace(table.ENGINES["megatron"], packages={wanted: "<0.1"})
-    (told,) = table.package_errors(engine)
+    engine = dataclasses.replace(engine_table.ENGINES["megatron"], packages={wanted: "<0.1"})
+    (told,) = engine_table.package_errors(engine)
     assert (
         told.code == "SW1923"
         and said in told.message
@@ -213,7 +217,7 @@ def test_minors_of_megatron_core(
     tried."""
     have = {"megatron-core": version, "deepspeed": "0.19.8"}
     monkeypatch.setattr("importlib.metadata.version", lambda name: have[name])
-    told = table.package_errors(table.ENGINES["megatron"])
+    told = engine_table.package_errors(engine_table.ENGINES["megatron"])
     assert [d.code for d in told] == ([] if is_tested else ["SW1923"])
     assert is_tested or f"megatron-core {version} was not tested" in told[0].message
 
@@ -270,20 +274,20 @@ def test_what_the_proof_says(
     again."""
     asked: list[Any] = []
     monkeypatch.setattr(
-        proof, "cache_folder", lambda: tmp_path / "cache"
+        megatron_equivalence, "cache_folder", lambda: tmp_path / "cache"
     )  # other cases run at the same time
     monkeypatch.setattr(
-        proof, "_asked", lambda question: asked.append(json.dumps(question)) or told
+        megatron_equivalence, "_asked", lambda question: asked.append(json.dumps(question)) or told
     )
-    monkeypatch.setattr(table, "package_errors", lambda engine: ())
+    monkeypatch.setattr(engine_table, "package_errors", lambda engine: ())
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
     layout = {"tensor": 2, "pipeline": 1, "data": 2, "zero_stage": 1, "micro_batch_size": 2}
     recipe = load_recipe(write_recipe({"target": "megatron", "parallelism": layout}))
     if code is None:
         plans = [compile_recipe(recipe).plan for _ in range(2)]
         assert len(asked) == 1 and plans[0].zero == {"stage": 1, "distributed_optimizer": True}
-        # The tiny copy is made by hf/shrink.py: other code there is another proof.
-        monkeypatch.setattr(proof, "source_hash", lambda package: "of other code")
+        # The tiny copy is made by models/tiny_config.py: other code there is another proof.
+        monkeypatch.setattr(megatron_equivalence, "source_hash", lambda package: "of other code")
         compile_recipe(recipe)
         assert len(asked) == 2
         return
@@ -298,13 +302,17 @@ def test_one_expert_a_token_is_refused_in_words() -> None:
     own."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 1}
     with pytest.raises(
-        families.Unsupported, match=r"num_experts_per_tok 1: .*norm_topk_prob: false"
+        megatron_model_weights.Unsupported, match=r"num_experts_per_tok 1: .*norm_topk_prob: false"
     ):
-        settings.qwen3_moe(AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=True))
-    made = settings.qwen3_moe(AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=False))
+        megatron_model_configs.qwen3_moe(
+            AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=True)
+        )
+    made = megatron_model_configs.qwen3_moe(
+        AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=False)
+    )
     assert made["moe_router_pre_softmax"] and made["moe_router_topk"] == 1
-    with pytest.raises(families.Unsupported, match=r"2 experts a token or more\)$"):
-        settings.mixtral(AutoConfig.for_model("mixtral", num_experts_per_tok=1))
+    with pytest.raises(megatron_model_weights.Unsupported, match=r"2 experts a token or more\)$"):
+        megatron_model_configs.mixtral(AutoConfig.for_model("mixtral", num_experts_per_tok=1))
 
 
 def test_what_a_failed_proof_says_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +323,7 @@ def test_what_a_failed_proof_says_is_no_traceback(monkeypatch: pytest.MonkeyPatc
     ):
         done = subprocess.CompletedProcess([], 1, "", f"Traceback\n{last}\n")
         monkeypatch.setattr(subprocess, "run", lambda *args, done=done, **options: done)
-        assert proof._asked({}) == {"failed": said}
+        assert megatron_equivalence._asked({}) == {"failed": said}
 
 
 def test_dropout_is_refused(
@@ -330,7 +338,7 @@ def test_dropout_is_refused(
 
 def arguments(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, list[str]]:
     """(megatron_args.sh, the warnings' codes)"""
-    monkeypatch.setattr(proof, "prove", lambda *asked: None)
+    monkeypatch.setattr(megatron_equivalence, "prove", lambda *asked: None)
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
     made = compile_recipe(load_recipe(recipe))
     file = made.files.get("megatron_args.sh")
@@ -417,7 +425,7 @@ def test_what_its_script_has_no_option_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Said in a warning: train.py runs it all the same."""
-    monkeypatch.setattr(proof, "prove", lambda *asked: None)
+    monkeypatch.setattr(megatron_equivalence, "prove", lambda *asked: None)
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
     made = compile_recipe(
         load_recipe(write_recipe({**H100, "parallelism": PIPED, "model.config": config}))
@@ -502,7 +510,7 @@ def test_chunks_of_an_interleaved_pipeline_are_placed_and_bounded() -> None:
 
 BACKWARD = """
 import torch
-from shardwright.engines.megatron.cpu import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
 
 class Recomputed(torch.autograd.Function):
     @staticmethod

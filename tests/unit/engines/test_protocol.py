@@ -8,8 +8,8 @@ from importlib import import_module
 
 import pytest
 
-from shardwright.engines.protocol import Runtime
-from shardwright.engines.table import ENGINES
+from shardwright.engines.engine_table import ENGINES
+from shardwright.engines.trainer_protocol import Runtime
 
 ASKED = [
     name for name, _ in inspect.getmembers(Runtime, inspect.isfunction) if not name.startswith("_")

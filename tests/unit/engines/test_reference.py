@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.data.dataset import resolve
-from shardwright.engines.protocol import runtime_of
-from shardwright.lower.folder import write_folder
-from shardwright.modules.batches import Batches
-from shardwright.modules.learning_rate import learning_rate
-from shardwright.recipe.load import load_recipe
+from shardwright.engines.trainer_protocol import runtime_of
+from shardwright.parallel.learning_rate import learning_rate
+from shardwright.parallel.micro_batches import Batches
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.figures import lines_apart
 from tests.parity.harness import (
     LOSS_ABSOLUTE,

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.data.dataset import Dataset
-from shardwright.data.order import EpochOrder
-from shardwright.data.rows import Indices, TokenBlock
-from shardwright.engines.deepspeed import trainer as engine
-from shardwright.modules.batches import Batches, HeldOut, MicroBatch
-from shardwright.modules.loss import CausalLoss
-from tests.unit.modules.test_batches import plan
+from shardwright.data.samplers import EpochOrder
+from shardwright.data.sequences import Indices, TokenBlock
+from shardwright.engines.deepspeed import deepspeed_trainer_builder as engine
+from shardwright.parallel.distributed_losses import CausalLoss
+from shardwright.parallel.micro_batches import Batches, HeldOut, MicroBatch
+from tests.unit.parallel.test_batches import plan
 
 RANKS, MICRO, ACCUMULATION, VOCABULARY, LENGTH = 2, 2, 2, 7, 6
 ROWS = RANKS * MICRO * ACCUMULATION

@@ -9,10 +9,10 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
-from shardwright.engines.kernels import KERNELS
-from shardwright.engines.table import AUTO, DEFAULT, ENGINES, engine_of
-from shardwright.plan.serialize import read_plan
-from shardwright.recipe.schema import properties, recipe_schema
+from shardwright.engines.engine_table import AUTO, DEFAULT, ENGINES, engine_of
+from shardwright.engines.kernel_traffic import KERNELS
+from shardwright.plan.plan_json import read_plan
+from shardwright.recipe.recipe_schema import properties, recipe_schema
 
 TESTS = Path(__file__).parents[2]
 

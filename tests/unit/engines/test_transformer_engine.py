@@ -11,10 +11,10 @@ import pytest
 
 from shardwright.compile import estimate_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.engines.megatron import transformer_engine
-from shardwright.engines.megatron.transformer_engine import is_taken, plain_name, report
-from shardwright.recipe.load import load_recipe
-from shardwright.rules.executable import check_executable
+from shardwright.engines.megatron import transformer_engine_layers
+from shardwright.engines.megatron.transformer_engine_layers import is_taken, plain_name, report
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search.runnable_recipes import check_executable
 from tests.conftest import SMALL_RECIPE
 from tests.unit.engines.test_megatron import EXPERTS, LAYOUT
 
@@ -196,8 +196,8 @@ def test_what_the_ranks_take(
         into[:] = [mine, others or mine]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    monkeypatch.setattr(transformer_engine, "_absent", lambda: absent)
-    monkeypatch.setattr(transformer_engine, "_version", lambda: "2.9")
+    monkeypatch.setattr(transformer_engine_layers, "_absent", lambda: absent)
+    monkeypatch.setattr(transformer_engine_layers, "_version", lambda: "2.9")
     plan: Any = _Plan(wish)
     if isinstance(taken, str):
         with pytest.raises(Refusal) as caught:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.engines.deepspeed.wire import Packing
-from shardwright.hf.skeleton import State
+from shardwright.engines.deepspeed.pipeline_tensors import Packing
+from shardwright.models.model_skeleton import State
 
 
 def state(dtype: torch.dtype) -> State:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.launch.run import _stream
+from shardwright.launch.launcher_process import _stream
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
-from shardwright.train.worker import _failure, _redirect_output
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.train.training_worker import _failure, _redirect_output
 
 SECRET = "hf_canary-0123456789"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.launch.detach import run_detached
-from shardwright.launch.doctor.messages import ProbeRequest
-from shardwright.launch.doctor.remote import Probe
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
-from shardwright.verify.verify import _launch
+from shardwright.launch.detached_run import run_detached
+from shardwright.launch.probe_messages import ProbeRequest
+from shardwright.launch.remote_probe import Probe
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.verify.layout_verification import _launch
 
 
 @pytest.fixture

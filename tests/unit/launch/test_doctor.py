@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.launch.doctor.doctor import Examined, _builds, _memory
-from shardwright.launch.doctor.messages import (
+from shardwright.launch.extension_build_locks import compiles_optimizer
+from shardwright.launch.host_checks import Examined, _builds, _memory
+from shardwright.launch.probe_messages import (
     HostFacts,
     LinkRates,
     Met,
@@ -20,10 +21,9 @@ from shardwright.launch.doctor.messages import (
     met_object,
     met_of,
 )
-from shardwright.launch.doctor.remote import ProbedHost
-from shardwright.launch.extension_locks import compiles_optimizer
+from shardwright.launch.remote_probe import ProbedHost
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
 
 
 @pytest.fixture

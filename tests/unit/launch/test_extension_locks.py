@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.launch.extension_locks import SETTLED_SECONDS, extensions_root, stale_locks
+from shardwright.launch.extension_build_locks import SETTLED_SECONDS, extensions_root, stale_locks
 
 
 def lock(folder: Path, seconds: float) -> Path:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.launch.failure import port_was_taken, report_failure
+from shardwright.launch.failure_report import port_was_taken, report_failure
+from shardwright.monitor.rank_events import EVENT
+from shardwright.monitor.run_files import PROGRESS
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
-from shardwright.watch.events import EVENT
-from shardwright.watch.journal import PROGRESS
+from shardwright.recipe.recipe_loader import load_recipe
 
 
 @pytest.fixture

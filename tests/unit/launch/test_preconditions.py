@@ -13,13 +13,13 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.launch.doctor.doctor import Examined, _versions
-from shardwright.launch.doctor.messages import HostFacts
-from shardwright.launch.doctor.remote import ProbedHost
-from shardwright.launch.preconditions import check_machine
+from shardwright.launch.host_checks import Examined, _versions
+from shardwright.launch.preflight_checks import check_machine
+from shardwright.launch.probe_messages import HostFacts
+from shardwright.launch.remote_probe import ProbedHost
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
-from tests.unit.model.factory import write_weights
+from shardwright.recipe.recipe_loader import load_recipe
+from tests.unit.models.factory import write_weights
 
 
 def test_weights_that_are_gone(

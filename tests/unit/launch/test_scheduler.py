@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli import main as cli
-from shardwright.launch import slurm
-from shardwright.launch.doctor import scheduler
+from shardwright.launch.launchers import job_scheduler, slurm_launcher
 
 TWO_NODES = {"cluster.nodes": 2, "cluster.gpus_per_node": 2}
 KUBERNETES = {
@@ -51,7 +50,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     made = Site(tmp_path / "site")
     monkeypatch.setenv("PATH", f"{made.folder}:/usr/bin:/bin")
     monkeypatch.setattr(
-        scheduler, "program_path", lambda: str(made.folder)
+        job_scheduler, "program_path", lambda: str(made.folder)
     )  # without the machine's own
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     return made
@@ -135,7 +134,7 @@ def test_a_folder_on_a_disk_of_this_host_is_a_warning(
 ) -> None:
     def mounted(kind: str) -> None:
         part = type("Part", (), {"mountpoint": "/", "fstype": kind})
-        monkeypatch.setattr(slurm.psutil, "disk_partitions", lambda all: [part])
+        monkeypatch.setattr(slurm_launcher.psutil, "disk_partitions", lambda all: [part])
 
     mounted("lustre")
     code, checks, _ = doctor({"slurm": {}}, **SLURM)

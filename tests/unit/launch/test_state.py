@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from shardwright.cli import main as cli
-from shardwright.launch.state import is_alive
-from shardwright.plan.serialize import load_plan
-from shardwright.train.attempt import begin_attempt
-from shardwright.watch.journal import write_json
+from shardwright.launch.run_state import is_alive
+from shardwright.monitor.run_files import write_json
+from shardwright.plan.plan_json import load_plan
+from shardwright.train.run_attempt import begin_attempt
 
 STEP = {"step": 3, "loss": 2.5, "tokens": 100, "step_seconds": 0.5, "attempt": 2}
 
@@ -180,7 +180,7 @@ def test_a_second_interrupt_leaves_the_stopping_run_alone(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardwright.cli.stop._wait", interrupted)
+    monkeypatch.setattr("shardwright.cli.stop_command._wait", interrupted)
     with (out / "run" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert cli.main(["stop", str(out)]) == 130

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.recipes import TWO_NODES, Compile
 
 

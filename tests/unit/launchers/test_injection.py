@@ -16,9 +16,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.shims import install, start
 
 HOSTILE = (

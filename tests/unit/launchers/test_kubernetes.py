@@ -16,15 +16,15 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 from ruamel.yaml import YAML
 
 from shardwright.diagnostics import Refusal
-from shardwright.ir import pod_fields
-from shardwright.launchers.lower import kubernetes_name
-from shardwright.recipe.load import load_recipe
+from shardwright.launch.launchers.launch_files import kubernetes_name
+from shardwright.recipe import pod_fields
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.recipes import KUBERNETES, TWO_NODES, Compile
 from tests.unit.launchers.shims import install, start
-from tools import write_pod_fields
+from tools.generate import kubernetes_pod_fields
 
 SCHEMA = json.loads(Path(__file__).with_name("kubernetes.schema.json").read_text())
-KUBERNETES_VERSIONS = ("1.30", write_pod_fields.VERSION)
+KUBERNETES_VERSIONS = ("1.30", kubernetes_pod_fields.VERSION)
 
 
 def published(manifest: dict[str, Any]) -> None:
@@ -246,8 +246,8 @@ def test_a_pod_patch_is_one(
 
 
 def test_the_fields_of_a_pod_are_the_published_ones() -> None:
-    assert pod_fields.TABLE_FILE.read_text() == write_pod_fields.text(), (
-        "python -m tools.write_pod_fields"
+    assert pod_fields.TABLE_FILE.read_text() == kubernetes_pod_fields.text(), (
+        "python -m tools.generate.kubernetes_pod_fields"
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
 
 FAKE = """#!/usr/bin/env bash
 printf '<%s>' "$@"; echo

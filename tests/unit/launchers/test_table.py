@@ -11,11 +11,11 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.engines.table import ENGINES
-from shardwright.launchers.table import LAUNCHERS
-from shardwright.recipe.load import load_recipe
-from shardwright.recipe.schema import properties, recipe_schema
-from shardwright.resources import templates_dir
+from shardwright.engines.engine_table import ENGINES
+from shardwright.launch.launchers.launcher_table import LAUNCHERS
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_schema import properties, recipe_schema
+from shardwright.utils.data_folders import templates_dir
 
 START = re.compile(r'include "launch/start/" ~ plan.target ~ "/([^"]+)"')
 

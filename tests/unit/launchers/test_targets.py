@@ -12,9 +12,9 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.launch.run import run_folder
-from shardwright.launchers.check import unseen_paths
-from shardwright.recipe.load import load_recipe
+from shardwright.launch.launcher_process import run_folder
+from shardwright.launch.launchers.launcher_checks import unseen_paths
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.recipes import KUBERNETES, TWO_NODES, Compile
 from tests.unit.launchers.shims import install, start
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.ir.recipe import ParallelismSection
+from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.layout import axes
 from shardwright.layout.axes import (
     AXES,
@@ -20,12 +19,13 @@ from shardwright.layout.axes import (
     pins_fill_the_world,
     worlds,
 )
-from shardwright.layout.problem import Problem
-from shardwright.layout.strategy import Strategy, inside_axes, inside_words
-from shardwright.recipe.schema import recipe_schema
-from shardwright.search.choice import moving_parts
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, recipe_of
-from tests.unit.rules.test_layout import GOOD
+from shardwright.layout.layout import Strategy, inside_axes, inside_words
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_schema import recipe_schema
+from shardwright.recipe.recipe_types import ParallelismSection
+from shardwright.search.ranking_penalties import moving_parts
+from tests.unit.models.factory import SMALL_LLAMA, graph_of, recipe_of
+from tests.unit.search.test_layout_rules import GOOD
 
 
 def test_collectives_are_named_by_the_axes_that_make_them() -> None:

@@ -1,5 +1,5 @@
-"""Degrees against a world: both recipe/checks.py (SW1203) and rules/layout.py (SW3101) ask
-`misfit`."""
+"""Degrees against a world: both recipe/cross_key_checks.py (SW1203) and search/layout_rules.py
+(SW3101) ask `misfit`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from shardwright.layout.divisors import misfit
+from shardwright.utils.divisors import misfit
 
 
 @pytest.mark.parametrize("world", (1, 6, 8, 12, 48))

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.ir.recipe import Recipe, accumulation_dtype
 from shardwright.plan.plan import Plan
-from shardwright.recipe.load import load_recipe
-from shardwright.strict_json import canonical_hash
-from tests.unit.model.factory import write_weights
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe, accumulation_dtype
+from shardwright.utils.strict_json import canonical_hash
+from tests.unit.models.factory import write_weights
 
 
 @pytest.fixture

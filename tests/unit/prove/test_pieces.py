@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tools import proof
+from tools.generate import proof_page
 from tools.prove import __main__ as prove
-from tools.prove import digest, ledger
-from tools.prove.ledger import Ledger, digest_of
-from tools.prove.pieces import BENCHES, PIECES
+from tools.prove import code_digest, proof_ledger
+from tools.prove.proof_ledger import Ledger, digest_of
+from tools.prove.proof_pieces import BENCHES, PIECES
 
-ROOT = digest.ROOT
+ROOT = code_digest.ROOT
 MARK = "mark.prove"
 
 
@@ -24,12 +24,10 @@ def proving_functions(path: Path) -> set[str]:
     """Functions marked `prove`, or with a parameter that is; all of a module whose pytestmark has
     it."""
     source = path.read_text(encoding="utf-8")
-    functions = [
-        n
-        for n in ast.parse(source).body
-        if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")
-    ]
-    if any(MARK in line for line in source.splitlines() if line.startswith("pytestmark")):
+    module = ast.parse(source).body
+    functions = [n for n in module if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+    statements = [ast.unparse(n) for n in module if isinstance(n, ast.Assign)]
+    if any(text.startswith("pytestmark") and MARK in text for text in statements):
         return {f.name for f in functions}
     return {f.name for f in functions if any(MARK in ast.unparse(d) for d in f.decorator_list)}
 
@@ -60,8 +58,8 @@ def test_a_piece_names_code_that_is_there(piece: str) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(digest, "ROOT", tmp_path)
-    monkeypatch.setattr(digest, "PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(code_digest, "ROOT", tmp_path)
+    monkeypatch.setattr(code_digest, "PACKAGE", tmp_path / "package")
     (tmp_path / "package").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "package" / "loss.py").write_text("def loss(x):\n    return x + 1\n")
@@ -76,9 +74,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def digest_there() -> str:
-    digest._content.cache_clear()
-    digest._imports.cache_clear()
-    return digest.code_digest(("loss.py",), ("tests/test_loss.py::test_it",))
+    code_digest._content.cache_clear()
+    code_digest._imports.cache_clear()
+    return code_digest.code_digest(("loss.py",), ("tests/test_loss.py::test_it",))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +107,8 @@ FIGURES: dict[str, Any] = {"loss": 1e-6}
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(ledger, "BENCHMARKS", tmp_path)
-    monkeypatch.setattr(ledger, "SUMMARY", tmp_path / "prove.json")
+    monkeypatch.setattr(proof_ledger, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(proof_ledger, "SUMMARY", tmp_path / "prove.json")
     return tmp_path
 
 
@@ -129,7 +127,7 @@ def test_a_piece_goes_on_where_it_was_cut_off(kept: Path) -> None:
     document = json.loads((kept / "lora.json").read_text())
     assert document["cases"] == {"one": FIGURES, "two": FIGURES}
     assert document["digest"] == digest_of("lora") and document["commit"] and document["date"]
-    line = ledger.summary()["lora"]
+    line = proof_ledger.summary()["lora"]
     assert (line["outcome"], line["tests"], line["seconds"]) == ("passed", 2, 3)
 
 
@@ -140,7 +138,7 @@ def test_a_piece_that_failed_leaves_the_figures_that_were_proved(kept: Path) -> 
     failing.finished("a", "failed", 1.0)
     failing.publish("failed")
     assert (kept / "lora.json").read_text() == "{}"
-    assert ledger.summary()["lora"]["not_passed"] == ["a"]
+    assert proof_ledger.summary()["lora"]["not_passed"] == ["a"]
 
 
 def test_a_figure_that_is_not_finite_is_null(kept: Path) -> None:
@@ -159,26 +157,29 @@ def test_a_piece_writes_its_own_areas(kept: Path) -> None:
 def test_proof_marks_what_is_older_than_the_code(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "BENCHMARKS", kept)
+    monkeypatch.setattr(proof_page, "BENCHMARKS", kept)
     cases = {"llama": {"verdict": "proved", "loss": 1e-6, "norm": 1e-6, "weights": 1e-7}}
     for area, stamp in {
-        "zoo-zero": ledger.stamp("zoo-zero"),
-        "zoo-pipeline": {**ledger.stamp("zoo-pipeline"), "digest": "of other code"},
+        "zoo-zero": proof_ledger.stamp("zoo-zero"),
+        "zoo-pipeline": {**proof_ledger.stamp("zoo-pipeline"), "digest": "of other code"},
         "zoo-tensor": {"date": "2026-01-01"},
     }.items():
         (kept / f"{area}.json").write_text(json.dumps({**stamp, "cases": cases}))
-    assert proof.states() == {
+    assert proof_page.states() == {
         "zoo-zero": "current",
         "zoo-pipeline": "older",
         "zoo-tensor": "unstamped",
     }
-    readme = proof.written(
-        f"a\n{proof.BEGIN}\nold\n{proof.END}\nb", frozenset({"zoo-pipeline", "zoo-tensor"})
+    readme = proof_page.written(
+        f"a\n{proof_page.BEGIN}\nold\n{proof_page.END}\nb",
+        frozenset({"zoo-pipeline", "zoo-tensor"}),
     )
-    assert proof.marked(readme) == {"zoo-pipeline", "zoo-tensor"}
+    assert proof_page.marked(readme) == {"zoo-pipeline", "zoo-tensor"}
     assert readme.startswith("a\n") and readme.endswith("\nb")
     text = "a [1](../benchmarks/zoo-tensor.json). [2](../benchmarks/zoo-zero.json) †\n"
-    marked = proof.written(f"{text}{proof.BEGIN}\n{proof.END}", frozenset({"zoo-tensor"}))
+    marked = proof_page.written(
+        f"{text}{proof_page.BEGIN}\n{proof_page.END}", frozenset({"zoo-tensor"})
+    )
     assert marked.startswith(
         "a [1](../benchmarks/zoo-tensor.json) †. [2](../benchmarks/zoo-zero.json)\n"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.diagnostics.render import locate, render
-from shardwright.recipe.load import load_recipe
+from shardwright.diagnostics.diagnostic_rendering import locate, render
+from shardwright.recipe.recipe_loader import load_recipe
 
 GOOD = """\
 version: 1

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.diagnostics.render import locate
-from shardwright.recipe.files import check_files
+from shardwright.diagnostics.diagnostic_rendering import locate
+from shardwright.recipe.input_file_checks import check_files
 from tests.unit.recipe.test_bad_input import GOOD
 from tests.unit.recipe.test_load import load
 

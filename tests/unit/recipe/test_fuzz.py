@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.render import render, to_json
-from shardwright.recipe.load import load_recipe
+from shardwright.diagnostics.diagnostic_rendering import render, to_json
+from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 from tests.unit.recipe.test_load import FULL
 

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwright.ir.recipe import ImagesSection
-from shardwright.recipe.load import load_recipe
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import ImagesSection
 from tests.parity.sight import SightCase, recipe
 
 

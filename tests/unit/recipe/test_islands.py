@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.ir.recipe import Recipe
-from shardwright.recipe.load import load_recipe
-from shardwright.rules.executable import check_executable
-from tests.unit.model.factory import SMALL_LLAMA
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.runnable_recipes import check_executable
+from tests.unit.models.factory import SMALL_LLAMA
 
 CLUSTER = {
     "nodes": 4,

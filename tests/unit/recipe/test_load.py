@@ -10,11 +10,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from shardwright.diagnostics import Refusal, Source
-from shardwright.diagnostics.render import locate
-from shardwright.ir.recipe import InlineGpu, Recipe
-from shardwright.recipe.load import load_recipe
-from shardwright.recipe.scalar import resolve
-from shardwright.recipe.schema import properties, recipe_schema
+from shardwright.diagnostics.diagnostic_rendering import locate
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_schema import properties, recipe_schema
+from shardwright.recipe.recipe_types import InlineGpu, Recipe
+from shardwright.recipe.yaml_scalar import resolve
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 
 FULL = (

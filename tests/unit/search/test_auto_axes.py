@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.ir.json_value import JsonValue
 from shardwright.layout.axes import MOST_EXPERT_RANKS, expert_degrees
-from shardwright.layout.divisors import LEAST_PIECE, context_degrees
-from shardwright.layout.problem import Problem
-from shardwright.search.bound import Bound
-from shardwright.search.explain import pinned_keys
-from shardwright.search.search import search
-from shardwright.search.settle import estimate_strategy
-from shardwright.search.space import as_today, candidates
-from tests.unit.model.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
-from tests.unit.rules.test_expert import MIXTURE
+from shardwright.layout.planning_problem import Problem
+from shardwright.search.candidate_layouts import as_today, candidates
+from shardwright.search.layout_resolution import estimate_strategy
+from shardwright.search.layout_search import search
+from shardwright.search.plan_explanation import pinned_keys
+from shardwright.search.step_time_bound import Bound
+from shardwright.utils.divisors import LEAST_PIECE, context_degrees
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
+from tests.unit.search.test_expert_rules import MIXTURE
 
 LARGE: dict[str, JsonValue] = {
     **MIXTURE,

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from shardwright.search import beside
-from shardwright.search.beside import Beside, may_fork
+from shardwright.search import forked_call
+from shardwright.search.forked_call import Beside, may_fork
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
 
@@ -18,7 +18,7 @@ needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one pro
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a command: pytest-xdist has threads, and other tests import torch."""
-    monkeypatch.setattr(beside, "may_fork", lambda: True)
+    monkeypatch.setattr(forked_call, "may_fork", lambda: True)
 
 
 @pytest.mark.usefixtures("alone")
@@ -45,7 +45,7 @@ def test_what_fails_there_is_said_here() -> None:
 
 
 def test_where_a_copy_is_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "may_fork", lambda: False)
+    monkeypatch.setattr(forked_call, "may_fork", lambda: False)
     assert Beside(os.getpid).result() == os.getpid()
 
 

@@ -8,9 +8,8 @@ import dataclasses
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import Recipe
-from shardwright.search.deadline import (
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.cluster_sizing import (
     LARGER,
     OtherBatch,
     Sizing,
@@ -18,8 +17,9 @@ from shardwright.search.deadline import (
     other_batch,
     size_cluster,
 )
-from shardwright.search.search import search
-from tests.unit.model.factory import LLAMA_8B, LLAMA_70B, graph_of, problem_of, recipe_of
+from shardwright.search.layout_search import search
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import LLAMA_8B, LLAMA_70B, graph_of, problem_of, recipe_of
 
 
 def auto(config: dict[str, JsonValue], days: float, **training: object) -> Recipe:

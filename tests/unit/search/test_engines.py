@@ -12,17 +12,17 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe, size_recipe
-from shardwright.cost.estimate import price
+from shardwright.compiled_folder import read_folder
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.cost.layout_costs import price
 from shardwright.diagnostics import Refusal
-from shardwright.folder import read_folder
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
-from shardwright.lower.folder import write_folder
-from shardwright.recipe.load import load_recipe
-from shardwright.search import beside, engines
-from shardwright.search.engines import begin_others, other_engine, settle_problem
-from shardwright.search.search import best_of, search
-from tests.unit.model.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.search import engine_choice, forked_call
+from shardwright.search.engine_choice import begin_others, other_engine, settle_problem
+from shardwright.search.layout_search import best_of, search
+from tests.unit.models.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 PINS = {"tensor": 8, "pipeline": 4, "zero_stage": 1, "activation_checkpointing": "full"}
 
@@ -131,7 +131,7 @@ def test_the_comparison_finds_the_best_and_prices_fewer(
         priced += 1
         return price(*arguments)
 
-    monkeypatch.setattr("shardwright.search.search.price", counted)
+    monkeypatch.setattr("shardwright.search.layout_search.price", counted)
     whole, every = search(asked), priced
     priced = 0
     assert best_of(asked) == whole.ranked[0]
@@ -171,7 +171,7 @@ def test_an_engine_that_is_missing_is_named(
     """A plan needs none of its packages; the compile says what to install. virtual_stages are the
     other engine's."""
     monkeypatch.setattr(
-        "shardwright.engines.table.Engine.packages",
+        "shardwright.engines.engine_table.Engine.packages",
         property(lambda self: {"no-such-package": ">=1"}),
         raising=False,
     )
@@ -194,12 +194,12 @@ def test_an_engine_that_is_missing_is_named(
 def test_what_is_begun_meanwhile_is_what_would_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """In another process, of the problem before it is settled. Of another problem it is not
     used."""
-    monkeypatch.setattr(beside, "may_fork", lambda: True)
+    monkeypatch.setattr(forked_call, "may_fork", lambda: True)
     asked, chosen = problem("deepspeed", **PINS), search(problem("deepspeed", **PINS)).ranked[0]
     expected = other_engine(asked, chosen)
     begin_others(asked)
     monkeypatch.setattr(
-        engines, "best_of", lambda problem: pytest.fail("it is worked out in this process")
+        engine_choice, "best_of", lambda problem: pytest.fail("it is worked out in this process")
     )
     settled, _ = settle_problem(problem("deepspeed", **PINS))
     assert expected is not None and other_engine(settled, chosen) == expected

@@ -10,21 +10,21 @@ import time
 
 import pytest
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import Recipe
-from shardwright.ir.words import CHECKPOINTING, PartialCheckpointing
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
-from shardwright.layout.rule import Candidate
-from shardwright.rules.registry import check_layout, rules_for
-from shardwright.search.bound import WORTH_PRICING, Bound
-from shardwright.search.choice import outweighed, weighed_seconds
-from shardwright.search.compare import lost_regions, pareto_front
-from shardwright.search.search import rank_key, search
-from shardwright.search.settle import estimate_strategy, settled_estimate
-from shardwright.search.space import candidates
-from tests.unit.model.factory import (
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.layout_rule import Candidate
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.literal_types import CHECKPOINTING, PartialCheckpointing
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.candidate_layouts import candidates
+from shardwright.search.layout_comparison import lost_regions, pareto_front
+from shardwright.search.layout_resolution import estimate_strategy, settled_estimate
+from shardwright.search.layout_search import rank_key, search
+from shardwright.search.ranking_penalties import outweighed, weighed_seconds
+from shardwright.search.rule_registry import check_layout, rules_for
+from shardwright.search.step_time_bound import WORTH_PRICING, Bound
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import (
     LLAMA_8B,
     LLAMA_70B,
     LLAMA_405B,
@@ -72,7 +72,7 @@ def test_it_finds_what_enumeration_finds(
     objective: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
     recipe = recipe_of(
         config, cluster={"nodes": nodes}, training={"global_batch_size": batch}, objective=objective
     )
@@ -87,7 +87,7 @@ def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     same."""
     recipe = recipe_of(LLAMA_70B, cluster={"nodes": 8}, training={"global_batch_size": 96})
     asked = problem_of(recipe, graph_of(LLAMA_70B))
-    monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
     complete = search(asked)
     assert not complete.slow
     bound = Bound(asked)
@@ -96,7 +96,7 @@ def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
         if isinstance(s.activation_checkpointing, PartialCheckpointing):
             s = dataclasses.replace(s, activation_checkpointing="none")
         assert bound.least_seconds(s) <= e.time.step_seconds * (1 + 1e-9), s
-    monkeypatch.setattr("shardwright.search.search.FEW", 0)
+    monkeypatch.setattr("shardwright.search.layout_search.FEW", 0)
     pruned = search(dataclasses.replace(asked))
     best = pruned.ranked[0]
     assert best == complete.ranked[0] and pruned.slow

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from shardwright.compile import size_recipe
-from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import Recipe
-from shardwright.recipe.load import load_recipe
-from shardwright.rules.executable import check_executable
-from shardwright.search.kernels import chosen_kernels
-from shardwright.search.search import search
-from tests.unit.model.factory import SMALL_LLAMA
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.kernel_choice import chosen_kernels
+from shardwright.search.layout_search import search
+from shardwright.search.runnable_recipes import check_executable
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import SMALL_LLAMA
 
 MAMBA: dict[str, JsonValue] = {
     "model_type": "mamba",

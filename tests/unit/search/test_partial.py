@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from shardwright.cost.memory import cautious_bytes
+from shardwright.cost.peak_memory import cautious_bytes
 from shardwright.diagnostics import Refusal
-from shardwright.ir.recipe import Recipe
-from shardwright.ir.words import CHECKPOINTING, PartialCheckpointing
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
-from shardwright.model.build import build_model_graph
-from shardwright.report.space import whole_space
-from shardwright.search.explain import explain
-from shardwright.search.partial import recompute_less
-from shardwright.search.search import choose, pinned_estimate, search
-from shardwright.search.settle import estimate_strategy, settle
-from shardwright.search.why_not import why_not
-from tests.unit.model.factory import LLAMA_8B, graph_of, model_section, problem_of, recipe_of
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.graph_builder import build_model_graph
+from shardwright.recipe.literal_types import CHECKPOINTING, PartialCheckpointing
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.report.layout_space import whole_space
+from shardwright.search.layout_resolution import estimate_strategy, settle
+from shardwright.search.layout_search import choose, pinned_estimate, search
+from shardwright.search.partial_checkpointing import recompute_less
+from shardwright.search.plan_explanation import explain
+from shardwright.search.why_not_answer import why_not
+from tests.unit.models.factory import LLAMA_8B, graph_of, model_section, problem_of, recipe_of
 
 TRAINING = {"sequence_length": 8192, "global_batch_size": 64}
 OPEN: dict[str, dict[str, object]] = {

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.ir.words import PartialCheckpointing
-from shardwright.layout.problem import Problem
-from shardwright.model.build import build_model_graph
-from shardwright.search.beyond import MORE_MEMORY
-from shardwright.search.bound import Bound
-from shardwright.search.room import shortest, slowest_rank, work_of
-from shardwright.search.search import NEARLY, search
-from shardwright.search.settle import as_planned, settle
-from shardwright.search.space import candidates
-from tests.unit.model.factory import LLAMA_70B, graph_of, model_section, problem_of, recipe_of
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.graph_builder import build_model_graph
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.search.candidate_layouts import candidates
+from shardwright.search.layers_that_fit import shortest, slowest_rank, work_of
+from shardwright.search.layout_resolution import as_planned, settle
+from shardwright.search.layout_search import NEARLY, search
+from shardwright.search.over_memory_layouts import MORE_MEMORY
+from shardwright.search.step_time_bound import Bound
+from tests.unit.models.factory import LLAMA_70B, graph_of, model_section, problem_of, recipe_of
 
 FIRST_IS_DENSE = "deepseek-ai/DeepSeek-V2-Lite"
 
@@ -49,7 +49,7 @@ CASES = [
 def test_none_is_faster_and_none_fits_without_room(
     name: str, nodes: int, batch: int, gpu: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
     problem = asked(name, nodes=nodes, batch=batch, gpu=gpu, target=target)
     bound, gains = Bound(problem), []
     for e in search(problem).ranked:
@@ -83,9 +83,9 @@ def test_the_fastest_beyond_memory_is_the_fastest_of_all_that_are(
     name: str, nodes: int, batch: int, gpu: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = asked(name, nodes=nodes, batch=batch, gpu=gpu, target=target)
-    monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
     complete = search(problem)
-    monkeypatch.setattr("shardwright.search.search.FEW", 0)
+    monkeypatch.setattr("shardwright.search.layout_search.FEW", 0)
     pruned = search(dataclasses.replace(problem))
     step = complete.ranked[0].time.step_seconds
     for times, share in itertools.product((NEARLY, MORE_MEMORY), (0.8, 0.95, 1.5)):
@@ -118,8 +118,8 @@ def test_the_slowest_rank_is_one_that_has_room() -> None:
 
 
 def _passes(problem: Problem) -> Any:
-    from shardwright.cost.layout import lay_out
-    from shardwright.cost.passes import passes
-    from shardwright.cost.replaced import constants_of
+    from shardwright.cost.calibrated_costs import constants_of
+    from shardwright.cost.micro_batch_times import passes
+    from shardwright.cost.priced_layout import lay_out
 
     return passes(lay_out(problem, next(iter(candidates(problem))), constants_of(problem.recipe)))

@@ -9,18 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cli.main import main
-from shardwright.cluster.resolve import resolve_cluster
+from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.ir.json_value import JsonValue
-from shardwright.ir.recipe import Recipe
-from shardwright.layout.estimate import Estimate
-from shardwright.layout.problem import Problem
-from shardwright.model.tensor_styles import proved
-from shardwright.rules.registry import check_layout
-from shardwright.search.choice import weighed_seconds
-from shardwright.search.search import SearchResult, baselines, choose, pinned_estimate, search
-from shardwright.search.space import candidates
-from tests.unit.model.factory import (
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.tensor_parallel_plan import proved
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.candidate_layouts import candidates
+from shardwright.search.layout_search import (
+    SearchResult,
+    baselines,
+    choose,
+    pinned_estimate,
+    search,
+)
+from shardwright.search.ranking_penalties import weighed_seconds
+from shardwright.search.rule_registry import check_layout
+from shardwright.utils.json_types import JsonValue
+from tests.unit.models.factory import (
     LLAMA_8B,
     LLAMA_70B,
     LLAMA_405B,
@@ -102,7 +108,7 @@ def test_it_is_deterministic() -> None:
 
 
 def test_the_space_has_every_kind_of_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.search.search.FEW", 10**9)
+    monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
     ranked = [e.strategy for e in run(recipe_of(training={"global_batch_size": 64})).ranked]
     assert {s.tensor for s in ranked} == {
         1,

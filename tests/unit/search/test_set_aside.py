@@ -6,15 +6,20 @@ import dataclasses
 
 import pytest
 
-from shardwright.cost.measured import bench
-from shardwright.cost.memory import cautious_bytes
-from shardwright.ir.recipe import Recipe
-from shardwright.layout.estimate import Estimate
-from shardwright.search.choice import SURE, chance_of_fitting, expected_seconds, weighed_seconds
-from shardwright.search.compare import because
-from shardwright.search.search import choose, rank_key, search
-from shardwright.search.set_aside import FOR_SCRIPTS, set_aside, set_aside_words
-from tests.unit.model.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
+from shardwright.cost.peak_memory import cautious_bytes
+from shardwright.cost.prediction_errors import bench
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.layout_comparison import because
+from shardwright.search.layout_search import choose, rank_key, search
+from shardwright.search.ranking_penalties import (
+    SURE,
+    chance_of_fitting,
+    expected_seconds,
+    weighed_seconds,
+)
+from shardwright.search.rejected_faster_layouts import FOR_SCRIPTS, set_aside, set_aside_words
+from tests.unit.models.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 
 def ranked_of(recipe: Recipe) -> tuple[Estimate, ...]:

@@ -7,11 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
-from shardwright.cluster.resolve import resolve_cluster
-from shardwright.folder import read_folder
-from shardwright.search.settle import as_planned, estimate_strategy
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.compiled_folder import read_folder
+from shardwright.search.layout_resolution import as_planned, estimate_strategy
 from tests.unit.cost.test_hpz import ZERO3, recipe_for
-from tests.unit.model.factory import LLAMA_8B, graph_of, problem_of
+from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of
 
 TWO_STAGES = Path(__file__).parents[2] / "cases" / "gpt2-tied-pp2-dp2" / "expected"
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from shardwright.layout.problem import Problem
-from shardwright.search.choice import weighed_seconds
-from shardwright.search.engines import settle_problem
-from shardwright.search.search import search
-from shardwright.search.sums import MUCH_SLOWER, short_sums
-from tests.unit.model.factory import LLAMA_70B, graph_of, problem_of, recipe_of
+from shardwright.layout.planning_problem import Problem
+from shardwright.search.accumulation_dtype_choice import MUCH_SLOWER, short_sums
+from shardwright.search.engine_choice import settle_problem
+from shardwright.search.layout_search import search
+from shardwright.search.ranking_penalties import weighed_seconds
+from tests.unit.models.factory import LLAMA_70B, graph_of, problem_of, recipe_of
 
 GIB_PER_GPU = {"much slower": 170.0, "none fits": 150.0, "room": 260.0}
 DOCUMENT: dict[str, Any] = {"training": {}}

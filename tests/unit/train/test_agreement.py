@@ -14,16 +14,16 @@ import pytest
 
 from shardwright.cli import main as cli
 from shardwright.compile import compile_recipe
-from shardwright.data import fingerprint
-from shardwright.data.fingerprint import BLOCK_BYTES, fingerprints
-from shardwright.data.prepare import prepare
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.data import data_fingerprint
+from shardwright.data.data_fingerprint import BLOCK_BYTES, fingerprints
+from shardwright.data.data_preparation import prepare
 from shardwright.diagnostics import Refusal
-from shardwright.launch.failure import DID_NOT_FINISH
-from shardwright.lower.folder import write_folder
+from shardwright.launch.failure_report import DID_NOT_FINISH
 from shardwright.plan.plan import Plan
-from shardwright.plan.serialize import plan_from_json, read_plan
-from shardwright.recipe.load import load_recipe
-from shardwright.train.agreement import check_unchanged, disagreement
+from shardwright.plan.plan_json import plan_from_json, read_plan
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.train.host_consistency import check_unchanged, disagreement
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_of_a_large_array_the_size_and_blocks_from_end_to_end_are_read(
     write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, blocks = tmp_path / "tokens.npy", 64
-    monkeypatch.setattr(fingerprint, "BLOCKS", blocks)
+    monkeypatch.setattr(data_fingerprint, "BLOCKS", blocks)
     path.touch()
     tokens = np.zeros((2 * blocks * BLOCK_BYTES // 128, 32), dtype=np.int32)
     np.save(path, tokens)

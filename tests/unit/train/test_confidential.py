@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.train.confidential import (
+from shardwright.train.secret_environment import (
     TAKEN,
     VARIABLE,
     blotter,
@@ -22,7 +22,7 @@ from shardwright.train.confidential import (
 
 RANK = """
 import os
-from shardwright.train.confidential import forget_environment, take_environment
+from shardwright.train.secret_environment import forget_environment, take_environment
 assert take_environment() is None
 print(os.getpid(), os.environ["TOKEN"], os.environ.get("SHARDWRIGHT_ENV_FILE"))
 forget_environment()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.train.divergence import Divergence
+from shardwright.train.nonfinite_loss import Divergence
 
 NAN, INF = math.nan, math.inf
 

@@ -15,11 +15,9 @@ import pytest
 
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
-from shardwright.lease import Lease, Owner, read_owner, this_process
-from shardwright.plan.serialize import read_plan
-from shardwright.train import ownership
-from shardwright.train.attempt import begin_attempt
-from shardwright.train.ownership import (
+from shardwright.plan.plan_json import read_plan
+from shardwright.train import lease_ownership
+from shardwright.train.lease_ownership import (
     RANKS,
     RUN,
     check_alone,
@@ -28,6 +26,8 @@ from shardwright.train.ownership import (
     take,
     take_on_rank_0,
 )
+from shardwright.train.run_attempt import begin_attempt
+from shardwright.utils.run_lease import Lease, Owner, read_owner, this_process
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_run_hands_its_lease_to_rank_0(
     assert read_owner(out / "run" / "lease") == ranks.owner
     ranks.release()
     # Begun by hand beside a `run` that is still choosing its checkpoint.
-    monkeypatch.setattr(ownership, "HANDED_SECONDS", 0.0)
+    monkeypatch.setattr(lease_ownership, "HANDED_SECONDS", 0.0)
     with held_by_run(plan, out):
         refusal(lambda: take_on_rank_0(lease_of(plan, out, RANKS), out))
 
@@ -153,7 +153,7 @@ def test_compile_onto_a_folder_that_trains(
 def test_who_is_taken_over_says_so(folders: tuple[Path, Path]) -> None:
     out, _ = folders
     lease = lease_of(read_plan(out), out, RUN)
-    diagnostic = ownership.taken_over(lease.owner, out).diagnostics[0]
+    diagnostic = lease_ownership.taken_over(lease.owner, out).diagnostics[0]
     assert diagnostic.code == "SW6216" and f"process {os.getpid()}" in diagnostic.message
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.engines.protocol import HeldParameter
+from shardwright.engines.trainer_protocol import HeldParameter
 from shardwright.plan.plan import Plan, PlanLora
-from shardwright.plan.serialize import read_plan
-from shardwright.train.parameters import check_parameters, planned_parameters
-from shardwright.train.session import live_record
+from shardwright.plan.plan_json import read_plan
+from shardwright.train.planned_parameters import check_parameters, planned_parameters
+from shardwright.train.training_session import live_record
 
 CASES = Path(__file__).parents[2] / "cases"
 NORM, FREEZABLE = "model.norm.weight", "model.layers.*.mlp.up_proj.weight"

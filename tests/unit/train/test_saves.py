@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from shardwright.cli import main as cli
+from shardwright.compiled_folder import read_folder
 from shardwright.cost.goodput import goodput
-from shardwright.folder import read_folder
-from shardwright.layout.problem import Problem
-from shardwright.records import carried
-from shardwright.train.session import open_session
-from shardwright.watch.journal import Saves, read_saves
+from shardwright.layout.planning_problem import Problem
+from shardwright.monitor.run_files import Saves, read_saves
+from shardwright.train.training_session import open_session
+from shardwright.utils.json_records import carried
 from tests.conftest import SMALL_RECIPE
 
 CONFIG = {**SMALL_RECIPE["model"]["config"], "hidden_size": 256, "intermediate_size": 512}

@@ -11,16 +11,16 @@ from typing import Any, cast
 import pytest
 from torch import distributed
 
-from shardwright.checkpoint.manifest import is_finite
+from shardwright.checkpoint.checkpoint_manifest import is_finite
 from shardwright.checkpoint.step_folders import published_steps
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
-from shardwright.engines.protocol import StepResult
-from shardwright.plan.serialize import read_plan
-from shardwright.train import agreement
-from shardwright.train.ownership import RANKS, lease_of, take
-from shardwright.train.session import Session, open_session
-from shardwright.train.worker import train_steps
+from shardwright.engines.trainer_protocol import StepResult
+from shardwright.plan.plan_json import read_plan
+from shardwright.train import host_consistency
+from shardwright.train.lease_ownership import RANKS, lease_of, take
+from shardwright.train.training_session import Session, open_session
+from shardwright.train.training_worker import train_steps
 
 ONE_RANK: dict[str, Any] = {
     "target": "reference",
@@ -127,16 +127,18 @@ def test_masters_that_are_not_the_trained_weights_are_not_saved(
 def test_hosts_with_other_plans_or_other_data_train_no_step(
     other: str, compiled: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, gather = compiled(), agreement._gather
+    out, gather = compiled(), host_consistency._gather
 
-    def with_a_second_host(mine: agreement.Digests | None) -> list[tuple[str, agreement.Digests]]:
+    def with_a_second_host(
+        mine: host_consistency.Digests | None,
+    ) -> list[tuple[str, host_consistency.Digests]]:
         ((host, digests),) = gather(mine)
         return [
             (host, digests),
             ("b", {n: "0" * 64 if n.endswith(other) else d for n, d in digests.items()}),
         ]
 
-    monkeypatch.setattr(agreement, "_gather", with_a_second_host)
+    monkeypatch.setattr(host_consistency, "_gather", with_a_second_host)
     with pytest.raises(Refusal, match="host b has another") as refused, open_session(out):
         pass
     (diagnostic,) = refused.value.diagnostics

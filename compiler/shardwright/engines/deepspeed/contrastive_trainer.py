@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.engines.deepspeed.data_trainer import DataTrainer
-from shardwright.modules.batches import MicroBatch
-from shardwright.modules.blank import on_device
-from shardwright.modules.contrastive import compute_pair_loss_inside
-from shardwright.modules.precision import DTYPES
+from shardwright.engines.deepspeed.data_parallel_trainer import DataTrainer
+from shardwright.parallel.contrastive_batch_loss import compute_pair_loss_inside
+from shardwright.parallel.dummy_images import on_device
+from shardwright.parallel.micro_batches import MicroBatch
+from shardwright.parallel.torch_dtypes import DTYPES
 
 
 class ContrastiveTrainer(DataTrainer):

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.engines.deepspeed.extra import merged
-from shardwright.engines.deepspeed.schema.check import misfits
-from shardwright.engines.deepspeed.schema.read import snapshot
-from shardwright.ir.json_value import JsonObject, JsonValue
-from shardwright.layout.hpz import HPZ
+from shardwright.engines.deepspeed.ds_config_extra import merged
+from shardwright.engines.deepspeed.ds_config_schema import snapshot
+from shardwright.engines.deepspeed.ds_config_validation import misfits
+from shardwright.layout.zero_hpz_key import HPZ
 from shardwright.plan.plan import Plan
+from shardwright.utils.json_types import JsonObject, JsonValue
 
 NEVER = 1_000_000_000
 

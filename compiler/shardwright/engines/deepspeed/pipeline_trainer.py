@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.engines.deepspeed.base import DeepSpeedTrainer, causal_loss
-from shardwright.engines.deepspeed.pipeline import build_pipeline
-from shardwright.engines.protocol import StepResult
-from shardwright.modules.batches import HeldOut, MicroBatch
-from shardwright.modules.expert.spread import ExpertSpreader
-from shardwright.modules.loss import CausalLoss, ChunkedLoss
-from shardwright.modules.materialize import Filler
-from shardwright.modules.precision import DTYPES
+from shardwright.engines.deepspeed.deepspeed_trainer import DeepSpeedTrainer, causal_loss
+from shardwright.engines.deepspeed.pipeline_module import build_pipeline
+from shardwright.engines.trainer_protocol import StepResult
+from shardwright.parallel.distributed_losses import CausalLoss, ChunkedLoss
+from shardwright.parallel.expert_parallel import ExpertSpreader
+from shardwright.parallel.micro_batches import HeldOut, MicroBatch
+from shardwright.parallel.torch_dtypes import DTYPES
+from shardwright.parallel.weight_loader import Filler
 from shardwright.plan.plan import Plan
 
 

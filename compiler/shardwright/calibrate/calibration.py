@@ -1,0 +1,249 @@
+"""`shardwright calibrate`: copies of the model are compiled, processes measure, and their seconds
+become figures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.calibrate import shallow_copies
+from shardwright.calibrate.calibration_file import measurements
+from shardwright.calibrate.machine_info import versions
+from shardwright.calibrate.measurement_job import EngineJob, Job, LayerJob, Told
+from shardwright.calibrate.measurement_plan import Wanted, wanted
+from shardwright.compile import size_recipe
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.measurements import Machine, Measurements
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.layout_search import baselines, search
+
+GRACE_SECONDS = 240
+"""For imports, models and what is repeated at least so often, on a machine that has other work
+too."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrated:
+    """left_out: what could not be measured, and why."""
+
+    found: Measurements
+    left_out: tuple[str, ...]
+
+
+def calibrate(recipe: Recipe, seconds: float, say: Say) -> Calibrated:
+    """seconds: to measure for, beside the copies' making. Raises Refusal: what the recipe is
+    refused for; SW5501 the machine is another one than the recipe's; SW5502 the measuring processes
+    fail."""
+    problem, _ = size_recipe(recipe)
+    check_machine(problem)
+    asked = wanted(problem, (*search(problem).ranked, *baselines(problem)))
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-calibrate-"))
+    try:
+        job, left_out = _job(problem, asked, folder, seconds, say)
+        say(
+            f"measuring with {job.ranks} process{'' if job.ranks == 1 else 'es'} for "
+            f"{seconds:.0f} s"
+        )
+        told = _measured(job, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    machine = Machine(
+        device=told[0].device,
+        is_cpu=job.is_cpu,
+        cores=cores(),
+        nodes=1,
+        ranks=job.ranks,
+        threads=job.threads,
+        precision=job.precision,
+        versions=versions(),
+    )
+    found = measurements(problem, machine, told)
+    every = (*left_out, *dict.fromkeys(each for one in told for each in one.left_out))
+    return Calibrated(found=found, left_out=every)
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def visible_gpus() -> int:
+    """Asked of a process of its own: CUDA shall not be started in this one."""
+    ask = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else 0
+
+
+def check_machine(problem: Problem) -> None:
+    """Raises Refusal: SW5501."""
+    if problem.cluster.gpu.is_cpu or visible_gpus():
+        return
+    raise refusal(
+        "SW5501",
+        f"the recipe is for {problem.cluster.gpu.name}, and this machine has no GPU",
+        "Measure on a node of the cluster; or write `gpu: cpu` to measure this CPU.",
+        ("cluster", "gpu"),
+    )
+
+
+def _job(
+    problem: Problem, asked: Wanted, folder: Path, seconds: float, say: Say
+) -> tuple[Job, tuple[str, ...]]:
+    recipe, graph = problem.recipe, problem.graph
+    is_cpu = problem.cluster.gpu.is_cpu
+    ranks = (
+        problem.cluster.gpus_per_node
+        if is_cpu
+        else min(visible_gpus(), problem.cluster.gpus_per_node)
+    )
+    threads = max(1, cores() // ranks)
+    left_out: list[str] = []
+    say("building shallow copies of the model")
+    layers: list[LayerJob] = []
+    engine: list[EngineJob] = []
+    if recipe.model.trust_remote_code is None:
+        length, last = recipe.training.sequence_length, len(graph.layers) - 1
+        model = shallow_copies.shallow_model(graph, asked.places, folder / "kinds")
+        for each in asked.layers:
+            shape = shallow_copies.Shape(tensor=each.tensor, length=length, places=asked.places)
+            with _unless_refused(left_out, f"layers at tensor {each.tensor}"):
+                out = shallow_copies.compile_copy(
+                    recipe, shape, model, folder / f"tensor-{each.tensor}"
+                )
+                layers.append(
+                    LayerJob(
+                        folder=str(out),
+                        tensor=each.tensor,
+                        micro_batches=each.micro_batches,
+                        checkpointing=each.checkpointing,
+                        places=asked.places,
+                        last=last,
+                    )
+                )
+        for stage in asked.zero_stages:
+            with _unless_refused(left_out, f"the engine at ZeRO-{stage}"):
+                engine.append(
+                    EngineJob(
+                        zero_stage=stage, folders=_engine_folders(problem, asked, stage, folder)
+                    )
+                )
+    else:
+        left_out.append("layers and engine: the model has code of its own")
+    job = Job(
+        is_cpu=is_cpu,
+        precision=recipe.training.precision,
+        threads=threads,
+        uses_cpu_time=is_cpu and threads == 1,
+        seconds=seconds,
+        ranks=ranks,
+        ranks_per_node=ranks,
+        products=asked.products,
+        attention=asked.attention,
+        heads=graph.attention_heads,
+        head_dim=graph.head_dim,
+        layers=tuple(layers),
+        engine=tuple(engine),
+    )
+    return job, tuple(left_out)
+
+
+def _engine_folders(problem: Problem, asked: Wanted, stage: int, folder: Path) -> tuple[str, ...]:
+    """One decoder layer and two, of the first kind; one micro-batch and several."""
+    found = []
+    for layers in (1, 2):
+        places = asked.places[:1] * layers
+        model = shallow_copies.shallow_model(problem.graph, places, folder / f"layers-{layers}")
+        for accumulation in shallow_copies.ACCUMULATION:
+            shape = shallow_copies.Shape(
+                zero_stage=stage,
+                accumulation=accumulation,
+                length=shallow_copies.SHORT,
+                places=places,
+            )
+            where = folder / f"zero-{stage}-{layers}-{accumulation}"
+            found.append(str(shallow_copies.compile_copy(problem.recipe, shape, model, where)))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _unless_refused(left_out: list[str], what: str) -> Iterator[None]:
+    try:
+        yield
+    except Refusal as refusal:
+        first = refusal.diagnostics[0]
+        left_out.append(f"{what}: {first.code}: {first.message}")
+
+
+def _measured(job: Job, folder: Path) -> list[Told]:
+    """Of every process. Raises Refusal: SW5502."""
+    job.write(folder)
+    logs = [folder / f"log-{rank}" for rank in range(job.ranks)]
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(job.ranks),
+        "LOCAL_SIZE": str(job.ranks),
+        "OMP_NUM_THREADS": str(job.threads),
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONWARNINGS": "ignore",
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, log in enumerate(logs):
+            with log.open("wb") as file:
+                processes.append(
+                    subprocess.Popen(
+                        [
+                            sys.executable,
+                            "-P",
+                            "-m",
+                            "shardwright.calibrate.calibration_process",
+                            str(folder),
+                        ],
+                        env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        _wait(processes, job.seconds + GRACE_SECONDS * job.ranks)
+    finally:
+        _end(processes)
+    failed = [rank for rank, process in enumerate(processes) if process.returncode != 0]
+    if failed:
+        text = logs[failed[0]].read_text("utf-8", "replace").strip().splitlines() or ["no output"]
+        why = f"measuring process {failed[0]} failed: {' '.join(text[-1].split())[:300]}"
+        raise refusal(
+            "SW5502",
+            why,
+            "With --minutes it gets more time; `shardwright doctor` checks the machine.",
+        )
+    return [Told.read(folder, rank) for rank in range(job.ranks)]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until all are done, one has failed, or the time is up."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        codes = [process.poll() for process in processes]
+        if all(code == 0 for code in codes) or any(code not in (0, None) for code in codes):
+            return
+        time.sleep(0.1)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,119 @@
+"""One measuring process: `python -m shardwright.calibrate.calibration_process FOLDER`, with RANK
+and the rest in its environment.
+
+What needs nobody else comes first, on every process at once, so that they share the memory and the
+clock as ranks do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.calibrate.machine_info import cpu_name
+from shardwright.calibrate.measurement_job import Job, Told
+from shardwright.utils.host_memory import keep_freed_memory
+from shardwright.utils.programs import free_port
+
+if TYPE_CHECKING:
+    from shardwright.calibrate.stopwatch import Stopwatch
+
+SHARES = {"layers": 0.4, "engine": 0.45, "kernels": 0.6}
+"""Of what is left when each begins, the weightiest first; the collectives take the rest."""
+
+
+def main(folder: Path) -> int:
+    job, rank = Job.read(folder), int(os.environ["RANK"])
+    if job.is_cpu:
+        keep_freed_memory()  # as on the ranks of a run
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    import torch
+
+    torch.set_num_threads(job.threads)
+    if not job.is_cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    from shardwright.calibrate.stopwatch import Stopwatch
+
+    bench = Stopwatch(job)
+    measure(bench, folder / "meeting")
+    Told(device=device_name(job), timed=tuple(bench.timed), left_out=tuple(bench.left_out)).write(
+        folder, rank
+    )
+    return 0
+
+
+def measure(bench: Stopwatch, meeting: Path) -> None:
+    """meeting: see measure_collectives."""
+    from shardwright.calibrate.collective_benchmarks import measure_collectives
+    from shardwright.calibrate.kernel_benchmarks import measure_kernels
+    from shardwright.calibrate.layer_benchmarks import measure_layers
+
+    job = bench.job
+    budget = SHARES["layers"] * bench.deadline.left / max(1, len(job.layers))
+    for layer in job.layers:
+        what = f"layers at tensor {layer.tensor}"
+        bench.tried(what, lambda j=layer: measure_layers(bench, j, budget))  # type: ignore[misc]
+    if job.engine:
+        bench.tried(
+            "engine",
+            lambda: _engine(bench, SHARES["engine"] * bench.deadline.left / (len(job.engine) + 1)),
+        )
+    measure_kernels(bench, SHARES["kernels"] * bench.deadline.left)
+    if job.ranks > 1:
+        bench.tried("collectives", lambda: measure_collectives(bench, meeting, bench.deadline.left))
+
+
+def _engine(bench: Stopwatch, budget: float) -> None:
+    """Each thing's own budget. The engine's groups are of this process alone."""
+    from shardwright.calibrate.engine_benchmarks import measure_engine, measure_short_layers
+    from shardwright.engines.trainer_protocol import runtime_of
+    from shardwright.plan.plan_json import load_plan
+
+    jobs = bench.job.engine
+    measure_short_layers(bench, Path(jobs[0].folders[-1]), budget)
+    plan = load_plan(Path(jobs[0].folders[0]))
+    runtime = runtime_of(plan)
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    with _environment(alone):
+        runtime.prepare_process(plan, own_loop=False)
+        runtime.open_groups(plan)
+        for job in jobs:
+            what = f"the engine at ZeRO-{job.zero_stage}"
+            bench.tried(what, lambda j=job: measure_engine(bench, j, budget))  # type: ignore[misc]
+        runtime.close_groups()
+
+
+@contextmanager
+def _environment(changed: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+def device_name(job: Job) -> str:
+    if not job.is_cpu:
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    return cpu_name()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,298 @@
+"""`shardwright tune`: the best layouts of a plan, and what one would run today, each run for a few
+steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from shardwright.calibrate.calibration import cores
+from shardwright.calibrate.machine_info import cpu_name, versions
+from shardwright.compile import compile_recipe, size_recipe
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.cost.calibrated_costs import figures_of, run_factor
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.layout.axes import AXES
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.measurements import KIND, VERSION, Figure, Machine, Measurements, RunFigures
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.layout_search import baselines, search
+from shardwright.utils.programs import own_command
+
+WARM_UP_STEPS = 3
+"""As train/training_metrics.py leaves them out."""
+LEFT_STEPS = 1_000_000
+"""That a run has still before it when it is ended: its last step would save a checkpoint."""
+LAUNCH_SECONDS, SLOWER = 900, 50
+"""For a launch, and how many times slower than predicted its steps may be, before it is given
+up."""
+LOOK_SECONDS = 0.2
+END_SECONDS = 30
+_PEAK = re.compile(r"peak memory ([0-9.]+) GiB")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """predicted_seconds: as the plan has it. run: None where it did not run; why says so. today:
+    what one would run without a plan."""
+
+    estimate: Estimate
+    predicted_seconds: float
+    today: bool
+    run: RunFigures | None
+    why: str = ""
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.estimate.strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """tried: as the plan ranks them, today's last where they are outside the pins."""
+
+    problem: Problem
+    tried: tuple[Tried, ...]
+    found: Measurements
+
+    @property
+    def winner(self) -> Tried:
+        return min(
+            (t for t in self.tried if t.run),
+            key=lambda t: t.run.step_seconds.value if t.run else 0.0,
+        )
+
+
+def tune(recipe: Recipe, top: int, steps: int, say: Say, parent: Path | None = None) -> Tuned:
+    """parent: where the runs' folders are made, each of them gone when its run is over. Raises
+    Refusal: what the recipe is refused for; SW5503 no layout ran."""
+    problem, _ = size_recipe(recipe)
+    rows = rows_of(problem, top)
+    if not rows:
+        raise refusal("SW5503", "no layout of the recipe can run", "`shardwright plan` says why.")
+    tried = []
+    for place, (estimate, today) in enumerate(rows, start=1):
+        say(f"{place} of {len(rows)}: {estimate.strategy.describe()}")
+        tried.append(_tried(problem, estimate, today, steps, parent))
+        say(
+            f"  {tried[-1].why}"
+            if tried[-1].run is None
+            else f"  {tried[-1].run.step_seconds.value:.4g} s a step"
+        )
+    runs = tuple(t.run for t in tried if t.run is not None)
+    if not runs:
+        why = f"none of {len(rows)} layouts ran: {tried[0].why}"
+        raise refusal(
+            "SW5503", why, "`shardwright compile` and `run` of the recipe show it in full."
+        )
+    return Tuned(problem=problem, tried=tuple(tried), found=with_runs(problem, runs))
+
+
+def rows_of(problem: Problem, top: int) -> list[tuple[Estimate, bool]]:
+    """(layout, whether it is today's), each once: the best of the search, then those of today that
+    can run."""
+    today = {e.strategy: e for e in baselines(problem)}
+    best = {e.strategy: e for e in search(problem).ranked[:top]}
+    return [
+        (e, s in today)
+        for s, e in (best | {s: e for s, e in today.items() if s not in best}).items()
+    ]
+
+
+def _tried(
+    problem: Problem, estimate: Estimate, today: bool, steps: int, parent: Path | None
+) -> Tried:
+    predicted = estimate.time.step_seconds
+    broken = [d for d in estimate.diagnostics if d.severity == "error"]
+    if broken:
+        why = f"not run: {broken[0].code}: {broken[0].message}"
+        return Tried(estimate=estimate, predicted_seconds=predicted, today=today, run=None, why=why)
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-tune-", dir=parent))
+    run, why = None, ""
+    try:
+        compiled = compile_recipe(recipe_for(problem.recipe, estimate.strategy, steps))
+        write_folder(folder / "out", compiled.files)
+        limit = LAUNCH_SECONDS + SLOWER * predicted * (steps + WARM_UP_STEPS)
+        seconds, peak, why = launch(folder / "out", steps + WARM_UP_STEPS, limit)
+        if len(seconds) > WARM_UP_STEPS:
+            run = _figures(problem, estimate, seconds[WARM_UP_STEPS:], peak)
+    except Refusal as refused:
+        first = refused.diagnostics[0]
+        why = f"{first.code}: {first.message}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Tried(estimate=estimate, predicted_seconds=predicted, today=today, run=run, why=why)
+
+
+def _figures(
+    problem: Problem, estimate: Estimate, seconds: Sequence[float], peak: int | None
+) -> RunFigures:
+    factor = run_factor(problem.recipe, problem.graph, estimate.strategy)
+    return RunFigures(
+        pins=estimate.strategy.pins(),
+        step_seconds=of_steps(seconds),
+        predicted_step_seconds=estimate.time.step_seconds / factor,
+        peak_bytes=peak,
+    )
+
+
+def of_steps(seconds: Sequence[float]) -> Figure:
+    """The median, as run/summary.json has it."""
+    middle = statistics.median(seconds)
+    if len(seconds) == 1:
+        return Figure(value=middle, n=1, spread=0.0)
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Figure(value=middle, n=len(seconds), spread=(high - low) / middle)
+
+
+def recipe_for(recipe: Recipe, s: Strategy, steps: int) -> Recipe:
+    """The recipe with this layout for a few steps: no validation, no checkpoint, nobody told."""
+    pins = {axis.name: getattr(s, axis.name) for axis in AXES if axis.section == "parallelism"}
+    constant = dataclasses.replace(
+        recipe.training.scheduler,
+        name="constant",
+        warmup_steps=0,
+        warmup_ratio=None,
+        decay_steps=None,
+    )
+    endless = steps + WARM_UP_STEPS + LEFT_STEPS
+    return dataclasses.replace(
+        recipe,
+        model=dataclasses.replace(recipe.model, loss=s.loss),
+        parallelism=dataclasses.replace(recipe.parallelism, **pins),
+        training=dataclasses.replace(
+            recipe.training,
+            scheduler=constant,
+            steps=endless,
+            tokens=None,
+            epochs=None,
+            days_at_most=None,
+        ),
+        validation=None,
+        checkpoint=dataclasses.replace(
+            recipe.checkpoint, directory="checkpoints", every_steps=None, upload_to=None
+        ),
+        tracking=dataclasses.replace(recipe.tracking, tensorboard=False, wandb=None),
+    )
+
+
+def launch(out: Path, steps: int, limit_seconds: float) -> tuple[list[float], int | None, str]:
+    """`shardwright run`, ended after so many steps: (their seconds, peak bytes, why there are not
+    enough). An interrupt ends the run and is raised again."""
+    with (out.parent / "output").open("w+b") as output:
+        process = subprocess.Popen(
+            own_command("run", str(out), "--resume", "never"),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        ends, why = time.monotonic() + limit_seconds, ""
+        try:
+            while process.poll() is None and len(step_seconds(out)) < steps:
+                if time.monotonic() > ends:
+                    why = f"given up after {limit_seconds:.0f} s"
+                    break
+                time.sleep(LOOK_SECONDS)
+        finally:
+            _end(process)
+        output.seek(0)
+        text = output.read().decode("utf-8", "replace")
+    seconds, peaks = step_seconds(out), _PEAK.findall(text)
+    peak = int(float(peaks[-1]) * 2**30) if peaks else None
+    return (
+        seconds[:steps],
+        peak,
+        "" if len(seconds) >= steps else why or _cause(text, process.returncode),
+    )
+
+
+def step_seconds(out: Path) -> list[float]:
+    """Of the steps so far; the last line may be half written."""
+    with contextlib.suppress(OSError):
+        lines = (out / "run" / "metrics.jsonl").read_text("utf-8").split("\n")[:-1]
+        return [float(json.loads(line)["step_seconds"]) for line in lines]
+    return []
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """As a person would: the interrupt first, which ends the ranks of every host. All at once where
+    that takes too long or is interrupted itself."""
+    if process.poll() is not None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(END_SECONDS)
+    except (subprocess.TimeoutExpired, ProcessLookupError):
+        _kill(process)
+    except BaseException:
+        _kill(process)
+        raise
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        run = psutil.Process(process.pid)
+        for each in (run, *run.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.wait()
+
+
+def _cause(text: str, code: int | None) -> str:
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error[")]
+    return f"did not run: {(errors or lines[-1:] or [f'exit code {code}'])[0]}"[:300]
+
+
+def with_runs(problem: Problem, runs: Sequence[RunFigures]) -> Measurements:
+    """What the recipe's own file says, with these runs in the place of earlier ones of the same
+    layouts. Figures of another model are left behind, the constants are not."""
+    recipe, graph = problem.recipe, problem.graph
+    measured, whole = recipe.cluster.measured, figures_of(recipe, graph)
+    fresh = [run.pins for run in runs]
+    earlier = [] if whole is None else [run for run in whole.runs if run.pins not in fresh]
+    return Measurements(
+        kind=KIND,
+        version=VERSION,
+        machine=measured.found.machine if measured else _machine(problem),
+        model=graph.config_hash,
+        target=recipe.target,
+        sequence_length=recipe.training.sequence_length,
+        constants=measured.found.constants if measured else {},
+        layers=whole.layers if whole else (),
+        engine=whole.engine if whole else (),
+        samples=measured.found.samples if measured else (),
+        runs=(*earlier, *runs),
+    )
+
+
+def _machine(problem: Problem) -> Machine:
+    cluster = problem.cluster
+    return Machine(
+        device=cpu_name() if cluster.gpu.is_cpu else cluster.gpu.name,
+        is_cpu=cluster.gpu.is_cpu,
+        cores=cores(),
+        nodes=cluster.nodes,
+        ranks=cluster.world_size,
+        threads=max(1, cores() // cluster.gpus_per_node),
+        precision=problem.recipe.training.precision,
+        versions=versions(),
+    )

@@ -1,0 +1,400 @@
+"""Checkpoints: each rank's own fragments, published by one rename; `step-%08d` folders only."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import distributed as dist
+
+from shardwright.checkpoint.checkpoint_loader import parameter_splits, uncut
+from shardwright.checkpoint.checkpoint_manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    MANIFEST_VERSION,
+    Fragment,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    checksum,
+    checksums_text,
+    is_finite,
+    read_checksums,
+    write_manifest,
+)
+from shardwright.checkpoint.checkpoint_store import CheckpointStore
+from shardwright.checkpoint.master_weight_check import check_masters
+from shardwright.checkpoint.random_state import random_state
+from shardwright.checkpoint.resume_checkpoint import checkpoint_root
+from shardwright.checkpoint.run_history import (
+    RUN_FILE,
+    UNKNOWN_ORIGIN,
+    Line,
+    Origin,
+    line_of,
+    write_line,
+)
+from shardwright.checkpoint.step_folders import (
+    clear_unfinished,
+    prune_set_aside,
+    publish,
+    published_steps,
+    remove_step,
+    set_aside,
+    step_name,
+    surplus,
+)
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.engines.trainer_protocol import LiveFragment, Trainer
+from shardwright.plan.plan import Plan
+from shardwright.plan.plan_json import plan_to_json
+from shardwright.utils.atomic_write import umask
+
+FILE_BYTES = 2 * 2**30
+"""A rank's file grows to about this: what is on the device is copied to the host a file at a
+time."""
+_RANK_FILE = re.compile(r"(rank|random)-\d.*")
+
+Files = list[tuple[str, int, str]]
+"""(name, bytes, SHA-256) of each."""
+
+Written = tuple[int, str, tuple[int, ...], tuple[str, ...], int, int, int, int]
+"""(shard, name, shard shape, states, number of the rank's file, start, elements, place in the
+file's tensor)."""
+
+
+def save_checkpoint(
+    plan: Plan,
+    folder: Path,
+    trainer: Trainer,
+    step: int,
+    *,
+    last: bool = True,
+    origin: Origin = UNKNOWN_ORIGIN,
+) -> list[int]:
+    """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then
+    each rank copies its files to checkpoint.upload_to, and rank 0 prunes to `keep`. origin: what
+    wrote it. Returns the bytes of the ranks' files by node.
+
+    Raises Refusal on every rank where one cannot write: SW6205; where one would write other weights
+    than it trains: SW6210. Published checkpoints are as they were. A copy that fails ends the run
+    after the last step only (SW6208); before it, a warning says so and nothing is pruned.
+    """
+    root = checkpoint_root(plan, folder)
+    name, rank = step_name(step), dist.get_rank()
+    partial = root / f".{name}.partial"
+    finite = check_masters(trainer.owned())
+    origin = replace(origin, finite=origin.finite and finite)
+    # Twice, for hosts that do not see rank 0's file system.
+    leads = (rank == 0, rank != 0 and plan.ranks[rank].slot == 0)
+    _together(lambda: _begin(partial, origin.line) if leads[0] else None, partial)
+    _together(lambda: _join(partial, origin.line) if leads[1] else None, partial)
+    told = _together(lambda: _write_rank(plan, trainer, partial, rank), partial)
+    _together(
+        lambda: _finish(plan, folder, trainer, partial, step, told, origin) if rank == 0 else None,
+        partial,
+    )
+    _together(lambda: _publish(partial, root, step) if leads[0] else None, partial)
+    _together(
+        lambda: _publish(partial, root, step) if leads[1] and partial.exists() else None, partial
+    )
+    store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
+    failed = (
+        _upload(store, root / name, [file for file, _, _ in told[rank][1]], origin.line)
+        if store
+        else None
+    )
+    if failed is not None:
+        if last:
+            raise failed
+        if rank == 0:
+            print(
+                f"warning[SW6208]: {failed.diagnostics[0].message}; {name} is on this disk only",
+                flush=True,
+            )
+    elif plan.checkpoint.keep:
+        _prune(root, store, plan.checkpoint.keep, origin.line, step, leads)
+    dist.barrier()
+    nodes = [0] * plan.nodes
+    for place, (_, files) in zip(plan.ranks, told, strict=True):
+        nodes[place.node] += sum(size for _, size, _ in files)
+    return nodes
+
+
+def _begin(partial: Path, line: Line) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_line(partial, line)
+
+
+def _join(partial: Path, line: Line) -> None:
+    partial.mkdir(parents=True, exist_ok=True)
+    if not (partial / RUN_FILE).exists():
+        write_line(partial, line)
+
+
+def _publish(partial: Path, root: Path, step: int) -> None:
+    publish(partial, root, step)
+    _flush(root)
+
+
+def _prune(
+    root: Path,
+    store: CheckpointStore | None,
+    keep: int,
+    line: Line,
+    step: int,
+    leads: tuple[bool, bool],
+) -> None:
+    """Of what this line's run wrote, here and there; and what attempts moved aside."""
+    for mine in leads:
+        own = (
+            [path for _, path in published_steps(root) if line_of(path).run == line.run]
+            if mine
+            else []
+        )
+        for old in surplus([path.name for path in own], keep, lambda name: is_finite(root / name)):
+            with contextlib.suppress(OSError):  # it stays, and goes next time
+                remove_step(root / old)
+        if mine:
+            prune_set_aside(root, step)
+        dist.barrier()
+    if leads[0] and store is not None:
+        try:
+            store.prune(line, keep)
+        except Refusal as refusal:
+            print(f"warning[SW6208]: {refusal.diagnostics[0].message}", flush=True)
+
+
+def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> Refusal | None:
+    """Collective. Each rank its own files; rank 0 the others when those are there, and the
+    checksums last."""
+    rank = dist.get_rank()
+
+    def rest() -> None:
+        names = [name for name in read_checksums(step) if not _RANK_FILE.fullmatch(name)]
+        store.put(step, [*names, CHECKSUMS])
+        store.set_current(line)
+
+    def begin() -> None:
+        store.make_way(step.name, line)
+        store.put(step, [RUN_FILE])
+
+    for phase, is_mine in (
+        (begin, rank == 0),
+        (lambda: store.put(step, mine), True),
+        (rest, rank == 0),
+    ):
+        error = None
+        try:
+            if is_mine:
+                phase()
+        except Refusal as refused:
+            error = refused.diagnostics[0]
+        if diagnostics := [d for d in _gathered(error) if d is not None]:
+            return Refusal(diagnostics[0])
+    return None
+
+
+def prepare_root(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> None:
+    """Collective. Before the first step is trained: a checkpoint that cannot be written would lose
+    it. On every host later checkpoints move aside, and what a killed attempt left unfinished goes.
+    Raises Refusal: SW6209."""
+    root, rank = checkpoint_root(plan, folder), dist.get_rank()
+    probe = root / ".step-00000000.probe"
+
+    def prepare() -> None:
+        probe.mkdir(parents=True, exist_ok=True)
+        probe.rmdir()
+        clear_unfinished(root)
+        set_aside(root, attempt, newer_than=resumed_step)
+        if plan.checkpoint.upload_to and rank == 0:
+            CheckpointStore(plan.checkpoint.upload_to).check()
+
+    for leads in (rank == 0, rank != 0 and plan.ranks[rank].slot == 0):
+        _together(prepare if leads else lambda: None, probe, code="SW6209")
+
+
+def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
+    """Runs `work` on every rank and tells each what all returned; where one failed, all raise
+    Refusal: `code`."""
+    try:
+        mine: tuple[Any, str | None] = (work(), None)
+    except (OSError, SafetensorError) as error:
+        mine = (None, (error.strerror if isinstance(error, OSError) else None) or str(error))
+    everyone = _gathered(mine)
+    failed = [(rank, error) for rank, (_, error) in enumerate(everyone) if error is not None]
+    if not failed:
+        return [value for value, _ in everyone]
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    what = "checkpoints" if code == "SW6209" else "the checkpoint " + partial.name.split(".")[1]
+    raise refusal(
+        code,
+        f"rank {failed[0][0]} cannot write {what} in {str(partial.parent)!r}: {failed[0][1]}",
+        "Make room or give permission there, then `run` again: it continues from the newest "
+        "checkpoint, which is unharmed. checkpoint.keep limits how many stay.",
+    )
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """Of every rank, in order."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _write_rank(
+    plan: Plan, trainer: Trainer, partial: Path, rank: int
+) -> tuple[list[Written], Files]:
+    """This rank's files. Returns what is in them, and which they are."""
+    mine = written_fragments(plan, trainer, rank)
+    rooms = itertools.accumulate(
+        sum(t.numel() * t.element_size() for t in f.states.values()) for _, f in mine
+    )
+    written: list[Written] = []
+    files: Files = []
+    numbered = zip((room // FILE_BYTES for room in rooms), mine, strict=True)
+    for number, (_, group) in enumerate(itertools.groupby(numbered, key=lambda pair: pair[0])):
+        parts: dict[str, list[torch.Tensor]] = {}
+        for _, (shard, f) in group:
+            state, values = next(iter(f.states.items()))
+            at = sum(part.numel() for part in parts.get(f"{state}/{f.name}", ()))
+            written.append(
+                (shard, f.name, f.shard_shape, tuple(f.states), number, f.start, values.numel(), at)
+            )
+            for state, values in f.states.items():
+                parts.setdefault(f"{state}/{f.name}", []).append(values.detach().cpu())
+        tensors = {
+            key: found[0].clone() if len(found) == 1 else torch.cat(found)
+            for key, found in parts.items()
+        }
+        path = partial / f"rank-{rank:05d}-{number:03d}.safetensors"
+        save_readable(tensors, path)
+        files.append(_flushed(path, partial))
+    path = partial / f"random-{rank:05d}.json"
+    path.write_text(json.dumps(random_state()), encoding="utf-8")
+    files.append(_flushed(path, partial))
+    return written, files
+
+
+def save_readable(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """safetensors makes its files for the owner alone; here they get what any new file gets."""
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(0o666 & ~umask())
+
+
+def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int, LiveFragment]]:
+    """(shard, fragment) of what this rank writes: of copies of the same elements one rank writes
+    its own."""
+    at = plan.ranks[rank]
+    splits = parameter_splits(plan)
+    mine = []
+    for f in trainer.owned():
+        split = splits.get(f.name)
+        cut = split is not None and split.dimension is not None
+        copies = split.copies if split is not None and cut else plan.strategy.tensor
+        part, copy = 0, at.data * plan.strategy.context + at.context
+        if plan.holds_experts_apart(f.name):
+            part, copy = plan.expert_place(at)
+            copies = copies if cut else 1
+        if not f.copied and at.tensor % copies == 0 and (f.partitioned or copy == 0):
+            shards = plan.strategy.tensor // copies if cut else 1
+            mine.append((part * shards + (at.tensor // copies if cut else 0), f))
+    return mine
+
+
+def _flushed(path: Path, partial: Path) -> tuple[str, int, str]:
+    """Written through to the disk; (name, bytes, SHA-256)."""
+    _flush(path)
+    return str(path.relative_to(partial)), path.stat().st_size, checksum(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _finish(
+    plan: Plan,
+    folder: Path,
+    trainer: Trainer,
+    partial: Path,
+    step: int,
+    told: list[Any],
+    origin: Origin,
+) -> None:
+    """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it;
+    checksums of all."""
+    for part in ("model", "tokenizer"):
+        if (folder / part).is_dir():
+            shutil.copytree(folder / part, partial / part)
+    (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
+    write_manifest(partial, _manifest(plan, trainer, step, told, origin))
+    rest = [
+        path
+        for part in ("model", "tokenizer")
+        for path in (partial / part).rglob("*")
+        if path.is_file()
+    ]
+    top = [partial / name for name in ("plan.json", RUN_FILE, MANIFEST)]
+    own = [_flushed(path, partial) for path in (*rest, *top)]
+    sums = {
+        name: digest for name, _, digest in (*own, *(file for _, files in told for file in files))
+    }
+    (partial / CHECKSUMS).write_text(checksums_text(sums), encoding="utf-8")
+    _flush(partial / CHECKSUMS)
+    _flush(partial)
+
+
+def _manifest(
+    plan: Plan, trainer: Trainer, step: int, told: list[tuple[list[Written], Files]], origin: Origin
+) -> Manifest:
+    splits = parameter_splits(plan)
+    files: list[SavedFile] = []
+    tensors: dict[str, SavedTensor] = {}
+    shards: dict[str, dict[int, list[Fragment]]] = {}
+    for written, names in told:
+        first = len(files)
+        files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
+        for shard, name, shape, states, number, start, numel, at in written:
+            split = splits.get(name) or uncut(name, shape, trainer)
+            tensors[name] = SavedTensor(
+                split=split,
+                transposed=name in trainer.transposed,
+                states=states,
+                shards=(),
+                experts=plan.expert_cut(name),
+            )
+            found = shards.setdefault(name, {}).setdefault(shard, [])
+            found.append(Fragment(file=first + number, start=start, numel=numel, at=at))
+    for name, by_shard in shards.items():
+        in_order = tuple(
+            tuple(sorted(by_shard[s], key=lambda f: f.start)) for s in sorted(by_shard)
+        )
+        tensors[name] = replace(tensors[name], shards=in_order)
+    counters = trainer.counters()
+    return Manifest(
+        version=MANIFEST_VERSION,
+        step=step,
+        optimizer_step=counters.updates,
+        loss_scale=counters.loss_scale,
+        tensors=tensors,
+        files=tuple(files),
+        rows=origin.rows,
+        finite=origin.finite,
+        data=dict(origin.data),
+    )

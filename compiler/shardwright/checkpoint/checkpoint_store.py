@@ -1,0 +1,223 @@
+"""Copies of checkpoints at `checkpoint.upload_to`, any URL that fsspec opens. No torch here.
+
+A copy is whole once its SHA256SUMS is there: it is put last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint.checkpoint_manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    MOST_CHECKSUMS_BYTES,
+    checksum,
+    parse_checksums,
+    read_checksums,
+)
+from shardwright.checkpoint.run_history import RUN_FILE, UNKNOWN, Line, line_of, parse_line
+from shardwright.checkpoint.step_folders import parse_step, surplus
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.utils.bounded_read import parse_json
+
+_CURRENT = ".run.json"
+_CHUNK_BYTES = 8 * 2**20
+_MOST_LINE_BYTES = 2**20
+
+
+class CheckpointStore:
+    """Every method raises Refusal, SW6208, where the store does not do as asked."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        with self._explained("opened"):
+            from fsspec.core import url_to_fs
+
+            self._fs: Any
+            self._fs, self._root = url_to_fs(url)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Stores raise what they like: each has errors of its own."""
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception as error:
+            help_text = "Credentials come from the environment, as the store's own tools take them."
+            if isinstance(error, ImportError):
+                help_text = (
+                    f"Its fsspec package is missing: {error}. Install it on every host with pip."
+                )
+            first = (str(error).splitlines() or [""])[0]
+            raise refusal(
+                "SW6208",
+                (
+                    f"checkpoint.upload_to {self.url} cannot be {what}: {type(error).__name__}: "
+                    f"{first}"
+                ),
+                help_text,
+            ) from None
+
+    def check(self) -> None:
+        """Before the first step: whether anything can be written there."""
+        with self._explained("written"):
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(f"{self._root}/.probe", b"shardwright")
+            self._fs.rm_file(f"{self._root}/.probe")
+
+    def make_way(self, name: str, line: Line) -> None:
+        """Before a copy of this line is put: what another run left under the name moves to
+        `.before-RUN`, an older copy of our own does not count as whole while it is overwritten."""
+        with self._explained("written"):
+            there = f"{self._root}/{name}"
+            self._fs.invalidate_cache()
+            if self._fs.exists(there) and self.line_of(name).run != line.run:
+                aside = f"{self._root}/.before-{line.run}/{name}"
+                for path in sorted(
+                    map(str, self._fs.find(there)), key=lambda path: path.endswith(CHECKSUMS)
+                ):
+                    to = f"{aside}/{path.removeprefix(f'{there}/')}"
+                    self._fs.makedirs(to.rpartition("/")[0], exist_ok=True)
+                    self._fs.copy(path, to)
+                self._remove(name)
+            elif self._fs.exists(f"{there}/{CHECKSUMS}"):
+                self._fs.rm_file(f"{there}/{CHECKSUMS}")
+
+    def put(self, step: Path, names: Iterable[str]) -> None:
+        """Files of a published checkpoint; each is read back."""
+        sums = read_checksums(step)
+        with self._explained("written"):
+            for name in names:
+                there = f"{self._root}/{step.name}/{name}"
+                self._fs.makedirs(there.rpartition("/")[0], exist_ok=True)
+                self._fs.put_file(str(step / name), there)
+                if name in sums and self._checksum(there) != sums[name]:
+                    raise OSError(f"{step.name}/{name} is not there as it was sent")
+
+    def copy_missing(self, step: Path) -> bool:
+        """A whole checkpoint that has no whole copy yet is copied; whether that was so."""
+        line = line_of(step)
+        if step.name in self.steps() and self.line_of(step.name) == line:
+            return False
+        self.make_way(step.name, line)
+        self.put(
+            step, [*sorted(read_checksums(step), key=lambda name: name != RUN_FILE), CHECKSUMS]
+        )
+        self.set_current(line)
+        return True
+
+    def _checksum(self, path: str) -> str:
+        found = hashlib.sha256()
+        with self._fs.open(path, "rb", block_size=_CHUNK_BYTES) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                found.update(chunk)
+        return found.hexdigest()
+
+    def steps(self) -> list[str]:
+        """Names of the whole copies, oldest first."""
+        return [
+            name for name in self._names() if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}")
+        ]
+
+    def _names(self) -> list[str]:
+        """Whole copies and others."""
+        with self._explained("read"):
+            self._fs.invalidate_cache()
+            if not self._fs.exists(self._root):
+                return []
+            names = [
+                str(path).rstrip("/").rpartition("/")[2]
+                for path in self._fs.ls(self._root, detail=False)
+            ]
+            steps = ((parse_step(name), name) for name in names)
+            return [
+                name for _, name in sorted((step, name) for step, name in steps if step is not None)
+            ]
+
+    def line_of(self, name: str) -> Line:
+        """Of a copy."""
+        return self._line(f"{name}/{RUN_FILE}") or UNKNOWN
+
+    def current(self) -> Line | None:
+        """The line that was copied here last."""
+        line = self._line(_CURRENT)
+        return line if line is not None and line.run else None
+
+    def set_current(self, line: Line) -> None:
+        with self._explained("written"):
+            self._fs.pipe_file(f"{self._root}/{_CURRENT}", json.dumps(asdict(line)).encode())
+
+    def _line(self, path: str) -> Line | None:
+        with self._explained("read"):
+            if not self._fs.exists(f"{self._root}/{path}"):
+                return None
+            return parse_line(
+                self._fs.cat_file(f"{self._root}/{path}", start=0, end=_MOST_LINE_BYTES)
+            )
+
+    def prune(self, line: Line, keep: int) -> None:
+        """Whole copies that this line's run made and `surplus` names, and what it left unfinished
+        before the newest."""
+        whole = set(self.steps())
+        own = [name for name in self._names() if self.line_of(name).run == line.run]
+        ours = [name for name in own if name in whole]
+        gone = surplus(ours, keep, self.is_finite)
+        kept = [name for name in ours if name not in gone]
+        for name in own[: own.index(kept[-1])] if kept else ():
+            if name not in kept:
+                self.remove(name)
+
+    def is_finite(self, name: str) -> bool:
+        """As its manifest says."""
+        with self._explained("read"):
+            manifest = parse_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
+            return isinstance(manifest, dict) and manifest.get("finite") is not False
+
+    def remove(self, name: str) -> None:
+        with self._explained("pruned"):
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """What says that it is whole goes first."""
+        if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}"):
+            self._fs.rm_file(f"{self._root}/{name}/{CHECKSUMS}")
+        self._fs.rm(f"{self._root}/{name}", recursive=True)
+
+    def fetch(self, name: str, root: Path) -> Path:
+        """A copy as a folder under `root`; of one that is there in part or damaged, what is missing
+        or wrong."""
+        step = root / name
+        target = step if step.exists() else root / f".{name}.fetched"
+        with self._explained("read"):
+            if target is not step:
+                shutil.rmtree(target, ignore_errors=True)
+                target.mkdir(parents=True)
+            text = self._fs.cat_file(
+                f"{self._root}/{name}/{CHECKSUMS}", start=0, end=MOST_CHECKSUMS_BYTES
+            )
+            for file, digest in parse_checksums(text).items():  # their names stay in the folder
+                if not (target / file).exists() or checksum(target / file) != digest:
+                    self._get(name, file, target)
+            self._get(name, CHECKSUMS, target)
+            if target is not step:
+                os.rename(target, step)
+        return step
+
+    def _get(self, step: str, name: str, folder: Path) -> None:
+        to = folder / name
+        if not to.parent.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{to.parent} is a link that leads out of the checkpoint")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        temporary = to.with_name(f".{to.name}.fetched")
+        temporary.unlink(missing_ok=True)  # a link would be followed
+        self._fs.get_file(f"{self._root}/{step}/{name}", str(temporary))
+        os.replace(temporary, to)

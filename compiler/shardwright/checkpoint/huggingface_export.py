@@ -1,0 +1,272 @@
+"""A checkpoint of any layout -> a Hugging Face folder that from_pretrained loads. No process group,
+no GPU, no DIR.
+
+Streams: the tensors of one decoder layer, and one output shard, are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+from shardwright.checkpoint.checkpoint_saver import save_readable
+from shardwright.checkpoint.generation_config import write_generation_config
+from shardwright.checkpoint.model_reader import (
+    is_byte_level,
+    open_checkpoint,
+    tokenizer_files,
+    whole_parameter,
+)
+from shardwright.data.data_sources import every_part
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.models.byte_tokenizer import write_byte_tokenizer
+from shardwright.models.remote_code_files import OwnCode
+from shardwright.models.tasks.task_registry import Task, task_named
+from shardwright.parallel.lora_adapters import (
+    ADAPTER_WEIGHTS,
+    is_adapter,
+    is_rewritten_by_peft,
+    saved_name,
+    write_config,
+)
+from shardwright.parallel.model_config_loading import load_config
+from shardwright.parallel.torch_dtypes import DTYPES
+from shardwright.plan.plan import Plan
+from shardwright.utils.atomic_write import umask
+
+_PREDICTS_MORE = re.compile(r"num_nextn_predict_layers|_?num_mtp_(\w*)layers|mtp_num_hidden_layers")
+_MTP = re.compile(r"(^|[._])(mtp|nextn|eh_proj)([._]|$)")
+SHARD_BYTES = 5 * 10**9
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    precision: str | None = None,
+    *,
+    merge: bool = False,
+    trust_code: str | None = None,
+) -> bool:
+    """Writes model weights, configs, tokenizer and chat template; of a LoRA run peft's adapter
+    folder, with `merge` the whole model. precision: of the weights, the training's where None.
+    trust_code: the fingerprint of the checkpoint's own code. Returns whether adapters alone were
+    written.
+
+    Raises Refusal: SW2014, SW6201, SW6251, SW6253, SW6258, SW6401; leaves no half-written folder.
+    """
+    plan = open_checkpoint(checkpoint, trust_code)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise refusal(
+            "SW6401",
+            f"{str(output)!r} exists and is not an empty folder",
+            "Give a folder that does not exist yet.",
+        )
+    with torch.device("meta"):
+        config = load_config(plan, checkpoint)
+        model = task_named(plan.model.task).auto_class.from_config(config, trust_remote_code=False)
+    dtype = DTYPES[precision or plan.training.precision]
+    alone = plan.lora is not None and not merge
+    if alone and plan.model.weights_path is None:
+        raise refusal(
+            "SW6253",
+            (
+                f"{str(checkpoint)!r} holds adapters of a model with random weights, which is in "
+                "no other place"
+            ),
+            "Add --merge: the whole model is written, adapters merged into it.",
+        )
+    if alone and plan.lora is not None and is_rewritten_by_peft(plan.lora, model):
+        raise refusal(
+            "SW6258",
+            "peft would load these adapters into the routed experts of this "
+            f"{plan.model.model_type!r}, not into the"
+            " modules that were trained",
+            "Add --merge: the whole model is written, adapters merged into it.",
+        )
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
+    except OSError as error:
+        raise _cannot_write(output, error.strerror or str(error)) from None
+    try:
+        with CheckpointReader(checkpoint) as reader:
+            if alone:
+                _write_adapters(plan, reader, dtype, temporary)
+            else:
+                _write_shards(_exported(plan, model, reader, dtype), temporary)
+        if not alone:
+            _write_configs(plan, model, dtype, checkpoint, temporary)
+        for path in tokenizer_files(checkpoint):
+            shutil.copyfile(path, temporary / path.name)
+        if is_byte_level(plan):
+            write_byte_tokenizer(temporary)
+        template = next((part.template for part in every_part(plan) if part.template), None)
+        if template is not None:  # what the rows were written by, whatever the tokenizer's own is
+            (temporary / "chat_template.jinja").write_text(template, encoding="utf-8")
+        if output.exists():
+            output.rmdir()
+        os.chmod(temporary, 0o777 & ~umask())
+        os.rename(temporary, output)
+    except (OSError, SafetensorError) as error:
+        raise _cannot_write(
+            output, (error.strerror if isinstance(error, OSError) else "") or str(error)
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return alone
+
+
+def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, folder: Path) -> None:
+    """adapter_model.safetensors and adapter_config.json, as peft has them."""
+    assert plan.lora is not None and plan.model.weights_path is not None
+    names = [name for name in reader.manifest.tensors if is_adapter(name)]
+    _write(
+        {saved_name(n): reader.whole(n, "fp32").to(dtype).contiguous() for n in names},
+        folder / ADAPTER_WEIGHTS,
+    )
+    turned = any(tensor.transposed for tensor in reader.manifest.tensors.values())
+    write_config(
+        plan.lora,
+        task_named(plan.model.task),
+        plan.model.weights_path,
+        folder,
+        fan_in_fan_out=turned,
+    )
+
+
+def _exported(
+    plan: Plan, model: PreTrainedModel, reader: CheckpointReader, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) as save_pretrained writes them: tied aliases dropped, experts and others in
+    their own format."""
+    wanted = dict(model.state_dict())
+    for name in model._keys_to_ignore_on_save or ():
+        wanted.pop(name, None)
+    wanted = remove_tied_weights_from_state_dict(wanted, model)
+    first = {alias: group[0] for group in plan.model.tied for alias in group}
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for group in _groups(wanted, plan.model.cut.stack):
+        tensors = {}
+        for name in group:
+            stored = first.get(name, name)
+            if name not in trained and stored not in reader.manifest.tensors:
+                continue  # a buffer outside every pipeline layer: from_pretrained makes it
+            tensor = whole_parameter(plan, reader, stored).reshape(wanted[name].shape)
+            tensors[name] = (
+                tensor.to(dtype) if name in trained and tensor.is_floating_point() else tensor
+            )
+        yield from revert_weight_conversion(model, tensors).items()
+
+
+def _groups(names: dict[str, torch.Tensor], stack: str) -> Iterator[list[str]]:
+    """Names of one decoder layer together, as the model's own format may put its tensors together
+    otherwise."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        inside = name.startswith(stack + ".")
+        groups.setdefault(name[len(stack) + 1 :].split(".")[0] if inside else "", []).append(name)
+    yield from groups.values()
+
+
+def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """model.safetensors, or numbered ones of about SHARD_BYTES with an index."""
+    shards: list[list[str]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = size = 0
+    for name, tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        if held and size + bytes_ > SHARD_BYTES:
+            _write(held, folder / f"{len(shards)}.safetensors")
+            shards.append(list(held))
+            held, size = {}, 0
+        held[name] = tensor.contiguous()
+        size, total = size + bytes_, total + bytes_
+    _write(held, folder / f"{len(shards)}.safetensors")
+    shards.append(list(held))
+    if len(shards) == 1:
+        os.rename(folder / "0.safetensors", folder / "model.safetensors")
+        return
+    files = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
+    for number, file in enumerate(files):
+        os.rename(folder / f"{number}.safetensors", folder / file)
+    where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2) + "\n", encoding="utf-8"
+    )
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """One storage a tensor: a split of one fused tensor leaves views of it."""
+    save_readable(
+        {name: t.clone() if t._base is not None else t for name, t in tensors.items()}, path
+    )
+
+
+def _write_configs(
+    plan: Plan, model: PreTrainedModel, dtype: torch.dtype, checkpoint: Path, folder: Path
+) -> None:
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if plan.model.own_code is not None:
+        task = task_named(plan.model.task)
+        _bring_own_code(plan.model.own_code, task, model, checkpoint / "model", folder)
+    describe_what_is_there(model)
+    model.config.save_pretrained(folder)
+    write_generation_config(plan, model, checkpoint, folder)
+
+
+def describe_what_is_there(model: PreTrainedModel) -> None:
+    """Takes out of the configuration what it says of tensors that an export does not hold: their
+    quantisation, and layers for multi-token prediction, which transformers' class does not
+    build."""
+    names = list(model.state_dict())
+    for config in {
+        id(c): c for c in (model.config, model.config.get_text_config(decoder=True))
+    }.values():
+        for key in ("quantization_config", "compression_config"):
+            if hasattr(config, key):
+                delattr(config, key)
+        for key, value in config.to_dict().items():
+            if (
+                _PREDICTS_MORE.fullmatch(key)
+                and isinstance(value, int)
+                and not any(_MTP.search(n) for n in names)
+            ):
+                setattr(config, key, 0)
+
+
+def _bring_own_code(
+    code: OwnCode, task: Task, model: PreTrainedModel, folder: Path, output: Path
+) -> None:
+    """Loads with trust_remote_code=True, as the model did that training started from."""
+    model.config.auto_map = {
+        "AutoConfig": code.config_class,
+        task.auto_class.__name__: code.model_class,
+    }
+    for name, _ in code.files:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, output / name)
+
+
+def _cannot_write(output: Path, why: str) -> Refusal:
+    return refusal(
+        "SW6401",
+        f"{str(output)!r} cannot be written: {why}",
+        "Give a folder that you may write to, on a disk with room. The checkpoint is unharmed.",
+    )

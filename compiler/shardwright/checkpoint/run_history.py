@@ -1,0 +1,113 @@
+"""Which run wrote a checkpoint: run.json in each step folder. No torch here.
+
+A run has a random id, made when it starts from nothing and kept by every attempt that goes on from
+its newest checkpoint. Going on from a named checkpoint is another run, which begins there: what the
+first one wrote later is not its own. So two runs may share a folder or a bucket, and neither prunes
+or continues the other.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from shardwright.checkpoint.checkpoint_manifest import read_limited
+from shardwright.monitor.run_files import read_attempt_record, write_json
+from shardwright.utils.bounded_read import parse_json
+from shardwright.utils.json_records import read_record
+
+RUN_FILE = "run.json"
+_MOST_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ancestor:
+    """A run up to a step."""
+
+    run: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """run: "" for checkpoints from before runs had ids. before: what it goes on from, oldest
+    first."""
+
+    run: str
+    before: tuple[Ancestor, ...] = ()
+
+    def holds(self, other: Line, step: int) -> bool:
+        """Whether the checkpoint of `step` that `other` wrote lies on this line."""
+        return other.run == self.run or any(
+            a.run == other.run and step <= a.step for a in self.before
+        )
+
+
+UNKNOWN = Line(run="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a checkpoint is told of who writes it: its line, and as its manifest has them rows, data
+    and finite."""
+
+    line: Line
+    finite: bool = True
+    rows: tuple[int, ...] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
+
+
+UNKNOWN_ORIGIN = Origin(line=UNKNOWN)
+
+
+def new_line(before: tuple[Ancestor, ...] = ()) -> Line:
+    return Line(run=secrets.token_hex(8), before=before)
+
+
+def branch(line: Line, step: int) -> Line:
+    """Another run, from a checkpoint of `line` on."""
+    return new_line((*line.before, Ancestor(run=line.run, step=step)))
+
+
+def continued(current: Line | None, written: Line, step: int) -> Line:
+    """The line of an attempt that goes on by itself from the checkpoint of `step` in `written`'s
+    line.
+
+    current: the folder's own; None where it has none yet.
+    """
+    if current is not None and current.holds(written, step):
+        return current
+    return written if current is None and written.run else branch(written, step)
+
+
+def line_from_json(document: object) -> Line | None:
+    """None where there is none in it."""
+    try:
+        return read_record(Line, document)
+    except ValueError:
+        return None
+
+
+def current_line(folder: Path) -> Line | None:
+    """Of the compiled folder's last attempt."""
+    return line_from_json(read_attempt_record(folder).line)
+
+
+def line_of(checkpoint: Path) -> Line:
+    try:
+        return parse_line(read_limited(checkpoint / RUN_FILE, _MOST_BYTES))
+    except (OSError, ValueError):
+        return UNKNOWN
+
+
+def parse_line(text: bytes) -> Line:
+    try:
+        return line_from_json(parse_json(text)) or UNKNOWN
+    except ValueError:
+        return UNKNOWN
+
+
+def write_line(checkpoint: Path, line: Line) -> None:
+    write_json(checkpoint / RUN_FILE, asdict(line))

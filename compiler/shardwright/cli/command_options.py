@@ -1,0 +1,76 @@
+"""Options that several commands have, in the same words."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """args.overrides: a list of KEY=VALUE."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, such as training.steps=10; repeatable",
+    )
+
+
+def positive(text: str) -> int:
+    """The type of an option that is a count."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def add_new_recipe(parser: argparse.ArgumentParser) -> None:
+    """args.output: a path, or None for standard output."""
+    help = "where to write the recipe; an existing file is never replaced"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=help)
+
+
+def add_json(
+    parser: argparse.ArgumentParser, help: str = "print one JSON object instead of text"
+) -> None:
+    """args.json."""
+    parser.add_argument("--json", action="store_true", help=help)
+
+
+def add_trust_code(parser: argparse.ArgumentParser) -> None:
+    """args.trust_code: a fingerprint, or None."""
+    parser.add_argument(
+        "--trust-code",
+        metavar="SHA256",
+        help=(
+            "allow the model's own Python code to run; the refusal lists the files and the "
+            "fingerprint"
+        ),
+    )
+
+
+def add_island(
+    parser: argparse.ArgumentParser,
+    metavar: str = "K",
+    help: str = "with cluster.islands: which of them, from 0",
+) -> None:
+    """args.island: the word, or None."""
+    parser.add_argument("--island", metavar=metavar, help=help)
+
+
+def island_folder(args: argparse.Namespace) -> Path:
+    """args.folder, or the island's in it that args.island names. Raises Refusal: SW6001, SW6014."""
+    from shardwright.diagnostics import refusal
+    from shardwright.plan.island_plans import of_island
+    from shardwright.plan.plan_json import load_plan
+
+    folder: Path = args.folder
+    if args.island is not None and not args.island.isdecimal():
+        raise refusal(
+            "SW6014",
+            f"--island {args.island} is no number",
+            "Give the number of an island, from 0.",
+        )
+    return of_island(load_plan(folder), folder, None if args.island is None else int(args.island))

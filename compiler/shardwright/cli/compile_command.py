@@ -1,0 +1,200 @@
+"""`shardwright compile R -o DIR`: a recipe becomes a folder that `run` trains from."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.command_options import add_json, add_overrides
+from shardwright.cli.terminal import print_diagnostics, shell_word
+from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.models.weights_location import weights_words
+from shardwright.utils.number_format import SECONDS_PER_DAY, duration, number
+from shardwright.utils.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from shardwright.compile import Compiled
+    from shardwright.monitor.run_files import MeasuredSaves
+    from shardwright.plan.plan import Plan, PlanStage, PlanTraining
+    from shardwright.recipe.recipe_types import Recipe
+
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", type=Path, help="the recipe file")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write"
+    )
+    add_overrides(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.compiled_folder_writer import check_folder, forget_islands, write_folder
+    from shardwright.plan.island_plans import island_name
+    from shardwright.recipe.auto_values import with_measured_saves
+    from shardwright.recipe.recipe_loader import load_recipe
+
+    recipe = load_recipe(args.recipe, args.overrides)
+    # Before the seconds that torch needs.
+    islands = range(recipe.cluster.islands if recipe.training.outer else 0)
+    for folder in (args.output, *(args.output / island_name(k) for k in islands)):
+        check_folder(folder)
+    saves = _measured_saves(recipe, args.output)
+    if saves is not None:
+        recipe = with_measured_saves(recipe, saves.gbytes_per_second)
+
+    from shardwright.compile import compile_recipe
+
+    compiled = compile_recipe(recipe)
+    write_folder(args.output, compiled.files)
+    for island, files in enumerate(compiled.islands):
+        write_folder(args.output / island_name(island), files)
+    forget_islands(args.output, len(compiled.islands))
+    print_diagnostics(compiled.warnings, recipe.source)
+    if args.json:
+        print(as_json(compiled, args.output))
+        return 0
+    print(summary(compiled, args.output, _interval(recipe, compiled.plan, saves)))
+    return 0
+
+
+def _measured_saves(recipe: Recipe, directory: Path) -> MeasuredSaves | None:
+    """Of the run in the folder that is compiled anew, where an interval is to be settled and the
+    recipe gives no speed (decision 025)."""
+    from shardwright.monitor.run_files import read_saves
+
+    settles = (
+        recipe.checkpoint.every_steps == "auto"
+        and recipe.cluster.checkpoint_gbytes_per_second is None
+    )
+    return read_saves(directory) if settles else None
+
+
+def _interval(recipe: Recipe, plan: Plan, saves: MeasuredSaves | None) -> str:
+    """What `checkpoint.every_steps: auto` became; "" where the recipe says it."""
+    if recipe.checkpoint.every_steps != "auto":
+        return ""
+    every = plan.checkpoint.every_steps
+    assert every is not None, "auto is always some steps"
+    words = (
+        f"every {every:,} steps, "
+        f"{duration(every * plan.predicted.time.step_seconds / SECONDS_PER_DAY)} apart"
+    )
+    if saves is None:
+        return words
+    return (
+        f"{words}; the run there wrote {number(saves.gbytes_per_second)} GB/s a node in "
+        f"{saves.count} saves"
+    )
+
+
+def as_json(compiled: Compiled, directory: Path) -> str:
+    plan = compiled.plan
+    return strict_json(
+        {
+            "directory": str(directory),
+            "name": plan.name,
+            "strategy": asdict(plan.strategy),
+            "stages": [asdict(stage) for stage in plan.stages],
+            "predicted": asdict(plan.predicted),
+            "files": [*sorted(compiled.files), *_island_files(compiled)],
+            "warnings": [
+                {"code": d.code, "severity": d.severity, "message": d.message}
+                for d in compiled.warnings
+            ],
+        }
+    )
+
+
+def _island_files(compiled: Compiled) -> list[str]:
+    from shardwright.plan.island_plans import island_name
+
+    return [
+        f"{island_name(k)}/{name}"
+        for k, files in enumerate(compiled.islands)
+        for name in sorted(files)
+    ]
+
+
+def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
+    """What was decided, in the recipe's own words, and the next command. interval: of `every_steps:
+    auto`."""
+    from shardwright.cost.prediction_errors import error_words
+    from shardwright.search.layout_comparison import hpz_words
+
+    plan, model, files = compiled.plan, compiled.plan.model, compiled.files
+    s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
+    peak, capacity = memory.peak_bytes / GIB, memory.capacity_bytes / GIB
+    islands, of_each = (
+        ("", "")
+        if plan.outer is None
+        else (f"{plan.outer.islands} islands of ", ", of each island")
+    )
+    layout, _, settings = s.describe().partition(f" micro_batch_size={s.micro_batch_size} ")
+    rows = [
+        ("recipe", plan.name),
+        (
+            "model",
+            (
+                f"{model.architecture}, {model.total_parameters:,} parameters, "
+                f"{weights_words(model.weights)}"
+            ),
+        ),
+        ("cluster", f"{islands}{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
+        ("layout", layout),
+        ("", settings),
+        *([("weights", hpz)] if (hpz := hpz_words(s)) else []),
+        (
+            "batch",
+            (
+                f"{t.global_batch_size} = {s.micro_batch_size} x {s.gradient_accumulation_steps} x "
+                f"data {s.data}{of_each}"
+            ),
+        ),
+        (
+            "training",
+            f"{_length(t)} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}",
+        ),
+        *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),
+        ("memory", f"{peak:.1f} of {capacity:.1f} GiB on the fullest rank, predicted"),
+        ("step", f"{time.step_seconds:.3g} s, {time.bubble_fraction:.0%} of it idle, predicted"),
+        ("error", error_words(compiled.error)),
+        *([("saves", interval)] if interval else []),
+        (
+            "written",
+            f"{len(files) + len(_island_files(compiled))} files in {visible(str(directory))}",
+        ),
+        *_next(plan, directory),
+    ]
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+
+
+def _next(plan: Plan, directory: Path) -> list[tuple[str, str]]:
+    """The commands that start it."""
+    place = shell_word(str(directory))
+    if plan.outer is None:
+        return [("next", f"shardwright run {place}")]
+    store = f"shardwright outer-store {place}"
+    each = [("", f"shardwright run {place} --island {k}") for k in range(plan.outer.islands)]
+    return [("next", f"{store}    (at {plan.launch.outer_store})"), *each]
+
+
+def _length(training: PlanTraining) -> str:
+    return (
+        f"{training.steps} steps"
+        if training.epochs is None
+        else f"{training.epochs:g} epochs, in steps"
+    )
+
+
+def _stage(stage: PlanStage) -> str:
+    names = (
+        stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]} ... {stage.layers[-1]}"
+    )
+    count = f"{len(stage.layers)} layer{'s' if len(stage.layers) > 1 else ''}"
+    return f"{count} on pipeline rank {stage.pipeline_rank}: {names}"

@@ -1,0 +1,348 @@
+"""`shardwright diff A B`: what changed between two recipes or compiled folders, what it does, and
+whether checkpoints of A resume under B."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.command_options import add_json
+from shardwright.cli.terminal_tables import table_lines, title
+from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.models.weights_location import TOKENIZER_PATTERNS
+from shardwright.utils.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from shardwright.checkpoint.checkpoint_compatibility import CheckpointFacts, TokenizerFiles
+    from shardwright.cli.priced_recipe import PricedRecipe
+    from shardwright.cli.resume_verdict import Resumable, Resume
+    from shardwright.layout.layout_estimate import Estimate
+    from shardwright.recipe.recipe_types import Recipe
+    from shardwright.utils.json_types import JsonObject, JsonValue
+
+GIB = 2**30
+Change = tuple[str, "JsonValue", "JsonValue"]
+"""(key, A's value, B's value)"""
+SECTIONS = {
+    "recipe": "Recipe",
+    "strategy": "Layout",
+    "stages": "Stages",
+    "model": "Model",
+    "versions": "Versions",
+}
+"""Recipe: dotted keys; stages: the layers of each pipeline stage; model: keys of the Hugging Face
+configuration."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="a recipe or a compiled folder")
+    parser.add_argument(
+        "b", metavar="B", help="another one; a recipe can be compared with a folder"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 0 whether or not anything differs; a recipe that cannot be read is refused."""
+    from shardwright.cli.estimate_command import diagnostic_objects
+    from shardwright.cli.priced_recipe import read_subject
+
+    try:
+        a, b = read_subject(args.a), read_subject(args.b)
+    except Refusal as refusal:
+        if not args.json:
+            raise
+        print(strict_json({"diagnostics": diagnostic_objects(refusal.diagnostics)}), flush=True)
+        return 1
+    found = difference(a, b)
+    print(strict_json(as_object(a, b, found)) if args.json else page(a, b, found), flush=True)
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """changes: by the keys of SECTIONS."""
+
+    changes: Mapping[str, tuple[Change, ...]]
+    resume: Resume
+
+    @property
+    def is_none(self) -> bool:
+        return not any(self.changes.values())
+
+
+def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
+    from shardwright.cli.resume_verdict import resume_under
+
+    ours, theirs = resumable(a), resumable(b)
+    found = {
+        "recipe": changes(a.recipe.document, b.recipe.document),
+        "strategy": changes(
+            dataclasses.asdict(ours.facts.strategy), dataclasses.asdict(theirs.facts.strategy)
+        ),
+        "stages": changes(_stages(a, ours), _stages(b, theirs)),
+        "model": changes(a.graph.config, b.graph.config),
+        "versions": changes(ours.versions, theirs.versions),
+    }
+    return Difference(changes=found, resume=resume_under(ours, theirs))
+
+
+def resumable(subject: PricedRecipe) -> Resumable:
+    """A recipe counts as compiled by what is installed."""
+    from shardwright.cli.resume_verdict import Resumable
+    from shardwright.engines.engine_table import ENGINES
+    from shardwright.plan.plan_builder import installed_versions
+
+    packages = ENGINES[subject.recipe.target].packages
+    return Resumable(
+        recipe=subject.recipe,
+        facts=_facts(subject),
+        attention=subject.graph.attention,
+        versions=subject.plan.versions
+        if subject.plan is not None
+        else installed_versions(packages),
+    )
+
+
+def _facts(subject: PricedRecipe) -> CheckpointFacts:
+    """Of a compiled folder those that `run` takes, but for the tokenizer's name: a recipe has it
+    from elsewhere."""
+    from shardwright.checkpoint.checkpoint_compatibility import (
+        CheckpointFacts,
+        facts_of,
+        samples_of,
+    )
+    from shardwright.models.frozen_parameters import frozen_patterns
+    from shardwright.plan.plan_builder import plan_data, plan_lora
+
+    recipe, graph, name = subject.recipe, subject.graph, _tokenizer_name(subject.recipe)
+    if subject.plan is not None:
+        facts = facts_of(subject.plan, Path(subject.name))
+        if facts.tokenizer is None or name is None:
+            return facts
+        return dataclasses.replace(facts, tokenizer=dataclasses.replace(facts.tokenizer, name=name))
+    too_few_layers = any(d.code == "SW3106" for d in subject.estimate.diagnostics)
+    return CheckpointFacts(
+        architecture=graph.architecture,
+        config_hash=graph.config_hash,
+        strategy=subject.estimate.strategy,
+        boundaries=() if too_few_layers else subject.estimate.boundaries,
+        precision=recipe.training.precision,
+        lora=plan_lora(recipe, graph),
+        frozen=frozen_patterns(graph, recipe.model.freeze),
+        tokenizer=None if name is None else _tokenizer_files(name),
+        samples=samples_of(recipe.training, recipe.cluster.islands),
+        data=None if recipe.data is None else plan_data(recipe.data),
+        held_out=(recipe.validation and recipe.validation.fraction) or 0.0,
+    )
+
+
+def _tokenizer_name(recipe: Recipe) -> str | None:
+    """All parts of the data have the same one."""
+    return next((part.tokenizer for _, part in recipe.tokenized()), None)
+
+
+def _tokenizer_files(name: str) -> TokenizerFiles:
+    """Of a folder on this machine; those of a Hugging Face name are not looked for."""
+    from shardwright.checkpoint.checkpoint_compatibility import BYTE, TokenizerFiles
+
+    if name == BYTE:
+        return TokenizerFiles(name=name, files=())
+    folder = Path(name)
+    found = {
+        path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern) if path.is_file()
+    }
+    if not found or not folder.is_absolute():
+        return TokenizerFiles(name=name, files=None)
+    digests = ((path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in sorted(found))
+    return TokenizerFiles(name=name, files=tuple(digests))
+
+
+def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
+    """Keys in A's order, those that B alone has last; mappings key by key, lists as one value."""
+    ours, theirs = dict(_leaves(a, b)), dict(_leaves(b, a))
+    return tuple(
+        (key, ours.get(key), theirs.get(key))
+        for key in dict.fromkeys([*ours, *theirs])
+        if json.dumps(ours.get(key)) != json.dumps(theirs.get(key))
+    )
+
+
+def _leaves(
+    value: JsonObject, beside: JsonValue, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, JsonValue]]:
+    """beside: what the other one has there. A mapping of one key beside a word, {full: 3} beside
+    full, is one value."""
+    for key, below in value.items():
+        other = beside.get(key) if isinstance(beside, dict) else None
+        if isinstance(below, dict) and below and not (isinstance(other, str) and len(below) == 1):
+            yield from _leaves(below, other, (*path, key))
+        else:
+            yield ".".join((*path, key)), below
+
+
+def _stages(subject: PricedRecipe, resumable: Resumable) -> JsonObject:
+    names = [layer.name for layer in subject.graph.layers]
+    bounds = itertools.pairwise(resumable.facts.boundaries)
+    return {f"stage {i}": _span(names[start:stop]) for i, (start, stop) in enumerate(bounds)}
+
+
+def _span(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} layers: {names[0]} ... {names[-1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """One figure of both. change: B's over A's, less 1; None where A's is 0 or one of them is not
+    known."""
+
+    name: str
+    a: float | None
+    b: float | None
+
+    @property
+    def change(self) -> float | None:
+        return None if not self.a or self.b is None else self.b / self.a - 1
+
+
+def effects(a: Estimate, b: Estimate) -> tuple[Effect, ...]:
+    from shardwright.search.layout_comparison import PARTS
+
+    figures = {
+        "memory": ("peak_bytes", "capacity_bytes"),
+        "time": (
+            "step_seconds",
+            *PARTS,
+            "tokens_per_second_per_gpu",
+            "model_tflops_per_gpu",
+            "mfu",
+        ),
+        "training": ("steps", "days", "gpu_hours", "cost"),
+    }
+    return tuple(
+        Effect(name=name, a=getattr(getattr(a, part), name), b=getattr(getattr(b, part), name))
+        for part, names in figures.items()
+        for name in names
+    )
+
+
+# Words, what a figure is divided by, and its format; {} is inside_words() of both layouts.
+_SHOWN = {
+    "peak_bytes": ("peak memory, GiB", GIB, ".2f"),
+    "capacity_bytes": ("memory of a GPU, GiB", GIB, ".1f"),
+    "step_seconds": ("step, s", 1, ".4g"),
+    "compute_seconds": ("  computation, s", 1, ".4g"),
+    "tensor_comm_seconds": ("  {} collectives, s", 1, ".4g"),
+    "pipeline_comm_seconds": ("  sends between stages, s", 1, ".4g"),
+    "data_comm_seconds": ("  data-parallel collectives, s", 1, ".4g"),
+    "outer_comm_seconds": ("  the outer step between islands, s", 1, ".4g"),
+    "optimizer_seconds": ("  the optimizer, s", 1, ".4g"),
+    "bubble_seconds": ("  the pipeline's idle time, s", 1, ".4g"),
+    "tokens_per_second_per_gpu": ("tokens/s per GPU", 1, ",.0f"),
+    "mfu": ("MFU", 1, ".1%"),
+    "steps": ("steps", 1, ",.0f"),
+    "days": ("days", 1, ".3g"),
+    "gpu_hours": ("GPU hours", 1, ",.1f"),
+    "cost": ("cost", 1, ",.0f"),
+}
+LONGEST = 60  # characters of a value in the page; --json has all
+
+
+def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
+    from shardwright.layout.layout import inside_words
+
+    lines = [f"A  {_who(a)}", f"B  {_who(b)}", ""]
+    if found.is_none:
+        lines += ["nothing differs", ""]
+    for section, words in SECTIONS.items():
+        cells = [(key, _say(ours), _say(theirs)) for key, ours, theirs in found.changes[section]]
+        if cells:
+            lines += [
+                title(words),
+                *table_lines(("key", "A", "B"), cells, text=(0, 1, 2), indent="  "),
+                "",
+            ]
+    on_cpu = a.cluster.gpu.is_cpu and b.cluster.gpu.is_cpu
+    shown = [e for e in effects(a.estimate, b.estimate) if e.name in _SHOWN and (e.a or e.b)]
+    inside = inside_words(a.estimate.strategy, b.estimate.strategy)
+    figures = [_effect_row(effect, inside, is_cpu=on_cpu) for effect in shown]
+    lines += [
+        title("Effect"),
+        *table_lines(("", "A", "B", "change"), figures, text=(0,), indent="  "),
+    ]
+    for name, subject in (("A", a), ("B", b)):
+        broken = [d for d in subject.estimate.diagnostics if d.severity == "error"]
+        lines += [f"  {name} does not run: {d.code}: {d.message}" for d in broken]
+        other = b if subject is a else a
+        if subject.recipe.cluster.islands == 1 and other.recipe.cluster.islands > 1:
+            asked = (
+                f"`explain {'B' if subject is a else 'A'} --why-not islands=1` prices it over "
+                "the links of islands"
+            )
+            lines.append(
+                f"  {name} is priced with the links of one cluster between all its nodes; {asked}"
+            )
+        if subject.is_predicted_anew:
+            lines.append(
+                f"  {name} was compiled by another version; its figures here are this version's"
+            )
+    resume = found.resume
+    verdict = "no" if resume.verdict == "no" else f"yes, {resume.verdict}"
+    lines += ["", title("Checkpoints of A under B"), f"  {verdict}: {resume.how}"]
+    lines += [f"  {note}" for note in resume.notes]
+    return "\n".join(lines)
+
+
+def _who(subject: PricedRecipe) -> str:
+    kind = "recipe" if subject.plan is None else "compiled folder"
+    return f"{visible(subject.name)} ({kind} {subject.recipe.name})"
+
+
+def _say(value: JsonValue) -> str:
+    text = "-" if value is None else visible(value if isinstance(value, str) else json.dumps(value))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def _effect_row(effect: Effect, inside: str, *, is_cpu: bool) -> tuple[str, ...]:
+    words, unit, form = _SHOWN[effect.name]
+    words = words.format(inside).replace("GPU", "rank" if is_cpu else "GPU")
+    values = (
+        "-" if value is None else format(value / unit, form) for value in (effect.a, effect.b)
+    )
+    change = effect.change
+    return words, *values, "" if change is None else "same" if change == 0 else f"{change:+.1%}"
+
+
+def as_object(a: PricedRecipe, b: PricedRecipe, found: Difference) -> JsonObject:
+    from shardwright.cli.estimate_command import estimate_object
+
+    def listed(rows: tuple[Change, ...]) -> list[JsonValue]:
+        return [{"key": key, "a": ours, "b": theirs} for key, ours, theirs in rows]
+
+    def side(subject: PricedRecipe) -> JsonObject:
+        kind = "recipe" if subject.plan is None else "folder"
+        return {
+            **estimate_object(subject.name, subject.estimate),
+            "kind": kind,
+            "name": subject.recipe.name,
+        }
+
+    return {
+        "a": side(a),
+        "b": side(b),
+        "identical": found.is_none,
+        "changes": {section: listed(found.changes[section]) for section in SECTIONS},
+        "effect": {
+            e.name: {"a": e.a, "b": e.b, "change": e.change}
+            for e in effects(a.estimate, b.estimate)
+        },
+        "resume": dataclasses.asdict(found.resume),
+    }

@@ -1,0 +1,169 @@
+"""`shardwright doctor DIR`: try the hosts before anything is started on them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.command_options import add_island, add_json, island_folder
+from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.utils.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from shardwright.diagnostics.host_check import HostCheck
+    from shardwright.plan.plan import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    parser.add_argument(
+        "--hostfile", type=Path, help="the hosts to check: one `name slots=N` per line"
+    )
+    add_island(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.plan.plan_json import load_plan
+
+    folder = island_folder(args)
+    plan = load_plan(folder)
+    checks = list(_checks(plan, folder, args.hostfile))
+    if plan.outer is not None:
+        checks.append(_store_check(plan, folder))
+    print(as_json(checks) if args.json else as_text(checks))
+    return 1 if any(is_red(check) for check in checks) else 0
+
+
+def _store_check(plan: Plan, folder: Path) -> HostCheck:
+    """Of an island's folder."""
+    from shardwright.cost.diloco_costs import inner_seconds, islands_cost
+    from shardwright.diloco.outer_store_check import PlannedLink, check_store
+    from shardwright.recipe.recipe_loader import load_recipe
+
+    step = inner_seconds(plan.predicted.time)
+    cost = islands_cost(
+        load_recipe(folder / "recipe.resolved.json"), plan.model.total_parameters, step
+    )
+    assert cost is not None, "a plan of islands has a recipe of them"
+    planned = PlannedLink(
+        gbits_per_second=cost.link_gbits_per_second,
+        outer_seconds=cost.outer_seconds,
+        between_seconds=cost.every_steps * step,
+    )
+    return check_store(plan, folder, planned)
+
+
+def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostCheck]:
+    """By who knows the hosts: a scheduler, a hostfile, or whoever calls launch.sh on each node.
+
+    The names in a compiled hostfile of the latter two are made up, and nobody asks for them.
+    """
+    from shardwright.cluster.gpu_catalogue import resolve_cluster
+    from shardwright.diagnostics.host_check import unchecked
+    from shardwright.launch.host_checks import examine
+    from shardwright.launch.launchers.job_scheduler import scheduler_of
+    from shardwright.launch.launchers.launcher_table import LAUNCHERS
+    from shardwright.launch.preflight_checks import host_obstacles, scheduler_obstacles
+    from shardwright.launch.rendezvous_check import Assumed
+    from shardwright.recipe.recipe_loader import load_recipe
+
+    cluster = resolve_cluster(load_recipe(folder / "recipe.resolved.json").cluster)
+    shared, launcher = cluster.shared_filesystem, LAUNCHERS[plan.launch.launcher]
+    assumed = Assumed(
+        intra_node_bytes_per_second=cluster.intra_node_bytes_per_second,
+        inter_node_bytes_per_second=cluster.inter_node_bytes_per_second,
+        is_cpu=cluster.gpu.is_cpu,
+    )
+    if launcher.scheduler:
+        if hostfile is not None:
+            raise Refusal(*host_obstacles(plan, folder, hostfile))
+        if not launcher.is_allocated:
+            return tuple(scheduler_of(plan).checks(plan, folder, shared=shared))
+        if obstacles := tuple(scheduler_obstacles(plan)):
+            raise Refusal(*obstacles)
+        if plan.launch.slurm is not None and plan.launch.slurm.container is not None:
+            return (unchecked("nodes", "the ranks' container is not entered"),)
+        return examine(
+            plan, folder, scheduler_of(plan).allocated_hosts(), assumed, reach="srun", shared=shared
+        )
+    if plan.nodes > 1 and launcher.by_hand and hostfile is None:
+        told = (
+            f"the other {plan.nodes - 1}: run doctor on each, or give --hostfile where ssh "
+            "reaches them"
+        )
+        here = examine(plan, folder, ["this node"], assumed, reach="local", shared=shared)
+        return (*here, unchecked("nodes", told))
+    hosts = read_hosts(plan, folder, hostfile)
+    return examine(
+        plan, folder, hosts, assumed, reach="local" if plan.nodes == 1 else "ssh", shared=shared
+    )
+
+
+def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
+    """Raises Refusal where the hostfile is missing, cannot be read, or is not the plan's
+    cluster."""
+    from shardwright.launch.preflight_checks import no_hostfile
+    from shardwright.plan.hostfile import read_hosts as hosts_of
+    from shardwright.utils.bounded_read import read_regular_text
+
+    if plan.nodes == 1:
+        return ["localhost"]
+    path = hostfile or folder / "launch" / "hostfile"
+    try:
+        text = read_regular_text(path)
+    except (OSError, UnicodeDecodeError):
+        raise Refusal(no_hostfile(plan)) from None
+    return [host.name for host in hosts_of(str(path), text, plan.nodes, plan.gpus_per_node)]
+
+
+def is_red(check: HostCheck) -> bool:
+    """Whether a run would fail; a warning (a slow link) is told and does not stop one."""
+    return any(problem.severity == "error" for problem in check.problems)
+
+
+def as_text(checks: Sequence[HostCheck]) -> str:
+    lines = []
+    for check in checks:
+        if not is_red(check):
+            label = "ok  " if check.checked else "skip"
+            lines.append(f"{label} {check.name:<13}{visible(check.told)}")
+        for problem in check.problems:
+            label = "red " if problem.severity == "error" else "warn"
+            lines.append(f"{label} {check.name:<13}{problem.code} {visible(problem.message)}")
+            lines.append(f"     {'':<13}{visible(problem.help)}")
+    red = sum(problem.severity == "error" for check in checks for problem in check.problems)
+    well = (
+        "all is well" if all(check.checked for check in checks) else "what could be checked is well"
+    )
+    lines.append(f"{well}: `shardwright run`" if not red else f"{red} found; nothing was started")
+    return "\n".join(lines)
+
+
+def as_json(checks: Sequence[HostCheck]) -> str:
+    return strict_json(
+        {
+            "ok": not any(is_red(check) for check in checks),
+            "checks": [
+                {
+                    "name": check.name,
+                    "ok": not is_red(check),
+                    "checked": check.checked,
+                    "told": check.told,
+                    "problems": [
+                        {
+                            "code": p.code,
+                            "severity": p.severity,
+                            "message": p.message,
+                            "help": p.help,
+                        }
+                        for p in check.problems
+                    ],
+                }
+                for check in checks
+            ],
+        }
+    )

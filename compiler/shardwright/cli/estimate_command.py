@@ -1,0 +1,189 @@
+"""`shardwright estimate R...`: what the pinned layout costs. One JSON object a recipe with --json,
+else a page."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.command_options import add_json, add_overrides
+from shardwright.cli.terminal import print_diagnostics, print_refusal
+from shardwright.diagnostics import Diagnostic, Refusal
+from shardwright.recipe.recipe_types import AssumeSection
+from shardwright.utils.number_format import device, device_hours, duration, rate
+from shardwright.utils.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwright.cluster.cluster_types import Cluster
+    from shardwright.cost.goodput import Goodput
+    from shardwright.layout.layout_estimate import Estimate, Training
+    from shardwright.models.model_graph import ModelGraph
+    from shardwright.recipe.recipe_types import Recipe
+    from shardwright.utils.json_types import JsonValue
+
+
+_PARTS = ("strategy", "memory", "time", "training", "error")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe files")
+    add_overrides(parser)
+    add_json(parser, "print one JSON object per recipe, one per line, in order")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 1 if any recipe is infeasible, after all of them."""
+    feasible = [_estimate(path, args.overrides, as_json=args.json) for path in args.recipes]
+    return 0 if all(feasible) else 1
+
+
+def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
+    """Prints what there is to say of one recipe; whether it is feasible."""
+    from shardwright.cli.measurement_text import measured_object, plan_lines
+    from shardwright.compile import estimate_recipe
+    from shardwright.cost.goodput import goodput
+    from shardwright.recipe.recipe_loader import load_recipe
+
+    try:
+        problem, estimate = estimate_recipe(load_recipe(Path(path), overrides))
+    except Refusal as refusal:
+        if as_json:  # no "memory" and no "time": there was nothing to count
+            found = diagnostic_objects(refusal.diagnostics)
+            print(
+                strict_json({"recipe": path, "feasible": False, "diagnostics": found}), flush=True
+            )
+        else:
+            print_refusal(refusal)
+        return False
+    recipe, expected = problem.recipe, goodput(problem, estimate)
+    if as_json:
+        measured = measured_object(recipe, problem.graph, estimate.strategy)
+        more = {"goodput": goodput_object(expected), "assume": dataclasses.asdict(recipe.assume)}
+        more |= {} if measured is None else {"measured": measured}
+        more |= islands_object(recipe, problem.graph, estimate)
+        print(strict_json({**estimate_object(path, estimate), **more}), flush=True)
+    else:
+        rows = islands_rows(recipe, problem.graph, estimate)
+        told = [f"  {name:<8} {words}" for name, words in rows]
+        told += [f"  {line}" for line in plan_lines(recipe, problem.graph, problem.cluster)]
+        print("\n".join([path, *_lines(estimate, recipe, expected), *told, ""]), flush=True)
+        print_diagnostics(estimate.diagnostics, recipe.source)
+    return estimate.feasible
+
+
+def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
+    """The object of each plan of `plan --json`; `estimate --json` adds the goodput and what the
+    recipe assumes."""
+    from shardwright.cost.prediction_errors import error_fields
+
+    told = error_fields(estimate.error)
+    return {
+        "recipe": path,
+        "feasible": estimate.feasible,
+        "diagnostics": diagnostic_objects(estimate.diagnostics),
+        **{
+            part: dataclasses.asdict(getattr(estimate, part)) | told.get(part, {})
+            for part in _PARTS
+        },
+        "flops_source": estimate.flops_source,
+    }
+
+
+def goodput_object(expected: Goodput | None) -> JsonValue:
+    """null where nothing says how much is trained between saves."""
+    return None if expected is None else dataclasses.asdict(expected)
+
+
+def goodput_rows(expected: Goodput | None) -> list[tuple[str, str]]:
+    """(name, words), the name on the first alone."""
+    from shardwright.cost.goodput import goodput_words
+
+    words = [] if expected is None else goodput_words(expected)
+    return [("" if line else "goodput", text) for line, text in enumerate(words)]
+
+
+def islands_object(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> dict[str, JsonValue]:
+    """{} without islands."""
+    from shardwright.cost.diloco_costs import inner_seconds, islands_cost
+
+    found = islands_cost(recipe, graph.total_parameters, inner_seconds(estimate.time))
+    return {} if found is None else {"islands": dataclasses.asdict(found)}
+
+
+def islands_rows(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> list[tuple[str, str]]:
+    """(name, words), the name on the first alone."""
+    from shardwright.cost.diloco_costs import inner_seconds, islands_cost, islands_words
+
+    found = islands_cost(recipe, graph.total_parameters, inner_seconds(estimate.time))
+    words = [] if found is None else islands_words(found)
+    return [("" if line else "islands", text) for line, text in enumerate(words)]
+
+
+def cluster_words(recipe: Recipe, cluster: Cluster) -> str:
+    """cluster: of one island."""
+    islands = recipe.cluster.islands
+    one = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+    return one if islands == 1 else f"{islands} islands of {one} each"
+
+
+def diagnostic_objects(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
+    return [
+        {
+            "code": d.code,
+            "severity": d.severity,
+            "message": d.message,
+            "help": d.help,
+            "valid": list(d.valid),
+        }
+        for d in diagnostics
+    ]
+
+
+def training_words(recipe: Recipe, training: Training) -> str:
+    """Steps, time, GPU hours and cost."""
+    if not training.steps:
+        return f"{recipe.training.epochs:g} epochs: the steps are known once the data is prepared"
+    cost = "" if training.cost is None else f", cost {training.cost:,.0f}"
+    hours = device_hours(training.gpu_hours, is_cpu=recipe.cluster.gpu == "cpu")
+    return f"{training.steps:,} steps, {duration(training.days)}, {hours}{cost}"
+
+
+def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list[str]:
+    from shardwright.cost.prediction_errors import error_words, flops_words
+    from shardwright.layout.layout import inside_axes
+    from shardwright.search.layout_comparison import hpz_words
+
+    s, time, memory, assume = estimate.strategy, estimate.time, estimate.memory, recipe.assume
+    is_cpu = recipe.cluster.gpu == "cpu"
+    gib = 2**30
+    hpz, flops, inside = hpz_words(s), flops_words(estimate.flops_source), "+".join(inside_axes(s))
+    outer = f"outer {time.outer_comm_seconds:.4g} s, " if time.outer_comm_seconds else ""
+    micro_batch = f"micro_batch_size={s.micro_batch_size}"
+    layout = s.describe().replace(
+        micro_batch, f"{micro_batch} accumulation={s.gradient_accumulation_steps}"
+    )
+    lines = [
+        f"  layout   {layout}",
+        *([f"  weights  {hpz}"] if hpz else []),
+        f"  memory   {memory.peak_bytes / gib:.1f} of {memory.capacity_bytes / gib:.1f} GiB, "
+        f"{'fits' if memory.fits else 'does not fit'}",
+        f"  step     {time.step_seconds:.4g} s, "
+        f"{rate(time.tokens_per_second_per_gpu, is_cpu=is_cpu)}, {time.model_tflops_per_gpu:.4g} "
+        f"TFLOP/s per {device(is_cpu=is_cpu)}, MFU {time.mfu:.1%}",
+        f"  of it    compute {time.compute_seconds:.4g} s, {inside} {time.tensor_comm_seconds:.4g} "
+        f"s, pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
+        f"optimizer {time.optimizer_seconds:.4g} s, {outer}bubble {time.bubble_seconds:.4g} s "
+        f"({time.bubble_fraction:.1%} idle)",
+        f"  error    {error_words(estimate.error)}",
+        *([f"  FLOPs    {flops}"] if flops else []),
+        f"  training {training_words(recipe, estimate.training)}",
+        *(f"  {name:<8} {words}" for name, words in goodput_rows(expected)),
+    ]
+    if assume != AssumeSection(kernels="auto", mfu=None, ignore_memory=False):
+        given = (f"{name}={value}" for name, value in dataclasses.asdict(assume).items())
+        lines.append(f"  assumed  {' '.join(given)}")
+    return lines

@@ -1,0 +1,455 @@
+"""`shardwright explain DIR|R`: the chosen plan in words and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from shardwright.cli.estimate_command import (
+    cluster_words,
+    goodput_object,
+    goodput_rows,
+    islands_object,
+    islands_rows,
+    training_words,
+)
+from shardwright.cli.measurement_text import explain_lines, measured_object
+from shardwright.cli.plan_table import GIB
+from shardwright.cli.terminal_tables import table_lines, title
+from shardwright.cost.cost_breakdown import RankBreakdown, StepParts
+from shardwright.cost.goodput import Goodput, goodput
+from shardwright.cost.prediction_errors import error_words
+from shardwright.layout.layout import inside_axes, inside_words
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.weights_location import weights_words
+from shardwright.search.layout_comparison import hpz_words
+from shardwright.search.plan_explanation import (
+    Alternative,
+    KeyReason,
+    PlanExplanation,
+    SecondCopy,
+    explain,
+)
+from shardwright.search.rejected_faster_layouts import set_aside_words
+from shardwright.search.resource_sensitivity import MORE, Sensitivity
+from shardwright.utils.json_records import carried
+from shardwright.utils.number_format import file_size, rate
+
+if TYPE_CHECKING:
+    from shardwright.cli.priced_recipe import PricedRecipe
+    from shardwright.layout.layout_estimate import Estimate, Time
+    from shardwright.recipe.recipe_types import Recipe, TrainingSection
+    from shardwright.utils.json_types import JsonObject
+
+# `StepParts`' fields in words; {} is inside_words() of the layout.
+STEP_WORDS = {
+    "forward_seconds": "forward passes",
+    "backward_seconds": "backward passes",
+    "recompute_seconds": "recomputation (activation_checkpointing)",
+    "accumulate_seconds": "adding up gradients",
+    "host_seconds": "overhead of each micro-batch",
+    "tensor_forward_seconds": "{} collectives, forward",
+    "tensor_backward_seconds": "{} collectives, backward",
+    "pipeline_comm_seconds": "sends between stages",
+    "data_comm_seconds": "data-parallel collectives",
+    "optimizer_seconds": "the optimizer",
+    "idle_seconds": "idle: the pipeline fills and drains",
+    "outer_comm_seconds": "the outer step between islands",
+}
+# `Traffic`'s fields in words.
+MOVED_WORDS = {
+    "rows": "rows of tokens to their experts and back",
+    "trades": "tokens for heads around attention",
+    "activations": "activations over tensor ranks, reduced",
+    "joined": "activations over tensor ranks, gathered",
+    "sent": "activations and gradients to other pipeline ranks",
+    "tied": "the gradient of the tied weights",
+    "reduced": "gradients over data ranks, reduced",
+    "gathered": "parameters over data ranks, gathered",
+}
+# (words, the parts of `StepParts`) of the table by pipeline rank; {} is inside_axes() of the layout
+RANK_COLUMNS = (
+    ("forward", ("forward_seconds",)),
+    ("backward", ("backward_seconds", "accumulate_seconds", "host_seconds")),
+    ("recompute", ("recompute_seconds",)),
+    ("{}", ("tensor_forward_seconds", "tensor_backward_seconds")),
+    ("pipeline", ("pipeline_comm_seconds",)),
+    ("data", ("data_comm_seconds",)),
+    ("optimizer", ("optimizer_seconds",)),
+    ("idle", ("idle_seconds",)),
+)
+MEMORY_COLUMNS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "working",
+    "framework",
+    "allocator",
+)
+RESOURCE_WORDS = {
+    "inter_node_bandwidth": "bandwidth between nodes",
+    "intra_node_bandwidth": "bandwidth inside a node",
+    "memory": "memory a GPU",
+    "memory_bandwidth": "memory bandwidth",
+    "peak_flops": "peak FLOP/s",
+}
+MOST_RANKS = 16
+"""Pipeline ranks in a table; of more, the first, the last, and those that matter."""
+
+
+def explained(subject: PricedRecipe) -> PlanExplanation:
+    return explain(carried(Problem, subject), subject.estimate)
+
+
+def expected_goodput(subject: PricedRecipe) -> Goodput | None:
+    """Of a compiled folder with what its run measured of its saves."""
+    measured = None if subject.saves is None else subject.saves.gbytes_per_second
+    return goodput(carried(Problem, subject), subject.estimate, measured=measured)
+
+
+def page(subject: PricedRecipe, found: PlanExplanation) -> str:
+    sections = [
+        _head(subject, found),
+        _memory(subject, found),
+        *(part(found) for part in (_step, _moved, _reasons, _sensitivity, _next)),
+        explain_lines(subject.recipe, subject.cluster),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
+    e, cluster, graph = found.chosen, subject.cluster, subject.graph
+    memory, time = e.memory, e.time
+    weights = weights_words(subject.recipe.model.weights)
+    rows = [
+        ("recipe", subject.recipe.name),
+        ("model", f"{graph.architecture}, {graph.total_parameters:,} parameters, {weights}"),
+        ("cluster", cluster_words(subject.recipe, cluster)),
+        ("layout", e.strategy.describe()),
+        *(
+            []
+            if found.second_copy is None
+            else [("weights", _weights(found.second_copy, e, subject.recipe))]
+        ),
+        ("place", _place(found)),
+        (
+            "memory",
+            f"{memory.peak_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB on the "
+            "fullest device" + ("" if memory.fits else ": it does not fit"),
+        ),
+        (
+            "step",
+            f"{time.step_seconds:.4g} s, "
+            f"{rate(time.tokens_per_second_per_gpu, is_cpu=cluster.gpu.is_cpu)}, "
+            f"MFU {time.mfu:.1%}",
+        ),
+        ("error", error_words(e.error)),
+        ("training", training_words(subject.recipe, e.training)),
+        *goodput_rows(expected_goodput(subject)),
+        *islands_rows(subject.recipe, graph, e),
+    ]
+    if ends_at_zero(subject.recipe.training):
+        rows.append(("", "the last step's learning rate is 0 (scheduler.min_lr)"))
+    rows.append(("bound by", found.binding))
+    rows += [("set aside", set_aside_words(each)) for each in found.set_aside]
+    if found.other_engine is not None:
+        rows.append(("engine", found.other_engine.words()))
+    if subject.plan is not None and subject.is_predicted_anew:
+        then = subject.plan.predicted
+        told = (
+            f"{then.time.step_seconds:.4g} s and {then.memory.peak_bytes / GIB:.1f} GiB when it "
+            "compiled this"
+        )
+        version = f"shardwright {subject.plan.versions['shardwright']}"
+        rows.append(("note", f"{version} predicted {told}; all figures here are this version's"))
+    return [f"{name:<9} {text}" for name, text in rows]
+
+
+def ends_at_zero(training: TrainingSection) -> bool:
+    """Whether the last step trains nothing."""
+    from shardwright.plan.plan import updates_at_rate_zero
+
+    return updates_at_rate_zero(training) > 0
+
+
+def _weights(copy: SecondCopy, chosen: Estimate, recipe: Recipe) -> str:
+    """Whether a second copy of the weights lies inside each node, and why."""
+    change = copy.other_step_seconds / chosen.time.step_seconds - 1
+    if copy.taken:
+        more = (chosen.memory.peak_bytes - copy.other_peak_bytes) / GIB
+        return (
+            f"{hpz_words(chosen.strategy)}: without it {change:+.1%} of the step, {-more:+.1f} GiB"
+        )
+    none = "no second copy inside each node (hpZ): "
+    if recipe.objective == "memory" and change < 0:
+        return none + "objective: memory"
+    if change >= 0:
+        return f"{none}the step would take {change:.1%} longer"
+    needs = f"{copy.other_peak_bytes / GIB:.1f} of {chosen.memory.capacity_bytes / GIB:.1f} GiB"
+    return (
+        f"{none}{change:+.1%} of the step, but {needs} leaves less than predictions fall short by"
+    )
+
+
+def _place(found: PlanExplanation) -> str:
+    if found.place is None:
+        return (
+            "it does not run "
+            f"({', '.join(d.code for d in found.chosen.diagnostics if d.severity == 'error')})"
+        )
+    pinned = [reason.key for reason in found.keys if reason.pinned]
+    of = f"{found.place} of the {found.layouts} layouts that run"
+    return f"{of}; pinned: {', '.join(pinned)}" if pinned else of
+
+
+def _memory(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
+    """GiB, one row a pipeline rank."""
+    header = ("pipeline rank", "layers", *MEMORY_COLUMNS, "total", "free")
+    capacity = found.chosen.memory.capacity_bytes
+    last = len(subject.graph.layers) - 1
+    rows: list[tuple[str, ...]] = []
+    bold: list[int] = []
+    for rank in _shown(found):
+        parts = [getattr(rank.memory, f"{column}_bytes") for column in MEMORY_COLUMNS]
+        total = rank.memory.peak_bytes
+        bold += [len(rows)] * (rank.pipeline_rank == found.breakdown.fullest)
+        cells = [f"{value / GIB:.2f}" for value in (*parts, total, capacity - total)]
+        rows.append((str(rank.pipeline_rank), _layers(rank, last), *cells))
+    return [
+        title(f"Memory: GiB on the fullest device of each pipeline rank, of {capacity / GIB:.1f}"),
+        *table_lines(header, rows, text=(1,), bold=bold, indent="  "),
+        *_left_out(found),
+        "  working: short-lived tensors of a backward pass or of the optimizer's step; framework: "
+        "context and communicators;",
+        "  allocator: freed blocks that it keeps",
+    ]
+
+
+def _layers(rank: RankBreakdown, last: int) -> str:
+    """Decoder layers by their numbers: "embedding, 0-3 and 33-35, head". last: the head's place."""
+
+    def span(start: int, stop: int) -> str:
+        first, final = max(start, 1) - 1, min(stop, last) - 2
+        decoders = [] if final < first else [str(first) if first == final else f"{first}-{final}"]
+        return (
+            ", ".join(
+                ["embedding"] * (start == 0 < stop) + decoders + ["head"] * (start <= last < stop)
+            )
+            or "none"
+        )
+
+    return " and ".join(span(*bounds) for bounds in rank.layers)
+
+
+def _shown(found: PlanExplanation) -> list[RankBreakdown]:
+    ranks = found.breakdown.ranks
+    if len(ranks) <= MOST_RANKS:
+        return list(ranks)
+    kept = {0, 1, len(ranks) - 2, len(ranks) - 1, found.breakdown.fullest, found.breakdown.slowest}
+    return [rank for rank in ranks if rank.pipeline_rank in kept]
+
+
+def _left_out(found: PlanExplanation) -> list[str]:
+    left = len(found.breakdown.ranks) - len(_shown(found))
+    return [f"  {left} more pipeline ranks are in --json"] if left else []
+
+
+def _step(found: PlanExplanation) -> list[str]:
+    step, total = found.breakdown.step, found.chosen.time.step_seconds
+    s = found.chosen.strategy
+    parts = [
+        (words.format(inside_words(s)), getattr(step, name)) for name, words in STEP_WORDS.items()
+    ]
+    rows = [(words, _ms(seconds), f"{seconds / total:.1%}") for words, seconds in parts if seconds]
+    rows.append(("the step", _ms(total), "100.0%"))
+    several = len(found.breakdown.ranks) > 1
+    slowest = f" of pipeline rank {found.breakdown.slowest}, the slowest" if several else ""
+    lines = [
+        title(f"Time: milliseconds of a step{slowest}"),
+        *table_lines(("part", "ms", "share"), rows, text=(0,), indent="  "),
+    ]
+    if several:
+        header = (
+            "pipeline rank",
+            *(name.format("+".join(inside_axes(s))) for name, _ in RANK_COLUMNS),
+        )
+        ranks = _shown(found)
+        each = [
+            (str(r.pipeline_rank), *(_ms(_sum(r.time, fields)) for _, fields in RANK_COLUMNS))
+            for r in ranks
+        ]
+        bold = [i for i, r in enumerate(ranks) if r.pipeline_rank == found.breakdown.slowest]
+        lines += ["", *table_lines(header, each, bold=bold, indent="  "), *_left_out(found)]
+    return lines
+
+
+def _moved(found: PlanExplanation) -> list[str]:
+    traffic = found.breakdown.ranks[found.breakdown.slowest].traffic
+    rows = [(words, float(getattr(traffic, name))) for name, words in MOVED_WORDS.items()]
+    rows = [(words, size) for words, size in rows if size]
+    if not rows:
+        return []
+    of = f" of pipeline rank {found.breakdown.slowest}" if len(found.breakdown.ranks) > 1 else ""
+    cells = [(words, file_size(round(size))) for words, size in rows]
+    return [
+        title(f"Moved: what a device{of} hands to collectives in a step"),
+        *table_lines(("what", "bytes"), cells, text=(0,), indent="  "),
+    ]
+
+
+def _sum(parts: StepParts, names: tuple[str, ...]) -> float:
+    seconds: float = sum(getattr(parts, name) for name in names)
+    return seconds
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"
+
+
+def _reasons(found: PlanExplanation) -> list[str]:
+    header = ("key", "value", "best other", "its step", "")
+    rows = [_reason(reason, found.chosen) for reason in found.keys]
+    return [title("Why these values"), *table_lines(header, rows, text=(0, 1, 2, 4), indent="  ")]
+
+
+def _reason(reason: KeyReason, chosen: Estimate) -> tuple[str, ...]:
+    value = f"{reason.value}{' (pinned)' if reason.pinned else ''}"
+    other = reason.other
+    if other is None:
+        if reason.slow_seconds is not None:
+            least = f"{reason.slow_seconds / chosen.time.step_seconds - 1:+.0%}"
+            return reason.key, value, "not priced", f"from {least}", "a bound from below"
+        refused = reason.refused
+        why = "" if refused is None else f"{refused.code}: {refused.reason}"
+        return reason.key, value, "none tried" if refused is None else "none runs", "", why
+    return (
+        reason.key,
+        value,
+        str(getattr(other.strategy, reason.key)),
+        f"{other.slower:+.1%}",
+        _loses(other),
+    )
+
+
+def _loses(other: Alternative) -> str:
+    return f"would win by {other.because}" if other.wins else other.because
+
+
+def _sensitivity(found: PlanExplanation) -> list[str]:
+    if not found.sensitivity:
+        return []
+    step = found.chosen.time.step_seconds
+    rows = []
+    for each in found.sensitivity:
+        best, other = "-", "no layout runs"
+        if each.best is not None:
+            is_same = each.best.strategy == found.chosen.strategy
+            other = "the same layout" if is_same else each.best.strategy.describe()
+            best = _change(each.best.time.step_seconds / step - 1)
+        rows.append(
+            (
+                RESOURCE_WORDS[each.resource],
+                _change(each.same.time.step_seconds / step - 1),
+                best,
+                other,
+            )
+        )
+    header = (f"{MORE - 1:.0%} more", "this layout", "the best layout", "")
+    return [title("What more would change"), *table_lines(header, rows, text=(0, 3), indent="  ")]
+
+
+def _change(share: float) -> str:
+    return "none" if abs(share) < 5e-4 else f"{share:+.1%}"
+
+
+def _next(found: PlanExplanation) -> list[str]:
+    if not found.next_best:
+        return []
+    where = " without the pins" if found.beyond_pins else ""
+    header = ("layout", "GiB", "s/step", "Δ", "")
+    rows = [
+        (
+            e.strategy.describe(),
+            f"{e.peak_bytes / GIB:.1f}",
+            f"{e.step_seconds:.4g}",
+            f"{e.slower:+.1%}",
+            _loses(e),
+        )
+        for e in found.next_best
+    ]
+    return [title(f"The next best{where}"), *table_lines(header, rows, text=(0, 4), indent="  ")]
+
+
+def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
+    """The object of `estimate --json`, with its parts taken apart."""
+    from shardwright.cli.estimate_command import estimate_object
+
+    e, breakdown = found.chosen, found.breakdown
+    measured = measured_object(subject.recipe, subject.graph, e.strategy)
+    return {
+        **({} if measured is None else {"measured": measured}),
+        **estimate_object(subject.name, e),
+        "goodput": goodput_object(expected_goodput(subject)),
+        **islands_object(subject.recipe, subject.graph, e),
+        "name": subject.recipe.name,
+        "model": {
+            "architecture": subject.graph.architecture,
+            "parameters": subject.graph.total_parameters,
+        },
+        "cluster": {
+            "nodes": subject.cluster.nodes,
+            "gpus_per_node": subject.cluster.gpus_per_node,
+            "gpu": subject.cluster.gpu.name,
+        },
+        "place": found.place,
+        "layouts": found.layouts,
+        "breakdown": {
+            "slowest_pipeline_rank": breakdown.slowest,
+            "fullest_pipeline_rank": breakdown.fullest,
+            "step": dataclasses.asdict(breakdown.step),
+            "ranks": [_rank_object(rank, subject) for rank in breakdown.ranks],
+        },
+        "binding": found.binding,
+        "set_aside": [dataclasses.asdict(each) for each in found.set_aside],
+        "other_engine": None
+        if found.other_engine is None
+        else dataclasses.asdict(found.other_engine),
+        "second_copy": None if found.second_copy is None else dataclasses.asdict(found.second_copy),
+        "keys": [dataclasses.asdict(reason) for reason in found.keys],
+        "sensitivity": [_sensitivity_object(each, e) for each in found.sensitivity],
+        "next_best": [dataclasses.asdict(other) for other in found.next_best],
+        "next_best_beyond_pins": found.beyond_pins,
+        "rejected": [dataclasses.asdict(region) for region in found.rejected],
+        "predicted_by_this_version": subject.plan is None or not subject.is_predicted_anew,
+    }
+
+
+def _sensitivity_object(each: Sensitivity, chosen: Estimate) -> JsonObject:
+    def step(time: Time) -> JsonObject:
+        return {
+            "step_seconds": time.step_seconds,
+            "change": time.step_seconds / chosen.time.step_seconds - 1,
+        }
+
+    best: JsonObject | None = None
+    if each.best is not None:
+        is_same = each.best.strategy == chosen.strategy
+        best = {
+            "strategy": dataclasses.asdict(each.best.strategy),
+            **step(each.best.time),
+            "is_the_same": is_same,
+        }
+    same: JsonObject = {**step(each.same.time), "fits": each.same.memory.fits}
+    return {"resource": each.resource, "factor": MORE, "same_layout": same, "best_layout": best}
+
+
+def _rank_object(rank: RankBreakdown, subject: PricedRecipe) -> JsonObject:
+    names = [layer.name for layer in subject.graph.layers]
+    return {
+        "pipeline_rank": rank.pipeline_rank,
+        "layers": [names[i] for start, stop in rank.layers for i in range(start, stop)],
+        "micro_batches_in_flight": list(rank.in_flight),
+        "memory": {**dataclasses.asdict(rank.memory), "peak_bytes": rank.memory.peak_bytes},
+        "time": {**dataclasses.asdict(rank.time), "step_seconds": rank.time.total_seconds},
+    }

@@ -1,0 +1,262 @@
+"""`shardwright explain DIR|R --why-not tensor=8,pipeline=2`, and `--why-not islands=4`; of
+islands=1 see why_not_one_world."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.plan_table import GIB
+from shardwright.cli.terminal_tables import table_lines
+from shardwright.cost.diloco_costs import penalty_words
+from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.engines.engine_table import ENGINES
+from shardwright.layout.planning_problem import Problem
+from shardwright.search.layout_comparison import PARTS, part_words
+from shardwright.search.why_not_answer import CHOSEN, LOSES, TOO_LARGE, WINS, WhyNotAnswer
+from shardwright.utils.json_records import carried
+from shardwright.utils.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from shardwright.cli.priced_recipe import PricedRecipe
+    from shardwright.layout.layout_estimate import Estimate
+    from shardwright.recipe.recipe_types import Recipe
+    from shardwright.utils.json_types import JsonObject
+
+TARGET, ISLANDS = "target", "islands"
+NO_LINK = "SW1232"
+CROSS_CHECKS = "SW12"
+"""What stage 1 says of values that are each legal and do not go together: an answer, not a mistyped
+question."""
+
+
+def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> int:
+    """0 where there is an answer, whichever it is. Raises Refusal for a recipe or a question that
+    cannot be read."""
+    from shardwright.cli.priced_recipe import read_subject
+
+    asked = asked_keys(words)
+    subject = read_subject(name, overrides)
+    if asked.get(ISLANDS) == "1" and subject.recipe.cluster.islands > 1:
+        from shardwright.cli import explain_without_islands
+
+        return explain_without_islands.run(subject, asked, as_json=as_json)
+    answer, freed = ask(subject, overrides, asked)
+    print(
+        strict_json(as_object(subject, asked, freed, answer))
+        if as_json
+        else page(subject, asked, freed, answer),
+        flush=True,
+    )
+    return 0
+
+
+def asked_keys(words: str) -> dict[str, str]:
+    """`tensor=8,pipeline=2` -> key -> value, as written. Raises Refusal: SW3303."""
+    from shardwright.recipe.recipe_types import ParallelismSection
+
+    known = [*(field.name for field in dataclasses.fields(ParallelismSection)), TARGET, ISLANDS]
+    wrong: list[Diagnostic] = []
+    asked: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in words.split(","))):
+        key, equals, value = (text.strip() for text in part.partition("="))
+        key = key.removeprefix("parallelism.").removeprefix("cluster.")
+        if not equals or not value:
+            wrong.append(_mistake(f"`{part}` is not key=value", ()))
+        elif key not in known:
+            wrong.append(_mistake(f"`{key}` is no key of `parallelism`", _nearest(key, known)))
+        elif key == TARGET and value not in ENGINES:
+            wrong.append(_mistake(f"target: {value} is no engine", tuple(ENGINES)))
+        elif key in asked:
+            wrong.append(_mistake(f"`{key}` is given twice", ()))
+        asked[key] = value
+    if not asked:
+        wrong.append(_mistake("--why-not names no layout", ()))
+    if wrong:
+        raise Refusal(*wrong)
+    return asked
+
+
+def _mistake(message: str, valid: tuple[str, ...]) -> Diagnostic:
+    help = (
+        "Write keys of the recipe's `parallelism` section, target, or islands, such as "
+        "--why-not tensor=8,pipeline=2."
+    )
+    return found(
+        "SW3303", None, message, help + (f" Did you mean `{valid[0]}`?" if valid else ""), valid
+    )
+
+
+def _nearest(key: str, known: Sequence[str]) -> tuple[str, ...]:
+    import difflib
+
+    from shardwright.recipe.key_descriptions import synonym
+
+    meant = synonym(key)
+    if meant is not None and meant[0] == "parallelism":
+        return (meant[-1],)
+    return tuple(difflib.get_close_matches(key, known, n=2))
+
+
+def ask(
+    subject: PricedRecipe, overrides: Sequence[str], asked: Mapping[str, str]
+) -> tuple[WhyNotAnswer, tuple[str, ...]]:
+    """The answer, and the keys that the recipe pins and the question sets aside: all of the layout
+    that it does not name is free."""
+    from shardwright.recipe.recipe_loader import load_recipe
+    from shardwright.search.engine_choice import asked_engine
+    from shardwright.search.plan_explanation import pinned_keys
+    from shardwright.search.why_not_answer import refused, why_not
+
+    freed = tuple(key for key in pinned_keys(subject.recipe) if key not in asked)
+    keys = {key: value for key, value in asked.items() if key not in (TARGET, ISLANDS)}
+    target = asked.get(TARGET, subject.recipe.target)
+    layout = [f"parallelism.{key}=auto" for key in freed] + [
+        f"parallelism.{k}={v}" for k, v in keys.items()
+    ]
+    layout += [f"cluster.islands={asked[ISLANDS]}"] if ISLANDS in asked else []
+    path = (
+        Path(subject.name, "recipe.resolved.json")
+        if os.path.isdir(subject.name)
+        else Path(subject.name)
+    )
+    text = None if subject.name != "-" else subject.recipe.source.texts[subject.recipe.source.file]
+    try:
+        loaded: Recipe = load_recipe(path, [*overrides, *layout], stdin_text=text)
+    except Refusal as refusal:
+        if all(d.code.startswith(CROSS_CHECKS) for d in refusal.diagnostics):
+            return refused(_with_a_link(refusal, subject)), freed
+        raise
+    recipe = dataclasses.replace(subject.recipe, parallelism=loaded.parallelism)
+    problem = carried(Problem, subject, recipe=recipe)
+    if loaded.cluster.islands != subject.recipe.cluster.islands:
+        problem = _of_other_islands(problem, loaded)
+    if target != subject.recipe.target:
+        try:
+            problem = asked_engine(problem, target)
+        except Refusal as refusal:
+            return refused(refusal), freed
+    return why_not(problem, subject.estimate), freed
+
+
+def _with_a_link(refusal: Refusal, subject: PricedRecipe) -> Refusal:
+    """A recipe of one world says nothing of a link between islands: --set asks the question the
+    other way round."""
+    if subject.recipe.cluster.islands > 1 or all(d.code != NO_LINK for d in refusal.diagnostics):
+        return refusal
+    help = (
+        "Ask the other way round: `--set cluster.islands=N --set "
+        "cluster.inter_island_gbits_per_second=RATE --why-not islands=1` prices both."
+    )
+    told = [
+        dataclasses.replace(d, help=help) if d.code == NO_LINK else d for d in refusal.diagnostics
+    ]
+    return Refusal(*told, source=refusal.source)
+
+
+def _of_other_islands(problem: Problem, loaded: Recipe) -> Problem:
+    """Its nodes and batch are those of one of them."""
+    from shardwright.cluster.gpu_catalogue import resolve_cluster
+
+    recipe = dataclasses.replace(problem.recipe, cluster=loaded.cluster, training=loaded.training)
+    return dataclasses.replace(problem, recipe=recipe, cluster=resolve_cluster(loaded.cluster))
+
+
+def page(
+    subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer
+) -> str:
+    lines = [f"asked    {' '.join(f'{key}={value}' for key, value in asked.items())}"]
+    if freed:
+        lines[0] += f" (set aside: the recipe's own {', '.join(freed)})"
+    lines.append(f"plan     {_of_islands(subject.recipe)}{subject.estimate.strategy.describe()}")
+    if answer.estimate is not None and answer.verdict != CHOSEN:
+        lines.append(f"best     {answer.estimate.strategy.describe()}")
+    lines.append(f"answer   {sentence(subject, asked, answer)}")
+    for d in answer.diagnostics:
+        lines.append(f"         {d.severity}[{d.code}]: {d.message}")
+        lines += [f"         = help: {d.help}"] if d.help else []
+    if answer.estimate is not None and answer.verdict != CHOSEN:
+        lines += ["", *_figures(subject.estimate, answer.estimate)]
+    if answer.estimate is not None and int(asked.get(ISLANDS, 1)) > 1:
+        lines += ["", penalty_words(int(asked[ISLANDS]))]
+    return "\n".join(lines)
+
+
+def _of_islands(recipe: Recipe) -> str:
+    return f"{recipe.cluster.islands} islands, each " if recipe.cluster.islands > 1 else ""
+
+
+def sentence(subject: PricedRecipe, asked: Mapping[str, str], answer: WhyNotAnswer) -> str:
+    found = answer.estimate
+    if found is None:
+        return f"it cannot be: {answer.because}"
+    change = found.time.step_seconds / subject.estimate.time.step_seconds - 1
+    peak, capacity = found.memory.peak_bytes / GIB, found.memory.capacity_bytes / GIB
+    codes = ", ".join(d.code for d in answer.diagnostics if d.severity == "error")
+    own = str(subject.recipe.cluster.islands)
+    kept = "pins keep it out" if asked.get(ISLANDS, own) == own else "cluster.islands keeps it out"
+    said = {
+        CHOSEN: "it is: the plan's layout is the best one of that region",
+        TOO_LARGE: f"it does not fit: the least that it takes is {peak:.1f} of {capacity:.1f} GiB",
+        LOSES: f"it runs, and loses: {_change(change)}; {answer.because}",
+        WINS: f"it runs, and is better ({_change(change)}; the plan's {answer.because}): {kept}",
+    }
+    return said.get(
+        answer.verdict,
+        f"it does not run: {codes}. Were it to run, its step would be {_change(change)}",
+    )
+
+
+def _change(share: float) -> str:
+    return f"{abs(share):.1%} {'longer' if share >= 0 else 'shorter'}"
+
+
+def _figures(plan: Estimate, other: Estimate) -> list[str]:
+    """Part by part, the plan's and the other's."""
+    rows: list[tuple[str, ...]] = []
+    for name in PARTS:
+        ours, theirs = getattr(plan.time, name), getattr(other.time, name)
+        if ours or theirs:
+            words = part_words(name, plan.strategy, other.strategy)
+            rows.append(_row(f"{words}, ms", ours * 1e3, theirs * 1e3))
+    rows.append(_row("the step, ms", plan.time.step_seconds * 1e3, other.time.step_seconds * 1e3))
+    peak = f"peak memory, GiB of {plan.memory.capacity_bytes / GIB:.1f}"
+    rows.append(_row(peak, plan.memory.peak_bytes / GIB, other.memory.peak_bytes / GIB))
+    return table_lines(("", "plan", "asked", "difference"), rows, text=(0,))
+
+
+def _row(words: str, ours: float, theirs: float) -> tuple[str, ...]:
+    return words, f"{ours:,.1f}", f"{theirs:,.1f}", f"{theirs - ours:+,.1f}"
+
+
+def as_object(
+    subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer
+) -> JsonObject:
+    from shardwright.cli.estimate_command import diagnostic_objects, estimate_object
+
+    plan, found = subject.estimate, answer.estimate
+    document: JsonObject = {
+        "recipe": subject.name,
+        "asked": dict(asked),
+        "set_aside": list(freed),
+        "verdict": answer.verdict,
+        "answer": sentence(subject, asked, answer),
+        "because": answer.because,
+        "diagnostics": diagnostic_objects(answer.diagnostics),
+        "plan": estimate_object(subject.name, plan),
+        "estimate": None if found is None else estimate_object(subject.name, found),
+    }
+    if found is None:
+        return document
+    return {
+        **document,
+        "difference": {
+            "slower": found.time.step_seconds / plan.time.step_seconds - 1,
+            "step_seconds": found.time.step_seconds - plan.time.step_seconds,
+            "peak_bytes": found.memory.peak_bytes - plan.memory.peak_bytes,
+            **{name: getattr(found.time, name) - getattr(plan.time, name) for name in PARTS},
+        },
+    }

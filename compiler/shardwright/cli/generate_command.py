@@ -1,0 +1,108 @@
+"""`shardwright generate STEP_FOLDER|HF_FOLDER --prompt TEXT`: what a trained model writes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from pathlib import Path
+
+from shardwright.cli.command_options import add_json, add_trust_code
+from shardwright.cli.terminal import error
+from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.utils.strict_json import strict_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        help="a `step-XXXXXXXX` folder, or one that `export` wrote",
+    )
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        required=True,
+        help="the text to continue; - reads standard input",
+    )
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help=(
+            "a picture for a model that sees; the prompt is then asked about it as a user's "
+            "message. May be repeated"
+        ),
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="the most tokens to generate (default 64)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature (default 0: greedy)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed for sampling (default 0)"
+    )
+    add_trust_code(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the prompt and what follows it. Raises Refusal: SW2014, SW6201, SW6402."""
+    try:
+        prompt = sys.stdin.buffer.read().decode("utf-8") if args.prompt == "-" else args.prompt
+        prompt.encode("utf-8")
+    except UnicodeError:
+        error("the prompt is not UTF-8 text")
+        return 1
+    from shardwright.checkpoint.text_generation import Wish, generate
+
+    wish = Wish(
+        prompt=prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        images=tuple(args.image),
+    )
+    made = generate(args.folder, wish, args.trust_code)
+    if args.json:
+        print(strict_json({"prompt": prompt, **dataclasses.asdict(made)}))
+    else:
+        # What a model says of a picture is an answer, not the rest of the prompt.
+        print(_shown(made.text if args.image else prompt + made.text))
+    return 0
+
+
+def _shown(text: str) -> str:
+    """On a terminal what a model writes moves no cursor and changes no title."""
+    if not sys.stdout.isatty():
+        return text
+    return "\n".join(
+        "\t".join(visible(part) for part in line.split("\t")) for line in text.split("\n")
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError("0 or more")
+    return number

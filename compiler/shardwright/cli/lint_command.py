@@ -1,0 +1,234 @@
+"""`shardwright lint FILE...`: rules over existing DeepSpeed configurations, and over arguments of
+Megatron-LM's pretrain_gpt.py, without torch or either engine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.command_options import positive
+from shardwright.cli.terminal import error, print_diagnostics
+from shardwright.diagnostics import Diagnostic, Location, Refusal, Source
+from shardwright.diagnostics.diagnostic_rendering import locate, to_json, visible
+from shardwright.utils.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from shardwright.lint.ds_config_document import Document
+    from shardwright.lint.lint_rule import Found
+    from shardwright.utils.json_types import JsonValue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """Of one file. fixable: for each diagnostic, whether --fix mends it. mended: what it did
+    mend."""
+
+    name: str
+    diagnostics: tuple[Diagnostic, ...]
+    source: Source | None
+    fixable: tuple[bool, ...] = ()
+    mended: tuple[Found, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(diagnostic.severity != "error" for diagnostic in self.diagnostics)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="a ds_config.json, or Megatron-LM's options; - is standard input",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="the number of ranks, to check the batch sizes against",
+    )
+    parser.add_argument(
+        "--for",
+        dest="audience",
+        choices=("deepspeed", "trainer", "megatron"),
+        help="who reads the file: a script that calls DeepSpeed; the HF Trainer or Accelerate, "
+        'which fill in "auto" '
+        '(default: trainer if the file contains a Trainer "auto"); or the parser of Megatron-LM\'s '
+        "pretrain_gpt.py, "
+        "whose options stand in a shell script",
+    )
+    parser.add_argument("--fix", action="store_true", help="fix in place what needs no decision")
+    parser.add_argument(
+        "--format",
+        choices=("text", "json", "github"),
+        default="text",
+        help="json: one object per file, one per line",
+    )
+    model = parser.add_argument_group("the model")
+    model.add_argument(
+        "--model",
+        metavar="M",
+        help=(
+            "a hub id or model folder: also check that it fits in memory, and takes the expert "
+            "and sequence ranks"
+        ),
+    )
+    model.add_argument(
+        "--gpu", metavar="NAME", help="a GPU from the catalogue, such as h100-sxm-80gb"
+    )
+    model.add_argument(
+        "--sequence-length", type=positive, metavar="S", help="tokens per sample (default: 4096)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 1 if any file has an error, after all of them."""
+    if args.fix and "-" in args.files:
+        error("--fix needs a file to write to, not standard input")
+        return 1
+    if args.model is None and (args.gpu or args.sequence_length):
+        error("--gpu and --sequence-length are for --model M")
+        return 1
+    if args.audience == "megatron" and (args.fix or args.model):
+        error("--fix and --model are for a ds_config.json, not for --for megatron")
+        return 1
+    reports = {"text": _text, "json": _json, "github": _github}
+    ok, printed = True, 0
+    for path in args.files:
+        result = _lint(path, args)
+        reports[args.format](result, printed)
+        ok &= result.ok
+        printed += len(result.diagnostics)
+    return 0 if ok else 1
+
+
+def _lint(path: str, args: argparse.Namespace) -> _Result:
+    from shardwright.lint.ds_config_document import STDIN, read_document, read_file
+    from shardwright.lint.ds_config_linter import diagnostic, lint, subject_of
+
+    name = STDIN if path == "-" else path
+    mended: tuple[Found, ...] = ()
+    notes: tuple[str, ...] = ()
+    try:
+        if args.audience == "megatron":
+            return _lint_arguments(name, read_file(path), args.world_size)
+        document = read_document(name, read_file(path))
+        if args.fix:
+            document, mended = _fix(document, args)
+        subject = subject_of(document, args.audience, args.world_size)
+        findings = lint(document, subject)
+        if args.model is not None:
+            from shardwright.lint.ds_config_model_rules import named_model
+            from shardwright.lint.model_memory_rule import memory
+
+            asked = named_model(subject, args.model, args.sequence_length)
+            risks, notes = memory(subject, args.model, args.gpu, args.sequence_length)
+            findings = (*findings, *asked, *risks)
+    except Refusal as refusal:
+        return _Result(
+            name=name,
+            diagnostics=refusal.diagnostics,
+            source=refusal.source,
+            fixable=(False,) * len(refusal.diagnostics),
+        )
+    return _Result(
+        name=name,
+        diagnostics=tuple(diagnostic(document, found) for found in findings),
+        source=document.source,
+        fixable=tuple(bool(found.fix) for found in findings),
+        mended=mended,
+        notes=notes,
+    )
+
+
+def _lint_arguments(name: str, text: str, world_size: int | None) -> _Result:
+    from shardwright.lint.megatron_lint import lint_arguments
+    from shardwright.lint.megatron_option_reader import read_arguments
+
+    arguments = read_arguments(name, text, world_size)
+    told = lint_arguments(arguments)
+    return _Result(
+        name=name, diagnostics=told, source=arguments.source, fixable=(False,) * len(told)
+    )
+
+
+def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[Found, ...]]:
+    from shardwright.lint.ds_config_fixes import fixed
+    from shardwright.utils.atomic_write import write_atomically
+
+    changed, mended = fixed(document, args.audience, args.world_size)
+    if mended:
+        try:
+            write_atomically(Path(document.name), changed.text)
+        except OSError as error:
+            message = f"{document.name} cannot be written: {error.strerror or error}"
+            place = Location(file=document.name, line=0, column=0)
+            help = "Nothing was changed. Give the file and its folder write rights."
+            raise Refusal(
+                Diagnostic(code="SW4010", message=message, help=help, location=place)
+            ) from None
+    return changed, mended
+
+
+def _text(result: _Result, printed: int) -> None:
+    from shardwright.lint.lint_rule import dotted
+
+    for found in result.mended:
+        print(visible(f"fixed {found.code} {dotted(found.key)}: {found.help}"), flush=True)
+    if result.diagnostics and printed:
+        sys.stderr.write("\n")
+    print_diagnostics(result.diagnostics, result.source)
+    fixable = sum(result.fixable)
+    if fixable:
+        print(f"{fixable} of these can be mended with --fix", file=sys.stderr)
+    for note in result.notes:
+        print(visible(note))
+    if result.ok:
+        print(f"ok {visible(result.name)}", flush=True)
+
+
+def _json(result: _Result, printed: int) -> None:
+    from shardwright.lint.lint_rule import dotted
+
+    rows: list[JsonValue] = []
+    for found, fixable in zip(result.diagnostics, result.fixable, strict=True):
+        row = to_json(found, result.source)
+        del row["file"]
+        rows.append(
+            {**row, "key": None if found.key is None else dotted(found.key), "fix": fixable}
+        )
+    document: dict[str, JsonValue] = {"file": result.name, "ok": result.ok, "diagnostics": rows}
+    if result.mended:
+        document["fixed"] = [
+            {"code": f.code, "key": dotted(f.key), "message": f.message} for f in result.mended
+        ]
+    if result.notes:
+        document["notes"] = list(result.notes)
+    print(strict_json(document), flush=True)
+
+
+def _github(result: _Result, printed: int) -> None:
+    """https://docs.github.com/actions/reference/workflow-commands-for-github-actions, setting an
+    error message."""
+    for found in result.diagnostics:
+        place = locate(found, result.source)
+        where = f"file={_property(result.name)}"
+        if place is not None and place.line:
+            where += (
+                f",line={place.line},col={place.column},endColumn={place.column + place.length}"
+            )
+        text = f"{found.message}. {found.help}" if found.help else found.message
+        level = "notice" if found.severity == "note" else found.severity
+        print(f"::{level} {where},title={found.code}::{_data(text)}", flush=True)
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

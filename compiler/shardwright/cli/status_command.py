@@ -1,0 +1,151 @@
+"""`shardwright status DIR`: how a run is doing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwright.cli.command_options import add_json
+from shardwright.cli.terminal import shell_word
+from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.utils.number_format import number
+from shardwright.utils.strict_json import strict_json
+
+if TYPE_CHECKING:
+    from shardwright.launch.run_state import RunState
+    from shardwright.monitor.run_files import MeasuredSaves
+    from shardwright.plan.plan import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwright.plan.island_plans import island_folders
+    from shardwright.plan.plan_json import load_plan
+
+    plan = load_plan(args.folder)
+    islands = island_folders(plan, args.folder)
+    if islands:
+        from shardwright.cli import islands_status
+
+        return islands_status.run(plan, args.folder, islands, as_json=args.json)
+    state, predicted = state_of(plan, args.folder)
+    print(
+        strict_json(_object(state, predicted))
+        if args.json
+        else as_text(state, args.folder, predicted)
+    )
+    return 0
+
+
+def state_of(plan: Plan, folder: Path) -> tuple[RunState, float | None]:
+    """And the seconds that a save is predicted to take."""
+    from shardwright.launch.run_state import read_state
+
+    state = read_state(plan, folder)
+    return state, None if state.saves is None else _predicted_save_seconds(folder)
+
+
+def _object(state: RunState, predicted: float | None) -> dict[str, Any]:
+    return {**asdict(state), "predicted_save_seconds": predicted}
+
+
+def last_outer_step(folder: Path) -> dict[str, Any] | None:
+    """The last line of run/outer.jsonl; None where there is none."""
+    from shardwright.monitor.run_files import OUTER_STEPS
+
+    try:
+        lines = (folder / OUTER_STEPS).read_text(encoding="utf-8").splitlines()
+        return dict(json.loads(lines[-1]))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _predicted_save_seconds(folder: Path) -> float | None:
+    """None where the recipe or the model of an earlier version's folder cannot be read."""
+    from shardwright.compiled_folder import read_folder
+    from shardwright.cost.goodput import goodput
+    from shardwright.diagnostics import Refusal
+    from shardwright.layout.planning_problem import Problem
+    from shardwright.utils.json_records import carried
+
+    try:
+        subject = read_folder(folder)
+    except Refusal:
+        return None
+    expected = goodput(carried(Problem, subject), subject.estimate)
+    return None if expected is None else expected.save_seconds
+
+
+def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None = None) -> str:
+    from shardwright.checkpoint.step_folders import step_name
+    from shardwright.monitor.gradient_noise_scale import words
+
+    rows = [
+        (
+            "status",
+            state.status if state.attempt is None else f"{state.status}, attempt {state.attempt}",
+        )
+    ]
+    if state.step:
+        rows.append(("step", f"{state.step} of {state.steps}"))
+    if state.loss is not None and state.tokens_per_second is not None:
+        rows.append(("loss", f"{state.loss:.4f}"))
+        rows.append(("speed", f"{state.tokens_per_second:,.0f} tokens/s"))
+    if state.noise_scale is not None:
+        rows.append(("noise", words(state.noise_scale)))
+    if state.saves is not None:
+        rows.append(("saves", _saves(state.saves, predicted_save_seconds)))
+    if state.eta_seconds is not None:
+        rows.append(("left", duration(state.eta_seconds)))
+    if state.stalled:
+        rows.append(("stalled", visible(state.stalled)))
+    if state.status == "failed":
+        if state.rank is not None:
+            rows.append(
+                (
+                    "where",
+                    f"rank {state.rank}, stage {state.stage}, host {visible(str(state.host))}",
+                )
+            )
+        elif state.host is not None:
+            rows.append(("where", f"host {visible(state.host)}"))
+        rows.append(("cause", visible(str(state.cause))))
+        if state.help:
+            rows.append(("help", visible(state.help)))
+    place = shell_word(str(folder))
+    rank = "" if state.rank is None else f" --rank {state.rank}"
+    after = {
+        "not started": f"shardwright run {place}",
+        "failed": f"shardwright logs {place}{rank}, then shardwright run {place}",
+        "preempted": f"shardwright run {place}",
+        "done": f"shardwright export {place}/checkpoints/{step_name(state.step)} -o HF_FOLDER",
+    }
+    rows.append(("next", after.get(state.status, f"shardwright logs {place} -f")))
+    return "\n".join(f"{name:<9}{text}" for name, text in rows)
+
+
+def _saves(saves: MeasuredSaves, predicted_seconds: float | None) -> str:
+    plan = "" if predicted_seconds is None else f" (predicted {number(predicted_seconds)})"
+    return (
+        f"{saves.count}, {number(saves.seconds)} s each{plan}, {number(saves.gbytes_per_second)} "
+        "GB/s a node"
+    )
+
+
+def duration(seconds: float) -> str:
+    """3 d 04 h, 2 h 05 min, 7 min, 40 s."""
+    minutes, hours, days = round(seconds / 60), round(seconds / 3600), seconds / 86400
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{int(days)} d {hours % 24:02d} h"

@@ -1,0 +1,163 @@
+"""`shardwright tune RECIPE`: runs the best layouts and today's for a few steps; measured beside
+predicted."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwright.cli.command_options import add_json, add_overrides, positive
+from shardwright.cli.terminal import error, shell_word
+
+if TYPE_CHECKING:
+    from shardwright.calibrate.layout_trials import Tried, Tuned
+    from shardwright.utils.json_types import JsonObject
+
+FILE = "tuned.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", type=Path, metavar="RECIPE", help="its data, launcher and cluster are the runs'"
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "--top",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="how many of the best layouts (default 3)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="steps of each, after three that warm up (default 10)",
+    )
+    parser.add_argument("--pin", action="store_true", help="pin the fastest one in the recipe")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path(FILE),
+        metavar="FILE",
+        help=f"the file to write (default {FILE})",
+    )
+    help = (
+        "where the runs' folders are made, and removed again; several nodes must all see it "
+        "(default: a temporary one)"
+    )
+    parser.add_argument("--folder", type=Path, metavar="DIR", help=help)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit 1 where no layout ran."""
+    from shardwright.recipe.recipe_loader import load_recipe
+
+    if wrong := _usage_error(args):
+        error(wrong)
+        return 1
+    recipe = load_recipe(args.recipe, args.overrides)
+    from dataclasses import asdict
+
+    from shardwright.calibrate.layout_trials import tune
+    from shardwright.utils.atomic_write import write_atomically
+    from shardwright.utils.sigterm_interrupt import ended_as_interrupted
+    from shardwright.utils.strict_json import strict_json
+
+    parent = None if args.folder is None else args.folder.resolve()
+    with ended_as_interrupted():
+        done = tune(
+            recipe,
+            args.top,
+            args.steps,
+            lambda text: print(text, file=sys.stderr, flush=True),
+            parent,
+        )
+    write_atomically(args.output, strict_json(asdict(done.found)) + "\n")
+    if args.json:
+        print(
+            strict_json(
+                {
+                    "recipe": str(args.recipe),
+                    "file": str(args.output),
+                    "runs": [_object(t) for t in done.tried],
+                }
+            )
+        )
+    else:
+        print("\n".join([*table(done), "", f"written      {args.output}"]))
+        print(
+            f"next         cluster.measured: {shell_word(str(args.output))} in the recipe, then "
+            "`shardwright plan`"
+        )
+    if args.pin:
+        from shardwright.cli.recipe_pins import pin_recipe
+
+        pin_recipe(
+            recipe.source.texts[recipe.source.file],
+            args.recipe,
+            done.winner.strategy,
+            done.problem.recipe,
+        )
+        print(f"pinned in {args.recipe}: {done.winner.strategy.describe()}", file=sys.stderr)
+    return 0
+
+
+def _usage_error(args: argparse.Namespace) -> str:
+    if args.pin and args.overrides:
+        return (
+            "--pin and --set: the pinned recipe would lack what --set changes; write it into "
+            "the recipe first"
+        )
+    if args.pin and str(args.recipe) == "-":
+        return "--pin: a recipe from standard input has no file to write to"
+    if not args.output.parent.is_dir():
+        return f"-o: {args.output.parent} is not a folder"
+    if args.folder is not None and not args.folder.is_dir():
+        return f"--folder: {args.folder} is not a folder"
+    return ""
+
+
+def table(done: Tuned) -> list[str]:
+    """Measured beside predicted, the fastest one marked."""
+    from shardwright.cli.terminal_tables import table_lines
+
+    rows = [
+        _cells(place, each, each is done.winner) for place, each in enumerate(done.tried, start=1)
+    ]
+    header = ("#", "layout", "predicted s", "measured s", "off", "n", "spread", "")
+    fastest = [i for i, each in enumerate(done.tried) if each is done.winner]
+    return table_lines(header, rows, text=(1, 7), bold=fastest)
+
+
+def _cells(place: int, each: Tried, fastest: bool) -> tuple[str, ...]:
+    notes = ["fastest"] * fastest + [f"today's ZeRO-{each.strategy.zero_stage}"] * each.today
+    run, predicted = each.run, each.predicted_seconds
+    figures = ("-", "-", "-", "-")
+    if run is not None:
+        seconds = run.step_seconds
+        figures = (
+            f"{seconds.value:.4g}",
+            f"{predicted / seconds.value - 1:+.1%}",
+            str(seconds.n),
+            f"{seconds.spread:.0%}",
+        )
+    told = [*notes, *([each.why] if run is None else [])]
+    return (str(place), each.strategy.describe(), f"{predicted:.4g}", *figures, ", ".join(told))
+
+
+def _object(each: Tried) -> JsonObject:
+    from dataclasses import asdict
+
+    return {
+        "strategy": asdict(each.strategy),
+        "predicted_step_seconds": each.predicted_seconds,
+        "measured": None if each.run is None else asdict(each.run),
+        "today": each.today,
+        "why_not": each.why or None,
+    }

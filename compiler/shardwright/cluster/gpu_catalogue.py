@@ -1,0 +1,137 @@
+"""Stage 3: the recipe's `cluster` section -> Cluster.
+
+The catalogue is data: gpu_catalogue.json, each entry with its source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from importlib import resources
+from typing import TypedDict
+
+from shardwright.cluster.cluster_types import Cluster, Gpu
+from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.recipe.literal_types import Fabric
+from shardwright.recipe.recipe_types import ClusterSection
+
+
+class InlineDefaults(TypedDict):
+    """What an inline GPU does not say. sources: of each number."""
+
+    cache_mib: float
+    compute_units: int
+    watts: float | None
+    intra_node_gbytes_per_second: float
+    inter_node_gbits_per_second: float
+    fabric: Fabric
+    fused_attention_gain: float
+    softmax_gain: float
+    best_product_tflops: float | None
+    sources: dict[str, str]
+
+
+class CatalogueEntry(InlineDefaults):
+    memory_gib: float
+    hbm_gbytes_per_second: float
+    peak_tflops: dict[str, float]
+
+
+class Catalogue(TypedDict):
+    gpus: dict[str, CatalogueEntry]
+    inline_gpu: InlineDefaults
+
+
+@functools.cache
+def catalogue() -> Catalogue:
+    data: Catalogue = json.loads(
+        resources.files("shardwright.cluster").joinpath("gpu_catalogue.json").read_text("utf-8")
+    )
+    return data
+
+
+def resolve_cluster(section: ClusterSection) -> Cluster:
+    """One node where the recipe says auto: search/cluster_sizing.py decides how many.
+
+    Raises Refusal: SW3001 unknown GPU, SW3002 an inline GPU without peaks.
+    """
+    if errors := gpu_errors(section):
+        raise Refusal(*errors)
+    chip: CatalogueEntry
+    if isinstance(section.gpu, str):
+        name, chip = section.gpu, catalogue()["gpus"][section.gpu]
+    else:
+        name, inline = "inline", section.gpu
+        chip = {
+            **catalogue()["inline_gpu"],
+            "memory_gib": inline.memory_gib,
+            "hbm_gbytes_per_second": inline.hbm_gbytes_per_second,
+            "peak_tflops": dict(inline.peak_tflops),
+        }
+    gpu = Gpu(
+        name=name,
+        memory_gib=chip["memory_gib"],
+        hbm_bytes_per_second=chip["hbm_gbytes_per_second"] * 1e9,
+        peak_flops={precision: tflops * 1e12 for precision, tflops in chip["peak_tflops"].items()},
+        cache_bytes=chip["cache_mib"] * 2**20,
+        compute_units=chip["compute_units"],
+        watts=chip["watts"],
+        is_cpu=name == "cpu",
+        fused_attention_gain=chip["fused_attention_gain"],
+        softmax_gain=chip["softmax_gain"],
+        best_product_flops=None
+        if chip["best_product_tflops"] is None
+        else chip["best_product_tflops"] * 1e12,
+    )
+    intra = section.intra_node_gbytes_per_second or chip["intra_node_gbytes_per_second"]
+    inter = section.inter_node_gbits_per_second or chip["inter_node_gbits_per_second"]
+    cluster = Cluster(
+        nodes=section.nodes or 1,
+        gpus_per_node=section.gpus_per_node,
+        gpu=gpu,
+        intra_node_bytes_per_second=intra * 1e9,
+        inter_node_bytes_per_second=inter * 1e9 / 8,
+        host_memory_bytes=None
+        if section.host_memory_gib is None
+        else section.host_memory_gib * 2**30,
+        shared_filesystem=section.shared_filesystem,
+        price_per_gpu_hour=section.price_per_gpu_hour,
+        fabric=section.fabric or chip["fabric"],
+        fabric_is_given=section.fabric is not None,
+    )
+    cluster.verify()
+    return cluster
+
+
+def gpu_errors(section: ClusterSection) -> tuple[Diagnostic, ...]:
+    """SW3001, SW3002: what `check` can say of the cluster already."""
+    gpus = catalogue()["gpus"]
+    if isinstance(section.gpu, str):
+        if section.gpu in gpus:
+            return ()
+        near = _nearest(section.gpu, tuple(gpus))
+        help = f"Did you mean `{near[0]}`? " if near else ""
+        help += f"Known: {', '.join(gpus)}. Any other one can be given inline: "
+        help += "{memory_gib, hbm_gbytes_per_second, peak_tflops: {bf16: ...}}."
+        return (
+            found(
+                "SW3001", "cluster.gpu", f"gpu {section.gpu!r} is not in the catalogue", help, near
+            ),
+        )
+    if section.gpu.peak_tflops:
+        return ()
+    help = "Give the dense peak of each precision, for example peak_tflops: {bf16: 989, fp32: 67}."
+    return (
+        found("SW3002", "cluster.gpu.peak_tflops", "peak_tflops of the inline GPU is empty", help),
+    )
+
+
+def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Entries of the same or a longer chip name ("h100" -> "h100-sxm-80gb"), then close
+    spellings."""
+    lowered = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
+    same_chip = [n for n in names if n.startswith(lowered.split("-")[0])]
+    return tuple(
+        dict.fromkeys([*same_chip, *difflib.get_close_matches(lowered, names, n=3, cutoff=0.5)])
+    )[:3]

@@ -1,0 +1,243 @@
+"""Writes the compiled folder: all of it or nothing, and never over something that is not ours."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from shardwright.compiled_folder_files import EXECUTABLE_FILES, MARKER, MARKER_TEXT
+from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
+from shardwright.engines.engine_table import ENGINES
+from shardwright.models.model_graph_json import GRAPH_FILE
+from shardwright.plan.folder_paths import (
+    MODEL_DIRECTORY,
+    PLAN_FILE,
+    RUN_DIRECTORY,
+    TOKENIZER_DIRECTORY,
+)
+from shardwright.recipe.measurements import MEASURED_FILE
+from shardwright.utils.run_lease import holder, holds_lock
+
+TEMPORARY = ".shardwright-"
+_ENGINES = tuple(name for engine in ENGINES.values() for name in engine.artifacts)
+FOLDER_ROOTS: tuple[str, ...] = (
+    *(name.removesuffix("/") for name in _ENGINES if name.endswith("/")),
+    *("launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY),
+)
+ARTIFACT_ROOTS: tuple[str, ...] = (
+    *(MARKER, PLAN_FILE, *(name for name in _ENGINES if not name.endswith("/"))),
+    *("recipe.resolved.json", MEASURED_FILE, GRAPH_FILE, "launch.sh", "train.py"),
+    *FOLDER_ROOTS,
+)
+"""First path components that `compile` may write, and therefore may replace or remove."""
+
+
+def check_folder(directory: Path) -> None:
+    """Raises Refusal unless `directory` is absent, empty, or an earlier output of ours. Writes
+    nothing."""
+    try:
+        if not directory.exists():
+            if directory.is_symlink():
+                raise refusal(
+                    "SW5101", f"{str(directory)!r} is a link to nothing", "Remove the link."
+                )
+            _check_parent(directory)
+            return
+        if not directory.is_dir():
+            raise refusal(
+                "SW5101", f"{str(directory)!r} is a file, not a folder", "Give -o another name."
+            )
+        entries = sorted(path.name for path in directory.iterdir())
+        if entries and not _is_ours(directory):
+            raise refusal(
+                "SW5102",
+                (
+                    f"{str(directory)!r} is not empty and was not written by shardwright (it holds "
+                    f"{entries[0]!r})"
+                ),
+                "Give -o a new folder, or empty this one yourself. Nothing was written.",
+            )
+        for root in ARTIFACT_ROOTS:
+            path = directory / root
+            folder_wanted = root in FOLDER_ROOTS
+            if path.is_symlink() or (path.exists() and path.is_dir() != folder_wanted):
+                raise refusal(
+                    "SW5104",
+                    f"{str(path)!r} is not what compile wrote there",
+                    "Remove it and compile again.",
+                )
+        if _run_is_alive(directory):
+            raise refusal(
+                "SW5106",
+                f"a run of {str(directory)!r} is alive, and its ranks read these files",
+                "Wait for it or end it (`touch run/stop` in the folder), or give -o another name.",
+            )
+    except OSError as error:
+        raise _os_refusal(directory, error) from None
+
+
+def check_checkpoint_folder(directory: str) -> tuple[Diagnostic, ...]:
+    """A checkpoint folder must not be, hold or lie inside what `compile` and `run` write."""
+    parts = [part for part in directory.split("/") if part not in ("", ".")]
+    taken = (*ARTIFACT_ROOTS, RUN_DIRECTORY)
+    # "~" would be a folder of that name: nobody expands it on the nodes.
+    own = (
+        bool(parts) and parts[0] not in taken and ".." not in parts and not parts[0].startswith("~")
+    )
+    if directory.startswith("/") or own:
+        return ()
+    message = (
+        f"checkpoint.directory: {directory!r} is not a folder of its own inside the compiled folder"
+    )
+    help = (
+        "Use a name that compile and run do not write to, such as `checkpoints`, or an "
+        "absolute path."
+    )
+    return (found("SW5105", "checkpoint.directory", message, help),)
+
+
+def _check_parent(directory: Path) -> None:
+    """So that a path that cannot be is refused at once, not after the compile."""
+    nearest = next(path for path in directory.absolute().parents if path.exists())
+    if not nearest.is_dir():
+        raise refusal(
+            "SW5101",
+            f"{str(directory)!r} cannot be a folder: {str(nearest)!r} is a file",
+            "Give -o another name.",
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise refusal(
+            "SW5103",
+            f"{str(directory)!r} cannot be written: no permission to write in {str(nearest)!r}",
+            "Give -o a folder that you may write to.",
+        )
+
+
+def _run_is_alive(directory: Path) -> bool:
+    """Here `run` holds a lock for as long as its ranks live; on any host they, or rank 0 alone,
+    have a lease."""
+    return holds_lock(directory) or holder(directory / RUN_DIRECTORY / "lease") is not None
+
+
+def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
+    """A new folder appears whole, by one rename. In our own folder every file is replaced by one
+    rename each, artifacts that are no longer made go, and everything else (run/, checkpoints,
+    notes) stays. There, plan.json goes first and comes back last: a folder that was cut off in
+    between has no plan, so nothing runs a mixture.
+    """
+    check_folder(directory)
+    created: list[Path] = []
+    staged: Path | None = None
+    try:
+        # Inside the folder where it exists: a rename does not cross file systems, and the folder
+        # may be a mount.
+        parent = directory if directory.exists() else directory.parent
+        created = _make_parents(parent)
+        staged = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+        _stage(staged, files)
+        with _uninterrupted():
+            if parent is directory:
+                _replace_files(staged, directory, files)
+                _remove_stale(directory, files)
+            else:
+                os.rename(staged, directory)
+    except BaseException as error:  # Ctrl-C leaves nothing behind either
+        if staged is not None:
+            shutil.rmtree(staged, ignore_errors=True)
+        for folder in reversed(created):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise _os_refusal(directory, error) from None
+        raise
+
+
+def forget_islands(directory: Path, count: int) -> None:
+    """Without its plan, which goes, an island of an earlier compile runs nothing; its run and
+    checkpoints stay."""
+    for path in directory.glob("island-*"):
+        number = path.name.removeprefix("island-")
+        if number.isdecimal() and int(number) >= count and path.is_dir() and _is_ours(path):
+            (path / PLAN_FILE).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals that end the process wait until the renames are through."""
+    previous = signal.pthread_sigmask(
+        signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    )
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _is_ours(directory: Path) -> bool:
+    marker = directory / MARKER
+    return marker.is_file() and marker.read_bytes() == MARKER_TEXT
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = []
+    for path in reversed(missing):
+        path.mkdir()
+        made.append(path)
+    return made
+
+
+def _stage(staged: Path, files: Mapping[str, bytes]) -> None:
+    staged.mkdir()
+    for name, content in files.items():
+        path = staged / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        if name in EXECUTABLE_FILES:
+            mode = path.stat().st_mode
+            path.chmod(mode | (mode & 0o444) >> 2)  # who may read it may run it
+
+
+def _replace_files(staged: Path, directory: Path, files: Mapping[str, bytes]) -> None:
+    # The marker first: a folder that is cut off half way is still known as ours. The plan last (see
+    # write_folder).
+    (directory / PLAN_FILE).unlink(missing_ok=True)
+    for name in sorted(files, key=lambda name: (name != MARKER, name == PLAN_FILE, name)):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staged / name, directory / name)
+    shutil.rmtree(staged)
+
+
+def _remove_stale(directory: Path, files: Mapping[str, bytes]) -> None:
+    kept_roots = {name.split("/")[0] for name in files}
+    for root in ARTIFACT_ROOTS:
+        path = directory / root
+        if root not in kept_roots and path.is_dir():
+            shutil.rmtree(path)
+        elif root not in kept_roots:
+            path.unlink(missing_ok=True)
+        elif path.is_dir():
+            for child in path.iterdir():
+                if f"{root}/{child.name}" not in files and not child.is_dir():
+                    child.unlink()
+
+
+def _os_refusal(directory: Path, error: OSError) -> Refusal:
+    named = error.filename if isinstance(error.filename, str) else ""
+    # Our own temporary folder means nothing to the reader.
+    place = f" ({named})" if named and TEMPORARY not in named else ""
+    return refusal(
+        "SW5103",
+        f"{str(directory)!r} cannot be written: {error.strerror or error}{place}".replace(
+            "\n", "\\n"
+        ),
+        (
+            "Give -o a folder that you may write to, on a disk with room. Earlier files there are "
+            "unharmed."
+        ),
+    )

@@ -1,0 +1,147 @@
+"""Seconds of collectives and sends: a start per step of a ring, then bytes at the slowest link's
+share.
+
+A ring over n ranks takes n - 1 steps and moves (n - 1) / n of the data past each rank for an
+all-gather or a reduce-scatter, twice both for an all-reduce (Thakur et al., 2005; Patarasu and
+Yuan, 2009). NCCL lays one ring per adapter over the nodes: where q members share a node, the data
+enters and leaves it over q adapters at once, so the rate per rank is q adapters' or the node's own
+links', whichever is less. It falls with the ranks that take part, by the fabric between the nodes
+(cluster/collective_bandwidth.json).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.collective_bandwidth import Collective, share_of_links
+from shardwright.cost.cost_constants import Constants
+from shardwright.recipe.literal_types import Fabric
+
+# Gloo has no reduce-scatter of its own: it takes a whole all-reduce's time and more. Its all-gather
+# takes this many halves of an all-reduce (17 MB over 2 and 4 ranks of one machine: 1.1 to 1.8;
+# benchmarks/gloo.json).
+GLOO_ALL_GATHER = 1.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks at equal distances, nodes filled in order."""
+
+    ranks: int
+    ranks_per_node: int
+    fabric: Fabric = "infiniband"
+
+    @property
+    def spans_nodes(self) -> bool:
+        return self.ranks > self.ranks_per_node
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.ranks_per_node)
+
+
+def group_of(cluster: Cluster, ranks: int, stride: int, fabric: Fabric | None = None) -> Group:
+    """`ranks` ranks, each `stride` after the last. fabric: of published runs; the cluster's own
+    where it says one."""
+    inside = max(1, cluster.gpus_per_node // stride) if stride <= cluster.gpus_per_node else 1
+    between = cluster.fabric if fabric is None or cluster.fabric_is_given else fabric
+    return Group(ranks=ranks, ranks_per_node=min(ranks, inside), fabric=between)
+
+
+def bytes_per_second(
+    cluster: Cluster,
+    c: Constants,
+    group: Group,
+    message_bytes: float,
+    collective: Collective = "all_gather",
+) -> float:
+    """Of a large collective, per rank."""
+    inside = cluster.intra_node_bytes_per_second * c.intra_node_efficiency
+    if not group.spans_nodes:
+        return inside
+    each = message_bytes / group.ranks_per_node
+    measured = share_of_links(group.fabric, collective, group.ranks, group.nodes, each)
+    share = c.inter_node_efficiency if measured is None else measured
+    across = cluster.inter_node_bytes_per_second * share * group.ranks_per_node
+    return min(inside, across) if group.ranks_per_node > 1 else across
+
+
+def ring_start_seconds(c: Constants, group: Group) -> float:
+    """n - 1 steps, those between nodes the slower ones."""
+    if group.ranks == 1:
+        return 0.0
+    between = group.nodes if group.spans_nodes else 0
+    return (
+        between * c.inter_node_hop_seconds
+        + max(0, group.ranks - 1 - between) * c.intra_node_hop_seconds
+    )
+
+
+def gather_seconds(
+    cluster: Cluster,
+    c: Constants,
+    group: Group,
+    total_bytes: float,
+    calls: float = 1.0,
+    collective: Collective = "all_gather",
+) -> float:
+    """An all-gather to total_bytes on each rank, or a reduce-scatter of them, in so many calls."""
+    n = group.ranks
+    if n == 1:
+        return 0.0
+    rate = bytes_per_second(cluster, c, group, total_bytes, collective)
+    if cluster.gpu.is_cpu and collective == "all_gather":
+        rate /= GLOO_ALL_GATHER
+    return calls * ring_start_seconds(c, group) + (n - 1) / n * total_bytes / rate
+
+
+def reduce_scatter_seconds(
+    cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0
+) -> float:
+    if cluster.gpu.is_cpu:
+        return all_reduce_seconds(cluster, c, group, total_bytes, calls)
+    return gather_seconds(cluster, c, group, total_bytes, calls)
+
+
+def all_reduce_seconds(
+    cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0
+) -> float:
+    return 2 * gather_seconds(cluster, c, group, total_bytes, calls, "all_reduce")
+
+
+def all_to_all_seconds(
+    cluster: Cluster, c: Constants, group: Group, total_bytes: float, calls: float = 1.0
+) -> float:
+    """Each rank sends an equal piece of total_bytes to each other one: those of its node over the
+    node's links, the others' over its own adapter, both at the same time."""
+    n, here = group.ranks, group.ranks_per_node
+    if n == 1:
+        return 0.0
+    inside = (
+        (here - 1)
+        / n
+        * total_bytes
+        / (cluster.intra_node_bytes_per_second * c.intra_node_efficiency)
+    )
+    start, across = c.intra_node_hop_seconds, 0.0
+    if group.spans_nodes:
+        start = c.inter_node_hop_seconds
+        across = (
+            (n - here)
+            / n
+            * total_bytes
+            / (cluster.inter_node_bytes_per_second * c.inter_node_efficiency)
+        )
+    return calls * start + max(inside, across)
+
+
+def send_seconds(cluster: Cluster, c: Constants, distance: int, message_bytes: float) -> float:
+    """One message to the rank `distance` further; nodes are filled in order."""
+    if distance >= cluster.gpus_per_node:
+        return c.inter_node_hop_seconds + message_bytes / (
+            cluster.inter_node_bytes_per_second * c.inter_node_efficiency
+        )
+    return c.intra_node_hop_seconds + message_bytes / (
+        cluster.intra_node_bytes_per_second * c.intra_node_efficiency
+    )

@@ -1,0 +1,160 @@
+"""What an outer step between islands costs, and the same run as plain data parallelism over
+them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from shardwright.layout.layout_estimate import Time
+from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe
+from shardwright.utils.number_format import SECONDS_PER_DAY, duration, file_size
+
+ISLANDS, DATA_PARALLEL = "islands", "data parallel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandsCost:
+    """sent_bytes: each way over the store's link, an outer step. outer_seconds: that they take.
+    exposed_seconds: that training waits of them, an outer step; exposed_share: of the time of the
+    steps between two of them.
+
+    The same run as plain data parallelism over the same links sends gradient_bytes each way in
+    every step, in gradient_seconds. data_parallel_step_seconds: at best, where all of that hides
+    behind the step; data_parallel_longest_seconds: where none does. Both keep a layout's other
+    collectives inside an island. days and data_parallel_days (at best): None where the steps are
+    not known. take: the faster of the two, plain data parallelism where they are equal.
+    """
+
+    islands: int
+    every_steps: int
+    link_gbits_per_second: float
+    sent_bytes: float
+    outer_seconds: float
+    exposed_seconds: float
+    exposed_share: float
+    step_seconds: float
+    gradient_bytes: float
+    gradient_seconds: float
+    data_parallel_step_seconds: float
+    data_parallel_longest_seconds: float
+    days: float | None
+    data_parallel_days: float | None
+    take: str
+
+
+def islands_cost(recipe: Recipe, parameters: int, inner_seconds: float) -> IslandsCost | None:
+    """parameters: of the whole model. inner_seconds: of a step inside an island. None without
+    islands.
+
+    The store adds the deltas up, beside one of the islands: its link carries those of the n - 1
+    others, and their sum back at the same time, so that T = 8 (n - 1) N / W for N bytes of deltas
+    over W bit/s. Exposed is what the steps that run meanwhile (overlap_steps) do not cover. A ring
+    of data parallelism sends 2 (n - 1) / n N (arXiv 1802.05799) in each step. Assumes a link that
+    reaches its rate, and no time for the sums.
+    """
+    outer, cluster = recipe.training.outer, recipe.cluster
+    rate = cluster.inter_island_gbits_per_second
+    if outer is None or rate is None:
+        return None
+    n, link = cluster.islands, rate * 1e9 / 8
+    sent = (n - 1) * parameters * ELEMENT_BYTES[outer.precision]
+    seconds = sent / link
+    exposed = max(0.0, seconds - outer.overlap_steps * inner_seconds)
+    gradients = 2 * (n - 1) / n * parameters * ELEMENT_BYTES["bf16"]
+    step, plain = inner_seconds + exposed / outer.every_steps, max(inner_seconds, gradients / link)
+    steps = recipe.training.known_steps
+    return IslandsCost(
+        islands=n,
+        every_steps=outer.every_steps,
+        link_gbits_per_second=rate,
+        sent_bytes=float(sent),
+        outer_seconds=seconds,
+        exposed_seconds=exposed,
+        exposed_share=exposed / (outer.every_steps * inner_seconds),
+        step_seconds=step,
+        gradient_bytes=gradients,
+        gradient_seconds=gradients / link,
+        data_parallel_step_seconds=plain,
+        data_parallel_longest_seconds=inner_seconds + gradients / link,
+        days=steps * step / SECONDS_PER_DAY if steps else None,
+        data_parallel_days=steps * plain / SECONDS_PER_DAY if steps else None,
+        take=DATA_PARALLEL if plain <= step else ISLANDS,
+    )
+
+
+def with_outer_step(time: Time, recipe: Recipe, graph: ModelGraph) -> Time:
+    """The step's share of an outer step added."""
+    found = islands_cost(recipe, graph.total_parameters, time.step_seconds)
+    if found is None:
+        return time
+    slower = time.step_seconds / found.step_seconds
+    rates = ("tokens_per_second_per_gpu", "model_tflops_per_gpu", "hardware_tflops_per_gpu", "mfu")
+    return dataclasses.replace(
+        time,
+        step_seconds=found.step_seconds,
+        outer_comm_seconds=found.exposed_seconds / found.every_steps,
+        **{name: getattr(time, name) * slower for name in rates},
+    )
+
+
+def inner_seconds(time: Time) -> float:
+    """Of a step without its share of the outer step."""
+    return time.step_seconds - time.outer_comm_seconds
+
+
+_PENALTIES = {
+    2: "+0.2 % at 1.3B parameters, -0.18 % at 4B, -0.19 % at 10B",
+    4: "+0.5 % at 1.3B parameters, +0.18 % at 4B, +0.29 % at 10B",
+    8: "+1.3 % at 1.3B parameters",
+}
+_THEIRS = "arXiv 2503.09799: theirs, tuned, an outer step every 30; not this run's"
+
+
+def penalty_words(islands: int) -> str:
+    """What the papers say that islands cost in loss."""
+    told = {islands: _PENALTIES[islands]} if islands in _PENALTIES else _PENALTIES
+    said = "; ".join(f"{n} islands {figures}" for n, figures in told.items())
+    return f"loss beside data parallelism: {said} ({_THEIRS})"
+
+
+def islands_words(found: IslandsCost) -> list[str]:
+    """Lines for `estimate`, `plan`, `explain` and the report."""
+    waits = (
+        f"training waits {found.exposed_seconds:.3g} s of it, {found.exposed_share:.1%} of "
+        "what the steps take"
+    )
+    return [
+        f"{found.islands} over links of {found.link_gbits_per_second:g} Gbit/s: every "
+        f"{found.every_steps} steps {_size(found.sent_bytes)} each way, in "
+        f"{found.outer_seconds:.3g} s; {waits}",
+        f"as one world, plain data parallelism: {_size(found.gradient_bytes)} each way in every "
+        f"step, in {found.gradient_seconds:.3g} s",
+        f"a step takes {found.step_seconds:.4g} s with islands; as one world "
+        f"{found.data_parallel_step_seconds:.4g} s where the gradients hide behind it, "
+        f"{found.data_parallel_longest_seconds:.4g} s where none do",
+        _taken(found),
+        penalty_words(found.islands),
+    ]
+
+
+def _taken(found: IslandsCost) -> str:
+    days = ""
+    if found.days is not None and found.data_parallel_days is not None:
+        other, this = duration(found.data_parallel_days), duration(found.days)
+        days = (
+            f": {this} against {other} at best"
+            if found.take == ISLANDS
+            else f": {other} against {this}"
+        )
+    if found.take == ISLANDS:
+        return f"take islands{days}"
+    return (
+        f"take plain data parallelism{days}, if its gradients hide; it costs nothing in loss "
+        "(cluster.islands: 1)"
+    )
+
+
+def _size(count: float) -> str:
+    return file_size(round(count))

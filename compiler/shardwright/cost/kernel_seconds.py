@@ -1,0 +1,167 @@
+"""Seconds of single GPU kernels: a roofline with tiles, waves, alignment and memory bandwidth.
+
+Sources: the roofline model (Williams et al., 2009); tile and wave quantisation and alignment
+(NVIDIA, Matrix Multiplication Background User's Guide); fused attention (arXiv 2205.14135,
+2307.08691).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from shardwright.cluster.cluster_types import Gpu
+from shardwright.cost.cost_constants import Constants
+from shardwright.utils.memoize import remembered, settled
+
+# Output tiles that cuBLAS's kernels take, rows x columns; a product runs with the fastest for its
+# shape.
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+# Operands are loaded once a tile: a smaller one computes less per byte. Rate against 256 x 128,
+# from the shared-memory traffic of a tile, (rows + columns) / (rows x columns).
+TILE_RATE = {
+    (256, 128): 1.0,
+    (128, 256): 1.0,
+    (128, 128): 0.96,
+    (128, 64): 0.86,
+    (64, 128): 0.86,
+    (64, 64): 0.72,
+}
+# Parts that the summed dimension is cut into where the output alone has too few tiles (split-K).
+SPLITS = (1, 2, 4)
+# Of the peak, the fastest product of a board that holds its clock (an A100: the prior of
+# gemm_efficiency).
+BEST_OF_THE_PEAK = 0.86
+ALIGNED_WIDTH = 64
+ALIGNED_LOAD = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a kernel needs to know of the GPU and the precision."""
+
+    flops_per_second: float  # dense peak of the precision
+    sustained_share: float  # of it, at the board's power limit
+    bytes_per_second: float
+    cache_bytes: float  # of the last level
+    compute_units: int
+    element_bytes: int
+    fused_attention_gain: float = 1.0
+    softmax_gain: float = 1.0
+
+
+def device_of(gpu: Gpu, flops_per_second: float, element_bytes: int, c: Constants) -> Device:
+    """flops_per_second: the dense peak of the precision whose elements have so many bytes."""
+    share = sustained_share(c, flops_per_second, gpu.watts)
+    if gpu.best_product_flops is not None and element_bytes < 4:
+        share = min(share, gpu.best_product_flops / flops_per_second / BEST_OF_THE_PEAK)
+    return Device(
+        flops_per_second=flops_per_second,
+        sustained_share=share,
+        bytes_per_second=gpu.hbm_bytes_per_second,
+        cache_bytes=gpu.cache_bytes,
+        compute_units=gpu.compute_units,
+        element_bytes=element_bytes,
+        fused_attention_gain=gpu.fused_attention_gain,
+        softmax_gain=gpu.softmax_gain,
+    )
+
+
+@settled
+def _of(c: Constants) -> Hashable:
+    return c
+
+
+@remembered(lambda device, c, *, m, n, k, batch=1.0: (device, _of(c), m, n, k, batch))
+def product_seconds(
+    device: Device, c: Constants, *, m: float, n: int, k: int, batch: float = 1.0
+) -> float:
+    """`batch` products of (m, k) by (k, n), one kernel. Fractions of a batch are allowed (an
+    average)."""
+    units = device.compute_units
+    rate = device.flops_per_second * device.sustained_share / units * c.gemm_efficiency
+    rate *= width_efficiency(device, c, batch * m, n, k)
+    moved = batch * (m * k + k * n + m * n) * device.element_bytes
+    bandwidth = device.bytes_per_second * c.memory_efficiency
+    best = math.inf
+    for rows, columns in TILES:
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        tile_seconds = 2 * rows * columns * k / (rate * TILE_RATE[rows, columns])
+        for split in SPLITS:
+            waves = math.ceil(tiles * split / units)
+            seconds = waves * (tile_seconds / split + c.tile_seconds)
+            traffic = moved + (2 * split * batch * m * n * 4 if split > 1 else 0)
+            best = min(best, max(seconds, traffic / bandwidth))
+            if tiles >= 2 * units or k < 1024:
+                break
+    return best
+
+
+def sustained_share(c: Constants, flops_per_second: float, watts: float | None) -> float:
+    """Of the peak, what a power limit allows to dense products.
+
+    Dynamic power grows with the clock's cube (f V^2, and V with f; Chandrakasan et al., 1992), so a
+    board with less than the peak's watts runs at the cube root of its share.
+    """
+    if watts is None:
+        return 1.0
+    return math.pow(min(1.0, watts / (c.watts_per_tflops * flops_per_second / 1e12)), 1 / 3)
+
+
+def width_efficiency(device: Device, c: Constants, rows: float, *widths: int) -> float:
+    """Of a product whose activations have `rows` rows of one of these widths: a factor for each
+    halving of a width's power of two under 64 elements.
+
+    Down to 8 elements a row begins inside a line of 128 bytes, and its ends are fetched with lines
+    that it shares with its neighbours: from memory, for the part of the activations that the cache
+    does not hold. Below that each load is broken up, wherever it comes from.
+    """
+
+    def halvings(width: int, most: int) -> float:
+        return math.log2(most / math.gcd(most, width))
+
+    def from_memory(width: int) -> float:
+        return max(0.0, 1 - device.cache_bytes / (rows * width * device.element_bytes))
+
+    loads = max(halvings(width, ALIGNED_LOAD) for width in widths)
+    lines = max(
+        from_memory(width) * (halvings(width, ALIGNED_WIDTH) - halvings(width, ALIGNED_LOAD))
+        for width in widths
+    )
+    return math.pow(c.width_alignment_efficiency, loads + lines)
+
+
+def load_efficiency(c: Constants, head_dim: int) -> float:
+    """Tensor cores are fed 16 bytes a load; a head size that is no multiple of 8 breaks them up."""
+    return c.load_alignment_efficiency if head_dim % ALIGNED_LOAD else 1.0
+
+
+def traffic_seconds(device: Device, c: Constants, moved_bytes: float) -> float:
+    return moved_bytes / (device.bytes_per_second * c.memory_efficiency)
+
+
+def fused_products_seconds(device: Device, c: Constants, *, flops: float, head_dim: int) -> float:
+    """The two products of fused causal attention, forward. flops: full S x S."""
+    share = (
+        c.fused_attention_efficiency * device.fused_attention_gain * load_efficiency(c, head_dim)
+    )
+    return flops / (device.flops_per_second * share)
+
+
+def softmax_seconds(device: Device, c: Constants, *, scores: float) -> float:
+    """The exponentials of fused attention: no tensor core computes them, so a small head is the
+    slower."""
+    return scores * c.softmax_unit_seconds / device.compute_units / device.softmax_gain
+
+
+def eager_attention_seconds(
+    device: Device, c: Constants, *, heads: float, head_dim: int, length: int, passes: float
+) -> float:
+    """Forward of two batched products of `heads` (micro-batch x local heads), and the kernels
+    between them."""
+    products = product_seconds(
+        device, c, m=length, n=length, k=max(64, head_dim), batch=heads
+    ) + product_seconds(device, c, m=length, n=max(64, head_dim), k=length, batch=heads)
+    between = traffic_seconds(device, c, heads * length * length * passes * device.element_bytes)
+    return products / load_efficiency(c, head_dim) + between

@@ -1,0 +1,362 @@
+"""Seconds that each layer computes for one micro-batch on one rank: forward, backward, and what is
+run again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from shardwright.cluster.cluster_types import Gpu
+from shardwright.cost.activation_bytes import keeps_products
+from shardwright.cost.calibrated_costs import first_of_kind, measured_seconds
+from shardwright.cost.contrastive_costs import comparing_seconds
+from shardwright.cost.cost_constants import Constants
+from shardwright.cost.expert_parallel_costs import UNEVEN
+from shardwright.cost.kernel_seconds import (
+    device_of,
+    eager_attention_seconds,
+    fused_products_seconds,
+    product_seconds,
+    softmax_seconds,
+    traffic_seconds,
+)
+from shardwright.cost.layer_shapes import LayerShape, dropped_products, model_shapes
+from shardwright.cost.vision_encoder_costs import tower_seconds
+from shardwright.cost.vision_encoder_flops import largest_row
+from shardwright.engines.engine_table import traits_of
+from shardwright.engines.kernel_traffic import KERNELS
+from shardwright.layout.layout import Strategy
+from shardwright.models.frozen_parameters import decoder_is_frozen
+from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.literal_types import Precision
+from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe
+from shardwright.utils.memoize import remembered, settled
+
+# A product has two in its backward pass, each of its own size: the inputs' gradient and the
+# weights'.
+BACKWARD_OVER_FORWARD = 2.0
+# Fused attention computes its scores again in backward: five products against two (arXiv
+# 2205.14135), and the exponentials once more.
+FUSED_BACKWARD_OVER_FORWARD = 2.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerSeconds:
+    """Prefix sums over graph.layers (length layers + 1). again: recomputed, of a layer that is
+    checkpointed."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    again: tuple[float, ...]
+
+
+def peak_flops(gpu: Gpu, precision: Precision) -> float:
+    """Dense peak of the precision. A GPU without it (a rule reports that) computes in fp32 at
+    best."""
+    return (
+        gpu.peak_flops.get(precision) or gpu.peak_flops.get("fp32") or min(gpu.peak_flops.values())
+    )
+
+
+def stops_early(graph: ModelGraph, kernels: str) -> bool:
+    """Whether recomputation ends before the last product of what it repeats, because no backward
+    pass reads that result: torch's non-reentrant checkpoint
+    (torch.utils.checkpoint.set_checkpoint_early_stop; this project's runtime uses it), unless a
+    dropout after the product keeps its mask. Megatron's own checkpoint repeats all."""
+    return kernels in ("hf", "compiled") or (kernels == "auto" and graph.max_dropout == 0)
+
+
+@settled
+def _of_all_layouts(recipe: Recipe, graph: ModelGraph, gpu: Gpu, c: Constants) -> Hashable:
+    return (
+        graph.identity,
+        (gpu.hbm_bytes_per_second, gpu.watts, gpu.cache_bytes, gpu.compute_units, gpu.is_cpu),
+        (gpu.fused_attention_gain, gpu.softmax_gain, gpu.best_product_flops),
+        (
+            peak_flops(gpu, recipe.training.precision),
+            recipe.training.precision,
+            recipe.training.sequence_length,
+        ),
+        (
+            recipe.assume.kernels,
+            recipe.assume.mfu,
+            recipe.lora is not None,
+            recipe.model.freeze,
+            largest_row(recipe, graph),
+            recipe.training.global_batch_size if graph.contrastive else 0,
+        ),
+        (recipe.cluster.measured and recipe.cluster.measured.sha256, recipe.target),
+        c,
+    )
+
+
+def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> Hashable:
+    return (
+        _of_all_layouts(recipe, graph, gpu, c),
+        traits_of(recipe.target, recipe.assume.kernels, s),
+        (
+            s.tensor,
+            s.context,
+            s.expert,
+            s.micro_batch_size,
+            s.sequence_parallel,
+            s.checkpointing,
+            s.loss,
+        ),
+    )
+
+
+@remembered(_depends_on)
+def layer_seconds(
+    recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants
+) -> LayerSeconds:
+    """The same for each pipeline, data degree and ZeRO stage."""
+    shapes = model_shapes(graph, s.tensor)
+    model = _Micro(recipe, graph, gpu, s, c)
+    per_kind = [model.decoder(kind) for kind in shapes.kinds]
+    ends = {"embedding": model.embedding(), "head": model.head(shapes.head_width)}
+    per_layer = [
+        ends[layer.kind] if index < 0 else per_kind[index]
+        for layer, index in zip(graph.layers, shapes.kind_of, strict=True)
+    ]
+    places = first_of_kind(shapes.kind_of)
+    per_layer = [
+        measured_seconds(recipe, graph, s, at, each)
+        for at, each in zip(places, per_layer, strict=True)
+    ]
+
+    def prefix(part: Callable[[tuple[float, float, float]], float]) -> tuple[float, ...]:
+        return (0.0, *itertools.accumulate(part(seconds) for seconds in per_layer))
+
+    return LayerSeconds(
+        forward=prefix(lambda x: x[0]),
+        backward=prefix(lambda x: x[1]),
+        again=prefix(lambda x: x[2]),
+    )
+
+
+class _Micro:
+    """One micro-batch on one rank; each method gives (forward, backward, again) of one layer."""
+
+    def __init__(
+        self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants
+    ) -> None:
+        precision = recipe.training.precision
+        self.recipe, self.graph, self.s, self.c = recipe, graph, s, c
+        self.kernels, self.mfu = recipe.assume.kernels, recipe.assume.mfu
+        self.traits = traits_of(recipe.target, self.kernels, s)
+        # No gradient of a weight; the adapters' own products are a few percent.
+        self.frozen = recipe.lora is not None or decoder_is_frozen(graph, recipe.model.freeze)
+        self.length = recipe.training.sequence_length
+        self.tokens = s.micro_batch_size * self.length // s.context
+        self.is_cpu, self.fp32_flops = gpu.is_cpu, peak_flops(gpu, "fp32")
+        self.shapes = model_shapes(graph, s.tensor)
+        self.device = device_of(gpu, peak_flops(gpu, precision), ELEMENT_BYTES[precision], c)
+
+    def decoder(self, kind: LayerShape) -> tuple[float, float, float]:
+        mode = self.s.checkpointing
+        if self.mfu is not None:
+            scores = self._at_mfu(kind.attention_flops * self.length, self.shapes.attention_degree)
+            forward = self._at_mfu(kind.matmul_flops, self.s.tensor) + scores
+            again = kind.attention_module_flops if self.traits.selective_repeats_projections else 0
+            inside = self._at_mfu(again, self.s.tensor) + scores
+            back = self._backward_at_mfu(forward)
+            return forward, back, {"none": 0.0, "selective": inside, "full": forward}[mode]
+        outside, projections = (
+            self._products(kind, in_attention=False),
+            self._products(kind, in_attention=True),
+        )
+        scores, scores_backward = self._scores(kind)
+        moved_inside, moved_outside = self._moved(kind)
+        forward = outside[0] + projections[0] + scores + moved_inside + moved_outside
+        backward = (
+            outside[1]
+            + projections[1]
+            + scores_backward
+            + BACKWARD_OVER_FORWARD * (moved_inside + moved_outside)
+        )
+        unread_inside, unread = (
+            self._unread(kind, in_attention=True),
+            self._unread(kind, in_attention=False),
+        )
+        if not self.traits.selective_repeats_projections:
+            selective = scores
+        elif keeps_products(self.graph, self.kernels):
+            selective = self._dropped_products(kind) + moved_inside + moved_outside
+            selective += scores if self.graph.attention == "eager" else 0.0
+        else:
+            selective = scores + projections[0] - unread_inside + moved_inside
+        floor = (
+            0.0 if self.is_cpu else self.c.kernels_per_layer(self.kernels) * self.c.launch_seconds
+        )
+        forward, backward = max(forward, floor), max(backward, BACKWARD_OVER_FORWARD * floor)
+        return (
+            forward,
+            backward,
+            {"none": 0.0, "selective": selective, "full": max(floor, forward - unread)}[mode],
+        )
+
+    def embedding(self) -> tuple[float, float, float]:
+        """A lookup: rows read and written; in backward their gradients are added up. And the tower
+        of a model that sees."""
+        rows = self.s.micro_batch_size
+        tower = tower_seconds(
+            self.recipe, self.graph, self.s.checkpointing, rows, self.device, self.c
+        )
+        if self.mfu is not None:
+            return *tower, 0.0
+        forward = traffic_seconds(
+            self.device, self.c, 2 * self.tokens * self.graph.hidden_size * self._element
+        )
+        return forward + tower[0], BACKWARD_OVER_FORWARD * forward + tower[1], 0.0
+
+    def head(self, width: int) -> tuple[float, float, float]:
+        """The last norm, the product with the vocabulary, and the loss (a third of its traffic in
+        forward); a chunked loss makes its logits again."""
+        if self.graph.contrastive:
+            return self._compared()
+        if self.mfu is not None:
+            forward = self._at_mfu(self.graph.layers[-1].matmul_flops_per_token, self.s.tensor)
+            return (
+                forward,
+                self._backward_at_mfu(forward),
+                forward if self.s.loss == "chunked" else 0.0,
+            )
+        multiple = KERNELS[self.kernels].vocabulary_multiple
+        width = -(-width // multiple) * multiple
+        forward, backward = self._product(self.tokens, width, self.graph.hidden_size, 1)
+        logits = self.tokens * width * self.c.logit_traffic_bytes(self.kernels)
+        loss = traffic_seconds(self.device, self.c, logits)
+        moved = self.tokens * self.graph.layers[-1].activation_elements_per_token * self._element
+        norm = traffic_seconds(self.device, self.c, moved)
+        again = forward + loss / 3 if self.s.loss == "chunked" else 0.0
+        return forward + loss / 3 + norm, backward + loss * 2 / 3 + 2 * norm, again
+
+    def _compared(self) -> tuple[float, float, float]:
+        """Instead of a vocabulary: the last norm, the projection of each row, and the similarities
+        of all pairs."""
+        graph, rows = self.graph, self.s.micro_batch_size
+        forward, backward = comparing_seconds(
+            self.recipe, graph, rows, self.device, self.fp32_flops, self.c
+        )
+        if self.mfu is not None:
+            projected = self._at_mfu(graph.layers[-1].matmul_flops_per_token, 1)
+            return forward + projected, backward + self._backward_at_mfu(projected), 0.0
+        product = self._product(rows, graph.features, graph.hidden_size, 1)
+        moved = self.tokens * graph.layers[-1].activation_elements_per_token * self._element
+        norm = traffic_seconds(self.device, self.c, moved)
+        return forward + product[0] + norm, backward + product[1] + 2 * norm, 0.0
+
+    @property
+    def _element(self) -> int:
+        return self.device.element_bytes
+
+    def _backward_at_mfu(self, forward: float) -> float:
+        return (BACKWARD_OVER_FORWARD - self.frozen) * forward
+
+    def _at_mfu(self, flops_per_token: float, degree: int) -> float:
+        """assume.mfu replaces every efficiency, and the traffic's time: FLOPs / (peak x mfu)."""
+        assert self.mfu is not None
+        return flops_per_token * self.tokens / degree / (self.device.flops_per_second * self.mfu)
+
+    def _product(self, m: float, n: int, k: int, batch: float) -> tuple[float, float]:
+        forward = product_seconds(self.device, self.c, m=m, n=n, k=k, batch=batch)
+        inputs = product_seconds(self.device, self.c, m=m, n=k, k=n, batch=batch)
+        weights = product_seconds(self.device, self.c, m=n, n=k, k=max(1, round(m)), batch=batch)
+        return forward, inputs if self.frozen else inputs + weights
+
+    def _products(self, kind: LayerShape, *, in_attention: bool) -> tuple[float, float]:
+        """Forward and backward of the products inside or outside the attention module.
+
+        The shapes give the rate, the traced FLOPs the amount: a layer may route a token to some
+        experts only.
+        """
+        chosen = [p for p in kind.products if p.in_attention == in_attention]
+        if not chosen:
+            return 0.0, 0.0
+        every = sum(p.n * p.k * p.batch for p in kind.products)
+        routed = kind.matmul_flops / (2 * every * self.s.tensor) if self._has_experts(kind) else 1.0
+        forward = backward = 0.0
+        expert = self.s.expert if kind.expert_numel else 1
+        for p in chosen:
+            if p.batch > 1:
+                # Fewer experts on a rank, each with the rows of all expert ranks; the step waits
+                # for the fullest rank.
+                rows = max(1.0, self.tokens * min(1.0, routed) * expert)
+                f, b = self._product(rows, p.n, p.k, p.batch / expert)
+                f, b = (f, b) if expert == 1 else (UNEVEN * f, UNEVEN * b)
+            else:
+                f, b = self._product(max(1.0, self.tokens), p.n, p.k, p.batch)
+            forward, backward = forward + f, backward + b
+        return forward, backward
+
+    def _unread(self, kind: LayerShape, *, in_attention: bool) -> float:
+        """Forward seconds of the last product of the attention module, or of the layer, where no
+        recomputation runs it (see stops_early)."""
+        last = [p for p in kind.products if p.in_attention == in_attention][-1:]
+        if not last or last[0].batch > 1 or not stops_early(self.graph, self.kernels):
+            return 0.0
+        return self._product(self.tokens, last[0].n, last[0].k, 1)[0]
+
+    def _dropped_products(self, kind: LayerShape) -> float:
+        """Forward seconds of the products that selective checkpointing by operator does not
+        keep."""
+        return sum(
+            self._product(self.tokens, p.n, p.k, p.batch)[0]
+            for p in dropped_products(kind.products)
+        )
+
+    @staticmethod
+    def _has_experts(kind: LayerShape) -> bool:
+        return any(p.batch > 1 for p in kind.products)
+
+    def _scores(self, kind: LayerShape) -> tuple[float, float]:
+        """Forward and backward of attention over S x S."""
+        graph, s = self.graph, self.s
+        if not kind.attention_flops:
+            return 0.0, 0.0
+        degree = self.shapes.attention_degree
+        heads = s.micro_batch_size * graph.attention_heads / (degree * s.context)
+        if graph.attention == "eager":
+            passes = self.c.score_passes(self.kernels)
+            forward = eager_attention_seconds(
+                self.device,
+                self.c,
+                heads=heads,
+                head_dim=graph.head_dim,
+                length=self.length,
+                passes=passes,
+            )
+            return forward, BACKWARD_OVER_FORWARD * forward
+        products = fused_products_seconds(
+            self.device,
+            self.c,
+            flops=kind.attention_flops * self.length * self.tokens / degree,
+            head_dim=graph.head_dim,
+        )
+        softmax = softmax_seconds(self.device, self.c, scores=heads * self.length**2)
+        return products + softmax, FUSED_BACKWARD_OVER_FORWARD * products + softmax
+
+    def _moved(self, kind: LayerShape) -> tuple[float, float]:
+        """Forward seconds of the kernels that are no products, inside and outside the attention
+        module."""
+        passes, hidden, graph = KERNELS[self.kernels], self.graph.hidden_size, self.graph
+        dropout = passes.dropout if graph.max_dropout > 0 else 0.0
+        whole = kind.fused_norms * passes.norm + kind.composed_norms * passes.composed_norm
+        whole = (whole + 2 * (passes.residual + dropout)) * hidden
+        kept = 4 * hidden + (hidden if graph.max_dropout > 0 else 0)
+        cut = passes.feed_forward * max(0, kind.elements - kind.attention_elements - kept)
+        cut /= self.shapes.feed_forward_degree
+        rotated = (graph.attention_heads + graph.key_value_heads) * graph.head_dim
+        inside = kind.attention_elements + (
+            0.0 if self.shapes.positions else passes.rotary * rotated
+        )
+        outside = whole / (self.s.tensor if self.s.sequence_parallel else 1) + cut
+        per_element = self.tokens * self._element
+        return (
+            traffic_seconds(
+                self.device, self.c, per_element * inside / self.shapes.attention_degree
+            ),
+            traffic_seconds(self.device, self.c, per_element * outside),
+        )

@@ -1,0 +1,289 @@
+"""What memory and time both need to know about one layout: blocks per pipeline rank, shapes,
+dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cost.activation_bytes import Activations, activations
+from shardwright.cost.calibrated_costs import figures_of, first_of_kind, measured_kept_bytes
+from shardwright.cost.collective_seconds import Group, group_of
+from shardwright.cost.cost_constants import Constants
+from shardwright.cost.layer_shapes import ModelShapes, model_shapes
+from shardwright.cost.vision_encoder_flops import tower_kept_bytes
+from shardwright.engines.engine_definition import Traits
+from shardwright.engines.engine_table import traits_of
+from shardwright.layout.interleaved_schedule import kept_at_once
+from shardwright.layout.layout import Strategy
+from shardwright.layout.loss_chunk_length import chunk_length
+from shardwright.layout.planning_problem import Problem
+from shardwright.layout.tensor_parallel_map import split_parameter
+from shardwright.models.frozen_parameters import decoder_is_frozen, frozen_names
+from shardwright.models.lora_targets import adapters, target_modules
+from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
+from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe, accumulation_dtype
+from shardwright.utils.memoize import remembered
+
+
+class Block(
+    NamedTuple
+):  # a search makes tens of thousands; a frozen dataclass takes four times as long
+    """Contiguous layers [start, stop) on one pipeline rank; DualPipeV gives a rank two."""
+
+    start: int
+    stop: int
+    in_flight: float  # micro-batches whose activations are kept at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    problem: Problem
+    strategy: Strategy
+    constants: Constants
+    shapes: ModelShapes
+    activations: Activations
+    traits: Traits
+    element_bytes: int
+    accumulation_dtype: str
+    checkpointed: Activations | None = (
+        None  # of the first layers of each stage, where those are checkpointed alone
+    )
+    boundaries: tuple[
+        int, ...
+    ] = ()  # of the stages, over graph.layers; () until the layers are placed
+    ranks: tuple[tuple[Block, ...], ...] = ()  # per pipeline rank
+    adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () without it
+    frozen: tuple[
+        int, ...
+    ] = ()  # local parameters of `model.freeze`, prefix sums; () where there are none
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.problem.recipe
+
+    @property
+    def graph(self) -> ModelGraph:
+        return self.problem.graph
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.problem.cluster
+
+    def group(self, ranks: int, stride: int) -> Group:
+        """`ranks` ranks, each `stride` after the last, over the recipe's fabric or that of the runs
+        it asks for."""
+        return group_of(self.cluster, ranks, stride, self.traits.fabric)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one rank."""
+        return self.strategy.micro_batch_size * self.length
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row on one rank."""
+        return self.recipe.training.sequence_length // self.strategy.context
+
+    @property
+    def logit_tokens(self) -> int:
+        """Tokens of a micro-batch whose logits exist at a time."""
+        if self.strategy.loss == "full":
+            return self.tokens
+        micro_batch = self.strategy.micro_batch_size
+        return micro_batch * chunk_length(micro_batch, self.length)
+
+    def has_head(self, blocks: tuple[Block, ...]) -> bool:
+        layers = len(self.shapes.kind_of)
+        return any(block.start < block.stop == layers for block in blocks)
+
+    def decoder_layers(self, block: Block) -> int:
+        """Of the block: all its layers but the embedding and the head."""
+        ends = (block.start == 0) + (block.stop == len(self.graph.layers))
+        return max(0, block.stop - block.start - ends)
+
+    def checkpointed_stop(self, start: int, stop: int) -> int:
+        """Of a stage with these layers, where those end that partial checkpointing recomputes;
+        `start` without it."""
+        choice = self.strategy.activation_checkpointing
+        if not isinstance(choice, PartialCheckpointing):
+            return start
+        chunks = self.strategy.parts // self.strategy.stages
+        full = -(-choice.full // chunks)  # counted on a rank; its chunks share them evenly
+        return max(start, min(start + (start == 0) + full, stop - (stop == len(self.graph.layers))))
+
+    def numel(self, rank: int) -> int:
+        """Parameters of one rank of this pipeline rank."""
+        return self.numel_of(self.ranks[rank])
+
+    def trained_of(self, blocks: tuple[Block, ...]) -> int:
+        """Those that have a gradient; LoRA's adapters are not among numel_of."""
+        if self.adapters:
+            return sum(self.adapters[b.stop] - self.adapters[b.start] for b in blocks)
+        return self.numel_of(blocks) - self.frozen_of(blocks)
+
+    def frozen_of(self, blocks: tuple[Block, ...]) -> int:
+        """Those of `model.freeze`."""
+        return sum(self.frozen[b.stop] - self.frozen[b.start] for b in blocks) if self.frozen else 0
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some of the model's own parameters are not trained."""
+        return bool(self.adapters or self.frozen)
+
+    @property
+    def text_is_frozen(self) -> bool:
+        """Whether no weight of a decoder layer has a gradient."""
+        return bool(self.adapters) or decoder_is_frozen(self.graph, self.recipe.model.freeze)
+
+    def experts_of(self, blocks: tuple[Block, ...]) -> int:
+        """Those of them that are spread over ranks otherwise than the rest; 0 where none are."""
+        if not self.strategy.spreads_experts:
+            return 0
+        numel = self.shapes.expert_numel
+        return sum(numel[b.stop] - numel[b.start] for b in blocks)
+
+    def numel_of(self, blocks: tuple[Block, ...]) -> int:
+        """Parameters of a rank with these blocks, all experts among them; a tied tensor counts
+        once."""
+        numel = self.shapes.numel
+        total = sum([numel[b.stop] - numel[b.start] for b in blocks])
+        shared = self.shapes.shared_numel
+        return total - (shared if shared and blocks[0].start == 0 and self.has_head(blocks) else 0)
+
+
+def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layout:
+    """Its layers are on no stage yet; see `placed`."""
+    recipe, graph = problem.recipe, problem.graph
+    element_bytes = ELEMENT_BYTES[recipe.training.precision]
+    is_partial = isinstance(strategy.activation_checkpointing, PartialCheckpointing)
+
+    def kept(checkpointing: Checkpointing) -> Activations:
+        length = recipe.training.sequence_length
+        traced = activations(graph, length, element_bytes, checkpointing, recipe.assume.kernels)
+        return _with_tower(
+            problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced)
+        )
+
+    return Layout(
+        problem=problem,
+        strategy=strategy,
+        constants=constants,
+        shapes=model_shapes(graph, strategy.tensor),
+        activations=kept("none" if is_partial else strategy.checkpointing),
+        traits=traits_of(recipe.target, recipe.assume.kernels, strategy),
+        checkpointed=kept("full") if is_partial else None,
+        element_bytes=element_bytes,
+        accumulation_dtype=accumulation_dtype(recipe.training),
+        adapters=_adapters(recipe, graph),
+        frozen=()
+        if recipe.lora is not None
+        else _frozen(graph, recipe.model.freeze, strategy.tensor),
+    )
+
+
+def _as_measured(
+    problem: Problem, s: Strategy, checkpointing: Checkpointing, traced: Activations
+) -> Activations:
+    """With the bytes that the decoder layers were measured to keep. Bytes beyond what was traced,
+    or short of it, are on every tensor rank in the same shares."""
+    recipe, graph = problem.recipe, problem.graph
+    if figures_of(recipe, graph) is None:
+        return traced
+    shapes = model_shapes(graph, s.tensor)
+    factors = []
+    for at, place in enumerate(first_of_kind(shapes.kind_of)):
+        share = traced.between(at, at + 1).on_rank(
+            shapes.attention_degree, sequence_parallel=s.sequence_parallel
+        )
+        measured = (
+            measured_kept_bytes(recipe, graph, s, place, checkpointing)
+            if shapes.kind_of[at] >= 0
+            else None
+        )
+        factors.append(measured / (share * s.micro_batch_size) if measured and share else 1.0)
+
+    def prefix(sums: tuple[float, ...]) -> tuple[float, ...]:
+        return (
+            0,
+            *itertools.accumulate(
+                (b - a) * f for (a, b), f in zip(itertools.pairwise(sums), factors, strict=True)
+            ),
+        )
+
+    return dataclasses.replace(traced, whole=prefix(traced.whole), divided=prefix(traced.divided))
+
+
+def _with_tower(problem: Problem, checkpointing: Checkpointing, found: Activations) -> Activations:
+    """With what the tower keeps of a row, beside what the embedding does."""
+    recipe, graph = problem.recipe, problem.graph
+    if graph.vision is None:
+        return found
+    kept = tower_kept_bytes(recipe, graph, checkpointing, ELEMENT_BYTES[recipe.training.precision])
+    if not kept:
+        return found
+    return dataclasses.replace(
+        found, whole=(0, *(bytes_before + kept for bytes_before in found.whole[1:]))
+    )
+
+
+def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:
+    """The layout with its layers on stages. boundaries: over graph.layers, as many as parts and one
+    more."""
+    s = layout.strategy
+
+    def parts(rank: int) -> tuple[int, ...]:
+        if s.interleaves:
+            return tuple(range(rank, s.parts, s.pipeline))
+        return (rank, s.stages - 1 - rank)[: s.stages // s.pipeline]
+
+    ranks = tuple(
+        tuple(
+            Block(start=boundaries[part], stop=boundaries[part + 1], in_flight=flight)
+            for part, flight in zip(parts(rank), in_flight(s, rank), strict=True)
+        )
+        for rank in range(s.pipeline)
+    )
+    return dataclasses.replace(layout, boundaries=boundaries, ranks=ranks)
+
+
+def in_flight(s: Strategy, rank: int) -> tuple[float, ...]:
+    """Micro-batches whose activations each stage of the rank keeps at once: 1F1B min(p - rank, m);
+    DualPipeV (arXiv
+    2412.19437 and its V-shaped cut) min(2p - rank, m) on the outward half and min(rank + 1, m) on
+    the returning one; interleaving see schedule.interleaved."""
+    p, m, v = s.pipeline, s.gradient_accumulation_steps, s.virtual_stages
+    if s.schedule == "dualpipev":
+        return min(2 * p - rank, m), min(rank + 1, m)
+    return kept_at_once(p, rank, v, m) if s.interleaves else (min(p - rank, m),)
+
+
+def _adapters(recipe: Recipe, graph: ModelGraph) -> tuple[int, ...]:
+    lora = recipe.lora
+    if lora is None:
+        return ()
+    names = target_modules(graph, lora)
+    return (
+        0,
+        *itertools.accumulate(sum(adapters(layer, names, lora.rank)) for layer in graph.layers),
+    )
+
+
+@remembered(lambda graph, freeze, tensor: (graph.identity, freeze, tensor))
+def _frozen(graph: ModelGraph, freeze: tuple[str, ...], tensor: int) -> tuple[int, ...]:
+    """Elements on one tensor rank, prefix sums over graph.layers; () where none are. A tied tensor
+    counts where it is first."""
+    names = frozen_names(graph, freeze)
+    if not names:
+        return ()
+    counted: set[str] = set()
+    numel = []
+    for layer in graph.layers:
+        own = [p for p in layer.parameters if p.name in names and p.name not in counted]
+        counted.update(p.name for p in own)
+        numel.append(sum(split_parameter(graph, p, tensor).shard_numel(0) for p in own))
+    return (0, *itertools.accumulate(numel))

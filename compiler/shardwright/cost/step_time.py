@@ -1,0 +1,353 @@
+"""Time of one optimizer step.
+
+Compute: each layer's kernels (compute.py). Collectives: rings (collectives.py). Pipeline:
+DeepSpeed's own instruction streams, simulated (schedule/), which is (m + p - 1) x stage where
+stages are even (arXiv 2104.04473).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright.cost.activation_bytes import keeps_products
+from shardwright.cost.calibrated_costs import engine_figures, shared_step_seconds
+from shardwright.cost.collective_seconds import Group, all_reduce_seconds, gather_seconds
+from shardwright.cost.communication_bytes import messages
+from shardwright.cost.contrastive_costs import exchange_seconds, similarity_flops
+from shardwright.cost.data_parallel_times import data_comm_seconds, zero_efficiency
+from shardwright.cost.layer_shapes import ModelShapes, dropped_products, model_shapes
+from shardwright.cost.layer_times import peak_flops
+from shardwright.cost.micro_batch_times import FORWARD_SHARE, Passes, again_seconds, passes
+from shardwright.cost.offload_times import host_transfer_seconds, host_update_seconds
+from shardwright.cost.priced_layout import Layout
+from shardwright.cost.vision_encoder_flops import tower_flops
+from shardwright.layout import interleaved_schedule
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Time
+from shardwright.layout.pipeline_step_time import MOST_SIMULATED_RANKS, step_seconds
+from shardwright.recipe.recipe_types import ELEMENT_BYTES
+
+# Forward + backward FLOPs, in forwards; recomputation adds its share on top.
+FORWARDS_PER_STEP = 3
+
+
+class StageSeconds(NamedTuple):
+    """One micro-batch, forward and backward, on one pipeline rank."""
+
+    compute: float
+    tensor_comm: float
+    pipeline_comm: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor_comm + self.pipeline_comm
+
+
+def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) -> float:
+    """From the first forward pass to the last backward pass: the simulation, or closed forms where
+    they are exact (one stage, 1F1B), and the bound by the slowest rank where nothing can run it
+    (too few micro-batches, or a rest of them under interleaving; a rule says so), or DualPipeV has
+    too many ranks."""
+    s, m = layout.strategy, layout.strategy.gradient_accumulation_steps
+    totals = [stage.total for stage in stages]
+    if s.pipeline == 1:
+        return m * totals[0]
+    if not is_simulated(s):
+        return m * max(totals) + (sum(totals) - max(totals)) / bubble_divisor(s)
+    forward, backward = stage_passes(layout)
+    if s.interleaves:
+        # What a rank waits for its messages is a part of its passes: one around each.
+        forward, backward = (
+            tuple(x + found.send_seconds for x in each) for each in (forward, backward)
+        )
+        return interleaved_schedule.step_seconds(s.pipeline, m, forward, backward)
+    return step_seconds(s.schedule, m, forward, backward, found.send_seconds)
+
+
+def stage_passes(layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of one micro-batch's forward and backward pass over each part of the model in order,
+    collectives included: DualPipeV's go from the last rank back to the first. What
+    `schedule.events.simulate` and `interleaved` take."""
+    found = passes(layout)
+    blocks = sorted(
+        (block for blocks in layout.ranks for block in blocks), key=lambda block: block.start
+    )
+    extra = found.per_rank_seconds * layout.strategy.pipeline / len(blocks)
+
+    def over(
+        compute: tuple[float, ...], comm: tuple[float, ...], fixed: float
+    ) -> tuple[float, ...]:
+        return tuple(
+            compute[b.stop] - compute[b.start] + comm[b.stop] - comm[b.start] + fixed
+            for b in blocks
+        )
+
+    forward = over(found.forward_compute, found.forward_comm, extra * FORWARD_SHARE)
+    backward = over(found.backward_compute, found.backward_comm, extra * (1 - FORWARD_SHARE))
+    if layout.checkpointed is not None:
+        again = [sum(again_seconds(layout, found, [block])) for block in blocks]
+        backward = tuple(map(operator.add, backward, again))
+    return forward, backward
+
+
+def is_simulated(s: Strategy) -> bool:
+    """Whether the step is the simulated one, not a bound by the slowest rank."""
+    enough = s.gradient_accumulation_steps >= 2 * s.pipeline and s.pipeline <= MOST_SIMULATED_RANKS
+    if s.interleaves:
+        return s.gradient_accumulation_steps % s.pipeline == 0
+    return s.pipeline == 1 or s.schedule == "1f1b" or enough
+
+
+def bubble_divisor(s: Strategy) -> float:
+    """How much shorter fill and drain are than 1F1B's p - 1 forwards and backwards, where stages
+    are even.
+
+    Interleaving by v divides them by v (arXiv 2104.04473). DeepSpeed's DualPipeV, simulated with
+    backward = 2 x forward, idles 5/2 p - 3 forwards instead of 3 (p - 1).
+    """
+    if s.schedule == "dualpipev":
+        return 6 * (s.pipeline - 1) / (5 * s.pipeline - 6)
+    return s.virtual_stages
+
+
+def estimate_time(layout: Layout) -> Time:
+    """compute, comms, optimizer and bubble are those of the slowest pipeline rank and add up to the
+    step."""
+    s = layout.strategy
+    m = s.gradient_accumulation_steps
+    found = passes(layout)
+    stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
+    slowest = max(range(s.pipeline), key=lambda rank: stages[rank].total)
+    worst = stages[slowest]
+    schedule = schedule_seconds(layout, found, stages)
+    # DualPipeV's messages to both neighbours may overlap while it fills.
+    pipeline_comm = min(m * worst.pipeline_comm, schedule - m * (worst.compute + worst.tensor_comm))
+    bubble = max(0.0, schedule - m * (worst.compute + worst.tensor_comm) - pipeline_comm)
+    data_comm = _data_comm_seconds(layout, stages)
+    if s.offload != "none":  # another link, at the same time
+        data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
+    optimizers = [optimizer_seconds(layout, rank) for rank in range(s.pipeline)]
+    optimizer = max(optimizers)
+    alone = schedule + data_comm + optimizer
+    computing = [m * stage.compute + own for stage, own in zip(stages, optimizers, strict=True)]
+    reducing = [m * stage.tensor_comm + data_comm for stage in stages]
+    step = shared_step_seconds(layout.recipe, layout.cluster, alone, computing, reducing)
+    bubble += step - alone  # it waits for a core
+    mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
+    world = s.world_size
+    length = layout.recipe.training.sequence_length
+    tokens = layout.recipe.training.global_batch_size * length
+    # No gradient of a frozen weight is computed.
+    forwards = FORWARDS_PER_STEP - layout.text_is_frozen
+    model_flops = forwards * forward_flops_per_token(layout.shapes, length) * tokens
+    model_flops += (
+        sum(tower_flops(layout.recipe, layout.graph)) * layout.recipe.training.global_batch_size
+    )
+    model_flops += FORWARDS_PER_STEP * similarity_flops(layout.recipe, layout.graph)
+    hardware_flops = model_flops + recomputed_flops_per_token(layout) * tokens
+    peak = peak_flops(layout.cluster.gpu, layout.recipe.training.precision)
+    return Time(
+        step_seconds=step,
+        compute_seconds=m * worst.compute,
+        tensor_comm_seconds=m * worst.tensor_comm,
+        pipeline_comm_seconds=pipeline_comm,
+        data_comm_seconds=data_comm,
+        optimizer_seconds=optimizer,
+        bubble_seconds=bubble,
+        bubble_fraction=max(0.0, 1 - mean_busy / schedule),
+        tokens_per_second_per_gpu=tokens / step / world,
+        model_tflops_per_gpu=model_flops / step / world / 1e12,
+        hardware_tflops_per_gpu=hardware_flops / step / world / 1e12,
+        mfu=model_flops / step / world / peak,
+    )
+
+
+def least_interleaved_seconds(layout: Layout) -> float:
+    """Of an interleaved pipeline's step, without its simulation. A rank begins behind the first
+    parts of the ranks before it, and ends before they go backward once more."""
+    s, found = layout.strategy, passes(layout)
+    stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
+    parts = [forward + backward for forward, backward in zip(*stage_passes(layout), strict=True)]
+    before = itertools.accumulate(parts[: s.pipeline], initial=0.0)
+    busy = (
+        s.gradient_accumulation_steps * stage.total + first
+        for stage, first in zip(stages, before, strict=False)
+    )
+    return (
+        max(busy)
+        + _data_comm_seconds(layout, stages)
+        + max(optimizer_seconds(layout, r) for r in range(s.pipeline))
+    )
+
+
+def _data_comm_seconds(layout: Layout, stages: Sequence[StageSeconds]) -> float:
+    each = (data_comm_seconds(layout, rank, stages[rank].compute) for rank in _unlike_ranks(layout))
+    return max(each) + exchange_seconds(layout)
+
+
+def forward_flops_per_token(shapes: ModelShapes, sequence_length: int) -> int:
+    """Matrix products of the whole model, full S x S attention, the head included, the lookup
+    not."""
+    products, _, scores = shapes.decoder_flops
+    return products + scores * sequence_length + shapes.head_flops
+
+
+def recomputed_flops_per_token(layout: Layout) -> int:
+    """As they are counted: what a checkpoint leaves out of a repeated layer because nobody reads it
+    is in the time alone."""
+    head = layout.shapes.head_flops if layout.strategy.loss == "chunked" else 0
+    return head + _recomputed_in_layers(layout)
+
+
+def _recomputed_in_layers(layout: Layout) -> int:
+    """full: every decoder layer, or the first ones of each stage; selective: the scores and the
+    attention module's projections, Megatron's the scores alone, torch's by operator every second
+    product (see keeps_products)."""
+    products, projections, scores = layout.shapes.decoder_flops
+    scores *= layout.recipe.training.sequence_length
+    if layout.checkpointed is not None:
+        return _recomputed_in_first_layers(layout)
+    match layout.strategy.checkpointing:
+        case "full":
+            return products + scores
+        case "selective" if not layout.traits.selective_repeats_projections:
+            return scores
+        case "selective" if keeps_products(layout.graph, layout.recipe.assume.kernels):
+            whole = model_shapes(layout.graph, 1)
+            dropped = [
+                2 * sum(p.n * p.k for p in dropped_products(kind.products)) for kind in whole.kinds
+            ]
+            again = sum(dropped[kind] for kind in whole.kind_of if kind >= 0)
+            return again + (scores if layout.graph.attention == "eager" else 0)
+        case "selective":
+            return projections + scores
+        case _:
+            return 0
+
+
+def _recomputed_in_first_layers(layout: Layout) -> int:
+    length, blocks = (
+        layout.recipe.training.sequence_length,
+        itertools.chain.from_iterable(layout.ranks),
+    )
+    ends = [(block.start, layout.checkpointed_stop(block.start, block.stop)) for block in blocks]
+    layers = itertools.chain.from_iterable(layout.graph.layers[start:stop] for start, stop in ends)
+    return sum(
+        x.matmul_flops_per_token + x.attention_flops_per_token_per_position * length
+        for x in layers
+        if x.kind == "decoder"
+    )
+
+
+def _unlike_ranks(layout: Layout) -> Iterable[int]:
+    """One each of those whose data-parallel collectives are the same. Pipelines run at ZeRO 0 or 1:
+    gradients are reduced when all passes are through, so that their number decides."""
+    if layout.strategy.zero_stage > 1:
+        return range(layout.strategy.pipeline)
+    held = {
+        (layout.trained_of(b), layout.experts_of(b)): rank for rank, b in enumerate(layout.ranks)
+    }
+    return held.values()
+
+
+def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
+    s, blocks = layout.strategy, layout.ranks[rank]
+
+    def over(sums: tuple[float, ...]) -> float:
+        return sum(sums[block.stop] - sums[block.start] for block in blocks)
+
+    again = again_seconds(layout, found, blocks)
+    # Those that it sends, and those that it waits for: interleaved, both at once.
+    waits = messages(layout, rank) * (1 if s.interleaves else 2)
+    return StageSeconds(
+        compute=over(found.forward_compute)
+        + over(found.backward_compute)
+        + again[0]
+        + found.per_rank_seconds,
+        tensor_comm=over(found.forward_comm) + over(found.backward_comm) + again[1],
+        pipeline_comm=waits * found.send_seconds,
+    )
+
+
+def data_seconds(layout: Layout) -> float:
+    """Data-parallel collectives of a step, of a layout without a pipeline."""
+    return data_comm_seconds(layout, 0, stage_seconds(layout, 0, passes(layout)).compute)
+
+
+def once_a_step_seconds(layout: Layout) -> float:
+    """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's
+    collectives and its update, without the starts of rings. A share of what `data_comm_seconds` and
+    `optimizer_seconds` say of a rank."""
+    s, numel = layout.strategy, max(1.0, layout.shapes.numel[-1] / layout.strategy.pipeline)
+    return _reduced_seconds(
+        layout, layout.group(s.shards, s.tensor), numel
+    ) / numel + _update_seconds(layout, 1)
+
+
+def least_once_a_step_seconds(layout: Layout, layers: int = 0) -> float:
+    """Of the pipeline rank with the most parameters at ZeRO 0 or 1, wherever layers are placed:
+    what a mean rank's gradients and update take. Experts that are spread over ranks are reduced
+    over those with the same ones. layers: decoder layers, all of whose parameters are trained, that
+    some rank has at least."""
+    s, shapes = layout.strategy, layout.shapes
+    numel = layout.adapters[-1] if layout.adapters else shapes.numel[-1] - shapes.shared_numel
+    numel -= layout.frozen[-1] if layout.frozen else 0
+    spreads = s.spreads_experts and not layout.has_frozen
+    experts = shapes.expert_numel[-1] if spreads else 0
+    held = [((numel - experts) / s.pipeline, experts / s.pipeline)]
+    if layers:
+        numels, experts_of = (np.diff(each[1:-1]) for each in (shapes.numel, shapes.expert_numel))
+        shared = experts_of * spreads
+        held.append((layers * float((numels - shared).min()), layers * float(shared.min())))
+    return max(_least_reduced_seconds(layout, *each) for each in held) + max(
+        _update_seconds(layout, sum(each)) for each in held
+    )
+
+
+def _least_reduced_seconds(layout: Layout, numel: float, experts: float) -> float:
+    """numel: without the experts that are spread over ranks."""
+    s = layout.strategy
+    if s.shards == 1 and s.expert_copies == 1:
+        return 0.0
+    seconds = _reduced_seconds(layout, layout.group(s.shards, s.tensor), numel)
+    if experts:
+        over = layout.group(s.expert_copies, s.expert * s.expert_tensor_ranks)
+        seconds += _reduced_seconds(layout, over, experts / s.expert_parts)
+    return seconds
+
+
+def _reduced_seconds(layout: Layout, group: Group, numel: float) -> float:
+    """Gradients of so many parameters over the group at ZeRO 0 or 1, without the starts of
+    rings."""
+    s, c, cluster = layout.strategy, layout.constants, layout.cluster
+    gradient = ELEMENT_BYTES[layout.accumulation_dtype]
+    if s.zero_stage == 0:
+        return all_reduce_seconds(cluster, c, group, gradient * numel, 0)
+    moved = gradient + layout.element_bytes
+    return gather_seconds(cluster, c, group, moved * numel, 0) / zero_efficiency(layout)
+
+
+def optimizer_seconds(layout: Layout, rank: int) -> float:
+    own = engine_figures(layout.recipe, layout.graph, layout.strategy)
+    once = own.step_seconds.value if own else 0.0
+    return _update_seconds(layout, layout.trained_of(layout.ranks[rank])) + once
+
+
+def _update_seconds(layout: Layout, numel: float) -> float:
+    if layout.strategy.offload != "none":
+        return host_update_seconds(layout, numel)
+    updated = numel / (layout.strategy.shards if layout.strategy.zero_stage >= 1 else 1)
+    if own := engine_figures(layout.recipe, layout.graph, layout.strategy):
+        return updated * own.parameter_seconds.value
+    return _traffic_seconds(layout, layout.constants.optimizer_traffic_bytes * updated)
+
+
+def _traffic_seconds(layout: Layout, moved_bytes: float) -> float:
+    return moved_bytes / (
+        layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency
+    )

@@ -1,0 +1,378 @@
+"""Finds the characters of a rendered conversation that the model has to learn to write.
+
+A template with {% generation %} marks says so itself. Without them a turn is found by what the
+template does: it begins where the prompt for an answer (add_generation_prompt) ends, and it ends
+with what stands between the answer and the next prompt. Both are found by rendering the
+conversation with a stand-in for the text of one message, so that a template may write an earlier
+turn in another way than the last one, and results of tools inside of a turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from shardwright.utils.json_types import JsonValue
+
+Message = dict[str, JsonValue]
+Span = tuple[int, int]
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+STAND_IN = "0Zq7xW4vK"
+"""Takes the place of a message's text, of a call's name, arguments or id (Mistral's have nine
+characters)."""
+_ANSWER = "1Yp5uT3sR"
+_UNIT = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
+"""Texts are compared by tokens like <|im_end|> and by words: <|end|> and <|endoftext|> have nothing
+in common."""
+_ROLE_TOKEN = re.compile(r"\s*<[^<>\s]+>")
+
+
+class TemplateError(Exception):
+    """Holds the template's own words, or what its code raises."""
+
+
+class HiddenTurn(Exception):
+    """Says that an answer cannot be found in the text. args: its number among the messages, from
+    0."""
+
+
+class Renders(Protocol):
+    """Renders messages by a template. Raises TemplateError."""
+
+    def __call__(self, messages: list[Message], *, prompt: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateShape:
+    """Says how a template writes turns. prompts: whether add_generation_prompt writes something.
+    header: what stands in front of an answer: that, or what the template writes there by itself.
+    end: what closes a turn, without the white space behind it; "" where the next role's token does,
+    None where nobody can tell."""
+
+    prompts: bool
+    header: str
+    end: str | None
+
+
+def template_shape(render: Renders) -> TemplateShape:
+    """Finds the shape by one question and its answer."""
+    asked: list[Message] = [{"role": "user", "content": STAND_IN}]
+    answered: list[Message] = [*asked, {"role": "assistant", "content": _ANSWER}]
+    try:
+        closed, opened = (_behind(render(asked, prompt=prompt)) for prompt in (False, True))
+        whole, again = (render(answered, prompt=prompt) for prompt in (False, True))
+    except TemplateError:  # it wants a system message, or tools
+        return TemplateShape(prompts=False, header="", end=None)
+    between, tail = _behind(whole), _behind(again, _ANSWER)
+    if closed is None or opened is None or between is None or tail is None:
+        return TemplateShape(prompts=False, header="", end=None)
+    header = opened[_common(closed, opened) :]
+    if header:
+        end = tail[: -len(header)].rstrip() if tail.endswith(header) else None
+        return TemplateShape(prompts=True, header=header, end=end)
+    between = between[: between.rfind(_ANSWER)]
+    own = between[len(opened) :] if between.startswith(opened) else ""
+    return TemplateShape(prompts=False, header=own if own.strip() else "", end=tail.rstrip())
+
+
+def find_turns(
+    render: Renders, messages: list[Message], shape: TemplateShape
+) -> tuple[str, list[Span]]:
+    """Returns the text, and where in it the assistant speaks: a turn's end belongs to it, white
+    space behind does not.
+
+    Raises TemplateError, HiddenTurn.
+    """
+    turns = _Turns(render, messages, shape)
+    return turns.text, [
+        span
+        for n, message in enumerate(messages)
+        if message["role"] == "assistant"
+        for span in turns.of(n)
+    ]
+
+
+class _Turns:
+    def __init__(self, render: Renders, messages: list[Message], shape: TemplateShape) -> None:
+        self.render, self.messages, self.shape = render, messages, shape
+        self.text = render(messages, prompt=False)
+        marks = (f"{number}{STAND_IN[1:]}" for number in itertools.count())
+        self.mark = next(mark for mark in marks if mark not in self.text)
+        self._others: dict[tuple[int, int], str] = {}
+
+    def _with_stand_in(self, number: int) -> Iterator[tuple[Message, str]]:
+        """Yields (the message with the stand-in, the conversation's text with it), for each place
+        where it shows."""
+        for place, other in enumerate(_with_stand_in(self.messages[number], self.mark)):
+            if self._contents is not None:
+                first, last = self._contents[number]
+                yield other, self.text[:first] + self.mark + self.text[last:]
+                continue
+            key = number, place
+            if key not in self._others:  # the next turn asks again, and none after it
+                self._others = {
+                    known: text for known, text in self._others.items() if known[0] >= number - 1
+                }
+                replaced = [*self.messages[:number], other, *self.messages[number + 1 :]]
+                self._others[key] = self._try(replaced, prompt=False)
+            if self.mark in self._others[key]:
+                yield other, self._others[key]
+
+    @functools.cached_property
+    def _contents(self) -> list[Span] | None:
+        """Finds where each message's content stands, by one rendering with a stand-in of its own
+        for each of them.
+
+        None unless the text is that rendering with the contents, or the contents without white
+        space around them, in the stand-ins' places. Messages have contents alone then, all of them
+        text, and no calls.
+        """
+        contents = [message.get("content") for message in self.messages]
+        texts = [content for content in contents if isinstance(content, str) and content.strip()]
+        if len(texts) < len(self.messages) or any(
+            "tool_calls" in message for message in self.messages
+        ):
+            return None
+        marks = [f"{self.mark}x{number}x" for number in range(len(texts))]
+        marked = self._try(
+            [{**m, "content": mark} for m, mark in zip(self.messages, marks, strict=True)],
+            prompt=False,
+        )
+        found: list[Span] = []
+        at = 0  # of the text
+        for mark, content in zip(marks, texts, strict=True):
+            literal, there, marked = marked.partition(mark)
+            first = at + len(literal)
+            follows = marked.partition(self.mark)[0]
+            forms = (content, content.strip(), content.lstrip(), content.rstrip())
+            fits = (form for form in forms if self.text.startswith(form + follows, first))
+            form = next(fits, None)
+            if not there or form is None or not self.text.startswith(literal, at):
+                return None
+            at = first + len(form)
+            found.append((first, at))
+        return found if self.text[at:] == marked else None
+
+    def of(self, number: int) -> list[Span]:
+        """Returns the turn's spans; none where the template leaves it out."""
+        extends = self._extends(number)
+        if extends is not None:
+            return [extends]
+        begins = self._first_own(number)
+        if begins is None:
+            raise HiddenTurn(number)
+        first, last = self._begin(number, begins), self._end(number)
+        if last is None:
+            raise HiddenTurn(number)
+        return self._without_results(number, first, last) if last > first else []
+
+    def _without_results(self, number: int, first: int, last: int) -> list[Span]:
+        """Returns the turn without what follows it in the conversation and stands inside of it:
+        results of calls."""
+        messages, behind = self.messages, number + 1
+        while behind < len(messages) and messages[behind]["role"] not in ("assistant", "user"):
+            behind += 1
+        inside = False
+        for result in range(number + 1, behind):
+            begins = self._first_own(result)
+            inside = inside or (begins is not None and first <= begins < last)
+        if not inside:
+            return [(first, last)]
+        others = self._try([*messages[: number + 1], *messages[behind:]], prompt=False)
+        begins = _common(self.text, others)
+        same = _equal_characters(self.text[begins:][::-1], others[begins:][::-1])
+        return [
+            span
+            for span in ((first, min(begins, last)), (len(self.text) - same, last))
+            if span[1] > span[0]
+        ]
+
+    def _extends(self, number: int) -> Span | None:
+        """Returns the turn where the text begins with the prompt for it, and goes on with it and
+        its end; or None."""
+        shape = self.shape
+        if not (number and shape.end):
+            return None
+        try:
+            before = self.render(self.messages[:number], prompt=True)
+            is_last = number == len(self.messages) - 1
+            after = self.text if is_last else self.render(self.messages[: number + 1], prompt=False)
+        except TemplateError:  # a part of the conversation that the template does not take alone
+            return None
+        if not shape.prompts:
+            before += shape.header
+        if not (
+            self.text.startswith(after)
+            and after.startswith(before)
+            and before.endswith(shape.header)
+        ):
+            return None
+        after = after.rstrip()
+        return (
+            (len(before), len(after))
+            if after.endswith(shape.end) and len(after) > len(before)
+            else None
+        )
+
+    def _begin(self, number: int, begins: int) -> int:
+        """Returns where the prompt for this turn ends. begins: where the turn's own text does, at
+        the latest."""
+        header = self.shape.header
+        start = 0
+        for other, text in self._with_stand_in(number - 1) if number else ():
+            after, tail = (
+                _behind(text, self.mark),
+                self._behind([*self.messages[: number - 1], other], prompt=True),
+            )
+            if after is None or tail is None or not self.text.endswith(after):
+                continue
+            tail += "" if self.shape.prompts else header
+            start = len(self.text) - len(after)
+            if after.startswith(tail):
+                first = start + len(tail)
+                # DeepSeek V3's: no header in the prompt behind a result, and one in front of the
+                # call that follows it.
+                late = (
+                    self.text.find(header, first, begins)
+                    if header.strip() and not tail.endswith(header)
+                    else -1
+                )
+                return first if late < 0 else late + len(header)
+            break
+        # The prompt is written in another way than here, or there is none for a conversation's
+        # first message.
+        gap = self.text[start:begins]
+        for size in reversed([unit.end() for unit in _UNIT.finditer(header)]):
+            if header[:size].strip() and header[:size] in gap:
+                return start + gap.rindex(header[:size]) + size
+        return begins
+
+    def _first_own(self, number: int) -> int | None:
+        """Returns the first character that is another one where the message is."""
+        for _, text in self._with_stand_in(number):
+            place = text.find(self.mark)
+            return (
+                place if self.text.startswith(text[:place]) else _equal_characters(self.text, text)
+            )
+        return None
+
+    def _end(self, number: int) -> int | None:
+        ends = self.messages[number + 1 :] == []
+        for other, text in self._with_stand_in(number):
+            after = _behind(text, self.mark) or ""
+            closing = self._closing([*self.messages[:number], other]) or ""
+            if after.startswith(closing.rstrip()):
+                size = len(closing.rstrip())
+            elif ends:  # the last turn is closed in a way of its own
+                size = len(after.rstrip())
+            else:
+                size = len(after[: _common(after, closing)].rstrip())
+                if (
+                    not size and self.shape.end
+                ):  # something of its own stands between the text and the turn's end
+                    follows = self._first_own(number + 1)
+                    gap = (
+                        after[: follows - len(self.text) + len(after)]
+                        if follows is not None
+                        else ""
+                    )
+                    size = (
+                        gap.find(self.shape.end) + len(self.shape.end)
+                        if self.shape.end in gap
+                        else 0
+                    )
+            if self.text.endswith(after[size:]):
+                last = len(self.text) - len(after) + size
+                return (
+                    last
+                    if self.shape.end != "" or ends
+                    else self._with_role_token(number + 1, last)
+                )
+        return None
+
+    def _closing(self, messages: list[Message]) -> str | None:
+        """Returns what stands between the last message's text and the prompt for the next
+        answer."""
+        tail, header = self._behind(messages, prompt=True), self.shape.header
+        if tail is None or not self.shape.prompts:
+            return tail
+        return (
+            tail[: -len(header)] if tail.endswith(header) else self._behind(messages, prompt=False)
+        )
+
+    def _with_role_token(self, number: int, last: int) -> int:
+        """Returns the turn's end with the token of the next role, which ends a turn that has no end
+        of its own."""
+        begins = None if self.messages[number]["role"] == "assistant" else self._first_own(number)
+        found = _ROLE_TOKEN.match(self.text, last, begins) if begins is not None else None
+        return last if found is None else found.end()
+
+    def _behind(self, messages: list[Message], *, prompt: bool) -> str | None:
+        return _behind(self._try(messages, prompt=prompt), self.mark)
+
+    def _try(self, messages: list[Message], *, prompt: bool) -> str:
+        """Renders the messages; "" where the template does not take them."""
+        try:
+            return self.render(messages, prompt=prompt)
+        except TemplateError:
+            return ""
+
+
+def _with_stand_in(message: Message, mark: str) -> Iterator[Message]:
+    """Yields the message with another text; with other arguments, and with other names, of all its
+    calls."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, str):
+        yield {**message, "content": mark}
+    elif isinstance(content, list):
+        for place, part in enumerate(content):
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                yield {
+                    **message,
+                    "content": [*content[:place], {**part, "text": mark}, *content[place + 1 :]],
+                }
+                break
+    if (
+        isinstance(calls, list)
+        and calls
+        and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
+    ):
+        known = cast("list[dict[str, dict[str, JsonValue]]]", calls)
+        arguments: JsonValue = {mark: mark}
+        if isinstance(known[-1]["function"].get("arguments"), str):
+            arguments = json.dumps(arguments)
+        yield {
+            **message,
+            "tool_calls": [
+                {**c, "function": {**c["function"], "arguments": arguments}} for c in known
+            ],
+        }
+        named = [{**c, "id": mark, "function": {**c["function"], "name": mark}} for c in known]
+        yield {**message, "tool_calls": cast(JsonValue, named)}
+
+
+def _behind(text: str, mark: str = STAND_IN) -> str | None:
+    place = text.rfind(mark)
+    return None if place < 0 else text[place + len(mark) :]
+
+
+def _common(one: str, other: str) -> int:
+    """Counts the characters that both begin with, whole units of them."""
+    size = 0
+    for a, b in zip(_UNIT.finditer(one), _UNIT.finditer(other), strict=False):
+        if a[0] != b[0]:
+            break
+        size = a.end()
+    return size
+
+
+def _equal_characters(one: str, other: str) -> int:
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )

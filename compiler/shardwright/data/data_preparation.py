@@ -1,0 +1,383 @@
+"""Tokenizes what a plan trains on, once, into run/data of the compiled folder. It takes no GPU and
+no process group.
+
+run/data/KEY/ holds one source (store.py); KEY is of its files and of how they are read, so that
+another corpus or tokenizer is another folder. run/data/current.json says which KEY each source has:
+the ranks read that, not the corpus.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from shardwright.data import conversations
+from shardwright.data.data_sources import DataSource, locate, prepared_parts, shapes_folder
+from shardwright.data.document_packing import store_table
+from shardwright.data.image_captions import PairReader, PairSight, is_of_pairs
+from shardwright.data.image_conversations import SeenReader
+from shardwright.data.image_files import Counts, PictureWriter
+from shardwright.data.image_inputs import Sight
+from shardwright.data.indexed_dataset import TokenManifest, Writer, open_documents, read_manifest
+from shardwright.data.reading_progress import ReadingProgress
+from shardwright.data.record_counts import ReadReport
+from shardwright.data.shapes_dataset import draw_shapes
+from shardwright.data.source_records import records, text_pieces, texts
+from shardwright.data.tokenizers import Tokenizer, begin_of_document, load_tokenizer
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.plan.plan import Plan
+from shardwright.recipe.recipe_types import DRAWN, DataSection
+from shardwright.utils.atomic_write import write_atomically
+
+LARGEST_UNPREPARED_BYTES = 64 * 2**20
+"""Of sources that `run` tokenizes by itself: about a minute for a slow tokenizer, while the GPUs
+wait."""
+
+BATCH_BYTES = 2**20
+"""Texts that go to the tokenizer together: it shares them out over the processor's cores."""
+
+CURRENT = "current.json"
+
+
+def data_folder(folder: Path) -> Path:
+    return folder / "run" / "data"
+
+
+def prepare(
+    plan: Plan, folder: Path, *, limit_bytes: int | None, most_records: int | None = None
+) -> None:
+    """Tokenizes the sources that are not tokenized yet.
+
+    limit_bytes: SW6106 where more than that is to be read; None: however much it is. most_records:
+    of each source; None is all. Several processes may call it at once, on several hosts: one works,
+    the others wait for it.
+    """
+    at = data_folder(folder)
+    if any(part.path == DRAWN for part in prepared_parts(plan)):
+        with writing(at):
+            draw_shapes(shapes_folder(folder))
+    sources = [locate(part, folder) for part in prepared_parts(plan)]
+    missing = [s for s in sources if s.files and _found(at, s) is None]
+    gone = [s for s in sources if not s.files and _remembered(at, s.settings) is None]
+    if gone:
+        raise refusal(
+            "SW6101",
+            f"no file matches {gone[0].part.path!r} on this host",
+            "Make the corpus visible at the same path on every host, or correct data.path and "
+            "compile again. What `shardwright prepare` has made is enough, too.",
+        )
+    size = sum(s.size_bytes for s in missing)
+    if limit_bytes is not None and size > limit_bytes:
+        raise refusal(
+            "SW6106",
+            f"{size / 2**20:,.0f} MiB of data are not tokenized yet, and the GPUs would wait for "
+            f"it (run does up to {limit_bytes // 2**20} MiB by itself)",
+            f"shardwright prepare {shlex.quote(str(folder))}",
+        )
+    if not sources:
+        return
+    with writing(at):
+        at.mkdir(parents=True, exist_ok=True)
+        with _alone(at):
+            for source in sources:
+                if source.files and _found(at, source) is None:
+                    _build(plan, folder, at, source, most_records)
+            _remember(at, sources)
+            for source in sources:
+                if source.part.kind == "chat":
+                    here = at / str(_remembered(at, source.settings))
+                    store_table(
+                        here,
+                        open_documents(here),
+                        plan.training.sequence_length,
+                        packed=source.part.packing,
+                    )
+
+
+@contextlib.contextmanager
+def prepared_sample(plan: Plan, folder: Path, most_records: int) -> Iterator[tuple[Plan, Path]]:
+    """Prepares the first records of each source in a temporary copy of the compiled folder.
+
+    Yields the plan and the copy, which goes with the context. Every record that cannot be used is
+    left out and counted: the plan's sources have another `skip_damaged` than the recipe's.
+    """
+
+    def tolerant(data: DataSection) -> DataSection:
+        return replace(data, skip_damaged=1.0, mixture=tuple(map(tolerant, data.mixture)))
+
+    held_out = plan.validation
+    if held_out is not None and held_out.data is not None:
+        held_out = replace(held_out, data=tolerant(held_out.data))
+    plan = replace(plan, data=tolerant(plan.data), validation=held_out)
+    with tempfile.TemporaryDirectory(prefix="shardwright-check-") as temporary:
+        copy = Path(temporary)
+        for path in folder.iterdir():
+            if path.name != "run":
+                (copy / path.name).symlink_to(path.absolute())
+        prepare(plan, copy, limit_bytes=None, most_records=most_records)
+        yield plan, copy
+
+
+def prepared_folder(part: DataSection, folder: Path) -> Path:
+    """Returns where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made
+    here."""
+    at = data_folder(folder)
+    name = _remembered(at, locate(part, folder, look=False).settings)
+    if name is None:
+        raise refusal(
+            "SW6120",
+            f"the data of {part.path!r} is not tokenized on this host",
+            f"shardwright prepare {shlex.quote(str(folder))}",
+        )
+    return at / name
+
+
+def _found(at: Path, source: DataSource) -> TokenManifest | None:
+    return read_manifest(at / source.key)
+
+
+def _remembered(at: Path, settings: str) -> str | None:
+    """Returns the KEY that was current for these settings, where it is whole."""
+    try:
+        name = str(json.loads((at / CURRENT).read_text(encoding="utf-8"))[settings])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if read_manifest(at / name) is not None else None
+
+
+def _remember(at: Path, sources: Iterable[DataSource]) -> None:
+    try:
+        known = json.loads((at / CURRENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    now = {**known, **{s.settings: s.key for s in sources if s.files}}
+    if now != known:
+        write_atomically(at / CURRENT, json.dumps(now, indent=1))
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns what the disk says into a diagnostic: SW6114 full, SW6115 not writable."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise refusal(
+                "SW6114",
+                f"the disk that holds {str(folder)!r} is full; nothing half-written is left",
+                (
+                    "Free space, or make run/data in the compiled folder a link to a larger disk, "
+                    "and prepare again."
+                ),
+            ) from None
+        raise refusal(
+            "SW6115",
+            f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}",
+            (
+                "Give the compiled folder write permission (its run/data holds the tokens), or "
+                "move it."
+            ),
+        ) from None
+
+
+@contextlib.contextmanager
+def _alone(at: Path) -> Iterator[None]:
+    """Lets one writer work at a time, and clears away what a killed one left."""
+    with (at / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print(
+                "another process is preparing this data: waiting for it",
+                file=sys.stderr,
+                flush=True,
+            )
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for left in at.glob(f".partial-*-{socket.gethostname()}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _build(
+    plan: Plan, folder: Path, at: Path, source: DataSource, most_records: int | None
+) -> None:
+    """Writes a source under a name of its own, then publishes it by one rename. Locks do not hold
+    across hosts on every file system: a second writer there finds the folder taken, with the same
+    content."""
+    tokenizer = load_tokenizer(str(source.part.tokenizer), folder)
+    partial = at / f".partial-{source.key}-{socket.gethostname()}-{os.getpid()}"
+    writer, pictures = None, None
+    try:
+        writer = Writer(partial, tokenizer.dtype, masked=source.part.kind == "chat")
+        pictures = None if source.part.images is None else PictureWriter(partial)
+        progress = ReadingProgress(
+            f"tokenizing {source.part.path}", source.size_bytes, shown=most_records is None
+        )
+        with contextlib.closing(progress) as shown:
+            report = ReadReport(share=source.part.skip_damaged, most=most_records)
+            for _ in _reading(source, folder, tokenizer, writer, pictures, shown, report):
+                _check_ids(plan, tokenizer, writer)
+            counts = Counts(told=[]) if pictures is None else pictures.counts
+            report.check(report.share, counts.damaged, counts.told)
+            report.write(partial)
+        if not writer.documents and (report.left_out or counts.damaged):
+            raise refusal(
+                "SW6116",
+                f"{source.part.path!r} holds nothing to train on: none of {report.records:,} "
+                f"records can be used: {report.examples(counts.told)}",
+                "Correct the records, or data.path.",
+            )
+        if not writer.documents:
+            raise refusal(
+                "SW6116",
+                f"{source.part.path!r} holds no text: {len(source.files)} files, all empty",
+                "Correct data.path, or fill the files.",
+            )
+        if pictures is not None:
+            pictures.finish()
+        writer.finish(
+            settings=source.settings, kind=source.part.kind, source_bytes=source.size_bytes
+        )
+        try:
+            os.rename(partial, at / source.key)
+        except OSError:
+            if read_manifest(at / source.key) is None:
+                shutil.rmtree(
+                    at / source.key, ignore_errors=True
+                )  # not finished, and nobody's any more
+                os.rename(partial, at / source.key)
+    finally:
+        if writer is not None:
+            with contextlib.suppress(OSError):  # a full disk refuses what was buffered, too
+                writer.close()
+                if pictures is not None:
+                    pictures.close()
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: Writer) -> None:
+    """Refuses ids outside of the vocabulary at once, not after hours (SW6105)."""
+    if writer.largest_id >= plan.model.vocabulary_size:
+        raise refusal(
+            "SW6105",
+            f"the tokenizer ({tokenizer.size} ids) makes the id {writer.largest_id} of this data, "
+            f"and the model's vocabulary has ids 0 to {plan.model.vocabulary_size - 1}",
+            "Use the tokenizer that belongs to this model, or a model with a larger vocab_size.",
+        )
+
+
+def _reading(
+    source: DataSource,
+    folder: Path,
+    tokenizer: Tokenizer,
+    writer: Writer,
+    pictures: PictureWriter | None,
+    shown: ReadingProgress,
+    report: ReadReport,
+) -> Iterator[None]:
+    part = source.part
+    if pictures is None or part.images is None:
+        return _read(part, source.files, tokenizer, writer, shown, report)
+    if is_of_pairs(part):
+        return PairReader(
+            part, PairSight(folder / str(part.tokenizer), part.images), writer, pictures, report
+        ).read(source.files, shown)
+    sight = Sight(folder / str(part.tokenizer), part.images)
+    return SeenReader(part, tokenizer, sight, writer, pictures, report).read(source.files, shown)
+
+
+def _read(
+    part: DataSection,
+    files: tuple[str, ...],
+    tokenizer: Tokenizer,
+    writer: Writer,
+    shown: ReadingProgress,
+    report: ReadReport,
+) -> Iterator[None]:
+    """Yields after each batch that is written."""
+    if part.kind == "chat":
+        template = conversations.template_of(tokenizer, part.template)
+        for name in files:
+            for record in records(name, report):
+                shown.add(record[2])
+                try:
+                    talk = conversations.conversation(record, part.messages)
+                    writer.add(
+                        *conversations.encode(
+                            talk, tokenizer, template, part.train_on, report=report
+                        )
+                    )
+                except Refusal as problem:
+                    report.leave_out(problem)
+                yield
+    else:
+        begin = begin_of_document(tokenizer, part.add_bos_token)
+        batch: list[Piece] = []
+        size = 0
+        for piece in _pieces(part, files, report):
+            batch.append(piece)
+            size += len(piece[0])
+            if size >= BATCH_BYTES:
+                _flush(batch, tokenizer, begin, writer, shown)
+                batch, size = [], 0
+                yield
+        _flush(batch, tokenizer, begin, writer, shown)
+        yield
+
+
+Piece = tuple[str, int, bool]
+"""(text, bytes of the source, whether its document ends with it)."""
+
+
+def _pieces(part: DataSection, files: tuple[str, ...], report: ReadReport) -> Iterator[Piece]:
+    """Yields text files in pieces, each file one document, however large; of the other kinds their
+    records.
+
+    Where not all records are read, a text file ends behind its first piece.
+    """
+    for name in files:
+        if part.kind == "text":
+            if report.is_full:
+                return
+            report.records += 1
+            for text, size in text_pieces(name):
+                yield text, size, False
+                if report.most is not None:
+                    break
+            yield "", 0, True
+        else:
+            for text, size in texts(name, part.kind, part.field, report):
+                yield text, size, True
+
+
+def _flush(
+    batch: list[Piece],
+    tokenizer: Tokenizer,
+    begin: list[int],
+    writer: Writer,
+    shown: ReadingProgress,
+) -> None:
+    encoded = tokenizer.encode([text for text, _, _ in batch])
+    for ids, (_, _, ends) in zip(encoded, batch, strict=True):
+        if len(ids):
+            if (
+                begin and writer.at_begin and ids[: len(begin)].tolist() != begin
+            ):  # a text may hold its own
+                writer.extend(np.asarray(begin, dtype=np.int32))
+            writer.extend(ids)
+        if ends:
+            writer.end_document(tokenizer.end)
+    shown.add(sum(size for _, size, _ in batch))

@@ -1,0 +1,140 @@
+"""Finds the files behind one part of the data, and the key that says whether they were tokenized
+already."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardwright.data.indexed_dataset import FORMAT
+from shardwright.diagnostics import refusal
+from shardwright.plan.plan import Plan
+from shardwright.plan.plan_json import written_images
+from shardwright.recipe.recipe_types import (
+    DOCUMENT_KINDS,
+    DRAWN,
+    STDLIB,
+    TOKENIZED_KINDS,
+    DataSection,
+)
+
+_SKIPPED_STDLIB = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """Holds one source. files: in a fixed order, () where this host has none; size_bytes: of all of
+    them.
+
+    settings: hash of all that decides how they are read; key: of that and of the files' names,
+    sizes and times.
+    """
+
+    part: DataSection
+    files: tuple[str, ...]
+    size_bytes: int
+    settings: str
+    key: str
+
+
+def parts_of(data: DataSection) -> tuple[DataSection, ...]:
+    return data.mixture or (data,)
+
+
+def every_part(plan: Plan) -> Iterator[DataSection]:
+    """Yields the parts of the training and of the validation data."""
+    held_out = None if plan.validation is None else plan.validation.data
+    for data in (plan.data, held_out):
+        yield from () if data is None else parts_of(data)
+
+
+def prepared_parts(plan: Plan) -> Iterator[DataSection]:
+    """Yields those that are tokenized; the others are memory-mapped as they lie."""
+    return (part for part in every_part(plan) if part.kind in TOKENIZED_KINDS)
+
+
+def packs(plan: Plan) -> bool:
+    """Says whether documents that share a row are kept apart, in any part."""
+    return any(part.packing and part.kind in DOCUMENT_KINDS for part in every_part(plan))
+
+
+def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
+    """Finds a source. folder: the compiled one, which holds the tokenizer. look: for the files,
+    too."""
+    files = tuple(files_behind(str(part.path), folder)) if look else ()
+    settings = _digest(
+        [
+            FORMAT,
+            part.kind,
+            part.path,
+            part.tokenizer
+            if part.tokenizer in (None, "byte")
+            else _folder_hash(folder / str(part.tokenizer)),
+            part.field,
+            part.messages,
+            part.template,
+            part.train_on,
+            *(
+                []
+                if part.images is None
+                else [written_images(asdict(part.images)), part.skip_damaged]
+            ),
+            *([part.skip_damaged] if part.images is None and part.skip_damaged else []),
+            *([] if part.add_bos_token == "auto" else [f"add_bos_token {part.add_bos_token}"]),
+        ]
+    )
+    try:
+        stats = [os.stat(name) for name in files]
+    except OSError as error:
+        raise refusal(
+            "SW6101",
+            f"{error.filename!r} cannot be read: {error.strerror}",
+            "Let no other program change the data while it is read, and start again.",
+        ) from None
+    listed = [[name, s.st_size, s.st_mtime_ns] for name, s in zip(files, stats, strict=True)]
+    return DataSource(
+        part=part,
+        files=files,
+        size_bytes=sum(s.st_size for s in stats),
+        settings=settings,
+        key=_digest([settings, listed]),
+    )
+
+
+def shapes_folder(folder: Path) -> Path:
+    """Returns where `path: drawn-shapes` is drawn, in the compiled folder."""
+    return folder / "run" / "data" / "shapes"
+
+
+def files_behind(path: str, folder: Path) -> list[str]:
+    """Lists the files that data.path names, in a fixed order. folder: the compiled one."""
+    if path == DRAWN:
+        path = str(shapes_folder(folder).absolute() / "data.jsonl")
+        return [path] if os.path.isfile(path) else []
+    if path == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [
+            f
+            for f in root.rglob("*.py")
+            if not set(f.relative_to(root).parts) & set(_SKIPPED_STDLIB)
+        ]
+        return sorted(str(f) for f in files)
+    if os.path.isfile(path):
+        return [path]
+    return sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
+
+
+def _folder_hash(folder: Path) -> str:
+    return _digest(
+        [[p.name, hashlib.sha256(p.read_bytes()).hexdigest()] for p in sorted(folder.iterdir())]
+    )
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode("utf-8")).hexdigest()[:32]

@@ -1,0 +1,241 @@
+"""Reads pairs of an image and a caption: looks at the image's header, writes them out, and reads
+them back as rows.
+
+A record's caption stands under `data.field`, its picture under `image`: a path relative to the
+file's folder, or an object with `bytes` or `path`, as Hugging Face datasets write them. pairs.json,
+beside the tokens: what fills a row up, and how many ids close a caption, which a cut leaves at its
+end. torch and transformers are imported where they are needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data.image_decoder import Decoders
+from shardwright.data.image_files import (
+    Damaged,
+    Picture,
+    PictureTable,
+    PictureWriter,
+    decode,
+    locate_picture,
+)
+from shardwright.data.image_inputs import loaded
+from shardwright.data.indexed_dataset import Documents, Writer
+from shardwright.data.reading_progress import ReadingProgress
+from shardwright.data.record_counts import ReadReport
+from shardwright.data.sequences import Indices, TokenBlock
+from shardwright.data.source_records import records, text_of
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.recipe.recipe_types import DataSection, ImagesSection
+from shardwright.utils.json_types import JsonObject
+
+if TYPE_CHECKING:
+    import torch
+
+PICTURE = "image"
+"""Key of a record."""
+PADDING_FILE = "pairs.json"
+_AT_ONCE = 256
+"""Captions that go to the tokenizer together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Holds what is put around a caption. fill: id behind it; closing: ids at the end of each that
+    are the tokenizer's own."""
+
+    fill: int
+    closing: int
+
+
+class PairSight:
+    """Holds the tokenizer and the image processor in `folder`. decoders: where pictures are
+    decoded; None is here.
+
+    Raises Refusal: SW6133.
+    """
+
+    def __init__(
+        self, folder: Path, images: ImagesSection, *, decoders: Decoders | None = None
+    ) -> None:
+        from shardwright.models.pair_processor import load_sides
+
+        self._tokenizer, self._images = loaded(load_sides, folder)
+        self.images, self.decoders = images, decoders
+
+    @property
+    def blank(self) -> None:
+        """Every row has its picture."""
+
+    def ids(self, captions: list[str]) -> list[list[int]]:
+        """Returns the ids with what the tokenizer puts around a caption, neither cut nor filled
+        up."""
+        found: list[list[int]] = self._tokenizer(
+            captions, verbose=False, padding=False, truncation=False
+        )["input_ids"]
+        return found
+
+    @property
+    def padding(self) -> Padding:
+        special, ids = set(self._tokenizer.all_special_ids), self.ids(["a"])[0]
+        closing = next(
+            (n for n, token in enumerate(reversed(ids)) if token not in special), len(ids)
+        )
+        fill = self._tokenizer.pad_token_id
+        return Padding(fill=ids[-1] if fill is None else int(fill), closing=closing)
+
+    def inputs(
+        self,
+        tokens: npt.NDArray[np.int64],
+        trained: npt.NDArray[np.bool_] | None,
+        rows: Sequence[Sequence[Picture]],
+    ) -> dict[str, torch.Tensor]:
+        """Returns what the forward takes beside the ids (B, S). Errors: SW6132."""
+        most, flat = self.images.max_pixels, [picture for row in rows for picture in row]
+        seen = (
+            [decode(p, most) for p in flat]
+            if self.decoders is None
+            else self.decoders.decode(flat, most)
+        )
+        return {"pixel_values": self._images(images=seen, return_tensors="pt")["pixel_values"]}
+
+
+class PairReader:
+    """Reads one source. writer, pictures: of the same folder. Errors: SW6110, SW6134, SW6135,
+    SW6138."""
+
+    def __init__(
+        self,
+        part: DataSection,
+        sight: PairSight,
+        writer: Writer,
+        pictures: PictureWriter,
+        report: ReadReport,
+    ) -> None:
+        self.part, self.sight, self.writer, self.pictures, self.report = (
+            part,
+            sight,
+            writer,
+            pictures,
+            report,
+        )
+        self._records = 0
+
+    def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
+        """Yields after each batch that is written."""
+        batch: list[tuple[str, Picture]] = []
+        for name in files:
+            for record, where, size in records(name, self.report):
+                self._records += 1
+                found = None
+                try:
+                    found = self._pair(
+                        record, where, Path(self.sight.images.folder or Path(name).parent)
+                    )
+                except Refusal as problem:
+                    self.report.leave_out(problem)
+                if found is not None:
+                    batch.append(found)
+                shown.add(size)
+                if len(batch) == _AT_ONCE:
+                    self._write(batch)
+                    batch = []
+                    yield
+        self._write(batch)
+        (self.writer.folder / PADDING_FILE).write_text(
+            json.dumps(asdict(self.sight.padding)), encoding="utf-8"
+        )
+        yield
+        self._check_damage()
+
+    def _pair(self, record: JsonObject, where: str, folder: Path) -> tuple[str, Picture] | None:
+        """Returns (caption, image); None where the image is damaged."""
+        caption, source = text_of(record, where, self.part.field), record.get(PICTURE)
+        if source is None:
+            raise refusal(
+                "SW6138",
+                f"{where}: there is no picture under {PICTURE!r}",
+                (
+                    f"As {PICTURE!r} write a path relative to the file's folder, or an object with "
+                    "`bytes`."
+                ),
+            )
+        try:
+            return caption, locate_picture(source, folder)
+        except Damaged as why:
+            self.pictures.damaged(f"{where}: {why}")
+            if not self.part.skip_damaged:
+                self._check_damage()
+            return None
+
+    def _write(self, batch: list[tuple[str, Picture]]) -> None:
+        for ids, (_, picture) in zip(
+            self.sight.ids([c for c, _ in batch]) if batch else [], batch, strict=True
+        ):
+            number = self.writer.documents
+            self.writer.add(np.asarray(ids, dtype=np.int32))
+            if self.writer.documents > number:
+                self.pictures.add(number, [picture])
+
+    def _check_damage(self) -> None:
+        counts = self.pictures.counts
+        if counts.damaged > self.part.skip_damaged * self._records:
+            raise refusal(
+                "SW6134",
+                (
+                    f"{counts.damaged} of {self._records} pairs have a damaged picture: "
+                    f"{'; '.join(counts.told)}"
+                ),
+                "Mend or delete them, or let some go: `skip_damaged: 0.01` leaves out up to that "
+                "share of the pairs, and `prepare` counts them.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PairRows:
+    """Reads a caption a row: cut at S in front of what closes it, or filled up. pictures: one a
+    caption."""
+
+    documents: Documents
+    length: int
+    padding: Padding
+    pictures: PictureTable
+
+    def __len__(self) -> int:
+        return len(self.documents.ends)
+
+    def read(self, indices: Indices) -> TokenBlock:
+        d, closing = self.documents, self.padding.closing
+        tokens = np.full((len(indices), self.length), self.padding.fill, dtype=np.int64)
+        for row, i in enumerate(indices):
+            ids = d.tokens[int(d.ends[i - 1]) if i else 0 : int(d.ends[i])]
+            size = min(len(ids), self.length)
+            tokens[row, :size] = ids[:size]
+            if size < len(ids) and closing:
+                tokens[row, size - closing :] = ids[len(ids) - closing :]
+        pictures = tuple(self.pictures.of(int(i)) for i in indices)
+        return TokenBlock(tokens=tokens, starts=None, trained=None, pictures=pictures)
+
+
+def pair_rows(folder: Path, documents: Documents, length: int, pictures: PictureTable) -> PairRows:
+    """Opens the rows of a prepared source. folder: its own."""
+    return PairRows(documents, length, read_padding(folder), pictures)
+
+
+def read_padding(folder: Path) -> Padding:
+    document: Any = json.loads((folder / PADDING_FILE).read_text("utf-8"))
+    return Padding(**document)
+
+
+def is_of_pairs(part: DataSection) -> bool:
+    """Says whether a source holds captions with an image each; conversations with images are of
+    kind chat."""
+    return part.images is not None and part.kind != "chat"

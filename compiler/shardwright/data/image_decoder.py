@@ -1,0 +1,86 @@
+"""Decodes images in processes of their own, while the rank trains: `python -m
+shardwright.data.image_decoder` is one.
+
+A request on standard input and an answer on standard output, both pickled; they are this program's
+own. Of a picture that lies in a file its path goes over, not its bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO, cast
+
+from shardwright.data.image_files import Picture, decode
+from shardwright.diagnostics import Refusal, refusal
+
+MOST_PROCESSES = 8
+
+
+def main() -> int:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    while True:
+        try:
+            picture, most_pixels = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return 0
+        try:
+            image = decode(picture, most_pixels)
+            answer: Any = image.size, image.tobytes()
+        except Refusal as refused:
+            answer = refused.diagnostics
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+class Decoders:
+    """Decodes in so many processes at once; they start with the first image, and end with this
+    process."""
+
+    def __init__(self, processes: int) -> None:
+        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="decode")
+        self._own = threading.local()
+
+    def decode(self, pictures: Sequence[Picture], most_pixels: int) -> list[Any]:
+        """Returns Pillow's RGB images, in order. Errors: SW6132, SW6137."""
+        return list(self._threads.map(lambda picture: self._one(picture, most_pixels), pictures))
+
+    def _one(self, picture: Picture, most_pixels: int) -> Any:
+        from PIL import Image
+
+        process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
+        if process is None:
+            command = [sys.executable, "-P", "-m", "shardwright.data.image_decoder"]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._own.process = process
+        try:
+            pickle.dump((picture, most_pixels), cast(BinaryIO, process.stdin))
+            cast(BinaryIO, process.stdin).flush()
+            answer = pickle.load(cast(BinaryIO, process.stdout))
+        except (OSError, EOFError, pickle.UnpicklingError):
+            del self._own.process
+            raise refusal(
+                "SW6137",
+                f"a process that decodes pictures ended (exit code {process.wait()}) at "
+                f"{'one in the data' if picture.path is None else repr(picture.path)}",
+                "The host may have run out of memory: lower data.images.max_pixels, or "
+                "micro_batch_size. The run goes on from its last checkpoint.",
+            ) from None
+        if len(answer) == 2 and isinstance(answer[1], bytes):
+            return Image.frombytes("RGB", *answer)
+        raise Refusal(*answer)
+
+
+def processes_of_a_rank(ranks: int) -> int:
+    """Returns how many processes one rank starts. ranks: of this host, which share its cores."""
+    return max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // max(1, ranks)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,393 @@
+"""Finds images in a record, looks at their headers, keeps them beside the tokens, and decodes them.
+
+pictures.bin: of a picture that lies in a file its path (UTF-8), of one that lies in the record its
+bytes. pictures.npy: int64 (n, 6), in order: document, first byte and end in pictures.bin, 1 where
+these are a path, width and height in pixels. No torch here; Pillow decodes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data.chat_format import Message
+from shardwright.diagnostics import refusal
+from shardwright.utils.bounded_read import read_regular
+from shardwright.utils.json_types import JsonObject, JsonValue
+
+BYTES_FILE, INDEX_FILE, COUNTS_FILE = "pictures.bin", "pictures.npy", "pictures.json"
+MOST_PIXELS = 2**26
+"""Of a picture that is opened at all: a small file can hold gigabytes of one colour."""
+MOST_FILE_BYTES = 2**29
+PLACEHOLDER = "<image>"
+"""Stands for the next of a record's `images` in a message that is plain text."""
+MOST_TOLD = 5
+
+_SOURCE_KEYS = ("path", "image", "url")
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+
+
+class Damaged(Exception):
+    """Says in one line which image cannot be used, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """Says where an image's bytes are: path or data. width, height: in pixels, as it is seen (its
+    EXIF orientation applied)."""
+
+    path: str | None
+    data: bytes | None
+    width: int
+    height: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Counts conversations. damaged: left out because a picture is; crowded: because they hold more
+    than images.per_row. told: the first damaged pictures, and why."""
+
+    damaged: int = 0
+    crowded: int = 0
+    told: list[str]
+
+
+def take_pictures(
+    given: object, messages: list[Message], where: str
+) -> tuple[list[Message], list[JsonValue]]:
+    """Returns (messages as a template takes them, what the record says of each picture, in order of
+    the text). given: the record's `images`.
+
+    A picture is a content part, `{"type": "image"}` with its `image`, `path` or `url`, or the next
+    of the record's `images`; in plain text PLACEHOLDER stands for the latter. Errors: SW6130 a part
+    that is no picture, SW6131 placeholders and pictures that do not match.
+    """
+    one = [] if given is None else [cast(JsonValue, given)]
+    images: list[JsonValue] = list(given) if isinstance(given, list) else one
+    rest, out = iter(images), []
+    found: list[JsonValue] = []
+    for message in messages:
+        parts = _parts(message.get("content"), text_alone=not images)
+        if parts is None:
+            out.append(message)
+            continue
+        content: list[JsonValue] = []
+        for part in parts:
+            kind = part.get("type")
+            if kind in ("image", "image_url"):  # the latter is OpenAI's
+                own = next(
+                    (
+                        part[key]
+                        for key in (*_SOURCE_KEYS, "image_url")
+                        if part.get(key) is not None
+                    ),
+                    None,
+                )
+                source = next(rest, None) if own is None else own
+                if source is None:
+                    raise _unmatched(
+                        where, f"it has more placeholders than its {len(images)} images"
+                    )
+                found.append(source)
+                content.append({"type": "image"})
+            elif kind == "text":
+                content.append({"type": "text", "text": part.get("text")})
+            else:
+                raise refusal(
+                    "SW6130",
+                    f"{where}: a part of the type {kind!r}",
+                    (
+                        "This version trains on text and pictures: parts are text or image. Leave "
+                        "such records out."
+                    ),
+                )
+        out.append({**message, "content": content})
+    left = sum(1 for _ in rest)
+    if left:
+        raise _unmatched(where, f"{left} of its {len(images)} images have no placeholder")
+    return out, found
+
+
+def _parts(content: JsonValue, *, text_alone: bool) -> list[JsonObject] | None:
+    """Splits content into parts; None where the message stays as it is."""
+    if isinstance(content, list):
+        return [
+            part if isinstance(part, dict) else {"type": type(part).__name__} for part in content
+        ]
+    if not isinstance(content, str) or text_alone or PLACEHOLDER not in content:
+        return None
+    parts: list[JsonObject] = []
+    for number, text in enumerate(content.split(PLACEHOLDER)):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    return parts
+
+
+def _unmatched(where: str, why: str) -> Exception:
+    return refusal(
+        "SW6131",
+        f"{where}: {why}",
+        (
+            'Give a part {"type": "image"} (or `<image>` in plain text) for each entry of '
+            "`images`, in "
+            "their order."
+        ),
+    )
+
+
+def locate_picture(source: JsonValue, folder: Path) -> Picture:
+    """Looks at an image's header. source: a path relative to `folder`, or an object with `path` or
+    `bytes`.
+
+    Raises Damaged. Errors: SW6135, a path that leads out of `folder`: a stranger's data would
+    choose which files are read. A link in the folder is followed.
+    """
+    if isinstance(source, dict):
+        data = source.get("bytes")
+        if isinstance(data, bytes) and data:
+            return _looked_at(str(source.get("path") or "a picture in the record"), None, data)
+        source = next((source[key] for key in _SOURCE_KEYS if source.get(key)), None)
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        return _looked_at("a picture in the record", None, _data_of_uri(source))
+    if not isinstance(source, str) or "://" in source:
+        raise Damaged(
+            f"{str(source)[:120]!r} is no file: pictures lie in files or in the record, and none "
+            "is fetched"
+        )
+    inside = os.path.abspath(folder)
+    path = os.path.abspath(
+        os.path.join(inside, source)
+    )  # without `..`, which behind a link leads elsewhere
+    if os.path.commonpath([inside, path]) != inside:
+        raise refusal(
+            "SW6135",
+            (
+                f"the picture {source[:120]!r} lies outside of {inside!r}, the folder of the "
+                "data's pictures"
+            ),
+            (
+                "Name the folder that holds them as data.images.folder, or put them into that of "
+                "the data."
+            ),
+        )
+    try:
+        data = read_regular(path, MOST_FILE_BYTES)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no regular file, or too large"
+        raise Damaged(f"{_short(path)} cannot be read: {why}") from None
+    return _looked_at(_short(path), path, data)
+
+
+def _data_of_uri(uri: str) -> bytes:
+    """Returns the bytes of `data:image/png;base64,...`. Raises Damaged."""
+    head, _, text = uri.partition(",")
+    try:
+        if not head.lower().endswith(";base64"):
+            raise ValueError
+        return base64.b64decode("".join(text.split()) + "=" * (-len(text) % 4), validate=True)
+    except ValueError:
+        raise Damaged(f"{head[:60]!r} is followed by no base64 text") from None
+
+
+def _short(path: str) -> str:
+    return repr(path if len(path) <= 300 else f"{path[:120]}... ({len(path):,} characters)")
+
+
+def _looked_at(name: str, path: str | None, data: bytes) -> Picture:
+    with _opened(name, data) as image:
+        if getattr(image, "n_frames", 1) > 1:
+            raise Damaged(f"{name} is animated ({image.n_frames} frames)")
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise Damaged(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+        if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
+            raise Damaged(
+                f"{name} has 32 bits a pixel (Pillow's mode {image.mode}), and nothing says what "
+                "is white"
+            )
+        end = _ENDS.get(image.format or "")
+        if end is None:
+            _load(name, image)
+        elif end not in data[-4096:]:
+            raise Damaged(f"{name} is cut off")
+        if image.getexif().get(0x0112) in _TURNED:
+            width, height = height, width
+    return Picture(path=path, data=None if path else data, width=width, height=height)
+
+
+@contextlib.contextmanager
+def _opened(name: str, data: bytes) -> Iterator[Any]:
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its own size limit: ours is lower
+            with Image.open(io.BytesIO(data)) as image:
+                yield image
+    except Damaged:
+        raise
+    except Exception as error:  # of any of Pillow's decoders
+        why = _first_line(error)
+        if "cannot identify" in why:  # Pillow names its own object
+            why = f"Pillow does not know its format (it begins with {data[:8]!r})"
+        raise Damaged(f"{name} is no picture that can be opened: {why}") from None
+
+
+def _load(name: str, image: Any) -> None:
+    try:
+        image.load()
+    except Exception as error:
+        raise Damaged(f"{name} cannot be decoded: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
+def decode(picture: Picture, most_pixels: int) -> Any:
+    """Returns Pillow's RGB image, its orientation applied, and made smaller where it is too large.
+    Errors: SW6132."""
+    from PIL import ImageOps
+
+    name = "a picture in the data" if picture.path is None else repr(picture.path)
+    try:
+        data = picture.data if picture.path is None else read_regular(picture.path, MOST_FILE_BYTES)
+        with _opened(name, data or b"") as image:
+            _load(name, image)
+            seen = _rgb(ImageOps.exif_transpose(image))
+    except (OSError, Damaged) as error:
+        raise refusal(
+            "SW6132",
+            f"a picture that `prepare` has counted cannot be used: {error}",
+            (
+                "Let no other program change the pictures, leave the damaged one out, and "
+                "prepare again."
+            ),
+        ) from None
+    if seen.size != (picture.width, picture.height):
+        raise refusal(
+            "SW6132",
+            f"{name} has {seen.width} x {seen.height} pixels, and had {picture.width} x "
+            f"{picture.height} when it was prepared",
+            "Let no other program change the pictures, and prepare again.",
+        )
+    size = size_within(picture.width, picture.height, most_pixels)
+    return seen if size == seen.size else seen.resize(size)
+
+
+def _rgb(image: Any) -> Any:
+    """Converts an image to 8 bits a channel. Pillow's own conversion of 16 bits cuts off what is
+    above 255."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        image = Image.fromarray(
+            (np.asarray(image).astype(np.int64) // 257).clip(0, 255).astype(np.uint8)
+        )
+    return image.convert("RGB")
+
+
+def size_within(width: int, height: int, most_pixels: int) -> tuple[int, int]:
+    """Returns a size of at most so many pixels, in the same proportions; 1 pixel is the least
+    side."""
+    if width * height <= most_pixels:
+        return width, height
+    scale = math.sqrt(most_pixels / (width * height))
+    low = min(max(1, int(height * scale)), most_pixels)
+    return max(1, min(int(width * scale), most_pixels // low)), low
+
+
+class PictureWriter:
+    """Writes images beside store.Writer, in the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.counts = folder, Counts(told=[])
+        self._bytes = (folder / BYTES_FILE).open("wb")
+        self._rows: list[tuple[int, ...]] = []
+        self._at = 0
+
+    def add(self, document: int, pictures: list[Picture]) -> None:
+        for picture in pictures:
+            data = (
+                picture.data if picture.path is None else os.fsencode(os.path.abspath(picture.path))
+            )
+            assert data is not None
+            self._bytes.write(data)
+            end = self._at + len(data)
+            self._rows.append(
+                (
+                    document,
+                    self._at,
+                    end,
+                    int(picture.path is not None),
+                    picture.width,
+                    picture.height,
+                )
+            )
+            self._at = end
+
+    def damaged(self, why: str) -> None:
+        self.counts.damaged += 1
+        if len(self.counts.told) < MOST_TOLD:
+            self.counts.told.append(why)
+
+    def finish(self) -> None:
+        self._bytes.flush()
+        os.fsync(self._bytes.fileno())
+        self._bytes.close()
+        np.save(self.folder / INDEX_FILE, np.asarray(self._rows, dtype=np.int64).reshape(-1, 6))
+        (self.folder / COUNTS_FILE).write_text(json.dumps(asdict(self.counts)), encoding="utf-8")
+
+    def close(self) -> None:
+        self._bytes.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PictureTable:
+    """Reads the images of a prepared source. data: pictures.bin; index: pictures.npy."""
+
+    data: npt.NDArray[np.uint8]
+    index: npt.NDArray[np.int64]
+
+    def of(self, document: int) -> tuple[Picture, ...]:
+        first, stop = np.searchsorted(self.index[:, 0], (document, document + 1))
+        return tuple(self._picture(*row) for row in self.index[first:stop].tolist())
+
+    def _picture(
+        self, _: int, first: int, end: int, is_path: int, width: int, height: int
+    ) -> Picture:
+        data = self.data[first:end].tobytes()
+        path = os.fsdecode(data) if is_path else None
+        return Picture(path=path, data=None if is_path else data, width=width, height=height)
+
+
+def open_pictures(folder: Path) -> PictureTable | None:
+    """Opens a prepared source's images; None where the data has none."""
+    if not (folder / INDEX_FILE).is_file():
+        return None
+    path = folder / BYTES_FILE
+    data = (
+        np.memmap(path, dtype=np.uint8, mode="r")
+        if path.stat().st_size
+        else np.empty(0, dtype=np.uint8)
+    )
+    return PictureTable(data, np.load(folder / INDEX_FILE, mmap_mode="r"))
+
+
+def read_counts(folder: Path) -> Counts:
+    try:
+        return Counts(**json.loads((folder / COUNTS_FILE).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return Counts(told=[])

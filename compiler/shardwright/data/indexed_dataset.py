@@ -1,0 +1,194 @@
+"""Keeps prepared data on disk: one folder a source, memory-mapped by every rank.
+
+tokens.bin: the ids of all documents, one behind the other. documents.bin: int64, where each
+document ends in it. trained.bin: one byte a token, 1 where it is a label; only where some are not.
+manifest.json is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.diagnostics import refusal
+from shardwright.utils.json_records import carried
+
+MANIFEST = "manifest.json"
+BUFFER_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenManifest:
+    """Describes a folder. settings: of the DataSource; dtype: of tokens.bin; trained: labels among
+    the tokens, None where all are; empty: source files and records that held nothing; digest:
+    SHA-256 (hex) of all that was written, "" in what an earlier version wrote."""
+
+    format: int
+    settings: str
+    kind: str
+    dtype: str
+    tokens: int
+    documents: int
+    trained: int | None
+    largest_id: int
+    source_bytes: int
+    empty: int
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """Holds documents. tokens: (n,) ids; ends: (documents,) int64; trained: (n,) bool, None where
+    every token is a label."""
+
+    tokens: npt.NDArray[np.integer]
+    ends: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_] | None
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return np.diff(self.ends, prepend=0)
+
+
+class Writer:
+    """Appends documents to a folder that nobody reads yet."""
+
+    def __init__(self, folder: Path, dtype: str, *, masked: bool) -> None:
+        self.folder, self.dtype = folder, np.dtype(dtype)
+        folder.mkdir(parents=True)
+        self._tokens = self._open("tokens.bin")
+        self._ends = self._open("documents.bin")
+        self._trained = self._open("trained.bin") if masked else None
+        self.tokens = self.documents = self.trained = self.empty = 0
+        self.largest_id = -1
+        self._digest = hashlib.sha256()
+        self._first = 0  # of the document that is being written
+
+    def _open(self, name: str) -> BinaryIO:
+        return (self.folder / name).open("wb", buffering=BUFFER_BYTES)
+
+    def _write(self, file: BinaryIO, data: bytes) -> None:
+        self._digest.update(data)
+        file.write(data)
+
+    def add(
+        self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Writes a whole document."""
+        if len(ids):
+            self.extend(ids, trained)
+        self.end_document(())
+
+    @property
+    def at_begin(self) -> bool:
+        """Says whether the next ids are the first ones of a document."""
+        return self.tokens == self._first
+
+    def extend(
+        self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Writes a piece of a document, not empty."""
+        self._write(self._tokens, ids.astype(self.dtype).tobytes())
+        self.tokens += len(ids)
+        self.largest_id = max(self.largest_id, int(ids.max()))
+        if self._trained is not None and trained is not None:
+            self._write(self._trained, trained.astype(np.uint8).tobytes())
+            self.trained += int(trained.sum())
+
+    def end_document(self, closing: Sequence[int]) -> None:
+        """Ends a document. closing: ids behind it. One without any of its own is counted as empty
+        and left out."""
+        if self.at_begin:
+            self.empty += 1
+            return
+        if closing:
+            self.extend(np.asarray(closing, dtype=np.int32))
+        self._first = self.tokens
+        self._write(self._ends, np.int64(self.tokens).tobytes())
+        self.documents += 1
+
+    def finish(self, *, settings: str, kind: str, source_bytes: int) -> TokenManifest:
+        """Writes everything to disk, the manifest last."""
+        self.close(sync=True)
+        manifest = carried(
+            TokenManifest,
+            self,
+            format=FORMAT,
+            settings=settings,
+            kind=kind,
+            dtype=self.dtype.name,
+            trained=None if self._trained is None else self.trained,
+            source_bytes=source_bytes,
+            digest=self._digest.hexdigest(),
+        )
+        with (self.folder / MANIFEST).open("w", encoding="utf-8") as file:
+            json.dump(asdict(manifest), file)
+            file.flush()
+            os.fsync(file.fileno())
+        return manifest
+
+    def close(self, *, sync: bool = False) -> None:
+        with contextlib.ExitStack() as stack:  # each is closed, whatever the others say
+            for file in (self._tokens, self._ends, self._trained):
+                if file is not None and not file.closed:
+                    stack.callback(file.close)
+                    if sync:
+                        file.flush()
+                        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> TokenManifest | None:
+    """Reads a folder's manifest; None where it was not finished, or is of another format."""
+    try:
+        found = TokenManifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if found.format == FORMAT else None
+
+
+def open_documents(folder: Path) -> Documents:
+    """Maps a folder's documents. Raises Refusal (SW6120) where files are missing or shorter than
+    the manifest says."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise _damaged(folder, "it has no manifest")
+    dtype = np.dtype(manifest.dtype)
+    arrays: list[npt.NDArray[np.integer]] = []
+    for name, kind, count in (
+        ("tokens.bin", dtype, manifest.tokens),
+        ("documents.bin", np.dtype(np.int64), manifest.documents),
+        ("trained.bin", np.dtype(np.uint8), None if manifest.trained is None else manifest.tokens),
+    ):
+        if count is None:
+            continue
+        path = folder / name
+        size = path.stat().st_size if path.exists() else -1
+        if size != count * kind.itemsize:
+            raise _damaged(folder, f"{name} has {size} bytes, not {count * kind.itemsize}")
+        arrays.append(np.memmap(path, dtype=kind, mode="r", shape=(count,)))
+    return Documents(
+        tokens=arrays[0],
+        ends=arrays[1].view(np.int64),
+        trained=arrays[2].view(np.bool_) if len(arrays) == 3 else None,
+    )
+
+
+def _damaged(folder: Path, why: str) -> Exception:
+    return refusal(
+        "SW6120",
+        f"the prepared data in {str(folder)!r} is damaged: {why}",
+        "Delete that folder and run `shardwright prepare` again.",
+    )
+
+
+FORMAT = 2
+"""Of the prepared files; another number is another key."""

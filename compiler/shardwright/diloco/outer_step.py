@@ -1,0 +1,410 @@
+"""The outer step between islands, on one rank (decision 033).
+
+Works on what a checkpoint is made of: this rank's own ranges of the fp32 masters. The delta is the
+anchor (those ranges after the last outer step) less what they are now; the store returns the
+islands' mean, in the same place, and each rank applies it to its own anchor. The weights are then
+the anchor; with overlap (arXiv 2501.18512) the round is on its way while the next steps train, and
+the anchor is mixed into what they made of the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from shardwright.checkpoint.checkpoint_manifest import OUTER_ANCHOR
+from shardwright.diagnostics import refusal
+from shardwright.diloco.master_shard import MASTER, Ranges
+from shardwright.diloco.outer_store_channel import Broken, FrameKind
+from shardwright.diloco.outer_store_client import Answer, Link
+from shardwright.diloco.store_connections import StoreLinks, Unreached
+from shardwright.engines.trainer_protocol import Counters, Trainer
+from shardwright.plan.plan import Plan
+from shardwright.plan.plan_json import read_plan
+
+ANCHOR, MOMENTUM, SENT, ARRIVED = OUTER_ANCHOR, "outer_momentum", "outer_sent", "outer_arrived"
+"""SENT: deltas of a round that is not made yet. ARRIVED: the anchor of one that is, and is to be
+mixed in, in a checkpoint of the very step that it was begun after."""
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterResult:
+    """What came of the outer step after `step`. done: the step that the weights are at now.
+    members: () where another island's state was taken. seconds: that training waited. sent_bytes:
+    by this rank, without copies."""
+
+    step: int
+    done: int
+    members: tuple[int, ...]
+    seconds: float
+    sent_bytes: int
+
+
+class Outer:
+    """base: the step of the last outer step that the anchor has."""
+
+    def __init__(
+        self, plan: Plan, folder: Path, trainer: Trainer, rank: int, attempt: int, data_digest: str
+    ) -> None:
+        """Collective. attempt: the folder's count of starts. Raises Refusal: SW6313 where this host
+        has no secret."""
+        assert plan.outer is not None and plan.outer.island is not None, "asked for before"
+        self.plan, self.outer = plan, plan.outer
+        self._trainer = trainer
+        self._store = StoreLinks(plan, folder, rank, attempt, data_digest)
+        self._ranges = Ranges(plan, trainer, rank)
+        self.base = 0
+        self._flight: _Flight | None = None
+        self._receivers: list[
+            int
+        ] = []  # islands that take this one's state, once the weights are there
+        self._mix_at: int | None = None  # the step after which the last round's result is mixed in
+        # Of one round, taken in before the next one begins. What is written for the first time
+        # takes as long as sending a part of it.
+        self._own, self._sent, self._means = (torch.zeros(0) for _ in range(3))
+        self._anchor = self._ranges.own(MASTER)
+        self._momentum = (
+            torch.zeros_like(self._anchor) if plan.outer.optimizer == "nesterov" else None
+        )
+
+    def begin(self, done: int, checkpoint: Path | None) -> list[OuterResult]:
+        """Collective. Meets the other islands before the first step. done: the step that
+        `checkpoint` closed. Returns the outer steps that were made up for: after the last one this
+        island goes on from its `done`, which is another island's where this one is behind.
+
+        Raises Refusal: SW6314 where the store is not reached, and for what the store refuses.
+        """
+        self.base, self._anchor = done, self._ranges.own(MASTER)
+        owed = None if checkpoint is None else self._load(done, checkpoint)
+        try:
+            outcome = self._agreed(*(owed or (done, None)))
+            made = [self._taken_in(outcome, done)] if outcome.answer.kind != FrameKind.GO else []
+            done = made[-1].done if made else done
+            if self._mix_at is not None and done >= self._mix_at:
+                self._mix(done)
+            if done == self._last and self.base != done:  # the round before the last was on its way
+                made.append(self._meet(done))
+        except Unreached as error:
+            raise refusal(
+                "SW6314",
+                f"the outer store was not reached for {self.outer.deadline_seconds:g} s: {error}",
+                "Start `shardwright outer-store DIR` where launch.outer_store says, and see that "
+                "this host reaches it. Nothing was trained.",
+            ) from None
+        return made
+
+    def after(self, step: int) -> Iterator[OuterResult]:
+        """Collective. The outer steps that end with this inner one. Raises Unreached on every rank,
+        and Refusal."""
+        if step == self._mix_at:
+            landed = self._land(step)
+            if landed is not None:
+                yield landed
+                step = landed.done
+        if self.outer.is_due(step, self._last) and self.base != step:
+            if self._overlaps(step):
+                self._depart(step)
+            else:
+                yield self._meet(step)
+
+    @property
+    def _last(self) -> int:
+        return self.plan.training.steps
+
+    def _overlaps(self, step: int) -> bool:
+        """Whether training goes on while the round of this step is on its way: after the last one
+        it has nothing to."""
+        return self.outer.overlap_steps > 0 and step != self._last
+
+    def _landing(self, step: int) -> int:
+        """The step after which the weights have the outer step of `step`."""
+        return min(step + self.outer.overlap_steps, self._last)
+
+    def _meet(self, step: int) -> OuterResult:
+        """Collective. An outer step that training waits for."""
+        began = time.monotonic()
+        result = self._taken_in(self._agreed(step, self._deltas()), step)
+        return replace(result, seconds=time.monotonic() - began)
+
+    def _depart(self, step: int) -> None:
+        """Collective. Begins a round that goes on by itself."""
+        began = time.monotonic()
+        deltas, names = self._deltas(), self._state_names()
+        future = self._store.begun(lambda link: self._try(link, step, deltas, names))
+        self._mix_at = self._landing(step)
+        self._flight = _Flight(
+            step=step, deltas=deltas, future=future, seconds=time.monotonic() - began
+        )
+
+    def _land(self, step: int) -> OuterResult | None:
+        """Collective. Waits for the round that is on its way, and mixes its result in. None where
+        `arrived` told of it already."""
+        began, flight, result = time.monotonic(), self._flight, None
+        if flight is not None:
+            outcome = self._store.ended(flight.future) or self._agreed(flight.step, flight.deltas)
+            result = self._taken_in(outcome, step)
+        if self._mix_at is not None:
+            self._mix(step)
+        if flight is None or result is None:
+            return None
+        return replace(result, seconds=flight.seconds + time.monotonic() - began)
+
+    def arrived(self, step: int) -> OuterResult | None:
+        """Collective. Takes the round in that is on its way, where it is there already, so that
+        what is saved now has it; it is mixed in when it is due."""
+        flight = self._flight
+        if flight is None:
+            return None
+        future = flight.future
+        is_made = (
+            future.done()
+            and future.exception() is None
+            and future.result().answer.kind == FrameKind.EXCHANGE
+        )
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, is_made)
+        if not all(everyone):
+            return None
+        return replace(self._taken_in(future.result(), step), seconds=flight.seconds)
+
+    def _taken_in(self, outcome: _Outcome, step: int) -> OuterResult:
+        """Collective. step: that the weights are at."""
+        answer, self._flight = outcome.answer, None
+        if answer.kind == FrameKind.RECEIVE:
+            self._use_state(answer.step, outcome.updates, outcome.taken)
+            step = self._landing(answer.step)
+        else:
+            self._move_anchor(outcome.means)
+            self.base, self._receivers = answer.step, outcome.receivers
+            self._mix_at = self._landing(answer.step) if self._overlaps(answer.step) else None
+            if self._mix_at is None:
+                self._set(self._anchor, step)
+        sent = _bytes(outcome.means).nbytes
+        return OuterResult(
+            step=self.base, done=step, members=answer.members, seconds=0.0, sent_bytes=sent
+        )
+
+    def leave(self, *, done: bool) -> None:
+        """After every rank's last word. done: trained to the last step."""
+        self._store.leave(done=done)
+
+    # What a checkpoint holds beside the trainer's own.
+
+    def saved(self, step: int) -> Trainer:
+        """Collective. The trainer with the outer momentum, and with the anchor where the weights
+        are not it."""
+        states = {} if self._momentum is None else {MOMENTUM: self._momentum}
+        if self._flight is not None and step != self._flight.step:
+            states[SENT] = self._flight.deltas.float()
+        if self.base != step:
+            states[ANCHOR] = self._anchor
+        elif self._mix_at is not None:
+            states[ARRIVED] = self._anchor
+        return self._ranges.saved(states)
+
+    def _load(self, done: int, checkpoint: Path) -> tuple[int, torch.Tensor] | None:
+        """Collective. Returns the outer step that is still to be made, and its deltas. Raises
+        Refusal: SW6218 where one was on its way under other keys of training.outer."""
+        states = self._ranges.load((ANCHOR, ARRIVED, SENT, MOMENTUM), checkpoint)
+        if self._momentum is not None:
+            self._momentum = states.get(MOMENTUM, self._momentum)
+        if not states.keys() & {ANCHOR, ARRIVED}:
+            return None
+        newest = (
+            done
+            if ARRIVED in states
+            else (done - 1) // self.outer.every_steps * self.outer.every_steps
+        )
+        self._anchor, self.base = states.get(ANCHOR, states.get(ARRIVED, self._anchor)), newest
+        self._check_same_overlap(
+            done, checkpoint, on_its_way=not states.keys().isdisjoint({ARRIVED, SENT})
+        )
+        if SENT in states:
+            self.base = newest - self.outer.every_steps
+            return newest, states[SENT].to(_DTYPES[self.outer.precision])
+        if newest and self._overlaps(newest) and done < self._landing(newest):
+            self._mix_at = self._landing(newest)
+        is_due = ARRIVED not in states and self.outer.is_due(done, self._last)
+        return (done, self._deltas()) if is_due else None
+
+    def _check_same_overlap(self, done: int, checkpoint: Path, *, on_its_way: bool) -> None:
+        written = read_plan(checkpoint).outer
+        if written is None:
+            return
+        keys = ("every_steps", "overlap_steps")
+        then, now = ({key: getattr(outer, key) for key in keys} for outer in (written, self.outer))
+        is_overlapped = (
+            done >= written.every_steps and done % written.every_steps < written.overlap_steps
+        )
+        if (on_its_way or is_overlapped) and then != now:
+            was = ", ".join(f"{key} {value}" for key, value in then.items())
+            raise refusal(
+                "SW6218",
+                f"{str(checkpoint)!r} was written while an outer step was on its way, with {was}",
+                (
+                    "Change training.outer after it: compile with these, and run on to the next "
+                    "checkpoint.every_steps."
+                ),
+            )
+
+    def _deltas(self) -> torch.Tensor:
+        """Of this rank, as they are sent. Raises Refusal on every rank where one is no finite
+        number: SW6317."""
+        own = self._ranges.own(MASTER, self._own)
+        deltas = torch.sub(self._anchor, own, out=own)
+        if self.outer.precision == "bf16":
+            self._sent = _as_large(self._sent, deltas.numel(), torch.bfloat16)
+            deltas = self._sent.copy_(deltas)
+        flags: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(flags, _is_finite(deltas))
+        if not all(flags):
+            raise refusal(
+                "SW6317",
+                f"island {self.outer.island} has weights that are no finite numbers (rank "
+                f"{flags.index(False)}): they stay out of the other islands",
+                "The others go on without it. `shardwright run` goes on from its newest checkpoint "
+                "with a finite loss, and takes their state at the next outer step.",
+            )
+        return deltas
+
+    def _move_anchor(self, mean: torch.Tensor) -> None:
+        """SGD with Nesterov momentum as torch.optim.SGD has it, or the average."""
+        if self._momentum is None or self.outer.lr is None or self.outer.momentum is None:
+            self._anchor -= mean
+        else:
+            self._momentum.mul_(self.outer.momentum).add_(mean)
+            self._anchor.sub_(mean, alpha=self.outer.lr)
+            self._anchor.sub_(self._momentum, alpha=self.outer.lr * self.outer.momentum)
+
+    def _mix(self, step: int) -> None:
+        """Collective. What the islands made of the weights before the overlap, into what this one
+        has made since."""
+        assert self.outer.mixing is not None, "a plan with overlap has it"
+        self._mix_at = None
+        own = self._ranges.own(MASTER, self._own)
+        self._set(torch.lerp(own, self._anchor, self.outer.mixing, out=own), step)
+
+    def _set(self, own: torch.Tensor, step: int) -> None:
+        """Collective. The weights; and who waits for this island's state gets it."""
+        self._ranges.write(MASTER, own)
+        self._trainer.restored(step, self._trainer.counters())
+        if self._receivers:
+            self._give_state()
+        self._receivers = []
+
+    # Another island's state.
+
+    def _state_names(self) -> list[str]:
+        """The same on every rank and island: the master first."""
+        more = {ANCHOR: self.outer.overlap_steps > 0, MOMENTUM: self._momentum is not None}
+        return [*self._ranges.state_names(), *(name for name, has in more.items() if has)]
+
+    def _give_state(self) -> None:
+        """To islands that are behind. A connection that breaks here is found broken at the next
+        outer step."""
+        kept = {ANCHOR: self._anchor} | (
+            {} if self._momentum is None else {MOMENTUM: self._momentum}
+        )
+        parts = (
+            kept[name] if name in kept else self._ranges.own(name) for name in self._state_names()
+        )
+        with contextlib.suppress(Broken):
+            self._store.link.give_state(
+                (_bytes(part) for part in parts), self._trainer.counters().updates
+            )
+
+    def _use_state(self, step: int, updates: int, taken: dict[str, torch.Tensor]) -> None:
+        """Collective. Of an island that has made the outer step of `step`, and the steps that
+        overlap it."""
+        self._anchor, self._momentum = taken.pop(ANCHOR, taken[MASTER]), taken.pop(MOMENTUM, None)
+        for state, own in taken.items():
+            self._ranges.write(state, own)
+        self._trainer.restored(self._landing(step), Counters(updates=updates, loss_scale=None))
+        self.base, self._mix_at = step, None
+
+    # The store.
+
+    def _agreed(self, step: int, deltas: torch.Tensor | None) -> _Outcome:
+        """Collective. What comes of the outer step after `step`, however often it has to be begun;
+        without deltas only says that the island is there. Raises Unreached on every rank, and
+        Refusal."""
+        names = self._state_names()
+        return self._store.agreed(step, lambda link: self._try(link, step, deltas, names))
+
+    def _try(
+        self, link: Link, step: int, deltas: torch.Tensor | None, names: list[str]
+    ) -> _Outcome:
+        """This rank's part; maybe in a thread of its own, so that it leaves the trainer alone.
+        Raises Broken."""
+        sent = torch.zeros(0) if deltas is None else deltas
+        self._means = _as_large(self._means, sent.numel(), sent.dtype)
+        found = _Outcome(means=self._means)
+        check, size = (
+            int(self._anchor.view(torch.int32).sum(dtype=torch.int64)),
+            _bytes(sent).nbytes,
+        )
+        while True:
+            found.answer = link.arrive(
+                base=self.base, step=step, is_due=deltas is not None, size=size, check=check
+            )
+            if found.answer.kind == FrameKind.GO:
+                return found
+            if found.answer.kind == FrameKind.RECEIVE:
+                found.taken = {name: torch.empty_like(self._anchor) for name in names}
+                found.updates = link.take_state(_bytes(part) for part in found.taken.values())
+                return found
+            receivers = link.exchange(found.answer.attempt, _bytes(sent), _bytes(found.means))
+            if receivers is not None:
+                found.receivers = receivers
+                return found
+
+
+def _as_large(buffer: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The buffer, or another one where it is not."""
+    return (
+        buffer
+        if (buffer.numel(), buffer.dtype) == (numel, dtype)
+        else torch.empty(numel, dtype=dtype)
+    )
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """In one pass that makes no other tensor."""
+    return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outcome:
+    """What a rank's part of an outer step gave it. taken: of an island whose state it takes."""
+
+    means: torch.Tensor
+    answer: Answer = field(default_factory=lambda: Answer(kind=FrameKind.GO))
+    receivers: list[int] = field(default_factory=list)
+    taken: dict[str, torch.Tensor] = field(default_factory=dict)
+    updates: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flight:
+    """A round that is on its way while training goes on. seconds: that training has waited for
+    it."""
+
+    step: int
+    deltas: torch.Tensor
+    future: Future[_Outcome]
+    seconds: float
+
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    """The tensor's own memory."""
+    flat = values.view(torch.int16) if values.dtype == torch.bfloat16 else values
+    return flat.numpy().data.cast("B") if flat.numel() else memoryview(b"")

@@ -1,0 +1,441 @@
+"""The outer store: a process of its own, on no island's ranks. It decides who takes part in an
+outer step, adds up what they send, and passes a member's state on to who is behind."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from shardwright.diloco.delta_mean import Aborted
+from shardwright.diloco.link_probe import answer_probe
+from shardwright.diloco.outer_store_channel import (
+    HANDSHAKE_SECONDS,
+    Broken,
+    Channel,
+    FrameKind,
+    WrongSecret,
+    document_of,
+    give_up_after,
+    grace,
+    meet,
+)
+from shardwright.diloco.round_membership import Arrival, Decision, Island, Membership, Round, Start
+from shardwright.utils.unauthenticated_connections import (
+    Unauthenticated,
+    is_exhausted,
+    raise_descriptor_limit,
+    shut,
+)
+
+OTHER_CONNECTIONS = 256
+"""Unauthenticated connections at once, beside one for each rank."""
+MOST_LINES_OF_AN_ADDRESS, MOST_ADDRESSES = 10, 256
+"""Lines about connections that were turned away, and addresses that they are counted for."""
+TURN_SECONDS, AGAIN_SECONDS = 0.5, 0.05
+MOST_WAIT_SECONDS = 5.0
+"""Between two signs of life to a rank that waits."""
+
+
+class _Late(Exception):
+    """The others are done."""
+
+
+class OuterStore:
+    """failure: why no outer step can be put on record any more; None while all is well. Then no
+    island is here."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        secret: bytes,
+        digest: str,
+        log: Callable[[str], None],
+        record: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """log: prints a line for a person; the store goes on whatever it raises. record: writes
+        what a round was to where it lasts, before any island hears that the round is made; the
+        store stops where it raises."""
+        self.membership, self._secret, self._digest = membership, secret, digest
+        self._log_line, self._record = log, record
+        self.failure: Exception | None = None
+        ranks = membership.count * membership.world
+        self._unauthenticated: Unauthenticated[socket.socket] = Unauthenticated(
+            ranks, OTHER_CONNECTIONS, raise_descriptor_limit()
+        )
+        self._turned_away: Counter[str] = Counter()
+        self._data_digest: str | None = None
+        self._done: set[int] = set()
+        self._change = threading.Condition()
+        self._wait_seconds = min(MOST_WAIT_SECONDS, membership.deadline / 16)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an island has trained to the last step, and none is here any more."""
+        with self._change:
+            return bool(self._done) and not self.membership.islands
+
+    def _log(self, line: str) -> None:
+        """Never raises: nobody may read the output any more, or its disk may be full."""
+        with contextlib.suppress(Exception):
+            self._log_line(line)
+
+    def _log_turned_away(self, address: str, line: str) -> None:
+        """A few lines for each address: whoever finds the port shall not fill a disk."""
+        self._turned_away[address] += 1
+        count = self._turned_away[address]
+        if count <= MOST_LINES_OF_AN_ADDRESS and len(self._turned_away) <= MOST_ADDRESSES:
+            more = (
+                "; nothing more is printed about this address"
+                if count == MOST_LINES_OF_AN_ADDRESS
+                else ""
+            )
+            self._log(line + more)
+        elif len(self._turned_away) > MOST_ADDRESSES:
+            self._turned_away.pop(address, None)
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accepts connections until the listener is closed, whatever fails meanwhile."""
+        listener.settimeout(TURN_SECONDS)
+        while True:
+            try:
+                connection, address = listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if listener.fileno() < 0:
+                    return
+                self._make_room(error)
+                continue
+            for crowded_out in self._unauthenticated.add(connection, address[0]):
+                shut(crowded_out)
+            try:
+                threading.Thread(
+                    target=self._greet, args=(connection, address), daemon=True
+                ).start()
+            except RuntimeError as error:  # the system allows no more threads
+                self._unauthenticated.remove(connection)
+                connection.close()
+                self._log_turned_away("", f"a connection of {address[0]} is turned away: {error}")
+                time.sleep(AGAIN_SECONDS)
+
+    def _make_room(self, error: OSError) -> None:
+        """After accept() has failed. Errors of one connection, such as a peer that is gone already,
+        end nothing."""
+        if is_exhausted(error) and (oldest := self._unauthenticated.pop()) is not None:
+            shut(oldest)
+        self._log_turned_away("", f"warning: cannot take a connection: {error}")
+        time.sleep(AGAIN_SECONDS)
+
+    def _greet(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        until = time.monotonic() + HANDSHAKE_SECONDS
+        try:
+            connection.settimeout(HANDSHAKE_SECONDS)
+            give_up_after(connection, grace(self.membership.deadline))
+            link = meet(connection, self._secret, as_store=True)
+            self._unauthenticated.remove(connection)
+            kind, _, payload = link.receive(until)
+            if kind == FrameKind.PROBE:
+                asked = document_of(payload)
+                if asked.get("is_first") is True:
+                    self._log(f"{address[0]} measures its link")
+                answer_probe(link, asked, self._digest, self._here)
+                link.close()
+                return
+            if kind != FrameKind.HELLO:
+                raise Broken("it did not say who it is")
+            self._admit(link, document_of(payload))
+        except WrongSecret:
+            line = f"warning[SW6313]: {address[0]} came with another secret, and was turned away"
+            self._log_turned_away(address[0], line)
+        except (Broken, OSError) as error:
+            self._log_turned_away(
+                address[0], f"{address[0]} left before it said who it is: {error}"
+            )
+        finally:
+            self._unauthenticated.remove(connection)
+            connection.close()
+
+    def _here(self) -> list[int]:
+        with self._change:
+            return sorted(self.membership.islands)
+
+    def _admit(self, link: Channel, hello: dict[str, Any]) -> None:
+        try:
+            number, rank, world = int(hello["island"]), int(hello["rank"]), int(hello["world"])
+            attempt, run, connection = (
+                int(hello["attempt"]),
+                str(hello["run"]),
+                int(hello["connection"]),
+            )
+            plan, data = str(hello["plan"]), str(hello["data"])
+        except (KeyError, TypeError, ValueError):
+            raise Broken("it did not say who it is") from None
+        why = self._refused(number, rank, world, plan, data)
+        island = None
+        if not why:
+            start = Start(attempt=attempt, run=run, connection=connection)
+            with self._change:
+                if self.failure is not None:
+                    raise Broken("the store stops")
+                island = self.membership.join(number, start, rank, link)
+                self._change.notify_all()
+            why = "" if island else "SW6319 another run of this island has started since"
+        if island is None:
+            link.say(FrameKind.REFUSED, {"why": why})
+            link.close()
+            self._log(f"island {number} rank {rank} was refused: {why}")
+            return
+        if len(island.links) == self.membership.world:
+            self._log(f"island {number} is here")
+        try:
+            link.say(FrameKind.WELCOME, {})
+            link.patience(None)
+            self._serve(link, island, rank)
+            why = ""
+        except _Late as late:
+            why = str(late)
+            with contextlib.suppress(Broken):
+                link.say(FrameKind.REFUSED, {"why": f"SW6320 {why}"})
+        except Broken as error:
+            why = f"rank {rank} is gone ({error})"
+        except Exception as error:  # a thread that ends in silence would leave the others waiting
+            why = f"rank {rank}: {type(error).__name__}: {error}"
+        self._drop(island, why)
+
+    def _refused(self, number: int, rank: int, world: int, plan: str, data: str) -> str:
+        m = self.membership
+        if (
+            plan != self._digest
+            or world != m.world
+            or not (0 <= number < m.count and 0 <= rank < m.world)
+        ):
+            return "SW6316 its plan is not the one that this store was started for"
+        with self._change:
+            self._data_digest = self._data_digest or data
+            return (
+                ""
+                if data == self._data_digest
+                else "SW6316 its data is not that of the islands before it"
+            )
+
+    def _drop(self, island: Island, why: str) -> None:
+        with self._change:
+            known = island.dropped
+            links = self.membership.drop(island, why or "it is done")
+            self._change.notify_all()
+        for link in links:
+            link.close()
+        if why and not known:
+            self._log(f"island {island.number} is lost: {why}")
+
+    def _serve(self, link: Channel, island: Island, rank: int) -> None:
+        """Raises Broken where the rank is lost, or the island with it."""
+        while True:
+            kind, tag, payload = link.receive()
+            if kind == FrameKind.BYE:
+                if document_of(payload).get("done"):
+                    with self._change:
+                        self._done.add(island.number)
+                        self.membership.finish()
+                self._await_last_rank(island, rank)
+                return
+            if kind == FrameKind.ARRIVE:
+                decision = self._decided(link, island, rank, document_of(payload))
+                self._act(link, island, rank, decision)
+            elif kind == FrameKind.STATE or kind == FrameKind.STATE_END:
+                self._pass_on(island, rank, kind, payload)
+            elif kind == FrameKind.DELTA:
+                self._deposit(island, rank, tag, payload)
+            else:
+                raise Broken(f"an unexpected {kind.name}")
+
+    def _await_last_rank(self, island: Island, rank: int) -> None:
+        """Until the island has left with every rank: what one of them still passes on is not cut
+        short."""
+        with self._change:
+            island.left.add(rank)
+            self._change.notify_all()
+            self._change.wait_for(
+                lambda: len(island.left) == self.membership.world or bool(island.dropped)
+            )
+
+    def _decided(self, link: Channel, island: Island, rank: int, told: dict[str, Any]) -> Decision:
+        try:
+            arrival = Arrival(
+                base=int(told["base"]),
+                step=int(told["step"]),
+                is_due=bool(told["is_due"]),
+                size=int(told["size"]),
+                check=int(told["check"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            raise Broken("an arrival without its step") from None
+        with self._change:
+            self.membership.arrive(island, rank, arrival)
+            self._change.notify_all()
+        said, noted = time.monotonic(), rank != 0
+        while True:
+            with self._change:
+                gone = self.membership.advance()
+                if gone:
+                    self._change.notify_all()
+                if island.dropped:
+                    raise Broken(island.dropped)
+                if self.membership.is_late(island):
+                    done = ", ".join(map(str, sorted(self._done)))
+                    raise _Late(
+                        f"island {done} has trained to step {self.membership.final}, and this "
+                        "one has not"
+                    )
+                behind = not noted and self.membership.is_behind(island)
+                if (decision := self.membership.taken(island, rank)) is not None:
+                    self._change.notify_all()
+                elif not gone and not behind:
+                    self._change.wait(self._wait_seconds)
+            for each, why in gone:
+                self._drop(each, why)
+            if behind:
+                noted = True
+                self._log(
+                    f"island {island.number} is behind, and waits for the others' next outer step"
+                )
+            if decision is not None:
+                return decision
+            if time.monotonic() - said >= self._wait_seconds:
+                link.send(FrameKind.WAIT)
+                said = time.monotonic()
+
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Whether it holds, before a sign of life is due."""
+        with self._change:
+            return self._change.wait_for(condition, self._wait_seconds)
+
+    def watch(self, ended: threading.Event) -> None:
+        """Drops members that hold a round up. Runs in a thread of its own, until `ended`."""
+        while not ended.wait(self._wait_seconds):
+            with self._change:
+                gone = self.membership.stuck()
+            for island, why in gone:
+                self._drop(island, why)
+
+    def _act(self, link: Channel, island: Island, rank: int, decision: Decision) -> None:
+        found = decision.round
+        if decision.kind == FrameKind.GO or found is None:
+            link.send(FrameKind.GO)
+        elif decision.kind == FrameKind.EXCHANGE:
+            members = [i.number for i in found.members]
+            link.say(FrameKind.EXCHANGE, {"members": members, "step": found.step}, found.attempt)
+            threading.Thread(
+                target=self._send_means, args=(link, island, rank, found), daemon=True
+            ).start()
+        else:
+            self._hold_for_state(link, island, rank, found)
+
+    def _deposit(self, island: Island, rank: int, attempt: int, payload: bytearray) -> None:
+        found = self.membership.round
+        if (
+            found is None
+            or found.attempt != attempt
+            or island not in found.members
+            or found.outcome
+        ):
+            return  # of a round that was given up
+        cell = found.cells[rank]
+        try:
+            cell.deposit(island.number, cell.deposited(island.number), payload)
+        except Aborted:
+            return
+        except (ValueError, IndexError) as error:
+            raise Broken(f"deltas of another size: {error}") from None
+        self._commit_if_whole(found)
+
+    def _commit_if_whole(self, found: Round) -> None:
+        line: dict[str, Any] | None = None
+        with self._change:
+            if self.failure is None:
+                try:
+                    line = self.membership.try_commit(found, self._record)
+                except Exception as error:
+                    self.failure = error
+                    found.abort()
+            failed, islands = self.failure, list(self.membership.islands.values())
+            self._change.notify_all()
+        if failed is not None:
+            for island in islands:
+                self._drop(island, "the store stops")
+        elif line is not None:
+            joined = f"; {line['joined']} take its state" if line["joined"] else ""
+            self._log(
+                f"outer step at {line['step']}: islands {line['members']}, {line['seconds']:.3g} "
+                f"s{joined}"
+            )
+
+    def _send_means(self, link: Channel, island: Island, rank: int, found: Round) -> None:
+        """A thread of its own: averages go down while deltas come up."""
+        cell = found.cells[rank]
+        try:
+            try:
+                for number in range(len(cell.sizes)):
+                    while (found_mean := cell.take(number, self._wait_seconds)) is None:
+                        link.send(FrameKind.WAIT)
+                    link.send(FrameKind.MEAN, found.attempt, found_mean)
+                    cell.sent(island.number, number)
+            except Aborted:
+                pass
+            self._commit_if_whole(found)  # where there was nothing to bring
+            while not self._wait_for(lambda: bool(found.outcome)):
+                link.send(FrameKind.WAIT)
+            if found.outcome == "committed":
+                receivers = (
+                    [i.number for i in found.receivers] if found.members[0] is island else []
+                )
+                link.say(FrameKind.COMMIT, {"receivers": receivers}, found.attempt)
+            else:
+                link.send(FrameKind.RETRY, found.attempt)
+        except Broken as error:
+            self._drop(island, f"rank {rank} is gone ({error})")
+
+    def _hold_for_state(self, link: Channel, island: Island, rank: int, found: Round) -> None:
+        """The provider's thread sends; this one waits until it has."""
+        provider = found.members[0]
+        link.say(FrameKind.RECEIVE, {"step": found.step, "provider": provider.number})
+        with self._change:
+            found.expecting.add((island.number, rank))
+            self._change.notify_all()
+        while not self._wait_for(
+            lambda: bool(rank in found.passed or provider.dropped or island.dropped)
+        ):
+            link.send(FrameKind.WAIT)
+        if rank not in found.passed:
+            raise Broken("the island whose state it was to take is lost")
+
+    def _await_receiver(self, found: Round, receiver: Island, rank: int) -> None:
+        """Until its rank has been told what comes."""
+        told = (receiver.number, rank)
+        with self._change:
+            self._change.wait_for(lambda: told in found.expecting or bool(receiver.dropped))
+
+    def _pass_on(self, island: Island, rank: int, kind: FrameKind, payload: bytearray) -> None:
+        found = self.membership.round
+        if found is None or not found.members or found.members[0] is not island:
+            return
+        for receiver in found.receivers:
+            self._await_receiver(found, receiver, rank)
+            if receiver.dropped:
+                continue
+            try:
+                receiver.links[rank].send(kind, found.attempt, payload)
+            except Broken as error:
+                self._drop(receiver, f"rank {rank} is gone ({error})")
+        if kind == FrameKind.STATE_END:
+            with self._change:
+                found.passed.add(rank)
+                if len(found.passed) == self.membership.world:
+                    for receiver in found.receivers:
+                        receiver.current = not receiver.dropped
+                self._change.notify_all()

@@ -1,0 +1,341 @@
+"""Who takes part in which outer step: the store's one decision, made under one lock.
+
+An island is current when its weights at the last outer step are those of the last committed round.
+Rounds wait for the current islands alone; one that is behind decides nothing, and takes a member's
+state after the next commit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.diloco.delta_mean import ChunkSums
+from shardwright.diloco.outer_store_channel import CHUNK_BYTES, Channel, FrameKind, grace
+
+_SMALLEST_CHUNK, _CHUNKS = 2**16, 64
+
+
+@dataclass(slots=True, kw_only=True)
+class Arrival:
+    """One rank's. base: the step of the last outer step that its weights have. step: where it is.
+    is_due: it comes for an outer step. size: bytes of its deltas. check: a sum over its anchor's
+    bits."""
+
+    base: int
+    step: int
+    is_due: bool
+    size: int
+    check: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of an island. attempt: its folder's count of starts. run: a random word of this
+    one, for two copies of a folder count alike. connection: how often its ranks have connected
+    since. No clock takes part."""
+
+    attempt: int
+    run: str
+    connection: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Island:
+    """A connected one. current: see above."""
+
+    number: int
+    start: Start
+    links: dict[int, Channel] = field(default_factory=dict)
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    since: float = 0.0  # of its first arrival
+    decision: Decision | None = None
+    told: set[int] = field(default_factory=set)  # the ranks that have heard it
+    current: bool = False
+    left: set[int] = field(default_factory=set)  # the ranks that have said goodbye
+    dropped: str = ""
+
+    @property
+    def first(self) -> Arrival:
+        return self.arrivals[0]
+
+    @property
+    def heard(self) -> float:
+        """When the last bytes of any of its ranks came."""
+        return max(link.heard for link in self.links.values())
+
+    @property
+    def checks(self) -> list[int]:
+        return [self.arrivals[rank].check for rank in sorted(self.arrivals)]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Round:
+    """cells: a rank's number -> what the members' ranks of that number send. receivers: who takes a
+    member's state after the commit; the provider is the first member."""
+
+    attempt: int
+    step: int
+    members: tuple[Island, ...]
+    cells: dict[int, ChunkSums]
+    began: float
+    outcome: str = ""  # committed | aborted
+    receivers: tuple[Island, ...] = ()
+    expecting: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # (receiver, rank) that has been told
+    passed: set[int] = field(
+        default_factory=set
+    )  # the provider's ranks whose state has been passed on
+
+    def abort(self) -> None:
+        self.outcome = self.outcome or "aborted"
+        for cell in self.cells.values():
+            cell.abort()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Decision:
+    """kind: GO, EXCHANGE or RECEIVE; round: of the last two."""
+
+    kind: FrameKind
+    round: Round | None = None
+
+
+class Membership:
+    """Every method is called under the store's lock. base: None until islands have met. rounds: of
+    all that were committed, for the record."""
+
+    def __init__(self, islands: int, world: int, deadline_seconds: float, precision: str) -> None:
+        self.count, self.world, self.deadline, self.precision = (
+            islands,
+            world,
+            deadline_seconds,
+            precision,
+        )
+        self.base: int | None = None
+        self.islands: dict[int, Island] = {}
+        self.newest: dict[int, Start] = {}
+        self.replaced: dict[
+            int, set[str]
+        ] = {}  # island -> runs of it that a later start took the place of
+        self.attempts = 0
+        self.round: Round | None = None
+        self.rounds: list[dict[str, Any]] = []
+        self.final: int | None = None  # the last step, once an island is trained to it
+        self._meeting_since: float | None = None
+        self._due_since: float | None = None  # the first arrival for the outer step that comes next
+
+    def join(self, number: int, start: Start, rank: int, link: Channel) -> Island | None:
+        """None for a start that a later one has taken the place of."""
+        if self._is_replaced(number, start):
+            return None
+        island = self.islands.get(number)
+        if island is None or island.start != start:
+            if island is not None:
+                self.drop(island, "it was started again")
+            newest = self.newest.get(number, start)
+            if newest.run != start.run:
+                self.replaced.setdefault(number, set()).add(newest.run)
+            island = self.islands[number] = Island(number=number, start=start)
+            self.newest[number] = start
+        island.links[rank] = link
+        return island
+
+    def _is_replaced(self, number: int, start: Start) -> bool:
+        """A folder that was made anew counts its starts from 1 again: it is taken where nobody else
+        is the island."""
+        newest = self.newest.get(number, start)
+        if start.run == newest.run:
+            return start.connection < newest.connection
+        if start.attempt > newest.attempt:
+            return False
+        is_older_beside_another = start.attempt < newest.attempt and number in self.islands
+        return is_older_beside_another or start.run in self.replaced.get(number, ())
+
+    def drop(self, island: Island, why: str) -> list[Channel]:
+        """The links to be closed. The round that it is in begins again without it."""
+        if island.dropped:
+            return []
+        island.dropped = why
+        if self.islands.get(island.number) is island:
+            del self.islands[island.number]
+        if self.round is not None and island in self.round.members and not self.round.outcome:
+            self.round.abort()
+        if not any(each.current for each in self.islands.values()):
+            self.base, self._meeting_since, self._due_since = (
+                None,
+                None,
+                None,
+            )  # who is left meets anew
+        return list(island.links.values())
+
+    def finish(self) -> None:
+        """An island leaves with the last step trained."""
+        self.final = self.final if self.base is None else self.base
+
+    def is_late(self, island: Island) -> bool:
+        """Whether it still comes for an outer step that the others, who are done, make no more:
+        alone it would end with weights of its own."""
+        ended = self.final is not None and island.decision is None and not island.current
+        return ended and any(a.base != self.final or a.is_due for a in island.arrivals.values())
+
+    def is_behind(self, island: Island) -> bool:
+        """Whether it waits for the others' next outer step, to take a member's state."""
+        arrived = len(island.arrivals) == self.world and island.decision is None
+        return arrived and self.base is not None and not island.current
+
+    def arrive(self, island: Island, rank: int, arrival: Arrival) -> None:
+        if not island.arrivals:
+            island.since = time.monotonic()
+        island.arrivals[rank] = arrival
+
+    def taken(self, island: Island, rank: int) -> Decision | None:
+        """The decision about it, heard by this rank; None where there is none yet, or this rank has
+        heard it already: it has come again, before its neighbours heard of the first time."""
+        found = island.decision
+        if found is None or rank in island.told:
+            return None
+        island.told.add(rank)
+        del island.arrivals[rank]
+        if len(island.told) == self.world:
+            island.decision, island.told = None, set()
+        return found
+
+    def advance(self) -> list[tuple[Island, str]]:
+        """Decides what can be decided now. Returns the islands that have to go, and why."""
+        ready = [
+            i for i in self._in_order() if len(i.arrivals) == self.world and i.decision is None
+        ]
+        bad = [
+            i for i in ready if len({(a.base, a.step, a.is_due) for a in i.arrivals.values()}) > 1
+        ]
+        if bad:
+            return [(i, "its ranks are not at the same step") for i in bad]
+        if not ready:
+            return []
+        if self.base is None and self.final is not None:
+            self.base = self.final  # who comes back to what is trained has nobody to meet
+        if self.base is None and not self._met(ready):
+            return []
+        for island in ready:
+            if island.first.base == self.base and not island.first.is_due:
+                island.current, island.decision = True, Decision(kind=FrameKind.GO)
+        return self._begin_round(
+            [i for i in ready if i.decision is None and i.first.base == self.base]
+        )
+
+    def _in_order(self) -> list[Island]:
+        return [self.islands[number] for number in sorted(self.islands)]
+
+    def _met(self, ready: list[Island]) -> bool:
+        """The first meeting waits for every island, at most the deadline: the one that is furthest
+        decides."""
+        now = time.monotonic()
+        self._meeting_since = now if self._meeting_since is None else self._meeting_since
+        if len(ready) < self.count and now < self._meeting_since + self.deadline:
+            return False
+        self.base, self._meeting_since = max(i.first.base for i in ready), None
+        for island in ready:
+            island.current = island.first.base == self.base
+        return True
+
+    def _begin_round(self, callers: list[Island]) -> list[tuple[Island, str]]:
+        """callers: who comes for the outer step that is due."""
+        if not callers or (self.round is not None and not self.round.outcome):
+            return []
+        waited = [i for i in self._in_order() if i.current and i not in callers]
+        first = min(i.since for i in callers)
+        self._due_since = first if self._due_since is None else self._due_since
+        # A round that begins again waits for what is left of the deadline, and for who was told so
+        # a moment ago.
+        late = max(self._due_since + self.deadline, first + grace(self.deadline))
+        if waited and time.monotonic() < late:
+            return []
+        reference = next((i for i in callers if i.current), callers[0])
+        same = [
+            i
+            for i in callers
+            if (i.first.step, i.checks) == (reference.first.step, reference.checks)
+        ]
+        for island in callers:
+            island.current = island in same
+            if island not in same:  # it takes a member's state, as if it were behind
+                for arrival in island.arrivals.values():
+                    arrival.base = -1
+        self._start(same)
+        return [(i, f"it came to no outer step for {self.deadline:g} s") for i in waited]
+
+    def _start(self, members: list[Island]) -> None:
+        sizes = {rank: a.size for rank, a in members[0].arrivals.items()}
+        cells = {
+            rank: ChunkSums([i.number for i in members], chunk_sizes(size), self.precision)
+            for rank, size in sizes.items()
+        }
+        self.attempts += 1
+        self.round = Round(
+            attempt=self.attempts,
+            step=members[0].first.step,
+            members=tuple(members),
+            cells=cells,
+            began=time.monotonic(),
+        )
+        for island in members:
+            island.decision = Decision(kind=FrameKind.EXCHANGE, round=self.round)
+
+    def stuck(self) -> list[tuple[Island, str]]:
+        """Members of the round that bring nothing any more, and hold the others up."""
+        found, now = self.round, time.monotonic()
+        if found is None or found.outcome:
+            return []
+        late = {number for cell in found.cells.values() for number in cell.laggards()}
+        silent = grace(self.deadline)
+        gone = [
+            i
+            for i in found.members
+            if i.number in late and now > max(i.heard, found.began) + silent
+        ]
+        return [(i, f"nothing came from it for {silent:g} s of an outer step") for i in gone]
+
+    def try_commit(
+        self, found: Round, record: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any] | None:
+        """Commits the round once every rank of every member has brought everything. Returns its
+        line, or None.
+
+        record: writes the line to where it lasts. What it raises leaves the round without an
+        outcome: no island applies an outer step that is not on record.
+        """
+        if found.outcome or not all(cell.complete for cell in found.cells.values()):
+            return None
+        waiting = [
+            i for i in self._in_order() if len(i.arrivals) == self.world and i.decision is None
+        ]
+        receivers = tuple(
+            i for i in waiting if i.first.base != found.step and i not in found.members
+        )
+        line = {
+            "step": found.step,
+            "members": [i.number for i in found.members],
+            "joined": [i.number for i in receivers],
+            "attempt": found.attempt,
+            "bytes": sum(sum(cell.sizes) for cell in found.cells.values()),
+            "seconds": time.monotonic() - found.began,
+        }
+        record(line)
+        found.outcome, self.base, self._due_since = "committed", found.step, None
+        found.receivers = receivers
+        for island in receivers:
+            island.decision = Decision(kind=FrameKind.RECEIVE, round=found)
+        self.rounds.append(line)
+        return line
+
+
+def chunk_sizes(size: int) -> list[int]:
+    """Bytes of each chunk of a rank's deltas: averages come back while the rest goes up, and the
+    last one alone comes when nothing goes up any more."""
+    each = min(max(size // _CHUNKS // 4 * 4, _SMALLEST_CHUNK), CHUNK_BYTES)
+    whole, rest = divmod(size, each)
+    return [each] * whole + [rest] * bool(rest)

@@ -1,0 +1,159 @@
+"""ds_config.autotp.json: the plan's tensor-parallel map in DeepSpeed's own AutoTP grammar, for
+users' own scripts.
+
+`shardwright run` does not read it: a script that passes it to `deepspeed.initialize` with the plain
+Hugging Face model trains with the same modules cut. Written where there is no pipeline (AutoTP does
+not work on a PipelineModule).
+
+An input embedding is cut only together with a head that is tied to it, and whole on every rank
+otherwise: AutoTP has no vocabulary-parallel embedding alone. Modules with gathered outputs are
+refused: AutoTP divides the head counts of every module that holds a cut parameter (auto_tp.py,
+update_mp_params), and their attention needs the whole counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.engines.deepspeed.deepspeed_file_names import AUTOTP_FILE
+from shardwright.engines.deepspeed.ds_config import checked, for_scripts
+from shardwright.layout.parameter_sharding import ModuleSplit
+from shardwright.plan.plan import Plan
+from shardwright.utils.json_types import JsonObject, JsonValue
+
+_HEADS = ("lm_head", "embed_out")
+"""Last parts of an output embedding's name that DeepSpeed's vocabulary-parallel head accepts by
+default."""
+
+
+PROVED_TYPES = (
+    "arcee",
+    "cohere2",
+    "cwm",
+    "ernie4_5",
+    "exaone4",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "llama",
+    "mistral",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+"""What AutoTP does beside the specs (head counts) depends on a type's code;
+tests/launch/test_autotp.py measures it."""
+
+
+def _packed(split: ModuleSplit) -> JsonObject:
+    blocks = split.parameters[0].blocks
+    equal = len(set(blocks)) == 1
+    shape: list[JsonValue] = [len(blocks) if equal else list(blocks), -1]
+    return {"partition_type": "column", "shape": shape, "partition_dim": 0}
+
+
+# style -> the rest of a layer spec (module_inject/autotp_config.py, TPLayerSpec)
+_SPECS: dict[str, Callable[[ModuleSplit], JsonObject]] = {
+    "colwise": lambda split: {"partition_type": "column"},
+    "rowwise": lambda split: {"partition_type": "row"},
+    "packed_colwise": _packed,
+    "replicated": lambda split: {"partition_type": "skip"},
+    "replicated_with_grad_allreduce": lambda split: {
+        "partition_type": "skip",
+        "grad_allreduce": True,
+    },
+    "vocabulary_embedding": lambda split: {"partition_type": "skip"},
+}
+
+
+def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
+    """The whole file; None where the plan has nothing for AutoTP to do; a warning where it cannot
+    express the map."""
+    degree = plan.tensor_parallel.degree
+    if degree == 1 or plan.strategy.pipeline > 1:
+        return None
+    specs: dict[str, JsonObject] = {}
+    head = ""
+    for split in plan.tensor_parallel.modules:
+        if split.style == "vocabulary_head":
+            head = split.module
+            continue
+        why = _obstacle(split)
+        if why:
+            return _warning(split, why)
+        pattern = _pattern(split)
+        spec = _SPECS[split.style](split)
+        if specs.setdefault(pattern, spec) != spec:
+            return _warning(split, "is cut in another way than in other layers")
+    if plan.model.model_type not in PROVED_TYPES:
+        return _warning(
+            plan.tensor_parallel.modules[0],
+            f"is of a {plan.model.model_type}, not proved under AutoTP",
+        )
+    if head.rpartition(".")[2] not in _HEADS:
+        return _warning(
+            plan.tensor_parallel.modules[-1], f"has an output embedding that is called {head!r}"
+        )
+    kinds: list[JsonObject] = []
+    for spec in specs.values():
+        kinds += [spec] if spec not in kinds else []
+    # Without an mpu DeepSpeed 0.19.8 counts the batch over all ranks, tensor ranks too, and asserts
+    # on the true one (runtime/config.py, _batch_assertion): the two numbers that hold per rank are
+    # enough.
+    rest = {key: value for key, value in for_scripts(plan).items() if key != "train_batch_size"}
+    section: JsonObject = {
+        "autotp_size": degree,
+        "vocab_parallel_lm_head": True,
+        "partition_config": {
+            "use_default_specs": False,
+            "strict_mode": True,
+            "layer_specs": [
+                {"patterns": [p for p in specs if specs[p] == kind], **kind} for kind in kinds
+            ],
+        },
+    }
+    return checked({**rest, "tensor_parallel": section})
+
+
+def _pattern(split: ModuleSplit) -> str:
+    """A regular expression for the module's parameters: AutoTP matches names from their start; any
+    layer number."""
+    name = re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(split.module))
+    # A gradient is summed for every parameter of the module; a matrix is cut by its weight's name.
+    ending = r"\..*$" if split.style == "replicated_with_grad_allreduce" else r"\.weight$"
+    return f"^{name}{ending}"
+
+
+def _obstacle(split: ModuleSplit) -> str:
+    if split.style not in _SPECS:
+        return f"has the style {split.style}, which AutoTP does not run"
+    matrices = [p for p in split.parameters if p.dimension is not None and len(p.shape) >= 2]
+    if any(len(p.shape) > 2 for p in matrices):
+        return "is a stack of matrices, which AutoTP does not cut"
+    if split.style in ("colwise", "packed_colwise") and any(p.dimension != 0 for p in matrices):
+        return "is a Conv1D, which AutoTP's partition_config takes for a Linear"
+    return ""
+
+
+def _warning(split: ModuleSplit, why: str) -> Diagnostic:
+    return Diagnostic(
+        code="SW4101",
+        severity="warning",
+        message=f"{AUTOTP_FILE} is not written: {split.module} {why}",
+        help=(
+            "`shardwright run` is not affected. The file is for scripts of your own under "
+            "DeepSpeed's AutoTP."
+        ),
+        key=("parallelism", "tensor"),
+    )

@@ -1,0 +1,53 @@
+"""DeepSpeed's half of a run on its ranks: engines.protocol.Runtime. Imports it only once the
+process is prepared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shardwright.engines.trainer_protocol import Trainer
+from shardwright.plan.plan import Plan
+
+
+def prepare_process(plan: Plan, *, own_loop: bool) -> None:
+    if plan.is_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        if not own_loop:
+            # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of
+            # inductor: 2 s a rank.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def open_groups(plan: Plan) -> None:
+    """Shares the host's cores between its ranks on a CPU."""
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    if plan.is_cpu:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(
+            max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node))))
+        )
+        # A JIT-compiled shared-memory all-reduce that training never calls: skip half a minute of
+        # C++.
+        from deepspeed import ops
+
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(dist_init_required=True, auto_mpi_discovery=False)
+
+
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+    from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer as build
+
+    return build(plan, folder, resumes=resumes)
+
+
+def close_groups() -> None:
+    """A process that finished can still die by SIGABRT in gloo's threads: leave together."""
+    from deepspeed import comm as dist
+
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,309 @@
+"""The pipeline module: one LayerSpec for the embedding, each decoder layer and the head, with the
+plan's own cut.
+
+Between the pieces of one stage goes a State; engines/deepspeed/pipeline_tensors.py turns it into
+what crosses to the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from shardwright.engines.deepspeed.pipeline_image_batches import SeenBatches
+from shardwright.engines.deepspeed.pipeline_tensors import Packing, Wire
+from shardwright.layout.parameter_sharding import ModuleSplit
+from shardwright.models.forward_patches import adapt
+from shardwright.models.model_skeleton import Skeleton, State
+from shardwright.models.output_head import Tail
+from shardwright.models.router_aux_loss import ROW_LENGTHS
+from shardwright.parallel.activation_checkpointing import recompute_as_planned
+from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.expert_parallel import ExpertSpreader, own_splits
+from shardwright.parallel.layer_compile import compile_as_planned
+from shardwright.parallel.micro_batches import MicroBatch
+from shardwright.parallel.tensor_parallel import TensorSplitter
+from shardwright.parallel.weight_loader import Filler
+from shardwright.plan.plan import Plan
+
+
+class StageModel:
+    """The skeleton and the plan, shared by the pieces of one rank; `group` is set once DeepSpeed's
+    grid exists."""
+
+    def __init__(
+        self, model: nn.Module, plan: Plan, filler: Filler, experts: ExpertSpreader
+    ) -> None:
+        self.plan, self.filler, self.experts = plan, filler, experts
+        tokens = (
+            plan.strategy.micro_batch_size,
+            plan.training.sequence_length // plan.strategy.context,
+        )
+        self.skeleton = Skeleton(model, plan.model.cut, tokens)
+        self.skeleton.keywords = CONTEXT.keywords
+        self.seen = SeenBatches(model, plan) if plan.model.sees else None
+        self.lengths = LengthsInTurn()
+        self.tail = Tail(model) if plan.model.loss == "chunked" else None
+        self.group: dist.ProcessGroup | None = None
+        self.names: dict[int, str] = {}  # id of a parameter -> its Hugging Face name
+        self._splits = own_splits(plan)
+        self._split: set[str] = set()
+        self._splitter: TensorSplitter | None = None
+
+    def own(self, layer: str) -> list[str]:
+        """Paths of the modules (and single parameters) of `layer`, cut by tensor parallelism where
+        the plan says so."""
+        model, plan = self.skeleton.model, self.plan
+        if layer not in ("embedding", "head"):
+            self.filler.fill([layer])
+            self.experts.cut(layer)
+            self._cut([m for m in self._splits if m.module.startswith(layer + ".")])
+            self.experts.dispatch(layer)
+            compile_as_planned(model, plan, [layer])
+            recompute_as_planned(model, plan, [layer])
+            return [layer]
+        modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules
+        self.filler.fill(modules)
+        # The embedding before a head that is tied to it: the head takes the slice that the
+        # embedding made.
+        self._cut(
+            [m for m in self._splits if m.module in modules or m.style == f"vocabulary_{layer}"]
+        )
+        recompute_as_planned(model, plan, [layer])
+        return list(modules)
+
+    def _cut(self, splits: list[ModuleSplit]) -> None:
+        if self.plan.tensor_parallel.degree == 1:
+            return
+        if self._splitter is None:
+            assert self.group is not None
+            self._splitter = TensorSplitter(
+                self.skeleton.model, self._splits, self.filler.transposed, self.group
+            )
+        for split in splits:
+            if split.module not in self._split:
+                self._splitter.split(split)
+                self.skeleton.lookup_is_collective |= split.style == "vocabulary_embedding"
+                self._split.add(split.module)
+
+
+class LengthsInTurn:
+    """The row lengths of a step's micro-batches for each stage that this rank runs. A stage takes
+    the micro-batches of its data rank in order, so it finds them by counting."""
+
+    def __init__(self) -> None:
+        self._of_batches: list[torch.Tensor | None] = []
+        self._taken: Counter[int] = Counter()
+
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        self._of_batches, self._taken = [m.lengths for m in micro_batches], Counter()
+
+    def enter(self, stage: int) -> None:
+        """The next micro-batch enters the stage that begins with layer `stage`."""
+        at = self._taken[stage]
+        self._taken[stage] += 1
+        ROW_LENGTHS.current = self._of_batches[at] if self._of_batches else None
+
+
+class Piece(nn.Module):
+    """One pipeline layer. Its modules are registered under their Hugging Face paths, so state dicts
+    speak HF names."""
+
+    def __init__(self, stage: StageModel, layer: str, index: int) -> None:
+        """layer: "embedding", "head" or the decoder layer's path; index: the decoder layer's
+        number."""
+        super().__init__()
+        self.layer = layer
+        self.index = index
+        self._stage = [stage]  # in a list: not to be registered
+        for path in stage.own(layer):
+            _register(self, path, stage.skeleton.model)
+
+    def forward(self, state: State) -> State | torch.Tensor:
+        """The embedding takes token ids as the hidden states; the head gives logits, or the base
+        model's hidden states where the loss makes logits of them chunk by chunk."""
+        skeleton, tail, seen = self._stage[0].skeleton, self._stage[0].tail, self._stage[0].seen
+        if self.layer == "embedding" and seen is not None:
+            return seen.embed(skeleton, state)
+        if self.layer == "embedding":
+            return skeleton.embed(state.hidden, state.position_ids)
+        if self.layer == "head":
+            return (
+                skeleton.head(state) if tail is None else tail.hidden(lambda: skeleton.head(state))
+            )
+        return skeleton.decode(self.index, state)
+
+
+def _register(piece: nn.Module, path: str, model: nn.Module) -> None:
+    """`path` of the model, a module or a parameter, under the same path of the piece."""
+    *parents, leaf = path.split(".")
+    owner = model.get_submodule(".".join(parents))
+    at = piece
+    for name in parents:
+        if name not in at._modules:
+            at.add_module(name, nn.Module())
+        at = at.get_submodule(name)
+    if leaf in owner._parameters:
+        at.register_parameter(leaf, owner._parameters[leaf])
+    else:
+        at.add_module(leaf, owner.get_submodule(leaf))
+
+
+class Stages(PipelineModule):
+    """PipelineModule with the plan's partition, Hugging Face's parameter names, and tied parameters
+    by name."""
+
+    def __init__(self, stage: StageModel, loss_fn: Callable[..., torch.Tensor]) -> None:
+        plan = stage.plan
+        self.__dict__["stage_model"] = (
+            stage  # DeepSpeed calls _partition_layers before this class can set attributes
+        )
+        layers = [name for s in plan.stages for name in s.layers]
+        specs = [LayerSpec(Piece, stage, name, i - 1) for i, name in enumerate(layers)]
+        strategy = plan.strategy
+        topology = PipeModelDataParallelTopology(
+            num_pp=strategy.pipeline, num_mp=strategy.tensor, num_dp=strategy.shards
+        )
+        super().__init__(layers=specs, topology=topology, loss_fn=loss_fn)
+        self._last_spec = len(specs)
+        self._packings: dict[tuple[str, int], Packing] = {}
+
+    def forward(self, forward_input: Wire) -> Wire:
+        stage: StageModel = self.__dict__["stage_model"]
+        cut, first, last = stage.plan.model.cut, self._local_start, self._local_stop
+        crossing = bool(cut.payload or cut.carried)
+        stage.skeleton.begin()
+        stage.lengths.enter(first)
+        if crossing and first > 0:
+            state = self._packing("in").unpack(*forward_input)
+        else:
+            hidden, positions = (
+                forward_input if isinstance(forward_input, tuple) else (forward_input, None)
+            )
+            state = State(hidden=hidden, position_ids=positions)
+        number = None if stage.seen is None else state.position_ids
+        if stage.seen is not None and number is not None:
+            state = replace(state, position_ids=None, batch=stage.seen.batch(number))
+        out = super().forward(state)
+        if last == self._last_spec:
+            return out  # type: ignore[no-any-return]
+        if not out.hidden.requires_grad and torch.is_grad_enabled():
+            # Nothing before here is trained: DeepSpeed asks a gradient of what crosses all the
+            # same.
+            out = replace(out, hidden=out.hidden.detach().requires_grad_())
+        if number is not None:
+            out = replace(out, position_ids=number)
+        if crossing:
+            return self._packing("out").pack(out)
+        return out.hidden if out.position_ids is None else (out.hidden, out.position_ids)
+
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The micro-batches that this rank's stages take from now on, in their order."""
+        self.__dict__["stage_model"].lengths.begin(micro_batches)
+
+    def train(self, mode: bool = True) -> Stages:
+        """Switch the whole model between training and evaluation: modules without parameters, and
+        the base model, whose forward may drop out by itself, are in no piece."""
+        super().train(mode)
+        self.__dict__["stage_model"].skeleton.model.train(mode)
+        return self
+
+    def see(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of a model that sees: the micro-batches whose numbers cross stages from now on, as
+        DeepSpeed takes them."""
+        seen: SeenBatches = self.__dict__["stage_model"].seen
+        seen.batches = list(micro_batches)
+        return [(m.input_ids, torch.tensor([number])) for number, m in enumerate(micro_batches)]
+
+    @property
+    def tail(self) -> Tail | None:
+        return self.__dict__["stage_model"].tail  # type: ignore[no-any-return]
+
+    def _packing(self, way: str) -> Packing:
+        """DualPipeV has two stages a rank, so the stage's first layer is in the key."""
+        return self._packings.setdefault((way, self._local_start), Packing())
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        # DeepSpeed's methods know no cost but parameters. The grid exists by now: take the tensor
+        # group from it.
+        stage: StageModel = self.__dict__["stage_model"]
+        stage.group = self._grid.get_slice_parallel_group()
+        self.parts = list(stage.plan.boundaries)
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Hugging Face's names: the piece's number in front is dropped."""
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            yield prefix + ("." if prefix else "") + name.split(".", 1)[1], parameter
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """Groups over the pipeline ranks that hold a copy of each tied parameter; the first one
+        counts it."""
+        plan, comms = self.__dict__["stage_model"].plan, {}
+        mine = dict(self.named_parameters())
+        embedding, head = self.stage_owner(0), self.stage_owner(len(self._layer_specs) - 1)
+        if embedding == head:
+            return {}
+        for name in plan.model.shared_parameters:
+            for data in range(plan.strategy.shards):
+                for tensor in range(plan.strategy.tensor):
+                    ranks = [
+                        self._topo.get_rank(pipe=p, data=data, model=tensor)
+                        for p in sorted({embedding, head})
+                    ]
+                    group = dist.new_group(ranks=ranks)
+                    if self.global_rank in ranks:
+                        parameter = mine[name]
+                        parameter.ds_pipe_replicated = self.global_rank != ranks[0]  # type: ignore[attr-defined]
+                        holder = nn.ParameterList([parameter])  # what PipelineEngine counts
+                        comms[name] = {
+                            "ranks": ranks,
+                            "group": group,
+                            "weight_attr": [],
+                            "module": holder,
+                        }
+        return comms
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+        return [(comm["module"][0], comm["group"]) for comm in self.tied_comms.values()]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        for weight, group in self.get_tied_weights_and_groups():
+            dist.all_reduce(weight.grad, group=group)
+
+    def _synchronize_tied_weights(self) -> None:
+        for comm in self.tied_comms.values():
+            dist.broadcast(comm["module"][0].data, src=min(comm["ranks"]), group=comm["group"])
+
+
+class DualPipeVStages(DualPipeVModule, Stages):
+    """The same, cut into two stages a pipeline rank, for DeepSpeed's DualPipeV schedule."""
+
+
+def build_pipeline(
+    model: nn.Module,
+    plan: Plan,
+    loss_fn: Callable[..., torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    filler: Filler,
+    experts: ExpertSpreader,
+) -> Stages:
+    """The module of this rank; every parameter of other stages is freed."""
+    adapt(model)
+    stage = StageModel(model, plan, filler, experts)
+    kind = DualPipeVStages if plan.strategy.schedule == "dualpipev" else Stages
+    module = kind(stage, loss_fn)
+    stage.skeleton.release({id(p) for p in module.parameters()}, device, dtype)
+    return module

@@ -1,0 +1,128 @@
+"""What an engine is to the compile. A row of the table (engines/engine_table.py) is all that the
+compile knows of one: nothing here imports what it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.layout.layout_rule import Candidate, Rule
+from shardwright.models.model_graph import ModelGraph
+from shardwright.plan.plan import Plan
+from shardwright.recipe.literal_types import Choice, Fabric
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.json_types import JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What sets the engine's steps and memory apart; the cost model reads it instead of a name.
+
+    selective_repeats_projections: "selective" recomputes the attention module's products, not the S
+    x S ones alone. fuses_accumulation: a product adds its gradient to the accumulated one itself.
+    frees_gradients: each gradient goes as it is added to the accumulated one. tensor_host: what the
+    host's launches around a tensor-parallel collective cost: "hidden"; "floor": a layer takes no
+        less than they do; "added": they drain the launch queue, and show each time.
+    duplex_sends: an activation and a gradient cross a boundary between stages at once.
+    kept_outputs: micro-batches whose output the last stage of 1F1B keeps after their backward pass,
+    at most. bucketed_zero: ZeRO copies in and out of buckets slice by slice, and reaches a share of
+    the links' rate. bucketed_pipeline: so do a pipeline's gradients at ZeRO-1. traffic: whose
+    constants say how much of the data-parallel traffic hides behind compute (cost.constants,
+    overlap_). zero_1_overlaps: ZeRO-1 reduces gradients behind the last backward pass, not after
+    it. gathers_layers: ZeRO-3 gathers a layer at once from one flat buffer, without a hook at each
+    module. places_by_products: a pipeline's stages have equal shares of the products, the head's
+    among them, whatever the host
+        and the links add.
+    pipeline_slows_host: that cost grows with the tensor ranks where a pipeline crosses nodes.
+    fabric: of the published runs that stand behind these traits, where the recipe names none.
+    gathers_keys: context ranks gather keys and values, where others trade tokens for heads.
+    chunked_loss, hpz: whether it can be asked for them.
+    """
+
+    selective_repeats_projections: bool
+    fuses_accumulation: bool
+    tensor_host: Literal["hidden", "floor", "added"]
+    duplex_sends: bool
+    kept_outputs: int
+    bucketed_zero: bool
+    bucketed_pipeline: bool
+    traffic: str
+    zero_1_overlaps: bool
+    gathers_layers: bool
+    chunked_loss: bool
+    hpz: bool
+    gathers_keys: bool = False
+    frees_gradients: bool = False
+    places_by_products: bool = False
+    pipeline_slows_host: bool = False
+    fabric: Fabric | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """title: as a sentence names it.
+
+    runtime: the module that its ranks call (engines.protocol.Runtime), by its path, for only they
+    import it. lowering: the module that the compile calls (Lowering), by its path. program: the
+    command that the launch scripts start the ranks with. reads_hosts: it takes the hosts' names
+    from a
+        hostfile.
+    packages: those that it runs on -> the versions that are tested. extra: the optional one that
+    installs them, where pip install shardwright alone does not. artifacts: what it writes at the
+    top of the compiled folder; a folder ends with a slash. inputs: those files that a
+        run reads as data.
+    rules: code -> what it does not run. lifts: codes of rules about modules of this project that it
+    does without. check_extra: what it does not take of the recipe's `extra`. axes: keys of a
+    layout, beyond those of every engine, that it has. compiles_layers: whether it runs
+    `model.kernels: compile`. transformer_engine: whether its ranks take layers of Transformer
+    Engine in a layout; None where it has none. sees: whether it trains models on rows with
+    pictures. compares: whether on pairs of a picture and a caption. types: those of models that it
+    has modules of its own for; None where Hugging Face's own run. islands: whether it trains
+    islands. measures_noise: whether it has the gradient noise scale. pads_vocabulary: to a multiple
+    of the tensor ranks; the last ones have fewer tokens. automatic: `target: auto` may take it.
+    lacks: what it does not train of a model, as far as its graph says; "" where
+        it may train it.
+    """
+
+    name: str
+    title: str
+    runtime: str
+    traits: Traits
+    lowering: str
+    program: str
+    reads_hosts: bool = True
+    packages: Mapping[str, str] = field(default_factory=dict)
+    extra: str = ""
+    artifacts: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    lifts: frozenset[str] = frozenset()
+    check_extra: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
+    axes: frozenset[str] = frozenset()
+    compiles_layers: bool = False
+    transformer_engine: Callable[[Candidate], Choice] | None = None
+    sees: bool = False
+    compares: bool = False
+    types: frozenset[str] | None = None
+    islands: bool = False
+    measures_noise: bool = False
+    pads_vocabulary: bool = False
+    automatic: bool = True
+    lacks: Callable[[ModelGraph], str] = lambda graph: ""
+
+
+class Lowering(Protocol):
+    """From a plan to the engine's files."""
+
+    def plan_section(self, plan: Plan) -> JsonObject:
+        """The plan's `zero`: how the engine shares out states. plan: whole but for it."""
+        ...
+
+    def files(
+        self, plan: Plan, config: JsonObject
+    ) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+        """(path in the compiled folder -> content, warnings). config: the model's configuration.
+        Raises Refusal where the engine cannot train it."""
+        ...

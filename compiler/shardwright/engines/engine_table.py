@@ -1,0 +1,195 @@
+"""The engines, a row each: `target` in a recipe and in plan.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, cast
+
+from shardwright.diagnostics import Diagnostic, found, refusal
+from shardwright.engines.deepspeed.deepspeed_capabilities import DEEPSPEED
+from shardwright.engines.engine_definition import Engine, Lowering, Traits
+from shardwright.engines.kernel_traffic import KERNELS
+from shardwright.engines.megatron.megatron_capabilities import MEGATRON
+from shardwright.engines.reference.reference_capabilities import REFERENCE
+from shardwright.layout.axes import AXES, Axis
+from shardwright.layout.layout import Strategy
+from shardwright.plan.plan import Plan
+from shardwright.recipe.literal_types import Fabric
+from shardwright.recipe.recipe_types import Recipe
+
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, REFERENCE, MEGATRON)}
+DEFAULT = DEEPSPEED.name
+AUTO = "auto"
+"""Of `target`: the engine whose best plan is the better one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Whose runs `assume.kernels` asks for beside a target, and the traits of theirs that are not
+    the target's. family: see family_of."""
+
+    title: str
+    family: str
+    traffic: str | None = None
+    gathers_layers: bool | None = None
+    bucketed_zero: bool | None = None
+    zero_1_overlaps: bool | None = None
+    tensor_host: Literal["hidden", "floor", "added"] | None = None
+    pipeline_slows_host: bool | None = None
+    fuses_accumulation: bool | None = None
+    frees_gradients: bool | None = None
+    places_by_products: bool | None = None
+    fabric: Fabric | None = None
+
+
+def engine_of(plan: Plan) -> Engine:
+    """Raises Refusal: SW6001 for a plan.json that was edited, or that a version with other engines
+    wrote."""
+    engine = ENGINES.get(plan.target or DEFAULT)
+    if engine is None:
+        names = ", ".join(ENGINES)
+        why = (
+            f"its plan.json says target: {plan.target}, and the engines that can run here "
+            f"are {names}"
+        )
+        help = (
+            "Compile the recipe again: `shardwright compile RECIPE -o DIR` keeps the folder's "
+            "run and checkpoints."
+        )
+        raise refusal("SW6001", f"not a compiled folder of this version: {why}", help)
+    return engine
+
+
+def engines_for(target: str) -> tuple[Engine, ...]:
+    """The one that a recipe names, or those that `auto` chooses from, the default first."""
+    return (
+        tuple(e for e in ENGINES.values() if e.automatic) if target == AUTO else (ENGINES[target],)
+    )
+
+
+def under(recipe: Recipe, engine: Engine) -> Recipe:
+    """The same recipe for this engine. Of a layout's keys that only some engines have and that
+    leave each rank its part of the model, those that stand at their default are left to the search:
+    a recipe for any engine does not speak of them."""
+    free: dict[str, Any] = {
+        a.name: None for a in AXES if a.values and a.name in engine.axes and _is_default(a, recipe)
+    }
+    pins = (
+        dataclasses.replace(recipe.parallelism, **free)
+        if recipe.target != engine.name
+        else recipe.parallelism
+    )
+    return dataclasses.replace(recipe, target=engine.name, parallelism=pins)
+
+
+def _is_default(axis: Axis, recipe: Recipe) -> bool:
+    return not axis.runs and not axis.ranks and not axis.cuts and axis.pin(recipe) == axis.default
+
+
+def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
+    """SW1923 for each package that a compile for it needs and that is missing, or was not
+    tested."""
+    from importlib import metadata
+
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    told = []
+    for name, tested in engine.packages.items():
+        try:
+            version = Version(metadata.version(name)).base_version
+        except metadata.PackageNotFoundError:
+            version = ""
+        if version and SpecifierSet(tested).contains(version):
+            continue
+        have = f"{name} {version} was not tested" if version else f"{name} is not installed"
+        wanted = f"shardwright[{engine.extra}]" if engine.extra else "shardwright"
+        message = f"target: {engine.name} runs on {name} {tested}: {have}"
+        told.append(
+            found(
+                "SW1923",
+                "target",
+                message,
+                f"pip install '{wanted}', or write `target: {DEFAULT}`.",
+            )
+        )
+    return tuple(told)
+
+
+def lowering_of(target: str) -> Lowering:
+    return cast(Lowering, import_module(ENGINES[target].lowering))
+
+
+PUBLISHED: dict[tuple[str, str], Published] = {
+    # PyTorch gathers a layer from one flat buffer, and hides more of it where torch.compile leaves
+    # the host time.
+    ("deepspeed", "hf"): Published(
+        title="PyTorch's FSDP", family="PyTorch's FSDP", traffic="fsdp", gathers_layers=True
+    ),
+    ("deepspeed", "compiled"): Published(
+        title="PyTorch's FSDP", family="PyTorch's FSDP", traffic="compiled", gathers_layers=True
+    ),
+    # BigScience, MT-NLG, SC'21's ZeRO-3: DeepSpeed of 2021 and 2022 (decision 020).
+    ("deepspeed", "megatron"): Published(
+        title="Megatron-DeepSpeed",
+        family="DeepSpeed of any age",
+        traffic="megatron",
+        bucketed_zero=True,
+        tensor_host="added",
+    ),
+    # The ultrascale playbook's runs, on AWS.
+    ("megatron", "hf"): Published(
+        title="nanotron",
+        family="Megatron's layouts",
+        traffic="nanotron",
+        zero_1_overlaps=False,
+        tensor_host="floor",
+        pipeline_slows_host=True,
+        # FP32GradientAccumulator: a hook adds each gradient to a float32 buffer.
+        fuses_accumulation=False,
+        frees_gradients=True,
+        places_by_products=True,
+        fabric="efa",
+    ),
+}
+"""(target, assume.kernels) -> what set those runs apart from the engine itself."""
+
+
+def traits_of(target: str, kernels: str, s: Strategy) -> Traits:
+    """kernels: as `assume` says. An engine's own, without ZeRO on one data rank, are that engine
+    whatever `target` says: nothing that another would be there for is left."""
+    alone = KERNELS[kernels].engine if s.zero_stage == 0 and s.shards == 1 else None
+    return _traits(alone or target, kernels)
+
+
+_FAMILIES = {"deepspeed": "DeepSpeed of any age", "megatron": "Megatron's layouts"}
+
+
+@functools.cache
+def _traits(target: str, kernels: str) -> Traits:
+    found, own = PUBLISHED.get((target, kernels)), ENGINES[target].traits
+    if found is None:
+        return own
+    changes = {
+        f.name: getattr(found, f.name)
+        for f in dataclasses.fields(found)
+        if f.name not in ("title", "family")
+    }
+    return dataclasses.replace(
+        own, **{name: value for name, value in changes.items() if value is not None}
+    )
+
+
+def title_of(target: str, kernels: str) -> str:
+    """Of the engine whose runs are asked for."""
+    found = PUBLISHED.get((target, kernels))
+    return found.title if found else ENGINES[target].title
+
+
+def family_of(target: str, kernels: str) -> str:
+    """Engines that are predicted alike, so that runs of one say something of another."""
+    found = PUBLISHED.get((target, kernels))
+    return found.family if found else _FAMILIES.get(target, ENGINES[target].title)

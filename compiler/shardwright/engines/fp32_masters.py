@@ -1,0 +1,46 @@
+"""The fp32 masters of a new start, from the weights as they are stored.
+
+An engine makes its masters of the parameters that it is handed, which are rounded to the type that
+the model computes with. Where the stored weights have more bits, the masters get them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardwright.engines.trainer_protocol import LiveFragment
+from shardwright.parallel.weight_shards import Shards
+
+PIECE_ELEMENTS = 2**24
+"""Copied at a time: what is made for it stays small beside the weights."""
+
+
+@torch.no_grad()
+def fill_masters(fragments: Iterable[LiveFragment], shards: Shards) -> None:
+    """Copies the stored values into every fp32 master whose live weight is their rounding.
+
+    Where it is not (an option of `extra` that rearranges masters without telling), the master stays
+    as the engine made it, and a checkpoint is refused (SW6210).
+    """
+    name, shard = "", torch.empty(0)
+    for f in fragments:
+        master = f.states.get("fp32")
+        if (
+            master is None
+            or f.live.dtype == torch.float32
+            or not shards.loses_bits(f.name, f.live.dtype)
+        ):
+            continue
+        if f.name != name:  # an engine may hold a parameter in pieces
+            name, shard = f.name, shards.read(f.name).reshape(-1)
+        stored = shard.narrow(0, f.start, master.numel())
+        pieces = list(zip(master.split(PIECE_ELEMENTS), stored.split(PIECE_ELEMENTS), strict=True))
+        rounds = (
+            torch.equal(own.to(f.live.dtype), new.to(own.device).to(f.live.dtype))
+            for own, new in pieces
+        )
+        if all(rounds):
+            for own, new in pieces:
+                own.copy_(new)

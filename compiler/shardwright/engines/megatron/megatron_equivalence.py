@@ -1,0 +1,129 @@
+"""Whether Megatron-Core computes what the model computes, and builds the ranks that the plan says:
+asked at every compile of a process of its own (prove.py), which patches torch. What was proved once
+is remembered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.models.graph_cache import PACKAGE, cache_folder, is_off, source_hash
+from shardwright.plan.plan import Plan
+from shardwright.plan.plan_json import plan_to_json
+from shardwright.utils.json_types import JsonObject
+
+_SECONDS = 600
+_INSTEAD = "Write `target: deepspeed`, which runs the model's own modules."
+
+
+def prove(plan: Plan, config: JsonObject) -> None:
+    """config: the model's, whole. Raises Refusal: SW2051 to SW2053."""
+    place = _remembered(plan, config)
+    if place is not None and place.exists():
+        return
+    told = _asked({"config": config, "plan": json.loads(plan_to_json(plan))})
+    if told:
+        raise _refusal(plan, told)
+    if place is not None:
+        with suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            fresh = place.with_name(f".{uuid.uuid4().hex}")
+            fresh.touch()
+            os.replace(fresh, place)
+
+
+def _asked(question: dict[str, Any]) -> dict[str, Any]:
+    """{} where all agrees. -P: a file of the current directory that has a module's name is never
+    imported."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "shardwright.engines.megatron.megatron_equivalence_process",
+    ]
+    done = subprocess.run(
+        command, input=json.dumps(question), capture_output=True, text=True, timeout=_SECONDS
+    )
+    if done.returncode == 0:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+    lines = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+    # torch puts the rank before each line, Python the kind of exception.
+    return {
+        "failed": re.sub(r"^(\[rank\d+\]: )?([\w.]+Error: )?", "", lines[-1])[:300]
+        or lines[-1][:300]
+    }
+
+
+def _refusal(plan: Plan, told: dict[str, Any]) -> Refusal:
+    kind = plan.model.model_type
+    if "unsupported" in told:
+        return refusal(
+            "SW2051",
+            f"target: megatron cannot build this {kind!r}: {told['unsupported']}",
+            _INSTEAD,
+        )
+    if "apart" in told:
+        return refusal(
+            "SW2052",
+            (
+                f"Megatron-Core computes something else than this {kind!r}: on a tiny copy "
+                f"{told['apart']}"
+            ),
+            _INSTEAD,
+        )
+    if "layout" in told:
+        help = (
+            "The plan's layout is right for DeepSpeed alone: change the degrees, or write "
+            "`target: deepspeed`."
+        )
+        return refusal(
+            "SW2053", f"Megatron-Core does not build the plan's ranks: {told['layout']}", help
+        )
+    return refusal(
+        "SW2052",
+        f"Megatron-Core cannot build a tiny copy of this {kind!r}: {told['failed']}",
+        _INSTEAD,
+    )
+
+
+def _remembered(plan: Plan, config: JsonObject) -> Path | None:
+    """The file that stands where this was proved: by all that the answer depends on."""
+    folder = cache_folder()
+    if folder is None or is_off():
+        return None
+    ranks = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
+    layout = [
+        asdict(plan.strategy),
+        [s.layers for s in plan.stages],
+        sorted(map(list, ranks.items())),
+    ]
+    cuts = asdict(plan.tensor_parallel)
+    here = Path(__file__).parent
+    code = [path.read_text(encoding="utf-8") for path in sorted(here.glob("*.py"))]
+    own = [
+        source_hash(PACKAGE),
+        code,
+    ]  # the tiny copy is made, and run, by other folders' code (models/tiny_config.py)
+    parts = [
+        config,
+        layout,
+        cuts,
+        plan.nodes,
+        plan.gpus_per_node,
+        plan.training.precision,
+        dict(plan.versions),
+        own,
+    ]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return folder / "megatron" / hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,398 @@
+"""Megatron-Core's GPTModel of a Hugging Face configuration, and which of its rows are whose."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import nn
+
+from shardwright.engines.megatron.megatron_attention import Attention
+from shardwright.engines.megatron.megatron_layers import (
+    ExpertColumns,
+    GateAndUpColumns,
+    LatentAttention,
+    Norm,
+)
+from shardwright.engines.megatron.megatron_model_weights import FAMILIES, Family, Unsupported
+from shardwright.engines.megatron.megatron_weight_rows import Heads, Source
+from shardwright.engines.megatron.transformer_engine_layers import plain_name
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # 0.16.1 asks for it everywhere (megatron/core/transformer/moe/moe_utils.py:1192), and imports
+    # it where Transformer Engine is.
+    moe_utils.te_general_gemm = None
+if not HAVE_TE:
+    # 0.16.1 asks whether a module is one of a class that is not there
+    # (multi_latent_attention.py:185).
+    multi_latent_attention.HAVE_TE = False
+_EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """Of the Hugging Face model: fp32 frequencies (size / 2,), and what multiplies queries and keys
+    behind them."""
+
+    frequencies: torch.Tensor
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPiece:
+    """`numel` elements from `start` of this rank's flattened shard of Hugging Face's parameter
+    `name` are those from `own` of Megatron's flattened `parameter`, which is a buffer where Hugging
+    Face has one."""
+
+    name: str
+    start: int
+    parameter: torch.Tensor
+    own: int
+    numel: int
+
+    @property
+    def is_buffer(self) -> bool:
+        return not isinstance(self.parameter, nn.Parameter)
+
+
+def family_of(config: Any) -> Family:
+    """Raises Unsupported."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise Unsupported(
+            f"model_type {config.model_type!r}: known are {', '.join(sorted(FAMILIES))}"
+        )
+    return family
+
+
+def rotary_of(model: nn.Module) -> Rotary | None:
+    """The frequencies that Hugging Face computed: Megatron's own formula has numbers of one model
+    in it (megatron/core/models/common/embeddings/rotary_pos_embedding.py:90). Raises Unsupported
+    for positions that are no frequencies."""
+    modules = [m for name, m in model.named_modules() if name.endswith("rotary_emb")]
+    if not modules:
+        return None
+    rotary: Any = modules[0]
+    kind = getattr(rotary, "rope_type", "default")
+    if len(modules) > 1 or not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
+        raise Unsupported(f"rope_type {kind}: its frequencies follow the length at hand")
+    scaling = float(getattr(rotary, "attention_scaling", 1.0))
+    return Rotary(frequencies=rotary.inv_freq.detach().float().clone(), scaling=scaling)
+
+
+def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
+    """config: Hugging Face's. parallel: what the layout adds. Raises Unsupported."""
+    settings = family_of(config).settings(config)
+    fixed: dict[str, Any] = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Every weight is read. Without any initialization they would not be marked as cut over
+        # tensor ranks, and the gradient's norm would count the first rank's alone
+        # (megatron/core/tensor_parallel/layers.py, _initialize_affine_weight_gpu).
+        **dict.fromkeys(
+            ("init_method", "output_layer_init_method", "embedding_init_method"), _untouched
+        ),
+        # The loss is scaled by the labels of the global batch before its backward pass: nothing is
+        # left to divide.
+        "calculate_per_token_loss": True,
+    }
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**fixed, **settings, **parallel})
+
+
+def _untouched(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter
+
+
+def layer_spec(
+    config: TransformerConfig, family: Family, *, experts: bool, transformer_engine: bool = False
+) -> ModuleSpec:
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts if experts else None,
+            moe_grouped_gemm=experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+        )
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if experts else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = Attention
+    if config.multi_latent_attention:
+        layer.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = Norm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    if experts and family.columns:
+        linears = _submodules(_submodules(layer.mlp).experts)
+        linears.linear_fc1, linears.linear_fc2 = GateAndUpColumns, ExpertColumns
+    return spec
+
+
+def _submodules(spec: Any) -> Any:
+    """0.19 has partial functions where 0.16 has specs."""
+    return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
+
+
+def padded_vocabulary(vocabulary: int, tensor: int) -> int:
+    """Megatron's tables are cut evenly (megatron/core/tensor_parallel/layers.py): rows that no
+    token has are added."""
+    return math.ceil(vocabulary / tensor) * tensor
+
+
+def build_model(
+    config: Any,
+    megatron: TransformerConfig,
+    rotary: Rotary | None,
+    *,
+    length: int,
+    first: bool = True,
+    last: bool = True,
+    virtual_stage: int | None = None,
+    transformer_engine: bool = False,
+) -> GPTModel:
+    """One stage's part, without values. config: Hugging Face's; length: of a row. first, last:
+    whether the stage has the embedding and the head."""
+    family = family_of(config)
+    if rotary is not None:
+        _scale_scores(megatron, rotary)
+    block = _block_spec(megatron, family, virtual_stage, transformer_engine)
+    model = GPTModel(
+        config=megatron,
+        transformer_layer_spec=block,
+        vocab_size=padded_vocabulary(config.vocab_size, megatron.tensor_model_parallel_size),
+        max_sequence_length=config.n_positions if family.learned_positions else length,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
+        position_embedding_type="learned_absolute" if family.learned_positions else "rope",
+        vp_stage=virtual_stage,
+    )
+    if rotary is not None:
+        _turn_as(model, rotary)
+    _mark_experts(model, megatron)
+    if first and family.scaled_embedding:
+        scale = torch.tensor(config.hidden_size**0.5, dtype=megatron.params_dtype)
+        model.embedding.register_forward_hook(
+            lambda module, inputs, output: output * scale.to(output)
+        )
+    return model
+
+
+class _WithoutRow(torch.autograd.Function):
+    """A table (rows, hidden) as it is; one row of it gets no gradient from here."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor, row: int) -> torch.Tensor:
+        ctx.row = row
+        return table.view_as(table)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        gradient = gradient.clone()
+        gradient[ctx.row] = 0
+        return gradient, None
+
+
+def keep_padding_row(model: GPTModel, embedding: nn.Module) -> None:
+    """Let lookups of the padding token train nothing, as in torch.nn.Embedding. embedding: Hugging
+    Face's input embedding, whose padding_idx counts. A tied head's part of the row's gradient
+    stays."""
+    padding, table = getattr(embedding, "padding_idx", None), getattr(model, "embedding", None)
+    if padding is None or table is None:
+        return
+    words = table.word_embeddings
+    row, inner = padding - words.vocab_start_index, words.forward
+    if not 0 <= row < len(words.weight):
+        return
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        weight = words._parameters.pop("weight")
+        words.weight = _WithoutRow.apply(weight, row)
+        try:
+            return inner(ids)  # type: ignore[no-any-return]
+        finally:
+            del words.weight
+            words._parameters["weight"] = weight
+
+    words.forward = forward
+
+
+def build_chunks(
+    config: Any,
+    megatron: TransformerConfig,
+    rotary: Rotary | None,
+    *,
+    length: int,
+    pipeline_rank: int,
+    transformer_engine: bool = False,
+) -> list[GPTModel]:
+    """Those of one pipeline rank, in the order of its virtual stages."""
+    last, chunks = (
+        megatron.pipeline_model_parallel_size - 1,
+        megatron.virtual_pipeline_model_parallel_size,
+    )
+    return [
+        build_model(
+            config,
+            megatron,
+            rotary,
+            length=length,
+            first=pipeline_rank == 0 and number == 0,
+            last=pipeline_rank == last and number == (chunks or 1) - 1,
+            virtual_stage=number if chunks else None,
+            transformer_engine=transformer_engine,
+        )
+        for number in range(chunks or 1)
+    ]
+
+
+def _block_spec(
+    config: TransformerConfig, family: Family, virtual_stage: int | None, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """Of the layers that the stage has, some with experts and some without."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    count, layout = (
+        get_num_layers_to_build(config, vp_stage=virtual_stage),
+        config.pipeline_model_parallel_layout,
+    )
+    own = (
+        layout.get_layer_id_list(LayerType.decoder, virtual_stage)
+        if layout is not None
+        else range(count)
+    )
+    every = config.moe_layer_freq
+    which = [
+        bool(config.num_moe_experts) and (not isinstance(every, list) or bool(every[number]))
+        for number in own
+    ]
+    specs = {
+        experts: layer_spec(config, family, experts=experts, transformer_engine=transformer_engine)
+        for experts in set(which)
+    }
+    norm = TENorm if transformer_engine else Norm
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[experts] for experts in which], layer_norm=norm
+    )
+
+
+def _scale_scores(config: TransformerConfig, rotary: Rotary) -> None:
+    """What scales both queries and keys scales the scores, where all of a head is turned."""
+    if rotary.scaling == 1.0:
+        return
+    if 2 * len(rotary.frequencies) != config.kv_channels or config.multi_latent_attention:
+        raise Unsupported(f"a rope that scales a part of queries and keys, by {rotary.scaling:.6g}")
+    config.softmax_scale = config.kv_channels**-0.5 * rotary.scaling**2
+
+
+def _turn_as(model: GPTModel, rotary: Rotary) -> None:
+    """Hugging Face's frequencies, wherever Megatron keeps its own."""
+    places = [
+        m.rotary_pos_emb for m in model.modules() if getattr(m, "rotary_pos_emb", None) is not None
+    ]
+    for place in places:
+        place.inv_freq = rotary.frequencies.to(torch.cuda.current_device())
+
+
+def _mark_experts(model: GPTModel, config: TransformerConfig) -> None:
+    """Their gradients are summed over the ranks that hold the same experts. Megatron sees to it
+    where there are expert ranks (megatron/core/tensor_parallel/layers.py:886); with expert-tensor
+    ranks alone tensor ranks hold the same."""
+    own_tensor = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    if config.expert_model_parallel_size > 1 or own_tensor:
+        for name, parameter in model.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = False
+
+
+def pieces(
+    config: Any, model: nn.Module, *, tensor_rank: int, tied: dict[str, str]
+) -> Iterator[ParameterPiece]:
+    """Of all of the model's parameters, in order, then of its buffers that Hugging Face has too.
+    tied: name -> the first name of the same tensor."""
+    family = family_of(config)
+    buffers = [(path, buffer) for path, buffer in model.named_buffers() if _is_shared(family, path)]
+    for path, parameter in (*model.named_parameters(), *buffers):
+        prefix, source, expert = _source(family, model, path)
+        rows = parameter.shape[0]
+        if path in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            rows = max(
+                0, min(rows, config.vocab_size - tensor_rank * rows)
+            )  # padded behind the last token
+        width = parameter[0].numel()
+        for part in source(rows, _heads(model.config)):
+            name = prefix + part.name
+            yield ParameterPiece(
+                name=tied.get(name, name),
+                start=(part.theirs + expert * rows) * width,
+                parameter=parameter,
+                own=part.own * width,
+                numel=part.count * width,
+            )
+
+
+def _is_shared(family: Family, path: str) -> bool:
+    return path.startswith("decoder.layers.") and path.split(".", 3)[3] in family.layer
+
+
+def _source(family: Family, model: Any, path: str) -> tuple[str, Source, int]:
+    """(what stands before Hugging Face's names, where the rows come from, the expert's number)."""
+    if not path.startswith("decoder.layers."):
+        return "", family.outside[path], 0
+    local, leaf = path.removeprefix("decoder.layers.").split(".", 1)
+    leaf = plain_name(leaf)
+    number = model.decoder.layers[int(local)].layer_number - 1
+    expert = _EXPERT.search(leaf)
+    leaf = _EXPERT.sub(".N.", leaf)
+    return f"{family.stack}.{number}.", family.layer[leaf], int(expert[1]) if expert else 0
+
+
+def _heads(config: Any) -> Heads:
+    ranks = config.tensor_model_parallel_size
+    return Heads(
+        query=config.num_attention_heads // ranks,
+        groups=config.num_query_groups // ranks,
+        size=config.kv_channels,
+    )
+
+
+@torch.no_grad()
+def fill(found: Iterable[ParameterPiece], shard: Any) -> None:
+    """shard: name -> this rank's shard of it, from where the weights are. Rows behind the last
+    token are zero."""
+    name, values = None, torch.empty(0)
+    empty: set[int] = set()
+    for piece in found:
+        flat = piece.parameter.data.view(-1)
+        if id(piece.parameter) not in empty:
+            flat.zero_()
+            empty.add(id(piece.parameter))
+        if piece.name != name:
+            name, values = piece.name, shard(piece.name).reshape(-1)
+        flat[piece.own : piece.own + piece.numel].copy_(
+            values[piece.start : piece.start + piece.numel]
+        )

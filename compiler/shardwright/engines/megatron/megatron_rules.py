@@ -1,0 +1,260 @@
+"""Layouts that Megatron-Core, or this version's use of it, does not run. Lines are of megatron-core
+0.16.1.
+
+Its argument parser lets some of these through, and the first step, or nothing at all, refuses them.
+"""
+
+from __future__ import annotations
+
+from shardwright.diagnostics import Diagnostic, found
+from shardwright.engines.megatron.transformer_engine_layers import (
+    REASONS,
+    told_of_gpus,
+    wanted_in_vain,
+)
+from shardwright.layout.layout_rule import Candidate, Rule, rule
+from shardwright.models.expert_modules import expert_modules, experts_of
+from shardwright.recipe.literal_types import PartialCheckpointing
+
+
+def zero_2_and_3(x: Candidate) -> Diagnostic | None:
+    """Its distributed optimizer shares out the optimizer's states; gradients stay whole."""
+    stage = x.strategy.zero_stage
+    if stage <= 1:
+        return None
+    return found(
+        "SW3151",
+        "parallelism.zero_stage",
+        (
+            f"zero_stage {stage} under target: megatron: its distributed optimizer shares out the "
+            "optimizer's states alone"
+        ),
+        "Use zero_stage: 1, or `target: deepspeed`.",
+        (0, 1),
+    )
+
+
+def key_value_copies(x: Candidate) -> Diagnostic | None:
+    """Megatron cuts a head where there are more tensor ranks than key/value heads
+    (megatron/core/transformer/attention.py:289), which checkpoints by name have no word for."""
+    heads, tensor = x.graph.key_value_heads, x.strategy.tensor
+    if heads % tensor == 0:
+        return None
+    return found(
+        "SW3152",
+        "parallelism.tensor",
+        (
+            f"tensor {tensor} under target: megatron: the model has {heads} key/value heads, and "
+            "each rank needs its own"
+        ),
+        "Use a tensor degree that divides them, or `target: deepspeed`, whose ranks hold copies.",
+        tuple(n for n in range(1, heads + 1) if heads % n == 0),
+    )
+
+
+def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
+    """It cuts the sequence over the tensor ranks (model_parallel_config.py, __post_init__)."""
+    s = x.strategy
+    length = x.recipe.training.sequence_length // s.context
+    if not s.sequence_parallel or (s.tensor > 1 and length % s.tensor == 0):
+        return None
+    why = (
+        "there are no tensor ranks"
+        if s.tensor == 1
+        else f"{length} tokens do not divide over {s.tensor} ranks"
+    )
+    return found(
+        "SW3153",
+        "parallelism.sequence_parallel",
+        f"sequence_parallel cuts the sequence over the tensor ranks: {why}",
+        "Write `sequence_parallel: false`, or a tensor degree above 1 that divides the sequence.",
+    )
+
+
+def other_schedules(x: Candidate) -> Diagnostic | None:
+    if x.strategy.schedule == "1f1b":
+        return None
+    return found(
+        "SW3154",
+        "parallelism.schedule",
+        f"schedule {x.strategy.schedule} is DeepSpeed's; Megatron-Core has 1F1B",
+        "Use schedule: 1f1b, or `target: deepspeed`.",
+        ("1f1b",),
+    )
+
+
+def offload(x: Candidate) -> Diagnostic | None:
+    if x.strategy.offload == "none":
+        return None
+    return found(
+        "SW3155",
+        "parallelism.offload",
+        f"offload {x.strategy.offload} does not run under target: megatron",
+        "Use offload: none, or `target: deepspeed`.",
+        ("none",),
+    )
+
+
+def experts_without_sequence(x: Candidate) -> Diagnostic | None:
+    """The configuration warns, the layer raises (megatron/core/transformer/moe/moe_layer.py)."""
+    s = x.strategy
+    if s.tensor == 1 or s.sequence_parallel or experts_of(x.graph) < 2:
+        return None
+    return found(
+        "SW3156",
+        "parallelism.sequence_parallel",
+        f"experts over tensor {s.tensor} want the sequence shared out too under target: megatron",
+        "Write `sequence_parallel: true`, or `tensor: 1`.",
+    )
+
+
+def virtual_stages(x: Candidate) -> Diagnostic | None:
+    """Its interleaved schedule goes round the ranks in groups of as many micro-batches, and refuses
+    a rest at the first step (megatron/core/pipeline_parallel/schedules.py); parts without a layer
+    would be legal there, not here."""
+    s, layers = x.strategy, len(x.graph.layers)
+    if s.virtual_stages == 1:
+        return None
+    choice = s.activation_checkpointing
+    if s.pipeline == 1:
+        why = "there is no pipeline"
+    elif s.gradient_accumulation_steps % s.pipeline:
+        why = (
+            f"{s.gradient_accumulation_steps} micro-batches are no multiple of pipeline "
+            f"{s.pipeline}"
+        )
+    elif layers < s.parts:
+        why = (
+            f"{s.parts} parts, and the model has {layers} layers to put on them, embedding and "
+            "head counted"
+        )
+    elif isinstance(choice, PartialCheckpointing) and choice.full % s.virtual_stages:
+        why = f"activation_checkpointing {choice} does not divide over them"
+    else:
+        return None
+    return found(
+        "SW3157",
+        "parallelism.virtual_stages",
+        f"virtual_stages {s.virtual_stages}: {why}",
+        "Change that, or write `virtual_stages: 1`.",
+        (1,),
+    )
+
+
+def context_pieces(x: Candidate) -> Diagnostic | None:
+    """A rank has a piece from the front of a row and one from the back
+    (megatron/training/arguments.py, validate_args: seq_length % (context_parallel_size * 2))."""
+    c, length = x.strategy.context, x.recipe.training.sequence_length
+    if c == 1 or length % (2 * c) == 0:
+        return None
+    return found(
+        "SW3164",
+        "parallelism.context",
+        (
+            f"context {c} under target: megatron cuts a row into {2 * c} pieces: {length} tokens "
+            "do not divide over them"
+        ),
+        "Use a context degree twice of which divides the sequence.",
+        tuple(n for n in range(1, length // 2 + 1) if length % (2 * n) == 0)[:8],
+    )
+
+
+def expert_groups(x: Candidate) -> Diagnostic | None:
+    """They are cut out of tensor x context x data ranks (megatron/core/parallel_state.py:882)."""
+    s = x.strategy
+    ranks, apart = s.tensor * s.shards, s.expert_tensor_ranks
+    if s.expert > 1 and not expert_modules(x.graph):
+        return found(
+            "SW3165",
+            "parallelism.expert",
+            f"expert {s.expert}: the model has no experts to share out",
+            "Use expert: 1.",
+            (1,),
+        )
+    if ranks % (s.expert * apart) == 0:
+        return None
+    return found(
+        "SW3165",
+        "parallelism.expert",
+        f"expert {s.expert} x expert-tensor {apart} do not divide the {ranks} ranks of tensor "
+        f"{s.tensor} x context {s.context} x data {s.data}",
+        "Megatron-Core takes expert ranks out of all ranks of a stage.",
+        tuple(n for n in range(1, ranks // apart + 1) if ranks % (n * apart) == 0)[:8],
+    )
+
+
+def expert_biases(x: Candidate) -> Diagnostic | None:
+    """megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert
+    tensor parallelism is 1"."""
+    s, modules = x.strategy, expert_modules(x.graph)
+    names = {p.name for layer in x.graph.layers for p in layer.parameters if len(p.shape) == 2}
+    if s.expert_tensor_ranks == 1 or not any(name.rpartition(".")[0] in modules for name in names):
+        return None
+    return found(
+        "SW3166",
+        "parallelism.expert_tensor",
+        (
+            "experts with biases are not cut over tensor ranks under target: megatron: tensor "
+            f"{s.tensor}"
+        ),
+        "Write `expert_tensor: 1`: tensor ranks then hold whole experts.",
+        (1,),
+    )
+
+
+def expert_tensor(x: Candidate) -> Diagnostic | None:
+    """Checkpoints by name have no word for experts that fewer ranks cut than the rest."""
+    s = x.strategy
+    if s.expert_tensor_ranks == s.tensor or (s.expert_tensor == 1 and expert_modules(x.graph)):
+        return None
+    why = f"experts are cut over all {s.tensor} tensor ranks here, or over none"
+    return found(
+        "SW3167",
+        "parallelism.expert_tensor",
+        (
+            f"expert_tensor {s.expert_tensor}: "
+            f"{why if expert_modules(x.graph) else 'the model has no experts'}"
+        ),
+        "Use `tensor` or 1.",
+        ("tensor", 1),
+    )
+
+
+def on_gpus(x: Candidate) -> Diagnostic | None:
+    """Everything about this engine is proved on CPU ranks."""
+    if x.cluster.gpu.is_cpu:
+        return None
+    return found(
+        "SW3168",
+        "target",
+        "target: megatron on GPUs: not run by us",
+        f"{told_of_gpus(x)} Compare its first losses there with those of `target: deepspeed`: "
+        "weights and data are the same.",
+        severity="warning",
+    )
+
+
+RULES: dict[str, Rule] = {
+    "SW3151": rule(zero_2_and_3, "zero_stage"),
+    "SW3152": rule(key_value_copies, "tensor"),
+    "SW3153": rule(sequence_without_tensor, "sequence_parallel", "tensor", "context"),
+    "SW3154": rule(other_schedules, "schedule"),
+    "SW3155": rule(offload, "offload"),
+    "SW3156": rule(experts_without_sequence, "sequence_parallel", "tensor"),
+    "SW3157": rule(
+        virtual_stages,
+        "virtual_stages",
+        "pipeline",
+        "gradient_accumulation_steps",
+        "activation_checkpointing",
+    ),
+    "SW3164": rule(context_pieces, "context"),
+    "SW3165": rule(expert_groups, "expert", "expert_tensor", "tensor", "data", "context"),
+    "SW3166": rule(expert_biases, "expert_tensor", "tensor"),
+    "SW3167": rule(expert_tensor, "expert_tensor", "tensor"),
+    "SW3168": rule(on_gpus, *REASONS),
+    "SW3169": rule(wanted_in_vain, *REASONS),
+}
+OWN_MODULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
+"""Rules about this project's modules of context and expert ranks, which this engine does
+without."""

@@ -1,0 +1,80 @@
+"""Megatron-Core's half of a run on its ranks: engines.protocol.Runtime. Imports it once the process
+is prepared."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from shardwright.engines.trainer_protocol import Trainer
+from shardwright.plan.plan import Plan
+
+
+def prepare_process(plan: Plan, *, own_loop: bool) -> None:
+    # That Transformer Engine and Apex are not there: each of its modules says so once a rank.
+    warnings.filterwarnings("ignore", module="megatron")
+    if plan.is_cpu:
+        from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+
+        run_on_cpu()
+        return
+    if plan.strategy.tensor > 1 or plan.strategy.context > 1:
+        # Kernels start in the order in which they were launched: a collective before the product
+        # that hides it.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def open_groups(plan: Plan) -> None:
+    """Shares the host's cores between its ranks on a CPU. Ranks are numbered as Megatron's default
+    order has it."""
+    import torch
+    from torch import distributed as dist
+
+    local = int(os.environ["LOCAL_RANK"])
+    if plan.is_cpu:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(
+            max(1, cores // int(os.environ.get("LOCAL_SIZE", str(plan.gpus_per_node))))
+        )
+        dist.init_process_group("gloo")
+    else:
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(**group_settings(plan))
+    model_parallel_cuda_manual_seed(plan.training.seed)
+
+
+def group_settings(plan: Plan) -> dict[str, Any]:
+    """Of initialize_model_parallel. Its groups for checkpoints over gloo are not needed: ours are
+    by name."""
+    s = plan.strategy
+    return {
+        "tensor_model_parallel_size": s.tensor,
+        "pipeline_model_parallel_size": s.pipeline,
+        "context_parallel_size": s.context,
+        "expert_model_parallel_size": s.expert,
+        "expert_tensor_parallel_size": s.expert_tensor_ranks,
+        "virtual_pipeline_model_parallel_size": s.virtual_stages if s.virtual_stages > 1 else None,
+        "create_gloo_process_groups": False,
+    }
+
+
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+    from shardwright.engines.megatron.megatron_trainer import build_trainer as build
+
+    return build(plan, folder, resumes=resumes)
+
+
+def close_groups() -> None:
+    """A process that finished can still die by SIGABRT in gloo's threads: leave together."""
+    from megatron.core import parallel_state
+    from torch import distributed as dist
+
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,314 @@
+"""A rank's part of the model under Megatron-Core: its GPTModel, its schedules, its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import distributed as dist
+from torch import nn
+
+from shardwright.engines.fp32_masters import fill_masters
+from shardwright.engines.megatron.megatron_context_shards import own_piece, own_places
+from shardwright.engines.megatron.megatron_model import (
+    ParameterPiece,
+    build_chunks,
+    fill,
+    keep_padding_row,
+    pieces,
+    rotary_of,
+    transformer_config,
+)
+from shardwright.engines.megatron.megatron_optimizer_states import States
+from shardwright.engines.megatron.megatron_parallel_config import parallel_settings
+from shardwright.engines.megatron.transformer_engine_layers import is_taken, report
+from shardwright.engines.trainer_protocol import Counters, HeldParameter, LiveFragment, StepResult
+from shardwright.parallel.distributed_losses import CausalLoss
+from shardwright.parallel.micro_batches import HeldOut, MicroBatch
+from shardwright.parallel.model_config_loading import load_config
+from shardwright.parallel.model_loading import conv1d_to_linear, open_model
+from shardwright.parallel.weight_shards import Shards
+from shardwright.plan.plan import Plan
+
+_UNDECAYED = "shardwright_undecayed"
+"""An attribute of parameters that weight decay leaves alone."""
+
+
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> MegatronTrainer:
+    """Collective. resumes: a checkpoint is loaded next, so that no weights are read or drawn."""
+    config = load_config(plan, folder)
+    model, weights = open_model(plan, folder, resumes=resumes)
+    rotary, transposed = rotary_of(model), conv1d_to_linear(model)
+    settings = transformer_config(config, **parallel_settings(plan))
+    mine = plan.ranks[dist.get_rank()]
+    fused = is_taken(plan)
+    if not plan.is_cpu and mine.rank == 0:
+        print(report(plan, taken=fused), flush=True)
+    chunks = build_chunks(
+        config,
+        settings,
+        rotary,
+        length=plan.training.sequence_length,
+        pipeline_rank=mine.pipeline,
+        transformer_engine=fused,
+    )
+    embedding = getattr(model, "get_input_embeddings")()  # noqa: B009
+    for chunk in chunks:
+        keep_padding_row(chunk, embedding)
+    tied = {alias: group[0] for group in plan.model.tied for alias in group}
+    found = [
+        p for chunk in chunks for p in pieces(config, chunk, tensor_rank=mine.tensor, tied=tied)
+    ]
+    shards = Shards(plan, weights, transposed)
+    if not resumes:
+        fill(found, shards.read)
+    trainer = MegatronTrainer(plan, settings, chunks, found, shards)
+    if not resumes:
+        fill_masters(trainer.owned(), shards)
+    return trainer
+
+
+class MegatronTrainer:
+    """engines.protocol.Trainer. engine: Megatron's model chunks, each inside its
+    DistributedDataParallel."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        settings: Any,
+        chunks: list[Any],
+        found: list[ParameterPiece],
+        shards: Shards,
+    ) -> None:
+        self.plan, self.settings, self.shards, self.transposed = (
+            plan,
+            settings,
+            shards,
+            shards.transposed,
+        )
+        self.mine, self.found = plan.ranks[dist.get_rank()], found
+        self.device = torch.device("cpu" if plan.is_cpu else "cuda")
+        self._mark_undecayed()
+        self.engine = [
+            self._under_data_ranks(chunk.to(self.device), place)
+            for place, chunk in enumerate(chunks)
+        ]
+        settings.finalize_model_grads_func = _finalize
+        self.optimizer = get_megatron_optimizer(
+            self._optimizer_config(),
+            self.engine,
+            config_overrides={ParamKey(attr=_UNDECAYED): {"wd_mult": 0.0}},
+            use_gloo_process_groups=False,
+        )
+        self.states = States(self.optimizer)
+        self.forward_backward = get_forward_backward_func()
+        self.loss_fn = CausalLoss(*self._vocabulary())
+        self.loss_fn.shifted = plan.strategy.context > 1
+
+    def _mark_undecayed(self) -> None:
+        """By the shape that Hugging Face has: an expert's bias is a row of a matrix there, and a
+        vector here."""
+        for piece in self.found:
+            if not piece.is_buffer and len(self.shards.splits[piece.name].shape) < 2:
+                setattr(piece.parameter, _UNDECAYED, True)
+
+    @property
+    def _shares_states(self) -> bool:
+        return self.plan.strategy.zero_stage > 0 and self.plan.strategy.shards > 1
+
+    def _under_data_ranks(self, chunk: Any, place: int) -> Any:
+        """place: from the second of a rank's chunks on, all of its gradients are one bucket."""
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=self.plan.training.gradient_accumulation_dtype == "fp32",
+            use_distributed_optimizer=self._shares_states,
+        )
+        whole = Float16Module(self.settings, chunk) if self.settings.bf16 else chunk
+        return DistributedDataParallel(self.settings, config, whole, disable_bucketing=place > 0)
+
+    def _optimizer_config(self) -> OptimizerConfig:
+        wanted, training = self.plan.optimizer, self.plan.training
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=wanted.lr,
+            weight_decay=wanted.weight_decay,
+            adam_beta1=wanted.betas[0],
+            adam_beta2=wanted.betas[1],
+            adam_eps=wanted.eps,
+            # Without clipping Megatron computes no norm.
+            clip_grad=training.gradient_clipping or float("inf"),
+            bf16=self.settings.bf16,
+            params_dtype=self.settings.params_dtype,
+            use_distributed_optimizer=self._shares_states,
+        )
+
+    def _vocabulary(self) -> tuple[Any, ...]:
+        """CausalLoss's arguments: the ranks that share the vocabulary, and this one's first
+        token."""
+        from megatron.core import parallel_state
+
+        sizes = self.plan.tensor_parallel.vocabulary_sizes
+        if not sizes:
+            return ()
+        return parallel_state.get_tensor_model_parallel_group(), sum(sizes[: self.mine.tensor])
+
+    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        for chunk in self.engine:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for group in self.states.groups():
+            group["lr"] = learning_rate
+            # Megatron's own scheduler does this: one value for all, times each group's factor.
+            group["weight_decay"] = self.plan.optimizer.weight_decay * group.get("wd_mult", 1.0)
+        loss, _ = self._pass(
+            micro_batches, sum(m.predicted for m in micro_batches), forward_only=False
+        )
+        _, norm, _ = self.optimizer.step()
+        return StepResult(loss=loss, grad_norm=float(norm))
+
+    @torch.no_grad()
+    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+        for chunk in self.engine:
+            chunk.eval()
+        found = self._pass(list(held_out), held_out.predicted, forward_only=True)
+        for chunk in self.engine:
+            chunk.train()
+        return found
+
+    def _pass(
+        self, batches: list[MicroBatch], predicted: int, *, forward_only: bool
+    ) -> tuple[float, int]:
+        """(the loss over all labels of every data rank, their number). predicted: of this data
+        rank's."""
+        first = self.mine.tensor == 0 and self.mine.pipeline == 0 and self.mine.context == 0
+        labels = int(self._sum(predicted if first else 0))
+        self.loss_fn.scale = 1 / max(1, labels)
+        feeds = [iter(batches) for _ in self.engine]
+        told = self.forward_backward(
+            forward_step_func=self._forward,
+            data_iterator=feeds if len(feeds) > 1 else feeds[0],
+            model=self.engine if len(feeds) > 1 else self.engine[0],
+            num_microbatches=len(batches),
+            seq_length=self.plan.training.sequence_length,
+            micro_batch_size=self.plan.strategy.micro_batch_size,
+            forward_only=forward_only,
+        )
+        mine = sum(float(part["loss"]) for part in told) if self.mine.tensor == 0 else 0.0
+        return self._sum(mine), labels
+
+    def _sum(self, number: float) -> float:
+        """Over all ranks."""
+        total = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.item()
+
+    def _forward(self, feed: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[torch.Tensor, Any]:
+        """One micro-batch through one chunk, as Megatron's schedules call it."""
+        whole, ranks = next(feed), self.plan.strategy.context
+        batch = own_piece(whole, ranks, self.mine.context)
+        own = own_places(whole.input_ids.shape[1], ranks, self.mine.context)
+        ids, places, seen = (
+            batch.input_ids.to(self.device),
+            own.expand(len(whole.input_ids), -1),
+            None,
+        )
+        if whole.position_ids is not None:
+            places, seen = (
+                whole.position_ids[:, own],
+                _own_document(whole.position_ids)[:, :, own].to(self.device),
+            )
+        out = chunk(input_ids=ids, position_ids=places.to(self.device), attention_mask=seen)
+
+        def loss(
+            logits: torch.Tensor,
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            sizes = self.plan.tensor_parallel.vocabulary_sizes
+            real = sizes[self.mine.tensor] if sizes else self.plan.model.vocabulary_size
+            value = self.loss_fn(logits[..., :real], batch.labels.to(self.device))
+            count = torch.tensor(batch.predicted, dtype=torch.int)
+            return value, count, {"loss": value.detach()}
+
+        return out, loss
+
+    def owned(self) -> Iterator[LiveFragment]:
+        for piece in self.found:
+            if not isinstance(piece.parameter, nn.Parameter):
+                yield self._constant(piece)
+                continue
+            master = self.states.of(piece.parameter)
+            if master is None:
+                continue
+            first = max(piece.own, master.start)
+            numel = min(piece.own + piece.numel, master.start + master.numel) - first
+            if numel <= 0:
+                continue
+            yield LiveFragment(
+                name=piece.name,
+                shard_shape=self.shards.shape(piece.name),
+                start=piece.start + first - piece.own,
+                states={
+                    name: flat.narrow(0, first - master.start, numel)
+                    for name, flat in master.states.items()
+                },
+                live=piece.parameter.data.view(-1).narrow(0, first, numel),
+                partitioned=master.partitioned,
+                copied=getattr(piece.parameter, "shared", False),
+            )
+
+    def _constant(self, piece: ParameterPiece) -> LiveFragment:
+        """A buffer, which each rank of a stage has whole."""
+        value = piece.parameter.detach().view(-1)
+        shape = tuple(piece.parameter.shape)
+        return LiveFragment(
+            name=piece.name,
+            shard_shape=shape,
+            start=0,
+            states={"value": value},
+            live=value,
+            partitioned=False,
+        )
+
+    def held(self) -> dict[str, HeldParameter]:
+        """Without the rows that pad a vocabulary."""
+        held: dict[str, HeldParameter] = {}
+        for piece in (p for p in self.found if not p.is_buffer):
+            name, earlier = piece.name, held.get(piece.name)
+            held[name] = HeldParameter(
+                shape=self.shards.shape(name),
+                resident_bytes=piece.numel * piece.parameter.element_size()
+                + (earlier.resident_bytes if earlier else 0),
+                is_trained=piece.parameter.requires_grad
+                and (earlier is None or earlier.is_trained),
+            )
+        return held
+
+    def counters(self) -> Counters:
+        return Counters(updates=self.states.updates, loss_scale=None)
+
+    def restored(self, step: int, counters: Counters) -> None:
+        self.states.updates = counters.updates
+        self.states.use_masters(self.engine)
+
+
+def _finalize(chunks: list[Any], tokens: torch.Tensor | None = None, **groups: Any) -> None:
+    """tokens: Megatron would divide by them; the loss is divided already."""
+    finalize_model_grads(chunks, None, **groups)
+
+
+def _own_document(places: torch.Tensor) -> torch.Tensor:
+    """places: (B, S), from 0 in each document of a row. (B, 1, S, S), True where a token sees one
+    of its own document that is not later. Rotary angles tell distances alone, so that a place in
+    the row does as well."""
+    number = (places == 0).cumsum(dim=1)
+    causal = torch.ones(places.shape[1], places.shape[1], dtype=torch.bool).tril()
+    return ((number[:, :, None] == number[:, None, :]) & causal)[:, None]

@@ -1,0 +1,253 @@
+"""A plan as arguments of Megatron-LM's own pretrain_gpt.py: megatron_args.sh, for those who train
+with its script.
+
+Option names are those of the tag core_v0.19.0, megatron/training/arguments.py
+(lint/megatron_options.json has them).
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.engines.megatron.megatron_file_names import ARGUMENTS_FILE
+from shardwright.engines.megatron.megatron_model_weights import FAMILIES, configuration
+from shardwright.engines.megatron.megatron_parallel_config import recomputation, stage_layers
+from shardwright.plan.plan import Plan
+from shardwright.utils.json_types import JsonObject
+
+_LETTERS = {"embedding": "E", "decoder": "t", "loss": "L"}
+_CURVES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
+_NAMES = {"layernorm_epsilon": "norm-epsilon", "num_moe_experts": "num-experts"}
+"""TransformerConfig's field -> its option, where that is not the same word."""
+_SWITCHES = {
+    "add_qkv_bias": "--add-qkv-bias",
+    "qk_layernorm": "--qk-layernorm",
+    "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
+    "moe_shared_expert_gate": "--moe-shared-expert-gate",
+    "multi_latent_attention": "--multi-latent-attention",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+}
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Written into its formula: megatron/core/models/common/embeddings/rotary_pos_embedding.py:90
+(0.16.1)."""
+
+Option = tuple[str, ...]
+"""The option and its values."""
+
+
+class NotAnOption(Exception):
+    """What of the model pretrain_gpt.py cannot be told. The text begins with the key and its
+    value."""
+
+
+def arguments_file(
+    plan: Plan, config: JsonObject
+) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+    """The file, or SW2055 where the script has no option for what the model is."""
+    if plan.is_cpu:
+        return {}, ()  # the script wants a GPU
+    try:
+        groups = {
+            "the model": [*_model(plan, config)],
+            "the run": [*_run(plan)],
+            "the ranks": [*_ranks(plan)],
+        }
+    except NotAnOption as error:
+        told = Diagnostic(
+            code="SW2055",
+            message=f"no {ARGUMENTS_FILE}: Megatron-LM's pretrain_gpt.py has no option for {error}",
+            severity="warning",
+            help=(
+                "`shardwright run` trains it all the same: train.py takes the value from the "
+                "model's configuration."
+            ),
+        )
+        return {}, (told,)
+    lines = [
+        (
+            "# This plan for Megatron-LM's pretrain_gpt.py (tag core_v0.19.0), which reads its own "
+            "data, draws its own"
+        ),
+        "# weights and writes its own checkpoints. `shardwright run` does not use this file.",
+        f"#   source {ARGUMENTS_FILE}",
+        (
+            f"#   torchrun --nnodes {plan.nodes} --nproc-per-node {plan.gpus_per_node} ... "
+            "pretrain_gpt.py \\"
+        ),
+        '#     "${MEGATRON_ARGS[@]}" --data-path ... --tokenizer-type ... --save ...',
+    ]
+    if plan.strategy.tensor > 1 or plan.strategy.context > 1:
+        lines.append(
+            "export CUDA_DEVICE_MAX_CONNECTIONS=1  # a collective is launched before what hides it"
+        )
+    lines.append("MEGATRON_ARGS=(")
+    for title, options in groups.items():
+        lines += [f"  # {title}", *(f"  {shlex.join(option)}" for option in options)]
+    return {ARGUMENTS_FILE: ("\n".join([*lines, ")"]) + "\n").encode()}, ()
+
+
+def _model(plan: Plan, config: JsonObject) -> Iterator[Option]:
+    whole = configuration(config)
+    family = FAMILIES[plan.model.model_type]
+    settings = family.settings(whole)
+    if family.scaled_embedding:
+        raise NotAnOption("an embedding scaled by the square root of the hidden size")
+    length = plan.training.sequence_length
+    yield from (
+        ("--seq-length", str(length)),
+        ("--max-position-embeddings", str(_positions(whole, length))),
+    )
+    vocabulary = plan.model.vocabulary_size
+    yield from (("--vocab-size", str(vocabulary)), ("--make-vocab-size-divisible-by", "1"))
+    groups, heads = settings.pop("num_query_groups"), settings["num_attention_heads"]
+    if groups < heads:
+        yield from (("--group-query-attention",), ("--num-query-groups", str(groups)))
+    yield from _activation(whole, gated=settings.pop("gated_linear_unit", False))
+    settings.pop("activation_func")
+    if not settings.pop("add_bias_linear"):
+        yield ("--disable-bias-linear",)
+    for name, value in settings.items():
+        if name in _SWITCHES:
+            yield from [(_SWITCHES[name],)] * bool(value)
+        elif value is not None:
+            yield f"--{_NAMES.get(name, name.replace('_', '-'))}", _text(value)
+    yield from (
+        [("--position-embedding-type", "learned_absolute")]
+        if family.learned_positions
+        else _rope(whole)
+    )
+    if not plan.model.tied:
+        yield ("--untie-embeddings-and-output-weights",)
+    yield from (("--attention-dropout", "0"), ("--hidden-dropout", "0"))
+    if (deviation := getattr(whole, "initializer_range", None)) is not None:
+        yield "--init-method-std", repr(float(deviation))
+
+
+def _positions(config: Any, length: int) -> int:
+    return int(
+        max(
+            length,
+            getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0),
+        )
+    )
+
+
+def _activation(config: Any, *, gated: bool) -> Iterator[Option]:
+    """Its fused GELU is the one by tanh, the other is not
+    (megatron/core/fusions/fused_bias_gelu.py)."""
+    name = getattr(config, "hidden_act", None) or config.activation_function
+    slope = getattr(config, "swiglu_alpha", None)
+    if gated and slope is not None:
+        if slope != 1.702:  # megatron/core/fusions/fused_bias_geglu.py, quick_gelu
+            raise NotAnOption(f"swiglu_alpha {slope}")
+        yield ("--quick-geglu",)
+    elif gated and name == "silu":
+        yield ("--swiglu",)
+    elif not gated and name == "relu2":
+        yield ("--squared-relu",)
+    elif not gated and name == "gelu":
+        yield ("--no-bias-gelu-fusion",)
+    elif gated or name not in ("gelu_new", "gelu_pytorch_tanh"):
+        raise NotAnOption(f"the activation {name!r}{' behind a gate' * gated}")
+
+
+def _rope(config: Any) -> Iterator[Option]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, base = rope.get("rope_type", "default"), float(rope.get("rope_theta", 10000.0))
+    if not base.is_integer():
+        raise NotAnOption(f"rope_theta {base}: --rotary-base takes whole numbers")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise NotAnOption(
+            f"partial_rotary_factor {rope['partial_rotary_factor']} of a kind that is proved here"
+        )
+    yield from (("--position-embedding-type", "rope"), ("--rotary-base", str(int(base))))
+    if kind == "llama3":
+        for key, value in _LLAMA_3.items():
+            if rope.get(key) != value:
+                raise NotAnOption(
+                    f"{key} {rope.get(key)} of a llama3 rope: {value} is written into its code"
+                )
+        yield from (("--use-rope-scaling",), ("--rope-scaling-factor", repr(float(rope["factor"]))))
+    elif kind != "default":
+        raise NotAnOption(f"rope_type {kind} as Hugging Face computes it")
+
+
+def _run(plan: Plan) -> Iterator[Option]:
+    training, optimizer, scheduler = plan.training, plan.optimizer, plan.scheduler
+    s = plan.strategy
+    yield from (
+        ("--micro-batch-size", str(s.micro_batch_size)),
+        ("--global-batch-size", str(training.global_batch_size)),
+    )
+    if training.steps:  # otherwise the prepared data tells
+        yield from (
+            ("--train-iters", str(training.steps)),
+            ("--lr-decay-iters", str(training.steps)),
+        )
+        yield "--lr-warmup-iters", str(scheduler.warmup_steps)
+    yield from (("--lr", repr(optimizer.lr)), ("--min-lr", repr(scheduler.min_lr)))
+    yield "--lr-decay-style", _CURVES[scheduler.name]
+    if scheduler.name == "wsd":
+        yield from (
+            ("--lr-wsd-decay-style", "linear"),
+            ("--lr-wsd-decay-iters", str(scheduler.decay_steps)),
+        )
+    yield from (("--optimizer", "adam"), ("--weight-decay", repr(optimizer.weight_decay)))
+    yield from (
+        ("--adam-beta1", repr(optimizer.betas[0])),
+        ("--adam-beta2", repr(optimizer.betas[1])),
+    )
+    yield from (
+        ("--adam-eps", repr(optimizer.eps)),
+        ("--clip-grad", repr(training.gradient_clipping)),
+    )
+    yield from (("--seed", str(training.seed)), ("--calculate-per-token-loss",))
+    if training.precision == "bf16":
+        yield ("--bf16",)
+
+
+def _ranks(plan: Plan) -> Iterator[Option]:
+    s = plan.strategy
+    yield "--tensor-model-parallel-size", str(s.tensor)
+    if s.sequence_parallel:
+        yield ("--sequence-parallel",)
+    yield "--pipeline-model-parallel-size", str(s.pipeline)
+    if s.context > 1:
+        yield "--context-parallel-size", str(s.context)
+    if s.expert > 1:
+        yield "--expert-model-parallel-size", str(s.expert)
+    if s.expert_tensor_ranks != s.tensor:
+        yield "--expert-tensor-parallel-size", str(s.expert_tensor_ranks)
+    if s.pipeline > 1:
+        yield "--pipeline-model-parallel-layout", layout_text(plan)
+    if s.zero_stage > 0 and s.shards > 1:
+        yield ("--use-distributed-optimizer",)
+    for name, value in recomputation(plan).items():
+        yield f"--{name.replace('_', '-')}", *(value if isinstance(value, list) else [str(value)])
+
+
+def layout_text(plan: Plan) -> str:
+    """pipeline_model_parallel_layout as its parser reads it: Et*3|t*4|t*4|t*3,L."""
+    stages = []
+    for kinds in stage_layers(plan):
+        runs = [(_LETTERS[kind], len(list(same))) for kind, same in itertools.groupby(kinds)]
+        stages.append(
+            ",".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
+        )
+    return "|".join(stages)
+
+
+def _text(value: Any) -> str:
+    """A tuple and a list as its parser evaluates them."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return repr(value) if isinstance(value, float) else str(value).replace(" ", "")

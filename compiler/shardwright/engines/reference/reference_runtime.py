@@ -1,0 +1,32 @@
+"""The reference engine's half of a run: engines.protocol.Runtime, in a group of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwright.engines.trainer_protocol import Trainer
+from shardwright.plan.plan import Plan
+
+
+def prepare_process(plan: Plan, *, own_loop: bool) -> None:
+    pass
+
+
+def open_groups(plan: Plan) -> None:
+    """What runs around the engine speaks to all ranks; here that is this one."""
+    from torch import distributed
+
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
+    from shardwright.engines.reference.reference_trainer import build_trainer as build
+
+    return build(plan, folder, resumes=resumes)
+
+
+def close_groups() -> None:
+    from torch import distributed
+
+    distributed.destroy_process_group()

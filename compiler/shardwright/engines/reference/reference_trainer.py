@@ -1,0 +1,127 @@
+"""The whole Hugging Face model in one process, with the optimizer that `verify` compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwright.engines.reference.reference_optimizer import PlainOptimizer
+from shardwright.engines.trainer_protocol import Counters, HeldParameter, LiveFragment, StepResult
+from shardwright.parallel.activation_checkpointing import recompute_as_planned
+from shardwright.parallel.distributed_losses import (
+    CausalLoss,
+    ChunkedLoss,
+    compute_loss_inside,
+    micro_batch_loss,
+)
+from shardwright.parallel.lora_adapters import add_adapters, unique
+from shardwright.parallel.micro_batches import HeldOut, MicroBatch
+from shardwright.parallel.model_loading import conv1d_to_linear, open_model
+from shardwright.parallel.parameter_names import named_buffers, named_parameters
+from shardwright.parallel.router_balance_loss import router_balance, share_of_micro_batch
+from shardwright.parallel.torch_dtypes import DTYPES
+from shardwright.parallel.weight_loader import Filler
+from shardwright.plan.plan import Plan
+
+
+def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> ReferenceTrainer:
+    """resumes: a checkpoint is loaded next, so that no weights are read or drawn."""
+    model, weights = open_model(plan, folder, resumes=resumes)
+    transposed = conv1d_to_linear(model)
+    # Before the adapters, which have their values.
+    Filler(model, weights, {}, transposed, 0).fill([""])
+    add_adapters(model, plan, transposed)
+    recompute_as_planned(model, plan)
+    return ReferenceTrainer(plan, model, transposed)
+
+
+class ReferenceTrainer:
+    """engines.protocol.Trainer. engine: the model itself, with LoRA's adapters where the plan has
+    some."""
+
+    def __init__(self, plan: Plan, model: nn.Module, transposed: frozenset[str]) -> None:
+        self.plan, self.transposed = plan, transposed
+        self.device = torch.device("cpu" if plan.is_cpu else "cuda")
+        self.engine = model.to(self.device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.contiguous()  # a checkpoint has flat views of them
+        self._dtype = DTYPES[plan.training.precision]
+        chunked = plan.model.loss == "chunked"
+        self.loss_fn = ChunkedLoss() if chunked else CausalLoss()
+        self.balance = router_balance(plan, model)
+        if isinstance(self.loss_fn, ChunkedLoss):
+            compute_loss_inside(model, self.loss_fn)
+        self.optimizer = PlainOptimizer(
+            model,
+            betas=plan.optimizer.betas,
+            eps=plan.optimizer.eps,
+            weight_decay=plan.optimizer.weight_decay,
+            clipping=plan.training.gradient_clipping,
+            dtype=DTYPES[plan.training.precision],
+        )
+
+    def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
+        self.loss_fn.scale = 1 / max(1, sum(m.predicted for m in micro_batches))
+        if self.balance is not None:
+            self.balance.share = share_of_micro_batch(self.plan, len(micro_batches))
+        total = torch.zeros((), device=self.device)
+        for m in micro_batches:
+            loss = self._loss(m)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+            if self.plan.training.gradient_accumulation_dtype == "fp32":
+                self.optimizer.take_gradients()
+        self.optimizer.take_gradients()
+        return StepResult(loss=total.item(), grad_norm=self.optimizer.step(learning_rate))
+
+    @torch.no_grad()
+    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+        self.loss_fn.scale = 1 / max(1, held_out.predicted)
+        self.engine.eval()
+        total = sum(self._loss(m).item() for m in held_out)
+        self.engine.train()
+        return total, held_out.predicted
+
+    def _loss(self, m: MicroBatch) -> torch.Tensor:
+        return micro_batch_loss(
+            self.engine, self.loss_fn, m, self.plan.model.attention, self.device, self._dtype
+        )
+
+    def owned(self) -> Iterator[LiveFragment]:
+        for name, p in named_parameters(self.plan, self.engine).items():
+            states = self.optimizer.states(p) if p.requires_grad else {"value": p.detach()}
+            yield _whole(name, p.detach(), states)
+        for name, buffer in named_buffers(self.engine).items():
+            yield _whole(name, buffer, {"value": buffer})
+
+    def held(self) -> dict[str, HeldParameter]:
+        return {
+            name: HeldParameter(
+                shape=tuple(p.shape),
+                resident_bytes=p.numel() * p.element_size(),
+                is_trained=p.requires_grad,
+            )
+            for name, p in unique(self.engine.named_parameters()).items()
+        }
+
+    def counters(self) -> Counters:
+        return Counters(updates=self.optimizer.updates, loss_scale=None)
+
+    def restored(self, step: int, counters: Counters) -> None:
+        self.optimizer.updates = counters.updates
+        self.optimizer.use_masters()
+
+
+def _whole(name: str, live: torch.Tensor, states: dict[str, torch.Tensor]) -> LiveFragment:
+    return LiveFragment(
+        name=name,
+        shard_shape=tuple(live.shape),
+        start=0,
+        states={state: values.detach().view(-1) for state, values in states.items()},
+        live=live.view(-1),
+        partitioned=False,
+    )

@@ -1,1 +1,0 @@
-"""The types that pass between stages. Nothing here does I/O or imports torch."""

@@ -1,0 +1,429 @@
+"""`doctor`: what would stop a run on these hosts, found before it is started. No torch here."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.checkpoint.resume_checkpoint import checkpoint_root
+from shardwright.diagnostics import Refusal
+from shardwright.diagnostics.host_check import HostCheck, red
+from shardwright.engines.engine_table import engine_of
+from shardwright.launch.extension_build_locks import compiles_optimizer
+from shardwright.launch.host_probe import digest
+from shardwright.launch.preflight_checks import tested_versions
+from shardwright.launch.probe_messages import ProbeRequest
+from shardwright.launch.remote_probe import LIMIT_SECONDS, Probe, ProbedHost
+from shardwright.launch.rendezvous_check import Assumed, meet
+from shardwright.layout.zero_offload_memory import has_room, offloaded_bytes
+from shardwright.plan.plan import Plan
+from shardwright.recipe.recipe_types import ELEMENT_BYTES, FLASH, MADE_HERE
+
+FACTS_SECONDS = 10.0
+"""For ssh and the facts; the rest of the limit is the meeting's."""
+MOST_SKEW_SECONDS = 10.0
+FORWARDED = ("NCCL", "UCX")
+"""DeepSpeed hands names with these beginnings to every host (launcher/runner.py)."""
+NETWORK = (
+    *FORWARDED,
+    "TORCH_NCCL_",
+    "RCCL_",
+    "GLOO_",
+    "FI_",
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+)
+INTERFACE_NAMES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """What the checks look at. answers: of the hosts that answered, in the hostfile's order."""
+
+    plan: Plan
+    folder: Path
+    shared: bool
+    answers: tuple[ProbedHost, ...]
+    digest: str | None
+
+
+def examine(
+    plan: Plan, folder: Path, hosts: Sequence[str], assumed: Assumed, *, reach: str, shared: bool
+) -> tuple[HostCheck, ...]:
+    """Every check on every host, all at once; the hosts meet where they are all of the plan's.
+
+    reach: one of remote.REACHES. shared: the folder is meant to be on a shared file system.
+    Raises Refusal where there is no ssh to reach the hosts with.
+    """
+    if reach == "ssh" and shutil.which("ssh") is None:
+        raise Refusal(
+            red(
+                "SW5301",
+                "there is no `ssh` command here",
+                "Install an ssh client (openssh-client).",
+            )
+        )
+    end = time.monotonic() + LIMIT_SECONDS
+    mark = f".doctor-{secrets.token_hex(8)}"
+    (folder / "run").mkdir(exist_ok=True)
+    (folder / "run" / mark).touch()
+    probes = [Probe(host, reach=reach) for host in hosts]
+    try:
+        for probe in probes:
+            probe.ask(_request(plan, folder, mark))
+        for probe in probes:
+            probe.wait("facts", end - LIMIT_SECONDS + FACTS_SECONDS)
+        answered = [probe for probe in probes if probe.result.received]
+        x = Examined(
+            plan=plan,
+            folder=folder,
+            shared=shared,
+            answers=tuple(probe.result for probe in answered),
+            digest=digest(folder, plan.checkpoint.directory),
+        )
+        silent = [probe.result for probe in probes if not probe.result.received]
+        checks = [_reached(silent, len(probes), reach)]
+        if answered:  # of hosts that say nothing nothing is well
+            checks.extend(
+                check(x) for check in (*CHECKS, *([_builds] if compiles_optimizer(x.plan) else []))
+            )
+        if len(probes) == plan.nodes:
+            able = [p for p in answered if not _missing_interfaces(plan, p.result)]
+            checks.extend(meet(plan, able, assumed, whole=len(able) == len(probes), end=end))
+        return tuple(checks)
+    finally:
+        (folder / "run" / mark).unlink(missing_ok=True)
+        for probe in probes:
+            probe.close()
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    """What a rank will see of what concerns its network: what DeepSpeed forwards, and the plan's
+    own values. The plan's others stay out: a PATH or LD_PRELOAD of somebody else's folder would run
+    that folder's code."""
+    forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+    return {
+        **forwarded,
+        **{name: value for name, value in plan.launch.env if name.startswith(NETWORK)},
+    }
+
+
+def _request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
+    inputs = [plan.model.weights_path, None if plan.data.path in MADE_HERE else plan.data.path]
+    return ProbeRequest(
+        folder=str(folder.resolve()),
+        checkpoints=plan.checkpoint.directory,
+        mark=mark,
+        cpu=plan.is_cpu,
+        inputs=tuple(path for path in inputs if path is not None),
+        port=plan.launch.master_port,
+        environment=_environment(plan),
+        builds=compiles_optimizer(plan),
+    )
+
+
+def _engine(x: Examined) -> HostCheck:
+    """What nobody has tried says so before it starts."""
+    named = engine_of(x.plan)
+    untried = not x.plan.is_cpu and "SW3168" in named.rules
+    layers = {"off": "without", "on": "with", "auto": "with or without"}[
+        x.plan.model.transformer_engine
+    ]
+    told = (
+        f"{named.title} on GPUs: not run by us, {layers} Transformer Engine"
+        if untried
+        else named.title
+    )
+    return HostCheck(name="engine", told=told, checked=not untried)
+
+
+def _reached(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
+    command = {"ssh": "ssh {} true", "srun": "srun --overlap --nodelist={} true"}.get(reach, "")
+    problems = tuple(
+        red(
+            "SW5301",
+            f"{probed.host}: {probed.problem}",
+            "shardwright and its packages must be installed there, at the same path as here."
+            if "No such file" in probed.problem or "No module" in probed.problem
+            else (
+                f"`{command.format(probed.host)}` must work without a question, from this host, "
+                "in a few seconds."
+            )
+            if command
+            else "It may be too busy to import the packages in time: try again when it is not.",
+        )
+        for probed in silent
+    )
+    name = "this machine" if reach == "local" else reach
+    return HostCheck(name=name, told=f"{count} of {count} hosts answer", problems=problems)
+
+
+def _versions(x: Examined) -> HostCheck:
+    planned = {name: x.plan.versions[name] for name in (*tested_versions(x.plan), "shardwright")}
+    optional = {"peft": x.plan.lora is not None, "flash_attn": x.plan.model.attention == FLASH}
+    ours = platform.python_version()
+    problems = []
+    for probed in x.answers:
+        there = {**dict.fromkeys((*planned, *optional)), **probed.facts.versions}
+        for name, wanted in planned.items():
+            if there[name] is None:
+                problems.append(
+                    red(
+                        "SW5302",
+                        f"{probed.host}: {name} is not installed",
+                        f"Install {name} {wanted}.",
+                    )
+                )
+            elif _differs(x, name, str(there[name]), wanted):
+                text = f"{probed.host}: {name} {there[name]}, the plan was made with {wanted}"
+                problems.append(red("SW5302", text, f"Install {name} {wanted} on {probed.host}."))
+        problems += [
+            red(
+                "SW5302",
+                f"{probed.host}: {name} is not installed, and the plan needs it",
+                f"Install {name} there.",
+            )
+            for name, needed in optional.items()
+            if needed and there[name] is None
+        ]
+        if probed.facts.python.split(".")[:2] != ours.split(".")[:2]:
+            text = f"{probed.host}: Python {probed.facts.python}, here it is {ours}"
+            problems.append(red("SW5302", text, f"Use the same environment on {probed.host}."))
+    told = ", ".join(f"{name} {version}" for name, version in planned.items())
+    return HostCheck(name="versions", told=f"Python {ours}, {told}", problems=tuple(problems))
+
+
+def _differs(x: Examined, name: str, version: str, planned: str) -> bool:
+    """Whether `version` is not the plan's; one in the tested range that all hosts have will do, as
+    for `run`."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    base = Version(version).base_version
+    if base == Version(planned).base_version:
+        return False
+    everywhere = {str(probed.facts.versions.get(name)) for probed in x.answers}
+    tested = tested_versions(x.plan).get(name)
+    return len(everywhere) > 1 or tested is None or not SpecifierSet(tested).contains(base)
+
+
+def _folder(x: Examined) -> HostCheck:
+    problems = []
+    for probed in x.answers:
+        found, sees_mark = probed.facts.digest, probed.facts.sees_mark
+        path = x.folder.resolve()
+        if found is None:
+            text = f"{probed.host}: there is no compiled folder {str(path)!r}"
+            problems.append(
+                red(
+                    "SW5303",
+                    text,
+                    "Mount the same file system there, or copy the folder to that path.",
+                )
+            )
+        elif found != x.digest:
+            text = f"{probed.host}: {str(path)!r} holds other files than here"
+            problems.append(
+                red("SW5303", text, "Copy the folder there anew: every rank reads its own host's.")
+            )
+        elif x.shared and not sees_mark:
+            text = f"{probed.host}: {str(path)!r} is a copy, and cluster.shared_filesystem is true"
+            problems.append(
+                red(
+                    "SW5303",
+                    text,
+                    "Mount the same folder there; checkpoints are read by every host.",
+                )
+            )
+    told = "the same everywhere" if len(x.answers) > 1 else "complete"
+    return HostCheck(name="folder", told=told, problems=tuple(problems))
+
+
+def _inputs(x: Examined) -> HostCheck:
+    problems = tuple(
+        red(
+            "SW5311",
+            f"{probed.host}: nothing at {path}",
+            "Bring weights and data to the same path on every host.",
+        )
+        for probed in x.answers
+        for path in probed.facts.absent
+    )
+    return HostCheck(name="inputs", told="weights and data are there", problems=problems)
+
+
+def _devices(x: Examined) -> HostCheck:
+    what, slots = "cores" if x.plan.is_cpu else "GPUs", x.plan.gpus_per_node
+    problems = tuple(
+        red(
+            "SW5304",
+            f"{probed.host}: {probed.facts.devices} {what}, the plan needs {slots}",
+            f"Take {probed.host} off the hostfile, or compile for fewer {what} a node.",
+        )
+        for probed in x.answers
+        # Ranks on CPUs may share cores: slow, and no obstacle.
+        if probed.facts.devices < (1 if x.plan.is_cpu else slots)
+    )
+    problems += tuple(
+        red(
+            "SW5304",
+            f"{probed.host}: {text}",
+            (
+                "See who holds it with `nvidia-smi`, and end that process or take the host off the "
+                "hostfile."
+            ),
+        )
+        for probed in x.answers
+        for text in probed.facts.busy
+    )
+    counts = sorted({probed.facts.devices for probed in x.answers})
+    return HostCheck(
+        name="devices", told=f"{' or '.join(map(str, counts))} {what} a host", problems=problems
+    )
+
+
+def _disk(x: Examined) -> HostCheck:
+    needed = _checkpoint_bytes(x.plan)
+    problems = []
+    for probed in x.answers:
+        free = probed.facts.free_bytes
+        root = checkpoint_root(x.plan, x.folder)
+        if not probed.facts.writable:
+            text = f"{probed.host}: {str(root)!r} cannot be written"
+            problems.append(
+                red("SW5305", text, "Give the user who trains the right to write there.")
+            )
+        elif free < needed:
+            text = (
+                f"{probed.host}: {free / GIB:.1f} GiB free for checkpoints, one takes "
+                f"{needed / GIB:.1f}"
+            )
+            problems.append(
+                red("SW5305", text, "Make room, or put checkpoint.directory on a larger disk.")
+            )
+    return HostCheck(
+        name="disk",
+        told=f"room for a checkpoint of {needed / GIB:.1f} GiB",
+        problems=tuple(problems),
+    )
+
+
+def _checkpoint_bytes(plan: Plan) -> int:
+    """Weights in the compute type, master weights and two moments in float32."""
+    return plan.model.total_parameters * (ELEMENT_BYTES[plan.training.precision] + 12)
+
+
+def _clocks(x: Examined) -> HostCheck:
+    skews = {probed.host: probed.facts.time - probed.received for probed in x.answers}
+    problems = tuple(
+        red(
+            "SW5306",
+            f"{host}: its clock is {skew:+.0f} s off this host's",
+            f"Set the time of {host} (chrony, ntp).",
+        )
+        for host, skew in skews.items()
+        if abs(skew) > MOST_SKEW_SECONDS
+    )
+    worst = max((abs(skew) for skew in skews.values()), default=0.0)
+    return HostCheck(name="clocks", told=f"at most {worst:.1f} s apart", problems=problems)
+
+
+def _interfaces(x: Examined) -> HostCheck:
+    problems = tuple(
+        red(
+            "SW5307",
+            (
+                f"{probed.host}: {name}={value}, and its interfaces are "
+                f"{', '.join(probed.facts.interfaces)}"
+            ),
+            f"Set launch.env.{name} to a name that every host has, or leave it out.",
+        )
+        for probed in x.answers
+        for name, value in _missing_interfaces(x.plan, probed)
+    )
+    wanted = [f"{name}={value}" for name, value in _wanted_interfaces(x.plan)]
+    return HostCheck(
+        name="network", told=", ".join(wanted) or "no interface is pinned", problems=problems
+    )
+
+
+def _wanted_interfaces(plan: Plan) -> list[tuple[str, str]]:
+    environment = _environment(plan)
+    return [(name, environment[name]) for name in INTERFACE_NAMES if environment.get(name)]
+
+
+def _missing_interfaces(plan: Plan, probed: ProbedHost) -> list[tuple[str, str]]:
+    """(variable, name) for which this host has no card. NCCL takes beginnings (=exact) and refusals
+    (^)."""
+    there = probed.facts.interfaces
+    missing = []
+    for variable, value in _wanted_interfaces(plan):
+        for name in value.split(","):
+            exact = variable.startswith("GLOO") or name.startswith("=")
+            plain = name.lstrip("=")
+            found = plain in there if exact else any(card.startswith(plain) for card in there)
+            if not found and not value.startswith("^"):
+                missing.append((variable, plain))
+    return missing
+
+
+def _memory(x: Examined) -> HostCheck:
+    if x.plan.strategy.offload == "none":
+        return HostCheck(name="host memory", told="nothing is offloaded")
+    needed = offloaded_bytes(x.plan.strategy.offload, x.plan.model.total_parameters, x.plan.nodes)
+    problems = tuple(
+        red(
+            "SW5310",
+            f"{probed.host}: {probed.facts.memory_bytes / GIB:.0f} GiB of host memory, "
+            f"offloaded states take {needed / GIB:.0f}",
+            "Use more nodes, or compile with parallelism.offload: none.",
+        )
+        for probed in x.answers
+        if not has_room(probed.facts.memory_bytes, needed)
+    )
+    return HostCheck(
+        name="host memory",
+        told=f"room for {needed / GIB:.1f} GiB of offloaded states",
+        problems=problems,
+    )
+
+
+def _builds(x: Examined) -> HostCheck:
+    problems = [
+        red(
+            "SW5317",
+            (
+                f"{probed.host}: {tool} is missing, and DeepSpeed compiles CPUAdam there for "
+                "parallelism.offload"
+            ),
+            (
+                "Install the CUDA toolkit of torch's version, ninja and g++ there, or compile with "
+                "offload: none."
+            ),
+        )
+        for probed in x.answers
+        for tool in probed.facts.no_tools
+    ]
+    problems += [
+        red(
+            "SW5318",
+            (
+                f"{probed.host}: no process there holds the build lock {path!r}, and a run would "
+                "wait for it for ever"
+            ),
+            f"Where no other host builds in that folder: `rm {path}` on {probed.host}.",
+        )
+        for probed in x.answers
+        for path in probed.facts.stale_locks
+    ]
+    return HostCheck(name="builds", told="DeepSpeed can compile CPUAdam", problems=tuple(problems))
+
+
+CHECKS = (_engine, _versions, _folder, _inputs, _devices, _disk, _clocks, _interfaces, _memory)

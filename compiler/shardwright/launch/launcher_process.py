@@ -1,0 +1,312 @@
+"""`run`: starts the real `deepspeed` launcher on a compiled folder, streams rank 0, and tells how
+it ended.
+
+Runs in the user's shell: no torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from shardwright.checkpoint.checkpoint_manifest import OUTER_ANCHOR, read_manifest
+from shardwright.checkpoint.checkpoint_store import CheckpointStore
+from shardwright.checkpoint.resume_checkpoint import choose_checkpoint, tell
+from shardwright.data.data_preparation import LARGEST_UNPREPARED_BYTES, prepare
+from shardwright.data.dataset import resolve
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.launch.failure_report import port_was_taken, report_failure
+from shardwright.launch.launchers.job_submission import submit
+from shardwright.launch.launchers.launcher_table import LAUNCHERS
+from shardwright.launch.preflight_checks import check_machine, check_versions
+from shardwright.launch.training_progress import TrainingProgress
+from shardwright.models.weights_location import weights_words
+from shardwright.monitor.rank_events import RunNote, RunStalled, parse_event
+from shardwright.monitor.run_files import PROGRESS, evaluated_step, read_status, write_status
+from shardwright.plan.plan import Plan
+from shardwright.plan.plan_json import load_plan
+from shardwright.train.host_consistency import check_unchanged
+from shardwright.train.lease_ownership import held_by_run
+from shardwright.train.run_attempt import begin_attempt
+from shardwright.train.secret_environment import blotter
+from shardwright.utils.programs import free_port, program_path
+
+INTERRUPT_GRACE_SECONDS = 10.0
+HOST_GRACE_SECONDS = 15.0
+"""From the end of one host's ranks to the end of all: they have long ended themselves, unless they
+never met."""
+
+ABSENT_CODES = ("SW6101", "SW6102", "SW6119")
+"""Data that is not where the plan says."""
+
+SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=3"
+"""Never a question, and a host that went away is noticed. The user's own options stand first, and
+so win."""
+
+_HOST_ENDED = re.compile(r"pdsh@\S+: \S+: ssh exited with exit code [1-9]")
+
+_CHATTER = re.compile(
+    r"(\S+: )?("  # pdsh's prefix, the host
+    + "|".join(
+        (
+            r"\[20\d\d-",  # DeepSpeed's and torch's log lines
+            r"(MA|CPU Virtual Memory:|before|after|begin|end) ",  # DeepSpeed's memory reports
+            # PipelineModule's construction
+            r"(Using topology:|SEED_LAYERS=|stage=\d|\s+\d+: \w+$|  loss: )",
+            r"(\[Gloo\]|Rank: |\[rank\d+\]:\[W|W\d{4} )",
+            r"(rank \d+ ends: |pdsh@|(Connection to|client_loop:) )",
+        )
+    )
+    + ")"
+)
+"""What DeepSpeed and torch say in passing: in run/launcher.log, not on the terminal."""
+
+
+PORTS = 3
+"""Starts with `launch.master_port: auto`, each with a port that is free at that moment."""
+
+
+def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
+    """resume: auto | never | a step folder. Returns the exit code: 0 done or preempted, 1 refused,
+    3 not finished."""
+    plan = load_plan(folder)
+    for warning in check_versions(plan):
+        print(warning, file=sys.stderr)
+    check_machine(plan, folder, hostfile)
+    check_unchanged(plan, folder)
+    (folder / "run").mkdir(exist_ok=True)
+    plan = _prepare_data(plan, folder)
+    if LAUNCHERS[plan.launch.launcher].submits:
+        return submit(plan, folder, resume)
+    with _lock(folder) as lock, held_by_run(plan, folder) as lease:
+        chosen = choose_checkpoint(plan, folder, resume)
+        tell(chosen)
+        if chosen is None:
+            print(f"starts from {weights_words(plan.model.weights)}")
+        owes = chosen is not None and (
+            _owes_evaluation(plan, folder) or _owes_outer_step(plan, chosen.path)
+        )
+        if chosen and chosen.step >= plan.training.steps and not owes:
+            print(
+                f"already trained to its last step: {chosen.path} (`--resume never` starts again)"
+            )
+            # Its copy failed, which ended that run with an error.
+            if plan.checkpoint.upload_to and CheckpointStore(
+                plan.checkpoint.upload_to
+            ).copy_missing(chosen.path):
+                print(f"copied       {chosen.path.name} to {plan.checkpoint.upload_to}")
+            return 0
+        for port in range(1, PORTS + 1):
+            attempt = begin_attempt(
+                plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token
+            ).number
+            code = _launch(plan, folder, hostfile, attempt, lock)
+            if port == PORTS or not port_was_taken(plan, folder / "run"):
+                break
+            print(
+                "another process took the port that was free a moment ago: starting again with "
+                "another one"
+            )
+        return _conclude(plan, folder, attempt, code)
+
+
+def _owes_evaluation(plan: Plan, folder: Path) -> bool:
+    """Whether the last step was saved, and its validation then failed."""
+    return plan.validation is not None and evaluated_step(folder) < plan.training.steps
+
+
+def _owes_outer_step(plan: Plan, checkpoint: Path) -> bool:
+    """Whether the last step was saved, and its outer step was not made: the outer store was not
+    reached."""
+    return plan.outer is not None and any(
+        OUTER_ANCHOR in t.states for t in read_manifest(checkpoint).tensors.values()
+    )
+
+
+def _prepare_data(plan: Plan, folder: Path) -> Plan:
+    """Before anything that costs GPU time is started; the plan with its epochs counted. Raises
+    Refusal."""
+    launcher = LAUNCHERS[plan.launch.launcher]
+    if launcher.own_files:
+        return plan  # the pods have volumes of their own
+    try:
+        prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
+        return resolve(plan, folder)[0]
+    except Refusal as refusal:
+        # Where the ranks run elsewhere, the data may be there alone; they look for themselves.
+        elsewhere = plan.nodes > 1 or launcher.submits
+        if elsewhere and all(d.code in ABSENT_CODES for d in refusal.diagnostics):
+            return plan
+        raise
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[int]:
+    """Held by its file descriptor, which the launcher inherits: an orphaned launcher still counts
+    as alive."""
+    with (folder / "run" / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise another_is_alive(folder) from None
+        yield file.fileno()
+
+
+def another_is_alive(folder: Path) -> Refusal:
+    return refusal(
+        "SW6006",
+        f"another `shardwright run` of {str(folder)!r} is alive",
+        "`shardwright status` says how it is doing; `shardwright stop` ends it with a checkpoint.",
+    )
+
+
+def command(plan: Plan, hostfile: Path | None) -> list[str]:
+    """The compiled folder's own launch.sh, from that folder: a run by hand and a run from here are
+    the same."""
+    return ["bash", "launch.sh", *([str(hostfile.resolve())] if hostfile else [])]
+
+
+def _environment() -> dict[str, str]:
+    """launch.sh does the rest: what the ranks need stands there."""
+    return {
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # of torch, about DeepSpeed's calls
+        **os.environ,
+        "PATH": program_path(),
+        "PDSH_SSH_ARGS_APPEND": (
+            f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}"
+        ).strip(),
+        "MASTER_PORT": str(free_port()),
+    }
+
+
+def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock: int) -> int:
+    """Streams until the launcher ends. SIGUSR1 and SIGTERM ask the ranks to save and stop."""
+
+    def ask_to_stop(*_: object) -> None:
+        (folder / "run" / "stop").touch()
+
+    interrupts: list[int] = []
+
+    def on_interrupt(number: int, frame: object) -> None:
+        # Our own handler: a background job starts with SIGINT ignored, and the launcher listens to
+        # it all the same. Remembered as well as raised: an exception in the wrong place (a
+        # finalizer) is swallowed by Python.
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    previous = {s: signal.signal(s, ask_to_stop) for s in (signal.SIGUSR1, signal.SIGTERM)}
+    previous[signal.SIGINT] = signal.signal(signal.SIGINT, on_interrupt)
+    # A session of its own: a terminal's interrupt comes here alone. Under pdsh DeepSpeed's handler
+    # would answer it with a remote pkill, which also ends other runs on these hosts.
+    process = subprocess.Popen(
+        command(plan, hostfile),
+        cwd=folder,
+        env=_environment(),
+        pass_fds=[lock],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        _stream(process, plan, folder)
+        code = process.wait()
+        if interrupts:
+            raise KeyboardInterrupt
+        return code
+    except KeyboardInterrupt:
+        _interrupt(process, plan)
+        write_status(folder, "failed", attempt, rank=None, cause="interrupted")
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
+    """Everything into run/launcher.log, what a person wants to see to the terminal."""
+    assert process.stdout is not None
+    ender: threading.Timer | None = None
+    blot = blotter(plan.launch.env_from)
+    with (
+        _private(folder / "run" / "launcher.log") as file,
+        TrainingProgress(plan.training.steps) as progress,
+    ):
+        for text in map(blot, process.stdout):
+            file.write(text)
+            file.flush()
+            if _HOST_ENDED.match(text) and ender is None:
+                # Its ranks told the others, unless they never met.
+                ender = threading.Timer(HOST_GRACE_SECONDS, _kill, [process])
+                ender.daemon = True
+                ender.start()
+            event = parse_event(text)
+            if PROGRESS in text:
+                progress.show(text.split(PROGRESS, 1)[1])
+            elif event is not None:
+                if isinstance(event, RunStalled | RunNote) and event.text:
+                    progress.note(f"warning[SW6303]: {event.text}")
+            elif text.strip() and not _CHATTER.match(text):
+                progress.note(text.rstrip())
+    if ender is not None:
+        ender.cancel()
+
+
+def _private(path: Path) -> TextIO:
+    """Empty and open for writing, readable by this user alone, also where an earlier version left
+    it to all."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w")
+
+
+def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:
+    """Ends every rank: here the launcher does it; under pdsh the ranks, once their output has no
+    reader."""
+    if LAUNCHERS[plan.launch.launcher].outlived:
+        _kill(process)
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.communicate(timeout=INTERRUPT_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        process.communicate()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Launcher, pdsh and ssh, at once and unheard. The hosts' ranks see their output break and end
+    themselves."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(process.pid)
+        for each in (
+            launcher,
+            *launcher.children(recursive=True),
+        ):  # pdsh gives each ssh a process group of its own
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def _conclude(plan: Plan, folder: Path, attempt: int, code: int) -> int:
+    """The launcher's exit code alone proves nothing (it is 0 when launch.py dies by a signal): the
+    marker does."""
+    status = read_status(folder)
+    if status.attempt == attempt and status.status in ("done", "preempted"):
+        print(f"{status.status} at step {status.step} of {plan.training.steps}")
+        print(f"metrics      {folder / 'run' / 'metrics.jsonl'}")
+        print(f"checkpoints  {folder / plan.checkpoint.directory}")
+        return 0
+    return report_failure(plan, folder, attempt, code)

@@ -1,0 +1,94 @@
+"""`doctor` where a scheduler chooses the hosts: what would it say of the job? Nothing is submitted.
+No torch here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics.host_check import HostCheck, red
+from shardwright.launch.launchers.launcher_table import LAUNCHERS
+from shardwright.plan.plan import Plan
+from shardwright.utils.programs import program_path
+
+SECONDS = 15.0
+"""For each command: a controller that is there answers in a few."""
+_LOG = re.compile(r"^(?:(?:sbatch|srun|sinfo|scontrol): )?(?:(?:error|fatal): )?", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerReply:
+    """code: None where the command is not there or did not come back."""
+
+    code: int | None
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        """The end of what it complained of, in one line."""
+        return " ".join(_LOG.sub("", self.err or self.out).split())[-300:]
+
+
+def ask(*command: str, cwd: Path | None = None) -> SchedulerReply:
+    env = {**os.environ, "PATH": program_path()}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=env,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return SchedulerReply(code=None, out="", err=f"no answer in {SECONDS:.0f} s")
+    except OSError as error:
+        return SchedulerReply(code=None, out="", err=error.strerror or str(error))
+    return SchedulerReply(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def missing(programs: tuple[str, ...], launcher: str) -> tuple[Diagnostic, ...]:
+    return tuple(
+        red(
+            "SW5313",
+            f"there is no `{program}` command here",
+            (
+                "Run doctor where jobs are submitted, or compile with another launcher than "
+                f"{launcher}."
+            ),
+        )
+        for program in programs
+        if shutil.which(program, path=program_path()) is None
+    )
+
+
+class Scheduler(Protocol):
+    """The module that a launcher's row names: how it takes a job, and what it would say of one."""
+
+    def submit(self, plan: Plan, folder: Path, resume: str) -> None:
+        """Prints the job's name and how to follow it. Raises Refusal where it takes none."""
+        ...
+
+    def checks(self, plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
+        """Outside of an allocation."""
+        ...
+
+    def allocated_hosts(self) -> list[str]:
+        """The nodes of the allocation that this process is in, in the scheduler's order."""
+        ...
+
+
+def scheduler_of(plan: Plan) -> Scheduler:
+    path = LAUNCHERS[plan.launch.launcher].scheduler
+    assert path is not None, "asked for before"
+    return cast(Scheduler, import_module(path))

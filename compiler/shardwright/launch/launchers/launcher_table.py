@@ -1,0 +1,148 @@
+"""The launchers, a row each: `launch.launcher` in a recipe and in plan.json. A new one is a row and
+its templates."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwright.plan.folder_paths import HOSTFILE, SETUP_SCRIPT
+from shardwright.recipe.recipe_types import LaunchSection, SlurmSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """templates: path in the compiled folder -> template. kinds: other ones, by the kind that its
+    section says. program: what `run` needs here to start it.
+
+    several_nodes: whether it starts more than one. needs_hosts: it reaches the nodes by name; the
+    others are started on
+        each node, which knows only its number: node_number, in the shell's words. by_hand: nothing
+        here can start the other nodes.
+    unquoted: it hands the folder's path to the nodes' shells without quotes.
+    outlived: the ranks outlive what started them here, until their output has no reader.
+
+    scheduler: the module that knows it (launch/), where one chooses the hosts; the section of the
+    launcher's name is
+        its own.
+    allocation: the variable that stands inside of one, where `run` starts the ranks there and then.
+    allocated_nodes:
+        the variable with their number.
+    own_files: the ranks see other files than this machine. named_hosts: they meet at a node's name,
+    not its address.
+    """
+
+    name: str
+    templates: Mapping[str, str]
+    kinds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    program: str | None = None
+    several_nodes: bool = True
+    needs_hosts: bool = False
+    by_hand: bool = False
+    node_number: str | None = None
+    unquoted: bool = False
+    outlived: bool = False
+    scheduler: str | None = None
+    allocation: str | None = None
+    allocated_nodes: str | None = None
+    own_files: bool = False
+    named_hosts: bool = False
+
+    @property
+    def submits(self) -> bool:
+        """Whether `run` hands the job over here, and the ranks start later."""
+        return self.scheduler is not None and not self.is_allocated
+
+    @property
+    def is_allocated(self) -> bool:
+        return self.allocation is not None and self.allocation in os.environ
+
+
+_JOBSET = {
+    "launch.sh": "kubernetes.sh.j2",
+    "launch/jobset.yaml": "kubernetes_jobset.yaml.j2",
+    "launch/node.sh": "node.sh.j2",
+}
+_ROWS = (
+    Launcher(name="local", templates={"launch.sh": "local.sh.j2"}, several_nodes=False),
+    Launcher(
+        name="pdsh",
+        templates={"launch.sh": "pdsh.sh.j2"},
+        program="pdsh",
+        needs_hosts=True,
+        unquoted=True,
+        outlived=True,
+    ),
+    Launcher(
+        name="no_ssh",
+        templates={"launch.sh": "node.sh.j2"},
+        by_hand=True,
+        node_number="${NODE_RANK:?give the number of this node, from 0}",
+    ),
+    Launcher(
+        name="slurm",
+        templates={
+            "launch.sh": "slurm.sh.j2",
+            "launch/job.sh": "slurm_job.sh.j2",
+            "launch/node.sh": "node.sh.j2",
+        },
+        program="sbatch",
+        scheduler="shardwright.launch.launchers.slurm_launcher",
+        node_number="${SLURM_NODEID:?srun starts this file}",
+        allocation="SLURM_JOB_ID",
+        allocated_nodes="SLURM_JOB_NUM_NODES",
+        named_hosts=True,
+    ),
+    Launcher(
+        name="openmpi",
+        templates={"launch.sh": "openmpi.sh.j2", "launch/rank.sh": "openmpi_rank.sh.j2"},
+        program="mpirun",
+        needs_hosts=True,
+    ),
+    Launcher(
+        name="kubernetes",
+        templates={
+            "launch.sh": "kubernetes.sh.j2",
+            "launch/service.yaml": "kubernetes_service.yaml.j2",
+            "launch/job.yaml": "kubernetes_job.yaml.j2",
+            "launch/node.sh": "node.sh.j2",
+        },
+        kinds={"jobset": _JOBSET},
+        program="kubectl",
+        scheduler="shardwright.launch.launchers.kubernetes_launcher",
+        node_number="${JOB_COMPLETION_INDEX:?an Indexed Job starts this file}",
+        own_files=True,
+    ),
+)
+LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ROWS}
+ONE_NODE, SEVERAL_NODES = "local", "pdsh"
+"""`auto`, where the recipe has no scheduler's section."""
+
+
+def launcher_of(launch: LaunchSection, nodes: int) -> Launcher:
+    """auto, settled by what the recipe holds."""
+    if launch.launcher != "auto":
+        return LAUNCHERS[launch.launcher]
+    given = (row for row in _ROWS if row.scheduler and getattr(launch, row.name) is not None)
+    return next(given, LAUNCHERS[ONE_NODE if nodes == 1 else SEVERAL_NODES])
+
+
+def plan_launch(launch: LaunchSection, nodes: int, *, reads_hosts: bool) -> LaunchSection:
+    """As the plan has it: auto settled, files by their place in the compiled folder. reads_hosts:
+    the engine's."""
+    launcher = launcher_of(launch, nodes)
+    has_hostfile = reads_hosts and (
+        nodes == 1 or launch.hostfile is not None or not launcher.needs_hosts
+    )
+    return dataclasses.replace(
+        launch,
+        launcher=launcher.name,
+        hostfile=HOSTFILE if has_hostfile else None,
+        env=tuple(sorted(launch.env)),
+        env_from=tuple(sorted(set(launch.env_from))),
+        setup_script=None if launch.setup_script is None else SETUP_SCRIPT,
+        slurm=(launch.slurm or SlurmSection(mem="0")) if launcher.name == "slurm" else None,
+        kubernetes=launch.kubernetes if launcher.name == "kubernetes" else None,
+    )

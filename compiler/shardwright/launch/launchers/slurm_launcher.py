@@ -1,0 +1,155 @@
+"""Slurm: how its jobs are submitted, and what `doctor` asks it. No torch here."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics.host_check import HostCheck, red, unchecked
+from shardwright.launch.launchers.job_scheduler import ask, missing
+from shardwright.launch.launchers.job_submission import handed_over, not_taken
+from shardwright.plan.plan import Plan
+
+SHARED = (
+    *(
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "wekafs",
+        "panfs",
+        "cifs",
+        "smb3",
+        "glusterfs",
+        "9p",
+        "afs",
+    ),
+    *("orangefs", "virtiofs", "fuse."),
+)
+"""File systems that several hosts mount, or may (fuse)."""
+
+
+def submit(plan: Plan, folder: Path, resume: str) -> None:
+    # An absolute path: the job goes on in the folder, not in the shell that submitted it.
+    chosen = resume if resume in ("auto", "never") else str(Path(resume).resolve())
+    printed = handed_over(["sbatch", "--parsable", "launch/job.sh", chosen], folder)
+    job = re.fullmatch(r"(\d+)(;\S+)?", printed.strip().splitlines()[-1] if printed.strip() else "")
+    if job is None:
+        raise not_taken(
+            f"sbatch printed no job id: {printed.strip()[-200:]!r}", "Look for the job with squeue."
+        )
+    print(f"submitted    job {job[1]}")
+    print(f"watch        squeue -j {job[1]}")
+    print(f"log          {folder / 'run' / f'slurm-{job[1]}.log'}")
+    print(
+        f"stop         touch {folder / 'run' / 'stop'}  (saves a checkpoint; scancel {job[1]} "
+        "does not)"
+    )
+
+
+def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
+    """Outside of an allocation: the commands, the controller, and what it would do with
+    launch/job.sh."""
+    absent = missing(("sbatch", "srun", "scontrol", "sinfo"), "slurm")
+    version = ask("sbatch", "--version").out.strip() or "version unknown"
+    yield HostCheck(
+        name="commands", told=f"sbatch, srun, scontrol, sinfo: {version}", problems=absent
+    )
+    if not absent:
+        ping = ask("sinfo", "--noheader", "--format=%R|%D")
+        if ping.code != 0:
+            yield HostCheck(
+                name="controller",
+                told="",
+                problems=(
+                    red(
+                        "SW5314",
+                        f"Slurm's controller does not answer: {ping.said}",
+                        "`sinfo` must answer.",
+                    ),
+                ),
+            )
+        else:
+            yield HostCheck(name="controller", told="answers")
+            yield _partition(plan, ping.out)
+            yield _slurm_job(folder)
+    yield _file_system(folder, shared=shared)
+    yield unchecked(
+        "nodes",
+        (
+            "Slurm has yet to choose them. In an allocation (`salloc`, then doctor again) they "
+            "are tried"
+        ),
+    )
+
+
+def _partition(plan: Plan, rows: str) -> HostCheck:
+    """rows: name|number of nodes, as sinfo prints them."""
+    found: dict[str, int] = {}
+    for row in rows.splitlines():
+        name, _, count = row.partition("|")
+        found[name] = found.get(name, 0) + (int(count) if count.isdigit() else 0)
+    slurm = plan.launch.slurm
+    wanted = slurm.partition if slurm is not None else None
+    if wanted is None:
+        return HostCheck(name="partition", told="the cluster's default")
+    known = ", ".join(found) or "none"
+    problems = [
+        red(
+            "SW5315",
+            f"there is no partition {name}; there are {known}",
+            "Set launch.slurm.partition to one of them.",
+        )
+        for name in wanted.split(",")
+        if name not in found
+    ]
+    nodes = sum(found.get(name, 0) for name in wanted.split(","))
+    if not problems and nodes < plan.nodes:
+        text = f"partition {wanted} has {nodes} nodes, the plan {plan.nodes}"
+        problems.append(red("SW5315", text, "Compile for fewer nodes, or name another partition."))
+    return HostCheck(name="partition", told=f"{wanted}: {nodes} nodes", problems=tuple(problems))
+
+
+def _slurm_job(folder: Path) -> HostCheck:
+    """Partition, account, limits, features, memory, options: the controller judges the job script
+    and forgets it."""
+    answer = ask("sbatch", "--test-only", "launch/job.sh", "auto", cwd=folder)
+    if answer.code == 0:
+        return HostCheck(name="job", told=answer.said or "Slurm would take it")
+    help = "Change launch.slurm in the recipe, and compile again."
+    return HostCheck(
+        name="job",
+        told="",
+        problems=(red("SW5315", f"Slurm would refuse the job: {answer.said}", help),),
+    )
+
+
+def _file_system(folder: Path, *, shared: bool) -> HostCheck:
+    path = folder.resolve()
+    mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    kind = next(
+        (mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts), "unknown"
+    )
+    problems: tuple[Diagnostic, ...] = ()
+    if shared and not kind.startswith(SHARED):
+        text = (
+            f"{str(path)!r} is on {kind}, most likely a disk of this host; the job's nodes look at "
+            "the same path"
+        )
+        help = "Compile onto, or copy the folder to, a file system that every node mounts."
+        problems = (Diagnostic(code="SW5316", severity="warning", message=text, help=help),)
+    return HostCheck(name="folder", told=f"complete here, on {kind}", problems=problems)
+
+
+def allocated_hosts() -> list[str]:
+    """The nodes of the Slurm allocation that this process is in, in Slurm's order."""
+    return ask(
+        "scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")
+    ).out.split()

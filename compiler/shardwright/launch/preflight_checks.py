@@ -1,0 +1,191 @@
+"""What must hold before a run may start on this machine. No torch here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.engines.engine_table import engine_of
+from shardwright.launch.extension_build_locks import compiles_optimizer, stale_locks
+from shardwright.launch.launchers.launcher_table import LAUNCHERS
+from shardwright.plan.hostfile import SAFE_UNQUOTED, read_hosts
+from shardwright.plan.plan import Plan
+from shardwright.recipe.recipe_types import FLASH
+from shardwright.train.experiment_trackers import missing_trackers
+from shardwright.utils.bounded_read import read_regular_text
+from shardwright.utils.optional_packages import (
+    missing_compiler,
+    missing_flash_attention,
+    missing_peft,
+)
+from shardwright.utils.programs import program_path
+
+
+def tested_versions(plan: Plan) -> dict[str, str]:
+    """Package -> the versions that are tested."""
+    return {**engine_of(plan).packages, "transformers": ">=5.20,<6", "torch": ">=2.10,<3"}
+
+
+def check_versions(plan: Plan) -> list[str]:
+    """Warnings for versions that differ from the plan's inside the tested range; Refusal outside
+    it."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    warnings, errors = [], []
+    for name, tested in tested_versions(plan).items():
+        try:
+            planned, installed = plan.versions[name], metadata.version(name)
+        except metadata.PackageNotFoundError:
+            text = f"planned with {name} {plan.versions[name]}, which is not installed here"
+            help = (
+                f"Install {name} {plan.versions[name]}, or compile the recipe for another target."
+            )
+            errors.append(Diagnostic(code="SW6002", message=text, help=help))
+            continue
+        if Version(installed).base_version == Version(planned).base_version:
+            continue
+        if SpecifierSet(tested).contains(Version(installed).base_version):
+            warnings.append(
+                f"warning[SW6002]: planned with {name} {planned}, running with {installed} "
+                f"(tested: {tested})"
+            )
+        else:
+            text = f"planned with {name} {planned}, but {installed} is installed (tested: {tested})"
+            help = f"Install {name} {planned}, or compile the recipe again here."
+            errors.append(Diagnostic(code="SW6002", message=text, help=help))
+    if errors:
+        raise Refusal(*errors)
+    return warnings
+
+
+def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
+    """Raises Refusal with every obstacle at once."""
+    if obstacles := tuple(_obstacles(plan, folder, hostfile)):
+        raise Refusal(*obstacles)
+
+
+def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+    if plan.lora is not None and (absent := missing_peft()):
+        yield absent
+    if plan.model.attention == FLASH and (absent := missing_flash_attention()):
+        yield absent
+    if plan.model.kernels == "compile" and (absent := missing_compiler(is_cpu=plan.is_cpu)):
+        yield absent
+    if plan.is_cpu and plan.training.precision == "fp16":
+        help = "Set training.precision to bf16 or fp32 and compile again; fp16 plans run on GPUs."
+        yield found("SW6004", None, "fp16 does not run on a CPU: DeepSpeed refuses it", help)
+    program = engine_of(plan).program
+    if shutil.which(program, path=program_path()) is None:
+        help = (
+            "Install shardwright with its dependencies (pip install shardwright) and use its "
+            "command."
+        )
+        yield found("SW6005", None, f"there is no `{program}` command in this environment", help)
+    yield from missing_trackers(plan)
+    weights = plan.model.weights_path
+    launcher = LAUNCHERS[plan.launch.launcher]
+    # Pods have a volume of their own, which need not be mounted here.
+    if weights is not None and not launcher.own_files and not Path(weights).is_dir():
+        help = (
+            "Bring them back (the plan names their revision where they came from the hub), or "
+            "compile again."
+        )
+        yield found(
+            "SW6007", None, f"the pretrained weights are gone: there is no folder {weights!r}", help
+        )
+    if launcher.by_hand:
+        message = f"launch.launcher is {launcher.name}: nothing here can start the other nodes"
+        help = (
+            f"On each node: NODE_RANK=0...{plan.nodes - 1} MASTER_ADDR=<address of node 0> bash "
+            "launch.sh"
+        )
+        yield found("SW6005", None, message, help)
+    if launcher.name == "local" and compiles_optimizer(plan):
+        for path in stale_locks():
+            text = (
+                f"DeepSpeed would wait for ever for the build lock {str(path)!r}, which no "
+                "process here holds"
+            )
+            yield found(
+                "SW5318", None, text, f"Where no other host builds in that folder: `rm {path}`."
+            )
+    yield from scheduler_obstacles(plan)
+    yield from host_obstacles(plan, folder, hostfile)
+
+
+def scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
+    launcher = LAUNCHERS[plan.launch.launcher]
+    name, program = launcher.name, launcher.program
+    if program is not None and shutil.which(program, path=program_path()) is None:
+        help = (
+            "Install it, start the run where there is one, or compile with another launcher "
+            f"than {name}."
+        )
+        yield found(
+            "SW6005",
+            None,
+            f"launch.launcher is {name}, and there is no `{program}` command here",
+            help,
+        )
+    nodes = None if launcher.allocated_nodes is None else os.environ.get(launcher.allocated_nodes)
+    if nodes is not None and nodes != str(plan.nodes):
+        message = (
+            f"the {name.capitalize()} allocation has {nodes} nodes, the plan is for {plan.nodes}"
+        )
+        help = (
+            f"Ask for --nodes={plan.nodes}, leave the allocation (`run` then submits a job), or "
+            "compile again."
+        )
+        yield found("SW6003", None, message, help)
+
+
+def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+    """The hosts of a hostfile against the plan's rank map."""
+    launcher, compiled = LAUNCHERS[plan.launch.launcher], folder / "launch" / "hostfile"
+    if not launcher.needs_hosts:
+        if hostfile is not None:
+            reaching = "` or `".join(row.name for row in LAUNCHERS.values() if row.needs_hosts)
+            where = (
+                f"given by {launcher.name}"
+                if launcher.several_nodes
+                else "the machine that `run` is started on"
+            )
+            help = f"Leave --hostfile out, or compile with `launcher: {reaching}`."
+            yield found(
+                "SW6003", None, f"a hostfile has no use: where the ranks run is {where}", help
+            )
+        return
+    if hostfile is None and not compiled.is_file():
+        yield no_hostfile(plan)
+        return
+    path = hostfile or compiled
+    try:
+        read_hosts(str(path), read_regular_text(path), plan.nodes, plan.gpus_per_node)
+    except Refusal as refusal:
+        yield from refusal.diagnostics
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        message = f"the hostfile {str(path)!r} cannot be read: {cause}"
+        yield found("SW6003", None, message, "Lines `name slots=N`, one a node.")
+    if launcher.unquoted and not SAFE_UNQUOTED.fullmatch(str(folder.resolve())):
+        message = (
+            f"{launcher.name} cannot pass the folder's path {str(folder.resolve())!r}: it "
+            "does not quote"
+        )
+        help = (
+            "Move the folder to a path of letters, digits and @%+=:,./-_ only, the same on "
+            "every host."
+        )
+        yield found("SW6005", None, message, help)
+
+
+def no_hostfile(plan: Plan) -> Diagnostic:
+    message = f"the plan is for {plan.nodes} nodes and no hostfile says which"
+    return found(
+        "SW6003", None, message, "Give `--hostfile FILE` with a line `name slots=N` for each node."
+    )

@@ -1,0 +1,202 @@
+"""Megatron-Core's interleaved 1F1B, simulated pass by pass from its own schedule table.
+
+p ranks hold v parts of the model each: part c p + r is chunk c of rank r. Micro-batches go round
+the ranks in groups of p (megatron/core/pipeline_parallel/schedules.py, get_schedule_table): forward
+pass k of every rank is of chunk (k // p) % v, backward pass k of chunk v - 1 - (k // p) % v. Rank r
+makes 2 (p - r - 1) + (v - 1) p forward passes before its first backward pass, then one of each in
+turns, then the backward passes that are left (get_pp_rank_microbatches,
+forward_backward_pipelining_with_interleaving). A test compares both with the installed one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwright.layout.pipeline_instructions import BACKWARD, FORWARD
+from shardwright.layout.pipeline_simulation import Exchange, Interval, Timeline
+
+LEAST_GROUPS = 4
+PASSES = 6000
+"""So many are simulated, in LEAST_GROUPS groups of p micro-batches at least; the groups after them
+go on as the last one did. Of parts that differ by 5 % the step is within 1 % of the whole
+simulation."""
+
+
+def first_forwards(ranks: int, rank: int, chunks: int, micro_batches: int) -> int:
+    """Forward passes of a rank before its first backward pass, one in steady state not counted."""
+    return min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, micro_batches * chunks)
+
+
+def kept_at_once(ranks: int, rank: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches whose activations each chunk of the rank keeps when its first backward pass
+    begins."""
+    passes = min(first_forwards(ranks, rank, chunks, micro_batches) + 1, micro_batches * chunks)
+    rounds, rest = divmod(passes, ranks * chunks)
+    return tuple(
+        rounds * ranks + min(ranks, max(0, rest - chunk * ranks)) for chunk in range(chunks)
+    )
+
+
+@functools.lru_cache(maxsize=8192)
+def step_seconds(
+    ranks: int,
+    micro_batches: int,
+    forward_seconds: tuple[float, ...],
+    backward_seconds: tuple[float, ...],
+) -> float:
+    """From the first forward pass to the last backward pass. forward, backward: of one micro-batch,
+    a part of the model each, messages included. micro_batches: a multiple of the ranks."""
+    passes_a_group = 2 * ranks * len(forward_seconds)
+    groups, all_groups = max(LEAST_GROUPS, PASSES // passes_a_group), micro_batches // ranks
+    if all_groups <= groups:
+        return _makespan(ranks, micro_batches, forward_seconds, backward_seconds)
+    shorter, seconds = (
+        _makespan(ranks, g * ranks, forward_seconds, backward_seconds) for g in (groups - 1, groups)
+    )
+    both = [f + b for f, b in zip(forward_seconds, backward_seconds, strict=True)]
+    slowest = max(sum(both[rank::ranks]) for rank in range(ranks))
+    return seconds + (all_groups - groups) * max(seconds - shorter, ranks * slowest)
+
+
+def simulate(
+    ranks: int,
+    micro_batches: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send_seconds: float,
+) -> Timeline:
+    """As events.simulate, of all micro-batches. forward, backward: without messages; each pass is
+    followed by one."""
+    with_send = (
+        tuple([x + send_seconds for x in forward]),
+        tuple([x + send_seconds for x in backward]),
+    )
+    program = _run(ranks, micro_batches, *with_send)
+    each = [rank.passes() for rank in program]
+    return Timeline(
+        seconds=max(rank.now for rank in program),
+        ranks=tuple(
+            tuple(
+                replace(interval, stop_seconds=interval.stop_seconds - send_seconds)
+                for interval in intervals
+            )
+            for intervals in each
+        ),
+        exchanges=tuple(
+            tuple(
+                Exchange(
+                    ready_seconds=end - send_seconds,
+                    start_seconds=end - send_seconds,
+                    stop_seconds=end,
+                )
+                for end in (interval.stop_seconds for interval in intervals)
+            )
+            for intervals in each
+        ),
+    )
+
+
+def _makespan(
+    ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
+) -> float:
+    return max(rank.now for rank in _run(ranks, micro_batches, forward, backward))
+
+
+def _run(
+    ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
+) -> list[_RingRank]:
+    """As long as passes that are ready are found, rank by rank."""
+    program = [
+        _RingRank(
+            number=rank,
+            ranks=ranks,
+            micro_batches=micro_batches,
+            forward=forward,
+            backward=backward,
+        )
+        for rank in range(ranks)
+    ]
+    waiting = list(range(ranks))
+    while waiting:
+        for rank in waiting:
+            program[rank].advance(program[rank - 1].ahead, program[(rank + 1) % ranks].back)
+        waiting = [rank for rank in waiting if not program[rank].is_done]
+    return program
+
+
+class _RingRank:
+    """ahead, back: when its forward passes, and its backward passes, were through, in the order of
+    the table."""
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        ranks: int,
+        micro_batches: int,
+        forward: Sequence[float],
+        backward: Sequence[float],
+    ) -> None:
+        chunks = len(forward) // ranks
+        self.now = 0.0
+        self.ahead: list[float] = []
+        self.back: list[float] = []
+        self._ranks, self._chunks, self._total = ranks, chunks, micro_batches * chunks
+        self._first = first_forwards(ranks, number, chunks, micro_batches)
+        self._forward, self._backward = forward[number::ranks], backward[number::ranks]
+        self._number, self._leads, self._ends = number, number == 0, number == ranks - 1
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.back) == self._total
+
+    def advance(self, before: list[float], behind: list[float]) -> None:
+        """Until a pass waits. before: forward passes of the rank before, around the ring; behind:
+        backward passes of the one behind. The same list where there is one rank."""
+        ranks, chunks, total, first = self._ranks, self._chunks, self._total, self._first
+        ahead, back, now = self.ahead, self.back, self.now
+        while (b := len(back)) < total:
+            f = len(ahead)
+            if (
+                f < total and f - b <= first
+            ):  # one of each in turns, once the first ones are through
+                chunk = f // ranks % chunks
+                # The first part of the model waits for none; later ones on the first rank for the
+                # ring's last rank.
+                needs = f if not self._leads else f - ranks if chunk else -1
+                if needs >= len(before):
+                    break
+                ready = before[needs] if needs >= 0 else 0.0
+                now = max(now, ready) + self._forward[chunk]
+                ahead.append(now)
+            else:
+                turn = b // ranks % chunks
+                needs = (
+                    b if not self._ends else b - ranks if turn else -1
+                )  # its own forward pass is through by then
+                if needs >= len(behind):
+                    break
+                ready = behind[needs] if needs >= 0 else 0.0
+                now = max(now, ready) + self._backward[chunks - 1 - turn]
+                back.append(now)
+        self.now = now
+
+    def passes(self) -> list[Interval]:
+        """In the order of time."""
+
+        def interval(k: int, end: float, *, is_forward: bool) -> Interval:
+            turn, p = k // self._ranks, self._ranks
+            chunk = turn % self._chunks if is_forward else self._chunks - 1 - turn % self._chunks
+            return Interval(
+                name=FORWARD if is_forward else BACKWARD,
+                stage=chunk * p + self._number,
+                micro_batch=turn // self._chunks * p + k % p,
+                start_seconds=end - (self._forward if is_forward else self._backward)[chunk],
+                stop_seconds=end,
+            )
+
+        found = [interval(k, end, is_forward=True) for k, end in enumerate(self.ahead)]
+        found += [interval(k, end, is_forward=False) for k, end in enumerate(self.back)]
+        return sorted(found, key=lambda each: each.stop_seconds)

@@ -1,0 +1,181 @@
+"""Stage 4's subject: one layout, everything that the search decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+from shardwright.layout import axes
+from shardwright.layout.axes import Axis, Value, rank_axes, world_of
+from shardwright.recipe.literal_types import (
+    Checkpointing,
+    Loss,
+    Offload,
+    PartialCheckpointing,
+    Schedule,
+)
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.json_types import JsonValue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A value for each row of the table (layout/axes.py), in the order in which they are printed.
+
+    hpz_partition_size: ranks of a node that share a second copy of the weights at ZeRO-3; 1 = none.
+    """
+
+    tensor: int
+    pipeline: int
+    data: int
+    zero_stage: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    activation_checkpointing: Checkpointing | PartialCheckpointing
+    schedule: Schedule
+    offload: Offload
+    expert: int = 1
+    expert_tensor: int | Literal["tensor"] = "tensor"
+    context: int = 1
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+    loss: Loss = "full"
+    hpz_partition_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return world_of(self.degrees())
+
+    @property
+    def shards(self) -> int:
+        """Ranks with the same parameters, over which ZeRO shares out states and gradients are
+        summed: what an engine calls data ranks."""
+        return self.data * self.context
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """That each expert's matrices are cut over."""
+        return self.tensor if self.expert_tensor == "tensor" else self.expert_tensor
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether ranks hold other parts of experts than of everything else."""
+        return self.expert > 1 or self.expert_tensor_ranks != self.tensor
+
+    @property
+    def expert_parts(self) -> float:
+        """What a rank would have of experts, were they cut over tensor ranks alone, over what it
+        has."""
+        return self.expert * self.expert_tensor_ranks / self.tensor
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of a stage that hold the same part of the experts; 1 too where a layout that no
+        rule lets through has fewer ranks than parts."""
+        return max(1, self.shards * self.tensor // (self.expert * self.expert_tensor_ranks))
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages to cut the layers into: DualPipeV holds two on each pipeline rank."""
+        return 2 * self.pipeline if self.schedule == "dualpipev" else self.pipeline
+
+    @property
+    def parts(self) -> int:
+        """What the layers are cut into, virtual stages counted."""
+        return self.stages * self.virtual_stages if self.interleaves else self.stages
+
+    @property
+    def interleaves(self) -> bool:
+        """Pipeline ranks hold several parts of the model and take them in turns. What a rule
+        refuses does not."""
+        return self.virtual_stages > 1 and self.schedule == "1f1b"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each rank has the whole model (its ZeRO shards gathered)."""
+        return not any(axis.cuts for axis, _ in self.beyond_plain())
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """Of the layers that are checkpointed at all."""
+        choice = self.activation_checkpointing
+        return "full" if isinstance(choice, PartialCheckpointing) else choice
+
+    def degrees(self) -> dict[str, int]:
+        return {axis.name: getattr(self, axis.name) for axis in rank_axes()}
+
+    def values(self) -> Mapping[Axis, Value]:
+        """Of every row, in the order in which they are printed."""
+        return {axis: getattr(self, axis.name) for axis in printed_axes(type(self))}
+
+    def beyond_plain(self) -> tuple[tuple[Axis, Value], ...]:
+        """What the layout has, and its value."""
+        return tuple((axis, value) for axis, value in self.values().items() if value != axis.plain)
+
+    def pins(self) -> dict[str, JsonValue]:
+        """The keys of a recipe's `parallelism` that leave this layout alone, and their values as a
+        recipe has them."""
+        return {
+            axis.name: asdict(value) if isinstance(value, PartialCheckpointing) else value
+            for axis, value in self.values().items()
+            if axis.section == "parallelism"
+            and ((axis.values is not None and axis.runs) or value != axis.plain)
+        }
+
+    def describe(self) -> str:
+        """Recipe key names, the keys of `pins`; where a recipe's default is plain, only what is
+        not."""
+        pins = self.pins()
+        return " ".join(
+            f"{axis.name}={value}"
+            for axis, value in self.values().items()
+            if axis.name in pins and (axis.is_free or value != axis.plain)
+        )
+
+
+def printed_axes(strategy: type[Strategy] = Strategy) -> tuple[Axis, ...]:
+    rows = {axis.name: axis for axis in axes.AXES}
+    return tuple(rows[field.name] for field in fields(strategy))
+
+
+def layout_axes() -> tuple[Axis, ...]:
+    """Those that a search settles under every engine where the recipe says auto, as they are
+    printed."""
+    return tuple(axis for axis in printed_axes() if axis.values is not None and axis.runs)
+
+
+def searched_axes(recipe: Recipe) -> tuple[Axis, ...]:
+    """layout_axes, and what else the recipe leaves to the search."""
+    return tuple(
+        axis
+        for axis in printed_axes()
+        if axis in layout_axes()
+        or (axis.section and axis.values is not None and axis.pin(recipe) is None)
+    )
+
+
+def inside_axes(*strategies: Strategy) -> tuple[str, ...]:
+    """Names of those whose collectives a layer of any of these layouts waits for; tensor where
+    there are none."""
+    rows = [axis for axis in printed_axes() if axis.inside]
+    found = [
+        axis.name for axis in rows if any(getattr(s, axis.name) != axis.plain for s in strategies)
+    ]
+    return tuple(found) or ("tensor",)
+
+
+def inside_words(*strategies: Strategy) -> str:
+    """Of their collectives: "tensor-parallel", "tensor- and expert-parallel"."""
+    *others, last = inside_axes(*strategies)
+    return (
+        f"{', '.join(f'{name}-' for name in others)} and {last}-parallel"
+        if others
+        else f"{last}-parallel"
+    )
+
+
+def free_axes() -> tuple[Axis, ...]:
+    """Those of them whose default is auto. A search that was not asked to does not offload states
+    to the host."""
+    return tuple(axis for axis in layout_axes() if axis.is_free)

@@ -1,0 +1,243 @@
+"""Contiguous stages whose slowest pipeline rank does the least work: where the search for the
+fastest cut starts.
+
+DeepSpeed's own `partition_method: parameters` charges the embedding lookup as compute (measured: up
+to 25 % slower); here a layer costs its forward FLOPs, the head included and the lookup nearly free.
+That minimum alone does not make the step the shortest: `cuts` goes on from here with the schedule
+simulated.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator
+
+from shardwright.diagnostics import Diagnostic
+from shardwright.layout.layout import Strategy
+from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.literal_types import Schedule
+from shardwright.utils.memoize import remembered
+
+
+def layer_costs(graph: ModelGraph, sequence_length: int, tower: int = 0) -> tuple[int, ...]:
+    """Forward FLOPs per token of each layer at this sequence length; at least 1, so that no cut is
+    free. tower: what the first layer does beside the lookup."""
+    first, *others = (
+        max(
+            1,
+            layer.matmul_flops_per_token
+            + layer.attention_flops_per_token_per_position * sequence_length,
+        )
+        for layer in graph.layers
+    )
+    return first + tower, *others
+
+
+def most_stages(graph: ModelGraph) -> int:
+    return len(graph.cut.blocks(graph.decoder_layers))
+
+
+@remembered(
+    lambda graph, sequence_length, tower: (graph.identity, graph.cut, sequence_length, tower)
+)
+def _block_costs(graph: ModelGraph, sequence_length: int, tower: int) -> tuple[int, ...]:
+    costs = iter(layer_costs(graph, sequence_length, tower))
+    return tuple(
+        sum(itertools.islice(costs, size)) for size in graph.cut.blocks(graph.decoder_layers)
+    )
+
+
+def least_slowest_cut(
+    graph: ModelGraph, sequence_length: int, stages: int, schedule: Schedule, tower: int = 0
+) -> tuple[int, ...]:
+    """Boundaries, counted in the blocks that have to stay together; there are enough of them.
+    tower: as layer_costs takes it."""
+    costs = _block_costs(graph, sequence_length, tower)
+    return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(costs, stages)
+
+
+@remembered(lambda graph, sequence_length, parts: (graph.identity, sequence_length, parts))
+def interleaved_cut(graph: ModelGraph, sequence_length: int, parts: int) -> tuple[int, ...]:
+    """Boundaries, in layers, of the parts that pipeline ranks hold in turns: an interleaved
+    schedule goes at the pace of the slowest part. There are enough layers, none of which has to
+    stay beside another."""
+    return cut_evenly(layer_costs(graph, sequence_length), parts)
+
+
+def layers_of_a_part(graph: ModelGraph, strategy: Strategy) -> int:
+    """Decoder layers of the larger parts where they are spread evenly."""
+    return -(-graph.decoder_layers // strategy.parts)
+
+
+def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:
+    blocks = most_stages(graph)
+    most = blocks // (2 if strategy.schedule == "dualpipev" else 1)
+    layers = f"{len(graph.layers)} layers to put on them"
+    shared = ", ".join(f"{first} to {last}" for first, last in graph.cut.together)
+    if shared:
+        layers = f"{blocks} parts that can stand on a stage of their own"
+        shared = f" Decoder layers {shared} share parameters or state, and stay on one stage."
+    return Diagnostic(
+        code="SW3106",
+        message=f"pipeline {strategy.pipeline} ({strategy.schedule}) makes {strategy.stages} "
+        "stages, "
+        f"but the model has {layers}",
+        help=f"The layers are the embedding, {graph.decoder_layers} decoder layers and the "
+        f"head.{shared} "
+        f"Use pipeline <= {most}, or {'another' if shared else 'a deeper'} model.",
+        key=("parallelism", "pipeline"),
+        valid=(str(most),),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def cut_evenly(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """Contiguous non-empty stages with the least slowest stage.
+
+    Of all such cuts the one with the least sum of squares is taken (the evenest), then the earliest
+    cuts: a dynamic programme over (stages used, layers placed), exact in integers.
+    """
+    layers = len(costs)
+    sums = [0, *itertools.accumulate(costs)]
+    limit = _least_slowest(costs, stages)
+    # best[i]: (sum of squares, boundaries) of the first i layers on `stage` stages, none slower
+    # than the limit.
+    best: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
+    best[0] = (0, (0,))
+    for stage in range(1, stages + 1):
+        following: list[tuple[int, tuple[int, ...]] | None] = [None] * (layers + 1)
+        for stop in range(stage, layers - (stages - stage) + 1):
+            earliest = bisect.bisect_left(sums, sums[stop] - limit, stage - 1, stop)
+            following[stop] = min(
+                (
+                    (before[0] + (sums[stop] - sums[start]) ** 2, (*before[1], stop))
+                    for start in range(earliest, stop)
+                    if (before := best[start]) is not None
+                ),
+                default=None,
+            )
+        best = following
+    last = best[layers]
+    assert last is not None, "the limit came from a cut that exists"
+    return last[1]
+
+
+def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
+    """The least possible slowest stage, by bisection over the answer with a greedy check.
+
+    A greedy cut may use fewer stages than asked; splitting one further never makes the slowest
+    slower.
+    """
+
+    def is_enough(limit: int) -> bool:
+        used, load = 1, 0
+        for cost in costs:
+            if load + cost > limit:
+                used, load = used + 1, 0
+            load += cost
+        return used <= stages
+
+    least = max(costs)
+    return least + bisect.bisect_left(range(least, sum(costs)), True, key=is_enough)
+
+
+@functools.lru_cache(maxsize=1024)
+def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """DualPipeV: rank r holds stages r and stages-1-r; non-empty stages with the least slowest
+    rank.
+
+    Bisection over the answer, to a thousandth of it; for one answer, the outer ranks are placed
+    from both ends inwards and every reachable pair of edges (i, j) with layers [i, j) left over is
+    kept.
+    """
+    sums = [0, *itertools.accumulate(costs)]
+    even = cut_evenly(costs, stages)
+    loads = [sums[stop] - sums[start] for start, stop in itertools.pairwise(even)]
+    low, high = (
+        max(-(-sums[-1] * 2 // stages), *costs),
+        max(map(sum, zip(loads, reversed(loads), strict=True))),
+    )
+    while high - low > high // 1024:
+        middle = (low + high) // 2
+        if _final_edges(_edges_inwards(sums, stages // 2, middle)[-1], sums, middle) is None:
+            low = middle + 1
+        else:
+            high = middle
+    levels = _edges_inwards(sums, stages // 2, high)
+    final = _final_edges(levels[-1], sums, high)
+    assert final is not None, "the caller checked that there are at least as many layers as stages"
+    i, j = final
+    centre = min(range(i + 1, j), key=lambda m: (abs(2 * sums[m] - sums[i] - sums[j]), m))
+    left, right = [i], [j]
+    for level in reversed(levels[:-1]):
+        # The pair of outer edges whose two blocks are the evenest, among those within the limit.
+        _, a, b = min(
+            (abs((sums[i] - sums[a]) - (sums[b] - sums[j])), a, b)
+            for a, mask in level.items()
+            if a < i
+            for b in range(j + 1, bisect.bisect_right(sums, high - sums[i] + sums[a] + sums[j]))
+            if mask >> b & 1
+        )
+        i, j = a, b
+        left.append(i)
+        right.append(j)
+    return (*reversed(left), centre, *right)
+
+
+def _edges_inwards(sums: list[int], ranks: int, limit: int) -> list[dict[int, int]]:
+    """Per number of placed outer ranks: left edge -> bit mask of the right edges it can stand with,
+    in the limit.
+
+    A run of right edges leads to a run: what the last of them reaches and what the first does touch
+    each other, unless a layer between them is too large to be moved over.
+    """
+    layers = len(sums) - 1
+    costs = [stop - start for start, stop in itertools.pairwise(sums)]
+    levels = [{0: 1 << layers}]
+    for rank in range(ranks - 1):
+        inside = (
+            ranks - rank - 1
+        )  # ranks still to place: two layers each at least, `limit` each at most
+        following: dict[int, int] = {}
+        farthest = [bisect.bisect_right(sums, at + inside * limit) - 1 for at in sums]
+        for i, mask in levels[-1].items():
+            for first, last in _runs(mask):
+                least, most = min(costs[first - 1 : last]), max(costs[first - 1 : last])
+                for a in range(i + 1, last - 2 * inside):
+                    rest = limit - (sums[a] - sums[i])
+                    if rest < least:
+                        break
+                    nearest = max(first, a + 2 * inside + 1)
+                    whole = rest >= most
+                    for start, stop in (
+                        [(nearest, last)] if whole else [(j, j) for j in range(nearest, last + 1)]
+                    ):
+                        low = max(
+                            a + 2 * inside, bisect.bisect_left(sums, sums[start] - rest, a, start)
+                        )
+                        high = min(stop - 1, farthest[a])
+                        if low <= high:
+                            following[a] = following.get(a, 0) | (1 << (high + 1)) - (1 << low)
+        levels.append(following)
+    return levels
+
+
+def _runs(mask: int) -> Iterator[tuple[int, int]]:
+    """First and last of each run of ones."""
+    while mask:
+        first = (mask & -mask).bit_length() - 1
+        rest = ~(mask >> first)
+        length = (rest & -rest).bit_length() - 1
+        yield first, first + length - 1
+        mask &= -1 << (first + length)
+
+
+def _final_edges(level: dict[int, int], sums: list[int], limit: int) -> tuple[int, int] | None:
+    """The first edges whose inside the last rank can hold, in two blocks."""
+    for i in sorted(level):
+        for j in range(i + 2, bisect.bisect_right(sums, sums[i] + limit)):
+            if level[i] >> j & 1:
+                return i, j
+    return None

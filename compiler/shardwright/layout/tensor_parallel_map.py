@@ -1,0 +1,342 @@
+"""Stage 5b: modules -> tensor-parallel styles, with every parameter's shard sizes.
+
+Styles cut dimensions of Hugging Face's own layout. A weight ends in (out, in), experts' 3-D ones
+behind the number of the expert: colwise cuts the one but last, rowwise the last. transformers'
+Conv1D (GPT-2) holds (in, out). A column bias is cut with its output dimension; a row bias is whole
+on every rank, added once after the all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.layout.parameter_sharding import (
+    ModuleSplit,
+    ParameterSplit,
+    TensorParallelMap,
+    padded_shard_sizes,
+    shard_sizes,
+)
+from shardwright.models.expert_modules import expert_modules
+from shardwright.models.model_graph import ModelGraph, Parameter
+from shardwright.models.parameter_name_pattern import pattern
+from shardwright.models.tensor_parallel_style_names import (
+    COLUMN_STYLES,
+    FUSED_QKV,
+    GROUPED_QKV,
+    MULTI_QUERY,
+    OPTIONAL_STYLES,
+    ROW_STYLES,
+    VOCABULARY_STYLES,
+)
+from shardwright.utils.memoize import remembered
+
+# Model types whose linears are Conv1D, weight (in, out); everything else is nn.Linear, weight (out,
+# in).
+TRANSPOSED_LINEAR_TYPES = ("gpt2", "gpt-sw3", "openai-gpt")
+
+
+def tensor_parallel_map(
+    graph: ModelGraph, degree: int, *, padded: bool = False
+) -> TensorParallelMap:
+    """Every module that owns parameters, in model order, each parameter once, then the containers
+    that a style names.
+
+    A tied head comes with no parameters: its tensor is listed under the embedding. Uneven
+    vocabulary shards are allowed, and a linear whose whole output is gathered stays whole where it
+    does not divide; any other dimension must divide (errors: SW3103 to SW3105 and SW3126, those
+    that the rules know). padded: the vocabulary is cut as an engine does that pads it to a multiple
+    of the ranks.
+    """
+    refused = indivisible(graph, degree)
+    if refused:
+        raise Refusal(refused[0])
+    styles = dict(graph.tensor_styles) if degree > 1 else {}
+    modules = _owners(graph)
+    splits: list[ModuleSplit] = []
+    for module, parameters in modules.items():
+        cut = tuple(split_parameter(graph, p, degree, padded=padded) for p in parameters)
+        splits.append(
+            ModuleSplit(module=module, style=_module_style(styles, module, cut), parameters=cut)
+        )
+    splits += _containers(styles, modules)
+    splits = _copying(splits)
+    # A tied table or head has its tensor in another module's list.
+    listed = {s.module for s in splits}
+    owned = {p.name for m in splits for p in m.parameters}
+    splits += [
+        ModuleSplit(module=name, style=style, parameters=())
+        for name, style in styles.items()
+        if style in VOCABULARY_STYLES and name not in listed and name not in owned
+    ]
+    result = TensorParallelMap(
+        degree=degree,
+        kind=graph.tensor_kind if degree > 1 else "none",
+        modules=tuple(splits),
+        vocabulary_sizes=_vocabulary(graph.vocabulary_size, degree, padded)
+        if "vocabulary_head" in styles.values()
+        else (),
+        sharded_fraction=_sharded_fraction(graph, splits),
+    )
+    result.verify()
+    return result
+
+
+def with_whole_experts(graph: ModelGraph, found: TensorParallelMap) -> TensorParallelMap:
+    """The same where tensor ranks hold experts whole."""
+    experts = expert_modules(graph)
+    modules = [
+        replace(m, style="replicated", parameters=tuple(_whole(p) for p in m.parameters))
+        if m.module in experts
+        else m
+        for m in found.modules
+    ]
+    return replace(
+        found, modules=tuple(modules), sharded_fraction=_sharded_fraction(graph, modules)
+    )
+
+
+def _whole(split: ParameterSplit) -> ParameterSplit:
+    return ParameterSplit(name=split.name, shape=split.shape, dimension=None, blocks=(), sizes=())
+
+
+def _owners(graph: ModelGraph) -> dict[str, list[Parameter]]:
+    """Module -> the parameters that it owns, each listed once, in model order."""
+    modules: dict[str, list[Parameter]] = {}
+    seen: set[str] = set()
+    for layer in graph.layers:
+        for parameter in layer.parameters:
+            if parameter.name not in seen:
+                seen.add(parameter.name)
+                modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
+    return modules
+
+
+def _sharded_fraction(graph: ModelGraph, splits: list[ModuleSplit]) -> float:
+    decoder = {
+        p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters
+    }
+    matrices = [p for m in splits for p in m.parameters if p.name in decoder and len(p.shape) >= 2]
+    total = sum(math.prod(p.shape) for p in matrices)
+    return sum(math.prod(p.shape) for p in matrices if p.dimension is not None) / max(1, total)
+
+
+def _module_style(
+    styles: dict[str, str], module: str, parameters: tuple[ParameterSplit, ...]
+) -> str:
+    """What the module communicates. A linear that stays whole at this degree is a plain one."""
+    style = styles.get(pattern(module), "replicated")
+    if (
+        style in OPTIONAL_STYLES
+        and style != "mla_kv_a_proj"
+        and all(p.dimension is None for p in parameters)
+    ):
+        return "replicated"
+    if style == "replicated" and any(p.dimension is not None for p in parameters):
+        return "local_params"  # only single parameters of it are cut
+    return {FUSED_QKV: "packed_colwise", GROUPED_QKV: "colwise"}.get(style, style)
+
+
+def _containers(styles: dict[str, str], modules: dict[str, list[Parameter]]) -> list[ModuleSplit]:
+    """Modules that own no parameters and still communicate: an attention module with head counts,
+    an experts' list."""
+    silent = (*COLUMN_STYLES, *ROW_STYLES, *VOCABULARY_STYLES, "local_params", "replicated")
+    asking = {p: s for p, s in styles.items() if s not in silent}
+    paths = dict.fromkeys(
+        ".".join(module.split(".")[:length])
+        for module in modules
+        for length in range(1, module.count(".") + 2)
+    )
+    found: list[ModuleSplit] = []
+    for path in paths:
+        for wanted, style in asking.items():
+            parent, _, leaf = wanted.rpartition(".")
+            if path not in modules and pattern(path) == wanted:
+                found.append(ModuleSplit(module=path, style=style, parameters=()))
+            elif style == "moe_identity_expert" and pattern(path) == parent:
+                found.append(ModuleSplit(module=f"{path}.{leaf}", style=style, parameters=()))
+    return found
+
+
+def _copying(splits: list[ModuleSplit]) -> list[ModuleSplit]:
+    """Attention modules whose key/value heads have copies: their query heads share them in smaller
+    groups."""
+    copied = dict.fromkeys(
+        s.module.rpartition(".")[0]
+        for s in splits
+        if any(p.copies > 1 for p in s.parameters if len(p.shape) > 1)
+    )
+    listed = {s.module: s for s in splits}
+    attention = [path for path in copied if any(m.startswith(path + ".") for m in listed)]
+    for path in attention:
+        split = listed.get(path, ModuleSplit(module=path, style="local_heads", parameters=()))
+        listed[path] = replace(split, style="local_heads")
+    return list(listed.values())
+
+
+def _vocabulary(total: int, degree: int, padded: bool) -> tuple[int, ...]:
+    return (padded_shard_sizes if padded else shard_sizes)(total, degree)
+
+
+def split_parameter(
+    graph: ModelGraph, parameter: Parameter, degree: int, *, padded: bool = False
+) -> ParameterSplit:
+    """One parameter, cut over `degree` ranks; near-evenly where it does not divide (`indivisible`
+    says so). padded: as tensor_parallel_map takes it."""
+    styles, units = _tables(graph)
+    module = parameter.name.rpartition(".")[0]
+    style = styles.get(pattern(parameter.name)) or styles.get(pattern(module), "replicated")
+    dimension = _dimension(graph, parameter, style) if degree > 1 else None
+    whole = ParameterSplit(
+        name=parameter.name, shape=parameter.shape, dimension=None, blocks=(), sizes=()
+    )
+    if dimension is None:
+        return whole
+    full = parameter.shape[dimension]
+    if style in OPTIONAL_STYLES and full % degree:
+        return whole
+    blocks = _blocks(graph, style, full)
+    heads = _heads_of(units, parameter.name) or degree
+    copies = degree // heads if style == "colwise" and degree > heads and degree % heads == 0 else 1
+    as_padded = padded and style in VOCABULARY_STYLES
+    parts = [_vocabulary(block, degree // copies, as_padded) for block in blocks]
+    sizes = tuple(
+        sum(parts[b][rank // copies] for b in range(len(blocks))) for rank in range(degree)
+    )
+    return ParameterSplit(
+        name=parameter.name,
+        shape=parameter.shape,
+        dimension=dimension,
+        blocks=blocks,
+        sizes=sizes,
+        copies=copies,
+    )
+
+
+@remembered(lambda graph: (graph.tensor_styles, graph.tensor_heads))
+def _tables(graph: ModelGraph) -> tuple[dict[str, str], dict[str, int]]:
+    return dict(graph.tensor_styles), dict(graph.tensor_heads)
+
+
+def _heads_of(units: dict[str, int], name: str) -> int | None:
+    """Of a parameter, by its own path or its module's, each with or without the layer's number."""
+    module = name.rpartition(".")[0]
+    return next(
+        (units[path] for path in (name, pattern(name), module, pattern(module)) if path in units),
+        None,
+    )
+
+
+def _blocks(graph: ModelGraph, style: str, full: int) -> tuple[int, ...]:
+    if style == FUSED_QKV:
+        unit = full // (graph.attention_heads + 2 * graph.key_value_heads)
+        return (
+            graph.attention_heads * unit,
+            graph.key_value_heads * unit,
+            graph.key_value_heads * unit,
+        )
+    return (full // 2, full // 2) if style.startswith("packed") else (full,)
+
+
+def _dimension(graph: ModelGraph, parameter: Parameter, style: str) -> int | None:
+    """Which dimension the style cuts; None = whole on every rank."""
+    dimensions = len(parameter.shape)
+    if style in VOCABULARY_STYLES:
+        return 0
+    transposed = graph.model_type in TRANSPOSED_LINEAR_TYPES and dimensions == 2
+    if style in COLUMN_STYLES:
+        return 0 if dimensions == 1 else dimensions - (1 if transposed else 2)
+    if style in ROW_STYLES and dimensions > 1:
+        return dimensions - (2 if transposed else 1)
+    return None
+
+
+def attention_is_cut(graph: ModelGraph) -> bool:
+    """Whether each tensor rank computes its own heads only, and not all of them."""
+    return any(
+        graph.attention_module in p.split(".") for p, s in graph.tensor_styles if s == "rowwise"
+    ) or any(s == "local_heads" for _, s in graph.tensor_styles)
+
+
+def feed_forward_is_cut(graph: ModelGraph) -> bool:
+    """Whether a tensor rank keeps its own share of the feed-forward's inner features only."""
+    return any(
+        s == "moe_tp_experts" or (s == "rowwise" and graph.attention_module not in p.split("."))
+        for p, s in graph.tensor_styles
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """A number that the tensor degree must divide; `copied`: or be a multiple of."""
+
+    code: str
+    name: str
+    count: int
+    copied: bool = False
+
+    def allows(self, degree: int) -> bool:
+        return self.count % degree == 0 or (self.copied and degree % self.count == 0)
+
+
+def indivisible(graph: ModelGraph, degree: int) -> tuple[Diagnostic, ...]:
+    """Why the model's dimensions forbid this degree: SW3103 heads, SW3104 key/value heads, SW3105
+    feed-forward, SW3126 experts; one a code, with the degrees that are valid."""
+    counts = _counts(graph)
+    told: dict[str, Diagnostic] = {}
+    for c in counts:
+        if not c.allows(degree) and c.code not in told:
+            message = f"tensor {degree} does not divide the model's {c.count} {c.name}"
+            told[c.code] = found(
+                c.code, "parallelism.tensor", message, _HELP[c.code], _nearest_valid(counts, degree)
+            )
+    return tuple(told[code] for code in sorted(told))
+
+
+def _nearest_valid(counts: tuple[Count, ...], degree: int) -> tuple[str, ...]:
+    valid = [d for d in range(1, 4 * degree) if all(c.allows(d) for c in counts)]
+    return tuple(str(d) for d in sorted(sorted(valid, key=lambda d: abs(d - degree))[:3]))
+
+
+_HELP = {
+    "SW3103": "Each tensor rank computes whole attention heads.",
+    "SW3104": (
+        "A tensor rank holds whole key/value heads, or several ranks hold a copy of the same one."
+    ),
+    "SW3105": "Each tensor rank holds an equal share of the feed-forward matrices.",
+    "SW3126": "Each tensor rank holds an equal share of every expert.",
+}
+
+
+@remembered(lambda graph: (graph.config_hash, graph.tensor_kind))
+def _counts(graph: ModelGraph) -> tuple[Count, ...]:
+    styles, units = _tables(graph)
+    found: list[Count] = []
+    if attention_is_cut(graph) and (not units or MULTI_QUERY in styles.values()):
+        found.append(Count(code="SW3103", name="attention heads", count=graph.attention_heads))
+    for path, heads in units.items():
+        if heads >= graph.attention_heads:
+            found.append(Count(code="SW3103", name="attention heads", count=heads))
+        else:
+            copied = styles.get(pattern(path)) == "colwise"
+            found.append(Count(code="SW3104", name="key/value heads", count=heads, copied=copied))
+    for parameter in (
+        p for layer in graph.layers for p in layer.parameters if layer.kind == "decoder"
+    ):
+        module = pattern(parameter.name.rpartition(".")[0])
+        style = styles.get(pattern(parameter.name)) or styles.get(module, "replicated")
+        dimension = _dimension(graph, parameter, style)
+        if dimension is None or style in OPTIONAL_STYLES or _heads_of(units, parameter.name):
+            continue
+        size = _blocks(graph, style, parameter.shape[dimension])[0]
+        if style == FUSED_QKV:
+            found.append(Count(code="SW3104", name="key/value heads", count=graph.key_value_heads))
+        elif len(parameter.shape) == 3:
+            found.append(Count(code="SW3126", name="features of an expert", count=size))
+        elif graph.attention_module in module.split("."):
+            found.append(Count(code="SW3103", name="features of the attention", count=size))
+        else:
+            found.append(Count(code="SW3105", name="features of the feed-forward", count=size))
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,262 @@
+"""A ds_config file -> its values, and where each of them stands.
+
+DeepSpeed reads the file with Hjson (runtime/tensor_parallel/init_utils.py, load_ds_config):
+comments, a trailing comma and unquoted words are allowed. The Trainer and Accelerate read it with
+`json` (accelerate/utils/deepspeed.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source, found
+from shardwright.recipe.json_parser import json_events
+from shardwright.recipe.parse_events import LineOffsets
+from shardwright.utils.bounded_read import is_too_deep, read_regular
+from shardwright.utils.json_types import JsonObject, JsonValue
+
+STDIN = "<stdin>"
+MOST_BYTES = 512 * 1024
+Span = tuple[int, int]
+"""Offsets into the text: [start, end)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """name: the file, as printed. is_json: plain JSON, not Hjson. bare: the text with comments and
+    trailing commas blanked out, offset for offset; keys, values: where each stands in it (empty
+    where Hjson has no quotes to go by)."""
+
+    name: str
+    text: str
+    bare: str
+    config: JsonObject
+    is_json: bool
+    keys: Mapping[KeyPath, Span]
+    values: Mapping[KeyPath, Span]
+    source: Source
+
+
+@dataclass(slots=True)
+class _Places:
+    keys: dict[KeyPath, Span] = field(default_factory=dict)
+    values: dict[KeyPath, Span] = field(default_factory=dict)
+    twice: list[tuple[KeyPath, Span]] = field(default_factory=list)
+    infinite: list[tuple[str, Span]] = field(default_factory=list)
+
+
+def read_file(path: str) -> str:
+    """ "-" is standard input. Raises Refusal: SW4001, SW4002, SW4003, SW4009."""
+    name = STDIN if path == "-" else path
+    try:
+        data = _standard_input() if path == "-" else read_regular(path, MOST_BYTES)
+    except IsADirectoryError:
+        help = "Name the file, such as ds_config.json inside it."
+        raise _refused(name, "SW4002", f"{path} is a folder", help) from None
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            message = f"{path} is larger than {MOST_BYTES // 1024} KiB"
+            raise _refused(name, "SW4009", message, "Is it a ds_config.json?") from None
+        message = f"{path} cannot be read: {error.strerror or error}"
+        raise _refused(
+            name, "SW4001", message, "Check the path and its rights; `-` is standard input."
+        ) from None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise _refused(name, "SW4003", message, "Save it as UTF-8.") from None
+
+
+def _standard_input() -> bytes:
+    data = sys.stdin.buffer.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise OSError(errno.EFBIG, "it is too large")
+    return data
+
+
+def read_document(name: str, text: str) -> Document:
+    """Raises Refusal: SW4004 to SW4007, SW4009."""
+    if not text.strip("\ufeff \t\r\n"):
+        raise _refused(
+            name, "SW4004", f"{name} is empty", 'Write at least {"train_batch_size": 8}.', text
+        )
+    bare = _blank(text)
+    try:
+        config, is_json, placed = _parse(name, text, bare)
+        if is_too_deep(config):
+            raise RecursionError
+    except RecursionError:
+        raise _refused(
+            name, "SW4009", f"{name} is nested too deeply", "Is it a ds_config.json?", text
+        ) from None
+    places = _places(bare) if placed else _Places()
+    lines = LineOffsets(name, text)
+    wrong = [
+        Diagnostic(
+            code="SW4006",
+            message=f"the key `{path[-1]}` stands here again",
+            help="DeepSpeed refuses the file; keep one of the two.",
+            key=path,
+            location=lines.at(*span),
+        )
+        for path, span in places.twice
+    ]
+    for word, (start, end) in places.infinite:
+        wrong.append(
+            _syntax(lines, start, f"{word} is not a finite number", end, "Write a finite number.")
+        )
+    if not isinstance(config, Mapping):
+        kind = "a list" if isinstance(config, list) else "a single value"
+        first, help = Location(file=name, line=1, column=1), 'Write {"train_batch_size": ..., ...}.'
+        wrong.append(found("SW4007", first, f"{name} holds {kind}, not an object", help))
+    if wrong:
+        raise Refusal(*wrong, source=Source(file=name, texts={name: text}))
+    keys = {path: lines.at(*span) for path, span in places.keys.items()}
+    # A section is shown by its key: its value may be many lines.
+    shown = {
+        p: keys[p] if p in keys and bare[s[0]] in "{[" else lines.at(*s)
+        for p, s in places.values.items()
+    }
+    return Document(
+        name=name,
+        text=text,
+        bare=bare,
+        config=cast(JsonObject, config),
+        is_json=is_json,
+        keys=places.keys,
+        values=places.values,
+        source=Source(file=name, locations=shown, key_locations=keys, texts={name: text}),
+    )
+
+
+def _parse(name: str, text: str, bare: str) -> tuple[JsonValue, bool, bool]:
+    """(value, whether it is plain JSON, whether `bare` is JSON and so has places)."""
+    try:
+        return json.loads(text, parse_constant=_no_constant), True, True
+    except ValueError:
+        pass
+    import hjson
+
+    try:
+        value = cast(JsonValue, hjson.loads(text.removeprefix("\ufeff")))
+    except (ValueError, OverflowError):
+        raise Refusal(
+            _not_json(name, text, bare), source=Source(file=name, texts={name: text})
+        ) from None
+    try:
+        return value, False, json.loads(bare) == value
+    except ValueError:
+        return value, False, False
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(word)
+
+
+def _not_json(name: str, text: str, bare: str) -> Diagnostic:
+    lines = LineOffsets(name, text)
+    try:
+        json.loads(bare, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        start = min(error.pos, len(text))
+        if error.msg.startswith("Expecting") and "delimiter" in error.msg:
+            # Found at the next token; the comma or colon is missing after the one before it.
+            start = max(0, len(bare[:start].rstrip()) - 1)
+        word = re.compile(r"\w*").match(bare, start)
+        found = word[0] if word else ""
+        if found in _PYTHON:
+            help = f"JSON writes {_PYTHON[found]}."
+            return _syntax(lines, start, f"not JSON: {found} is Python", start + len(found), help)
+        return _syntax(lines, start, f"not JSON: {error.msg[0].lower()}{error.msg[1:]}")
+    except ValueError as error:
+        start = bare.find(str(error))
+        if start >= 0:
+            end, finite = start + len(str(error)), "Write a finite number."
+            return _syntax(lines, start, f"not JSON: {error} is no number of JSON", end, finite)
+    return _syntax(lines, 0, "not JSON")
+
+
+_PYTHON: dict[str, str] = {"True": "true", "False": "false", "None": "null"}
+
+
+def _syntax(
+    lines: LineOffsets,
+    start: int,
+    message: str,
+    end: int | None = None,
+    help: str = "Look for a missing comma, quote or bracket here and just before.",
+) -> Diagnostic:
+    return found("SW4005", lines.at(start, end or start + 1), message, help)
+
+
+_COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|(#[^\n]*|//[^\n]*|/\*.*?\*/)', re.DOTALL)
+_LAST_COMMA = re.compile(r'("(?:[^"\\\n]|\\.)*")|,(?=\s*[}\]])')
+
+
+def _blank(text: str) -> str:
+    """Comments and trailing commas become spaces: the same offsets and lines."""
+
+    def spaces(match: re.Match[str]) -> str:
+        return match[1] or re.sub(r"[^\r\n]", " ", match[0])
+
+    return _LAST_COMMA.sub(spaces, _COMMENT.sub(spaces, text.replace("\ufeff", " ")))
+
+
+def _places(bare: str) -> _Places:
+    """`bare` is valid JSON."""
+    found = _Places()
+    path: list[str | int] = []
+    open_at: list[tuple[int, bool]] = []  # start, is a mapping
+    key_next = False
+
+    def done(span: Span) -> None:
+        nonlocal key_next
+        found.values.setdefault(tuple(path), span)
+        if open_at and not open_at[-1][1]:
+            path[-1] = int(path[-1]) + 1
+        elif open_at:
+            path.pop()
+            key_next = True
+
+    for event in json_events(bare):
+        span = (event.start, event.end)
+        if event.kind in ("map", "list"):
+            open_at.append((event.start, event.kind == "map"))
+            key_next = event.kind == "map"
+            if event.kind == "list":
+                path.append(0)
+        elif event.kind == "end":
+            start, is_map = open_at.pop()
+            key_next = False
+            if not is_map:
+                path.pop()
+            done((start, event.end))
+        elif key_next:
+            path.append(event.text)
+            if tuple(path) in found.keys:
+                found.twice.append((tuple(path), span))
+            found.keys.setdefault(tuple(path), span)
+            key_next = False
+        else:
+            if (
+                event.plain
+                and event.text[-1].isdigit()
+                and not math.isfinite(float(event.text[:400]))
+            ):
+                found.infinite.append((event.text, span))
+            done(span)
+    return found
+
+
+def _refused(name: str, code: str, message: str, help: str, text: str | None = None) -> Refusal:
+    texts = {} if text is None else {name: text}
+    error = found(code, Location(file=name, line=0, column=0), message, help)
+    return Refusal(error, source=Source(file=name, texts=texts))

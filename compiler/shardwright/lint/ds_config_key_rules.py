@@ -1,0 +1,349 @@
+"""Keys by themselves: unknown, misspelt, misplaced, removed, deprecated."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from shardwright.diagnostics import KeyPath
+from shardwright.engines.deepspeed.ds_config_schema import snapshot
+from shardwright.engines.deepspeed.ds_config_validation import Misfit, is_note, properties
+from shardwright.lint.lint_rule import Edit, Fault, LintedConfig, dotted, rule
+from shardwright.utils.json_types import JsonObject
+
+NEAR = 0.8
+"""difflib's ratio from which a key is taken for a misspelling."""
+MOST_SEARCHED = 200
+"""Unknown keys for which a near one is looked for: nobody mistypes more."""
+
+# Names from other libraries and from older DeepSpeed -> the key that does it today.
+SYNONYMS: dict[str, KeyPath] = {
+    "max_grad_norm": ("gradient_clipping",),
+    "clip_grad": ("gradient_clipping",),
+    "fp32_allreduce": ("communication_data_type",),
+    "lr_scheduler": ("scheduler",),
+    "zero": ("zero_optimization",),
+    "zero_stage": ("zero_optimization", "stage"),
+    "micro_batch_size": ("train_micro_batch_size_per_gpu",),
+    "check_overflow": ("bf16", "check_grad_overflow"),
+    "partitioned_activations": ("activation_checkpointing", "partition_activations"),
+}
+
+# Sections whose missing `enabled` turns them off, with the keys that such a section may hold all
+# the same.
+SWITCHED = (
+    *(
+        "fp16",
+        "bf16",
+        "bfloat16",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "comms_logger",
+    ),
+    *("torch_autocast", "hybrid_engine", "autotuning", "expert_parallel"),
+)
+
+# Removed in 0.19.8 -> what to do instead.
+REMOVED: dict[str, str] = {
+    "nebula": (
+        "Remove the section; checkpoints are written by torch.save, or by `checkpoint.writer`."
+    ),
+    "compression_training": (
+        "Remove the section; compress the model after training, with another library."
+    ),
+    "amp": "Remove the section; use `bf16`, `fp16` or `torch_autocast`.",
+    "quantize_training": "Remove the section; quantize after training, with another library.",
+    "sparse_gradients": "Remove the key; an embedding with sparse=True is still reduced sparsely.",
+    "eigenvalue": "Remove the section; it served quantize_training, which is gone.",
+    "sparse_attention": (
+        "Remove the section; choose the attention in the model, such as flash attention."
+    ),
+    "elasticity": "Remove the section and give the three batch sizes.",
+    "graph_harvesting": "Remove the key; `compile` has what is left of graph capture.",
+    "curriculum_learning": "Move it to data_efficiency.data_sampling.curriculum_learning.",
+    "progressive_layer_drop": "Remove the section; drop layers in the model itself.",
+    "zero_optimization.mics_shard_size": (
+        "Remove the key; zero_hpz_partition_size keeps a copy of the weights a node."
+    ),
+    "zero_optimization.mics_hierarchical_params_gather": "Remove the key.",
+    "zero_optimization.zeropp_loco_param": (
+        "Remove the key; zero_quantized_gradients works without it."
+    ),
+}
+
+
+@rule("SW4111", at="key")
+def unknown_refused(subject: LintedConfig) -> Iterator[Fault]:
+    for misfit, meant, help, _ in _unknown(subject):
+        if misfit.checked:
+            fix = _rename(misfit.path, meant) if meant else ()
+            yield Fault(
+                misfit.path,
+                (
+                    f"unknown key `{misfit.path[-1]}` in `{dotted(misfit.path[:-1])}`: DeepSpeed "
+                    "refuses it"
+                ),
+                help,
+                fix=fix,
+            )
+
+
+@rule("SW4112", at="key")
+def misspelt(subject: LintedConfig) -> Iterator[Fault]:
+    for misfit, meant, help, _ in _unknown(subject):
+        if not misfit.checked and meant:
+            yield Fault(
+                misfit.path,
+                (
+                    f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it "
+                    "without a word"
+                ),
+                help,
+                fix=_rename(misfit.path, meant),
+            )
+
+
+@rule("SW4114", at="key")
+def misplaced(subject: LintedConfig) -> Iterator[Fault]:
+    for misfit, meant, _, home in _unknown(subject):
+        if home is not None and not misfit.checked and not meant:
+            taken = subject.has(*map(str, home))
+            there = isinstance(subject.get(*map(str, home[:-1])), Mapping)
+            move = _move(misfit, home) if there and not taken else ()
+            yield Fault(
+                misfit.path,
+                f"`{dotted(misfit.path)}` is ignored: the key belongs "
+                + (f"under `{dotted(home[:-1])}`" if home[:-1] else "at the top")
+                + (f", as `{home[-1]}`" if home[-1] != misfit.path[-1] else ""),
+                f"Write `{dotted(home)}`."
+                if not taken
+                else f"Remove it; `{dotted(home)}` is given.",
+                fix=move,
+            )
+
+
+@rule("SW4113", "warning", at="key")
+def unknown_ignored(subject: LintedConfig) -> Iterator[Fault]:
+    for misfit, meant, help, home in _unknown(subject):
+        if not misfit.checked and not meant and home is None:
+            yield Fault(
+                misfit.path,
+                (
+                    f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it "
+                    "without a word"
+                ),
+                help,
+            )
+
+
+@rule("SW4121", at="key")
+def removed(subject: LintedConfig) -> Iterator[Fault]:
+    for name in subject.snapshot.removed:
+        path = tuple(name.split("."))
+        if subject.has(*path):
+            value = subject.get(*path)
+            off = value in (False, None) or (
+                isinstance(value, Mapping) and value.get("enabled") is False
+            )
+            yield Fault(
+                path,
+                (
+                    f"`{name}` is gone from DeepSpeed {subject.snapshot.version}, which refuses "
+                    "the file"
+                ),
+                REMOVED[name],
+                fix=(Edit(kind="remove", path=path),) if off else (),
+            )
+
+
+@rule("SW4122", "warning", at="key")
+def deprecated(subject: LintedConfig) -> Iterator[Fault]:
+    for path, new in _deprecated(subject):
+        if not _replacement_given(subject, path, new):
+            value, is_device = subject.get(*path), new.startswith("offload_") and " or " not in new
+            fix: tuple[Edit, ...] = ()
+            if is_device and value is True:
+                remove, add = Edit(kind="remove", path=path), (*path[:-1], new)
+                fix = (remove, Edit(kind="add", path=add, value={"device": "cpu"}))
+            elif is_device or " or " in new:
+                fix = (Edit(kind="remove", path=path),)
+            elif new in _siblings(subject, path):
+                fix = (Edit(kind="rename", path=path, name=_official(subject, path, new)),)
+            shown = f'{new}: {{"device": "cpu"}}' if is_device else _official(subject, path, new)
+            yield Fault(
+                path,
+                f"`{dotted(path)}` is deprecated",
+                f"Write `{shown}` instead." if value is not False else "Remove it.",
+                fix=fix,
+            )
+
+
+@rule("SW4123", at="key")
+def deprecated_twice(subject: LintedConfig) -> Iterator[Fault]:
+    for path, new in _deprecated(subject):
+        if path[0] != "bfloat16" and _replacement_given(subject, path, new):
+            yield Fault(
+                path,
+                f"`{dotted(path)}` is deprecated, and cannot stand beside the key that replaces it",
+                f"Remove it; `{_official(subject, path, new)}` is given.",
+                fix=(Edit(kind="remove", path=path),),
+            )
+
+
+@rule("SW4124", "warning", at="key")
+def switched_off(subject: LintedConfig) -> Iterator[Fault]:
+    for name in SWITCHED:
+        section = subject.section(name)
+        if any(not is_note(key) for key in section) and "enabled" not in section:
+            yield Fault(
+                (name,),
+                f"`{name}` is off: it has no `enabled`",
+                'Add "enabled": true, or remove the section.',
+            )
+
+
+class _Unknown(NamedTuple):
+    """meant: the key of the same section that was meant, or "". home: as _home."""
+
+    misfit: Misfit
+    meant: str
+    help: str
+    home: KeyPath | None
+
+
+@functools.lru_cache(maxsize=1)
+def _unknown(subject: LintedConfig) -> tuple[_Unknown, ...]:
+    """Four rules ask, of one subject after another."""
+    found: list[_Unknown] = []
+    for misfit in subject.misfits:
+        if misfit.kind == "unknown" and dotted(misfit.path) not in subject.snapshot.removed:
+            home = _home(subject, misfit)
+            searched = len(found) < MOST_SEARCHED
+            meant, help = _meant(subject, misfit, home) if searched else ("", "Remove it.")
+            found.append(_Unknown(misfit, meant, help, home))
+    return tuple(found)
+
+
+def _meant(subject: LintedConfig, misfit: Misfit, home: KeyPath | None) -> tuple[str, str]:
+    """(the key of the same section that was meant, or ""; help)."""
+    known = [
+        name for name, schema in properties(misfit.schema).items() if "deprecated" not in schema
+    ]
+    given = subject.section(*map(str, misfit.path[:-1]))
+    key = str(misfit.path[-1])
+    other = properties(misfit.schema).get(key, {}).get("same_as")
+    if other is not None:
+        return "", f"It is another name of `{other}`, which is given too: keep one."
+    close = [
+        n for n in difflib.get_close_matches(key.lower(), known, n=3, cutoff=NEAR) if n not in given
+    ]
+    synonym = SYNONYMS.get(key)
+    if synonym is not None and synonym[:-1] == misfit.path[:-1] and synonym[-1] not in given:
+        close = [str(synonym[-1])]
+    if close:
+        return close[0], f"Did you mean `{close[0]}`?"
+    if key in _LOSS_SCALE and misfit.path[0] == "bf16":
+        return "", "Remove it: bf16 needs no loss scaling; the key is fp16's."
+    if home is not None:
+        return "", f"`{home[-1]}` belongs " + (
+            f"under `{dotted(home[:-1])}`." if home[:-1] else "at the top."
+        )
+    nearest = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.5) or sorted(known)[:8]
+    more = " and others" if len(known) > len(nearest) else ""
+    return "", f"Remove it. Keys here are {', '.join(nearest)}{more}."
+
+
+_LOSS_SCALE = frozenset(
+    {
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "min_loss_scale",
+        "auto_cast",
+    }
+)
+
+
+def _home(subject: LintedConfig, misfit: Misfit) -> KeyPath | None:
+    """Where DeepSpeed does read a key of this name: only if that is one place."""
+    key = str(misfit.path[-1])
+    synonym = SYNONYMS.get(key)
+    if synonym is not None and synonym[:-1] != misfit.path[:-1]:
+        return synonym
+    if misfit.path[:-1] in (("optimizer",), ("scheduler",)):
+        values = (
+            subject.snapshot.optimizer_values
+            if misfit.path[0] == "optimizer"
+            else subject.snapshot.scheduler_values
+        )
+        if key in values:
+            return (misfit.path[0], "params", key)
+    section = properties(subject.snapshot.schema).get(key, {})
+    if len(misfit.path) > 1 and "properties" in section:
+        return (key,)
+    homes = [
+        path for path in _places(subject.snapshot.version).get(key, ()) if path[0] not in _RARE
+    ]
+    return (
+        homes[0] if len(homes) == 1 and len(key) > 4 and key not in ("enabled", "device") else None
+    )
+
+
+# Their keys have everyday names.
+_RARE = frozenset(
+    {"autotuning", "expert_parallel", "data_efficiency", "comet", "bfloat16", "hybrid_engine"}
+)
+
+
+@functools.cache
+def _places(version: str) -> Mapping[str, Sequence[tuple[str, ...]]]:
+    """Last part of a key of DeepSpeed's -> its paths."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for path in _paths(snapshot(version).schema, ()):
+        found.setdefault(path[-1], []).append(path)
+    return found
+
+
+def _paths(schema: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, below in properties(schema).items():
+        if "deprecated" not in below and "same_as" not in below:
+            yield (*path, name)
+            yield from _paths(below, (*path, name))
+
+
+def _rename(path: KeyPath, name: str) -> tuple[Edit, ...]:
+    return (Edit(kind="rename", path=path, name=name),)
+
+
+def _move(misfit: Misfit, home: KeyPath) -> tuple[Edit, ...]:
+    return (Edit(kind="remove", path=misfit.path), Edit(kind="add", path=home, value=misfit.value))
+
+
+def _deprecated(subject: LintedConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(path, the key that replaces it) of each deprecated key that is given."""
+    for parent in ((), ("zero_optimization",)):
+        for key in subject.section(*parent):
+            schema = _siblings(subject, (*parent, key)).get(key, {})
+            if "deprecated" in schema:
+                yield (*parent, key), str(schema["deprecated"])
+
+
+def _siblings(subject: LintedConfig, path: tuple[str, ...]) -> Mapping[str, JsonObject]:
+    top = properties(subject.snapshot.schema)
+    return top if len(path) == 1 else properties(top[path[0]])
+
+
+def _official(subject: LintedConfig, path: tuple[str, ...], new: str) -> str:
+    """The name that the documentation has: `gather_...` is `stage3_gather_...` in a file."""
+    return str(_siblings(subject, path).get(new, {}).get("same_as", new))
+
+
+def _replacement_given(subject: LintedConfig, path: tuple[str, ...], new: str) -> bool:
+    given = subject.section(*path[:-1])
+    return any(name in given for name in (new, _official(subject, path, new)))

@@ -1,1 +1,0 @@
-"""Rules over an arguments file of Megatron-LM's pretrain_gpt.py."""

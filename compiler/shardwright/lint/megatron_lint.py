@@ -1,0 +1,258 @@
+"""What Megatron-LM's parser refuses of a layout, and what it lets through although Megatron-Core
+cannot run it. Lines are of megatron-core 0.19.0."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterator
+
+from shardwright.diagnostics import Diagnostic, Location, Severity, found
+from shardwright.lint.megatron_option_reader import Arguments, GivenOption, options
+
+Check = Callable[[Arguments], Iterator[Diagnostic]]
+TENSOR, PIPELINE, CONTEXT = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
+EXPERT, EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+VIRTUAL, PER_VIRTUAL = (
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+)
+LAYOUT, LAYERS, EXPERTS = "--pipeline-model-parallel-layout", "--num-layers", "--num-experts"
+GLOBAL, MICRO = "--global-batch-size", "--micro-batch-size"
+_UNEVEN = (
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+)
+
+
+def unknown_options(a: Arguments) -> Iterator[Diagnostic]:
+    for given in a.given:
+        if given.name in options():
+            continue
+        near = difflib.get_close_matches(given.name, options(), n=1, cutoff=0.8)
+        help = (
+            f"Did you mean `{near[0]}`?"
+            if near
+            else "Leave it out, unless your script adds it to the parser."
+        )
+        severity: Severity = "error" if near else "warning"
+        message = f"`{given.name}` is no option of Megatron-LM's parser, which stops at it"
+        yield found("SW4901", given.place, message, help, severity=severity)
+
+
+def wrong_values(a: Arguments) -> Iterator[Diagnostic]:
+    for given in a.given:
+        known = options().get(given.name)
+        if known is None:
+            continue
+        wanted = known.values if isinstance(known.values, int) else 1 if known.values == "+" else 0
+        if len(given.values) < wanted:
+            message = f"`{given.name}` stands without its value"
+            yield found("SW4902", given.place, message, "Write one behind it.", known.choices)
+            continue
+        for value in given.values:
+            if value is None:
+                continue
+            if known.choices and value not in known.choices:
+                message = f"{given.name} {value}: the parser takes one of its own words alone"
+                yield found("SW4902", given.place, message, "Write one of them.", known.choices)
+            elif not _is(known.kind, value):
+                noun = {"int": "a whole number", "float": "a number"}[known.kind]
+                message = f"{given.name} {value}: the parser takes {noun}"
+                yield found("SW4902", given.place, message, f"Write {noun}.")
+
+
+def _is(kind: str, value: str) -> bool:
+    if kind == "int":
+        return re.fullmatch(r"[+-]?\d+", value) is not None
+    if kind == "float":
+        try:
+            return math.isfinite(float(value))
+        except ValueError:
+            return False
+    return True
+
+
+def ranks_do_not_divide(a: Arguments) -> Iterator[Diagnostic]:
+    """arguments.py:430."""
+    ranks = _product(a.integer(name, 1) for name in (TENSOR, PIPELINE, CONTEXT))
+    if a.world_size is None or not ranks or a.world_size % ranks == 0:
+        return
+    message = f"tensor x pipeline x context = {ranks} ranks do not divide a world of {a.world_size}"
+    yield found(
+        "SW4911",
+        _place(a, TENSOR, PIPELINE, CONTEXT),
+        message,
+        "Change a degree or the number of GPUs.",
+    )
+
+
+def batch_does_not_divide(a: Arguments) -> Iterator[Diagnostic]:
+    """megatron/core/num_microbatches_calculator.py, ConstantNumMicroBatchesCalculator."""
+    batch, micro, data = a.integer(GLOBAL), a.integer(MICRO), _data(a)
+    if not batch or not micro or data is None or batch % (micro * data) == 0:
+        return
+    message = f"{GLOBAL} {batch} is no multiple of {micro} x {data} data ranks"
+    yield found("SW4912", _place(a, GLOBAL), message, f"Take a multiple of {micro * data}.")
+
+
+def layers_do_not_divide(a: Arguments) -> Iterator[Diagnostic]:
+    """arguments.py:963."""
+    layers, pipeline = a.integer(LAYERS), a.integer(PIPELINE, 1)
+    if not layers or not pipeline or layers % pipeline == 0 or any(map(a.has, (LAYOUT, *_UNEVEN))):
+        return
+    message = f"{LAYERS} {layers} do not divide over {pipeline} pipeline ranks"
+    help = f"Say who has how many: {LAYOUT}, or {_UNEVEN[0]} and {_UNEVEN[1]}."
+    yield found("SW4913", _place(a, LAYERS), message, help)
+
+
+def layers_of_a_virtual_stage(a: Arguments) -> Iterator[Diagnostic]:
+    """The parser divides by the pipeline alone; transformer_block.py:169 asserts once the rank
+    builds its layers."""
+    layers, pipeline, virtual = a.integer(LAYERS), a.integer(PIPELINE, 1), a.integer(VIRTUAL)
+    if (
+        not layers
+        or not pipeline
+        or not virtual
+        or layers % pipeline
+        or any(map(a.has, (LAYOUT, *_UNEVEN)))
+    ):
+        return
+    each = layers // pipeline
+    if each % virtual:
+        message = (
+            f"{VIRTUAL} {virtual}: the {each} layers of a pipeline rank do not divide over them"
+        )
+        valid = [n for n in range(1, each + 1) if each % n == 0]
+        yield found(
+            "SW4921", _place(a, VIRTUAL), message, f"Take a divisor of {each}, or {LAYOUT}.", valid
+        )
+
+
+def micro_batches_of_a_group(a: Arguments) -> Iterator[Diagnostic]:
+    """schedules.py:1145, at the first step: the interleaved schedule takes micro-batches in groups
+    of as many as pipeline ranks."""
+    batch, micro, pipeline, data = (
+        a.integer(GLOBAL),
+        a.integer(MICRO),
+        a.integer(PIPELINE, 1),
+        _data(a),
+    )
+    virtual, group = (
+        _virtual(a),
+        a.integer("--microbatch-group-size-per-virtual-pipeline-stage", pipeline),
+    )
+    if (
+        not batch
+        or not micro
+        or not pipeline
+        or not data
+        or not group
+        or not virtual
+        or virtual == 1
+    ):
+        return
+    count = batch // (micro * data)
+    rest = count % group
+    if count >= group >= pipeline and (rest == 0 or rest >= pipeline):
+        return
+    message = (
+        f"{count} micro-batches do not make up groups of {group} over {pipeline} pipeline ranks"
+    )
+    help = f"Take a {GLOBAL} that is a multiple of {micro * data * pipeline}."
+    yield found("SW4922", _place(a, GLOBAL), message, help)
+
+
+def experts_over_the_world(a: Arguments) -> Iterator[Diagnostic]:
+    """parallel_state.py:882, once the process groups are made: experts are cut out of all ranks of
+    a pipeline stage."""
+    expert, tensor, pipeline = a.integer(EXPERT, 1), a.integer(TENSOR, 1), a.integer(PIPELINE, 1)
+    ranks = _product((expert, a.integer(EXPERT_TENSOR, tensor), pipeline))
+    if a.world_size is None or expert == 1 or not ranks or a.world_size % ranks == 0:
+        return
+    message = (
+        f"expert-tensor x expert x pipeline = {ranks} ranks do not divide a world of {a.world_size}"
+    )
+    help = f"Take a smaller {EXPERT}, or {EXPERT_TENSOR} 1."
+    yield found("SW4923", _place(a, EXPERT), message, help)
+
+
+def experts_without_sequence(a: Arguments) -> Iterator[Diagnostic]:
+    """megatron/core/transformer/moe/moe_layer.py:629, in the first forward pass of training."""
+    tensor = a.integer(TENSOR, 1)
+    if not tensor or tensor == 1 or not a.has(EXPERTS) or a.has("--sequence-parallel"):
+        return
+    message = f"{EXPERTS} over {tensor} tensor ranks wants the sequence cut, too"
+    yield found("SW4924", _place(a, EXPERTS), message, "Add --sequence-parallel.")
+
+
+RULES: dict[str, Check] = {
+    "SW4901": unknown_options,
+    "SW4902": wrong_values,
+    "SW4911": ranks_do_not_divide,
+    "SW4912": batch_does_not_divide,
+    "SW4913": layers_do_not_divide,
+    "SW4921": layers_of_a_virtual_stage,
+    "SW4922": micro_batches_of_a_group,
+    "SW4923": experts_over_the_world,
+    "SW4924": experts_without_sequence,
+}
+
+
+def lint_arguments(a: Arguments) -> tuple[Diagnostic, ...]:
+    """By place in the file."""
+    if not a.given:
+        first = Location(file=a.source.file, line=1, column=1)
+        help = "Options stand as `--name value`; those before a .py file are the launcher's."
+        return (found("SW4900", first, f"{a.source.file} holds no option of Megatron-LM", help),)
+    told = [diagnostic for check in RULES.values() for diagnostic in check(a)]
+    return tuple(sorted(told, key=_order))
+
+
+def _order(told: Diagnostic) -> tuple[int, int, str]:
+    place = told.location
+    return (place.line, place.column, told.code) if place else (0, 0, told.code)
+
+
+def _product(numbers: Iterator[int | None] | tuple[int | None, ...]) -> int | None:
+    """None where one is not known."""
+    known = list(numbers)
+    return None if None in known else math.prod(n for n in known if n is not None)
+
+
+def _data(a: Arguments) -> int | None:
+    ranks = _product(a.integer(name, 1) for name in (TENSOR, PIPELINE, CONTEXT))
+    return a.world_size // ranks if a.world_size and ranks and a.world_size % ranks == 0 else None
+
+
+def _virtual(a: Arguments) -> int | None:
+    """Stages of a pipeline rank; None where that is not known."""
+    layers, pipeline, each = a.integer(LAYERS), a.integer(PIPELINE, 1), a.integer(PER_VIRTUAL)
+    layout = a.last(LAYOUT)
+    if a.has(VIRTUAL):
+        return a.integer(VIRTUAL)
+    if layout is not None and pipeline:
+        text = layout.values[0] if layout.values else None
+        return (
+            None
+            if text is None or "(" in text or "*" in re.sub(r"[Etm]\*", "", text)
+            else _stages(text, pipeline)
+        )
+    if a.has(PER_VIRTUAL):
+        return layers // pipeline // each if layers and pipeline and each else None
+    return 1
+
+
+def _stages(text: str, pipeline: int) -> int:
+    return (text.count("|") + 1) // pipeline
+
+
+def _place(a: Arguments, *names: str) -> Location:
+    """Of the first option of these that the file has."""
+    given: GivenOption | None = next((g for name in names if (g := a.last(name)) is not None), None)
+    return given.place if given else Location(file=a.source.file, line=1, column=1)

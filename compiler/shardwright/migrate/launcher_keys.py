@@ -1,0 +1,176 @@
+"""The launcher's options -> the recipe's cluster and launch sections."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from shardwright.launch.launchers.launcher_table import LAUNCHERS
+from shardwright.migrate.import_sources import Sources, as_count, as_text
+from shardwright.migrate.launch_command import hosts_of, included
+from shardwright.migrate.recipe_draft import is_secret
+from shardwright.utils.bounded_read import read_regular_text
+
+_LAUNCHERS = tuple(name for name, row in LAUNCHERS.items() if row.program and not row.own_files)
+"""Those that `deepspeed --launcher` has too: a program here reaches the nodes."""
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
+_OWN_PROGRAM = "shardwright run trains by a program of its own"
+_WITHOUT_USE: dict[str, str] = {
+    **dict.fromkeys(("node_rank", "machine_rank"), "each node knows its number"),
+    **dict.fromkeys(("module", "m", "no_python", "no_local_rank"), _OWN_PROGRAM),
+    "force_multi": "one node or more follows from cluster.nodes",
+    "compute_environment": "launch.launcher says where it runs",
+    "distributed_type": "it is DeepSpeed",
+    "main_training_function": _OWN_PROGRAM,
+    "use_deepspeed": "it is DeepSpeed",
+    "zero3_init_flag": "weights are always loaded a stage at a time",
+    **dict.fromkeys(
+        ("rdzv_backend", "rdzv_endpoint"), "the ranks meet by launch.master_addr and master_port"
+    ),
+    **dict.fromkeys(("deepspeed_config_file", "config_file"), "the file that was read"),
+    "same_network": "launch.launcher says where it runs",
+}
+_HOSTFILE = ("hostfile", "deepspeed_hostfile")
+
+
+def cluster(s: Sources, folder: str) -> None:
+    """folder: absolute, of the recipe to be, which relative paths start from."""
+    _size(s)
+    for key, count, what in (
+        ("nodes", s.nodes, "the number of machines"),
+        ("gpus_per_node", s.gpus_per_node, "GPUs of each machine"),
+    ):
+        if count is None:
+            total = "" if s.world_size is None else f"; nodes x gpus_per_node is {s.world_size}"
+            s.draft.ask(f"cluster.{key}", f"{what}{total}")
+        else:
+            s.draft.put(f"cluster.{key}", count)
+    if s.word(lambda value: value is True or value == "true" or None, "use_cpu", "cpu") is not None:
+        s.draft.put("cluster.gpu", "cpu", "--cpu")
+    else:
+        s.draft.ask(
+            "cluster.gpu",
+            "the GPU: a name of the catalogue, such as h100-sxm-80gb or a100-sxm4-80gb",
+        )
+    _launch(s, folder)
+    _environment(s)
+    for name, why in _WITHOUT_USE.items():
+        if name in s.command.options:
+            s.draft.leave("launch", f"--{name}", s.command.options[name], why)
+    for name, value in s.command.options.items():
+        if f"--{name}" not in s.draft.carried and name not in s.used:
+            s.draft.leave(
+                "launch",
+                f"--{name}",
+                value,
+                "an option of the launcher that a recipe does not have",
+            )
+
+
+def _size(s: Sources) -> None:
+    """Nodes and GPUs a node, by the first that says so: include, hostfile, counts of the
+    launchers."""
+    _size_of_hosts(s)
+    _size_of_counts(s)
+    visible = s.command.environment.get("CUDA_VISIBLE_DEVICES", "")
+    if s.gpus_per_node is None and visible and s.command.launcher in ("deepspeed", "python"):
+        s.gpus_per_node, s.nodes = len(visible.split(",")), s.nodes or 1
+        s.draft.take("CUDA_VISIBLE_DEVICES", "cluster")
+    if s.command.launcher == "python" and s.gpus_per_node is None:
+        s.gpus_per_node = 1
+    if s.nodes and s.gpus_per_node:
+        s.world_size = s.nodes * s.gpus_per_node
+
+
+def _size_of_hosts(s: Sources) -> None:
+    hosts = _hosts(s)
+    filtered = s.command.option("include")
+    if filtered is not None:
+        chosen = included(filtered[1])
+        counts = {
+            len(numbers) if numbers is not None else hosts.get(host)
+            for host, numbers in chosen.items()
+        }
+        s.nodes = len(chosen) or None
+        s.gpus_per_node = counts.pop() if len(counts) == 1 else None
+        s.draft.take("--include", "cluster")
+    elif hosts:
+        excluded = included(s.command.options.get("exclude", ""))
+        kept = {
+            h: n - len(excluded.get(h) or ())
+            for h, n in hosts.items()
+            if excluded.get(h, ()) is not None
+        }
+        sizes = set(kept.values())
+        s.nodes, s.gpus_per_node = len(kept), sizes.pop() if len(sizes) == 1 else None
+        s.draft.take("--exclude", "cluster")
+
+
+def _size_of_counts(s: Sources) -> None:
+    nodes = s.word(as_count, "num_nodes", "nnodes", "num_machines")
+    gpus = s.word(as_count, "num_gpus", "num_accelerators", "nproc_per_node")
+    total = s.word(as_count, "num_processes")
+    for found in (nodes, gpus, total):
+        if found is not None:
+            s.draft.take(found[0], "cluster")
+    s.nodes = nodes[1] if nodes is not None else s.nodes
+    s.gpus_per_node = gpus[1] if gpus is not None else s.gpus_per_node
+    if s.nodes is None and (
+        gpus is not None or total is not None or s.command.launcher == "python"
+    ):
+        s.nodes = 1
+    if total is not None and s.gpus_per_node is None and s.nodes and total[1] % s.nodes == 0:
+        s.gpus_per_node = total[1] // s.nodes
+
+
+def _hosts(s: Sources) -> dict[str, int]:
+    found = s.command.option(*_HOSTFILE)
+    if found is None:
+        return {}
+    try:
+        return dict(hosts_of(read_regular_text(found[1])))
+    except (OSError, ValueError):
+        return {}
+
+
+def _launch(s: Sources, folder: str) -> None:
+    hostfile = s.command.option(*_HOSTFILE)
+    if hostfile is not None:
+        if os.path.isfile(hostfile[1]):
+            s.draft.put("launch.hostfile", os.path.relpath(hostfile[1], folder), hostfile[0])
+        else:
+            why = "it is not on this machine; give it to `shardwright run --hostfile`"
+            s.draft.leave("launch", hostfile[0], hostfile[1], why)
+    address = s.word(as_text, "master_addr", "main_process_ip")
+    if address is not None and _HOST.fullmatch(address[1]):
+        s.draft.put("launch.master_addr", address[1], address[0])
+    port = s.word(as_count, "master_port", "main_process_port")
+    if port is not None and port[1] <= 65535:
+        s.draft.put("launch.master_port", port[1], port[0])
+    launcher = s.word(as_text, "launcher")
+    if launcher is not None and launcher[1].lower() in _LAUNCHERS:
+        s.draft.put("launch.launcher", launcher[1].lower(), launcher[0])
+    elif launcher is not None:
+        several = ", ".join(name for name, row in LAUNCHERS.items() if row.several_nodes)
+        why = f"this launcher is none of a recipe's: {several}"
+        s.draft.leave("launch", launcher[0], launcher[1], why)
+    if "no_ssh" in s.command.options:
+        s.draft.put("launch.launcher", "no_ssh", "--no_ssh")
+
+
+def _environment(s: Sources) -> None:
+    values = {k: v for k, v in s.command.environment.items() if k not in s.draft.carried}
+    secret = sorted(name for name in values if is_secret(name))
+    plain = {
+        name: value
+        for name, value in sorted(values.items())
+        if name not in secret and value.isprintable()
+    }
+    if plain:
+        s.draft.put("launch.env", dict(plain), "the command", *plain)
+    if secret:
+        s.draft.put(
+            "launch.env_from", list(secret), "the command; a recipe holds no secret values", *secret
+        )
+    for name, value in values.items():
+        s.draft.leave("launch", name, value, "a value with control characters")

@@ -1,0 +1,226 @@
+"""Optimizer, schedule and clipping."""
+
+from __future__ import annotations
+
+from shardwright.migrate.import_sources import THE_TRAINERS, Sources, as_count, as_number, as_text
+from shardwright.utils.json_types import JsonValue
+
+SECTION = "training.optimizer"
+_ADAM = frozenset({"adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam"})
+_TRAINERS_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
+# parameter -> (word, DeepSpeed's default and the Trainer's)
+_NUMBERS: dict[str, tuple[str, float]] = {
+    "eps": ("adam_epsilon", 1e-8),
+    "weight_decay": ("weight_decay", 0.0),
+}
+BETAS = (0.9, 0.999)
+TRAINERS_RATE = 5e-5
+# Parameters of Adam's that choose an implementation, or say what is so anyway.
+_IMPLEMENTATION = frozenset(
+    {
+        "torch_adam",
+        "adam_w_mode",
+        "bias_correction",
+        "set_grad_none",
+        "fused",
+        "foreach",
+        "capturable",
+    }
+)
+
+
+def optimizer(s: Sources) -> None:
+    kind = as_text(s.get("optimizer.type"))
+    if kind is not None and kind.lower() not in _ADAM:
+        _other(s, kind)
+        return
+    if kind is not None:
+        s.draft.put(f"{SECTION}.name", "adamw", f"optimizer.type: {kind}", "optimizer.type")
+        if "adamw" not in kind.lower() and s.get("optimizer.params.adam_w_mode") is False:
+            why = (
+                "this is Adam with L2 regularization; a recipe has AdamW, whose weight decay is "
+                "decoupled"
+            )
+            s.draft.leave(SECTION, "optimizer.params.adam_w_mode", False, why)
+    typed = s.word(as_text, "optim")
+    if typed is not None and typed[1].lower() in _TRAINERS_ADAM:
+        s.draft.put(f"{SECTION}.name", "adamw", typed[0])
+    elif typed is not None:
+        s.draft.leave(SECTION, typed[0], typed[1], "AdamW is the one optimizer of a recipe")
+    key, path = f"{SECTION}.lr", "optimizer.params.lr"
+    if s.settle(key, as_number, "learning_rate", "lr", dotted=path, default=TRAINERS_RATE) is None:
+        s.unanswered(key, path, "the highest learning rate")
+    _betas(s)
+    for name, (word, default) in _NUMBERS.items():
+        key, path = f"{SECTION}.{name}", f"optimizer.params.{name}"
+        if s.settle(key, as_number, word, dotted=path, default=default) is None:
+            s.draft.put(key, default, "DeepSpeed's default", *s.there(path))
+    if s.draft.values[f"{SECTION}.weight_decay"] and not s.is_trainer:
+        s.draft.note(
+            SECTION,
+            (
+                "weight decay: a recipe decays parameters of two or more dimensions, DeepSpeed "
+                "all of them"
+            ),
+        )
+    for name, value in s.section("optimizer.params").items():
+        implements = name in _IMPLEMENTATION
+        why = (
+            "an AdamW is an AdamW; compile chooses its kernels"
+            if implements
+            else "a recipe's AdamW has no such parameter"
+        )
+        s.draft.leave(SECTION, f"optimizer.params.{name}", value, why)
+
+
+def _other(s: Sources, kind: str) -> None:
+    why = "AdamW is the one optimizer of a recipe; its learning rate is another one"
+    s.draft.leave(SECTION, "optimizer.type", kind, why)
+    for name, value in s.section("optimizer.params").items():
+        s.draft.leave(SECTION, f"optimizer.params.{name}", value, f"of {kind}")
+    s.draft.ask(f"{SECTION}.lr", f"the learning rate for AdamW; the file trains by {kind}")
+
+
+def _betas(s: Sources) -> None:
+    path, given = "optimizer.params.betas", s.get("optimizer.params.betas")
+    if (
+        isinstance(given, list | tuple)
+        and len(given) == 2
+        and all(as_number(b) is not None for b in given)
+    ):
+        s.draft.put(f"{SECTION}.betas", list(given), path)
+        return
+    first, second = s.word(as_number, "adam_beta1"), s.word(as_number, "adam_beta2")
+    values: list[JsonValue] = [first[1] if first else BETAS[0], second[1] if second else BETAS[1]]
+    sources = tuple(found[0] for found in (first, second) if found)
+    origin = " and ".join(sources) or (THE_TRAINERS if s.is_trainer else "DeepSpeed's default")
+    s.draft.put(f"{SECTION}.betas", values, origin, *sources, *s.there(path))
+
+
+def clipping(s: Sources) -> None:
+    key, name = "training.gradient_clipping", "gradient_clipping"
+    if s.settle(key, as_number, "max_grad_norm", name, dotted=name, default=1.0) is None:
+        s.draft.put(key, 1.0, "DeepSpeed's and the Trainer's default", *s.there(name))
+
+
+SCHEDULE = "training.scheduler"
+# The Trainer's names -> a recipe's curve.
+_CURVES: dict[str, str] = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+}
+_DEEPSPEEDS: dict[str, str] = {
+    "WarmupLR": "constant",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
+_PARAMS = "scheduler.params"
+
+
+def scheduler(s: Sources) -> None:
+    kind = as_text(s.get("scheduler.type"))
+    if kind in _DEEPSPEEDS:
+        s.draft.put(
+            f"{SCHEDULE}.name", _DEEPSPEEDS[str(kind)], f"scheduler.type: {kind}", "scheduler.type"
+        )
+        _deepspeeds(s, str(kind))
+    elif kind is not None:
+        s.draft.leave(
+            SCHEDULE, "scheduler.type", kind, "a recipe's curves are constant, linear, cosine, wsd"
+        )
+        s.draft.put(f"{SCHEDULE}.name", "constant")
+    else:
+        _trainers(s)
+    typed = s.command.words.get("lr_scheduler_type")
+    if kind is not None and typed:
+        s.draft.leave(
+            SCHEDULE, "--lr_scheduler_type", " ".join(typed), "the file's own scheduler counts"
+        )
+    _warmup(s, "" if kind is None else f"{_PARAMS}.warmup_num_steps", kind in _DEEPSPEEDS)
+    for name, value in s.section(_PARAMS).items():
+        s.draft.leave(
+            SCHEDULE,
+            f"{_PARAMS}.{name}",
+            value,
+            f"a recipe's schedule has no such value; {kind} has",
+        )
+
+
+def _deepspeeds(s: Sources, kind: str) -> None:
+    top = f"{_PARAMS}.warmup_max_lr"
+    rate = as_number(s.get(top))
+    if rate is not None and rate > 0:
+        before = s.draft.values.get(f"{SECTION}.lr")
+        if isinstance(before, float) and before != rate:
+            s.draft.note(
+                SECTION,
+                (
+                    f"optimizer.params.lr was {before:g}; the scheduler sets warmup_max_lr in "
+                    "its place"
+                ),
+            )
+        s.draft.fill.pop(f"{SECTION}.lr", None)
+        s.draft.put(f"{SECTION}.lr", rate, top)
+    elif s.has(top):
+        s.draft.take(top, f"{SECTION}.lr")
+    least = f"{_PARAMS}.warmup_min_lr"
+    if s.has(least) and not s.number(least):
+        s.draft.take(least, SCHEDULE)  # 0, or what the Trainer makes 0
+    if kind == "WarmupCosineLR":
+        ratio = s.number(f"{_PARAMS}.cos_min_ratio")
+        source = f"{_PARAMS}.cos_min_ratio" if ratio is not None else "WarmupCosineLR's default"
+        s.draft.put(f"{SCHEDULE}.min_lr_ratio", 0.0001 if ratio is None else ratio, source)
+    curve = f"{_PARAMS}.warmup_type"
+    if s.get(curve) == "linear":
+        s.draft.take(curve, SCHEDULE)
+    elif kind != "WarmupCosineLR" or s.has(curve):
+        s.draft.note(
+            SCHEDULE,
+            "warm-up: DeepSpeed's default curve is a logarithm, a recipe's is a straight line",
+        )
+        if s.has(curve):
+            s.draft.leave(SCHEDULE, curve, s.get(curve), "a recipe warms up along a straight line")
+
+
+def _trainers(s: Sources) -> None:
+    typed = s.word(as_text, "lr_scheduler_type")
+    name = typed[1].lower() if typed is not None else "linear" if s.is_trainer else "constant"
+    if typed is not None and name in _CURVES:
+        s.draft.put(f"{SCHEDULE}.name", _CURVES[name], typed[0])
+    elif typed is not None:
+        s.draft.leave(
+            SCHEDULE, typed[0], typed[1], "a recipe's curves are constant, linear, cosine, wsd"
+        )
+        s.draft.put(f"{SCHEDULE}.name", "constant")
+    elif s.is_trainer:
+        s.draft.put(f"{SCHEDULE}.name", "linear", THE_TRAINERS)
+    else:
+        s.draft.put(f"{SCHEDULE}.name", "constant", "no scheduler in the file: the rate stays")
+
+
+def _warmup(s: Sources, path: str, is_deepspeeds: bool) -> None:
+    """warmup_steps goes before warmup_ratio, and one below 1 is a ratio, as in the Trainer."""
+    given = as_count(s.get(path)) if path else None
+    sources = s.there(path)
+    steps, ratio = (
+        s.word(as_number, "warmup_steps", "num_warmup_steps"),
+        s.word(as_number, "warmup_ratio"),
+    )
+    if given is not None:
+        s.draft.put(f"{SCHEDULE}.warmup_steps", given, path)
+    elif steps is not None and steps[1] >= 1:
+        s.draft.put(f"{SCHEDULE}.warmup_steps", int(steps[1]), steps[0], steps[0], *sources)
+    elif (part := steps if steps is not None and steps[1] > 0 else ratio) is not None and 0 <= part[
+        1
+    ] < 1:
+        s.draft.put(f"{SCHEDULE}.warmup_ratio", part[1], part[0], part[0], *sources)
+    elif is_deepspeeds and not sources:
+        s.draft.put(f"{SCHEDULE}.warmup_steps", 1000, "DeepSpeed's default")
+    else:
+        s.draft.put(f"{SCHEDULE}.warmup_steps", 0, "", *sources)
+    for found in (steps, ratio):
+        if found is not None and found[0] not in s.draft.carried:
+            s.draft.leave(SCHEDULE, found[0], found[1], "the other one counts")

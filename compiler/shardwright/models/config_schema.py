@@ -1,0 +1,267 @@
+"""What the configuration classes of transformers take, as data: config_keys.json, written by `make
+config-keys`.
+
+`check` answers without transformers and torch. What it says of a configuration here, `compile` says
+by the classes themselves (config.py): nothing is refused here that is accepted there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, cast
+
+from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.models.model_catalog import published_keys
+from shardwright.models.model_refusals import (
+    encoder_decoder,
+    no_causal_lm,
+    unknown_type,
+    wrong_keys,
+)
+from shardwright.models.model_support import seeing_types, support
+from shardwright.recipe.literal_types import PAIR_TYPES
+from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.utils.optional_packages import installed_version
+
+TABLE = "config_keys.json"
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "intermediate_size",
+    "n_inner",
+    "max_position_embeddings",
+    "head_dim",
+)
+# Each layer becomes a module, even on the meta device: ten times the deepest published models.
+MOST_LAYERS = 2048
+ANY_VALUE = "any"
+"""In place of kinds: the key takes what it is given."""
+TIED = "tie_word_embeddings"
+SIZES = ("vocab_size", "hidden_size", "num_attention_heads")
+_WORDS: dict[str, str] = {
+    "b": "true or false",
+    "i": "an integer",
+    "f": "a number",
+    "s": "text",
+    "l": "a list",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeKeys:
+    """Of one model type. keys: name -> letters of the kinds that it takes. aliases: other name ->
+    the class's own. sizes: defaults. heads: whether heads must divide the hidden size: always |
+    derived (where head_dim is not given) | "" (unknown). tied: whether the head is the embedding
+    where the configuration does not say."""
+
+    keys: Mapping[str, str]
+    aliases: Mapping[str, str]
+    sizes: Mapping[str, int]
+    heads: str
+    tied: bool
+
+    def size(self, config: JsonObject, name: str) -> int | None:
+        """That of the configuration, under either name; else the default."""
+        for key in (name, self.aliases.get(name, name)):
+            if key in config:
+                value = config[key]
+                return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return self.sizes.get(name)
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return cast(
+        "dict[str, Any]",
+        json.loads(resources.files("shardwright.models").joinpath(TABLE).read_text("utf-8")),
+    )
+
+
+def type_keys(model_type: str) -> TypeKeys | None:
+    """None where the type is none of the table, or its class has no defaults to try values on."""
+    entry = _table()["types"].get(model_type)
+    if entry is None or not entry["keys"]:
+        return None
+    own = {key: kinds for kinds, names in entry["keys"].items() for key in names}
+    keys = {**dict.fromkeys(published_keys(model_type), ANY_VALUE), **_table()["common"], **own}
+    return TypeKeys(
+        keys=keys,
+        aliases=entry.get("aliases", {}),
+        sizes=entry.get("sizes", {}),
+        heads=entry.get("heads", ""),
+        tied=entry.get("tied", False),
+    )
+
+
+def is_of_installed() -> bool:
+    """Whether the table speaks of the installed transformers. What is not installed cannot
+    disagree."""
+    return installed_version("transformers") in (None, _table()["transformers"])
+
+
+def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagnostic, ...]:
+    """SW2003 to SW2007 and SW2017, as far as the table tells. inline: it stands in the recipe at
+    `key`."""
+    if not is_of_installed() or (not inline and brings_code(config)):
+        return ()
+    model_type = config.get("model_type")
+    if (
+        isinstance(model_type, str)
+        and model_type in {*seeing_types(), *PAIR_TYPES} - support().types.keys()
+    ):
+        return tuple(_names(config, model_type, key)) if inline else ()
+    if not isinstance(model_type, str) or model_type not in support().types:
+        where = (*key, "model_type") if inline and model_type is not None else key
+        return (_no_type(model_type, where),)
+    known = type_keys(model_type)
+    return () if known is None else tuple(_values(config, known, key, inline, model_type))
+
+
+def config_warnings(config: JsonObject) -> tuple[Diagnostic, ...]:
+    """What is doubtful in a configuration that stands in the recipe, and that transformers
+    takes."""
+    found = config_errors(config, ("model", "config"), inline=True)
+    return tuple(diagnostic for diagnostic in found if diagnostic.severity == "warning")
+
+
+def brings_code(config: JsonObject) -> bool:
+    """Whether the model runs on Python code of its own: transformers does not have its type."""
+    if "auto_map" not in config or not is_of_installed():
+        return False
+    model_type, known = config.get("model_type"), support()
+    return model_type not in {*known.types, *known.others, *seeing_types(), *PAIR_TYPES}
+
+
+def processor_packages(model_type: str, processor_class: str | None) -> tuple[str, tuple[str, ...]]:
+    """(class, packages that it needs beside torch and Pillow) of a processor. processor_class: what
+    the model's own files name; None: transformers' class of the type."""
+    name = processor_class or _table()["processor_of"].get(model_type, "")
+    return name, tuple(_table()["processors"].get(name, ())) if is_of_installed() else ()
+
+
+def vocabulary_size(config: JsonObject) -> int | None:
+    """None where it is not known without transformers (a part of a configuration in parts)."""
+    model_type = config.get("model_type")
+    known = type_keys(model_type) if isinstance(model_type, str) and is_of_installed() else None
+    if isinstance(config.get("text_config"), Mapping):
+        return None
+    found = None if known is None else known.size(config, "vocab_size")
+    written = config.get(
+        "vocab_size"
+    )  # of a configuration in parts that is written flat, as Qwen2.5-VL's
+    return written if found is None and isinstance(written, int) else found
+
+
+def is_tied(config: JsonObject) -> bool:
+    """Whether the head is the embedding: by the configuration, else by the type's default."""
+    if TIED in config:
+        return config[TIED] is True
+    text = config.get("text_config")
+    if isinstance(text, dict) and TIED in text:
+        return text[TIED] is True
+    model_type = config.get("model_type")
+    known = type_keys(model_type) if isinstance(model_type, str) and is_of_installed() else None
+    return known is not None and known.tied
+
+
+def _no_type(model_type: JsonValue, where: KeyPath) -> Diagnostic:
+    table = support()
+    if not isinstance(model_type, str) or model_type not in table.others:
+        return unknown_type(model_type, table.types, where)
+    if table.others[model_type] == "encoder-decoder":
+        return encoder_decoder(model_type, where, decoder_alone=False)
+    return no_causal_lm(model_type, table.types, where)
+
+
+def _names(config: JsonObject, model_type: str, key: KeyPath) -> Iterator[Diagnostic]:
+    """SW2005 of a configuration in parts, whose values the class judges."""
+    names = _table()["in_parts"].get(model_type)
+    if names is not None:
+        known = {*names, *_table()["common"], *published_keys(model_type)}
+        takes = f"configuration of a {model_type}"
+        yield from wrong_keys(config, known, lambda name, value: "", key, inline=True, takes=takes)
+
+
+def _values(
+    config: JsonObject, known: TypeKeys, key: KeyPath, inline: bool, model_type: str
+) -> Iterator[Diagnostic]:
+    common = {own: name for name, own in known.aliases.items()}
+
+    def problem(name: str, value: JsonValue) -> str:
+        kinds = _kinds(name, config, known)
+        return _kind_problem(value, kinds) or size_problem(common.get(name, name), name, value)
+
+    takes = f"configuration of a {model_type}"
+    wrong = list(wrong_keys(config, known.keys.keys(), problem, key, inline=inline, takes=takes))
+    yield from wrong
+    if all(diagnostic.severity == "warning" for diagnostic in wrong):
+        yield from _heads(config, known, key)
+
+
+def _kinds(name: str, config: JsonObject, known: TypeKeys) -> str:
+    """An alias takes what the class's own name does, which decides where both are given."""
+    own = known.aliases.get(name, name)
+    return known.keys[name] if own in config or own not in known.keys else known.keys[own]
+
+
+def _kind_problem(value: JsonValue, kinds: str) -> str:
+    letter = _letter(value)
+    if not letter or kinds == ANY_VALUE or letter in kinds:
+        return ""
+    wanted = " or ".join(words for kind, words in _WORDS.items() if kind in kinds)
+    return f"is not {wanted}" if wanted else ""
+
+
+def _letter(value: JsonValue) -> str:
+    """ "" for what is not judged: a section."""
+    letters: tuple[tuple[type, str], ...] = (
+        (bool, "b"),
+        (int, "i"),
+        (float, "f"),
+        (str, "s"),
+        (list, "l"),
+    )
+    if value is None:
+        return "n"
+    return next((letter for kind, letter in letters if isinstance(value, kind)), "")
+
+
+def _heads(config: JsonObject, known: TypeKeys, key: KeyPath) -> Iterator[Diagnostic]:
+    hidden, heads = known.size(config, "hidden_size"), known.size(config, "num_attention_heads")
+    given = config.get("head_dim") is not None
+    if (
+        not hidden
+        or not heads
+        or hidden % heads == 0
+        or not known.heads
+        or (known.heads == "derived" and given)
+    ):
+        return
+    message = f"a hidden size of {hidden} does not divide by {heads} attention heads"
+    more = ", or give head_dim" if known.heads == "derived" else ""
+    yield found(
+        "SW2007",
+        key,
+        message,
+        f"transformers refuses it: take a number of heads that divides it{more}.",
+    )
+
+
+def size_problem(canonical: str, name: str, value: JsonValue) -> str:
+    """Why the value of this key cannot be, or "". canonical: the class's own name for `name`."""
+    if not isinstance(value, int | float):
+        return ""
+    if canonical in _SIZES and value < 1:
+        return "is not a positive size"
+    if canonical == "num_hidden_layers" and isinstance(value, int) and value > MOST_LAYERS:
+        return f"is beyond {MOST_LAYERS}, the most layers that this version builds"
+    if name.endswith(("dropout", "pdrop")) and not 0 <= value < 1:
+        return "is not a probability below 1"
+    return ""

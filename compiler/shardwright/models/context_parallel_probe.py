@@ -1,0 +1,127 @@
+"""Can a row be cut over ranks? Found without ranks: attention is replaced by a function of each
+token alone, and then nothing else of the model may look beyond a token, or at where a piece of the
+row begins.
+
+That function changes under a rotation of queries and keys, so that positions count; a product of a
+query with the key of the same token would not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from transformers import masking_utils
+from transformers.modeling_utils import AttentionInterface
+
+from shardwright.models.rotary_embedding import whole_sequences
+from shardwright.utils.numeric_difference import tensor_apart
+
+TOLERANCE = 2e-5
+"""Of the largest logit: other shapes of a matrix product sum in another order."""
+
+
+def _of_each_token(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, None]:
+    """In the place of attention. query: (B, H, S, D); key, value: (B, K, S, ...) -> (B, S, H,
+    ...)."""
+    copies = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+    direction = torch.linspace(-1.0, 2.0, query.shape[-1], dtype=query.dtype, device=query.device)
+    seen = ((query + 0.5 * key.roll(1, -1)) * direction).mean(-1, keepdim=True)
+    return (value * torch.tanh(seen)).transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def _no_attention() -> Iterator[list[object]]:
+    """A list that gets an entry whenever a layer asks for its attention."""
+    asked: list[object] = []
+
+    def interface(*_: Any, **__: Any) -> Any:
+        asked.append(None)
+        return _of_each_token
+
+    with patch.object(AttentionInterface, "get_interface", interface):
+        yield asked
+
+
+@contextmanager
+def _masks_of_whole_rows() -> Iterator[None]:
+    """A half of a row gets the mask of the row, as on a context rank."""
+    inner = masking_utils._preprocess_mask_arguments
+
+    def of_two_halves(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        done, mask, packed, queries, keys, *offsets = inner(*args, **kwargs)
+        return (
+            done,
+            mask,
+            packed,
+            *((queries, keys) if done else (2 * queries, 2 * keys)),
+            *offsets,
+        )
+
+    with patch.object(masking_utils, "_preprocess_mask_arguments", of_two_halves):
+        yield
+
+
+@torch.no_grad()
+def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
+    """ "" where nothing but its attention is in the way. model: tiny, nothing random; input_ids:
+    (B, S)."""
+    length = input_ids.shape[1]
+    places = torch.arange(length).expand_as(input_ids)
+
+    def logits(ids: torch.Tensor, first: int = 0) -> torch.Tensor:
+        own = places[:, first : first + ids.shape[1]]
+        with whole_sequences(model, lambda _: length - 1):
+            return model(input_ids=ids, position_ids=own, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def in_halves() -> torch.Tensor:
+        return torch.cat([logits(piece, at) for piece, at in _halves(input_ids)], dim=1)
+
+    with _no_attention() as asked:
+        plain = model(input_ids=input_ids, use_cache=False).logits
+        if not asked:
+            return "its attention does not go through transformers' attention interface"
+        if not plain.isfinite().all():
+            return "a tiny copy's logits are not finite"
+        scale = TOLERANCE * max(1.0, float(plain.abs().max()))
+        at = length // 3
+        changed = input_ids.clone()
+        changed[:, at] = torch.where(
+            input_ids[:, at] == input_ids[:, 0], input_ids[:, -1], input_ids[:, 0]
+        )
+        other = model(input_ids=changed, use_cache=False).logits
+        others = torch.arange(length) != at
+        if not tensor_apart(other[:, others], plain[:, others]) <= scale:
+            return "its tokens see each other outside of attention"
+        try:
+            pieces = in_halves()
+        except TypeError:
+            return "its forward takes no positions"
+        if not tensor_apart(pieces, plain) <= scale:
+            return "it counts its positions itself"
+        try:
+            with _masks_of_whole_rows():
+                masked = in_halves()
+        except RuntimeError:  # its shapes are those of the half
+            masked = torch.full_like(plain, math.nan)
+        if not tensor_apart(masked, plain) <= scale:
+            return "it uses the mask outside of attention"
+    return ""
+
+
+def _halves(input_ids: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """Each with its first place."""
+    middle = input_ids.shape[1] // 2
+    return [(input_ids[:, :middle], 0), (input_ids[:, middle:], middle)]

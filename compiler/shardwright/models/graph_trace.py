@@ -1,0 +1,312 @@
+"""A configuration -> ModelGraph, counted on the meta device (no weights, no memory).
+
+Shape letters: S sequence length, H hidden size, F feed-forward size, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
+from shardwright.models.config_sizes import size_of
+from shardwright.models.graph_layers import Shapes, make_layer
+from shardwright.models.hf_config import (
+    check_model_type,
+    config_json,
+    contradiction,
+    resolve_config,
+    text_config,
+)
+from shardwright.models.layer_split import Probed
+from shardwright.models.layer_trace import trace_model
+from shardwright.models.model_graph import ModelGraph, Parameter, hash_of_config
+from shardwright.models.model_probe import (
+    flash_error,
+    probe_config,
+    uncuttable,
+    why_no_context_ranks,
+    why_no_expert_ranks,
+)
+from shardwright.models.packed_attention import flash_stand_in
+from shardwright.models.processor_stage import with_usual_tiles
+from shardwright.models.tasks.contrastive import as_text_side
+from shardwright.models.tasks.task_registry import Task, text_attention
+from shardwright.models.tensor_parallel_plan import tensor_styles
+from shardwright.models.vision_encoder_cost import Vision
+from shardwright.models.vision_trace import trace_vision
+from shardwright.recipe.literal_types import TaskName
+from shardwright.recipe.recipe_types import FLASH
+from shardwright.utils.json_types import JsonObject
+
+FLASH_TOLERANCE = 1e-4
+"""Of the largest logit: a kernel sums in another order."""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The copies are tiny: threads would wait for each other, on a busy machine far longer than
+    they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
+def trace_model_graph(
+    config: JsonObject, attention: str, inline: bool, asked: TaskName | Literal["auto"] = "auto"
+) -> ModelGraph:
+    """`config`: as written, auto_map settled (own_code.py). inline: it stands in the recipe itself.
+    asked: the recipe's task.
+
+    Raises Refusal with SW2xxx where the model cannot be built or split.
+    """
+    key: KeyPath = ("model", "config") if inline else ("model", "source")
+    task = check_model_type(config, key, inline, asked)
+    hf_config = resolve_config(config, key, inline, asked)
+    _refuse_unsplittable(hf_config, key)
+    model = _on_meta(hf_config, task, None, key)
+    check_attention(model, hf_config, attention)
+    plain = config_json(hf_config, type(model).__name__)
+    with flash_stand_in() if attention == FLASH else nullcontext():
+        probed = probe_config(hf_config, task, attention, key, model)
+        if not task.sees:  # a rule refuses it there
+            _check_flash(hf_config, attention)
+        if task.contrastive:
+            as_text_side(model)
+    with flash_stand_in(shapes_only=True) if attention == FLASH else nullcontext():
+        if attention not in ("auto", text_attention(model.config)):
+            model = _on_meta(
+                hf_config, task, attention, key
+            )  # some types choose their modules by it
+            if task.contrastive:
+                as_text_side(model)
+        graph = dataclasses.replace(
+            _measure(model, hf_config, task, probed, plain, key), task=task.name
+        )
+        if task.sees:
+            graph = dataclasses.replace(graph, vision=_vision(model, probed, task, inline))
+    context, expert = why_no_context_ranks(graph), why_no_expert_ranks(graph)
+    graph = dataclasses.replace(graph, context_ranks=context, expert_ranks=expert)
+    graph.verify()
+    return graph
+
+
+def _vision(model: PreTrainedModel, probed: Probed, task: Task, inline: bool) -> Vision:
+    """Of a model that compares features its tower's own last modules are no projector's, and the
+    scale is neither's."""
+    vision = trace_vision(model, probed.cut)
+    if not task.contrastive:
+        return with_usual_tiles(vision, model.config, inline=inline)
+    inside = tuple(f"{path}." for path in vision.tower)
+    kept = (
+        path for path in vision.projector if path not in probed.head and not path.startswith(inside)
+    )
+    return dataclasses.replace(vision, projector=tuple(kept))
+
+
+def _on_meta(
+    hf_config: PretrainedConfig, task: Task, attention: str | None, key: KeyPath
+) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            # float32: the size of an element is the cost model's business, and half types need no
+            # support here.
+            return task.build(hf_config, attention)
+    except Exception as error:
+        raise contradiction(error, key) from None
+
+
+def _check_flash(hf_config: PretrainedConfig, attention: str) -> None:
+    if attention == FLASH and not (error := flash_error(hf_config)) <= FLASH_TOLERANCE:
+        what = (
+            f"flash attention leaves out a part of a {hf_config.model_type!r}'s own: a tiny "
+            "copy's logits differ"
+        )
+        raise _no_attention(
+            f"{what} by {error:.0e} from those with eager attention", ("auto", "eager")
+        )
+
+
+def _no_attention(message: str, valid: tuple[str, ...]) -> Refusal:
+    help = "`auto` takes what transformers picks for the type."
+    return Refusal(
+        Diagnostic(
+            code="SW2008", message=message, help=help, key=("model", "attention"), valid=valid
+        )
+    )
+
+
+def _measure(
+    model: PreTrainedModel,
+    hf_config: PretrainedConfig,
+    task: Task,
+    probed: Probed,
+    plain: JsonObject,
+    key: KeyPath,
+) -> ModelGraph:
+    stack_path = probed.cut.stack
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    placed = _placed(model, probed)
+    if placed is None:
+        raise uncuttable(hf_config, "its tiny copy does not have all of its parameters", key)
+    text, max_dropout = text_config(hf_config), _largest_dropout(model)
+    sizes = _sizes(model, text, placed[1], dropout=max_dropout > 0)
+    tensor = tensor_styles(
+        model, text.model_type if task.sees else hf_config.model_type, stack_path
+    )
+    chosen = text_attention(model.config)
+    traced = trace_model(
+        model, probed.cut, probed.attention
+    )  # the last: it replaces the parameters
+    stack = [(f"{stack_path}.{index}", "decoder") for index in range(len(placed) - 2)]
+    layers = [
+        make_layer(title, kind, parameters, text, sizes, seen)
+        for (title, kind), parameters, seen in zip(
+            [("embedding", "embedding"), *stack, ("head", "head")],
+            placed,
+            traced.layers,
+            strict=True,
+        )
+    ]
+    return ModelGraph(
+        model_type=hf_config.model_type,
+        architecture=type(model).__name__,
+        config=plain,
+        config_hash=hash_of_config(plain),
+        hidden_size=sizes.hidden,
+        feed_forward_size=sizes.feed_forward,
+        vocabulary_size=sizes.vocabulary,
+        attention_heads=sizes.heads,
+        key_value_heads=sizes.key_value_heads,
+        head_dim=sizes.head_dim,
+        max_positions=size_of(text, "max_position_embeddings"),
+        layers=tuple(layers),
+        tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
+        cut=probed.cut,
+        attention_module=probed.attention,
+        tensor_kind=tensor.kind,
+        tensor_reason=tensor.reason,
+        tensor_styles=tensor.styles,
+        tensor_heads=tensor.heads,
+        max_dropout=max_dropout,
+        attention=chosen,
+        packing=probed.packing,
+        once_a_picture=probed.once_a_picture,
+        context=traced.context,
+    )
+
+
+def _placed(model: PreTrainedModel, probed: Probed) -> list[list[Parameter]] | None:
+    """The parameters of the embedding, of each decoder layer, and of the head; None where the tiny
+    copy lacked some."""
+    stack_path = probed.cut.stack
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    sides = probed.place(shapes)
+    if sides is None:
+        return None
+    embedding, head = (
+        [Parameter(name=name, shape=shapes[name]) for name in side] for side in sides
+    )
+    decoder: list[list[Parameter]] = [[] for _ in model.get_submodule(stack_path).children()]
+    for name, shape in shapes.items():
+        if name.startswith(stack_path + "."):
+            number = int(name[len(stack_path) + 1 :].split(".")[0])
+            decoder[number].append(Parameter(name=name, shape=shape))
+    return [embedding, *decoder, head]
+
+
+def _sizes(
+    model: PreTrainedModel, text: PretrainedConfig, first_layer: list[Parameter], *, dropout: bool
+) -> Shapes:
+    weight = getattr(model.get_output_embeddings(), "weight", None)  # musicgen has a list of heads
+    hidden = size_of(text, "hidden_size") or 1
+    heads = size_of(text, "num_attention_heads") or 1
+    widest = max(max(p.shape) for p in first_layer if len(p.shape) >= 2)
+    return Shapes(
+        hidden=hidden,
+        feed_forward=size_of(text, "intermediate_size", "n_inner") or widest,
+        vocabulary=int(text.vocab_size if weight is None else weight.shape[0]),
+        heads=heads,
+        key_value_heads=size_of(text, "num_key_value_heads") or heads,
+        head_dim=size_of(text, "head_dim") or hidden // heads,
+        gated=any("gate" in p.name for p in first_layer),
+        dropout=dropout,
+    )
+
+
+def _largest_dropout(model: nn.Module) -> float:
+    """Of the modules that are there: configs also name dropouts of heads that a causal LM does not
+    have."""
+    layers = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+    attributes = [
+        value
+        for m in model.modules()
+        for name, value in vars(m).items()
+        if "dropout" in name and isinstance(value, float)
+    ]
+    return max((float(p) for p in (*layers, *attributes)), default=0.0)
+
+
+def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
+    """What would build, but would not run, or not as the decoder-only stack that the runtime
+    splits."""
+    wrong: list[tuple[str, str, str, str]] = []  # code, name, message, help
+    if getattr(hf_config, "add_cross_attention", False):
+        message = "add_cross_attention: True makes an encoder-decoder model, which cannot be split"
+        wrong.append(
+            ("SW2009", "add_cross_attention", message, "Set add_cross_attention to false.")
+        )
+    heads = size_of(hf_config, "num_attention_heads")
+    key_value_heads = size_of(hf_config, "num_key_value_heads") or heads
+    if heads and key_value_heads and heads % key_value_heads:
+        message = (
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{key_value_heads}"
+        )
+        help = "Each key/value head serves the same number of query heads."
+        wrong.append(("SW2007", "num_key_value_heads", message, help))
+    if wrong:
+        inline = key[-1] == "config"
+        raise Refusal(
+            *(
+                Diagnostic(
+                    code=code, message=message, help=help, key=(*key, name) if inline else key
+                )
+                for code, name, message, help in wrong
+            )
+        )
+
+
+def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attention: str) -> None:
+    """A pinned implementation must be one that the class has; SW2008."""
+    supported = {"auto", "eager"}
+    if all(part._supports_sdpa for part in _with_text(model)):
+        supported.add("sdpa")
+    # Some types name the kernels that have what they need, attention sinks for example.
+    kernels = getattr(model, "_compatible_flash_implementations", None)
+    if model._supports_flash_attn and (kernels is None or FLASH in kernels):
+        supported.add(FLASH)
+    if attention not in supported:
+        message = (
+            f"attention {attention!r} is not available for model_type {hf_config.model_type!r}"
+        )
+        raise _no_attention(message, tuple(sorted(supported)))
+
+
+def _with_text(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and, of a composite, its text part."""
+    text = text_config(model.config)
+    parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
+    return [part for part in parts if part is model or part.config is text]

@@ -1,0 +1,410 @@
+"""What each layer computes and keeps, seen by running the model's own modules on fake tensors:
+shapes, no memory.
+
+Contexts (masks, rotary tables, positions) are captured by models/model_skeleton.py with real small
+tensors and parameters that own one element: building a causal mask asks for values, which fake
+tensors do not have. Then each distinct layer runs forward and backward with fake parameters of full
+size. Shape letters: S sequence length (one sequence), H hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from transformers import PretrainedConfig, PreTrainedModel
+
+from shardwright.models.call_arguments import Arguments
+from shardwright.models.config_sizes import size_of
+from shardwright.models.model_graph import Kept
+from shardwright.models.model_skeleton import Skeleton, State
+from shardwright.models.pipeline_split import Cut
+from shardwright.models.trace_meter import Bytes, PieceMeasure, measure, tensors_in
+from shardwright.recipe.literal_types import CHECKPOINTING, Checkpointing
+
+BASE_LENGTH = 128
+"""Traced at this length and at twice it: FLOPs and bytes of ordinary layers are a S + b S^2, so two
+lengths tell."""
+LOOP_LENGTH = 16
+"""The same for recurrences, which run operator by operator over the sequence."""
+
+MOST_CHARACTERS = 200
+"""Of the reason why a layer could not be traced."""
+
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_CHUNKS = ("chunk_size", "mamba_chunk_size")
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_target_positions",
+)
+TRACED_DTYPES = {
+    4: torch.float32,
+    2: torch.bfloat16,
+}  # FLOPs are counted in the first: some types cannot run in half
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayer:
+    """FLOPs of a sequence are per_token S + per_pair S^2, forward and backward; the fields of
+    ir.model_graph.Layer."""
+
+    forward: tuple[int, int]
+    attention_module_per_token: int
+    backward: tuple[int, int]
+    kept: tuple[Kept, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """layers: embedding, decoder layers, head; the reason where the layer's own code asks for
+    values, which fakes lack.
+
+    context: what the model hands to its decoder layers, once per micro-batch on each stage.
+    """
+
+    layers: tuple[TracedLayer | str, ...]
+    context: tuple[Kept, ...]
+
+
+def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str) -> Traced:
+    """`model`: built on the meta device with the attention that will run; it cannot be used
+    afterwards.
+
+    A type whose embedding or masks cannot be made from stubs is not traced at all.
+    """
+    try:
+        # It logs a stack for whatever it raises, too.
+        with patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
+            try:
+                return _trace(model, cut, attention_module, 1)
+            except (
+                IndexError
+            ):  # its positions begin behind a padding index: the last ones have no row in its table
+                return _trace(model, cut, attention_module, 2)
+    except Exception as error:  # whatever a type's own code raises
+        count = len(list(model.get_submodule(cut.stack).children())) + 2
+        return Traced(layers=(reason_of(error),) * count, context=())
+
+
+def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int) -> Traced:
+    """shorter: what the lengths are divided by."""
+    model.train()
+    text = model.config.get_text_config()
+    own_nothing(model, torch.float32)
+    base = (LOOP_LENGTH if _loops(model, cut) else _base_length(text)) // shorter
+    window = min((size for name in _WINDOWS if (size := _size(text, name))), default=0)
+    # A window bends the mask: it is not there up to that length (sdpa builds none), and beyond it
+    # is.
+    regimes = ((0, 4 * base), (window + 1, base // 2)) if window else ((0, 0),)
+    first: list[tuple[PieceMeasure | str, PieceMeasure | str]] = []
+    kept: list[list[Kept]] = [
+        [] for _ in range(len(list(model.get_submodule(cut.stack).children())) + 2)
+    ]
+    context: list[Kept] = []
+    for element_bytes, dtype in TRACED_DTYPES.items():
+        own_nothing(model, dtype)
+        for from_length, window_here in regimes:
+            with _window(text, window_here):
+                short, long = (
+                    _Run(model, cut, attention_module, length, dtype, flops=not first)
+                    for length in (base, 2 * base)
+                )
+            pairs = list(zip(short.pieces, long.pieces, strict=True))
+            first = first or pairs
+            for entries, (a, b) in zip(kept, pairs, strict=True):
+                if isinstance(a, PieceMeasure) and isinstance(b, PieceMeasure):
+                    for mode, (x, y) in zip(
+                        CHECKPOINTING, zip(a.kept, b.kept, strict=True), strict=True
+                    ):
+                        _add(entries, _kept(base, x, y, mode, element_bytes, from_length))
+            a_context, b_context = (
+                Bytes(whole=run.context_bytes, divided=0) for run in (short, long)
+            )
+            _add(context, _kept(base, a_context, b_context, "none", element_bytes, from_length))
+    return Traced(
+        layers=tuple(
+            _layer(base, a, b, entries) for (a, b), entries in zip(first, kept, strict=True)
+        ),
+        context=tuple(context),
+    )
+
+
+def _loops(model: PreTrainedModel, cut: Cut) -> bool:
+    """Whether a longer sequence means more operators."""
+    short, long = (
+        _Run(model, cut, "", length, torch.float32, flops=False)
+        for length in (LOOP_LENGTH, 2 * LOOP_LENGTH)
+    )
+    return any(
+        isinstance(a, PieceMeasure) and isinstance(b, PieceMeasure) and a.saves != b.saves
+        for a, b in zip(short.pieces, long.pieces, strict=True)
+    )
+
+
+class _Run:
+    """The model's pieces on fake tensors, at one length and in one precision. A layer that computes
+    the same shapes as one before it is not run again."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cut: Cut,
+        attention_module: str,
+        length: int,
+        dtype: torch.dtype,
+        *,
+        flops: bool,
+    ) -> None:
+        """flops: whether they are counted."""
+        self.attention_module, self.flops = attention_module, flops
+        self.skeleton = Skeleton(model, cut, tokens=(1, length))
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.ids = torch.zeros(1, length, dtype=torch.long)
+        with torch.no_grad():
+            real = self.skeleton.embed(self.ids, None)
+        self.contexts, self.slots = self.skeleton._context(real.hidden, None)
+        own_hidden = {id(self.skeleton._hidden(*call)) for call in self.contexts.values()}
+        handed = [
+            *(
+                t
+                for call in self.contexts.values()
+                for t in tensors_in(call)
+                if id(t) not in own_hidden
+            ),
+            *tensors_in(real.payload),
+        ]
+        # The converter remembers: a layer that is handed the real tensor works on this fake one.
+        self.shared = [*handed, *(self.fake.from_tensor(t) for t in handed)]
+        self.payload = list(real.payload) or [None] * len(self.slots)
+        with self.fake:
+            self.hidden = torch.empty(
+                real.hidden.shape, dtype=real.hidden.dtype, requires_grad=True
+            )
+        self.outside = [
+            m for name, m in model.named_modules() if not f"{name}.".startswith(f"{cut.stack}.")
+        ]
+
+        self.context_bytes = sum(
+            {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in handed}.values()
+        )
+        self.pieces = self._all_pieces()
+
+    def _all_pieces(self) -> list[PieceMeasure | str]:
+        layers = self.skeleton.layers
+        pieces: list[PieceMeasure | str] = [
+            self._piece(self.outside, self._embed, None, layer=None)
+        ]
+        known: dict[str, PieceMeasure | str] = {}
+        for index, layer in enumerate(layers):
+            key = identity(layer, self.contexts.get(index))
+            if key not in known:
+                known[key] = self._piece(
+                    list(layer.modules()), partial(self._decode, index), self.hidden, layer=layer
+                )
+            pieces.append(known[key])
+        pieces.append(
+            self._piece(self.outside, self._head, self.hidden, layer=None, starts_after=layers[-1])
+        )
+        return pieces
+
+    def _piece(
+        self,
+        modules: list[nn.Module],
+        run: Any,
+        given: torch.Tensor | None,
+        *,
+        layer: nn.Module | None,
+        **options: Any,
+    ) -> PieceMeasure | str:
+        """The reason where it cannot be measured."""
+        attention = "" if layer is None else self.attention_module
+        with fake_parameters(modules, self.fake) as parameters:
+            known, width = [*parameters, *self.shared, self.ids], self.hidden.numel()
+            options |= {
+                "layer": layer,
+                "attention_module": attention,
+                "known": known,
+                "width": width,
+            }
+            try:
+                return measure(run, given, count_flops=self.flops, **options)
+            except (
+                Exception
+            ) as error:  # whatever a type's own code raises where a fake tensor has no value
+                return reason_of(error)
+
+    def _embed(self, given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        state = self.skeleton.embed(self.ids, None)
+        return state.hidden, *state.payload
+
+    def _decode(self, index: int, given: torch.Tensor | None) -> torch.Tensor:
+        assert given is not None
+        for shared_state in self.skeleton._memo.values():  # what earlier layers left in it
+            for key in (
+                range(len(shared_state)) if isinstance(shared_state, list) else list(shared_state)
+            ):
+                shared_state[key] = pytree.tree_map_only(torch.Tensor, _apart, shared_state[key])
+        with self.fake:
+            after = self.skeleton.decode(index, State(hidden=given, payload=tuple(self.payload)))
+        for place, slot in enumerate(self.slots):
+            if slot.source and slot.source[0] == index:
+                self.payload[place] = _apart(after.payload[place])
+        return after.hidden
+
+    def _head(self, given: torch.Tensor | None) -> torch.Tensor:
+        assert given is not None
+        return self.skeleton.head(State(hidden=given))
+
+
+def reason_of(error: Exception) -> str:
+    """In one short line that is the same each time: no address."""
+    lines = str(error).splitlines() or [""]
+    return re.sub(r"0x[0-9a-f]+", "0x...", f"{type(error).__name__}: {lines[0]}")[:MOST_CHARACTERS]
+
+
+def _apart(made: torch.Tensor | None) -> torch.Tensor | None:
+    """What one layer hands another, out of its graph, which its own backward pass frees."""
+    return made if made is None or made.grad_fn is None else made.detach().requires_grad_()
+
+
+def identity(layer: nn.Module, arguments: Arguments | None) -> str:
+    """Equal for layers that compute the same shapes: classes, switches, parameters and what they
+    are handed."""
+    parts = [
+        (
+            type(m).__name__,
+            m.extra_repr(),
+            [(n, v) for n, v in vars(m).items() if isinstance(v, bool | str)],
+            [(n, tuple(p.shape)) for n, p in m.named_parameters(recurse=False)],
+        )
+        for m in layer.modules()
+    ]
+    leaves = [
+        (
+            str(path),
+            tuple(v.shape) if isinstance(v, torch.Tensor) else type(v).__name__,
+            getattr(v, "dtype", v is True),
+        )
+        for path, v in pytree.tree_leaves_with_path(arguments)
+    ]
+    return repr((parts, leaves))
+
+
+def own_nothing(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters become stubs of one element each on the CPU; buffers that were never filled (meta)
+    become zeros."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            stub = torch.zeros((), dtype=dtype).expand(parameter.shape)
+            module._parameters[name] = nn.Parameter(stub, requires_grad=False)
+        for store in (module._buffers, vars(module)):
+            for name, value in list(store.items()):
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    store[name] = torch.zeros(value.shape, dtype=value.dtype)
+
+
+@contextmanager
+def fake_parameters(modules: list[nn.Module], fake: FakeTensorMode) -> Iterator[list[torch.Tensor]]:
+    """Parameters of full size that own no memory, for as long as the block runs; yields them."""
+    before = [(m, n, p) for m in modules for n, p in m.named_parameters(recurse=False)]
+    made: list[torch.Tensor] = []
+    try:
+        for module, name, stub in before:
+            with fake:
+                module._parameters[name] = nn.Parameter(torch.empty(stub.shape, dtype=stub.dtype))
+            made.append(module._parameters[name])  # type: ignore[arg-type]
+        yield made
+    finally:
+        for module, name, stub in before:
+            module._parameters[name] = stub
+
+
+@contextmanager
+def _window(config: PretrainedConfig, size: int) -> Iterator[None]:
+    """With the attention windows of a model set to `size`, where it has one and size is not 0."""
+    before = {name: value for name in _WINDOWS if size and (value := _size(config, name))}
+    try:
+        for name in before:
+            setattr(config, name, size)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _base_length(config: PretrainedConfig) -> int:
+    """A multiple of the chunks that state-space layers pad to, and within the positions that the
+    model has."""
+    wanted = max([BASE_LENGTH, *(size for name in _CHUNKS if (size := _size(config, name)))])
+    positions = min(
+        (size for name in _POSITIONS if (size := _size(config, name))), default=2 * wanted
+    )
+    return max(1, min(wanted, positions // 2))
+
+
+def _size(config: PretrainedConfig, name: str) -> int:
+    """0 where there is none, or none above 0."""
+    return max(0, size_of(config, name) or 0)
+
+
+def _fit(base: int, short: int, long: int) -> tuple[int, int]:
+    """(a, b) with a S + b S^2 = short at S = base and long at 2 base."""
+    per_pair = max(0, round((long - 2 * short) / (2 * base * base)))
+    return max(0, round((long - 4 * base * base * per_pair) / (2 * base))), per_pair
+
+
+def _kept(
+    base: int,
+    short: Bytes,
+    long: Bytes,
+    checkpointing: Checkpointing,
+    element_bytes: int,
+    from_length: int,
+) -> Kept:
+    whole, divided = _fit(base, short.whole, long.whole), _fit(base, short.divided, long.divided)
+    return Kept(
+        checkpointing=checkpointing,
+        element_bytes=element_bytes,
+        from_length=from_length,
+        whole_bytes_per_token=whole[0],
+        whole_bytes_per_pair=whole[1],
+        divided_bytes_per_token=divided[0],
+        divided_bytes_per_pair=divided[1],
+    )
+
+
+def _add(entries: list[Kept], entry: Kept) -> None:
+    """Left out where the shorter regime says the same."""
+    if replace(entry, from_length=0) not in entries:
+        entries.append(entry)
+
+
+def _layer(
+    base: int, short: PieceMeasure | str, long: PieceMeasure | str, kept: list[Kept]
+) -> TracedLayer | str:
+    if isinstance(short, str):
+        return short
+    if isinstance(long, str):
+        return long
+    forward = _fit(base, short.forward_flops, long.forward_flops)
+    return TracedLayer(
+        forward=forward,
+        attention_module_per_token=_fit(
+            base, short.attention_forward_flops, long.attention_forward_flops
+        )[0],
+        backward=_fit(base, short.backward_flops, long.backward_flops),
+        kept=tuple(kept),
+    )

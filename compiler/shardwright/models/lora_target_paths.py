@@ -1,0 +1,137 @@
+"""peft's LoRA adapters inside a Hugging Face model, at exact paths, and whether they compute W x +
+alpha / r B A x.
+
+peft is imported here and nowhere else, and only where a recipe asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from shardwright.models.parameter_name_pattern import pattern
+from shardwright.recipe.recipe_types import LoraSection
+from shardwright.utils.numeric_difference import share_apart
+
+ADAPTER = "default"
+"""peft's name for the only adapter, a part of its parameters' names."""
+_MODEL = "model_to_adapt"
+"""Where the model is inside of the module that peft is given."""
+_MOST_SHARE = 1e-4
+"""Of the largest logit: what the order of the products may change in fp32."""
+
+
+def linear_paths(model: nn.Module, stack: str, names: tuple[str, ...]) -> list[str]:
+    """Return the modules inside the decoder layers that have a matrix and one of these names, in
+    the model's order."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if path.startswith(stack + ".")
+        and path.rpartition(".")[2] in names
+        and getattr(getattr(module, "weight", None), "ndim", 0) == 2
+    ]
+
+
+def inject(model: nn.Module, lora: LoraSection, paths: list[str]) -> None:
+    """Put adapters into exactly the modules at `paths`, and freeze the rest.
+
+    peft rewrites the targets of mixtures of experts by the configuration's `model_type`: paths that
+    end in gate_proj, up_proj or down_proj become the routed experts' parameters, dense layers and
+    shared experts lose theirs (peft.utils.transformers_weight_conversion). It does so only for a
+    model that has a `config`: the module around this one has none.
+    """
+    from peft import inject_adapter_in_model
+
+    around = nn.Module()
+    around.add_module(_MODEL, model)
+    inject_adapter_in_model(
+        lora_config(lora, target_modules=[f"{_MODEL}.{path}" for path in paths]), around
+    )
+
+
+def lora_config(lora: LoraSection, **more: Any) -> Any:
+    """Return peft's configuration of these adapters."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, **more)
+
+
+def adapter_names(module: str) -> tuple[str, str]:
+    """Return the names of A and B, as the model has them."""
+    return f"{module}.lora_A.{ADAPTER}.weight", f"{module}.lora_B.{ADAPTER}.weight"
+
+
+@torch.no_grad()
+def why_not_adapted(
+    model: nn.Module,
+    stack: str,
+    lora: LoraSection,
+    names: tuple[str, ...],
+    planned: frozenset[str],
+    logits: Callable[[], torch.Tensor],
+) -> str:
+    """Return why adapters of the modules called `names` are not those that a run would train, or do
+    not compute W x + alpha / r B A x in this model; "" where they do. The model keeps the adapters.
+
+    planned: patterns of the modules that the whole model's plan adapts. logits: runs the model.
+    """
+    paths = linear_paths(model, stack, names)
+    if other := sorted(planned ^ {pattern(path) for path in paths}):
+        return (
+            f"{other[0]} is {'not ' if other[0] in planned else ''}a linear of the model, "
+            "unlike in its plan"
+        )
+    try:
+        inject(model, lora, paths)
+    except ValueError as error:  # a module that only looks like a linear by its parameters
+        return f"peft does not adapt these modules ({str(error).splitlines()[0][:200]})"
+    parameters = dict(model.named_parameters())
+    adapters = {name for path in paths for name in adapter_names(path)}
+    if differences := sorted(
+        adapters ^ {name for name, p in parameters.items() if p.requires_grad}
+    ):
+        return f"peft trains other parameters than the adapters of these modules ({differences[0]})"
+    for name in sorted(adapters):
+        parameters[name].copy_(torch.randn_like(parameters[name]) * 0.05)
+    model.eval()
+    adapted = logits()
+    if unused := [name for name in names if _is_unused(name, parameters, paths, logits, adapted)]:
+        return (
+            f"its forward never calls {' nor '.join(map(repr, unused))}, whose adapters would "
+            "not count"
+        )
+    for path in paths:
+        a, b = (parameters[name] for name in adapter_names(path))
+        base = model.get_submodule(f"{path}.base_layer")
+        change: torch.Tensor = lora.alpha / lora.rank * (b @ a)
+        parameters[f"{path}.base_layer.weight"].add_(
+            change.t() if isinstance(base, Conv1D) else change
+        )
+        b.zero_()
+    share = share_apart(adapted, logits())
+    if share <= _MOST_SHARE:
+        return ""
+    return f"its logits are not those of W + alpha / r B A (difference {share:.1e} of the largest)"
+
+
+def _is_unused(
+    name: str,
+    parameters: dict[str, nn.Parameter],
+    paths: list[str],
+    logits: Callable[[], torch.Tensor],
+    adapted: torch.Tensor,
+) -> bool:
+    """Tell whether the logits stay `adapted` without the adapters of the modules called `name`."""
+    own = [parameters[adapter_names(path)[1]] for path in paths if path.rpartition(".")[2] == name]
+    values = [b.clone() for b in own]
+    for b in own:
+        b.zero_()
+    same = torch.equal(logits(), adapted)
+    for b, value in zip(own, values, strict=True):
+        b.copy_(value)
+    return same

@@ -1,0 +1,214 @@
+"""What can be said of a recipe's model and tokenizers without torch, without transformers and
+without the network."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
+from shardwright.models.config_schema import (
+    brings_code,
+    config_errors,
+    is_tied,
+    processor_packages,
+    vocabulary_size,
+)
+from shardwright.models.hub_files import (
+    CONFIG_NAME,
+    PROCESSOR_FILES,
+    cached_config,
+    config_here,
+    no_id,
+    processor_here,
+    read_config_file,
+)
+from shardwright.models.hub_snapshot import locate_weights
+from shardwright.models.model_catalog import nearest_ids, shipped_config
+from shardwright.models.model_refusals import missing_processor_package
+from shardwright.models.model_support import seeing_types, support
+from shardwright.models.remote_code import untrusted
+from shardwright.models.tokenizer_packages import missing_packages_warning
+from shardwright.models.weights_check import check_headers
+from shardwright.models.weights_location import TOKENIZER_PATTERNS
+from shardwright.recipe.recipe_types import ModelSection, Recipe
+from shardwright.utils.bounded_read import parse_json, read_regular
+from shardwright.utils.json_types import JsonObject
+
+MOST_TOKENIZER_BYTES = 128 * 2**20
+BYTE_SYMBOLS = 256
+
+
+def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Errors are what `compile` would refuse; a note says what only the hub can tell."""
+    try:
+        config, told = _config(recipe.model)
+    except Refusal as refusal:
+        return refusal.diagnostics
+    wrong = list(told)
+    if config is not None:
+        inline = recipe.model.config is not None
+        if not inline and recipe.model.trust_remote_code is None and brings_code(config):
+            wrong.append(untrusted(recipe.model.source or "", config.get("model_type")))
+        wrong += config_errors(
+            config, ("model", "config") if inline else ("model", "source"), inline
+        )
+        wrong += _processor(recipe.model, config)
+    wrong += _weights(recipe.model, config)
+    is_wrong = any(diagnostic.severity == "error" for diagnostic in wrong)
+    vocabulary = None if config is None or is_wrong else vocabulary_size(config)
+    for key, part in recipe.tokenized():
+        if part.tokenizer is not None:
+            own = part.tokenizer == recipe.model.source
+            wrong += _tokenizer(part.tokenizer, (*key, "tokenizer"), vocabulary, own)
+    return tuple(wrong)
+
+
+def _config(section: ModelSection) -> tuple[JsonObject | None, tuple[Diagnostic, ...]]:
+    """None where it is not here. Raises Refusal: SW2002."""
+    if section.config is not None:
+        return section.config, ()
+    source = section.source or ""
+    if os.path.isabs(source):
+        path = Path(source, CONFIG_NAME)
+        return (
+            read_config_file(path) if path.is_file() else None
+        ), ()  # the files' check has told a missing one
+    config = config_here(source, section.revision)
+    return config, () if config is not None else (_unknown(source, ("model", "source")),)
+
+
+def _processor(section: ModelSection, config: JsonObject) -> Iterator[Diagnostic]:
+    """SW2080, of a model that is trained on images. A warning where its own processor is not on
+    this machine: `compile` does not look then."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in seeing_types():
+        return
+    if section.task != "image-text-to-text" and (
+        section.task != "auto" or model_type in support().types
+    ):
+        return
+    here = None if section.config is not None else processor_here(section)
+    name, packages = processor_packages(
+        model_type, None if here is None else _processor_class(here[0])
+    )
+    for package in packages:
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            why = f"its {name} needs {package}, which is not installed here"
+            told = missing_processor_package(model_type, why, package)
+            is_certain = section.config is not None or here is not None
+            yield told if is_certain else dataclasses.replace(told, severity="warning")
+
+
+def _processor_class(folder: Path) -> str | None:
+    """The class that the files beside the weights name; None where they name none."""
+    for file in PROCESSOR_FILES:
+        with suppress(OSError, ValueError):
+            document = parse_json(read_regular(folder / file))
+            if isinstance(document, dict) and isinstance(
+                name := document.get("processor_class"), str
+            ):
+                return name
+    return None
+
+
+def _unknown(name: str, key: KeyPath) -> Diagnostic:
+    """A hub id that nothing here knows."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return no_id(name)
+    code, near = ("SW2001", nearest_ids(name)) if key == ("model", "source") else ("SW1911", ())
+    where = ".".join(map(str, key))
+    message = (
+        f"{where}: {name!r} is no folder and not on this machine; compile will ask the hub for it"
+    )
+    help = f"Did you mean {near[0]}?" if near else "A folder is written ./folder."
+    return found(code, key, message, help, near, "note")
+
+
+def _weights(section: ModelSection, config: JsonObject | None) -> tuple[Diagnostic, ...]:
+    """What the files' headers say; a hub id's files are looked at where they are in the cache."""
+    if section.source is None or section.weights != "pretrained":
+        return ()
+    if not os.path.isabs(section.source):
+        cached = cached_config(section.source, section.revision)
+        return (
+            ()
+            if cached is None or config is None
+            else check_headers(cached.parent, config, tied=is_tied(config))
+        )
+    try:
+        locate_weights(section)
+    except Refusal as refusal:
+        return refusal.diagnostics
+    return (
+        () if config is None else check_headers(Path(section.source), config, tied=is_tied(config))
+    )
+
+
+def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> Iterator[Diagnostic]:
+    """own: it is the model's own, whose absence has been told there."""
+    if name == "byte":
+        if vocabulary is not None and vocabulary < BYTE_SYMBOLS:
+            message = (
+                f"the byte tokenizer has {BYTE_SYMBOLS} symbols, the model's vocabulary "
+                f"{vocabulary}"
+            )
+            yield found(
+                "SW1912", key, message, f"Give the model a vocab_size of at least {BYTE_SYMBOLS}."
+            )
+        return
+    folder = Path(name)
+    if not folder.is_absolute():
+        if not own and not _is_cached(name) and shipped_config(name) is None:
+            yield _unknown(name, key)
+        return
+    if not folder.is_dir():
+        return  # the files' check has told it
+    if not any(path.is_file() for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)):
+        help = (
+            "Save it with `save_pretrained` and give that folder (as ./path), or write "
+            "`tokenizer: byte`."
+        )
+        yield found(
+            "SW1911", key, f"data.tokenizer: {name!r} holds no tokenizer files", help, ("byte",)
+        )
+    yield from missing_packages_warning(folder, key)
+    largest = _largest_id(folder / "tokenizer.json")
+    if vocabulary is not None and largest is not None and largest >= vocabulary:
+        message = (
+            f"the tokenizer {name!r} has ids up to {largest}, the model's vocabulary ends at "
+            f"{vocabulary - 1}"
+        )
+        help = (
+            "A text that holds such a token is refused: take the model's own tokenizer, or a "
+            "larger vocab_size."
+        )
+        yield found("SW1912", key, message, help, severity="warning")
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE, "--".join(("models", *name.split("/")))).is_dir()
+
+
+def _largest_id(path: Path) -> int | None:
+    """Of a tokenizer of the tokenizers library; None where it is another one, or cannot be read."""
+    try:
+        document: Any = parse_json(read_regular(path, MOST_TOKENIZER_BYTES))
+        table = document["model"]["vocab"]
+        ids = table.values() if isinstance(table, dict) else [len(table) - 1]
+        added = [token["id"] for token in document.get("added_tokens") or ()]
+        return max((*ids, *added), default=None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,79 @@
+"""model_graph.json of a compiled folder <-> ModelGraph: what lets a folder be explained without
+torch or a network.
+
+Decoder layers that differ in their number alone stand there once, their name written `*`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from shardwright.models.model_graph import Layer, ModelGraph
+from shardwright.utils.bounded_read import parse_json
+from shardwright.utils.json_records import read_record
+
+GRAPH_FILE = "model_graph.json"
+_NAME = "*"
+
+
+def graph_to_json(graph: ModelGraph) -> str:
+    """The same graph is the same text."""
+    document = dataclasses.asdict(dataclasses.replace(graph, layers=()))
+    if not graph.sees:
+        for name in ("task", "vision", "once_a_picture"):
+            del document[name]  # as it was before there was another task
+    kinds: list[dict[str, Any]] = []
+    places: list[tuple[str, int]] = []
+    for layer in graph.layers:
+        kind = _kind(layer)
+        if kind not in kinds:
+            kinds.append(kind)
+        places.append((layer.name, kinds.index(kind)))
+    return (
+        json.dumps(
+            {**document, "layer_kinds": kinds, "layers": places}, indent=1, ensure_ascii=False
+        )
+        + "\n"
+    )
+
+
+def graph_from_json(text: str) -> ModelGraph:
+    """Raises ValueError where the text is no graph."""
+    document: Any = parse_json(text)
+    try:
+        kinds = document.pop("layer_kinds")
+        document["layers"] = [_layer(name, kinds[number]) for name, number in document["layers"]]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"it lacks {error}") from None
+    graph = read_record(ModelGraph, document)
+    graph.verify()
+    return graph
+
+
+def read_graph(folder: Path) -> ModelGraph:
+    return graph_from_json((folder / GRAPH_FILE).read_text(encoding="utf-8"))
+
+
+def _kind(layer: Layer) -> dict[str, Any]:
+    """The layer with its own name taken out of its parameters' names. A real name holds no `*`."""
+    kind = dataclasses.asdict(layer)
+    del kind["name"]
+    for parameter in kind["parameters"]:
+        if parameter["name"].startswith(f"{layer.name}."):
+            parameter["name"] = _NAME + parameter["name"].removeprefix(layer.name)
+    return kind
+
+
+def _layer(name: str, kind: dict[str, Any]) -> dict[str, Any]:
+    def named(parameter: dict[str, Any]) -> dict[str, Any]:
+        own: str = parameter["name"]
+        return (
+            {**parameter, "name": name + own.removeprefix(_NAME)}
+            if own.startswith(_NAME)
+            else parameter
+        )
+
+    return {"name": name, **kind, "parameters": [named(p) for p in kind["parameters"]]}

@@ -1,0 +1,362 @@
+"""The compile-time probe: the model's own type and switches, tiny, run plain and in isolated
+pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import warnings
+from collections.abc import Iterator
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from shardwright.diagnostics import KeyPath, Refusal, refusal
+from shardwright.models.config_special_floats import untagged
+from shardwright.models.context_parallel_probe import why_no_context
+from shardwright.models.expert_modules import expert_modules
+from shardwright.models.forward_patches import adapt
+from shardwright.models.layer_kinds import keeps_every_kind
+from shardwright.models.layer_split import (
+    NotCuttable,
+    Probed,
+    find_cut,
+    find_together,
+    logits_of,
+    probe,
+)
+from shardwright.models.lora_target_paths import why_not_adapted
+from shardwright.models.lora_targets import target_modules
+from shardwright.models.mixture_of_experts import why_no_expert_ranks as no_expert_ranks
+from shardwright.models.model_graph import ModelGraph
+from shardwright.models.model_skeleton import Batch
+from shardwright.models.packing_probe import why_not_packed
+from shardwright.models.parameter_name_pattern import pattern
+from shardwright.models.pipeline_split import Cut, Range
+from shardwright.models.router_aux_loss import NoBalance, affinity_of
+from shardwright.models.tasks.contrastive import probe_pairs
+from shardwright.models.tasks.task_registry import CAUSAL_LM, Task, task_named
+from shardwright.models.tasks.vision_language import NoPictures, once_a_picture
+from shardwright.models.tiny_config import VOCABULARY, shrink
+from shardwright.recipe.literal_types import TaskName
+from shardwright.recipe.recipe_types import FLASH, LoraSection
+from shardwright.utils.exception_summary import first_line
+from shardwright.utils.numeric_difference import share_apart
+from shardwright.utils.optional_packages import missing_peft
+
+WITH_PICTURES = "its rows hold pictures, which is not proved"
+MOST_PARAMETERS = 250_000_000
+"""Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in
+its turn."""
+
+
+def probe_config(
+    config: PretrainedConfig,
+    task: Task,
+    attention: str,
+    key: KeyPath,
+    model: PreTrainedModel | None = None,
+) -> Probed:
+    """Error: SW2016, this structure cannot be proved to come apart. model: the whole one, on the
+    meta device; a shallow copy that lacks one of its kinds of layers is made as deep as it is."""
+    document, pinned = config.to_dict(), None if attention == "auto" else attention
+    small = _text(task.small(document))
+    if model is not None and not _keeps_every_kind(
+        model, config.model_type, task.name, small, pinned
+    ):
+        small = _text(task.small(document, depth=False))
+    found = _probe(config.model_type, task.name, small, pinned, most_parameters=None)
+    if isinstance(found, _DoesNotRun):
+        # Maybe only because the sizes of the copy do not fit each other: the real ones do.
+        as_it_is = _text(task.small(document, widths=False))
+        again = _probe(
+            config.model_type, task.name, as_it_is, pinned, most_parameters=MOST_PARAMETERS
+        )
+        found = again if isinstance(again, Probed) else found
+    if isinstance(found, Probed) and found.cut.together:
+        # Which layers share is a matter of which layers there are: the copy has fewer.
+        deep = _together(
+            config.model_type, task.name, _text(task.small(document, depth=False)), pinned
+        )
+        if isinstance(deep, str):
+            raise uncuttable(config, deep, key)
+        found = dataclasses.replace(found, cut=dataclasses.replace(found.cut, together=deep))
+    if isinstance(found, str):
+        raise uncuttable(config, found, key)
+    return found
+
+
+def _keeps_every_kind(
+    model: PreTrainedModel, model_type: str, task: TaskName, text: str, attention: str | None
+) -> bool:
+    with _aside(), torch.device("meta"):
+        try:
+            copy = _build(model_type, task, text, attention)
+        except Exception:  # the probe says what a type's own code raises at this size
+            return True
+    return keeps_every_kind(model, copy)
+
+
+def _text(document: dict[str, object]) -> str:
+    return json.dumps(document, sort_keys=True, default=str)
+
+
+def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Refusal:
+    return refusal(
+        "SW2016",
+        f"model_type {config.model_type!r} cannot be split into layers: {why}",
+        "A tiny copy of the model must give the same bits in one piece and in isolated pieces; "
+        "this one does not, and nothing is guessed. Use a model of another type.",
+        key,
+    )
+
+
+class _DoesNotRun(str):
+    """A reason that may be the tiny copy's own."""
+
+
+@functools.lru_cache(maxsize=256)
+def _probe(
+    model_type: str,
+    task: TaskName,
+    text: str,
+    attention: str | None,
+    *,
+    most_parameters: int | None,
+) -> Probed | str:
+    """The reason as text where there is no cut, so that it is cached too."""
+    with _aside():
+        try:
+            if most_parameters is not None:
+                with torch.device("meta"):
+                    count = sum(
+                        p.numel() for p in _build(model_type, task, text, attention).parameters()
+                    )
+                if count > most_parameters:
+                    return _DoesNotRun("it is too large to run as it is")
+            model = _random_model(model_type, task, text, attention, adapted=False)
+            if task_named(task).contrastive:
+                return probe_pairs(model, task_named(task).example(model.config))
+            tokens, beside = task_named(task).shown(model)
+            _check_adapter(model, tokens, beside)
+            probed = probe(model, tokens, beside)
+            if beside is None:
+                # A sparse indexer may look into another document with some texts only.
+                texts = (tokens, *(task_named(task).example(model.config) for _ in range(3)))
+                whys = (_why_not_packed(model, probed.cut, text) for text in texts)
+                return dataclasses.replace(probed, packing=next(filter(None, whys), ""))
+            again = once_a_picture(model, VOCABULARY, probed.cut.stack)
+            return dataclasses.replace(probed, packing=WITH_PICTURES, once_a_picture=again)
+        except NoPictures as reason:
+            return _DoesNotRun(reason)
+        except NotCuttable as reason:
+            return str(reason)
+        except Exception as error:  # whatever a type's own code raises at this size
+            lines = str(error).strip().splitlines() or [""]
+            return _DoesNotRun(
+                f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})"
+            )
+
+
+@torch.no_grad()
+def _check_adapter(model: PreTrainedModel, tokens: torch.Tensor, beside: Batch | None) -> None:
+    """Adapts the model. Raises NotCuttable where it computes other bits then: all that follows
+    looks at the adapted one alone."""
+    plain = logits_of(model, tokens, beside)
+    if adapt(model) and not torch.equal(logits_of(model, tokens, beside), plain):
+        raise NotCuttable("between its layers more happens than its adapter knows")
+
+
+def _why_not_packed(model: PreTrainedModel, cut: Cut, tokens: torch.Tensor) -> str:
+    try:
+        return why_not_packed(model, cut, tokens)
+    except Exception as error:  # a type whose forward takes no positions, for one
+        return f"a tiny copy does not take packed documents ({first_line(error, 120)})"
+
+
+@torch.no_grad()
+def flash_error(config: PretrainedConfig) -> float:
+    """How far a tiny copy's logits are from those with eager attention, as a share of the largest.
+    The kernels leave out what they do not have, without a word: attention sinks, biases."""
+    text, task = _text(CAUSAL_LM.small(config.to_dict())), CAUSAL_LM
+    with _aside():
+        model = _random_model(config.model_type, task.name, text, FLASH)
+        tokens = task.example(model.config)
+        plain = _build(config.model_type, task.name, text, "eager")
+        plain.load_state_dict(model.state_dict())
+        adapt(plain.train())
+        given, wanted = (m(input_ids=tokens, use_cache=False).logits for m in (model, plain))
+    return share_apart(given, wanted)
+
+
+def _narrow(graph: ModelGraph) -> tuple[str, str, str]:
+    """Type, configuration and attention of a narrow copy as deep as the model: one layer of another
+    kind is enough. flash-attn itself is not run."""
+    attention = "eager" if graph.attention == FLASH else graph.attention
+    return graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention
+
+
+def why_no_context_ranks(graph: ModelGraph) -> str:
+    """ "" where rows of this configuration can be cut over ranks."""
+    if graph.sees:
+        return WITH_PICTURES
+    return _why_no_context(*_narrow(graph))
+
+
+@functools.lru_cache(maxsize=256)
+def _why_no_context(model_type: str, text: str, attention: str) -> str:
+    with _aside():
+        try:
+            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
+            return why_no_context(model, CAUSAL_LM.example(model.config))
+        except Exception as error:  # whatever a type's own code raises on a piece of a row
+            return f"a tiny copy does not run on a piece of a row ({first_line(error, 120)})"
+
+
+def why_no_expert_ranks(graph: ModelGraph) -> str:
+    """ "" where the experts of this configuration can be shared out over ranks."""
+    if graph.sees:
+        return WITH_PICTURES
+    planned = sorted({pattern(path) for path in expert_modules(graph)})
+    if not planned:
+        return "no parameter of it is a stack of experts"
+    return _why_no_experts(*_narrow(graph), tuple(planned))
+
+
+@functools.lru_cache(maxsize=256)
+def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[str, ...]) -> str:
+    with _aside():
+        try:
+            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
+            return no_expert_ranks(model, CAUSAL_LM.example(model.config), frozenset(planned))
+        except Exception as error:  # whatever a type's own code raises with some of its experts
+            return f"a tiny copy does not run with some of its experts ({first_line(error, 120)})"
+
+
+def router_affinity(graph: ModelGraph) -> str | NoBalance:
+    """What makes the routers' logits affinities, a key of hf.balance.AFFINITIES, or why they get no
+    balance loss."""
+    if graph.sees:
+        return NoBalance(WITH_PICTURES)
+    return _router_affinity(*_narrow(graph))
+
+
+@functools.lru_cache(maxsize=256)
+def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBalance:
+    with _aside():
+        try:
+            model = _random_model(model_type, CAUSAL_LM.name, text, attention)
+            return affinity_of(model, CAUSAL_LM.example(model.config))
+        except Exception as error:  # whatever a type's own code raises at this size
+            return NoBalance(f"a tiny copy does not run ({first_line(error, 120)})")
+
+
+def check_adapters(graph: ModelGraph, lora: LoraSection) -> None:
+    """Try the adapters on a tiny copy, before anything is paid for. Raises Refusal: SW3221.
+
+    Does nothing where peft is not installed (each rank says so), of a type with code of its own, or
+    of pairs.
+    """
+    if (
+        missing_peft()
+        or graph.model_type not in CONFIG_MAPPING
+        or task_named(graph.task).contrastive
+    ):
+        return
+    names = target_modules(graph, lora)
+    planned = frozenset(
+        pattern(p.name.removesuffix(".weight"))
+        for layer in graph.layers
+        for p in layer.parameters
+        if layer.kind == "decoder"
+        and p.name.split(".")[-2:] in [[name, "weight"] for name in names]
+    )
+    text = _text(task_named(graph.task).small(dict(graph.config), depth=False))
+    attention = "eager" if graph.attention == FLASH else graph.attention
+    why = _why_not_adapted(
+        graph.model_type, graph.task, text, attention, graph.cut.stack, lora, names, planned
+    )
+    if why:
+        raise refusal(
+            "SW3221",
+            f"adapters do not train on a tiny copy of this {graph.model_type!r}: {why}",
+            "Name other modules in lora.target_modules, or remove the `lora` section.",
+            ("lora", "target_modules"),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not_adapted(
+    model_type: str,
+    task: TaskName,
+    text: str,
+    attention: str,
+    stack: str,
+    lora: LoraSection,
+    names: tuple[str, ...],
+    planned: frozenset[str],
+) -> str:
+    with _aside(), warnings.catch_warnings():
+        try:
+            model = _random_model(model_type, task, text, attention)
+            ids, beside = task_named(task).shown(model)
+            warnings.simplefilter("ignore")  # peft says that it turns GPT-2's weights round
+            return why_not_adapted(
+                model, stack, lora, names, planned, lambda: logits_of(model, ids, beside)
+            )
+        except Exception as error:  # whatever a type's own code raises at this size
+            return f"it does not run with them ({first_line(error, 120)})"
+
+
+@functools.lru_cache(maxsize=256)
+def _together(
+    model_type: str, task: TaskName, text: str, attention: str | None
+) -> tuple[Range, ...] | str:
+    """`Cut.together` of a narrow copy as deep as the model, or the reason why there is none."""
+    with _aside():
+        try:
+            model = _random_model(model_type, task, text, attention)
+            tokens, beside = task_named(task).shown(model)
+            return find_together(model, find_cut(model, tokens, beside), tokens, beside)
+        except Exception as error:
+            return (
+                "its layers share state, and a narrow copy does not run at its depth "
+                f"({type(error).__name__})"
+            )
+
+
+def _build(model_type: str, task: TaskName, text: str, attention: str | None) -> PreTrainedModel:
+    return task_named(task).build(
+        CONFIG_MAPPING[model_type].from_dict(untagged(json.loads(text))), attention
+    )
+
+
+def _random_model(
+    model_type: str, task: TaskName, text: str, attention: str | None, *, adapted: bool = True
+) -> PreTrainedModel:
+    """In training mode, as a run has it; the shrunk configuration has no dropout."""
+    model = _build(model_type, task, text, attention)
+    model.train()
+    if adapted:
+        adapt(model)
+    with torch.no_grad():
+        for parameter in model.parameters():  # no bias all zero, no norm weight all one
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """Random numbers of its own, and no warnings: they would be about the tiny copy."""
+    state, verbosity = torch.get_rng_state(), logging.get_verbosity()
+    torch.manual_seed(0)
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        logging.set_verbosity(verbosity)

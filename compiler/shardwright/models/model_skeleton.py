@@ -1,0 +1,322 @@
+"""A Hugging Face model cut into pipeline pieces with no code per family: context capture.
+
+Every stage keeps the whole model as a skeleton in which only its own modules own storage. What
+Hugging Face would hand a decoder layer (masks, rotary tables, positions) is found by running the
+model's own forward once with pass-through layers; the embedding is that forward stopped at the
+layers, the head is that forward with the layers returning the received hidden states. What such a
+run on dummy ids cannot give is the payload: it crosses stages with the hidden states. Shapes: B
+micro-batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.models.call_arguments import Arguments, fresh, leaves, replaced
+from shardwright.models.packed_attention import position_keywords
+from shardwright.models.packed_document_masks import documents_apart
+from shardwright.models.pipeline_split import Cut
+
+Batch = Mapping[str, torch.Tensor]
+"""What the forward of a model that sees takes, by name: `input_ids` (B, S) and the integers that
+tell where a row holds pictures and how large they are. The first piece gets the pictures' values
+beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What one piece hands the next.
+
+    hidden: mostly (B, S, H). position_ids: (B, S) where documents are packed. payload: a value per
+    Slot of the model,
+        None where it is not there yet or no longer needed. batch: of a model that sees, what every
+        piece is shown of the micro-batch; None where its shape is enough.
+    """
+
+    hidden: torch.Tensor
+    position_ids: torch.Tensor | None = None
+    payload: tuple[torch.Tensor | None, ...] = ()
+    batch: Batch | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tensor of the payload. source: (layer, place in its output tuple), or None where the
+    embedding's side makes it. uses: the (layer, path of the argument) that are this tensor, in
+    order."""
+
+    source: tuple[int, int] | None
+    uses: tuple[tuple[int, str], ...]
+
+
+Context = tuple[dict[int, Arguments], tuple[Slot, ...]]
+"""Per decoder layer that runs its arguments, the hidden states' own place included; and the payload
+of the model.
+
+A layer may stand in the list and not run: cross-attention to an image where there is none.
+"""
+
+
+Keywords = Callable[[str | None, torch.Tensor, torch.Tensor | None], dict[str, Any]]
+"""(attention, ids (B, S), position ids where documents are packed) -> arguments of the model's
+forward."""
+
+
+class _Reached(Exception):
+    """A layer was reached at which the forward is to stop."""
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Overrides one instance's forward; attributes and isinstance checks stay intact."""
+    had = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if had is None:
+            del module.forward
+        else:
+            module.forward = had
+
+
+class Skeleton:
+    """The model of one stage. Not an nn.Module, so that nothing here is registered with an engine.
+
+    lookup_is_collective: the input embedding here is cut over tensor ranks; runs with dummy ids
+    skip its all-reduce. keywords: what the model's forward takes beside the ids. tokens: (B, S) of
+    a micro-batch, or None where the hidden states begin with them.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut, tokens: tuple[int, int] | None = None) -> None:
+        self.model, self.cut, self.tokens = model, cut, tokens
+        self.layers: list[nn.Module] = list(model.get_submodule(cut.stack).children())
+        self.lookup_is_collective = False
+        self.keywords: Keywords = lambda attention, input_ids, position_ids: position_keywords(
+            attention, position_ids
+        )
+        self._attention: str | None = getattr(
+            getattr(model, "config", None), "_attn_implementation", None
+        )
+        self._contexts: list[
+            tuple[tuple[Any, ...], torch.Tensor | None, Batch | None, Context]
+        ] = []
+        self._memo: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        """A micro-batch enters the stage: state that layers share through an argument starts
+        anew."""
+        self._memo = {}
+
+    def embed(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        beside: Batch | None = None,
+    ) -> State:
+        """(B, S) ids -> what layer 0 takes: the model's own forward, stopped where the layers would
+        run.
+
+        beside: what the forward of a model that sees takes beside the ids, pictures included; None
+        for other models.
+        """
+        crossing = bool(self.cut.payload or self.cut.carried)
+        calls, slots = self._pass_through(
+            input_ids, position_ids, beside or {}, all_layers=crossing
+        )
+        hidden = self._hidden(*next(iter(calls.values())))
+        values = {index: dict(leaves(call)) for index, call in calls.items()}
+        payload = tuple(None if s.source else values[s.uses[0][0]][s.uses[0][1]] for s in slots)
+        batch = None if beside is None else {"input_ids": input_ids, **without_pictures(beside)}
+        return State(hidden=hidden, position_ids=position_ids, payload=payload, batch=batch)
+
+    def decode(self, index: int, state: State) -> State:
+        """Decoder layer `index`, with the arguments that Hugging Face would give it."""
+        contexts, slots = self._context(state.hidden, state.position_ids, state.batch)
+        if index not in contexts:
+            return state
+        values: dict[str, Any] = {self._hidden_path: state.hidden}
+        for slot, value in zip(slots, state.payload, strict=True):
+            values |= {path: value for layer, path in slot.uses if layer == index}
+        args, kwargs = replaced(fresh(contexts[index], self._memo), values)
+        output = self.layers[index](*args, **kwargs)
+        payload = tuple(
+            output[slot.source[1]] if slot.source and slot.source[0] == index else value
+            for slot, value in zip(slots, state.payload, strict=True)
+        )
+        needed = tuple(
+            v if s.uses[-1][0] > index else None for s, v in zip(slots, payload, strict=True)
+        )
+        return replace(
+            state, hidden=output[0] if self.cut.output_length else output, payload=needed
+        )
+
+    def head(self, state: State) -> torch.Tensor:
+        """-> logits (B, S, V or this tensor rank's slice of V): final norm, head, scaling, soft
+        caps."""
+        with ExitStack() as stack:
+            self._skip_collective_lookup(stack)
+            for layer in self.layers:
+                stack.enter_context(
+                    forward_replaced(layer, lambda *_, **__: self._output(state.hidden))
+                )
+            ids, beside = self._shown(state.hidden, state.batch)
+            return self._run(ids, state.position_ids, beside).logits  # type: ignore[no-any-return]
+
+    def release(self, owned: set[int], device: torch.device, dtype: torch.dtype) -> None:
+        """Frees every parameter whose id is not in `owned`; moves the model-level buffers to
+        `device`.
+
+        The stubs have the right shape, device and the compute dtype, and one element of storage.
+        """
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if id(parameter) not in owned:
+                    stub = torch.zeros((), dtype=dtype, device=device).expand(parameter.shape)
+                    module._parameters[name] = nn.Parameter(stub, requires_grad=False)
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(device)
+
+    def _run(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch
+    ) -> Any:
+        given = self.keywords(self._attention, input_ids, position_ids)
+        with documents_apart(self.model, None if position_ids is None else given["position_ids"]):
+            return self.model(input_ids=input_ids, use_cache=False, **given, **beside)
+
+    @property
+    def _hidden_path(self) -> str:
+        return str(
+            self.cut.hidden_keyword
+            if self.cut.hidden_position is None
+            else self.cut.hidden_position
+        )
+
+    def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        position = self.cut.hidden_position
+        return kwargs[self._hidden_path] if position is None else args[position]  # type: ignore[no-any-return]
+
+    def _output(self, hidden: torch.Tensor, carried: dict[int, torch.Tensor] | None = None) -> Any:
+        """`hidden` as a decoder layer would return it."""
+        if not self.cut.output_length:
+            return hidden
+        return (hidden, *[(carried or {}).get(place) for place in range(1, self.cut.output_length)])
+
+    def _shown(self, hidden: torch.Tensor, batch: Batch | None) -> tuple[torch.Tensor, Batch]:
+        """The ids, and what stands beside them, of a forward that is to give a context: zeros where
+        the shape is all that it depends on."""
+        if batch is None:
+            return torch.zeros(
+                self.tokens or hidden.shape[:2], dtype=torch.long, device=hidden.device
+            ), {}
+        return batch["input_ids"], {
+            name: value for name, value in batch.items() if name != "input_ids"
+        }
+
+    def _skip_collective_lookup(self, stack: ExitStack) -> None:
+        if not self.lookup_is_collective:
+            return
+        table: nn.Module = getattr(self.model, "get_input_embeddings")()  # noqa: B009
+        weight = table.weight
+        assert isinstance(weight, torch.Tensor)
+
+        def shape_only(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.zeros(
+                *ids.shape, weight.shape[1], dtype=weight.dtype, device=weight.device
+            )
+
+        stack.enter_context(forward_replaced(table, shape_only))
+
+    def _context(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor | None, batch: Batch | None = None
+    ) -> Context:
+        """Depends on shape, positions, the batch and the mode only. Two entries: recomputation
+        comes back to an older micro-batch."""
+        key = (
+            self.tokens or tuple(hidden.shape[:2]),
+            hidden.dtype,
+            hidden.device,
+            self.model.training,
+        )
+        for known, positions, shown, context in self._contexts:
+            if known == key and _equal(positions, position_ids) and _equal_batches(shown, batch):
+                return context
+        with ExitStack() as stack, torch.no_grad():
+            # A resumed run captures again where the first one had its context: neither may draw
+            # from the stream.
+            stack.enter_context(torch.random.fork_rng([hidden.device] if hidden.is_cuda else []))
+            self._skip_collective_lookup(stack)
+            ids, beside = self._shown(hidden, batch)
+            context = self._pass_through(ids, position_ids, beside, all_layers=True)
+        self._contexts = [(key, position_ids, batch, context), *self._contexts[:1]]
+        return context
+
+    def _pass_through(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        beside: Batch,
+        *,
+        all_layers: bool,
+    ) -> Context:
+        """Runs the model up to its first decoder layer, or the last one; none of them computes
+        anything."""
+        calls: dict[int, Arguments] = {}
+        markers: dict[
+            int, tuple[int, int]
+        ] = {}  # id of a stand-in for a carried output -> where it came from
+        kept: list[torch.Tensor] = []
+
+        def record(index: int, /, *args: Any, **kwargs: Any) -> Any:
+            if index in calls:
+                raise RuntimeError(f"decoder layer {index} ran twice")
+            calls[index] = (args, kwargs)
+            if not all_layers or index == len(self.layers) - 1:
+                raise _Reached  # the head may be stubs: go no further
+            carried = {place: torch.empty(0) for place in self.cut.carried}
+            kept.extend(carried.values())
+            markers.update({id(marker): (index, place) for place, marker in carried.items()})
+            return self._output(self._hidden(args, kwargs), carried)
+
+        with ExitStack() as stack, suppress(_Reached):
+            for index, layer in enumerate(self.layers):
+                stack.enter_context(forward_replaced(layer, partial(record, index)))
+            self._run(input_ids, position_ids, beside)
+        return calls, _slots(calls, markers, self.cut, self._hidden_path)
+
+
+def without_pictures(inputs: Batch) -> dict[str, torch.Tensor]:
+    """Their values are the floating ones, and the embedding's piece alone takes them."""
+    return {name: value for name, value in inputs.items() if not value.is_floating_point()}
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _equal_batches(a: Batch | None, b: Batch | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
+
+
+def _slots(
+    calls: dict[int, Arguments], markers: dict[int, tuple[int, int]], cut: Cut, hidden_path: str
+) -> tuple[Slot, ...]:
+    """One slot a tensor, however many layers take it. The same in every run: it depends on the
+    model's code only."""
+    uses: dict[int, list[tuple[int, str]]] = {}
+    for layer, call in calls.items():
+        for path, value in leaves(call):
+            if path != hidden_path and (
+                id(value) in markers or (path in cut.payload and torch.is_tensor(value))
+            ):
+                uses.setdefault(id(value), []).append((layer, path))
+    return tuple(Slot(source=markers.get(at), uses=tuple(where)) for at, where in uses.items())

@@ -1,0 +1,158 @@
+"""FlashAttention 2: what packed documents hand it, and plain PyTorch in its place where its package
+or a GPU is not.
+
+The compiler needs a model's structure and shapes on any machine; transformers builds one with flash
+attention only where the package and a GPU are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers import modeling_flash_attention_utils as library
+from transformers.integrations import flash_attention
+
+from shardwright.recipe.recipe_types import FLASH
+
+_LOADED = (
+    "_flash_fn",
+    "_flash_varlen_fn",
+    "_flash_with_kvcache_fn",
+    "_pad_fn",
+    "_unpad_fn",
+    "_loaded_implementation",
+    "_process_flash_kwargs_fn",
+    "_process_with_kvcache_kwargs_fn",
+)
+"""What the library keeps of the kernels that it has loaded."""
+
+
+def position_keywords(attention: str | None, position_ids: torch.Tensor | None) -> dict[str, Any]:
+    """What a model's forward takes for packed documents. attention: the implementation that runs.
+    position_ids: (B, S), each document counts from 0.
+
+    Masks follow the positions. Flash attention has none, and transformers reads its documents off
+    the positions for a batch of one row only (_is_packed_sequence); given their bounds in the
+    flattened batch it takes any.
+    """
+    if position_ids is None:
+        return {}
+    if attention != FLASH:
+        return {"position_ids": position_ids}
+    flat = position_ids.reshape(-1)
+    bounds = F.pad((flat == 0).nonzero().reshape(-1), (0, 1), value=flat.numel()).int()
+    longest = int(bounds.diff().max())
+    return {
+        "position_ids": position_ids,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+@contextmanager
+def flash_stand_in(*, shapes_only: bool = False) -> Iterator[None]:
+    """Models with flash attention can be built and run here. shapes_only: windows and soft caps,
+    which change no shape and keep no bytes in the kernels, are left out."""
+    adjust = PreTrainedModel._check_and_adjust_attn_implementation
+
+    def checked(model: PreTrainedModel, name: str | None, **options: Any) -> str:
+        return FLASH if name == FLASH else adjust(model, name, **options)
+
+    whole, apart = (partial(f, shapes_only=shapes_only) for f in (_attend, _attend_apart))
+    functions = (whole, apart, None, library._pad_input, library._unpad_input)
+    with ExitStack() as stack:
+        for name in _LOADED:
+            stack.enter_context(patch.object(library, name, None))
+        stack.enter_context(
+            patch.object(library, "_lazy_imports", lambda *args, **options: functions)
+        )
+        if shapes_only:
+            # It asks for the positions' values.
+            stack.enter_context(patch.object(library, "_is_packed_sequence", lambda *args: False))
+        # The kernels take no fp32; these functions do.
+        stack.enter_context(
+            patch.object(flash_attention, "get_target_dtype", lambda query, module: None)
+        )
+        stack.enter_context(
+            patch.object(PreTrainedModel, "_check_and_adjust_attn_implementation", checked)
+        )
+        yield
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    *,
+    shapes_only: bool = False,
+) -> torch.Tensor:
+    """flash_attn_func: (B, S, heads, head size), fewer heads of keys and values than of queries;
+    the names are its."""
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    if shapes_only or (window_size == (-1, -1) and not softcap):
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=dropout_p,
+            is_causal=causal,
+            scale=softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(1, 2).contiguous()  # as the kernels give it
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    back = torch.arange(q.shape[1])[:, None] - torch.arange(
+        k.shape[1]
+    )  # how far behind its query a key is
+    left, right = window_size[0], 0 if causal else window_size[1]
+    hidden = ((back > left) & (left >= 0)) | ((-back > right) & (right >= 0))
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(query.dtype)
+    return (F.dropout(weights, dropout_p) @ value).transpose(1, 2).contiguous()
+
+
+def _attend_apart(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    *,
+    shapes_only: bool = False,
+) -> torch.Tensor:
+    """flash_attn_varlen_func: (tokens, heads, head size), the sequences one behind the other."""
+    sizes = cu_seqlens_q.diff().tolist()
+    queries, keys, values = (torch.split(x, sizes) for x in (q, k, v))
+    options = (dropout_p, softmax_scale, causal, window_size, softcap)
+    documents = [
+        _attend(query[None], key[None], value[None], *options, shapes_only=shapes_only)
+        for query, key, value in zip(queries, keys, values, strict=True)
+    ]
+    return torch.cat(documents, dim=1)[0]

@@ -1,0 +1,101 @@
+"""The processor of a model that sees: as files of the compiled folder, where its configuration
+stands in the recipe; and into how many tiles it cuts a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.models.config_special_floats import untagged
+from shardwright.models.image_processor import (
+    MissingPackage,
+    NoProcessor,
+    inline_processor,
+    load_processor,
+    processor_files,
+    usual_processor,
+)
+from shardwright.models.image_tiles import cuts, most_tiles
+from shardwright.models.model_graph import ModelGraph
+from shardwright.models.model_refusals import missing_processor_package
+from shardwright.models.pair_processor import pair_processor_files
+from shardwright.models.tasks.image_formats import tower_of
+from shardwright.models.vision_encoder_cost import Vision
+
+
+def with_usual_tiles(vision: Vision, config: PretrainedConfig, *, inline: bool) -> Vision:
+    """As the type's own defaults cut a picture, or the processor that a configuration in the recipe
+    gets; whole where it has none, or one that needs a package which is not here (compiling
+    tells)."""
+    if not vision.patches:
+        return vision
+    tower = tower_of(config)
+    try:
+        if inline:
+            return _cut(vision, cuts(inline_processor(config), tower))
+        return dataclasses.replace(vision, tiles=most_tiles(*usual_processor(config), tower))
+    except NoProcessor:
+        return vision
+
+
+def with_own_tiles(graph: ModelGraph, folder: Path) -> ModelGraph:
+    """As the processor in `folder` cuts. The graph itself where its files cannot be used: preparing
+    tells why. Where a package is missing, compiling does (check_processor)."""
+    assert graph.vision is not None
+    tower = tower_of(_config(graph))
+    try:
+        found = cuts(load_processor(folder), tower)
+    except NoProcessor:
+        return graph
+    return dataclasses.replace(graph, vision=_cut(graph.vision, found))
+
+
+def _cut(vision: Vision, found: list[tuple[int, int]]) -> Vision:
+    """found: (tiles, tokens) of pictures of several sizes."""
+    per_token = (
+        max((tiles / tokens for tiles, tokens in found if tokens), default=0.0) * vision.patches
+    )
+    tiles = max(tiles for tiles, _ in found)
+    return dataclasses.replace(
+        vision, tiles=tiles, patches_per_token=per_token or vision.patches_per_token
+    )
+
+
+def _config(graph: ModelGraph) -> PretrainedConfig:
+    document = dict(untagged(dict(graph.config)))
+    return AutoConfig.for_model(str(document.pop("model_type")), **document)
+
+
+def check_processor(graph: ModelGraph, folder: Path) -> None:
+    """Raises Refusal where the model's own processor needs a package that is not installed:
+    SW2080."""
+    try:
+        load_processor(folder)
+    except MissingPackage as why:
+        raise Refusal(missing_processor_package(graph.model_type, str(why), why.package)) from None
+    except NoProcessor:
+        return  # preparing tells why
+
+
+def inline_processor_files(graph: ModelGraph) -> dict[str, bytes]:
+    """Name -> content. Errors: SW2020, SW2080."""
+    config = _config(graph)
+    try:
+        return (
+            pair_processor_files(config)
+            if graph.contrastive
+            else processor_files(inline_processor(config), config)
+        )
+    except MissingPackage as why:
+        raise Refusal(missing_processor_package(graph.model_type, str(why), why.package)) from None
+    except NoProcessor as why:
+        raise refusal(
+            "SW2020",
+            f"a {graph.model_type!r} of this configuration gets no processor: {why}",
+            "A model.source brings its own; of a configuration in the recipe the processor is made "
+            "from the tower's sizes, and its tokenizer is a token a byte.",
+            ("model", "config"),
+        ) from None

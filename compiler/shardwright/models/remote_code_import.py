@@ -1,0 +1,135 @@
+"""Loads a model's own Python files and tells transformers' Auto classes of them: code that was
+trusted by name, or by its fingerprint, only.
+
+The modules are made of exactly the bytes whose hashes were checked. Python's own importer would
+rather take a compiled module, an extension or a folder of the same name from beside them, and
+transformers would copy the files to a cache in the home folder, where the ranks of a node write at
+the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from shardwright.models.remote_code_files import OwnCode
+from shardwright.models.tasks.task_registry import CAUSAL_LM
+from shardwright.utils.json_types import JsonObject
+
+
+class NoClasses(ValueError):
+    """auto_map names no two classes beside it: it may name another repository's, or those of
+    another task."""
+
+
+def needs_own_code(config: JsonObject) -> bool:
+    return "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING_NAMES
+
+
+def own_code_in(folder: Path, config: JsonObject) -> OwnCode:
+    """The classes that config.json names. Reads the files, runs nothing. Raises NoClasses, OSError
+    where a file is missing, ValueError where one lies elsewhere."""
+    auto_map, wanted = config.get("auto_map"), CAUSAL_LM.auto_class.__name__
+    classes = auto_map if isinstance(auto_map, dict) else {}
+    references = [classes.get("AutoConfig"), classes.get(wanted)]
+    if not all(isinstance(r, str) and r.count(".") == 1 and "--" not in r for r in references):
+        raise NoClasses(
+            f"auto_map in its config.json names no AutoConfig and {wanted} in files beside it"
+        )
+    config_class, model_class = map(str, references)
+    modules = {
+        folder / f"{reference.partition('.')[0]}.py" for reference in (config_class, model_class)
+    }
+    beside = {Path(path) for module in modules for path in get_relative_import_files(str(module))}
+    files = sorted((modules | beside), key=str)
+    return OwnCode(
+        config_class=config_class,
+        model_class=model_class,
+        files=tuple(
+            (path.relative_to(folder).as_posix(), _sha256(path.read_bytes())) for path in files
+        ),
+    )
+
+
+def register(folder: Path, code: OwnCode) -> None:
+    """Imports the two classes and registers them. Raises whatever the files raise; ValueError where
+    they are not the ones that `code` describes."""
+    package = f"shardwright_own_code_{code.fingerprint[:16]}"
+    sources = {
+        f"{package}.{_module_name(name)}": _verified(folder / name, sha256)
+        for name, sha256 in code.files
+    }
+    if package not in sys.modules:
+        specification = ModuleSpec(package, None, is_package=True)
+        specification.submodule_search_locations = []  # nothing is looked for on the disk
+        sys.modules[package] = importlib.util.module_from_spec(specification)
+        sys.meta_path.append(_Sources(folder, sources))
+    config_class = _class(package, code.config_class, PretrainedConfig)
+    model_class = _class(package, code.model_class, PreTrainedModel)
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    CAUSAL_LM.auto_class.register(config_class, model_class, exist_ok=True)
+
+
+class _Sources(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Modules of given bytes, by their full names. `folder` is where a traceback looks for their
+    lines."""
+
+    def __init__(self, folder: Path, sources: Mapping[str, bytes]) -> None:
+        self.folder, self.sources = folder, sources
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.sources:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._path(fullname), loader=self)
+
+    def is_package(self, fullname: str) -> bool:
+        return False
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.sources[fullname], self._path(fullname))
+
+    def get_source(self, fullname: str) -> str:
+        return importlib.util.decode_source(self.sources[fullname])
+
+    def _path(self, fullname: str) -> str:
+        return str(self.folder / f"{fullname.rpartition('.')[2]}.py")
+
+
+def _module_name(file: str) -> str:
+    name, _, suffix = file.partition(".")
+    if not name.isidentifier() or suffix != "py":
+        raise ValueError(f"{file!r} is not a Python file beside config.json")
+    return name
+
+
+def _verified(path: Path, sha256: str) -> bytes:
+    content = path.read_bytes()
+    if _sha256(content) != sha256:
+        raise ValueError(f"{path.name} is not the file that was compiled")
+    return content
+
+
+def _class(package: str, reference: str, base: type) -> Any:
+    module, _, name = reference.partition(".")
+    found = getattr(importlib.import_module(f"{package}.{module}"), name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise TypeError(f"{reference} is no {base.__name__}")
+    return found
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,1 @@
+"""What a model is trained for, a file for each task."""

@@ -1,0 +1,215 @@
+"""Which tensor-parallel styles a model gets, module by module: transformers' plan or a map of ours,
+else the fallback.
+
+What a type gets is proved, not typed: `tensor_verified.json` is written by `make prove`
+(tests/zoo), which compares each type's tiny copy over two tensor ranks with a plain process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shardwright.models.config_sizes import head_counts
+from shardwright.models.parameter_name_pattern import pattern
+from shardwright.models.tensor_parallel_maps import OWN_MAPS, PLAN_ADDITIONS, READ_BY_WEIGHT
+from shardwright.models.tensor_parallel_style_names import (
+    COLUMN_STYLES,
+    GROUPED_QKV,
+    MULTI_QUERY,
+    ROW_STYLES,
+)
+
+LOWERED = frozenset(
+    {
+        *COLUMN_STYLES,
+        *ROW_STYLES,
+        *("moe_tp_experts", "all_reduce", "moe_identity_expert", "replicated_with_grad_allreduce"),
+        *("local_heads", "local_params"),
+    }
+)
+"""What a plan may ask for (parallel/tensor_parallel_styles.py); a module with another style stays
+whole."""
+
+Proved = str | dict[str, str]
+"""sharded | fallback | {"refused": reason}"""
+
+
+@lru_cache(maxsize=1)
+def proved() -> dict[str, Proved]:
+    """Model type -> what its proof allows. One dictionary a process: a proof may override an entry.
+    The text parts of models that see, which are no model of their own, stand in tensor_vlm.json
+    (tests/parity/test_sight.py)."""
+    return cast("dict[str, Proved]", {**_read("tensor_vlm.json"), **_read("tensor_verified.json")})
+
+
+@lru_cache(maxsize=1)
+def whole_parameters() -> dict[str, list[str]]:
+    """Model type, sharded -> the decoder-layer parameters that its proof left whole, by their path
+    in a layer."""
+    return cast("dict[str, list[str]]", _read("tensor_unsplit.json"))
+
+
+def _read(name: str) -> Any:
+    return json.loads(
+        resources.files("shardwright.models").joinpath(name).read_text(encoding="utf-8")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStyles:
+    """As the fields of ModelGraph without the prefix."""
+
+    kind: str
+    reason: str
+    styles: tuple[tuple[str, str], ...]
+    heads: tuple[tuple[str, int], ...]
+
+
+def tensor_styles(model: PreTrainedModel, model_type: str, stack: str) -> TensorStyles:
+    """`model`: on the meta device; `model_type`: its configuration's, of a model that sees its text
+    part's; `stack`: path of its decoder layers. What stands outside of them, a tower too, is whole
+    but for the vocabulary."""
+    verdict = proved().get(model_type, {"refused": "nobody has proved it"})
+    if isinstance(verdict, dict):
+        return TensorStyles(kind="", reason=verdict["refused"], styles=(), heads=())
+    if verdict == "sharded":
+        planned = _planned(model, model_type, stack)
+        styles = {**planned, **_gathered(model, stack, planned), **_vocabulary(model)}
+        if planned and not _unproved(model, model_type, stack, styles):
+            return TensorStyles(
+                kind="sharded", reason="", styles=tuple(styles.items()), heads=_heads(model, styles)
+            )
+    styles = {**_gathered(model, stack, {}), **_vocabulary(model)}
+    return TensorStyles(kind="fallback", reason="", styles=tuple(styles.items()), heads=())
+
+
+def _planned(model: PreTrainedModel, model_type: str, stack: str) -> dict[str, str]:
+    """The part of the plan that lies in the decoder stack, by path patterns of the whole model."""
+    base = model.base_model_prefix
+    own: Mapping[str, str] = OWN_MAPS.get(model_type, {})
+    plan = {f"{base}.{path}": style for path, style in own.items()} or dict(model.tp_plan or {})
+    plan |= {f"{base}.{path}": style for path, style in PLAN_ADDITIONS.get(model_type, {}).items()}
+    inside = pattern(stack + ".0") + "."
+    known = {pattern(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+    styles = {
+        path: style
+        for path, style in plan.items()
+        if path.startswith(inside) and path in known and style in LOWERED
+    }
+    return {path: _multi_query(model, path, style) for path, style in styles.items()}
+
+
+def _multi_query(model: PreTrainedModel, path: str, style: str) -> str:
+    """Fused query heads and a single key/value head cannot be cut plainly."""
+    if style != GROUPED_QKV:
+        return style
+    attention = next(
+        m for name, m in model.named_modules() if pattern(name) == path.rpartition(".")[0]
+    )
+    heads, key_value_heads = head_counts(attention, model.config.get_text_config())
+    return MULTI_QUERY if key_value_heads == 1 < heads else style
+
+
+def _gathered(model: PreTrainedModel, stack: str, styles: Mapping[str, str]) -> dict[str, str]:
+    """Every linear of a decoder layer that has no style: cut by itself, its output gathered."""
+    found: dict[str, str] = {}
+    for name, module in model.get_submodule(stack).named_modules(prefix=stack):
+        path = pattern(name)
+        plain = type(module).forward in (
+            nn.Linear.forward,
+            Conv1D.forward,
+        )  # a router is a linear by name only
+        if plain and path not in styles and path.rpartition(".")[2] not in READ_BY_WEIGHT:
+            found[path] = "colwise_gather_output"
+    return found
+
+
+def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
+    """The embedding and the head cut by vocabulary, under every name that their parameters have."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return {}
+    tied = isinstance(table, nn.Module) and table.weight is head.weight
+    cut = {id(p): "vocabulary_head" for p in head.parameters()}
+    styles: dict[str, str] = {}
+    if isinstance(table, nn.Embedding) and table.max_norm is None:
+        cut |= {id(table.weight): "vocabulary_embedding"}
+        styles |= {name: "vocabulary_embedding" for name, m in model.named_modules() if m is table}
+    elif tied:
+        return {}  # a table that cannot be cut holds the head back
+    styles |= {name: "vocabulary_head" for name, m in model.named_modules() if m is head}
+    # A bias may belong to two modules: the parameter's own name says how it is cut.
+    for name, parameter in model.named_parameters():
+        if id(parameter) in cut and name.rpartition(".")[0] not in styles:
+            styles[name] = cut[id(parameter)]
+    return styles
+
+
+def _heads(model: PreTrainedModel, styles: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+    """Heads of what is cut by heads: the column-cut siblings of a row-cut linear in an attention
+    module, and single parameters with a row for every head."""
+    rows = {path.rpartition(".")[0] for path, style in styles.items() if style == "rowwise"}
+    config = model.config.get_text_config()
+    modules = dict(model.named_modules())
+    found: dict[str, dict[str, int]] = {}
+    for name, parameter in model.named_parameters():
+        module = name.rpartition(".")[0]
+        whole_linear = pattern(module) in styles
+        cut = module if whole_linear else name
+        style = styles.get(pattern(cut))
+        parent = next((p for p in _parents(cut) if pattern(p) in rows), "")
+        attention = modules[parent]
+        latent = hasattr(attention, "kv_lora_rank")  # every head has its own key and value
+        if (
+            style not in ("colwise", GROUPED_QKV)
+            or not parent
+            or not (latent or hasattr(attention, "head_dim"))
+        ):
+            continue
+        heads, key_value_heads = head_counts(attention, config)
+        width = parameter.shape[0] // (getattr(attention, "head_dim", 1) if whole_linear else 1)
+        shared = style == GROUPED_QKV or width == key_value_heads or width % heads > 0
+        found.setdefault(pattern(cut), {})[cut] = (
+            key_value_heads if shared and not latent else heads
+        )
+    units: list[tuple[str, int]] = []
+    for path, counts in found.items():
+        alike = set(counts.values())
+        units += [(path, alike.pop())] if len(alike) == 1 else list(counts.items())
+    return tuple(units)
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
+
+
+def _unproved(
+    model: PreTrainedModel, model_type: str, stack: str, styles: Mapping[str, str]
+) -> bool:
+    """Whether these styles leave something whole that the type's proof did not: a switch of the
+    configuration may add a small parameter that works on cut features (a norm over one rank's
+    heads), whose gradient is one rank's share."""
+    known = whole_parameters().get(model_type)
+    inside = pattern(stack + ".0") + "."
+    names = {pattern(name) for name, _ in model.named_parameters()}
+    whole = {
+        n.removeprefix(inside) for n in names if n.startswith(inside) and not _named(styles, n)
+    }
+    return known is not None and not whole <= set(known)
+
+
+def _named(styles: Mapping[str, str], name: str) -> bool:
+    return name in styles or styles.get(name.rpartition(".")[0], "local_params") not in (
+        "local_params",
+        "local_heads",
+    )

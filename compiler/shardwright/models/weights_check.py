@@ -1,0 +1,458 @@
+"""What is loaded against what the files hold, by name and shape, before any rank starts. Headers
+alone are read.
+
+`check_headers` says what needs no model and no torch, for `check`; `check_weights` compares with
+the model itself, for `compile`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
+from shardwright.models.config_schema import TIED
+from shardwright.models.model_graph import ModelGraph
+from shardwright.models.safetensors_headers import (
+    FLOATS,
+    StoredTensor,
+    WeightHeaders,
+    read_headers,
+    same_values,
+)
+from shardwright.models.weights_location import DEQUANTIZED
+from shardwright.utils.json_types import JsonObject
+
+_SOURCE: KeyPath = ("model", "source")
+_WEIGHTS: KeyPath = ("model", "weights")
+FEW = 3
+"""Tensors that a message names; of the others it says how many there are."""
+
+_QUANTISED_PARTS = re.compile(
+    r"(_scale_inv|\.scale_inv|_blocks|_scales|\.qweight|\.qzeros|\.g_idx|weight_packed|weight_scale(_2)?|"
+    r"\.absmax|\.quant_map|\.quant_state\.\S+|\.SCB)$"
+)
+"""Ends of names that FP8, MXFP4, GPTQ, AWQ, NVFP4, compressed-tensors and bitsandbytes store beside
+their weights."""
+_FOREIGN = (
+    "_orig_mod.",
+    "module.",
+    "base_model.model.",
+    "model._orig_mod.",
+    "_fsdp_wrapped_module.",
+    "_forward_module.",
+)
+"""What torch.compile, DataParallel, peft, FSDP and DeepSpeed put before a name."""
+_HEADS, _EMBEDDINGS = (
+    ("lm_head.weight", "embed_out.weight"),
+    ("embed_tokens.weight", "wte.weight", "embed_in.weight"),
+)
+_BUFFERS = re.compile(
+    r"(rotary_emb\.inv_freq|position_ids|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$"
+)
+"""Tables that older versions of transformers stored; the class makes them itself."""
+_VISION = re.compile(
+    r"(^|\.)(visual|vision\w*|image_newline|multi_modal_projector|mm_projector|audio\w*|sound\w*)(\.|$)"
+)
+_MTP = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|shared_head)([._]|$)")
+
+
+def named(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    shown = ", ".join(names[:FEW])
+    return f"{shown} and {len(names) - FEW} more" if len(names) > FEW else shown
+
+
+def count(number: int) -> str:
+    return f"{number:,} tensor{'' if number == 1 else 's'}"
+
+
+def check_headers(folder: Path, config: JsonObject, *, tied: bool) -> tuple[Diagnostic, ...]:
+    """What the files say of themselves. tied: the head is the embedding by this configuration.
+    Nothing of a folder whose files cannot be read: that is told elsewhere (SW1913)."""
+    try:
+        headers = read_headers(folder)
+    except (OSError, ValueError):
+        return ()
+    wrong = [*_contradiction(headers), *_quantised(headers, config), *_foreign(headers)]
+    if not wrong and tied:
+        wrong += [_own_head(head, embedding) for head, embedding in heads_by_usual_name(headers)]
+    return tuple(wrong)
+
+
+def heads_by_usual_name(headers: WeightHeaders) -> Iterator[tuple[str, str]]:
+    """(head, embedding) that both stand in the files with different values."""
+    heads = [name for name in headers.tensors if name.endswith(_HEADS)]
+    embeddings = [name for name in headers.tensors if name.endswith(_EMBEDDINGS)]
+    if len(heads) == len(embeddings) == 1 and not same_values(headers, heads[0], embeddings[0]):
+        yield heads[0], embeddings[0]
+
+
+def own_heads(folder: Path, groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, str], ...]:
+    """(head, embedding) of tied groups that stand in the files with different values: transformers
+    5 does not tie them, and trains both. groups: names in the model. () where the files cannot be
+    read."""
+    try:
+        paths = [
+            path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".json")
+        ]
+        marks = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
+    except OSError:
+        return ()
+    return _own_heads(folder, groups, marks)
+
+
+@functools.lru_cache(maxsize=32)
+def _own_heads(
+    folder: Path, groups: tuple[tuple[str, ...], ...], marks: tuple[tuple[str, int, int], ...]
+) -> tuple[tuple[str, str], ...]:
+    """marks: of the files, so that a changed one is read again."""
+    try:
+        headers = read_headers(folder)
+    except (OSError, ValueError):
+        return ()
+    differing = []
+    for group in groups:
+        keys = [key for name in group if (key := _key_of(name, headers.tensors)) is not None]
+        for key in keys[1:]:
+            if key != keys[0] and not same_values(headers, key, keys[0]):
+                differing.append((key, keys[0]) if key.endswith(_HEADS) else (keys[0], key))
+    return tuple(differing)
+
+
+def _key_of(name: str, keys: Collection[str]) -> str | None:
+    """The files' key of a name in the model: the same, one prefix more or less, or the only one
+    with this ending."""
+    if name in keys:
+        return name
+    if (inner := name.partition(".")[2]) in keys:
+        return inner
+    ending = "." + ".".join(name.split(".")[-2:])
+    alike = [key for key in keys if f".{key}".endswith(ending)]
+    return alike[0] if len(alike) == 1 else None
+
+
+def untied(config: JsonObject) -> JsonObject:
+    """The configuration whose head is a parameter of its own."""
+    text = config.get("text_config")
+    inner: JsonObject = (
+        {"text_config": {**text, TIED: False}} if isinstance(text, dict) and TIED in text else {}
+    )
+    return {**config, **inner, TIED: False}
+
+
+def own_head_refusal(names: Sequence[str]) -> Refusal:
+    """Of a model that stays tied whatever its configuration says."""
+    message = f"the files hold different values for tensors that this model ties: {named(names)}"
+    help = (
+        "Write the folder anew from the model that you mean: load it with transformers, then "
+        "save_pretrained."
+    )
+    return Refusal(found("SW2026", _SOURCE, message, help))
+
+
+def _own_head(head: str, embedding: str) -> Diagnostic:
+    message = (
+        f"{TIED} is true, but the files hold a {head} that differs from {embedding}: the head is "
+        "kept and trained as a parameter of its own, as transformers does"
+    )
+    help = (
+        f"Set {TIED} to false in config.json to say so; to tie them instead, delete {head} from "
+        "the files."
+    )
+    return found("SW2026", _SOURCE, message, help, severity="warning")
+
+
+def check_weights(
+    folder: Path, config: JsonObject, graph: ModelGraph, heads: Sequence[tuple[str, str]]
+) -> tuple[Diagnostic, ...]:
+    """Warnings and notes. config: as published. heads: those that are trained untied (own_heads).
+    Raises Refusal: SW2022, SW2024 to SW2027."""
+    try:
+        headers = read_headers(folder)
+    except (OSError, ValueError) as error:
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        help = "Give a folder that `save_pretrained` wrote (safetensors), or `weights: random`."
+        message = f"model.weights: pretrained, but {str(folder)!r} cannot be loaded: {why}"
+        raise Refusal(found("SW1913", _WEIGHTS, message, help)) from None
+    told = [*_contradiction(headers), *_quantised(headers, config), *_foreign(headers)]
+    if errors := [d for d in told if d.severity == "error"]:
+        raise Refusal(*errors)
+    told += [_own_head(head, embedding) for head, embedding in heads]
+    told += _compare(headers, config, graph)
+    if errors := [d for d in told if d.severity == "error"]:
+        raise Refusal(*errors)
+    return tuple(told)
+
+
+def _contradiction(headers: WeightHeaders) -> Iterator[Diagnostic]:
+    if headers.problem:
+        help = (
+            "Fetch the files again, or write them anew: load them with transformers, then "
+            "save_pretrained."
+        )
+        message = f"the weights in {str(headers.folder)!r} contradict each other: {headers.problem}"
+        yield found("SW2027", _SOURCE, message, help)
+    elif headers.total_size is not None and headers.total_size != headers.stored_bytes:
+        message = (
+            f"the index counts {headers.total_size:,} bytes of weights, the files hold "
+            f"{headers.stored_bytes:,}: the files' own headers are used"
+        )
+        yield found(
+            "SW2027",
+            _SOURCE,
+            message,
+            "A shard of another version may lie among them.",
+            severity="note",
+        )
+
+
+def _quantised(headers: WeightHeaders, config: JsonObject) -> Iterator[Diagnostic]:
+    section = config.get("quantization_config")
+    method = str(section.get("quant_method")) if isinstance(section, dict) else ""
+    stored = [name for name, tensor in headers.tensors.items() if _is_quantised(name, tensor)]
+    if not stored:
+        return
+    dtypes = sorted({headers.tensors[name].dtype for name in stored})
+    if method in DEQUANTIZED:
+        message = (
+            f"the weights are {method}: {count(len(stored))} ({', '.join(dtypes)}) are turned into "
+            "numbers of the training precision as they are loaded, as transformers' "
+            "dequantize=True does"
+        )
+        yield found(
+            "SW2025", _WEIGHTS, message, "Training and export are not quantised.", severity="note"
+        )
+        return
+    kind = f"quantised by {method!r}" if method else "quantised, and config.json does not say how"
+    message = (
+        f"the weights are {kind}: {count(len(stored))} of types {', '.join(dtypes)} "
+        f"({named(stored)})"
+    )
+    help = (
+        "Train from the model's unquantised weights (the publisher's bf16 repository), or "
+        "de-quantise them once with transformers (load, model.dequantize(), save_pretrained) and "
+        "give that folder as model.source."
+    )
+    yield found("SW2025", _WEIGHTS, message, help)
+
+
+def _is_quantised(name: str, tensor: StoredTensor) -> bool:
+    small_float = tensor.dtype.startswith(("F8", "F4", "F6"))
+    packed = tensor.dtype in ("U8", "I8", "I32") and name.endswith((".weight", "_proj"))
+    return small_float or packed or (bool(_QUANTISED_PARTS.search(name)) and tensor.dtype != "BOOL")
+
+
+def _foreign(headers: WeightHeaders) -> Iterator[Diagnostic]:
+    """A prefix that a wrapper of the model put before every name."""
+    names = list(headers.tensors)
+    prefix = next(
+        (p for p in _FOREIGN if names and all(name.startswith(p) for name in names)), None
+    )
+    if prefix is None:
+        return
+    message = (
+        f"each of the {count(len(names))} in {str(headers.folder)!r} is named {prefix}...: "
+        "no model has such names"
+    )
+    help = (
+        f"They were saved from a wrapped model. Rename them without {prefix!r} (safetensors' "
+        "load_file, save_file)."
+    )
+    if prefix == "base_model.model.":
+        help = (
+            "peft wrote them: load them with peft, merge_and_unload(), save_pretrained, and "
+            "give that folder."
+        )
+    yield found("SW2022", _SOURCE, message, help)
+
+
+def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> Iterator[Diagnostic]:
+    """By name and shape, as transformers renames and puts together."""
+    import torch
+    from transformers import AutoConfig
+
+    from shardwright.models.config_special_floats import untagged
+    from shardwright.models.tasks.task_registry import task_named
+    from shardwright.models.weight_conversion import (
+        dequantizer,
+        ignored_keys,
+        map_keys,
+        meta_tensor,
+    )
+
+    document = untagged({key: value for key, value in graph.config.items() if key != "auto_map"})
+    model_type = str(document.pop("model_type"))
+    with torch.device("meta"):
+        model = task_named(graph.task).build(AutoConfig.for_model(model_type, **document))
+
+    def empty(key: str) -> torch.Tensor:
+        return meta_tensor(headers.tensors[key].shape, headers.tensors[key].dtype)
+
+    quantizer = dequantizer(config)
+    keys = map_keys(model, headers.tensors, quantizer)
+    shapes: dict[str, tuple[int, ...] | None] = {
+        name: headers.tensors[key].shape for name, key in keys.direct.items()
+    }
+    for conversion in keys.conversions:
+        try:
+            made = conversion.convert(model, empty)
+        except (
+            Exception
+        ) as error:  # of transformers' own operations, on a set of tensors that is not whole
+            why = " ".join(str(error).split())[:200]
+            message = (
+                f"{conversion.first} cannot be put together from {count(len(conversion.sources))}: "
+                f"{why}"
+            )
+            yield found(
+                "SW2022",
+                _SOURCE,
+                message,
+                "Fetch the files again, or write them anew with save_pretrained.",
+            )
+            shapes[conversion.first] = None
+        else:
+            shapes |= {name: tuple(tensor.shape) for name, tensor in made.items()}
+    for name, first, second in keys.doubled:
+        message = f"{first} and {second} are both the model's {name}"
+        yield found("SW2027", _SOURCE, message, "Delete one of them from the files.")
+    parameters: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameters.setdefault(id(parameter), []).append(name)
+        shape = shapes.get(name)
+        if shape is not None and shape != tuple(parameter.shape):
+            yield _wrong_shape(name, shape, tuple(parameter.shape), graph)
+        stored = headers.tensors.get(keys.direct.get(name, ""))
+        if stored is not None and stored.dtype not in FLOATS:
+            message = (
+                f"{keys.direct[name]} is of type {stored.dtype}: only {', '.join(FLOATS)} "
+                "can be trained"
+            )
+            yield found(
+                "SW2025",
+                _WEIGHTS,
+                message,
+                "Write the folder anew with save_pretrained in bf16 or fp32.",
+            )
+    yield from _tied_but_different(headers, parameters, keys.direct)
+    unexpected = {
+        key: name
+        for key, name in keys.unexpected.items()
+        if not _is_table(key, headers.tensors[key])
+    }
+    if missing := [names[0] for names in parameters.values() if not shapes.keys() & set(names)]:
+        yield _missing(missing, len(parameters), list(unexpected))
+    silent = ignored_keys(model, unexpected.values())
+    yield from _unexpected(
+        [key for key, name in unexpected.items() if name not in silent], graph, "warning"
+    )
+    yield from _unexpected(
+        [key for key, name in unexpected.items() if name in silent], graph, "note"
+    )
+
+
+def _is_table(key: str, tensor: StoredTensor) -> bool:
+    return bool(_BUFFERS.search(key)) and (
+        tensor.dtype not in FLOATS or len(tensor.shape) != 1 or "inv_freq" in key
+    )
+
+
+def _wrong_shape(
+    name: str, stored: tuple[int, ...], built: tuple[int, ...], graph: ModelGraph
+) -> Diagnostic:
+    message = f"shape mismatch for {name}: the files have {stored}, the model {built}"
+    help = "config.json is of another model than the weights: take both from the same place."
+    rows = stored[0] if stored else 0
+    if stored[1:] == built[1:] and built and built[0] == graph.vocabulary_size:
+        help = (
+            f"The embedding has {rows:,} rows, vocab_size is {built[0]:,}: set vocab_size to "
+            f"{rows} in config.json (a padded vocabulary counts with its padding)."
+        )
+    return found("SW2024", _SOURCE, message, help)
+
+
+def _tied_but_different(
+    headers: WeightHeaders, parameters: Mapping[int, list[str]], direct: Mapping[str, str]
+) -> Iterator[Diagnostic]:
+    for names in parameters.values():
+        keys = [direct[name] for name in names if name in direct]
+        differing = [key for key in keys[1:] if not same_values(headers, key, keys[0])]
+        if differing:
+            yield from own_head_refusal([keys[0], *differing]).diagnostics
+
+
+def _missing(missing: Sequence[str], of: int, unexpected: Sequence[str]) -> Diagnostic:
+    message = f"{count(len(missing))} of the model's {of:,} are not in the files: {named(missing)}"
+    help = (
+        "Take weights of this configuration. transformers would draw them at random; nothing "
+        "here is drawn in silence."
+    )
+    heads = [name for name in missing if name.endswith(_HEADS)]
+    if heads and len(heads) == len(missing):
+        help = (
+            f"The files have no head of their own. If it is the embedding, set {TIED} to true in "
+            "config.json; files saved without a head (AutoModel) are written anew from the whole "
+            "model."
+        )
+    for key in unexpected:
+        tails = [name for name in missing if key.endswith(name) and key != name]
+        if tails:
+            prefix = key.removesuffix(tails[0])
+            help = (
+                f"The files name it {key}: rename the tensors without {prefix!r} (safetensors' "
+                "load_file, save_file)."
+            )
+            break
+    return found("SW2022", _SOURCE, message, help)
+
+
+def _unexpected(keys: Sequence[str], graph: ModelGraph, severity: str) -> Iterator[Diagnostic]:
+    """Tensors of the files that the model has no place for, a diagnostic for each kind of them."""
+    kinds: dict[str, list[str]] = {}
+    for key in keys:
+        kinds.setdefault(_kind(key, graph), []).append(key)
+    helps = {
+        "a vision encoder": (
+            "`task: image-text-to-text` trains the whole model where transformers has one."
+        ),
+        "multi-token prediction": "Next-token prediction does not train them; set their number in "
+        "config.json to 0 "
+        "if something else reads it.",
+        "decoder layers that the configuration does not have": "Raise the number of layers in "
+        "config.json if they "
+        "belong to the model.",
+        "biases that the configuration does not have": "Set the configuration's bias key "
+        "(attention_bias, qkv_bias, "
+        "mlp_bias) if they belong to the model.",
+        "": "If they belong to the model, its configuration or `model.task` is another one.",
+    }
+    for kind, names in kinds.items():
+        what = f" ({kind})" if kind else ""
+        are = "is" if len(names) == 1 else "are"
+        message = (
+            f"{count(len(names))} of the weights{what} {are} not loaded, trained or "
+            f"exported: {named(names)}"
+        )
+        yield found(
+            "SW2023",
+            _SOURCE,
+            message,
+            helps[kind],
+            severity="warning" if severity == "warning" else "note",
+        )
+
+
+def _kind(key: str, graph: ModelGraph) -> str:
+    layers = sum(layer.kind == "decoder" for layer in graph.layers)
+    tail = graph.cut.stack.rpartition(".")[2]
+    number = re.search(rf"(^|\.){re.escape(tail)}\.(\d+)\.", key)
+    if _MTP.search(key):
+        return "multi-token prediction"
+    if graph.task == "causal-lm" and _VISION.search(key):
+        return "a vision encoder"
+    if number and int(number[2]) >= layers:
+        return "decoder layers that the configuration does not have"
+    return "biases that the configuration does not have" if key.endswith(".bias") else ""

@@ -1,0 +1,339 @@
+"""Rank 0's ear: every rank holds a connection to it, and one that breaks without a word is a rank
+that is gone.
+
+What is said on it is channel.py's. Anybody can connect; who cannot prove to be a rank is dropped
+and changes nothing.
+
+A killed process closes its connections at once; a dead host stops answering the kernel's keepalive.
+So no rank has to send anything in time, and a rank that computes for an hour is not taken for dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from shardwright.monitor import monitor_protocol
+from shardwright.monitor.monitor_token import forget_token
+from shardwright.monitor.rank_events import (
+    RankFailed,
+    RankLost,
+    RunNote,
+    RunStalled,
+    emit,
+    first_cause,
+)
+from shardwright.monitor.run_files import write_status
+from shardwright.monitor.stall_diagnosis import Stack, culprits, describe
+from shardwright.plan.plan import Plan
+from shardwright.utils.json_types import JsonValue
+from shardwright.utils.unauthenticated_connections import (
+    Unauthenticated,
+    is_exhausted,
+    raise_descriptor_limit,
+)
+
+GRACE_SECONDS = 3.0
+"""From the first sign of trouble to the end of all ranks: the cause shall arrive before its echoes
+are cut off."""
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 5, 3, 4
+"""A host that lost power or network is noticed after 5 + 3 x 4 = 17 seconds."""
+ABSENT_SECONDS = 60.0
+STALL_SECONDS = float(os.environ.get("SHARDWRIGHT_STALL_SECONDS", "600"))
+STACK_SECONDS = 5.0
+TURN_SECONDS = 0.5
+MOST_STRANGERS = 256
+"""Connections at once, beside one for each rank, that have not said who they are; a rank needs
+milliseconds for it."""
+MOST_COMPLAINTS = 20
+HEARTBEAT_SECONDS = 5.0
+
+
+def keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS),
+        (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS),
+        (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        # For what was sent and not acknowledged: keepalive does not run then.
+        (
+            socket.TCP_USER_TIMEOUT,
+            1000 * (KEEPALIVE_IDLE_SECONDS + KEEPALIVE_INTERVAL_SECONDS * KEEPALIVE_PROBES),
+        ),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class _Peer:
+    """One connection. hello: what it said, once it has proved it."""
+
+    def __init__(self, connection: socket.socket, came: float) -> None:
+        self.connection, self.came = connection, came
+        self.lines = monitor_protocol.LineReader(connection, monitor_protocol.MOST_HELLO_BYTES)
+        self.challenge = monitor_protocol.Challenge(nonce=monitor_protocol.new_nonce())
+        self.hello: monitor_protocol.Hello | None = None
+        self.said_why = False
+
+
+class Hub(threading.Thread):
+    """Serves for as long as the process lives, whatever a peer or a full disk does."""
+
+    def __init__(
+        self, plan: Plan, folder: Path, attempt: int, output: int, server: socket.socket, token: str
+    ) -> None:
+        super().__init__(name="hub", daemon=True)
+        self.plan, self.folder, self.attempt, self.output = plan, folder, attempt, output
+        self._server, self._token = server, token
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._strangers: Unauthenticated[_Peer] = Unauthenticated(
+            len(plan.ranks), MOST_STRANGERS, raise_descriptor_limit()
+        )
+        self._peers: dict[int, _Peer] = {}
+        self._came: set[int] = set()
+        self._causes: list[RankFailed | RankLost] = []
+        self._began = self._moved = time.monotonic()
+        self._steps: dict[int, int] = {}
+        self._stacks: dict[int, Stack] | None = None
+        self._dumped_at = self._ends_at = self._beat_at = 0.0
+        self._told_absent = False
+        self._complaints = 0
+
+    def run(self) -> None:
+        self._selector.register(self._server, selectors.EVENT_READ)
+        while True:
+            try:
+                self._turn()
+            except Exception:  # of ours, or of the disk's: the ranks are watched all the same
+                self._complain(traceback.format_exc())
+                time.sleep(TURN_SECONDS)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(timeout=TURN_SECONDS):
+            try:
+                if key.fileobj is self._server:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            except Exception:  # whatever one peer brings about, the others are heard
+                self._complain(traceback.format_exc())
+        now = time.monotonic()
+        for peer in [p for p in self._strangers if now - p.came > monitor_protocol.HELLO_SECONDS]:
+            self._forget(peer)
+        self._check_absent(now)
+        self._check_stall(now)
+        if now - self._beat_at > HEARTBEAT_SECONDS:
+            self._beat_at = now
+            with contextlib.suppress(OSError):  # a full disk, say
+                (self.folder / "run" / "heartbeat").touch()
+        if self._ends_at and now > self._ends_at:
+            self._end()
+
+    def _accept(self) -> None:
+        """Takes what has come. Where more are unauthenticated than may be at once, the oldest have
+        no hello to say."""
+        for _ in range(MOST_STRANGERS // 2):  # then the others are heard
+            try:
+                connection, address = self._server.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # most often no descriptor is free
+                self._complain(f"cannot take a connection: {error}")
+                if is_exhausted(error) and (oldest := self._strangers.pop()) is not None:
+                    self._forget(oldest)
+                time.sleep(0.05)
+                return
+            peer = _Peer(connection, time.monotonic())
+            for crowded_out in self._strangers.add(peer, address[0]):
+                self._forget(crowded_out)
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            try:
+                connection.setblocking(False)
+                keep_alive(connection)
+                connection.sendall(monitor_protocol.encode(peer.challenge))
+            except OSError:
+                self._forget(peer)
+
+    def _hear(self, peer: _Peer) -> None:
+        lines = peer.lines.read()
+        for line in lines or ():
+            message = monitor_protocol.decode(line)
+            if peer.hello is not None:
+                self._take(peer, peer.hello.rank, message)
+            elif not isinstance(message, monitor_protocol.Hello) or not self._admit(peer, message):
+                self._forget(peer)
+                return
+        if lines is None:
+            self._forget(peer)
+            if peer.hello is not None and not peer.said_why:
+                self._lost(peer.hello)
+
+    def _admit(self, peer: _Peer, hello: monitor_protocol.Hello) -> bool:
+        if not monitor_protocol.proves(self._token, peer.challenge, hello):
+            self._complain(
+                f"a peer that calls itself rank {hello.rank} does not have this run's "
+                "token: dropped"
+            )
+            return False
+        if not 0 <= hello.rank < len(self.plan.ranks) or hello.rank in self._came:
+            self._complain(
+                f"a second peer calls itself rank {hello.rank}, or there is no such rank: dropped"
+            )
+            return False
+        try:
+            peer.connection.sendall(
+                monitor_protocol.encode(
+                    monitor_protocol.welcome_to(self._token, peer.challenge, hello)
+                )
+            )
+        except OSError:
+            return False
+        self._strangers.remove(peer)
+        peer.hello, peer.lines.most_bytes = hello, monitor_protocol.MOST_LINE_BYTES
+        self._peers[hello.rank] = peer
+        self._came.add(hello.rank)
+        self._moved = time.monotonic()
+        if len(self._came) == len(self.plan.ranks):
+            forget_token(self.folder)
+        return True
+
+    def _take(self, peer: _Peer, rank: int, message: monitor_protocol.Message | None) -> None:
+        """What a rank may not say is passed over: it has proved to be one of ours, and its line is
+        its life."""
+        match message:
+            case monitor_protocol.StepDone(step=step):
+                self._advance(rank, step)
+            case monitor_protocol.StackTaken(stack=stack):
+                if self._stacks is not None:
+                    self._stacks[rank] = stack
+            case monitor_protocol.Failed(cause=cause):
+                peer.said_why = True
+                self._causes.append(self._failed(rank, cause))
+                self._trouble()
+            case monitor_protocol.Bye():
+                peer.said_why = True
+
+    def _failed(self, rank: int, cause: str) -> RankFailed:
+        peer = self._peers.get(rank)
+        host = peer.hello.host if peer is not None and peer.hello is not None else None
+        return RankFailed(rank=rank, host=host, stage=self.plan.ranks[rank].pipeline, cause=cause)
+
+    def _advance(self, rank: int, step: int) -> None:
+        before = min(self._steps.values(), default=-1)
+        self._steps[rank] = step
+        if min(self._steps.values()) > before:
+            self._moved = time.monotonic()
+            if self._dumped_at:
+                self._dumped_at = 0.0
+                self._write_status("running")
+
+    def _forget(self, peer: _Peer) -> None:
+        self._strangers.remove(peer)
+        if peer.hello is not None:
+            self._peers.pop(peer.hello.rank, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(peer.connection)
+        peer.connection.close()
+
+    def _lost(self, hello: monitor_protocol.Hello) -> None:
+        stage = self.plan.ranks[hello.rank].pipeline
+        lost = RankLost(rank=hello.rank, host=hello.host, stage=stage, pid=hello.pid)
+        self._causes.append(lost)
+        emit(self.output, lost)
+        self._trouble()
+
+    def _complain(self, text: str) -> None:
+        """To rank 0's own output, and not for ever."""
+        self._complaints += 1
+        if self._complaints <= MOST_COMPLAINTS:
+            with contextlib.suppress(OSError):
+                print(f"hub: {text}", file=sys.stderr, flush=True)
+
+    def _trouble(self) -> None:
+        if not self._ends_at:
+            self._ends_at = time.monotonic() + GRACE_SECONDS
+
+    def _end(self) -> None:
+        """Every rank ends itself; rank 0, in whose process this runs, hears of it as the others
+        do."""
+        self._ends_at = 0.0
+        first = first_cause(self._causes)
+        if first is None:
+            return
+        cause = (first.cause if isinstance(first, RankFailed) else "") or "went away without a word"
+        self._write_status(
+            "failed", rank=first.rank, host=first.host, stage=first.stage, cause=cause
+        )
+        self._tell_all(monitor_protocol.End(cause=f"rank {first.rank} on {first.host}: {cause}"))
+
+    def _write_status(self, status: str, **more: JsonValue) -> None:
+        try:
+            write_status(self.folder, status, self.attempt, **more)
+        except OSError as error:
+            self._complain(f"run/status.json cannot be written: {error}")
+
+    def _tell_all(self, message: monitor_protocol.Message) -> None:
+        """A rank that is stopped reads no more; its buffer holds what is ever said to it."""
+        for peer in list(self._peers.values()):
+            with contextlib.suppress(OSError):  # one that is gone is heard of when its line is read
+                peer.connection.sendall(monitor_protocol.encode(message))
+
+    def _check_absent(self, now: float) -> None:
+        if self._told_absent or now - self._began < ABSENT_SECONDS:
+            return
+        self._told_absent = True
+        absent = [r for r in self.plan.ranks if r.rank not in self._came]
+        if not absent:
+            return
+        nodes = sorted({r.node + 1 for r in absent})
+        ranks = ", ".join(str(r.rank) for r in absent[:8]) + (", ..." if len(absent) > 8 else "")
+        lines = ", ".join(map(str, nodes[:8])) + (", ..." if len(nodes) > 8 else "")
+        text = f"rank {ranks} (host {lines} of the hostfile) not there after {ABSENT_SECONDS:.0f} s"
+        emit(self.output, RunNote(text=f"{text}; `shardwright doctor` tries every host"))
+
+    def _check_stall(self, now: float) -> None:
+        if self._stacks is not None and (
+            len(self._stacks) == len(self._peers) or now - self._dumped_at > STACK_SECONDS
+        ):
+            stacks, self._stacks = self._stacks, None
+            self._report_stall(stacks)
+        elif (
+            not self._dumped_at
+            and not self._ends_at
+            and self._peers
+            and now - self._moved > STALL_SECONDS
+        ):
+            self._dumped_at, self._stacks = now, {}
+            self._tell_all(monitor_protocol.Dump())
+
+    def _report_stall(self, stacks: dict[int, Stack]) -> None:
+        hosts = {
+            rank: peer.hello.host for rank, peer in self._peers.items() if peer.hello is not None
+        }
+        blamed = culprits(stacks, set(hosts))
+        text = describe(stacks, blamed, hosts, STALL_SECONDS)
+        emit(self.output, RunStalled(ranks=tuple(blamed), text=text))
+        first = blamed[0] if blamed else None
+        self._write_status(
+            "running",
+            stalled=text,
+            rank=first,
+            host=hosts.get(first) if first is not None else None,
+            stage=self.plan.ranks[first].pipeline if first is not None else None,
+        )
+
+
+def open_server(address: str) -> socket.socket:
+    """On the rendezvous address only, where this host has it; a translated address is somebody
+    else's card."""
+    try:
+        return socket.create_server((address, 0), backlog=1024)
+    except OSError:
+        return socket.create_server(("", 0), backlog=1024)

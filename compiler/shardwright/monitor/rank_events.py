@@ -1,0 +1,142 @@
+"""What ranks say to whoever watches the launcher's output: one line each, on any host, shared file
+system or not.
+
+On the line an event is a JSON object: its `kind`, then its class's fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from shardwright.utils.json_types import JsonObject
+
+EVENT = "@shardwright-event "
+MOST_BYTES = 4096
+"""PIPE_BUF: ranks share a pipe, and a line shall arrive whole."""
+MOST_CHARACTERS = 1000
+"""Of a cause or a help text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailed:
+    """A rank's own error. code, help, traceback: "" where rank 0 has heard the cause alone."""
+
+    kind: ClassVar[str] = "failed"
+    rank: int
+    host: str | None = None
+    stage: int | None = None
+    code: str = ""
+    cause: str = ""
+    help: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLost:
+    """A rank that went away without a word."""
+
+    kind: ClassVar[str] = "lost"
+    rank: int
+    host: str | None = None
+    stage: int | None = None
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStalled:
+    """No step came for long. ranks: those that the others wait for, where that is known."""
+
+    kind: ClassVar[str] = "stalled"
+    ranks: tuple[int, ...] = ()
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunNote:
+    """Also for a kind of another version: "" is no news."""
+
+    kind: ClassVar[str] = "note"
+    text: str
+
+
+Event = RankFailed | RankLost | RunStalled | RunNote
+
+
+def event_object(event: Event) -> JsonObject:
+    fields = asdict(event)
+    if isinstance(event, RankLost) and event.pid is None:  # its own host would know
+        del fields["pid"]
+    return {"kind": event.kind, **fields}
+
+
+def emit(descriptor: int, event: Event) -> None:
+    """Writes `event` to the launcher's output; of a traceback the end is kept, as much as fits."""
+    short = {
+        name: v[:MOST_CHARACTERS] if isinstance(v, str) and name != "traceback" else v
+        for name, v in event_object(event).items()
+    }
+    line = f"{EVENT}{json.dumps(short)}\n"
+    while len(line) > MOST_BYTES and short.get("traceback"):
+        traceback = str(short["traceback"])
+        short["traceback"] = traceback[len(traceback) // 8 + 1 :]
+        line = f"{EVENT}{json.dumps(short)}\n"
+    with contextlib.suppress(OSError):  # nobody reads any more: the caller is about to end as well
+        os.write(descriptor, line.encode())
+
+
+def read_events(lines: Iterable[str]) -> list[Event]:
+    """In the order of arrival: clocks of several hosts are not compared."""
+    return [event for line in lines if (event := parse_event(line)) is not None]
+
+
+def parse_event(line: str) -> Event | None:
+    """None where the line holds none, or half of one."""
+    _, marker, text = line.partition(EVENT)
+    if not marker:
+        return None
+    try:
+        document, _ = json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        return None
+    return _event(document) if isinstance(document, dict) else None
+
+
+def _event(document: dict[str, Any]) -> Event | None:
+    """None where it does not say which rank it is about."""
+    kind, rank, text = document.get("kind"), document.get("rank"), str(document.get("text") or "")
+    if kind == RunStalled.kind:
+        return RunStalled(ranks=tuple(document.get("ranks") or ()), text=text)
+    if kind not in (RankFailed.kind, RankLost.kind):
+        return RunNote(text=text)
+    if not isinstance(rank, int):
+        return None
+    host, stage = document.get("host"), document.get("stage")
+    if kind == RankLost.kind:
+        return RankLost(rank=rank, host=host, stage=stage, pid=document.get("pid"))
+    texts = {name: str(document.get(name) or "") for name in ("code", "cause", "help", "traceback")}
+    return RankFailed(rank=rank, host=host, stage=stage, **texts)
+
+
+_ECHOES = (
+    *("Connection closed by peer", "Connection reset", "Broken pipe"),
+    *("DistNetworkError", "DistStoreError", "gloo", "NCCL"),
+)
+
+
+def is_echo(cause: str) -> bool:
+    """Whether an error is what a rank says when its peer went away, and so not the cause."""
+    return any(sign in cause for sign in _ECHOES)
+
+
+def first_cause(events: Iterable[Event]) -> RankFailed | RankLost | None:
+    """The earliest error of a rank's own, else the rank that went away first, else the first
+    echo."""
+    said = [e for e in events if isinstance(e, RankFailed | RankLost)]
+    # A stable sort: the first of each kind stays in front.
+    said.sort(key=lambda e: 1 if isinstance(e, RankLost) else 2 if is_echo(e.cause) else 0)
+    return said[0] if said else None

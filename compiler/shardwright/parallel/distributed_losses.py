@@ -1,0 +1,127 @@
+"""The loss of DESIGN: the sum over the predicted tokens of the global batch / their number, under
+every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.layout.loss_chunk_length import chunk_length
+from shardwright.models.output_head import Tail
+from shardwright.models.packed_document_masks import documents_apart
+from shardwright.models.router_aux_loss import ROW_LENGTHS
+from shardwright.models.tasks.causal_lm import IGNORED
+from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.dummy_images import BlankPicture, on_device
+from shardwright.parallel.micro_batches import MicroBatch
+from shardwright.parallel.vocabulary_cross_entropy import vocabulary_parallel_cross_entropy
+
+
+class CausalLoss:
+    """(logits (B, S, V or V/t), labels (B, S)) -> scaled sum of cross-entropies.
+
+    The engine averages over micro-batches and data ranks; `scale` = micro-batches * data ranks /
+    predicted tokens of the global batch turns that mean of sums into the loss wanted, for its value
+    and its gradient. Set it before each step. shifted: as MicroBatch.shifted of what it is given.
+    """
+
+    def __init__(self, tensor_group: dist.ProcessGroup | None = None, first: int = 0) -> None:
+        """tensor_group: over whose ranks the vocabulary is cut, this rank's slice from `first`;
+        None: it is whole."""
+        self.tensor_group = tensor_group
+        self.first = first
+        self.scale = 1.0
+        self.shifted = False
+
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        return self.total(*self._paired(logits, labels)) * self.scale
+
+    def _paired(
+        self, values: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each token's values beside its label."""
+        target = labels[0] if isinstance(labels, tuple) else labels
+        return (values, target) if self.shifted else (values[:, :-1], target[:, 1:])
+
+    def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The sum over tokens whose label stands at their own place."""
+        if self.tensor_group is None:
+            rows = logits.float().reshape(-1, logits.shape[-1])
+            return F.cross_entropy(rows, target.reshape(-1), ignore_index=IGNORED, reduction="sum")
+        return vocabulary_parallel_cross_entropy(
+            logits, target, first=self.first, ignored=IGNORED, group=self.tensor_group
+        ).sum()
+
+
+class ChunkedLoss(CausalLoss):
+    """(hidden states (B, S, H) behind the base model, labels (B, S)) -> the same loss, logits of
+    one chunk at a time.
+
+    Each chunk's logits are made again in the backward pass (torch's non-reentrant checkpoint),
+    which costs the head's product once more. set `tail` before the first call.
+    """
+
+    tail: Tail
+
+    def __call__(
+        self, hidden: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        length = chunk_length(*(labels[0] if isinstance(labels, tuple) else labels).shape)
+        # The cuts before the checkpoints: each keeps a view, not a copy.
+        pairs = zip(*(x.split(length, dim=1) for x in self._paired(hidden, labels)), strict=True)
+        # ZeRO-3 releases the head between forward and recomputation, so its shapes differ then: no
+        # metadata check.
+        totals = [
+            checkpoint(self._chunk, *pair, use_reentrant=False, determinism_check="none")
+            for pair in pairs
+        ]
+        return torch.stack(totals).sum() * self.scale
+
+    def _chunk(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.total(self.tail.logits(hidden), target)
+
+
+def compute_loss_inside(model: nn.Module, loss: ChunkedLoss) -> None:
+    """The model's forward takes `labels` too and returns the loss: ZeRO-3 gathers the head inside
+    an engine's forward only."""
+    tail = loss.tail = Tail(model)
+    inner = model.forward
+
+    def forward(labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        return loss(tail.hidden(lambda: inner(**inputs)), labels)
+
+    model.forward = forward
+
+
+def micro_batch_loss(
+    model: nn.Module,
+    loss: CausalLoss,
+    batch: MicroBatch,
+    attention: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    blank: BlankPicture | None = None,
+) -> torch.Tensor:
+    """model: the whole one, also inside an engine; attention: what its layers run, which decides
+    how packed documents are kept apart; dtype: that they compute in; blank: of a model that sees,
+    where ranks must do the same."""
+    ids, positions = batch.input_ids.to(device), batch.position_ids
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    ROW_LENGTHS.current = None if batch.lengths is None else batch.lengths.to(device)
+    inputs |= CONTEXT.keywords(attention, ids, None if positions is None else positions.to(device))
+    inputs |= on_device(batch.beside, device, dtype) or {}
+    labels = batch.labels.to(device)
+    with documents_apart(model, None if positions is None else inputs["position_ids"]):
+        if isinstance(loss, ChunkedLoss):
+            return model(labels=labels, **inputs)  # type: ignore[no-any-return]
+        if blank is None:
+            return loss(model(**inputs).logits, labels)
+    with blank.shown(on_device(batch.blank, device, dtype)) as picture:
+        return loss(model(**inputs, **picture).logits, labels)

@@ -1,0 +1,81 @@
+"""The tower runs in every micro-batch: where no row holds a picture, on a blank one whose features
+are cut to none.
+
+A data rank without a picture would leave ZeRO's collectives with other sizes than its neighbours
+have. The model's own forward runs the tower, so that each weight is gathered and reduced in the
+order in which the neighbours do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.models.model_skeleton import Batch
+
+
+class BlankPicture:
+    """Of `model`, or of one stage of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        having: list[Any] = [
+            m
+            for m in model.modules()
+            if _names(getattr(m, "get_image_features", None)) >= {"pixel_values"}
+        ]
+        self._owner = having[-1]  # the outer ones hand on to the inner one
+
+    @contextmanager
+    def shown(self, inputs: Batch | None) -> Iterator[Batch]:
+        """For one forward, which takes what comes back beside its other inputs. inputs: of the
+        blank picture, on the model's device; None where its rows hold pictures."""
+        if inputs is None:
+            yield {}
+            return
+        features, blank = self._owner.get_image_features, inputs
+        taken = {name: value for name, value in blank.items() if name in _names(features)}
+
+        def none_of_it(*_: Any, **given: Any) -> Any:
+            options = {
+                name: value for name, value in given.items() if not isinstance(value, torch.Tensor)
+            }
+            return _cut(features(**{**options, **taken}))
+
+        self._owner.get_image_features = none_of_it
+        try:
+            # Its grids stay here: a forward looks for a picture in the ids for each.
+            yield {name: value for name, value in blank.items() if value.is_floating_point()}
+        finally:
+            del self._owner.get_image_features
+
+
+def _names(function: Callable[..., Any] | None) -> frozenset[str]:
+    return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
+
+
+def _cut(features: Any) -> Any:
+    """The same without a row: they take no token's place, and what makes them has gradients of
+    zero."""
+    if isinstance(features, torch.Tensor):
+        return features[:0]
+    if isinstance(features, dict):
+        for name, value in features.items():
+            features[name] = _cut(value)
+        return features
+    return (
+        type(features)(_cut(each) for each in features)
+        if isinstance(features, tuple | list)
+        else features
+    )
+
+
+def on_device(inputs: Batch | None, device: torch.device, dtype: torch.dtype) -> Batch | None:
+    """Pictures' values in the compute dtype, as the model's weights are."""
+    if inputs is None:
+        return None
+    return {n: v.to(device, dtype if v.is_floating_point() else v.dtype) for n, v in inputs.items()}

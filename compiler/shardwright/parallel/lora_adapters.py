@@ -1,0 +1,184 @@
+"""LoRA on a rank: the plan's adapters beside the linears of the decoder layers, everything else
+frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.models.lora_target_paths import (
+    ADAPTER,
+    adapter_names,
+    inject,
+    linear_paths,
+    lora_config,
+)
+from shardwright.models.tasks.task_registry import Task
+from shardwright.plan.plan import Plan, PlanLora
+from shardwright.utils.optional_packages import missing_peft
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> None:
+    """In place; only the adapters are trained afterwards. Drawn from the training's seed, the same
+    on every rank.
+
+    transposed: weights that are held the other way round than Hugging Face has them, by name.
+    Raises Refusal: SW6251, SW6252; SW6256 where the model's adapters are not the plan's.
+    """
+    if plan.lora is None:
+        return
+    if absent := missing_peft():
+        raise Refusal(absent)
+    torch.manual_seed(plan.training.seed)
+    try:
+        inject(
+            model, plan.lora, linear_paths(model, plan.model.cut.stack, plan.lora.target_modules)
+        )
+    except ValueError as error:  # a module that only looks like a linear by its parameters
+        raise refusal(
+            "SW6252",
+            f"peft does not adapt these modules: {str(error).splitlines()[0]}",
+            "Name linears alone in lora.target_modules, and compile again.",
+            ("lora", "target_modules"),
+        ) from None
+    found = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    check_adapters(
+        found,
+        planned_adapters(plan, transposed),
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+    )
+
+
+def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape of each adapter that the plan trains. transposed: as add_adapters
+    takes it."""
+    if plan.lora is None:
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    for p in (p for module in plan.tensor_parallel.modules for p in module.parameters):
+        module, _, leaf = p.name.rpartition(".")
+        inside = (
+            p.name.startswith(plan.model.cut.stack + ".")
+            and module.rpartition(".")[2] in plan.lora.target_modules
+        )
+        if inside and leaf == "weight" and len(p.shape) == 2:
+            out, into = p.shape[::-1] if p.name in transposed else p.shape
+            a, b = adapter_names(module)
+            found |= {a: (plan.lora.rank, into), b: (out, plan.lora.rank)}
+    return found
+
+
+def check_adapters(
+    found: dict[str, tuple[int, ...]], planned: dict[str, tuple[int, ...]], *, rank: int = 0
+) -> None:
+    """found, planned: trained parameter -> shape. Raises Refusal: SW6256 with the first names that
+    differ."""
+    differences = [
+        f"{name}: {_shape(found.get(name))}, planned {_shape(planned.get(name))}"
+        for name in dict.fromkeys((*planned, *found))
+        if found.get(name) != planned.get(name)
+    ]
+    if differences:
+        shown = "; ".join(differences[:3])
+        raise refusal(
+            "SW6256",
+            (
+                f"rank {rank}: {len(differences)} of {len(planned)} planned adapter tensors differ "
+                f"in the model: {shown}"
+            ),
+            "Nothing was trained. Name other modules in lora.target_modules, or install a peft "
+            "version that"
+            " pyproject.toml names, and compile again.",
+            ("lora",),
+        )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "x".join(map(str, shape))
+
+
+def is_rewritten_by_peft(lora: PlanLora, model: nn.Module) -> bool:
+    """Whether peft, given the adapter folder, would adapt other modules of this model than the run
+    did (models/lora_target_paths.py). Versions without that module rewrite nothing."""
+    if missing_peft():
+        return False
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return False
+    config = lora_config(lora, target_modules=list(lora.target_modules))
+    try:
+        convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError:  # a part of what it fuses
+        return True
+    return bool(config.target_parameters) or set(config.target_modules) != set(lora.target_modules)
+
+
+def write_config(
+    lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_fan_out: bool
+) -> None:
+    """adapter_config.json. base: where the frozen weights are. fan_in_fan_out: these are GPT-2's
+    Conv1D.
+
+    Raises Refusal: SW6251.
+    """
+    if absent := missing_peft():
+        raise Refusal(absent)
+    config = lora_config(
+        lora,
+        target_modules=list(lora.target_modules),
+        task_type=task.peft_type,
+        base_model_name_or_path=base,
+        fan_in_fan_out=fan_in_fan_out,
+        inference_mode=True,
+    )
+    config.save_pretrained(str(folder))
+
+
+def plain_name(name: str) -> str:
+    """Hugging Face's name of a parameter that peft moved into its wrapper; adapters keep theirs.
+
+    A wrapper around a wrapper keeps the inner one's name, so that no two parameters share one.
+    """
+    return name if is_adapter(name) else name.replace(".base_layer.", ".")
+
+
+def unique(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Plain name -> parameter. Raises Refusal: SW6257 where two parameters would be saved by one
+    name."""
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in named:
+        if found.setdefault(plain_name(name), parameter) is not parameter:
+            raise refusal(
+                "SW6257",
+                (
+                    f"two parameters of this rank have the name {plain_name(name)!r}: a checkpoint "
+                    "would hold one of them"
+                ),
+                "Nothing was saved. This is a bug of ours: report the model type and the recipe.",
+            )
+    return found
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"))
+
+
+def saved_name(name: str) -> str:
+    """As peft writes and loads it."""
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
+
+
+def merged(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: PlanLora, *, turned: bool
+) -> torch.Tensor:
+    """W + alpha / r * B A (arXiv 2106.09685, section 4.1), in fp32. turned: W is (in, out)."""
+    change = (lora.alpha / lora.rank) * (b.float() @ a.float())
+    return weight.float() + (change.t() if turned else change)

@@ -1,0 +1,190 @@
+"""Which rows a rank trains on in which step. Every tensor and pipeline rank of a data rank sees the
+same batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from shardwright.data.data_sources import every_part, packs
+from shardwright.data.dataset import Dataset, validation_batches
+from shardwright.data.image_captions import PairSight
+from shardwright.data.image_decoder import Decoders, processes_of_a_rank
+from shardwright.data.image_inputs import Sight
+from shardwright.data.sequences import Rows, TokenBlock
+from shardwright.models.model_skeleton import Batch
+from shardwright.models.tasks.causal_lm import IGNORED
+from shardwright.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """input_ids, labels: (B, S) int64; labels are the inputs (the loss shifts them). position_ids:
+    (B, S) where documents are packed, else None. shifted: labels stand where they are predicted, as
+    in a piece of a row.
+
+    beside: what the forward of a model that sees takes beside the ids; None for other models.
+    blank: where no row of it has a picture, what the tower is shown. lengths: (B,) tokens of each
+    whole row before its padding; None where no row is padded.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor | None
+    shifted: bool = False
+    beside: Batch | None = None
+    blank: Batch | None = None
+    lengths: torch.Tensor | None = None
+
+    @property
+    def predicted(self) -> int:
+        """Number of labels that the loss counts."""
+        return int(((self.labels if self.shifted else self.labels[:, 1:]) != IGNORED).sum())
+
+
+class Batches:
+    """The rows of the dataset's order, shared out over the islands and the data ranks of each.
+
+    waits: steps, the first one left out, whose pictures were not ready when they were asked for."""
+
+    def __init__(self, plan: Plan, data: Dataset, sight: Sight | PairSight | None = None) -> None:
+        self.data, self.sight = data, sight
+        self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
+        self._thread = (
+            ThreadPoolExecutor(1, thread_name_prefix="batches") if sight is not None else None
+        )
+        self._steps = data.steps
+        s = plan.strategy
+        self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
+        self.island = 0 if plan.outer is None else plan.outer.island or 0
+        self.packed = packs(plan)
+        self.waits = 0
+
+    def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
+        """The share of `data_rank` in `step` (from 1): micro-batch m takes rows [(m * data + rank)
+        * B, ... + B) of the island's part of the global batch: the k-th of equal parts is island
+        k's."""
+        if self._thread is None:
+            return self._made(step, data_rank)
+        self.waits += self._ahead is not None and not self.ready(step, data_rank)
+        made = (
+            self._ahead[1].result() if self._ahead and self._ahead[0] == (step, data_rank) else None
+        )
+        found = self._made(step, data_rank) if made is None else made
+        # Pictures of the next step are made ready while this one trains; of no more: they take
+        # memory.
+        following = (step + 1, data_rank)
+        self._ahead = (
+            (following, self._thread.submit(self._made, *following)) if step < self._steps else None
+        )
+        return found
+
+    def ready(self, step: int, data_rank: int) -> bool:
+        """Whether micro_batches would not wait."""
+        return (
+            self._ahead is not None
+            and self._ahead[0] == (step, data_rank)
+            and self._ahead[1].done()
+        )
+
+    def _made(self, step: int, data_rank: int) -> list[MicroBatch]:
+        indices = self.data.order.indices(step).reshape(self.shape)[self.island, :, data_rank]
+        return [_micro_batch(self.data.train.read(i), self.packed, self.sight) for i in indices]
+
+
+class HeldOut:
+    """The share of a data rank of all held-out rows: as many micro-batches on each rank, so that
+    none waits for another; rows that only fill one up have no labels. Read anew at each pass: they
+    may be more than memory holds.
+
+    at_once: micro-batches that go through the pipeline together; their number is a multiple of
+    it."""
+
+    def __init__(
+        self, plan: Plan, rows: Rows, data_rank: int, sight: Sight | PairSight | None = None
+    ) -> None:
+        s = plan.strategy
+        # DeepSpeed numbers DualPipeV's buffers by the training's micro-batches: as many at once, or
+        # its engine fails. Pictures of all held-out rows may be more than memory holds.
+        at_once = (
+            s.gradient_accumulation_steps
+            if s.schedule == "dualpipev" or sight is not None
+            else None
+        )
+        # An interleaved schedule takes as many as there are pipeline ranks, or a multiple.
+        multiple = at_once or (s.pipeline if s.virtual_stages > 1 else 1)
+        numbers = validation_batches(len(rows), s.data * s.micro_batch_size, multiple)
+        self._rows, self._numbers = (
+            rows,
+            numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank],
+        )
+        self.at_once = at_once or len(self._numbers)
+        self._packed, self._sight = packs(plan), None
+        self.predicted = sum(m.predicted for m in self)  # without a look at the pictures
+        self._sight = sight
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for numbers in self._numbers:
+            batch = _micro_batch(self._rows.read(np.maximum(numbers, 0)), self._packed, self._sight)
+            batch.labels[torch.from_numpy(numbers < 0)] = IGNORED
+            yield batch
+
+
+def sight_of(plan: Plan, folder: Path, rank: int | None = None) -> Sight | PairSight | None:
+    """The processor of a model that sees. folder: the compiled one, or a checkpoint. rank: in a
+    run; pictures are decoded beside it, and those behind the first stage look at none."""
+    part = next((part for part in every_part(plan) if part.images is not None), None)
+    if not plan.model.sees or part is None or part.images is None:
+        return None
+    if plan.model.contrastive:
+        at_work = None if rank is None else Decoders(processes_of_a_rank(plan.gpus_per_node))
+        return PairSight(folder / str(part.tokenizer), part.images, decoders=at_work)
+    takes = inspect.signature(getattr(transformers, plan.model.architecture).forward).parameters
+    later = rank is not None and plan.ranks[rank].pipeline > 0
+    decoders = None if rank is None or later else Decoders(processes_of_a_rank(plan.gpus_per_node))
+    return Sight(
+        folder / str(part.tokenizer),
+        part.images,
+        frozenset(takes),
+        integers_alone=later,
+        decoders=decoders,
+    )
+
+
+def _micro_batch(
+    block: TokenBlock, packed: bool, sight: Sight | PairSight | None = None
+) -> MicroBatch:
+    """packed: with position ids, whether this block needs them or not: what crosses stages must not
+    change its form."""
+    input_ids = torch.from_numpy(block.tokens.astype(np.int64))
+    labels = input_ids.clone()
+    if block.trained is not None:
+        labels[torch.from_numpy(~block.trained)] = IGNORED
+    if sight is not None:
+        beside = sight.inputs(block.tokens.astype(np.int64), block.trained, block.pictures)
+        blank = None if any(block.pictures) else sight.blank
+        return MicroBatch(
+            input_ids=input_ids, labels=labels, position_ids=None, beside=beside, blank=blank
+        )
+    lengths = None if block.lengths is None else torch.from_numpy(block.lengths)
+    if not packed:
+        return MicroBatch(input_ids=input_ids, labels=labels, position_ids=None, lengths=lengths)
+    starts = torch.from_numpy(
+        np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts
+    )
+    labels[starts] = IGNORED
+    places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+    begins = torch.where(starts, places, 0).cummax(dim=1).values
+    return MicroBatch(
+        input_ids=input_ids, labels=labels, position_ids=places - begins, lengths=lengths
+    )

@@ -1,0 +1,138 @@
+"""The Hugging Face model and its first weights, and the one change of representation that every
+layout shares."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import distributed as dist
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.pytorch_utils import Conv1D
+
+from shardwright.models.mixture_of_experts import use_grouped_mm_where_it_fits
+from shardwright.models.tasks.task_registry import task_named
+from shardwright.parallel.model_config_loading import load_config
+from shardwright.parallel.weight_files import WeightFiles, Weights
+from shardwright.parallel.weight_loader import DrawnByLayer, NoWeights, empty_model
+from shardwright.plan.plan import Plan
+
+EXACT_PARAMETERS = 10_000_000_000
+"""Up to here a random model is drawn as Hugging Face draws it; larger ones layer by layer, the same
+in every layout."""
+
+
+def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, Weights]:
+    """Collective. The model without storage, in training mode, and what fills it: nothing where a
+    checkpoint will.
+
+    "random" is exactly what a plain process gets from `torch.manual_seed(seed)` and `from_config`,
+    up to EXACT_PARAMETERS. Raises Refusal: SW6211.
+    """
+    use_grouped_mm_where_it_fits()
+    config = load_config(plan, folder)
+    model = empty_model(config, plan.model.attention, plan.model.task)
+    # ZeRO's flat optimizer takes a missing gradient for zero, and would let weight decay shrink
+    # these.
+    for name, parameter in model.named_parameters():
+        if plan.model.is_frozen(name):
+            parameter.requires_grad_(False)
+    if resumes:
+        return model, NoWeights(model)
+    weights = (
+        _pretrained(plan, config, model)
+        if plan.model.weights == "pretrained"
+        else _random(plan, folder, config, model)
+    )
+    stored = set(weights.names())
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            buffer.copy_(weights.read(name, None))
+    return model, weights
+
+
+def _pretrained(plan: Plan, config: PretrainedConfig, model: PreTrainedModel) -> Weights:
+    assert plan.model.weights_path is not None
+    files = WeightFiles(Path(plan.model.weights_path), model)
+    stored = set(files.names())
+    by_tensor: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(parameter), []).append(name)
+        if name in stored:
+            files.check(name, tuple(parameter.shape))
+    missing = [names[0] for names in by_tensor.values() if not stored & set(names)]
+    if missing:
+        raise files.refusal(f"they hold no {missing[0]} (and {len(missing) - 1} more)")
+    return files
+
+
+def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTrainedModel) -> Weights:
+    """One process a host draws the whole model, as only the whole sequence of draws gives Hugging
+    Face's numbers, and the host's other ranks read their slices from its file."""
+    if plan.model.total_parameters > EXACT_PARAMETERS:
+        return DrawnByLayer(model, plan.model.cut.stack, plan.training.seed)
+    mine = plan.ranks[dist.get_rank()]
+    drawn = folder / "run" / "initial" / f"node-{mine.node}"
+    if mine.slot == 0:
+        shutil.rmtree(drawn, ignore_errors=True)
+        drawn.mkdir(parents=True)
+        torch.manual_seed(plan.training.seed)
+        whole = task_named(plan.model.task).build(config, plan.model.attention)
+        kept = remove_tied_weights_from_state_dict(dict(whole.state_dict()), whole)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in kept.items()},
+            drawn / "model.safetensors",
+        )
+        del whole, kept
+    dist.barrier()
+    files = WeightFiles(drawn, None)
+    dist.barrier()
+    if mine.slot == 0:
+        shutil.rmtree(drawn)  # it is mapped by every rank that needs it
+    return files
+
+
+def scalars_to_vectors(model: nn.Module) -> None:
+    """A parameter without a dimension (CLIP's logit_scale) gets one of length 1: DeepSpeed
+    broadcasts parameters by a view of their bytes and multiplies gradients by a vector
+    (runtime/engine.py, _broadcast_model; runtime/utils.py, clip_grad_norm_). Of a model that has no
+    memory yet; `export` writes it without again."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.ndim == 0:
+                vector = parameter.detach().reshape(1)
+                module._parameters[name] = nn.Parameter(
+                    vector, requires_grad=parameter.requires_grad
+                )
+
+
+def conv1d_names(model: nn.Module) -> frozenset[str]:
+    """Weights that GPT-2's Conv1D holds as (in, out)."""
+    return frozenset(
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)
+    )
+
+
+def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
+    """Replaces GPT-2's Conv1D (weight: in x out) by Linear (out x in), so that one layout serves
+    every engine.
+
+    Returns the names of the weights that it turned round.
+    """
+    turned = []
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            turned.append(f"{name}.weight")
+            with torch.device("meta"):
+                linear = nn.Linear(module.weight.shape[0], module.weight.shape[1])
+            # Without its memory yet: materialize.Filler turns round what it reads.
+            linear.weight = nn.Parameter(
+                module.weight.detach().t(), requires_grad=module.weight.requires_grad
+            )
+            linear.bias = module.bias
+            model.set_submodule(name, linear)
+    return frozenset(turned)

@@ -1,0 +1,196 @@
+"""Tensors of a model, read by slices out of safetensors files in Hugging Face's format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.models.safetensors_headers import FLOATS, INDEX, SINGLE, weight_file_names
+from shardwright.models.weight_conversion import Conversion, dequantizer, map_keys, meta_tensor
+from shardwright.utils.bounded_read import parse_json, read_regular
+from shardwright.utils.json_types import JsonObject
+
+_EXACT_IN = {
+    torch.float32: ("F32", "F16", "BF16"),
+    torch.float16: ("F16",),
+    torch.bfloat16: ("BF16",),
+}
+_OTHER_FILES = re.compile(r"(adapter_model|consolidated).*\.safetensors")
+
+Range = tuple[int, int, int]
+"""(dimension, start, length)."""
+
+
+class Weights(Protocol):
+    """Where initial weights come from; names and layout are Hugging Face's."""
+
+    def names(self) -> Iterable[str]: ...
+
+    def read(self, name: str, range_: Range | None) -> torch.Tensor:
+        """A part of the tensor along one dimension, or all of it."""
+
+    def may_round(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the tensor is stored in a type that dtype may round."""
+
+
+class WeightFiles:
+    """A folder of safetensors files. What the model's type stores in another form (an expert a
+    tensor) is put together as from_pretrained does, one of the model's tensors at a time;
+    everything else is read by slices.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel | None) -> None:
+        """model: whose parameters they are, on any device; None where the files have its own names.
+        Raises Refusal: SW6211."""
+        self.folder = folder
+        self.read_bytes = 0
+        self._files: dict[str, Any] = {}
+        self._converted: dict[str, Conversion] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        keys = {key: file for file in self._file_names() for key in self._open(file).keys()}  # noqa: SIM118
+        self._where = keys
+        self._direct = {key: key for key in keys}
+        self._parameters: frozenset[str] = frozenset()
+        if model is not None:
+            self._parameters = frozenset(
+                name for name, _ in model.named_parameters(remove_duplicate=False)
+            )
+            self._map(model)
+
+    def names(self) -> Iterable[str]:
+        return (*self._direct, *self._converted)
+
+    def read(self, name: str, range_: Range | None) -> torch.Tensor:
+        """Raises Refusal: SW6219 for a parameter that is not finite."""
+        if name in self._converted:
+            whole = self._convert(name)
+            tensor = whole if range_ is None else whole.narrow(*range_)
+        else:
+            tensor = self._slice(self._direct[name], range_)
+        if name in self._parameters and tensor.numel() and tensor.is_floating_point():
+            low, high = torch.aminmax(tensor)  # NaN is in both
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise _not_finite(name, self.folder, tensor.dtype)
+        return tensor
+
+    def may_round(self, name: str, dtype: torch.dtype) -> bool:
+        kinds = {
+            self._open(self._where[key]).get_slice(key).get_dtype() for key in self._keys(name)
+        }
+        return not kinds <= set(_EXACT_IN[dtype])
+
+    def _keys(self, name: str) -> list[str]:
+        """Of the files, those that the tensor is made of."""
+        converted = self._converted.get(name)
+        return [self._direct[name]] if converted is None else [key for key, _ in converted.sources]
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises Refusal unless the files hold the parameter in this shape, in a type that can be
+        trained."""
+        converted, keys = self._converted.get(name), self._keys(name)
+        for key in keys:
+            kind = self._open(self._where[key]).get_slice(key).get_dtype()
+            if kind not in FLOATS and (converted is None or self._quantizer is None):
+                raise self.refusal(
+                    f"{key} is of type {kind}: only {', '.join(FLOATS)} can be trained"
+                )
+        found = self._shapes.get(name) or tuple(
+            self._open(self._where[keys[0]]).get_slice(keys[0]).get_shape()
+        )
+        if found != shape:
+            raise self.refusal(f"{name} has the shape {found} in them, the model's is {shape}")
+
+    def _file_names(self) -> list[str]:
+        try:
+            if (self.folder / SINGLE).is_file() or (self.folder / INDEX).is_file():
+                return list(weight_file_names(self.folder))
+            found = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            files = [name for name in found if not _OTHER_FILES.fullmatch(name)]
+        except (OSError, ValueError) as error:
+            raise self.refusal(f"{INDEX} cannot be read ({error})") from None
+        if not files:
+            raise self.refusal("there is no safetensors file in it")
+        return files
+
+    def refusal(self, why: str) -> Refusal:
+        return refusal(
+            "SW6211",
+            f"the weights in {str(self.folder)!r} cannot be used: {why}",
+            (
+                "Fetch them again (the plan names the revision of a hub's), or compile with "
+                "another model.source."
+            ),
+        )
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise self.refusal(f"{file} is missing or not whole ({error})") from None
+        return self._files[file]
+
+    def _slice(self, key: str, range_: Range | None) -> torch.Tensor:
+        lazy = self._open(self._where[key]).get_slice(key)
+        if range_ is None:
+            tensor = lazy[:] if lazy.get_shape() else self._open(self._where[key]).get_tensor(key)
+        else:
+            dimension, start, length = range_
+            tensor = lazy[(*[slice(None)] * dimension, slice(start, start + length))]
+        self.read_bytes += tensor.numel() * tensor.element_size()
+        return tensor  # type: ignore[no-any-return]
+
+    def _map(self, model: PreTrainedModel) -> None:
+        """As from_pretrained renames, puts together and de-quantises."""
+        self._model, self._quantizer = model, dequantizer(self._config())
+        found = map_keys(model, self._where, self._quantizer)
+        self._direct = dict(found.direct)
+        for conversion in found.conversions:
+            try:
+                made = conversion.convert(model, self._meta)
+            except (
+                Exception
+            ) as error:  # of transformers' own operations, on a set of tensors that is not whole
+                raise self.refusal(f"{conversion.first} cannot be put together ({error})") from None
+            for name, tensor in made.items():
+                self._converted[name], self._shapes[name] = conversion, tuple(tensor.shape)
+
+    def _config(self) -> JsonObject:
+        """Of the weights themselves: what the plan holds says nothing of how they are stored."""
+        try:
+            config = parse_json(read_regular(self.folder / "config.json"))
+        except (OSError, ValueError):
+            return {}
+        return config if isinstance(config, dict) else {}
+
+    def _meta(self, key: str) -> torch.Tensor:
+        lazy = self._open(self._where[key]).get_slice(key)
+        return meta_tensor(lazy.get_shape(), lazy.get_dtype())
+
+    def _convert(self, name: str) -> torch.Tensor:
+        """The last conversion stays: a fused tensor gives several of the model's."""
+        conversion = self._converted[name]
+        if self._last[0] != conversion.first:
+            self._last = (
+                conversion.first,
+                conversion.convert(self._model, lambda key: self._slice(key, None)),
+            )
+        return self._last[1][name]
+
+
+def _not_finite(name: str, folder: Path, dtype: torch.dtype) -> Refusal:
+    kind = str(dtype).removeprefix("torch.")
+    message = f"{name} in {str(folder)!r} holds values that are infinite or not a number ({kind})"
+    help = (
+        "Training from it gives no finite loss. Take weights that were saved in bf16 or fp32, "
+        "or an earlier checkpoint."
+    )
+    return refusal("SW6219", message, help)

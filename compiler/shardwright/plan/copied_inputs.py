@@ -1,0 +1,120 @@
+"""Files of the user's that travel with the compiled folder: the tokenizer's, the hostfile, the
+set-up script and the measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.diagnostics import Diagnostic, Refusal, refusal
+from shardwright.models.weights_location import TOKENIZER_PATTERNS
+from shardwright.plan.folder_paths import (
+    HOSTFILE,
+    MODEL_DIRECTORY,
+    SETUP_SCRIPT,
+    TOKENIZER_DIRECTORY,
+)
+from shardwright.plan.hostfile import read_hosts
+from shardwright.plan.plan import Plan
+from shardwright.recipe.measurements import MEASURED_FILE
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.bounded_read import read_regular, read_regular_text
+
+
+def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> dict[str, bytes]:
+    """Relative path in the compiled folder -> content. tokenizer: the folder that holds it, where
+    one is needed.
+
+    Raises Refusal for what cannot be read or used.
+    """
+    files: dict[str, bytes] = {}
+    errors: list[Diagnostic] = []
+    measured = recipe.cluster.measured
+    if measured is not None:
+        files[MEASURED_FILE] = measured.content
+    readers: tuple[Callable[[], dict[str, bytes]], ...] = (
+        lambda: (
+            {}
+            if tokenizer is None
+            else _tokenizer(tokenizer, str(recipe.tokenized()[0][1].tokenizer))
+        ),
+        lambda: _hostfile(recipe, cluster),
+        lambda: _setup_script(recipe),
+    )
+    for read in readers:
+        try:
+            files |= read()
+        except Refusal as refusal:
+            errors.extend(refusal.diagnostics)
+    if errors:
+        raise Refusal(*errors)
+    return files
+
+
+def model_companions(plan: Plan) -> dict[str, bytes]:
+    """What lies beside pretrained weights and goes into the exported model: how it generates, and
+    its tokenizer where the data brings token ids instead of text. {} where there is none."""
+    if plan.model.weights_path is None:
+        return {}
+    patterns = (
+        "generation_config.json",
+        *(TOKENIZER_PATTERNS if plan.data.tokenizer is None else ()),
+    )
+    found = {
+        path
+        for pattern in patterns
+        for path in Path(plan.model.weights_path).glob(pattern)
+        if path.is_file()
+    }
+    return {f"{MODEL_DIRECTORY}/{path.name}": path.read_bytes() for path in sorted(found)}
+
+
+def _tokenizer(folder: Path, name: str) -> dict[str, bytes]:
+    found = {
+        path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern) if path.is_file()
+    }
+    if found:
+        return {f"{TOKENIZER_DIRECTORY}/{path.name}": path.read_bytes() for path in sorted(found)}
+    cause = "holds no tokenizer files" if folder.is_dir() else "is not a folder on this machine"
+    help = (
+        "Save it with `save_pretrained` and give that folder (as ./path), or write "
+        "`tokenizer: byte`."
+    )
+    raise refusal(
+        "SW1911", f"data.tokenizer: {name!r} {cause}", help, ("data", "tokenizer"), ("byte",)
+    )
+
+
+def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
+    """The recipe's hostfile, every line checked, comments dropped; {} where none is given."""
+    path = recipe.launch.hostfile
+    if path is None:
+        return {}
+    try:
+        text = read_regular_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise refusal(
+            "SW5204",
+            f"launch.hostfile: {path!r} cannot be read: {cause}",
+            "Give a text file with a line `name slots=N` for each node.",
+            ("launch", "hostfile"),
+        ) from None
+    hosts = read_hosts(path, text, cluster.nodes, cluster.gpus_per_node)
+    return {
+        HOSTFILE: "".join(f"{host.name} slots={host.slots}\n" for host in hosts).encode("utf-8")
+    }
+
+
+def _setup_script(recipe: Recipe) -> dict[str, bytes]:
+    path = recipe.launch.setup_script
+    if path is None:
+        return {}
+    try:
+        return {SETUP_SCRIPT: read_regular(path)}
+    except OSError as error:
+        why = f"launch.setup_script: {path!r} cannot be read: {error.strerror}"
+        raise refusal(
+            "SW5204", why, "Give a bash script that you may read.", ("launch", "setup_script")
+        ) from None

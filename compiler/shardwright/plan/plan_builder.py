@@ -1,0 +1,267 @@
+"""Stage 6: every decision, gathered into one Plan. Nothing here searches or guesses."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+import shardwright
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.diagnostics import Diagnostic, found
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.parameter_sharding import StagePartition, TensorParallelMap
+from shardwright.models.expert_modules import expert_modules
+from shardwright.models.frozen_parameters import frozen_patterns
+from shardwright.models.lora_targets import target_modules
+from shardwright.models.model_graph import Layer, ModelGraph
+from shardwright.models.remote_code_files import OwnCode
+from shardwright.models.weights_location import LocatedWeights
+from shardwright.plan.folder_paths import CONFIG_FILE, TOKENIZER_DIRECTORY
+from shardwright.plan.image_data_checks import picture_errors
+from shardwright.plan.plan import (
+    PLAN_VERSION,
+    Plan,
+    PlanBalance,
+    PlanCheckpoint,
+    PlanLora,
+    PlanModel,
+    PlanOuter,
+    PlanStage,
+    PlanTraining,
+    Predicted,
+    resolve_scheduler,
+)
+from shardwright.plan.rank_map import place_ranks
+from shardwright.recipe.recipe_types import (
+    TOKENIZED_KINDS,
+    DataSection,
+    LaunchSection,
+    Recipe,
+    TrainingSection,
+    ValidationSection,
+    accumulation_dtype,
+)
+from shardwright.utils.json_records import carried
+from shardwright.utils.strict_json import canonical_hash
+
+
+def installed_versions(engine_packages: Iterable[str]) -> dict[str, str]:
+    """Public versions ("2.13.0", not "2.13.0+cpu"): a build's tag says nothing about what it
+    computes."""
+    public = {}
+    for name in ("torch", *engine_packages, "transformers"):
+        with suppress(
+            importlib.metadata.PackageNotFoundError
+        ):  # a compile asks for it first (engines/engine_table.py)
+            public[name] = importlib.metadata.version(name).split("+")[0]
+    return {"shardwright": shardwright.__version__, **public}
+
+
+def build_plan(
+    recipe: Recipe,
+    graph: ModelGraph,
+    cluster: Cluster,
+    estimate: Estimate,
+    partition: StagePartition,
+    tensor_map: TensorParallelMap,
+    launch: LaunchSection,
+    versions: Mapping[str, str],
+    weights: LocatedWeights | None,
+    own_code: OwnCode | None,
+    balance: PlanBalance | None,
+) -> Plan:
+    """weights: where they are, None for random ones. balance: of the routers, None where there is
+    none.
+
+    The engine's section is still to come.
+    """
+    strategy = estimate.strategy
+    assert recipe.data is not None, "asked for before"
+    training = recipe.training
+    return Plan(
+        version=PLAN_VERSION,
+        name=recipe.name,
+        target=recipe.target,
+        recipe_hash=canonical_hash(recipe.document),
+        versions=versions,
+        model=_model(recipe, graph, strategy, weights, own_code, balance),
+        strategy=strategy,
+        nodes=cluster.nodes,
+        gpus_per_node=cluster.gpus_per_node,
+        gpu=cluster.gpu.name,
+        is_cpu=cluster.gpu.is_cpu,
+        stages=_stages(graph, partition, strategy),
+        tensor_parallel=tensor_map,
+        ranks=place_ranks(graph, cluster, strategy, partition, tensor_map, recipe),
+        training=plan_training(training),
+        optimizer=training.optimizer,
+        scheduler=resolve_scheduler(training, training.known_steps),
+        data=plan_data(recipe.data, sees=graph.sees),
+        checkpoint=carried(PlanCheckpoint, recipe.checkpoint),
+        launch=launch,
+        predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
+        extra=recipe.extra,
+        tracking=recipe.tracking,
+        validation=_validation(recipe, sees=graph.sees),
+        lora=plan_lora(recipe, graph),
+        experts=tuple(expert_modules(graph)) if strategy.spreads_experts else (),
+        outer=_outer(recipe),
+    )
+
+
+def _outer(recipe: Recipe) -> PlanOuter | None:
+    """Of all islands."""
+    outer = recipe.training.outer
+    return (
+        None
+        if outer is None
+        else carried(PlanOuter, outer, islands=recipe.cluster.islands, island=None)
+    )
+
+
+def plan_training(training: TrainingSection) -> PlanTraining:
+    dtype = accumulation_dtype(training)
+    return carried(
+        PlanTraining, training, steps=training.known_steps, gradient_accumulation_dtype=dtype
+    )
+
+
+def _model(
+    recipe: Recipe,
+    graph: ModelGraph,
+    strategy: Strategy,
+    weights: LocatedWeights | None,
+    own_code: OwnCode | None,
+    balance: PlanBalance | None,
+) -> PlanModel:
+    return PlanModel(
+        model_type=graph.model_type,
+        architecture=graph.architecture,
+        config_file=CONFIG_FILE,
+        config_hash=graph.config_hash,
+        weights=recipe.model.weights,
+        weights_path=None if weights is None else weights.path,
+        revision=None if weights is None else weights.revision,
+        attention=graph.attention,
+        loss=strategy.loss,
+        kernels="compile" if recipe.model.kernels == "compile" else "hf",
+        shared_parameters=tuple(
+            p.name for p in graph.layers[0].parameters if p in graph.layers[-1].parameters
+        ),
+        cut=graph.cut,
+        embedding_modules=_modules(graph, graph.layers[0]),
+        head_modules=_modules(graph, graph.layers[-1]),
+        attention_module=graph.attention_module,
+        tied=graph.tied,
+        total_parameters=graph.total_parameters,
+        vocabulary_size=graph.vocabulary_size,
+        dropout=max(graph.max_dropout, 0.0 if recipe.lora is None else recipe.lora.dropout),
+        own_code=own_code,
+        router_aux_loss=balance,
+        task=graph.task,
+        frozen=frozen_patterns(graph, recipe.model.freeze),
+        tower_blocks=tuple(layer.name for layer in graph.vision.layers if layer.name)
+        if graph.vision
+        else (),
+    )
+
+
+def _modules(graph: ModelGraph, layer: Layer) -> tuple[str, ...]:
+    """Paths of the modules that own the layer's parameters, in order. Of a module that owns others'
+    parameters too, or holds the decoder stack, the parameters' own paths: a piece takes no more
+    than what it uses."""
+    own = {p.name for p in layer.parameters}
+    own |= {name for group in graph.tied if group[0] in own for name in group}
+    names = {p.name for side in graph.layers for p in side.parameters} | {
+        n for group in graph.tied for n in group
+    }
+    shared = {_owner(name) for name in names - own}
+    return tuple(
+        dict.fromkeys(
+            p.name
+            if _owner(p.name) in shared or f"{graph.cut.stack}.".startswith(_owner(p.name) + ".")
+            else owner
+            for p in layer.parameters
+            for owner in [_owner(p.name)]
+        )
+    )
+
+
+def _owner(parameter: str) -> str:
+    """A parameter of the outermost module has "" as its owner, and is its own path."""
+    return parameter.rpartition(".")[0] or parameter
+
+
+def _stages(
+    graph: ModelGraph, partition: StagePartition, strategy: Strategy
+) -> tuple[PlanStage, ...]:
+    owner = {
+        stage: rank
+        for rank in range(strategy.pipeline)
+        for stage in partition.stages_of_pipeline_rank(rank)
+    }
+    bounds = zip(partition.boundaries, partition.boundaries[1:], strict=False)
+    return tuple(
+        PlanStage(
+            stage=stage,
+            pipeline_rank=owner[stage],
+            first_layer=first,
+            layers=tuple(layer.name for layer in graph.layers[first:stop]),
+        )
+        for stage, (first, stop) in enumerate(bounds)
+    )
+
+
+def plan_data(data: DataSection, *, sees: bool = False) -> DataSection:
+    """sees: of a model with a processor, whose files hold the tokenizer, a byte's too."""
+    path = None if data.kind == "synthetic" else data.path
+    parts = tuple(plan_data(part, sees=sees) for part in data.mixture)
+    return dataclasses.replace(data, path=path, tokenizer=_tokenizer(data, sees), mixture=parts)
+
+
+def _tokenizer(data: DataSection, sees: bool) -> str | None:
+    if data.kind not in TOKENIZED_KINDS or data.tokenizer is None:
+        return None
+    return "byte" if data.tokenizer == "byte" and not sees else TOKENIZER_DIRECTORY
+
+
+def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
+    if recipe.lora is None:
+        return None
+    return carried(PlanLora, recipe.lora, target_modules=target_modules(graph, recipe.lora))
+
+
+def _validation(recipe: Recipe, *, sees: bool) -> ValidationSection | None:
+    v = recipe.validation
+    return (
+        v
+        if v is None or v.data is None
+        else dataclasses.replace(v, data=plan_data(v.data, sees=sees))
+    )
+
+
+def data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
+    data = recipe.data
+    if data is None:
+        return (
+            Diagnostic(code="SW1910", message="the recipe has no `data` section", key=("data",)),
+        )
+    return (
+        *picture_errors(recipe, graph),
+        *tuple(
+            found(
+                "SW1912",
+                (*key, "tokenizer"),
+                (
+                    "the byte tokenizer has 256 symbols, the model's vocabulary "
+                    f"{graph.vocabulary_size}"
+                ),
+                "Give the model a vocab_size of at least 256.",
+            )
+            for key, part in recipe.tokenized()
+            if part.tokenizer == "byte" and graph.vocabulary_size < 256
+        ),
+    )

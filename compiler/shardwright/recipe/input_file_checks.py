@@ -1,0 +1,155 @@
+"""The files that a recipe names: are they there, and are they what they should be? Apart from
+load_recipe, since an estimate needs none of them."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.recipe.foreign_checkpoints import other_program
+from shardwright.recipe.key_descriptions import name, quote
+from shardwright.recipe.recipe_paths import GLOB_KINDS
+from shardwright.recipe.recipe_types import MADE_HERE, DataSection, Recipe
+
+
+def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Every file or folder that the recipe names and that is missing or of the wrong kind."""
+    found: list[Diagnostic] = []
+    if recipe.model.source is not None:
+        found += _model_folder(recipe.model.source)
+    for key, data in recipe.data_parts():
+        found += _data(data, key, recipe.training.sequence_length)
+    for name_, path in (
+        ("hostfile", recipe.launch.hostfile),
+        ("setup_script", recipe.launch.setup_script),
+    ):
+        if path is not None:
+            found += _file(path, ("launch", name_))
+    # A tokenizer that follows from model.source has been reported there.
+    written = [
+        d
+        for d in found
+        if d.key != ("data", "tokenizer") or recipe.source.locations.get(("data", "tokenizer"))
+    ]
+    return tuple(written)
+
+
+def _model_folder(source: str) -> Iterator[Diagnostic]:
+    key: KeyPath = ("model", "source")
+    if not os.path.isabs(source):
+        return  # a hub id: stage 2 asks for it
+    if not os.path.isdir(source):
+        cause = "is a file, not a folder" if os.path.exists(source) else "does not exist"
+        yield _missing(
+            key, f"the folder {quote(source, 200)} {cause}", source, "A hub id is written org/name."
+        )
+    elif not os.path.isfile(os.path.join(source, "config.json")):
+        message = f"{name(key)}: the folder {quote(source, 200)} has no config.json"
+        other = other_program(Path(source), key)
+        yield other or found(
+            "SW1302", key, message, "Give the folder that `save_pretrained` wrote."
+        )
+
+
+def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
+    kind, path, tokenizer = data.kind, data.path, data.tokenizer
+    if isinstance(tokenizer, str) and os.path.isabs(tokenizer) and not os.path.isdir(tokenizer):
+        key: KeyPath = (*section, "tokenizer")
+        what = f"the folder {quote(tokenizer, 200)} does not exist"
+        yield _missing(key, what, tokenizer, "Or write `tokenizer: byte`.")
+    if not isinstance(path, str) or path in MADE_HERE:
+        return
+    key = (*section, "path")
+    if kind in GLOB_KINDS:
+        yield from _matches(path, key)
+    elif kind == "megatron":
+        for ending in (".idx", ".bin"):
+            yield from _file(path + ending, key)
+    elif kind == "tokens":
+        yield from (
+            _file(path, key) if not os.path.isfile(path) else _tokens(path, key, sequence_length)
+        )
+
+
+def _matches(path: str, key: KeyPath) -> Iterator[Diagnostic]:
+    if os.path.isfile(path) or any(
+        os.path.isfile(match) for match in glob.iglob(path, recursive=True)
+    ):
+        return
+    if os.path.isdir(path):
+        help = f"Name its files: {path}/* for those in it, {path}/** for all below."
+        yield _wrong(key, path, "is a folder", help, "SW1301")
+    else:
+        yield _missing(key, f"no file matches {quote(path, 200)}", path, "")
+
+
+def _file(path: str, key: KeyPath) -> Iterator[Diagnostic]:
+    if os.path.isdir(path):
+        yield _wrong(key, path, "is a folder", "Name a file.")
+    elif not os.path.exists(path):
+        yield _missing(key, f"the file {quote(path, 200)} does not exist", path, "")
+    elif not os.path.isfile(path):  # reading a pipe or a device might never end
+        yield _wrong(key, path, "is a pipe or a device", "Name a regular file.")
+
+
+def _tokens(path: str, key: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
+    import numpy as np
+
+    problem = ""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        problem = f"is not a .npy array: {' '.join(str(error).split())}"
+    else:
+        if (
+            not isinstance(array, np.ndarray)
+            or array.ndim != 2
+            or not np.issubdtype(array.dtype, np.integer)
+        ):
+            shape = (
+                f"{array.dtype} of shape {array.shape}"
+                if isinstance(array, np.ndarray)
+                else "an .npz archive"
+            )
+            problem = f"holds {shape}, not integers of shape (samples, sequence_length)"
+        elif array.shape[1] != sequence_length:
+            problem = (
+                f"has rows of {array.shape[1]} tokens, and training.sequence_length is "
+                f"{sequence_length}"
+            )
+    if problem:
+        help = "Save an integer array of shape (samples, sequence_length) with numpy.save."
+        yield _wrong(key, path, problem, help)
+
+
+def _wrong(key: KeyPath, path: str, what: str, help: str, code: str = "SW1302") -> Diagnostic:
+    return found(code, key, f"{name(key)}: {quote(path, 200)} {what}", help)
+
+
+def _missing(key: KeyPath, what: str, path: str, help: str) -> Diagnostic:
+    """With the nearest name in the deepest folder that exists."""
+    folder, missing = os.path.split(path)
+    while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder, missing = os.path.split(folder)
+    try:
+        close = difflib.get_close_matches(
+            missing, sorted(os.listdir(folder))[:2000], n=3, cutoff=0.6
+        )
+    except OSError:
+        close = []
+    hints = [
+        f"In {folder} there is {', '.join(close)}."
+        if close
+        else f"{folder} exists, {missing} in it does not."
+    ]
+    return found(
+        "SW1301",
+        key,
+        f"{name(key)}: {what}",
+        " ".join((*hints, "Relative paths start at the recipe's folder.", help)).strip(),
+        tuple(close),
+    )

@@ -1,0 +1,131 @@
+"""What `cluster.measured` names: figures that were measured on the machine itself, each with how
+often and how evenly.
+
+The file is the record `Measurements` as JSON, field by field. `calibrate` writes all but `runs`,
+`tune` adds those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.recipe.literal_types import Checkpointing, Precision
+from shardwright.utils.json_types import JsonObject
+
+KIND: Literal["shardwright measurements"] = "shardwright measurements"
+VERSION: Literal[1] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """value: in the unit that its name ends with. n: repeats behind it. spread: the distance of
+    their quartiles over their median."""
+
+    value: float
+    n: int
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where it was measured. cores: that a node's ranks may use. ranks: processes that measured, on
+    `nodes` nodes. threads: of each process."""
+
+    device: str
+    is_cpu: bool
+    cores: int
+    nodes: int
+    ranks: int
+    threads: int
+    precision: Precision
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One thing that was timed, for the reader: the constants are fitted to these. sizes: what was
+    timed, such as m, n, k of a product."""
+
+    what: str
+    sizes: Mapping[str, int]
+    seconds: Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFigures:
+    """One real layer of the model on one rank, without its collectives. place: in graph.layers, of
+    the first of its kind. backward_seconds: with what the checkpointing runs again. kept_bytes: for
+    the backward pass."""
+
+    place: int
+    tensor: int
+    micro_batch_size: int
+    activation_checkpointing: Checkpointing
+    forward_seconds: Figure
+    backward_seconds: Figure
+    kept_bytes: Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    """What the engine adds on one rank: to a micro-batch, to each decoder layer of it, to a step,
+    and to a step for each parameter that is updated."""
+
+    zero_stage: int
+    micro_batch_seconds: Figure
+    layer_seconds: Figure
+    step_seconds: Figure
+    parameter_seconds: Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """A layout that ran. pins: its keys, as `parallelism` has them. predicted_step_seconds: by the
+    cost model alone, as it was then. peak_bytes: of the fullest rank; None where it was not
+    told."""
+
+    pins: JsonObject
+    step_seconds: Figure
+    predicted_step_seconds: float
+    peak_bytes: int | None
+
+    @property
+    def factor(self) -> float:
+        """Measured over predicted."""
+        return self.step_seconds.value / self.predicted_step_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """model: the model's `config_hash` (models/model_graph.py); layers and runs speak of it alone,
+    at this sequence length and for this engine. constants: by their names in
+    cost/constants.json."""
+
+    kind: Literal["shardwright measurements"]
+    version: Literal[1]
+    machine: Machine
+    model: str
+    target: str
+    sequence_length: int
+    constants: Mapping[str, Figure]
+    layers: tuple[LayerFigures, ...] = ()
+    engine: tuple[EngineFigures, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    runs: tuple[RunFigures, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredFile:
+    """path: absolute. content: the file's bytes, as they were when they were read. sha256: of
+    these."""
+
+    path: str
+    sha256: str
+    content: bytes
+    found: Measurements
+
+
+MEASURED_FILE = "measured.json"
+"""The copy of `cluster.measured`, which recipe.resolved.json names."""

@@ -1,0 +1,262 @@
+"""A recipe's layers: the bases that `extends` names, the file itself, the --set of the command
+line; later ones win."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+
+from shardwright.diagnostics import Diagnostic, Location, found
+from shardwright.recipe.parse_events import LineOffsets
+from shardwright.recipe.recipe_nodes import Entry, MapNode, Node, ScalarNode, map_node
+from shardwright.recipe.recipe_paths import rebase
+from shardwright.recipe.recipe_tree import LONGEST_TEXT, read_text
+from shardwright.utils.bounded_read import read_regular
+
+COMMAND_LINE = "--set"
+STDIN = "<stdin>"
+_LONGEST_CHAIN = 16
+
+EXCLUSIVE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("model",), ("source", "config")),
+    (("training",), ("steps", "tokens", "epochs")),
+    (("training", "scheduler"), ("warmup_steps", "warmup_ratio")),
+    (("training", "scheduler"), ("min_lr", "min_lr_ratio")),
+)
+"""Keys that replace each other: a layer that gives one drops the others of the layers below it."""
+
+
+class Layers:
+    """Reads the layers; keeps the texts for the renderer and everything wrong with them."""
+
+    def __init__(self, stdin_text: str | None = None) -> None:
+        self.texts: dict[str, str] = {}
+        self.errors: list[Diagnostic] = []
+        self._stdin_text = stdin_text
+
+    def read_file(self, name: str, directory: str, chain: tuple[str, ...] = ()) -> MapNode | None:
+        """The file with its bases under it. name: as the user wrote it; directory: what its paths
+        shall be relative to.
+
+        None where the text gives no mapping; `errors` then says why.
+        """
+        text = self._text(name, None)
+        root = None if text is None else self._root(name, text)
+        if root is None:
+            return None
+        return self._with_base(root, name, (*chain, os.path.realpath(name)), directory)
+
+    def _with_base(
+        self, root: MapNode, name: str, chain: tuple[str, ...], directory: str
+    ) -> MapNode:
+        entry = root.get("extends")
+        if (
+            entry is None
+            or not isinstance(entry.node, ScalarNode)
+            or not isinstance(entry.node.value, str)
+        ):
+            return root  # the schema refuses what is neither text nor null
+        base_name, place = entry.node.value, entry.node.location
+        root = map_node(tuple(e for e in root.entries if e.key != "extends"), root.location)
+        if not base_name or any(ord(c) < 32 for c in base_name):
+            self._error(
+                "SW1022", "`extends` does not name a file", place, "Write the path of a recipe."
+            )
+            return root
+        here = os.getcwd() if name == STDIN else os.path.dirname(name)
+        path = os.path.normpath(os.path.join(here, os.path.expanduser(base_name)))
+        if os.path.realpath(path) in chain or len(chain) > _LONGEST_CHAIN:
+            names = [os.path.basename(p) for p in (*chain, path)]
+            self._error(
+                "SW1021",
+                f"`extends` goes round: {' -> '.join(names)}",
+                place,
+                "Let one of them stand alone.",
+            )
+            return root
+        text = self._text(path, place)
+        base = None if text is None else self._root(path, text)
+        if base is None:
+            return root
+        base_directory = os.path.abspath(os.path.dirname(path))
+        merged = self._with_base(base, path, (*chain, os.path.realpath(path)), base_directory)
+        moved = rebase(merged, base_directory, directory)
+        assert isinstance(moved, MapNode)
+        return merge(moved, root)
+
+    def override(self, root: MapNode, overrides: Sequence[str]) -> MapNode:
+        """Each "a.b=value" laid over the tree; the value is YAML."""
+        text = "\n".join(overrides)
+        if overrides:
+            self.texts[COMMAND_LINE] = text
+        offset = 0
+        for override in overrides:
+            layer = self._override(
+                root, override, LineOffsets(COMMAND_LINE, text, offset), text, offset
+            )
+            root = root if layer is None else merge(root, layer, keep_places=True)
+            offset += len(override) + 1
+        return root
+
+    def _override(
+        self, root: MapNode, override: str, lines: LineOffsets, text: str, offset: int
+    ) -> MapNode | None:
+        keys_text, equals, value_text = override.partition("=")
+        keys = keys_text.strip().split(".")
+        place = lines.at(0, len(keys_text))
+        if not equals or not all(keys):
+            help = "Write for example `--set training.steps=100`."
+            self._error(
+                "SW1031", f"`{override}` is not key=value", lines.at(0, len(override)), help
+            )
+            return None
+        if keys == ["extends"]:
+            help = "Write `extends` into the recipe; the command line is laid over the result."
+            self._error("SW1031", "`extends` cannot be set on the command line", place, help)
+            return None
+        below: Node = root
+        for depth, key in enumerate(keys):
+            if not isinstance(below, MapNode):
+                if isinstance(below, ScalarNode) and below.value is None:
+                    break
+                parent = ".".join(keys[:depth])
+                help = f"Set the whole of it, such as `--set '{parent}=...'`."
+                self._error(
+                    "SW1032",
+                    f"`{parent}` is not a mapping of keys, so it has no `{key}`",
+                    place,
+                    help,
+                )
+                return None
+            entry = below.get(key)
+            if entry is None:
+                break
+            below = entry.node
+        value, errors = read_text(
+            value_text, LineOffsets(COMMAND_LINE, text, offset + len(keys_text) + 1)
+        )
+        self.errors.extend(errors)
+        if value is None:
+            if errors:
+                return None
+            value = ScalarNode(value=None, location=place)
+        for key in reversed(keys):
+            value = map_node((Entry(key=key, key_location=place, node=value),), place)
+        assert isinstance(value, MapNode)
+        return value
+
+    def _root(self, name: str, text: str) -> MapNode | None:
+        self.texts[name] = text
+        root, errors = read_text(text, LineOffsets(name, text))
+        self.errors.extend(errors)
+        if isinstance(root, MapNode):
+            return root
+        if not errors:
+            empty = root is None or (isinstance(root, ScalarNode) and root.value is None)
+            self._error(
+                "SW1004" if empty else "SW1012",
+                "the recipe is empty" if empty else "the recipe is not a mapping of keys to values",
+                Location(file=name, line=1, column=1) if empty or root is None else root.location,
+                "A recipe begins with `version: 1`; `shardwright schema` prints every key.",
+            )
+        return None
+
+    def _text(self, name: str, place: Location | None) -> str | None:
+        """The text of a file, without a byte order mark. place: of the `extends` that asks for
+        it."""
+        if name == STDIN and self._stdin_text is not None:
+            return self._stdin_text.removeprefix("\ufeff")
+        try:
+            data = _read_bytes(name)
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EFBIG:
+                self._too_large(name)
+                return None
+            code = (
+                "SW1022"
+                if place
+                else "SW1002"
+                if isinstance(error, IsADirectoryError)
+                else "SW1001"
+            )
+            cause = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            self._error(
+                code,
+                f"cannot read {name}: {cause}",
+                place or Location(file=name, line=0, column=0),
+                "Give the path of a recipe, a YAML or JSON file; `-` is standard input."
+                if place is None
+                else "`extends` is relative to this file.",
+            )
+            return None
+        if len(data) > LONGEST_TEXT:
+            self._too_large(name)
+            return None
+        try:
+            return data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            before = data[: error.start].decode("utf-8", "replace")
+            self.texts[name] = data.decode("utf-8", "replace").removeprefix("\ufeff")
+            self._error(
+                "SW1003",
+                f"byte 0x{data[error.start]:02x} at offset {error.start} is not UTF-8 text",
+                LineOffsets(name, self.texts[name]).at(
+                    len(before.removeprefix("\ufeff")), len(before) + 1
+                ),
+                "Save the file as UTF-8.",
+            )
+            return None
+
+    def _too_large(self, name: str) -> None:
+        help = f"A recipe has at most {LONGEST_TEXT // 1024} KiB."
+        self._error(
+            "SW1011",
+            f"{name} is too large for a recipe",
+            Location(file=name, line=0, column=0),
+            help,
+        )
+
+    def _error(self, code: str, message: str, place: Location, help: str) -> None:
+        self.errors.append(found(code, place, message, help))
+
+
+def _read_bytes(name: str) -> bytes:
+    """Of standard input one byte more than a recipe may have at most, so that it ends."""
+    if name == STDIN:
+        return sys.stdin.buffer.read(LONGEST_TEXT + 1)
+    return read_regular(name, LONGEST_TEXT)
+
+
+def merge(
+    base: MapNode, over: MapNode, path: tuple[str, ...] = (), *, keep_places: bool = False
+) -> MapNode:
+    """Mappings key by key, everything else replaced. Base keys keep their order, new ones follow.
+
+    A mapping in both stands where `over` has it, or, with keep_places, where `base` does: a key
+    that --set leaves missing is looked for in the file.
+    """
+    given = {entry.key for entry in over.entries if not _is_null(entry.node)}
+    dropped: set[str] = set()
+    for where, keys in EXCLUSIVE:
+        if where == path and given & set(keys):
+            dropped |= set(keys) - {entry.key for entry in over.entries}
+    entries = {entry.key: entry for entry in base.entries if entry.key not in dropped}
+    for entry in over.entries:
+        below = entries.get(entry.key)
+        if (
+            below is not None
+            and isinstance(below.node, MapNode)
+            and isinstance(entry.node, MapNode)
+        ):
+            node = merge(below.node, entry.node, (*path, entry.key), keep_places=keep_places)
+            key_location = below.key_location if keep_places else entry.key_location
+            entries[entry.key] = Entry(key=entry.key, key_location=key_location, node=node)
+        else:
+            entries[entry.key] = entry
+    return map_node(tuple(entries.values()), base.location if keep_places else over.location)
+
+
+def _is_null(node: Node) -> bool:
+    return isinstance(node, ScalarNode) and node.value is None

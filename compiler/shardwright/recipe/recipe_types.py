@@ -1,0 +1,441 @@
+"""Stage 1's output: the recipe, typed. Field names are the recipe's own keys; `None` stands for
+`auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from shardwright.diagnostics import KeyPath, Source
+from shardwright.recipe.literal_types import (
+    Checkpointing,
+    Choice,
+    Fabric,
+    Kernels,
+    Loss,
+    Objective,
+    Offload,
+    PartialCheckpointing,
+    Precision,
+    Schedule,
+    TaskName,
+)
+from shardwright.recipe.measurements import MeasuredFile
+from shardwright.recipe.tracking_types import TrackingSection
+from shardwright.utils.json_types import JsonObject
+
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Of a precision or an accumulation type."""
+
+FREE_DEGREES = ("tensor", "pipeline", "data")
+"""The degrees that multiply to the world in a recipe that pins no other; data is the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """`source` (hub id or local folder, already made absolute if a folder) or `config`, exactly
+    one.
+
+    freeze: parts of a model that sees (models/frozen_parameters.py) and patterns of parameters'
+    names, which are not trained."""
+
+    source: str | None
+    config: JsonObject | None
+    revision: str
+    weights: str  # pretrained | random
+    attention: str  # auto | sdpa | eager | flash_attention_2
+    loss: Loss | Literal["auto"]
+    kernels: Kernels | Literal["auto", "liger"] = "hf"
+    trust_remote_code: str | None = (
+        None  # the same as source, or None: code of the model's own never runs
+    )
+    router_aux_loss: float | None = None
+    task: TaskName | Literal["auto"] = "auto"
+    freeze: tuple[str, ...] = ()
+    transformer_engine: Choice = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InlineGpu:
+    memory_gib: float
+    hbm_gbytes_per_second: float
+    peak_tflops: Mapping[str, float]  # precision -> dense TFLOP/s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection:
+    """node_mtbf_hours, checkpoint_gbytes_per_second: None is what cost/goodput.json has.
+
+    islands: equal groups of nodes with slow links between them, inter_island_gbits_per_second each,
+    one direction. nodes: of one of them.
+    """
+
+    nodes: int | None
+    gpus_per_node: int
+    gpu: str | InlineGpu
+    intra_node_gbytes_per_second: float | None
+    inter_node_gbits_per_second: float | None
+    host_memory_gib: float | None
+    shared_filesystem: bool
+    price_per_gpu_hour: float | None
+    node_mtbf_hours: float | None = None
+    checkpoint_gbytes_per_second: float | None = None
+    measured: MeasuredFile | None = None
+    fabric: Fabric | None = None
+    islands: int = 1
+    inter_island_gbits_per_second: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterSection:
+    """Brings islands together, every so many steps. lr, momentum: of nesterov, else None.
+    precision: of what is sent. mixing: the share of its result, overlap_steps later; None without
+    any. deadline_seconds: that it waits for one."""
+
+    every_steps: int
+    optimizer: Literal["average", "nesterov"]
+    lr: float | None
+    momentum: float | None
+    precision: Literal["bf16", "fp32"]
+    overlap_steps: int
+    deadline_seconds: float
+    mixing: float | None = None
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether there is an outer step after `step` of so many."""
+        return step % self.every_steps == 0 or step == steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSection:
+    name: str  # adamw
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerRecord:
+    """What a recipe says of the schedule and a plan settles."""
+
+    name: str  # constant | linear | cosine | wsd
+    warmup_steps: int | None
+    min_lr: float | None
+    decay_steps: int | None
+    warmup_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSection(SchedulerRecord):
+    """`warmup_ratio`, `min_lr_ratio` and `decay_steps` are resolved against the steps in stage
+    6."""
+
+    min_lr_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRecord:
+    """What a recipe says of the training and a plan settles.
+
+    stop_after_nonfinite: losses in a row that are no finite number, after which the run ends; 0 is
+    never.
+    """
+
+    sequence_length: int
+    global_batch_size: int
+    steps: int | None
+    precision: Precision
+    gradient_accumulation_dtype: str | None  # None = auto
+    gradient_clipping: float
+    seed: int
+    epochs: float | None = None
+    stop_after_nonfinite: int = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSection(TrainingRecord):
+    """Exactly one of steps, tokens, epochs is set. global_batch_size: of one island. outer: None
+    without islands."""
+
+    tokens: int | None
+    optimizer: OptimizerSection
+    scheduler: SchedulerSection
+    days_at_most: float | None
+    outer: OuterSection | None = None
+
+    @property
+    def known_steps(self) -> int:
+        """Optimizer steps. 0 = not known yet: `epochs` counts the data, which is read only when it
+        is prepared."""
+        return (
+            optimizer_steps(self.steps, self.tokens, self.global_batch_size, self.sequence_length)
+            or 0
+        )
+
+
+def optimizer_steps(
+    steps: int | None, tokens: int | None, batch: int | None, sequence_length: int | None
+) -> int | None:
+    """`steps`, or ceil(tokens / (batch x S)); None where neither can be told. batch: in
+    sequences."""
+    if tokens and batch and sequence_length:
+        return -(-tokens // (batch * sequence_length))
+    return steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesSection:
+    """What a conversation may hold: pictures, and pixels of each (width x height) once it is made
+    smaller.
+
+    tiles: whether the processor may cut a picture. folder: absolute, where the pictures lie; None
+    is that of the file that names them."""
+
+    per_row: int
+    max_pixels: int
+    tiles: bool = True
+    folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    """Keys that a kind does not know have their defaults.
+
+    path: a glob for text, jsonl, parquet, chat. In a plan None for synthetic. tokenizer: "byte", a
+    HF name, or a folder made absolute; in a plan "byte", a folder relative to the compiled one, or
+        None for what holds token ids.
+    field: of jsonl and parquet; messages, template, train_on: of chat. images: of chat for a model
+    that sees. skip_damaged: share of the records that may be left out. add_bos_token: of text,
+    jsonl and parquet: whether documents begin with it; auto: as the tokenizer itself does. mixture:
+    of kind "mixture", each part with its weight; shuffle counts for all of them.
+    """
+
+    kind: str  # text | jsonl | parquet | chat | tokens | megatron | synthetic | mixture
+    path: str | None  # made absolute; the words of MADE_HERE stay
+    tokenizer: str | None
+    packing: bool
+    shuffle: bool
+    field: str = "text"
+    messages: str = "messages"
+    template: str | None = None
+    train_on: str = "assistant"  # assistant | all
+    images: ImagesSection | None = None
+    skip_damaged: float = 0.0
+    add_bos_token: bool | str = "auto"  # auto | True | False
+    weight: float = 1.0
+    mixture: tuple[DataSection, ...] = ()
+
+
+TOKENIZED_KINDS = ("text", "jsonl", "parquet", "chat")  # the others hold token ids already
+DOCUMENT_KINDS = (
+    *TOKENIZED_KINDS,
+    "megatron",
+)  # those that are made of documents, which packing keeps apart
+STDLIB, DRAWN = "python-stdlib", "drawn-shapes"
+MADE_HERE = {STDLIB: "text", DRAWN: "chat"}
+"""Data that every machine has or makes, by the word that stands for its path: the kind that takes
+it."""
+FLASH = "flash_attention_2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSection:
+    """Exactly one of fraction (of the training data) and data is set."""
+
+    every_steps: int
+    fraction: float | None
+    data: DataSection | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelismSection:
+    """None = auto, the compiler chooses."""
+
+    tensor: int | None
+    pipeline: int | None
+    data: int | None
+    zero_stage: int | None
+    micro_batch_size: int | None
+    activation_checkpointing: Checkpointing | PartialCheckpointing | None
+    schedule: Schedule | None
+    offload: Offload | None
+    memory_headroom: float | None
+    expert: int | None
+    expert_tensor: int | Literal["tensor"] | None = "tensor"
+    context: int | None
+    virtual_stages: int | None
+    sequence_parallel: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssumeSection:
+    kernels: str  # auto | hf | megatron | compiled
+    mfu: float | None
+    ignore_memory: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmContainer:
+    """image: as enroot names it. mounts: /host/path:/path or /host/path:/path:flags."""
+
+    image: str
+    mounts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmSection:
+    """The options of the Slurm job, as sbatch names them.
+
+    signal_seconds: how long before the time limit the job is told to save and stop. gres: None is
+    --gpus-per-node with the plan's number. cpus_per_node, mem: None is what the cluster gives.
+    extra: further words behind #SBATCH.
+    """
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    requeue: bool = False
+    signal_seconds: int = 300
+    gres: str | None = None
+    cpus_per_node: int | None = None
+    exclusive: bool = True
+    mem: str | None = None
+    exclude: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    extra: tuple[str, ...] = ()
+    container: SlurmContainer | None = None
+
+
+POD_CONTAINER = "ranks"
+POD_LABEL = "app.kubernetes.io/name"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesSection:
+    """directory: the compiled folder in the pods, inside mount_path, where volume_claim is mounted.
+
+    secret: holds launch.env_from's values. restarts: of a pod (job) or all pods (jobset), before
+    the job fails. labels: of the Job or JobSet. pod_patch: merged into the pod template.
+    """
+
+    image: str
+    volume_claim: str
+    directory: str
+    mount_path: str
+    namespace: str | None
+    secret: str | None
+    gpu_resource: str
+    restarts: int
+    kind: str = "job"  # job | jobset
+    labels: Mapping[str, str] = field(default_factory=dict)
+    pod_patch: JsonObject = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSection:
+    """hostfile, setup_script: made absolute; in a plan relative to the compiled folder, and without
+    a hostfile the hosts are named when the run starts. slurm, kubernetes: in a plan set where that
+    is the launcher. outer_store: the address where islands meet, None without islands.
+    """
+
+    launcher: str  # auto | local | pdsh | slurm | no_ssh | openmpi | kubernetes
+    hostfile: str | None
+    master_addr: str | None  # None = auto
+    master_port: int | None
+    env: tuple[tuple[str, str], ...]  # names and values
+    env_from: tuple[str, ...]
+    setup_script: str | None
+    slurm: SlurmSection | None = None
+    kubernetes: KubernetesSection | None = None
+    outer_store: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    directory: str
+    every_steps: int | Literal["auto"] | None  # None = only after the last step
+    keep: int | None  # None = all
+    upload_to: str | None = None  # URL that fsspec opens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A recipe that passed stage 1. `document` is the merged input (extends and --set applied) with
+    every default filled in, as plain JSON: what the compiled folder stores as its resolved
+    recipe."""
+
+    version: int
+    name: str
+    target: str  # deepspeed | reference | megatron
+    model: ModelSection
+    cluster: ClusterSection
+    training: TrainingSection
+    data: DataSection | None
+    validation: ValidationSection | None
+    parallelism: ParallelismSection
+    objective: Objective
+    assume: AssumeSection
+    launch: LaunchSection
+    checkpoint: CheckpointSection
+    tracking: TrackingSection
+    lora: LoraSection | None = None  # None: every parameter is trained
+    extra: JsonObject  # keys of ds_config.json, as written
+    directory: str  # absolute folder of the recipe file: relative paths start here
+    document: JsonObject
+    source: Source
+
+    @property
+    def prices_own_run(self) -> bool:
+        """Whether what an estimate prices is a run of this project, not one that others
+        published."""
+        return self.assume.kernels == "auto" or self.model.kernels == "compile"
+
+    def data_parts(self) -> tuple[tuple[KeyPath, DataSection], ...]:
+        """Each data set of one kind, training and validation, with where it stands."""
+        held_out = None if self.validation is None else self.validation.data
+        found: list[tuple[KeyPath, DataSection]] = []
+        for key, data in (("data", self.data), ("validation", held_out)):
+            if data is not None and data.mixture:
+                found += [((key, "mixture", n), part) for n, part in enumerate(data.mixture)]
+            elif data is not None:
+                found.append(((key,), data))
+        return tuple(found)
+
+    def tokenized(self) -> tuple[tuple[KeyPath, DataSection], ...]:
+        """Those of them that need a tokenizer."""
+        return tuple((key, part) for key, part in self.data_parts() if part.kind in TOKENIZED_KINDS)
+
+
+def with_kernels(recipe: Recipe, kernels: Kernels) -> Recipe:
+    """model.kernels as it is settled. `compile` is priced as `assume.kernels: compiled`."""
+    assumed = recipe.assume.kernels
+    if assumed in ("auto", "compiled"):
+        assumed = "compiled" if kernels == "compile" else "auto"
+    return replace(
+        recipe,
+        model=replace(recipe.model, kernels=kernels),
+        assume=replace(recipe.assume, kernels=assumed),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSection:
+    """target_modules: names of modules inside a decoder layer; None (auto): every linear of it."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    target_modules: tuple[str, ...] | None
+
+
+def accumulation_dtype(training: TrainingSection) -> str:
+    """auto: fp32 for fp32 and bf16, fp16 for fp16."""
+    if training.gradient_accumulation_dtype is not None:
+        return training.gradient_accumulation_dtype
+    if training.precision == "bf16":
+        return "fp32"
+    return training.precision

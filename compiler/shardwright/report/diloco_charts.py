@@ -1,0 +1,179 @@
+"""Several islands on the page: what the outer step costs, what each left behind, and the whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bokeh.models import ColumnDataSource
+from bokeh.plotting import figure
+
+from shardwright.compiled_folder import CompiledFolder
+from shardwright.diloco.island_metrics import WholeStep, missing, whole_steps
+from shardwright.diloco.round_log import read_rounds, standing
+from shardwright.monitor.run_files import OUTER_STEPS
+from shardwright.plan.island_plans import island_folders
+from shardwright.report.chart_colors import CHOSEN, ORANGE, groups
+from shardwright.report.report_charts import hover, plot
+from shardwright.report.run_results import MOST_POINTS, MeasuredRun, read_run
+
+MOST_DRAWN = 16  # islands with a curve of their own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterWait:
+    """What training waited for an outer step. members: () where another island's state was
+    taken."""
+
+    step: int
+    members: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandRun:
+    """absent: outer steps in a row, up to the last one, that were made without it.
+    median_wait_seconds: NaN where it made no outer step."""
+
+    island: int
+    run: MeasuredRun
+    waits: tuple[OuterWait, ...]
+    absent: int
+
+    @property
+    def median_wait_seconds(self) -> float:
+        return statistics.median(w.seconds for w in self.waits) if self.waits else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandsRun:
+    """Of the islands that are here. whole: at most MOST_POINTS of its steps, evenly. tokens: of all
+    of them. outer_steps: None where the store's record is elsewhere."""
+
+    islands: tuple[IslandRun, ...]
+    whole: tuple[WholeStep, ...]
+    tokens: int
+    outer_steps: int | None
+
+
+def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
+    """None for a plan that is not of several islands, or where none of them has finished a step."""
+    plan, folder = subject.plan, subject.folder
+    if plan.outer is None:
+        return None
+    here = {k: each for k, each in enumerate(island_folders(plan, folder)) if each.is_dir()}
+    rounds = standing(read_rounds(folder))
+    absent = missing(plan.outer.islands, rounds)
+    islands = tuple(
+        IslandRun(island=k, run=run, waits=_waits(each / OUTER_STEPS), absent=absent.get(k, 0))
+        for k, each in here.items()
+        if (run := read_run(each, plan)) is not None
+    )
+    whole = whole_steps(here, rounds, plan.outer.every_steps)
+    if not islands or not whole:
+        return None
+    stride = max(1, math.ceil(len(whole) / MOST_POINTS))
+    return IslandsRun(
+        islands=islands,
+        whole=tuple(each for i, each in enumerate(whole) if i % stride == 0 or i == len(whole) - 1),
+        tokens=sum(each.tokens for each in whole),
+        outer_steps=len(rounds) or None,
+    )
+
+
+def _waits(path: Path) -> tuple[OuterWait, ...]:
+    """By step, the newest of each. A half-written line is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return ()
+    found: dict[int, OuterWait] = {}
+    for line in lines:
+        try:
+            row: dict[str, Any] = json.loads(line)
+            members = tuple(int(each) for each in row["members"])
+            wait = OuterWait(step=int(row["step"]), members=members, seconds=float(row["seconds"]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        found[wait.step] = wait
+    return tuple(found[step] for step in sorted(found))
+
+
+def loss_chart(found: IslandsRun) -> figure:
+    """The whole's loss, and each island's."""
+    made = plot(name="islands-loss", height=320, x_axis_label="step", y_axis_label="loss")
+    for each, colour in _drawn(found):
+        steps = each.run.drawn
+        source = ColumnDataSource(
+            {"step": [s.step for s in steps], "loss": [s.loss for s in steps]}
+        )
+        made.line(
+            "step",
+            "loss",
+            source=source,
+            line_width=1,
+            line_color=colour,
+            line_alpha=0.7,
+            name=_name(each),
+        )
+    source = ColumnDataSource(
+        {
+            "step": [each.step for each in found.whole],
+            "loss": [each.loss for each in found.whole],
+            "islands": [", ".join(map(str, each.islands)) for each in found.whole],
+        }
+    )
+    whole = made.line(
+        "step", "loss", source=source, line_width=2.5, line_color=CHOSEN, name="all islands"
+    )
+    rows = [("step", "@step"), ("loss", "@loss{0.0000}"), ("islands", "@islands")]
+    made.add_tools(hover(rows, renderers=[whole], mode="vline"))
+    return made
+
+
+def waits_chart(found: IslandsRun, predicted_seconds: float) -> figure:
+    """What each island's training waited for each outer step, against the prediction."""
+    made = plot(
+        name="islands-waits",
+        height=260,
+        x_axis_label="step",
+        y_axis_label="seconds of an outer step",
+    )
+    steps = [wait.step for each in found.islands for wait in each.waits]
+    for each, colour in _drawn(found):
+        source = ColumnDataSource(
+            {
+                "step": [wait.step for wait in each.waits],
+                "seconds": [wait.seconds for wait in each.waits],
+                "members": [
+                    ", ".join(map(str, wait.members)) or "a state taken" for wait in each.waits
+                ],
+            }
+        )
+        drawn = made.scatter(
+            "step", "seconds", source=source, size=6, color=colour, name=_name(each)
+        )
+        rows = [("", f"<b>{_name(each)}</b>"), ("step", "@step"), ("waited", "@seconds{0.000} s")]
+        made.add_tools(hover([*rows, ("with", "@members")], renderers=[drawn]))
+    if steps:
+        ends, line = (
+            [min(steps), max(steps)],
+            {"line_width": 2, "line_dash": "dashed", "line_color": ORANGE},
+        )
+        made.line(ends, [predicted_seconds] * 2, name="predicted", **line)
+    made.y_range.start = 0
+    return made
+
+
+def _drawn(found: IslandsRun) -> Sequence[tuple[IslandRun, str]]:
+    drawn = found.islands[:MOST_DRAWN]
+    return list(zip(drawn, groups(len(drawn)), strict=True))
+
+
+def _name(each: IslandRun) -> str:
+    return f"island {each.island}"

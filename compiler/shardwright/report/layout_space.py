@@ -1,0 +1,150 @@
+"""Every layout of the cluster with its price, those that a rule or the memory forbids included."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from shardwright.cost.layout_costs import price
+from shardwright.layout.layout import Strategy, free_axes
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.candidate_layouts import candidates, without_layout_pins
+from shardwright.search.layout_comparison import (
+    LostRegion,
+    binding_constraint,
+    lost_regions,
+    pareto_front,
+)
+from shardwright.search.layout_resolution import is_roomy, settle, settled_estimate
+from shardwright.search.layout_search import search
+from shardwright.search.partial_checkpointing import may_recompute_less, recompute_less
+from shardwright.search.rejected_faster_layouts import SetAside, set_aside
+from shardwright.search.rule_registry import check_layout
+
+VERDICTS = ("runs", "tight", "does not fit", "ruled out")
+"""tight: it fits, but by less than what predictions fall short by."""
+MOST_FORBIDDEN = 4_000
+"""Layouts that a rule forbids, a millisecond each to price: of more, so many are taken evenly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """code, reason: of the first rule that forbids it, or of the memory; "" where it runs. pinned:
+    within the pins."""
+
+    strategy: Strategy
+    step_seconds: float
+    peak_bytes: int
+    verdict: str
+    code: str
+    reason: str
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """front: of what runs within the pins, the fastest first. lost, binding, set_aside: as `plan`
+    says them. best: its first row.
+
+    today: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or not;
+    the one nearest to fitting where none does. legal, forbidden: how many layouts there are;
+    forbidden_drawn: of the latter, how many are points.
+    """
+
+    points: tuple[Point, ...]
+    front: tuple[Strategy, ...]
+    today: tuple[Point, ...]
+    lost: tuple[LostRegion, ...]
+    binding: str
+    best: Strategy | None
+    set_aside: tuple[SetAside, ...]
+    pins: tuple[str, ...]
+    legal: int
+    forbidden: int
+    forbidden_drawn: int
+
+
+def whole_space(problem: Problem, chosen: Estimate) -> Space:
+    """Deterministic. Within the recipe's pins it is `plan`'s search; the rest shows what the pins
+    leave out."""
+    recipe = problem.recipe
+    free = without_layout_pins(recipe)
+    everywhere = dataclasses.replace(problem, recipe=free)
+    legal: list[Point] = []
+    forbidden: list[tuple[Strategy, str, str]] = []
+    within: list[Estimate] = []
+    for strategy in candidates(everywhere):
+        found = check_layout(everywhere, strategy)
+        error = next((d for d in found if d.severity == "error"), None)
+        if error is not None:
+            forbidden.append((strategy, error.code, error.message))
+            continue
+        layout, memory = settle(everywhere, strategy)
+        pinned = _is_pinned(recipe, strategy)
+        priced = [(price(layout, memory, found), pinned)]
+        if less := recompute_less(everywhere, layout, memory):
+            priced.append((price(*less, found), pinned and may_recompute_less(problem)))
+        within += [estimate for estimate, inside in priced if inside and estimate.feasible]
+        legal += [_legal_point(free, *each) for each in priced]
+    if chosen.feasible and all(point.strategy != chosen.strategy for point in legal):
+        within.append(
+            chosen
+        )  # it recomputes as many layers as the recipe says, not as the search would
+        legal.append(_legal_point(free, chosen, True))
+    stride = max(1, -(-len(forbidden) // MOST_FORBIDDEN))
+    drawn = [
+        _point(
+            settled_estimate(everywhere, s, ()), "ruled out", code, reason, _is_pinned(recipe, s)
+        )
+        for s, code, reason in forbidden[::stride]
+    ]
+    result = search(problem)
+    winner = result.ranked[0] if result.ranked else chosen
+    return Space(
+        points=(*drawn, *legal),
+        front=tuple(e.strategy for e in pareto_front(within)),
+        today=tuple(point for stage in (2, 3) for point in _today(legal, stage)),
+        lost=lost_regions(recipe, result.ranked, result.slow),
+        binding=binding_constraint(winner, result.beyond_memory(winner)),
+        best=result.ranked[0].strategy if result.ranked else None,
+        set_aside=set_aside(recipe, result.ranked),
+        pins=tuple(axis.name for axis in free_axes() if axis.pin(recipe) is not None),
+        legal=len(legal),
+        forbidden=len(forbidden),
+        forbidden_drawn=len(drawn),
+    )
+
+
+def _today(legal: list[Point], zero_stage: int) -> list[Point]:
+    plain = [p for p in legal if p.strategy.is_whole and p.strategy.zero_stage == zero_stage]
+    running = [p for p in plain if not p.code]
+    if running:
+        return [min(running, key=lambda p: p.step_seconds)]
+    return [min(plain, key=lambda p: p.peak_bytes)] if plain else []
+
+
+def _is_pinned(recipe: Recipe, strategy: Strategy) -> bool:
+    return all(axis.pin(recipe) in (None, getattr(strategy, axis.name)) for axis in free_axes())
+
+
+def _legal_point(recipe: Recipe, estimate: Estimate, pinned: bool) -> Point:
+    error = next((d for d in estimate.diagnostics if d.severity == "error"), None)
+    if error is not None:
+        return _point(estimate, "does not fit", error.code, error.message, pinned)
+    return _point(
+        estimate, "runs" if is_roomy(recipe, estimate.memory) else "tight", "", "", pinned
+    )
+
+
+def _point(estimate: Estimate, verdict: str, code: str, reason: str, pinned: bool) -> Point:
+    return Point(
+        strategy=estimate.strategy,
+        step_seconds=estimate.time.step_seconds,
+        peak_bytes=estimate.memory.peak_bytes,
+        verdict=verdict,
+        code=code,
+        reason=reason,
+        pinned=pinned,
+    )

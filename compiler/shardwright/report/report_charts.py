@@ -1,0 +1,434 @@
+"""The page's Bokeh figures. Each takes plain figures and returns a model; page.js gives them the
+page's colours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from bokeh.models import (
+    BoxZoomTool,
+    ColumnDataSource,
+    CustomJSTickFormatter,
+    FactorRange,
+    FixedTicker,
+    HoverTool,
+    Label,
+    Line,
+    PanTool,
+    ResetTool,
+    Span,
+    WheelZoomTool,
+)
+from bokeh.plotting import figure
+
+from shardwright.layout.layout_estimate import Memory
+from shardwright.report.chart_colors import BARS, CHOSEN, MEMORY, ORANGE, STEP, VERDICTS
+from shardwright.report.layout_space import VERDICTS as VERDICT_NAMES
+from shardwright.report.layout_space import Point, Space
+from shardwright.report.run_results import Evaluation, MeasuredRun
+from shardwright.report.step_timeline import KINDS, PASS_KINDS, StepTimeline, drawn_ranks
+
+GIB = 2**30
+ROW_PIXELS, FRAME_PIXELS = 30, 84
+MOST_BARS = 120_000
+"""More take a browser longer than the page may."""
+FONT = "12px"
+EDGES = {edge: edge for edge in ("left", "right", "bottom", "top")}  # columns of the same names
+MARKS = {"star": "★", "x": "\N{MULTIPLICATION SIGN}"}
+
+
+def plot(dimensions: str = "both", **options: object) -> figure:
+    """As wide as the page. Dragging a box zooms; the wheel does with Ctrl alone, for it scrolls the
+    page."""
+    tools = [
+        BoxZoomTool(dimensions=dimensions),
+        PanTool(dimensions=dimensions),
+        WheelZoomTool(dimensions=dimensions, modifiers={"ctrl": True}),
+        ResetTool(),
+    ]
+    made = figure(sizing_mode="stretch_width", tools=tools, toolbar_location="above", **options)
+    made.toolbar.logo = None
+    made.toolbar.active_drag = tools[0]
+    made.toolbar.active_scroll = tools[2]
+    made.background_fill_alpha = made.border_fill_alpha = 0
+    made.outline_line_color = None
+    made.axis.axis_label_text_font_style = "normal"
+    made.axis.axis_label_text_font_size = made.axis.major_label_text_font_size = FONT
+    made.axis.minor_tick_line_color = None
+    made.min_border_right = 14
+    return made
+
+
+def hover(tooltips: Sequence[tuple[str, str]], **options: object) -> HoverTool:
+    """A table of names and values beside the pointer."""
+    rows = "".join(
+        f'<div><span class="tip">{name}</span> {value}</div>' for name, value in tooltips
+    )
+    style = "<style>.tip{color:#5b6573;display:inline-block;min-width:76px}</style>"
+    page = (
+        '<div style="max-width:320px;font:12px/1.45 '
+        f'system-ui,sans-serif;color:#14181f">{style}{rows}</div>'
+    )
+    return HoverTool(tooltips=page, **options)
+
+
+def keys(made: figure) -> list[tuple[str, str, str]]:
+    """(name, colour, mark) of what the figure draws: its legend, which the page shows, for a phone
+    has no room inside.
+
+    A renderer without a name stays out of it.
+    """
+    found: dict[str, tuple[str, str, str]] = {}
+    for renderer in made.renderers:
+        name, glyph = renderer.name, renderer.glyph
+        if name and name not in found:
+            is_line = isinstance(glyph, Line)
+            mark = "line" if is_line else MARKS.get(getattr(glyph, "marker", ""), "")
+            found[name] = (name, str(glyph.line_color if is_line else glyph.fill_color), mark)
+    return list(found.values())
+
+
+def memory_chart(memory: Memory) -> figure:
+    """Per pipeline rank, what its fullest GPU holds, against what a GPU has."""
+    stages = [f"stage {stage.stage}" for stage in memory.stages]
+    parts = {
+        part: [getattr(stage, f"{part}_bytes") / GIB for stage in memory.stages] for part in MEMORY
+    }
+    columns: dict[str, Sequence[object]] = {
+        **parts,
+        "stage": stages,
+        "peak": [stage.peak_bytes / GIB for stage in memory.stages],
+    }
+    capacity = memory.capacity_bytes / GIB
+    end = max(capacity, memory.peak_bytes / GIB) * 1.06
+    made = _stacked("memory", "stage", columns, MEMORY, end, "GiB")
+    made.add_layout(_capacity_line(capacity))
+    rows = [(part, f"@{{{part}}}{{0.00}} GiB") for part in parts]
+    made.add_tools(hover([("", "<b>@stage</b>"), *rows, ("peak", "@peak{0.00} GiB")]))
+    return made
+
+
+def parts_chart(timeline: StepTimeline) -> figure:
+    """Per pipeline rank, where its step goes."""
+    values = (
+        [r.compute_seconds for r in timeline.ranks],
+        [r.tensor_comm_seconds for r in timeline.ranks],
+        [r.messages_seconds for r in timeline.ranks],
+        [r.data_comm_seconds for r in timeline.ranks],
+        [r.optimizer_seconds for r in timeline.ranks],
+        [r.outer_comm_seconds for r in timeline.ranks],
+        [r.idle_seconds for r in timeline.ranks],
+    )
+    shown = {name: seconds for name, seconds in zip(STEP, values, strict=True) if max(seconds) > 0}
+    columns: dict[str, Sequence[object]] = {
+        "rank": [f"rank {rank}" for rank in range(len(timeline.ranks))],
+        **shown,
+    }
+    colors = {name: STEP[name] for name in shown}
+    made = _stacked(
+        "parts", "rank", columns, colors, timeline.simulated_seconds * 1.02, "seconds of the step"
+    )
+    made.add_tools(
+        hover(
+            [("", "<b>pipeline @rank</b>"), *((name, f"@{{{name}}}{{0.0000}} s") for name in shown)]
+        )
+    )
+    return made
+
+
+def _stacked(
+    name: str,
+    rows: str,
+    columns: Mapping[str, Sequence[object]],
+    colors: Mapping[str, str],
+    end: float,
+    unit: str,
+) -> figure:
+    """A bar a row, of the columns that have a colour. rows: the column with their names, from the
+    top."""
+    made = plot(
+        "width",
+        name=name,
+        y_range=FactorRange(*reversed(columns[rows]), range_padding=0.1),
+        x_range=(0, end),
+        height=FRAME_PIXELS + ROW_PIXELS * len(columns[rows]),
+        x_axis_label=unit,
+    )
+    source = ColumnDataSource(dict(columns))
+    made.hbar_stack(
+        list(colors), y=rows, height=0.72, color=list(colors.values()), source=source, line_width=0
+    )
+    made.ygrid.grid_line_color = None
+    return made
+
+
+def _capacity_line(capacity: float) -> Span:
+    """capacity: GiB."""
+    return Span(
+        location=capacity,
+        dimension="height",
+        line_width=2,
+        line_dash="dashed",
+        tags=["ink"],
+        name="capacity",
+    )
+
+
+def timeline_chart(timeline: StepTimeline) -> figure:
+    """Every pipeline rank's step; what is not drawn over the grey is idle."""
+    ranks = drawn_ranks(timeline, MOST_BARS)
+    row = {rank: place for place, rank in enumerate(ranks)}
+    made = plot(
+        "width",
+        name="timeline",
+        x_range=(0, timeline.simulated_seconds),
+        y_range=(len(ranks) - 0.4, -0.6),
+        height=FRAME_PIXELS + ROW_PIXELS * len(ranks),
+        x_axis_label="seconds",
+        lod_threshold=None,
+    )
+    made.quad(
+        left=0,
+        right=timeline.simulated_seconds,
+        bottom=[place - 0.4 for place in range(len(ranks))],
+        top=[place + 0.4 for place in range(len(ranks))],
+        line_width=0,
+        fill_color="#d9dde3",
+        tags=["idle"],
+        name="idle",
+    )
+    drawn_kinds = [
+        (made.quad(source=source, fill_color=BARS[kind], line_width=0, name=name, **EDGES), name)
+        for kind, name, source in _bars_by_kind(timeline, row)
+    ]
+    for drawn, name in drawn_kinds:
+        about = [("", f"<b>{name}</b>"), ("rank", "@rank")]
+        if name in PASS_KINDS:
+            about += [("stage", "@stage"), ("micro-batch", "@micro")]
+        made.add_tools(
+            hover(
+                [*about, ("from", "@left{0.0000} s"), ("to", "@right{0.0000} s")], renderers=[drawn]
+            )
+        )
+    made.yaxis.ticker = list(range(len(ranks)))
+    made.yaxis.major_label_overrides = {place: f"rank {rank}" for rank, place in row.items()}
+    made.ygrid.grid_line_color = None
+    made.xgrid.grid_line_color = None
+    return made
+
+
+def _bars_by_kind(
+    timeline: StepTimeline, row: Mapping[int, int]
+) -> Iterator[tuple[int, str, ColumnDataSource]]:
+    """(kind, its name, its bars) of each that there is. row: pipeline rank -> place from the
+    top."""
+    bars = [bar for bar in timeline.bars if bar.rank in row]
+    kinds = np.array([bar.kind for bar in bars], dtype=np.uint8)
+    # Messages stand lower than passes: they are short, and a row of them shall not hide what is
+    # computed.
+    half = np.where(kinds == KINDS.index("messages"), 0.22, 0.4).astype(np.float32)
+    centre = np.array([row[bar.rank] for bar in bars], dtype=np.float32)
+    start = np.array([bar.start_seconds for bar in bars])
+    stop = np.array([bar.stop_seconds for bar in bars])
+    columns = {
+        "left": start.astype(np.float32),
+        "right": stop.astype(np.float32),
+        "bottom": centre - half,
+        "top": centre + half,
+        "rank": np.array([bar.rank for bar in bars], dtype=np.int16),
+        "micro": np.array([bar.micro_batch for bar in bars], dtype=np.int16),
+        "stage": np.array([bar.stage for bar in bars], dtype=np.int16),
+    }
+    for kind, name in enumerate(KINDS):
+        of_kind = kinds == kind
+        if of_kind.any():
+            yield (
+                kind,
+                name,
+                ColumnDataSource({key: values[of_kind] for key, values in columns.items()}),
+            )
+
+
+def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
+    """Every layout by memory and step time, both logarithmic: the good ones are near the lower
+    left."""
+    made = plot(
+        name="space",
+        height=460,
+        x_axis_type="log",
+        y_axis_type="log",
+        x_axis_label="peak memory of the fullest GPU, GiB",
+        y_axis_label="seconds a step",
+    )
+    for verdict in reversed(VERDICT_NAMES):
+        points = [p for p in space.points if p.verdict == verdict]
+        if points:
+            _draw_verdict(made, verdict, points)
+    by_strategy = {p.strategy: p for p in space.points}
+    front = [by_strategy[strategy] for strategy in space.front]
+    made.line(
+        [p.peak_bytes / GIB for p in front],
+        [p.step_seconds for p in front],
+        line_width=2,
+        line_color=VERDICTS["runs"],
+        name="Pareto front",
+    )
+    chosen = [p for p in space.points if p.strategy.describe() == chosen_words]
+    star = made.scatter(
+        "gib",
+        "seconds",
+        source=_space_source(chosen, ["chosen" for _ in chosen]),
+        marker="star",
+        size=20,
+        fill_color=CHOSEN,
+        line_color="#ffffff",
+        name="chosen",
+    )
+    made.add_tools(_space_hover(star))
+    capacity = capacity_bytes / GIB
+    made.add_layout(_capacity_line(capacity))
+    label = f"{capacity:g} GiB"
+    made.add_layout(
+        Label(
+            x=capacity,
+            y=6,
+            y_units="screen",
+            x_offset=6,
+            text=label,
+            text_font_size=FONT,
+            tags=["ink"],
+        )
+    )
+    made.xaxis.ticker = _doublings([p.peak_bytes / GIB for p in space.points])
+    made.yaxis.ticker = _doublings([p.step_seconds for p in space.points])
+    made.axis.formatter = CustomJSTickFormatter(
+        code="return tick >= 1 ? tick.toLocaleString('en') : String(tick)"
+    )
+    return made
+
+
+def _space_source(points: Sequence[Point], reasons: list[str]) -> ColumnDataSource:
+    return ColumnDataSource(
+        {
+            "gib": [p.peak_bytes / GIB for p in points],
+            "seconds": [p.step_seconds for p in points],
+            "layout": [p.strategy.describe() for p in points],
+            "reason": reasons,
+        }
+    )
+
+
+def _draw_verdict(made: figure, verdict: str, points: Sequence[Point]) -> None:
+    """The layouts of one verdict: those that run as filled dots."""
+    reasons = [
+        (f"{p.code}: {p.reason}" if p.code else p.verdict) + ("" if p.pinned else "; not as pinned")
+        for p in points
+    ]
+    runs = verdict in ("runs", "tight")
+    drawn = made.scatter(
+        "gib",
+        "seconds",
+        source=_space_source(points, reasons),
+        marker="circle" if runs else "x",
+        size=9 if runs else 6,
+        fill_color=VERDICTS[verdict],
+        line_color="#ffffff" if runs else VERDICTS[verdict],
+        line_width=0.5 if runs else 1,
+        fill_alpha=0.9,
+        line_alpha=1.0 if runs else 0.55,
+        name=verdict,
+    )
+    made.add_tools(_space_hover(drawn))
+
+
+def _doublings(values: Sequence[float]) -> FixedTicker:
+    """Of a logarithmic axis: every power of two, or of four where there would be many."""
+    first, last = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
+    stride = 1 if last - first <= 8 else 2
+    return FixedTicker(
+        ticks=[2.0**power for power in range(first - 4, last + 5) if power % stride == 0]
+    )
+
+
+def _space_hover(drawn: object) -> HoverTool:
+    rows = (
+        ("", "<b>@layout</b>"),
+        ("memory", "@gib{0.0} GiB"),
+        ("step", "@seconds{0.000} s"),
+        ("", "@reason"),
+    )
+    return hover(rows, renderers=[drawn])
+
+
+def loss_chart(run: MeasuredRun) -> figure:
+    steps = [s.step for s in run.drawn]
+    made = plot(name="loss", height=300, x_axis_label="step", y_axis_label="loss")
+    drawn = made.line(
+        "step",
+        "loss",
+        source=ColumnDataSource(
+            {
+                "step": steps,
+                "loss": [s.loss for s in run.drawn],
+                "norm": [s.grad_norm for s in run.drawn],
+            }
+        ),
+        line_width=2,
+        line_color=VERDICTS["runs"],
+        name="training",
+    )
+    if run.evaluations:
+        made.add_tools(_validation(made, run.evaluations))
+    made.add_tools(
+        hover(
+            [("step", "@step"), ("loss", "@loss{0.0000}"), ("norm", "@norm{0.000}")],
+            renderers=[drawn],
+            mode="vline",
+        )
+    )
+    return made
+
+
+def _validation(made: figure, evaluations: Sequence[Evaluation]) -> HoverTool:
+    """The held-out data's curve: points, since there may be one or few."""
+    source = ColumnDataSource(
+        {
+            "step": [e.step for e in evaluations],
+            "loss": [e.loss for e in evaluations],
+            "perplexity": [e.perplexity for e in evaluations],
+        }
+    )
+    made.line("step", "loss", source=source, line_width=2, line_color=ORANGE, name="validation")
+    points = made.scatter("step", "loss", source=source, size=7, color=ORANGE, name="validation")
+    rows = (("step", "@step"), ("validation", "@loss{0.0000}"), ("perplexity", "@perplexity{0.00}"))
+    return hover(rows, renderers=[points])
+
+
+def seconds_chart(run: MeasuredRun, predicted_seconds: float) -> figure:
+    """What each step took, against the prediction."""
+    made = plot(name="seconds", height=260, x_axis_label="step", y_axis_label="seconds")
+    steps, seconds = [s.step for s in run.drawn], [s.step_seconds for s in run.drawn]
+    drawn = made.scatter(
+        "step",
+        "seconds",
+        source=ColumnDataSource({"step": steps, "seconds": seconds}),
+        size=4,
+        color=VERDICTS["runs"],
+        name="measured",
+    )
+    made.line(
+        [steps[0], steps[-1]],
+        [predicted_seconds] * 2,
+        line_width=2,
+        line_dash="dashed",
+        line_color=ORANGE,
+        name="predicted",
+    )
+    made.y_range.start = 0
+    made.y_range.end = 1.15 * max(
+        predicted_seconds, sorted(seconds)[int(0.98 * (len(seconds) - 1))]
+    )
+    made.add_tools(hover([("step", "@step"), ("took", "@seconds{0.000} s")], renderers=[drawn]))
+    return made

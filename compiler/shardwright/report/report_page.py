@@ -1,0 +1,307 @@
+"""The page: figures of the plan as text, the charts as Bokeh's JSON, styles and scripts, all in one
+file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from bokeh.embed import json_item
+from bokeh.plotting import figure
+from bokeh.resources import Resources
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+import shardwright
+from shardwright.compiled_folder import CompiledFolder
+from shardwright.cost.diloco_costs import IslandsCost, inner_seconds, islands_cost, islands_words
+from shardwright.cost.goodput import goodput, goodput_words
+from shardwright.cost.layout_costs import training_of
+from shardwright.cost.prediction_errors import error_words
+from shardwright.data.dataset import noted_steps
+from shardwright.layout.layout import Strategy, inside_words
+from shardwright.layout.layout_estimate import Training
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.weights_location import weights_words
+from shardwright.monitor.run_files import read_saves
+from shardwright.plan.plan import Plan
+from shardwright.plan.plan_json import plan_document
+from shardwright.report import report_charts
+from shardwright.report.chart_colors import groups
+from shardwright.report.cluster_map import AXES, cluster_map, held_layers
+from shardwright.report.diloco_charts import IslandsRun, loss_chart, read_islands_run, waits_chart
+from shardwright.report.layout_space import Space, whole_space
+from shardwright.report.run_results import MeasuredRun, read_run
+from shardwright.report.step_timeline import StepTimeline, drawn_ranks, step_timeline
+from shardwright.search.layout_resolution import is_roomy
+from shardwright.search.rejected_faster_layouts import set_aside_words
+from shardwright.utils.data_folders import templates_dir
+from shardwright.utils.json_records import carried
+from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.utils.number_format import duration, number
+
+GIB = 2**30
+LEGEND_UP_TO = 16  # groups with a swatch each; of more, the first and the last
+LOST_SHOWN = 8
+KEPT = "memory_headroom: auto keeps free"
+ARTIFACTS: dict[str, str] = {
+    "plan.json": "every decision: the lock, and all that the runtime reads",
+    "ds_config.json": "DeepSpeed's configuration",
+    "ds_config.autotp.json": "the same tensor-parallel map for DeepSpeed's AutoTP",
+    "megatron_args.sh": "the same plan as options of Megatron-LM's pretrain_gpt.py",
+    "recipe.resolved.json": "the recipe with every default",
+    "model/config.json": "the complete Hugging Face configuration",
+    "train.py": "what deepspeed starts on each rank",
+    "launch.sh": "starts the run without shardwright run",
+}
+
+
+def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
+    """The page's HTML, and the simulated step that it shows."""
+    plan = subject.plan
+    timeline = step_timeline(subject.layout, plan.predicted.time)
+    space = whole_space(
+        Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster),
+        subject.estimate,
+    )
+    run = read_run(subject.folder, plan)
+    islands = read_islands_run(subject)
+    drawn = dict(_charts(subject, timeline, space, run, islands))
+    training = training_in(subject)
+    totals = totals_of(subject, training)
+    estimate = dataclasses.replace(subject.estimate, training=training)
+    problem, saves = carried(Problem, subject), read_saves(subject.folder)
+    expected = goodput(
+        problem, estimate, measured=None if saves is None else saves.gbytes_per_second
+    )
+    figures = Figures(cast(JsonObject, json.loads(json.dumps(dataclasses.asdict(plan)))))
+    environment = Environment(
+        loader=FileSystemLoader(templates_dir() / "report"),
+        undefined=StrictUndefined,
+        autoescape=True,
+    )
+    environment.globals |= {"n": figures.shown, "g": figures.gib}
+    html = environment.get_template("page.html.j2").render(
+        plan=plan,
+        recipe=subject.recipe,
+        layout=plan.strategy.describe(),
+        weights=weights_words(subject.recipe.model.weights),
+        verdict=_verdict(subject),
+        warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
+        error=subject.estimate.error,
+        error_words=error_words(subject.estimate.error),
+        set_aside=_set_aside(subject, space),
+        totals=totals,
+        goodput=expected,
+        goodput_words=[] if expected is None else goodput_words(expected),
+        predicted_goodput=goodput(problem, estimate),
+        saves=saves,
+        in_words=duration,
+        m=figures.marked if totals.is_plans else lambda key, text: text,
+        is_same=not subject.is_predicted_anew,
+        now=subject.estimate,
+        version=shardwright.__version__,
+        timeline=timeline,
+        drawn_ranks=drawn_ranks(timeline, report_charts.MOST_BARS),
+        space=space,
+        lost=space.lost[:LOST_SHOWN],
+        words=Strategy.describe,
+        inside=inside_words(plan.strategy),
+        run=run,
+        islands=islands,
+        **_outer_part(subject),
+        held=held_layers(plan),
+        axes=[_axis(plan, axis) for axis in AXES],
+        first_axis=next((axis for axis in AXES if getattr(plan.strategy, axis) > 1), AXES[0]),
+        keys={name: report_charts.keys(chart) for name, chart in drawn.items()},
+        artifacts=list(_artifacts(subject.folder)),
+        style=Markup((templates_dir() / "report/page.css").read_text("utf-8")),
+        script=Markup((templates_dir() / "report/page.js").read_text("utf-8")),
+        bokeh=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
+        items=_embedded({name: json_item(chart) for name, chart in drawn.items()}),
+        palettes=_embedded({axis: _palette(getattr(plan.strategy, axis)) for axis in AXES}),
+        figures=_embedded(_plan_figures(plan)),
+    )
+    return html, timeline
+
+
+def _charts(
+    subject: CompiledFolder,
+    timeline: StepTimeline,
+    space: Space,
+    run: MeasuredRun | None,
+    islands: IslandsRun | None,
+) -> Iterator[tuple[str, figure]]:
+    plan = subject.plan
+    yield "cluster", cluster_map(plan)
+    yield "memory", report_charts.memory_chart(plan.predicted.memory)
+    yield "timeline", report_charts.timeline_chart(timeline)
+    yield "parts", report_charts.parts_chart(timeline)
+    yield (
+        "space",
+        report_charts.space_chart(
+            space, plan.strategy.describe(), plan.predicted.memory.capacity_bytes
+        ),
+    )
+    if run is not None:
+        yield "loss", report_charts.loss_chart(run)
+        yield "seconds", report_charts.seconds_chart(run, plan.predicted.time.step_seconds)
+    if islands is not None:
+        cost = _outer_cost(subject)
+        assert cost is not None, "a run of islands has a recipe of them"
+        yield "islands-loss", loss_chart(islands)
+        yield "islands-waits", waits_chart(islands, cost.exposed_seconds)
+
+
+def _outer_part(subject: CompiledFolder) -> dict[str, object]:
+    found = _outer_cost(subject)
+    return {"outer": found, "outer_words": [] if found is None else islands_words(found)}
+
+
+def _outer_cost(subject: CompiledFolder) -> IslandsCost | None:
+    step = inner_seconds(subject.plan.predicted.time)
+    return islands_cost(subject.recipe, subject.plan.model.total_parameters, step)
+
+
+class Figures:
+    """Numbers of plan.json by their path in it, marked with it: `<data
+    data-key="predicted.time.mfu" value="0.4">`."""
+
+    def __init__(self, document: JsonObject) -> None:
+        self._document = document
+
+    def shown(self, key: str, form: str = "{}", scale: float = 1) -> Markup:
+        value: JsonValue = self._document
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, list) else cast(JsonObject, value)[part]
+        assert isinstance(value, int | float), key
+        text = form.format(value if scale == 1 else value * scale)
+        return Markup('<data data-key="{}" value="{}">{}</data>').format(
+            key, json.dumps(value), text
+        )
+
+    def marked(self, key: str, text: str) -> Markup:
+        """A figure of the plan in words of the caller's."""
+        return self.shown(key, text.replace("{", "{{").replace("}", "}}"))
+
+    def gib(self, key: str) -> Markup:
+        return self.shown(key, "{:,.1f}", 1 / GIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Of the whole training, in words. is_known: whether the steps are; is_plans: whether plan.json
+    has them, as it has not where the recipe counts epochs. cost: None without a price."""
+
+    steps: str
+    duration: str
+    device_hours: str
+    cost: str | None
+    is_known: bool
+    is_plans: bool
+
+
+def training_in(subject: CompiledFolder) -> Training:
+    """Epochs are counted in steps once the data is prepared, and noted in the folder."""
+    plan = subject.plan
+    if plan.training.epochs is None:
+        return plan.predicted.training
+    islands = subject.recipe.cluster.islands
+    return training_of(
+        noted_steps(plan, subject.folder), subject.cluster, plan.predicted.time, islands
+    )
+
+
+def totals_of(subject: CompiledFolder, training: Training) -> Totals:
+    return Totals(
+        steps=f"{training.steps:,}",
+        duration=duration(training.days),
+        device_hours=number(training.gpu_hours, 4),
+        cost=None if training.cost is None else f"{training.cost:,.0f}",
+        is_known=training.steps > 0,
+        is_plans=subject.plan.training.epochs is None,
+    )
+
+
+def _set_aside(subject: CompiledFolder, space: Space) -> list[str]:
+    """Faster layouts and why they are not the plan; none where the plan is not the best one."""
+    is_best = bool(space.best) and space.best == subject.plan.strategy
+    return [set_aside_words(found) for found in space.set_aside] if is_best else []
+
+
+def _verdict(subject: CompiledFolder) -> tuple[str, str]:
+    """A word for how safe the memory is, and the sentence behind it."""
+    memory = subject.plan.predicted.memory
+    left = (
+        f"{1 - memory.peak_bytes / memory.capacity_bytes:.0%} of the fullest one's memory is left"
+    )
+    known = subject.estimate.error.memory is not None
+    if not memory.fits:
+        return "does not fit", "The fullest one is predicted to need more memory than it has."
+    if not is_roomy(subject.recipe, memory):
+        return (
+            "tight",
+            f"{left}, less than {'what one prediction in twenty is off by' if known else KEPT}.",
+        )
+    return "fits", f"{left}, more than {'what 19 predictions of 20 are off by' if known else KEPT}."
+
+
+def _axis(plan: Plan, axis: str) -> JsonObject:
+    """The legend of one colouring of the cluster."""
+    degree: int = getattr(plan.strategy, axis)
+    colors = groups(degree)
+    noun = "stage" if axis == "pipeline" else f"{axis} rank"
+    shown = list(range(degree)) if degree <= LEGEND_UP_TO else [0, degree - 1]
+    held = held_layers(plan)
+    return {
+        "name": axis,
+        "degree": degree,
+        "swatches": [
+            {
+                "color": colors[-1 if group == degree - 1 else group],
+                "text": f"{noun} {group}" + (f": {held[group]}" if axis == "pipeline" else ""),
+            }
+            for group in shown
+        ],
+        "gradient": ", ".join(colors[:: max(1, len(colors) // 12)])
+        if degree > LEGEND_UP_TO
+        else "",
+    }
+
+
+def _palette(degree: int) -> JsonObject:
+    return {"degree": degree, "colours": list(groups(degree))}
+
+
+def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:
+    """Path, bytes, first digits of its sha256, what it is: of what `compile` wrote."""
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        root = name.split("/")[0]
+        if name in ARTIFACTS or root in ("accelerate", "launch", "model", "tokenizer"):
+            content = path.read_bytes()
+            yield (
+                name,
+                len(content),
+                hashlib.sha256(content).hexdigest()[:12],
+                ARTIFACTS.get(name, ""),
+            )
+
+
+def _plan_figures(plan: Plan) -> JsonObject:
+    """What of the plan a program may want to read off the page."""
+    document = plan_document(plan)
+    return cast(
+        JsonObject, {key: document[key] for key in ("name", "recipe_hash", "strategy", "predicted")}
+    )
+
+
+def _embedded(document: Mapping[str, object]) -> Markup:
+    """JSON for a script element: nothing in it can end the element."""
+    text = json.dumps(document, separators=(",", ":"))
+    return Markup(text.replace("<", "\\u003c"))

@@ -1,0 +1,126 @@
+"""What a run left behind: its steps, how it ended, and what it measured against what was
+predicted."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwright.monitor.gradient_noise_scale import measured_noise, words
+from shardwright.monitor.run_files import number, read_json, read_status
+from shardwright.plan.plan import Plan
+
+WARM_UP_STEPS = 3
+"""The first steps allocate and compile: the median leaves them out where there are others."""
+MOST_POINTS = 4_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    step_seconds: float
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Of the held-out data after this step."""
+
+    step: int
+    loss: float
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """drawn: at most MOST_POINTS of the steps, evenly. peak_bytes: of the fullest rank, as
+    run/summary.json tells it; None where it does not. noise: what the gradient's noise scale says
+    of the batch; "" where it was not measured."""
+
+    status: str
+    cause: str
+    steps: int
+    drawn: tuple[StepMetrics, ...]
+    median_step_seconds: float
+    tokens_per_second_per_gpu: float
+    first_loss: float
+    last_loss: float
+    peak_bytes: int | None
+    evaluations: tuple[Evaluation, ...]
+    noise: str
+
+
+Row = TypeVar("Row", StepMetrics, Evaluation)
+
+
+def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
+    """None where no step was finished."""
+    steps = _rows(folder / "run" / "metrics.jsonl", _step)
+    if not steps:
+        return None
+    status, noise = read_status(folder), measured_noise(folder, plan.training.global_batch_size)
+    settled = [s.step_seconds for s in steps[WARM_UP_STEPS:]] or [s.step_seconds for s in steps]
+    median = statistics.median(settled)
+    tokens = plan.training.global_batch_size * plan.training.sequence_length
+    stride = max(1, math.ceil(len(steps) / MOST_POINTS))
+    return MeasuredRun(
+        status=status.status or "unknown",
+        cause=status.cause or "",
+        steps=steps[-1].step,
+        drawn=tuple(s for i, s in enumerate(steps) if i % stride == 0 or i == len(steps) - 1),
+        median_step_seconds=median,
+        tokens_per_second_per_gpu=tokens / median / plan.strategy.world_size,
+        first_loss=steps[0].loss,
+        last_loss=steps[-1].loss,
+        peak_bytes=_peak_bytes(folder / "run" / "summary.json"),
+        evaluations=tuple(_rows(folder / "run" / "evaluation.jsonl", _evaluation)),
+        noise="" if noise is None else words(noise),
+    )
+
+
+def _step(row: Mapping[str, Any]) -> StepMetrics:
+    return StepMetrics(
+        step=int(row["step"]),
+        loss=number(row["loss"]),
+        grad_norm=number(row["grad_norm"]),
+        learning_rate=float(row["learning_rate"]),
+        step_seconds=float(row["step_seconds"]),
+        attempt=int(row["attempt"]),
+    )
+
+
+def _evaluation(row: Mapping[str, Any]) -> Evaluation:
+    return Evaluation(
+        step=int(row["step"]), loss=number(row["loss"]), perplexity=number(row["perplexity"])
+    )
+
+
+def _rows(path: Path, row_of: Callable[[Mapping[str, Any]], Row]) -> list[Row]:
+    """By step, the newest of each. A half-written last line, or a line of another kind, is left
+    out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
+    found: dict[int, Row] = {}
+    for line in lines:
+        try:
+            row = row_of(json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        found[row.step] = row
+    return [found[step] for step in sorted(found)]
+
+
+def _peak_bytes(path: Path) -> int | None:
+    measured = read_json(path).get("measured")
+    peak = measured.get("peak_bytes") if isinstance(measured, dict) else None
+    return int(peak) if isinstance(peak, int | float) else None

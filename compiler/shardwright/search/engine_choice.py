@@ -1,0 +1,182 @@
+"""`target: auto`: the engine whose best plan is the better one; and beside any plan what another
+engine would make."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, cast
+
+from shardwright.diagnostics import Refusal, found
+from shardwright.engines.engine_definition import Engine
+from shardwright.engines.engine_table import AUTO, ENGINES, engines_for, under
+from shardwright.layout.axes import AXES
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_types import Recipe, with_kernels
+from shardwright.search.accumulation_dtype_choice import sized_and_summed
+from shardwright.search.cluster_sizing import Sizing
+from shardwright.search.forked_call import Beside
+from shardwright.search.kernel_choice import settle_kernels
+from shardwright.search.layout_comparison import because
+from shardwright.search.layout_search import best_of, rank_key, search
+from shardwright.utils.json_types import JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherEngine:
+    """The best layout under another engine. slower: its step over the chosen one's, less 1.
+    because: what the one of the two that ranks lower loses by. chosen: the engine of the plan;
+    automatic: the compiler chose it."""
+
+    target: str
+    chosen: str
+    automatic: bool
+    strategy: Strategy
+    step_seconds: float
+    peak_bytes: int
+    slower: float
+    wins: bool
+    because: str
+
+    def words(self) -> str:
+        taken = f"target: auto takes {self.chosen}; " if self.automatic else ""
+        loser = self.chosen if self.wins else self.target
+        return (
+            f"{taken}the best step under target: {self.target} would take {self.step_seconds:.3g} "
+            f"s ({self.slower:+.1%}), {self.strategy.describe()}; {loser} ranks lower: "
+            f"{self.because}"
+        )
+
+
+def settle_problem(problem: Problem) -> tuple[Problem, Sizing | None]:
+    """What the recipe leaves open before a layout is chosen: the engine, whose kernels run, the
+    number of nodes, and what gradients are summed in. Sizing: None where the recipe gave the nodes.
+    Raises as size_cluster; with an open engine as the default one does, where no engine has a
+    way."""
+    if problem.recipe.target != AUTO:
+        return settle_kernels(problem, sized_and_summed)
+    settled: list[tuple[Problem, Sizing | None]] = []
+    refused: list[Refusal] = []
+    first, *others = engines_for(AUTO)
+    for engine in (first, *(e for e in others if _takes(e, problem))):
+        try:
+            settled.append(settle_kernels(_under(problem, engine), sized_and_summed))
+        except Refusal as refusal:
+            refused.append(refusal)
+    if not settled:
+        raise refused[0]
+    return min(settled, key=lambda each: _place(each[0]))
+
+
+def asked_engine(problem: Problem, target: str) -> Problem:
+    """The same under the engine that a question names, with nothing settled for the plan's own.
+    Raises Refusal: what that engine does not take of the recipe or the model."""
+    engine = ENGINES[target]
+    other = _under(_reopened(problem), engine)
+    wrong = engine.check_extra(other.recipe)
+    lacks = engine.lacks(problem.graph)
+    if lacks:
+        wrong = (
+            *wrong,
+            found("SW2051", "target", f"target: {target}: {lacks}", "Use another target."),
+        )
+    if wrong:
+        raise Refusal(*wrong)
+    return other
+
+
+_BEGUN: list[tuple[Problem, Beside[list[tuple[str, Estimate]]]]] = []
+"""What is worked out already for the next question about another engine; at most one."""
+
+
+def begin_others(problem: Problem) -> None:
+    """What `other_engine` will ask, where that is known before the problem is settled: it takes as
+    long as the search for the plan itself."""
+    is_settled = problem.recipe.target != AUTO and problem.recipe.cluster.nodes is not None
+    if is_settled and _compares_engines(problem):
+        reopened = _reopened(problem)
+        _BEGUN[:] = [(reopened, Beside(functools.partial(_bests, reopened)))]
+
+
+def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
+    """problem: settled. None where no other engine takes the recipe and the model, none of its
+    layouts runs, or the figures are not of this project's own run on GPUs. Of several the best."""
+    recipe = problem.recipe
+    if not _compares_engines(problem):
+        return None
+    reopened = _reopened(problem)
+    begun, _BEGUN[:] = list(_BEGUN), []
+    bests = begun[0][1].result() if begun and begun[0][0] == reopened else _bests(reopened)
+    if not bests:
+        return None
+    target, best = min(bests, key=lambda each: rank_key(recipe, each[1]))
+    wins = rank_key(recipe, best) < rank_key(recipe, chosen)
+    return OtherEngine(
+        target=target,
+        chosen=recipe.target,
+        automatic=recipe.document.get("target") == AUTO,
+        strategy=best.strategy,
+        step_seconds=best.time.step_seconds,
+        peak_bytes=best.memory.peak_bytes,
+        slower=best.time.step_seconds / chosen.time.step_seconds - 1,
+        wins=wins,
+        because=because(recipe, chosen, best) if wins else because(recipe, best, chosen),
+    )
+
+
+def _compares_engines(problem: Problem) -> bool:
+    recipe = problem.recipe
+    own = recipe.prices_own_run and recipe.assume.mfu is None and recipe.cluster.measured is None
+    return own and not problem.cluster.gpu.is_cpu and ENGINES[recipe.target].automatic
+
+
+def _bests(reopened: Problem) -> list[tuple[str, Estimate]]:
+    """Of each other engine that takes the recipe and the model, and has a layout that runs."""
+    others = [
+        e for e in engines_for(AUTO) if e.name != reopened.recipe.target and _takes(e, reopened)
+    ]
+    return [(e.name, best) for e in others if (best := best_of(_under(reopened, e))) is not None]
+
+
+def _under(problem: Problem, engine: Engine) -> Problem:
+    """Without pins of what the engine does not have, where another engine was asked for."""
+    recipe = problem.recipe
+    if recipe.target not in (AUTO, engine.name):
+        lacking: dict[str, Any] = {
+            a.name: a.plain for a in AXES if a.section and not a.runs and a.name not in engine.axes
+        }
+        recipe = dataclasses.replace(
+            recipe, parallelism=dataclasses.replace(recipe.parallelism, **lacking)
+        )
+    return dataclasses.replace(problem, recipe=under(recipe, engine))
+
+
+def _takes(engine: Engine, problem: Problem) -> bool:
+    return not engine.lacks(problem.graph) and not engine.check_extra(under(problem.recipe, engine))
+
+
+def _reopened(problem: Problem) -> Problem:
+    """What was settled for the chosen engine, as an engine of any kind has it: sums in fp32,
+    Hugging Face's modules."""
+    recipe = problem.recipe
+    if _said(recipe, "training", "gradient_accumulation_dtype") is None:
+        training = dataclasses.replace(recipe.training, gradient_accumulation_dtype=None)
+        recipe = dataclasses.replace(recipe, training=training)
+    if _said(recipe, "model", "kernels") is None and recipe.model.kernels == "compile":
+        recipe = with_kernels(recipe, "hf")
+    return dataclasses.replace(problem, recipe=recipe)
+
+
+def _said(recipe: Recipe, section: str, key: str) -> object:
+    """None where the recipe says auto, or nothing."""
+    value = cast(JsonObject, recipe.document.get(section, {})).get(key, AUTO)
+    return None if value == AUTO else value
+
+
+def _place(problem: Problem) -> tuple[int, bool, tuple[float | int | str, ...]]:
+    """Fewer nodes first, then what a ranking puts first; an engine without a layout last."""
+    ranked = search(problem).ranked
+    return problem.cluster.nodes, not ranked, rank_key(problem.recipe, ranked[0]) if ranked else ()

@@ -1,0 +1,83 @@
+"""`model.kernels: auto`: torch.compile of the layers where it is proved and faster, else Hugging
+Face's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from shardwright.diagnostics import Refusal
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.literal_types import Kernels
+from shardwright.recipe.recipe_types import with_kernels
+from shardwright.search.cluster_sizing import Sizing
+from shardwright.search.layout_search import search
+from shardwright.search.ranking_penalties import weighed_seconds
+from shardwright.utils.json_types import JsonObject
+
+Settled = tuple[Problem, Sizing | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenKernels:
+    """seconds: of the best layout's step; other_seconds: with the kernels that were not taken, None
+    where no layout runs with them."""
+
+    kernels: Kernels
+    seconds: float
+    other_seconds: float | None
+
+    def words(self) -> str:
+        other = "hf" if self.kernels == "compile" else "compile"
+        if self.other_seconds is None:
+            return f"kernels: auto takes {self.kernels}: no layout runs with {other}"
+        return (
+            f"kernels: auto takes {self.kernels}: the best step would take "
+            f"{self.other_seconds:.3g} s with {other}"
+        )
+
+
+def settle_kernels(problem: Problem, settle: Callable[[Problem], Settled]) -> Settled:
+    """settle: what else is open, in that order: fewer nodes first, then the shorter step. Raises as
+    `settle` does for Hugging Face's modules, where torch.compile is no way out."""
+    if problem.recipe.model.kernels != "auto":
+        return settle(problem)
+    compiled: Settled | None
+    try:
+        compiled = settle(_of(problem, "compile"))
+    except Refusal:
+        compiled = None
+    if compiled is None or not search(compiled[0]).ranked:
+        return settle(_of(problem, "hf"))
+    try:
+        plain = settle(_of(problem, "hf"))
+    except Refusal:
+        return compiled
+    return min(plain, compiled, key=_rank)
+
+
+def chosen_kernels(problem: Problem) -> ChosenKernels | None:
+    """Of a settled problem; None where its recipe says which."""
+    model = cast(JsonObject, problem.recipe.document["model"])
+    ranked = search(problem).ranked
+    if model.get("kernels") != "auto" or not ranked:
+        return None
+    taken: Kernels = "compile" if problem.recipe.model.kernels == "compile" else "hf"
+    others = search(_of(problem, "hf" if taken == "compile" else "compile")).ranked
+    other = others[0].time.step_seconds if others else None
+    return ChosenKernels(kernels=taken, seconds=ranked[0].time.step_seconds, other_seconds=other)
+
+
+def _of(problem: Problem, kernels: Kernels) -> Problem:
+    return Problem(
+        recipe=with_kernels(problem.recipe, kernels), graph=problem.graph, cluster=problem.cluster
+    )
+
+
+def _rank(settled: Settled) -> tuple[int, float]:
+    problem, _ = settled
+    ranked = search(problem).ranked
+    return problem.cluster.nodes, weighed_seconds(problem.recipe, ranked[0]) if ranked else float(
+        "inf"
+    )

@@ -1,0 +1,249 @@
+"""What memory makes of a pipeline before its layers are placed: early ranks keep more
+micro-batches, so that they hold fewer layers and the others do more. What the slowest rank does at
+least bounds the step (bound.py).
+
+Shape letters: p pipeline ranks, m micro-batches of a step, L decoder layers that are counted.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.cost.layer_shapes import model_shapes
+from shardwright.cost.micro_batch_times import Passes
+from shardwright.cost.peak_memory import (
+    kept_of_layers,
+    least_rank_bytes,
+    states_of_layers,
+    usable_bytes,
+)
+from shardwright.cost.priced_layout import Layout, in_flight
+from shardwright.layout.layout import Strategy
+from shardwright.models.model_graph import ModelGraph
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+Mask = NDArray[np.bool_]
+
+ROUNDING = 1e-9
+NEARLY_ALL = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSeconds:
+    """Seconds of one micro-batch, forward and backward. least, most: by a rank's number of counted
+    decoder layers, of the shortest ones that it can have, and of the longest with all that are not
+    counted. each: of the decoder layers. head: of the head. total: of all layers. forward_share:
+    the largest part of a layer's seconds that is its forward pass. repeated, again: of partial
+    checkpointing, the layers of a rank that are recomputed, and what each of them takes; in none of
+    the other figures."""
+
+    least: Floats
+    most: Floats
+    each: Floats
+    head: float
+    total: float
+    forward_share: float
+    repeated: int = 0
+    again: float = 0.0
+
+    @property
+    def layers(self) -> int:
+        return len(self.least) - 1
+
+    def again_on(self, layers: Ints) -> Floats:
+        """By the number of layers of a rank."""
+        found: Floats = np.minimum(layers, self.repeated) * self.again
+        return found
+
+
+def commonest_layers(graph: ModelGraph) -> Mask | None:
+    """Which decoder layers are of the kind that nearly all are of, where a few are of another
+    (dense ones before those with experts): what ranks have of these says more than what they have
+    of all, which could be the few. None where all are alike, or none are nearly all."""
+    kinds = np.array(model_shapes(graph, 1).kind_of[1:-1])
+    found: Mask = kinds == np.bincount(kinds).argmax()
+    return found if NEARLY_ALL <= found.mean() < 1 else None
+
+
+def work_of(found: Passes, counted: Mask | None, *, in_a_row: bool) -> RowSeconds:
+    """counted: the decoder layers that are counted, None for all. in_a_row: as those of a rank are,
+    but for DualPipeV's, of two stages."""
+    forward = np.add(found.forward_compute, found.forward_comm)
+    both = forward + found.backward_compute + found.backward_comm
+    each = np.diff(both)
+    share = np.diff(forward)[each > 0] / each[each > 0]
+    decoders = each[1:-1]
+    others = 0.0 if counted is None else float(decoders[~counted].sum())
+    return RowSeconds(
+        least=shortest(decoders, counted, in_a_row=in_a_row),
+        most=others - shortest(-decoders, counted, in_a_row=in_a_row),
+        each=decoders,
+        head=float(each[-1]),
+        total=float(both[-1]),
+        forward_share=float(share.max(initial=0.0)),
+    )
+
+
+def shortest(each: Floats, counted: Mask | None, *, in_a_row: bool) -> Floats:
+    """The least sum of n of the counted entries, for each n."""
+    if counted is not None or not in_a_row:
+        chosen = np.sort(each if counted is None else each[counted])
+        return np.concatenate([[0.0], np.cumsum(chosen)])
+    if len(each) and np.ptp(each) <= 1e-12 * abs(each[0]):
+        even: Floats = np.arange(len(each) + 1) * each[0]
+        return even
+    sums = np.concatenate([[0.0], np.cumsum(each)])
+    return np.array([(sums[n:] - sums[: len(sums) - n]).min() for n in range(len(sums))])
+
+
+class Rooms:
+    """Of one problem's layouts; what several of them share is worked out once."""
+
+    def __init__(self, counted: Mask | None) -> None:
+        """counted: as work_of takes it."""
+        self._counted = counted
+        self._states: dict[Hashable, Floats] = {}
+        self._kept: dict[Hashable, tuple[Floats, Floats]] = {}
+
+    def of(self, layout: Layout, kept_whole: Layout | None = None) -> Room:
+        """kept_whole: the same layout with nothing recomputed, to ask about partial checkpointing
+        of a layout that recomputes all layers."""
+        rank, head = least_rank_bytes(
+            layout if kept_whole is None else kept_whole
+        )  # the latter's makes no layer again
+        s = layout.strategy
+        room = np.full(
+            (s.pipeline, 1), float(usable_bytes(layout.problem, layout.constants) - rank)
+        )
+        if (
+            layout.recipe.model.loss != "auto"
+        ):  # which may take the loss in chunks, so that the head needs less
+            room[head_rank(s)] -= head
+        kept, each = self._kept_of(layout)
+        whole, whole_each = (kept, each) if kept_whole is None else self._kept_of(kept_whole)
+        return Room(
+            room=room,
+            # DualPipeV's returning half has the fewer micro-batches in flight.
+            flights=np.array([in_flight(s, rank)[-1] for rank in range(s.pipeline)])[:, None],
+            states=self._states_of(layout),
+            kept=kept,
+            kept_whole=whole,
+            dropped=float((whole_each - each).max()),
+        )
+
+    def _states_of(self, layout: Layout) -> Floats:
+        s = layout.strategy
+        key = (s.tensor, s.expert, s.expert_tensor, s.shards, s.zero_stage, s.offload, in_a_row(s))
+        if key not in self._states:
+            each = np.diff(states_of_layers(layout))
+            self._states[key] = shortest(each, self._counted, in_a_row=in_a_row(s))
+        return self._states[key]
+
+    def _kept_of(self, layout: Layout) -> tuple[Floats, Floats]:
+        """Of the shortest ones, and of each layer."""
+        s = layout.strategy
+        degrees = (s.tensor, s.context, s.expert, s.expert_tensor)
+        key = (*degrees, s.micro_batch_size, s.checkpointing, s.sequence_parallel, in_a_row(s))
+        if key not in self._kept:
+            each = np.diff(kept_of_layers(layout))
+            self._kept[key] = shortest(each, self._counted, in_a_row=in_a_row(s)), each
+        return self._kept[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Decoder layers of those counted that the ranks of one layout have room for, whichever these
+    are.
+
+    room: bytes of each rank (p, 1). flights: micro-batches that it keeps at once (p, 1). states,
+    kept, kept_whole: bytes by the number of layers. dropped: what recomputing one layer saves at
+    most.
+    """
+
+    room: Floats
+    flights: Ints
+    states: Floats
+    kept: Floats
+    kept_whole: Floats
+    dropped: float
+
+    @property
+    def suffices(self) -> bool:
+        """Whether there is room for all layers."""
+        return suffices(self.most_layers(), len(self.states) - 1)
+
+    def with_more(self, each: float) -> Room:
+        """With so many more bytes on each rank."""
+        return replace(self, room=self.room + each)
+
+    def most_layers(self, recomputed: int = 0) -> Ints:
+        """Of each rank; -1 where it has room for none. recomputed: layers of the rank, of partial
+        checkpointing."""
+        kept = np.maximum(self.kept, self.kept_whole - recomputed * self.dropped)
+        found: Ints = (self.states + self.flights * kept <= self.room).sum(axis=1) - 1
+        return found
+
+    def fewest_recomputed(self, most: int, stages: int) -> int:
+        """Of each of a rank's stages; with fewer there is no room for all layers. `most` and one
+        where there is none with as many either."""
+        layers = len(self.states) - 1
+        return bisect.bisect_left(
+            range(most + 1),
+            True,
+            key=lambda each: suffices(self.most_layers(each * stages), layers),
+        )
+
+
+def head_rank(s: Strategy) -> int:
+    return 0 if s.schedule == "dualpipev" else s.pipeline - 1
+
+
+def in_a_row(s: Strategy) -> bool:
+    """Whether a rank's layers follow one another."""
+    return s.stages == s.pipeline
+
+
+def suffices(most: Ints, layers: int) -> bool:
+    return bool(most.min() >= 0 and most.sum() >= layers)
+
+
+def slowest_rank(work: RowSeconds, most: Ints, head: int) -> tuple[float, int] | None:
+    """What the slowest rank's layers take at least, of a micro-batch, and the first rank that can
+    take as long. most: layers that each rank has room for; head: the rank that has the head. None
+    where there is no room for all layers."""
+    layers = work.layers
+    if not suffices(most, layers):
+        return None
+    extra = np.zeros(len(most))
+    extra[head] = work.head
+    least = work.least + work.again_on(np.arange(layers + 1))
+
+    def places_all(seconds: float) -> bool:
+        done = np.searchsorted(least, seconds * (1 + ROUNDING) - extra, side="right") - 1
+        return suffices(np.minimum(done, most), layers)
+
+    tried = np.sort(np.concatenate([least, least + work.head]))
+    slowest = float(tried[bisect.bisect_left(tried, True, key=places_all)])
+    held = np.minimum(most, layers)
+    longest = work.most[held] + work.again_on(held) + extra
+    return slowest, int(np.argmax(longest >= slowest * (1 - ROUNDING)))
+
+
+def fewest_by_place(layers: int, most: Ints, largest: int) -> Ints | None:
+    """Of the rank with the k-th most layers, for each k from 1 on, how many it has at least where
+    the first of them has `largest`. most: as above, the largest first. None where there is no room
+    for all layers."""
+    held = np.minimum(most, largest)
+    if held.min() < 0 or held.sum() < layers:
+        return None
+    left = layers - (np.cumsum(held) - held)  # by the k - 1 before it
+    found: Ints = np.maximum(-(-left // np.arange(len(most), 0, -1)), 0)
+    found[0] = largest
+    return found

@@ -1,0 +1,171 @@
+"""What a ranking says beyond its first row: the Pareto front, why each other region lost, and what
+binds the winner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardwright.layout.axes import AXES, Value
+from shardwright.layout.layout import Strategy, inside_words
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.over_memory_layouts import BINDS_FROM
+from shardwright.search.ranking_penalties import chance_of_fitting, expected_seconds, moving_parts
+
+# The parts of a step, as `Time` names them, in words; {} is inside_words() of the layouts at hand.
+PARTS = {
+    "compute_seconds": "computation",
+    "tensor_comm_seconds": "{} collectives",
+    "pipeline_comm_seconds": "sends between stages",
+    "data_comm_seconds": "data-parallel collectives",
+    "outer_comm_seconds": "the outer step between islands",
+    "optimizer_seconds": "the optimizer",
+    "bubble_seconds": "the pipeline's idle time",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRegion:
+    """The feasible layouts of one region that is not the winner's.
+
+    where: the keys that make it, and their values. best: of those that are priced. slower: the best
+    one's step over the winner's, less 1. because: the part of the step that costs it most.
+    at_least: the same of all, where one that is not priced may be faster than the best; None
+    elsewhere.
+    """
+
+    where: tuple[tuple[str, Value], ...]
+    layouts: int
+    best: Strategy
+    step_seconds: float
+    peak_bytes: int
+    slower: float
+    because: str
+    at_least: float | None = None
+
+    def words(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.where)
+
+    @property
+    def nearest(self) -> float:
+        return self.slower if self.at_least is None else self.at_least
+
+    def slower_words(self) -> str:
+        return f"{'' if self.at_least is None else '>='}{self.nearest:+.1%}"
+
+
+def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    """Those that no other one beats in both step time and peak memory, the fastest first."""
+    front: list[Estimate] = []
+    for estimate in sorted(estimates, key=lambda e: (e.time.step_seconds, e.memory.peak_bytes)):
+        if not front or estimate.memory.peak_bytes < front[-1].memory.peak_bytes:
+            front.append(estimate)
+    return tuple(front)
+
+
+def lost_regions(
+    recipe: Recipe, ranked: Sequence[Estimate], slow: Iterable[tuple[float, Strategy]] = ()
+) -> tuple[LostRegion, ...]:
+    """`ranked`: best first. The nearest region first. slow: what is not priced, and what it takes
+    at least."""
+    if not ranked:
+        return ()
+    winner = ranked[0]
+    keys = [axis.name for axis in AXES if axis.region]
+
+    def region_of(strategy: Strategy) -> tuple[Value, ...]:
+        return tuple(getattr(strategy, key) for key in keys)
+
+    regions: dict[tuple[Value, ...], list[Estimate]] = {}
+    for estimate in ranked:
+        regions.setdefault(region_of(estimate.strategy), []).append(estimate)
+    unpriced: dict[tuple[Value, ...], float] = {}
+    for least, strategy in slow:
+        where = region_of(strategy)
+        unpriced[where] = min(least, unpriced.get(where, math.inf))
+    found = (
+        LostRegion(
+            where=tuple(zip(keys, values, strict=True)),
+            layouts=len(members),
+            best=members[0].strategy,
+            step_seconds=members[0].time.step_seconds,
+            peak_bytes=members[0].memory.peak_bytes,
+            slower=members[0].time.step_seconds / winner.time.step_seconds - 1,
+            because=because(recipe, members[0], winner),
+            at_least=_below(unpriced.get(values, math.inf), members[0], winner),
+        )
+        for values, members in list(regions.items())[1:]
+    )
+    return tuple(sorted(found, key=lambda region: region.nearest)) if unpriced else tuple(found)
+
+
+def _below(unpriced_seconds: float, best: Estimate, winner: Estimate) -> float | None:
+    """Over the winner's step, less 1, where what is not priced may take less than the best that
+    is."""
+    is_less = unpriced_seconds < best.time.step_seconds
+    return unpriced_seconds / winner.time.step_seconds - 1 if is_less else None
+
+
+def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
+    """Why `winner` ranks before `estimate`, with the figures of both."""
+    if recipe.objective == "memory" and estimate.memory.peak_bytes > winner.memory.peak_bytes:
+        return f"{_gib(estimate)} GiB against {_gib(winner)}"
+    if expected_seconds(recipe, estimate) >= expected_seconds(recipe, winner) and _is_faster(
+        estimate, winner
+    ):
+        chance = chance_of_fitting(recipe, estimate.memory)
+        return (
+            f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: fits with a "
+            f"chance of {chance:.0%}"
+        )
+    if _is_faster(estimate, winner) and (
+        needs := moving_parts(estimate.strategy) - moving_parts(winner.strategy)
+    ):
+        return f"within the prediction's error, and needs {' and '.join(sorted(needs))}"
+    part = max(PARTS, key=lambda name: getattr(estimate.time, name) - getattr(winner.time, name))
+    theirs, ours = getattr(estimate.time, part), getattr(winner.time, part)
+    words = part_words(part, estimate.strategy, winner.strategy)
+    return (
+        f"{words}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
+    )
+
+
+def part_words(part: str, *strategies: Strategy) -> str:
+    """A part of a step, as a sentence about these layouts names it."""
+    return PARTS[part].format(inside_words(*strategies))
+
+
+def _is_faster(estimate: Estimate, winner: Estimate) -> bool:
+    return estimate.time.step_seconds < winner.time.step_seconds
+
+
+def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:
+    """One sentence: memory, where a layout that does not fit would be faster; else the largest part
+    of the step. beyond_memory: of the search."""
+    step = winner.time.step_seconds
+    if beyond_memory is not None:
+        faster = 1 - beyond_memory.time.step_seconds / step
+        return (
+            f"memory: {beyond_memory.strategy.describe()} would take {faster:.0%} less time, "
+            f"but needs {_gib(beyond_memory)} of {winner.memory.capacity_bytes / 2**30:.0f} GiB"
+        )
+    part = max(PARTS, key=lambda name: getattr(winner.time, name))
+    words, share = part_words(part, winner.strategy), getattr(winner.time, part) / step
+    return (
+        f"{words}: {share:.0%} of the step; twice the memory would make it less than "
+        f"{BINDS_FROM:.0%} faster"
+    )
+
+
+def hpz_words(s: Strategy) -> str:
+    """ "" without it; it follows from the layout and is no key of a recipe."""
+    ranks = s.hpz_partition_size
+    return (
+        "" if ranks == 1 else f"a second copy inside each node, shared out over {ranks} ranks (hpZ)"
+    )
+
+
+def _gib(estimate: Estimate) -> str:
+    return f"{estimate.memory.peak_bytes / 2**30:.1f}"

@@ -1,0 +1,356 @@
+"""The layout rules: one small function each, from a layout to a Diagnostic or None.
+
+Lines are of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from shardwright.diagnostics import Diagnostic, found
+from shardwright.engines.engine_table import ENGINES
+from shardwright.layout.axes import rank_axes
+from shardwright.layout.layout_rule import Candidate
+from shardwright.layout.stage_balancing import layers_of_a_part, most_stages, too_few_layers
+from shardwright.layout.tensor_parallel_map import indivisible
+from shardwright.models.expert_modules import experts_of
+from shardwright.models.model_graph import ModelGraph
+from shardwright.models.model_support import proved_chunked
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.search.precision_rules import half_on_cpu, no_peak
+from shardwright.utils.divisors import misfit, nearest_divisors, nearest_multiples
+
+SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # 200 Gb/s
+
+
+def world_size(x: Candidate) -> Diagnostic | None:
+    """dp = world / (tp pp) (pipe/module.py:174)."""
+    s, world = x.strategy, x.cluster.world_size
+    pinned = [axis.name for axis in rank_axes() if axis.is_free and axis.pin(x.recipe) is not None]
+    wrong = misfit(s.degrees(), world, complete=True, blamed=pinned)
+    if wrong is None:
+        return None
+    culprit, near = wrong
+    shown = [
+        f"{a.name} {s.degrees()[a.name]}"
+        for a in rank_axes()
+        if a.is_free or s.degrees()[a.name] != a.plain
+    ]
+    return found(
+        "SW3101",
+        f"parallelism.{culprit}",
+        (
+            f"{' x '.join(shown)} = {s.world_size}, but {x.cluster.nodes} nodes x "
+            f"{x.cluster.gpus_per_node} GPUs = {world}"
+        ),
+        (
+            "The product must be the number of GPUs; leave tensor, pipeline or data at auto to "
+            "have it computed."
+        ),
+        near,
+    )
+
+
+def batch(x: Candidate) -> Diagnostic | None:
+    """DeepSpeed asserts train_batch = micro x accumulation x dp (runtime/config.py:925)."""
+    s, size = x.strategy, x.recipe.training.global_batch_size
+    if s.micro_batch_size * s.gradient_accumulation_steps * s.data == size:
+        return None
+    return found(
+        "SW3102",
+        "training.global_batch_size",
+        (
+            f"global_batch_size {size} is not a multiple of micro_batch_size {s.micro_batch_size} "
+            f"x data {s.data}"
+        ),
+        "Gradient accumulation takes whole micro-batches on every data rank.",
+        nearest_multiples(s.micro_batch_size * s.data, size),
+    )
+
+
+def heads(x: Candidate) -> Diagnostic | None:
+    """Every rank holds as many attention heads."""
+    return _indivisible(x, "SW3103")
+
+
+def key_value_heads(x: Candidate) -> Diagnostic | None:
+    """A degree beyond the key/value heads must be a multiple of them."""
+    return _indivisible(x, "SW3104")
+
+
+def feed_forward(x: Candidate) -> Diagnostic | None:
+    """Shards of a feed-forward matrix are equal."""
+    return _indivisible(x, "SW3105")
+
+
+def experts(x: Candidate) -> Diagnostic | None:
+    return _indivisible(x, "SW3126")
+
+
+def _indivisible(x: Candidate, code: str) -> Diagnostic | None:
+    return next((d for d in indivisible(x.graph, x.strategy.tensor) if d.code == code), None)
+
+
+def layers(x: Candidate) -> Diagnostic | None:
+    """A stage holds at least one layer; embedding and head count as one each, layers that share
+    something as one."""
+    if most_stages(x.graph) >= x.strategy.stages:
+        return None
+    return too_few_layers(x.graph, x.strategy)
+
+
+def checkpointed_layers(x: Candidate) -> Diagnostic | None:
+    """{full: N} counts layers of each stage. Stages are cut by time and memory, so one may have a
+    few fewer than the others: it recomputes all of them. More than an even share would mean
+    `full`."""
+    s, choice = x.strategy, x.strategy.activation_checkpointing
+    share = layers_of_a_part(x.graph, s) * (s.parts // s.stages)
+    if not isinstance(choice, PartialCheckpointing) or choice.full <= share:
+        return None
+    stages = (
+        f"spread evenly {s.stages} stages have {share} each, or fewer"
+        if s.stages > 1
+        else f"the model has {share}"
+    )
+    return found(
+        "SW3135",
+        "parallelism.activation_checkpointing",
+        (
+            f"activation_checkpointing {choice} recomputes {choice.full} layers of a stage, but "
+            f"{stages}"
+        ),
+        f"Write full to recompute every layer, or {{full: N}} with N below {share}.",
+    )
+
+
+def dualpipev_alone(x: Candidate) -> Diagnostic | None:
+    if x.strategy.schedule != "dualpipev" or x.strategy.pipeline > 1:
+        return None
+    return found(
+        "SW3110",
+        "parallelism.schedule",
+        "schedule dualpipev with pipeline 1: there is no pipeline to schedule",
+        "Use schedule: 1f1b, or pipeline: 2 or more.",
+    )
+
+
+def tensor_in_node(x: Candidate) -> Diagnostic | None:
+    """Ranks are placed so that a tensor group fills part of one node."""
+    t, slots = x.strategy.tensor, x.cluster.gpus_per_node
+    if slots % t == 0:
+        return None
+    return found(
+        "SW3112",
+        "parallelism.tensor",
+        (
+            f"tensor {t} does not divide the {slots} GPUs of a node, so a tensor group would "
+            "cross nodes"
+        ),
+        "Tensor parallelism sends every layer's activations; keep it inside a node.",
+        nearest_divisors(slots, t),
+    )
+
+
+def tensor_styles(x: Candidate) -> Diagnostic | None:
+    """What is not proved against a plain process (models/tensor_verified.json) is not offered."""
+    if x.strategy.tensor == 1 or x.graph.tensor_kind:
+        return None
+    return found(
+        "SW3123",
+        "parallelism.tensor",
+        f"tensor {x.strategy.tensor}: model_type {x.graph.model_type!r} is not cut over tensor "
+        f"ranks: {x.graph.tensor_reason}",
+        "Use tensor: 1; pipeline and ZeRO run this type.",
+        (1,),
+    )
+
+
+def chunked_loss(x: Candidate) -> Diagnostic | None:
+    """Whether a type's head can be run for some tokens alone is proved per type
+    (models/chunked_loss_types.json)."""
+    if x.graph.sees or x.recipe.model.loss != "chunked" or proved_chunked(x.graph.model_type):
+        return None
+    return found(
+        "SW1431",
+        "model.loss",
+        f"the chunked loss is not proved for model_type {x.graph.model_type!r}",
+        "Write `loss: auto`, which keeps the logits of this type whole.",
+        ("auto", "full"),
+    )
+
+
+def layer_drop(x: Candidate) -> Diagnostic | None:
+    """Skipping layers at random: a stage cannot skip what another one sends, and ZeRO-3 hangs where
+    data ranks, each with its own numbers, gather different layers. Ordinary dropout runs under
+    every layout (parallel/tensor_parallel_rng.py)."""
+    s = x.strategy
+    name = next((k for k in ("layerdrop", "decoder_layerdrop") if x.graph.config.get(k)), None)
+    if name is None or (s.pipeline == 1 and s.zero_stage < 3):
+        return None
+    return found(
+        "SW3113",
+        "parallelism.pipeline" if s.pipeline > 1 else "parallelism.zero_stage",
+        (
+            f"{name} {x.graph.config[name]} skips layers at random, which a pipeline and "
+            "zero_stage 3 cannot"
+        ),
+        f"Set {name} to 0 in model.config, or use pipeline: 1 with a zero_stage below 3.",
+    )
+
+
+def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
+    """bf16 has eight bits of precision, so a long sum of micro-batches loses the small ones."""
+    training = x.recipe.training
+    if training.precision != "bf16" or training.gradient_accumulation_dtype in (None, "fp32"):
+        return None
+    if x.strategy.gradient_accumulation_steps == 1:
+        return None
+    return found(
+        "SW3121",
+        "training.gradient_accumulation_dtype",
+        (
+            f"{x.strategy.gradient_accumulation_steps} micro-batches are summed in "
+            f"{training.gradient_accumulation_dtype}"
+        ),
+        "gradient_accumulation_dtype: fp32 loses nothing, for two more bytes a parameter.",
+        severity="warning",
+    )
+
+
+def not_yet(x: Candidate) -> Diagnostic | None:
+    """Axes that no engine here runs. Of those that are not even priced nothing is said: neither
+    time nor memory."""
+    known = ENGINES[x.recipe.target].axes
+    wrong = {
+        a: v
+        for a, v in x.strategy.beyond_plain()
+        if not a.priced or not (a.runs or a.name in known)
+    }
+    if not wrong:
+        return None
+    plain = [
+        f"{axis.name}: {str(axis.plain).lower()}"
+        for axis in x.strategy.values()
+        if axis in wrong or not (axis.runs or axis.name in known)
+    ]
+    named = ", ".join(f"{axis.name} {str(value).lower()}" for axis, value in wrong.items())
+    priced = "" if all(axis.priced for axis in wrong) else ", which has no numbers for it either"
+    return found(
+        "SW3115",
+        f"parallelism.{next(iter(wrong)).name}",
+        f"{named} cannot run in this version{priced}",
+        f"Use {', '.join(plain[:-1])} and {plain[-1]}.",
+    )
+
+
+def no_expert_parallelism(x: Candidate) -> Diagnostic | None:
+    """A mixture of experts without expert ranks: what an engine lacks, or a recipe does not ask
+    for."""
+    experts = experts_of(x.graph)
+    if experts < 2 or x.strategy.expert > 1:
+        return None
+    has = "expert" in ENGINES[x.recipe.target].axes
+    help = (
+        "`expert: N` spreads them over ranks, and"
+        if has
+        else "An engine that spreads experts over ranks"
+    )
+    return found(
+        "SW3132",
+        "parallelism.expert",
+        (
+            f"{experts} experts a layer without expert "
+            f"parallelism{'' if has else ', which this version lacks'}"
+        ),
+        "Every data-parallel rank holds all experts of its layers, or gathers them (ZeRO-3), and "
+        f"all figures are for that. {help} may take much less time and memory.",
+        severity="warning",
+    )
+
+
+def learned_positions(x: Candidate) -> Diagnostic | None:
+    """A learned table has no row for a later position. It stands in the embedding layer, beside the
+    tokens' table."""
+    length, most = x.recipe.training.sequence_length, x.graph.max_positions
+    if most is None or length <= most or not _has_position_table(x.graph):
+        return None
+    return found(
+        "SW3116",
+        "training.sequence_length",
+        f"sequence_length {length} is longer than the model's table of {most} positions",
+        "Shorten the sequence, or raise the position count in model.config (with random weights).",
+        (most,),
+    )
+
+
+def rotary_positions(x: Candidate) -> Diagnostic | None:
+    """Rotary positions go on beyond what the model was trained for, at some loss of quality."""
+    length, most = x.recipe.training.sequence_length, x.graph.max_positions
+    if most is None or length <= most or _has_position_table(x.graph):
+        return None
+    return found(
+        "SW3117",
+        "training.sequence_length",
+        f"sequence_length {length} is longer than the model's max_position_embeddings {most}",
+        (
+            "It runs, but positions beyond that were never trained; set the model's rope scaling "
+            "if that is meant."
+        ),
+        (most,),
+        severity="warning",
+    )
+
+
+def _has_position_table(graph: ModelGraph) -> bool:
+    return any(p.shape[0] == graph.max_positions for p in graph.layers[0].parameters[1:])
+
+
+def precision(x: Candidate) -> Diagnostic | None:
+    return no_peak(x.recipe.training.precision, x.cluster)
+
+
+def fp16_on_cpu(x: Candidate) -> Diagnostic | None:
+    """Measured: DeepSpeed's CPU accelerator refuses fp16 at start."""
+    return half_on_cpu(x.recipe.training.precision, x.cluster)
+
+
+def zero_3_slow_links(x: Candidate) -> Diagnostic | None:
+    """Parameters cross the links three times a micro-batch (DeepSpeed#6889, #7019, #2928)."""
+    s, rate = x.strategy, x.cluster.inter_node_bytes_per_second
+    if s.zero_stage < 3 or x.cluster.nodes == 1 or rate >= SLOW_LINK_BYTES_PER_SECOND:
+        return None
+    return found(
+        "SW3120",
+        "parallelism.zero_stage",
+        f"zero_stage 3 over links of {rate * 8 / 1e9:.0f} Gb/s per GPU: more nodes may be slower",
+        "A pipeline with zero_stage: 1 sends far less between nodes.",
+        severity="warning",
+    )
+
+
+def not_causal(x: Candidate) -> Diagnostic | None:
+    """Found by the probe. A plain Hugging Face run trains it the same way, so it is no error."""
+    if x.graph.cut.causal:
+        return None
+    return found(
+        "SW3130",
+        "model",
+        (
+            f"a {x.graph.model_type!r} of this configuration sees later tokens: next-token "
+            "prediction is no task for it"
+        ),
+        "Where the type has the key, set is_decoder: true in the model's configuration.",
+        severity="warning",
+    )
+
+
+def own_loss(x: Candidate) -> Diagnostic | None:
+    """Found by the probe: label smoothing, codebooks, image tokens, an auxiliary loss of the
+    router."""
+    if x.graph.cut.loss != "other":
+        return None
+    return found(
+        "SW3131",
+        "model",
+        f"Hugging Face's own loss of a {x.graph.model_type!r} is another one",
+        "The trainer's is next-token cross-entropy on the logits, for every type.",
+        severity="warning",
+    )

@@ -1,0 +1,437 @@
+"""Stage 4: rank every layout that the rules allow, and say why the others are out."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cost.layout_costs import price
+from shardwright.cost.peak_memory import is_accepted
+from shardwright.cost.priced_layout import Layout
+from shardwright.diagnostics import Diagnostic, Refusal, refusal
+from shardwright.layout.axes import AXES
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate, Memory
+from shardwright.layout.planning_problem import Problem
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.candidate_layouts import as_today, candidates, nearest
+from shardwright.search.layout_resolution import estimate_strategy, settle
+from shardwright.search.legal_layouts import Legal, RejectedRegion, Rejections, legal_layouts
+from shardwright.search.over_memory_layouts import BINDS_FROM, MORE_MEMORY, Beyond
+from shardwright.search.partial_checkpointing import may_recompute_less, recompute_less
+from shardwright.search.ranking_penalties import outweighed, weighed_seconds
+from shardwright.search.rule_registry import UNCOUNTABLE_CODES, check_layout
+from shardwright.search.step_time_bound import ENOUGH, FEW, WORTH_COMPARING, WORTH_PRICING, Bound
+
+NEARLY = 4 / 3
+"""Sums of gradients in half precision save up to a quarter of a rank's bytes: 2 of 8 a parameter
+under ZeRO-1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """ranked: the feasible layouts, best first. rejected: one region a code, the largest first.
+    slow: legal ones that are not priced, and what each takes at least (bound.py), the fastest
+    first.
+
+    closest: the legal layout that misses memory by least, where none fits. beyond: those that have
+    no room.
+    """
+
+    ranked: tuple[Estimate, ...]
+    rejected: tuple[RejectedRegion, ...]
+    slow: tuple[tuple[float, Strategy], ...]
+    closest: Estimate | None
+    beyond: Beyond
+    seconds: float
+
+    def beyond_memory(self, winner: Estimate) -> Estimate | None:
+        """The best of those that MORE_MEMORY times the memory would hold, and that are faster than
+        the winner by BINDS_FROM; where some layout fits."""
+        below = winner.time.step_seconds * (1 - BINDS_FROM)
+        return self.beyond.fastest(MORE_MEMORY, below) if self.ranked else None
+
+    def nearly_fits(self, below: float) -> Estimate | None:
+        """The best of those that NEARLY times the memory would hold, and whose step takes less than
+        `below`."""
+        return self.beyond.fastest(NEARLY, below)
+
+
+_KNOWN: list[tuple[Problem, SearchResult]] = []
+_MOST_KNOWN = 8
+
+
+def search(problem: Problem) -> SearchResult:
+    """Of the same object once: a command asks several times. Otherwise as `_search`."""
+    found = next((result for known, result in _KNOWN if known is problem), None)
+    if found is None:
+        found = _search(problem)
+        _KNOWN[:] = [*_KNOWN[1 - _MOST_KNOWN :], (problem, found)]
+    return found
+
+
+@dataclass(slots=True)
+class _Best:
+    """Of the layouts priced so far the first in rank. weighed: its step with the prices of risk and
+    moving parts. priced: how many there are."""
+
+    weighed: float = math.inf
+    step: float = math.inf
+    priced: int = 0
+
+    def take(self, recipe: Recipe, found: Sequence[Estimate]) -> None:
+        self.priced += len(found)
+        each = [(weighed_seconds(recipe, e), e.time.step_seconds) for e in found]
+        self.weighed, self.step = min([(self.weighed, self.step), *each])
+
+    def is_near(self, strategy: Strategy, least: float) -> bool:
+        """Whether one that takes so long at least is worth a price."""
+        if self.priced < ENOUGH and least <= WORTH_COMPARING * self.step:
+            return True
+        return least <= self.step or outweighed(strategy, least) <= WORTH_PRICING * self.weighed
+
+
+def best_of(problem: Problem) -> Estimate | None:
+    """The best feasible layout as another plan is compared with: no other one is kept. By branch
+    and bound, the least bound first, until none that is left can be better."""
+    if problem.recipe.objective == "memory":  # the bound is one of time
+        return next(iter(_search(problem).ranked), None)
+    recipe, bound = problem.recipe, Bound(problem)
+    # Where the smallest micro-batch has no room, none has.
+    groups = [
+        group for group in legal_layouts(problem, Rejections()) if bound.may_hold(group[0][0])
+    ]
+    # With no layer recomputed first, for which three layouts have one bound.
+    waiting = [
+        (bound.least_kept_seconds(strategy), number, place, False)
+        for number, group in enumerate(groups)
+        for place, (strategy, _) in enumerate(group)
+    ]
+    heapq.heapify(waiting)
+    fitting = [len(group) for group in groups]
+    """Of a group, how many micro-batches may fit, from the smallest on."""
+    best, found = _Best(), []
+    while waiting:
+        least, number, place, is_own = heapq.heappop(waiting)
+        if least > best.weighed:
+            break
+        if place >= fitting[number]:
+            continue
+        strategy, warnings = groups[number][place]
+        if not is_own:
+            stands = _stands(problem, strategy)
+            own = outweighed(
+                strategy, bound.least_placed_seconds(strategy, may_recompute_less=stands)
+            )
+            if own > least:
+                heapq.heappush(waiting, (own, number, place, True))
+                continue
+        layout, memory = settle(problem, strategy)
+        if not is_accepted(recipe, memory):
+            fitting[number] = place
+            continue
+        priced = _priced(problem, bound, layout, memory, warnings, best)
+        found += priced
+        best.take(recipe, priced)
+    return min(found, key=lambda e: rank_key(recipe, e), default=None)
+
+
+def _stands(problem: Problem, strategy: Strategy) -> bool:
+    """Whether it stands for those that recompute fewer layers than all."""
+    return strategy.activation_checkpointing == "full" and may_recompute_less(problem)
+
+
+def _priced(
+    problem: Problem,
+    bound: Bound | None,
+    layout: Layout,
+    memory: Memory,
+    warnings: tuple[Diagnostic, ...],
+    best: _Best,
+) -> list[Estimate]:
+    """A layout that fits; beside one that recomputes all layers, the one that recomputes fewer of
+    them. Each where it is worth a price."""
+    found: list[Estimate] = []
+
+    def take(layout: Layout, memory: Memory) -> None:
+        if bound is None or best.is_near(layout.strategy, bound.least_settled_seconds(layout)):
+            found.append(price(layout, memory, warnings))
+
+    take(layout, memory)
+    if bound is None or best.is_near(
+        layout.strategy, bound.least_recomputing_less(layout.strategy)
+    ):
+        less = recompute_less(problem, layout, memory)
+        if less:
+            take(*less)
+    return found
+
+
+def _search(problem: Problem) -> SearchResult:
+    """Never raises for a layout that is illegal: that one is in `rejected`. Deterministic but for
+    `seconds`.
+
+    Exhaustive, with three bounds: a rule forbids all that it does not read about; where a
+    micro-batch does not fit no larger one does (activations and logits grow with it, nothing
+    shrinks); and of more than a FEW layouts, what certainly takes longer than the best, by a
+    twentieth with the price of its moving parts (the first ENOUGH: by a quarter without), is not
+    priced. Beside a layout that recomputes all layers stands the one that recomputes fewer of them,
+    where that is faster.
+    """
+    recipe = problem.recipe
+    started = time.perf_counter()
+    feasible: list[Estimate] = []
+    slow: list[tuple[float, Strategy]] = []
+    rejections = Rejections()
+    best = _Best()
+    bound, groups = _groups(problem, rejections)
+    beyond = Beyond(problem, bound)
+    for group in _fastest_first(problem, bound, groups, best):
+        for place, (least, less, strategy, warnings) in enumerate(group):
+            least, matters = (
+                min(least, less),
+                best.is_near(strategy, least) or best.is_near(strategy, less),
+            )
+            if least < math.inf and not matters:
+                slow.append((least, strategy))
+                continue
+            layout, memory = settle(problem, strategy) if least < math.inf else (None, None)
+            if layout is None or memory is None or not is_accepted(recipe, memory):
+                rejections.add(
+                    beyond.add(strategy, warnings, layout, memory), strategy, len(group) - place
+                )
+                break
+            found = _priced(problem, bound, layout, memory, warnings, best)
+            if bound is not None and all(e.strategy != layout.strategy for e in found):
+                slow.append((bound.least_settled_seconds(layout), strategy))
+            feasible += found
+            best.take(recipe, found)
+    feasible.sort(key=lambda e: rank_key(recipe, e))
+    closest = None if feasible else beyond.closest()
+    return SearchResult(
+        ranked=tuple(feasible),
+        rejected=rejections.largest_first(),
+        slow=tuple(sorted(slow, key=lambda each: (each[0], str(each[1])))),
+        closest=closest,
+        beyond=beyond,
+        seconds=time.perf_counter() - started,
+    )
+
+
+class _Bounded(NamedTuple):
+    """least: seconds that it takes at least. less: that those take at least for which it stands."""
+
+    least: float
+    less: float
+    strategy: Strategy
+    warnings: tuple[Diagnostic, ...]
+
+
+_Group = list[_Bounded]
+
+
+def _groups(problem: Problem, rejections: Rejections) -> tuple[Bound | None, list[_Group]]:
+    """Of legal_layouts; where there are many, the bound that says what they take."""
+    legal = list(legal_layouts(problem, rejections))
+    if sum(map(len, legal)) <= FEW or problem.recipe.objective == "memory":
+        return None, [[_Bounded(0.0, math.inf, *each) for each in group] for group in legal]
+    bound = Bound(problem)
+    return bound, [_bounded(problem, bound, group) for group in legal]
+
+
+def _bounded(problem: Problem, bound: Bound, group: tuple[Legal, ...]) -> _Group:
+    """From the first one on that certainly has no room, all are infinite."""
+    stands = _stands(problem, group[0][0])
+    least = bound.least_kept_seconds if stands else bound.least_seconds
+    room = len(group) if bound.may_hold(group[0][0]) else 0
+    found: _Group = []
+    for place, (strategy, warnings) in enumerate(group):
+        room = room if place == 0 or place >= room or bound.has_room(strategy) else place
+        found.append(
+            _Bounded(least(strategy) if place < room else math.inf, math.inf, strategy, warnings)
+        )
+    return found
+
+
+def _fastest_first(
+    problem: Problem, bound: Bound | None, groups: list[_Group], best: _Best
+) -> Iterator[_Group]:
+    """The group that can be fastest first. What the better bound says is asked of those alone that
+    can still matter."""
+    if bound is None:
+        yield from groups
+        return
+    waiting = [
+        (min(each.least for each in group), number, False) for number, group in enumerate(groups)
+    ]
+    heapq.heapify(waiting)
+    while waiting:
+        _, number, is_placed = heapq.heappop(waiting)
+        if not is_placed and any(
+            best.is_near(each.strategy, each.least) for each in groups[number]
+        ):
+            groups[number] = group = [
+                _placed(problem, bound, each, best) for each in groups[number]
+            ]
+            heapq.heappush(
+                waiting, (min(min(each.least, each.less) for each in group), number, True)
+            )
+        else:
+            yield groups[number]
+
+
+def _placed(problem: Problem, bound: Bound, each: _Bounded, best: _Best) -> _Bounded:
+    if each.least == math.inf or not best.is_near(each.strategy, each.least):
+        return each
+    stands = _stands(problem, each.strategy)
+    less = bound.least_recomputing_less(each.strategy) if stands else math.inf
+    return each._replace(least=bound.least_placed_seconds(each.strategy), less=less)
+
+
+def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...]:
+    """By the objective (a fixed cluster costs what its time costs), then the simpler layout, then
+    the other keys."""
+    strategy = estimate.strategy
+    goal = (
+        estimate.memory.peak_bytes
+        if recipe.objective == "memory"
+        else weighed_seconds(recipe, estimate)
+    )
+    other = (
+        estimate.time.step_seconds if recipe.objective == "memory" else estimate.memory.peak_bytes
+    )
+    # Nine digits: what floating-point noise decides would not be a choice.
+    regions = (getattr(strategy, axis.name) for axis in AXES if axis.region)
+    rest = (getattr(strategy, axis.name) for axis in reversed(AXES) if axis.section)
+    words = (value if isinstance(value, int) else str(value) for value in rest)
+    return (float(f"{goal:.9g}"), *regions, float(f"{other:.9g}"), *words)
+
+
+def choose(problem: Problem) -> Estimate:
+    """The best feasible layout. Errors: the rules that the pins break, at the pins; SW3202 where
+    nothing fits."""
+    cluster = problem.cluster
+    result = search(problem)
+    if result.ranked:
+        return result.ranked[0]
+    if result.closest is not None:
+        raise _nothing_fits(result.closest, cluster)
+    raise Refusal(*why_not(problem))
+
+
+def why_not(problem: Problem) -> tuple[Diagnostic, ...]:
+    """The errors of the layout within the pins that breaks the fewest rules."""
+    recipe, cluster = problem.recipe, problem.cluster
+    found = (
+        tuple(d for d in check_layout(problem, strategy) if d.severity == "error")
+        for strategy in candidates(problem)
+    )
+    fewest = min(found, key=len, default=())
+    if fewest:
+        return fewest
+    # No layout multiplies out: explain the pinned one, but not by the values that only fill the
+    # gaps.
+    pins = recipe.parallelism
+    pinned = {
+        ("parallelism", field.name)
+        for field in fields(pins)
+        if getattr(pins, field.name) is not None
+    }
+    errors = tuple(
+        d
+        for d in check_layout(problem, nearest(recipe, cluster))
+        if d.severity == "error"
+        and (
+            d.code in UNCOUNTABLE_CODES
+            or d.key is None
+            or d.key[0] != "parallelism"
+            or d.key in pinned
+        )
+    )
+    return errors or (
+        Diagnostic(
+            code="SW3203",
+            message=f"no layout of {cluster.world_size} GPUs divides a global batch of "
+            f"{recipe.training.global_batch_size}",
+            help="Choose a global_batch_size with more divisors, or pin fewer keys.",
+            key=("training", "global_batch_size"),
+        ),
+    )
+
+
+def pinned_estimate(problem: Problem) -> Estimate:
+    """What `estimate` prints: the pinned layout, `auto` filled by the search.
+
+    Where no layout within the pins is feasible, the one that breaks least is priced all the same.
+    Raises Refusal where none multiplies out to the world and the batch.
+    """
+    recipe = problem.recipe
+    strategies = tuple(candidates(problem))
+    if len(strategies) == 1:
+        return estimate_strategy(problem, strategies[0])
+    result = search(problem)
+    if result.ranked:
+        return result.ranked[0]
+    if result.closest is not None:
+        return result.closest
+    if not strategies:
+        raise Refusal(*why_not(problem))
+
+    def errors(strategy: Strategy) -> int:
+        return sum(d.severity == "error" for d in check_layout(problem, strategy))
+
+    fewest = min(errors(s) for s in strategies)
+    priced = [estimate_strategy(problem, s) for s in strategies if errors(s) == fewest]
+    return min(priced, key=lambda e: (not is_accepted(recipe, e.memory), rank_key(recipe, e)))
+
+
+def baselines(problem: Problem) -> tuple[Estimate, ...]:
+    """The best pipeline 1, tensor 1 layouts with ZeRO-2 and with ZeRO-3: what one would run today.
+
+    Pins on the layout do not apply. Where none fits, the one nearest to fitting; none where the
+    batch does not divide.
+    """
+    recipes = (as_today(problem.recipe, zero_stage=zero_stage) for zero_stage in (2, 3))
+    results = [search(dataclasses.replace(problem, recipe=recipe)) for recipe in recipes]
+    best = (result.ranked[0] if result.ranked else result.closest for result in results)
+    return tuple(estimate for estimate in best if estimate is not None)
+
+
+BEYOND = (
+    "Every layer is recomputed already. What longer rows take elsewhere, feed-forward layers in "
+    "tiles and the inputs of layers kept in host memory (arXiv 2506.13996), this version does not "
+    "have."
+)
+
+
+def _nothing_fits(closest: Estimate, cluster: Cluster) -> Refusal:
+    memory = closest.memory
+    fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
+    states = fullest.parameters_bytes + fullest.gradients_bytes + fullest.optimizer_bytes
+    _, remedy = max(
+        (states, "model states: more nodes, or GPUs with more memory,"),
+        (fullest.activations_bytes, "activations: a shorter sequence, or GPUs with more memory,"),
+        (
+            fullest.workspace_bytes,
+            "workspace (logits, buffers, the libraries' own): GPUs with more memory",
+        ),
+        key=lambda part: part[0],
+    )
+    if fullest.activations_bytes > states and closest.strategy.activation_checkpointing == "full":
+        remedy = f"{remedy} would help. {BEYOND}"
+    else:
+        remedy = f"{remedy} would help."
+    return refusal(
+        "SW3202",
+        f"the model does not fit anywhere on {cluster.world_size} x {cluster.gpu.name}: the "
+        f"closest layout needs {memory.peak_bytes / 2**30:.1f} GiB of "
+        f"{memory.capacity_bytes / 2**30:.1f} GiB",
+        f"The closest layout is {closest.strategy.describe()}. Most of it is {remedy}",
+        key=("cluster", "nodes"),
+    )

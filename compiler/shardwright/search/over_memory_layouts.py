@@ -1,0 +1,105 @@
+"""Legal layouts that have no room: the one that misses by least, and the fastest that more memory
+would hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwright.cost.layout_costs import does_not_fit, price
+from shardwright.cost.priced_layout import Layout
+from shardwright.diagnostics import Diagnostic
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate, Memory
+from shardwright.layout.planning_problem import Problem
+from shardwright.search.layout_resolution import settle
+from shardwright.search.ranking_penalties import outweighed
+from shardwright.search.step_time_bound import Bound
+
+MORE_MEMORY = 2.0  # the next GPU: 40 GB -> 80 GB, 80 GB -> 141 GB
+BINDS_FROM = 0.05
+"""A layout beyond memory that is faster by less, within what predictions are off by, binds
+nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _NoRoom:
+    """layout, memory: None until it is settled."""
+
+    strategy: Strategy
+    warnings: tuple[Diagnostic, ...]
+    layout: Layout | None
+    memory: Memory | None
+
+    def settled(self, problem: Problem) -> tuple[Layout, Memory]:
+        if self.layout is None or self.memory is None:
+            self.layout, self.memory = settle(problem, self.strategy)
+        return self.layout, self.memory
+
+
+class Beyond:
+    """Per group that differs in the micro-batch, the smallest that does not fit."""
+
+    def __init__(self, problem: Problem, bound: Bound | None) -> None:
+        self._problem, self._bound = problem, bound
+        self._found: list[_NoRoom] = []
+        self._reason: Diagnostic | None = None
+        self._fastest: dict[tuple[float, float], Estimate | None] = {}
+
+    def add(
+        self,
+        strategy: Strategy,
+        warnings: tuple[Diagnostic, ...],
+        layout: Layout | None,
+        memory: Memory | None,
+    ) -> Diagnostic:
+        """Why it does not fit, in the figures of the first one. layout, memory: None where it is
+        not settled."""
+        added = _NoRoom(strategy=strategy, warnings=warnings, layout=layout, memory=memory)
+        self._found.append(added)
+        if self._reason is None:
+            self._reason = does_not_fit(added.settled(self._problem)[1], strategy)
+        return self._reason
+
+    def closest(self) -> Estimate | None:
+        settled = [(*each.settled(self._problem), each.warnings) for each in self._found]
+        return price(*min(settled, key=lambda each: each[1].peak_bytes)) if settled else None
+
+    def fastest(self, times: float, below: float) -> Estimate | None:
+        """Of those that so many times the memory would hold, and whose step takes less than
+        `below`, each moving part at its price."""
+        asked = times, below
+        if asked not in self._fastest:
+            self._fastest[asked] = self._find_fastest(*asked)
+        return self._fastest[asked]
+
+    def _find_fastest(self, times: float, below: float) -> Estimate | None:
+        best: tuple[float, Estimate | None] = math.inf, None
+        room = times * self._problem.cluster.capacity_bytes
+        for least, place in sorted(self._near(room, below)):
+            found = self._found[place]
+            if least >= best[0]:
+                break
+            if self._bound is not None:
+                least = self._bound.least_with_room(found.strategy, room)
+                if least >= below or outweighed(found.strategy, least) >= best[0]:
+                    continue
+            layout, memory = found.settled(self._problem)
+            if memory.peak_bytes > room:
+                continue
+            priced = price(layout, memory, found.warnings)
+            weighed = outweighed(layout.strategy, priced.time.step_seconds)
+            if priced.time.step_seconds < below and weighed < best[0]:
+                best = weighed, priced
+        return best[1]
+
+    def _near(self, room: float, below: float) -> Iterator[tuple[float, int]]:
+        """What each takes at least, with its moving parts, and its place."""
+        for place, each in enumerate(self._found):
+            if self._bound is None:
+                yield 0.0, place
+            elif self._bound.least_bytes(each.strategy) <= room:
+                least = self._bound.least_seconds(each.strategy)
+                if least < below:
+                    yield outweighed(each.strategy, least), place

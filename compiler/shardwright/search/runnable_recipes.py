@@ -1,0 +1,178 @@
+"""What `run` executes in this version: one table. A recipe beyond it is valid and can be estimated,
+not compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.engines.engine_table import ENGINES
+from shardwright.layout.axes import Axis, Value
+from shardwright.layout.layout import printed_axes
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.diloco_rules import check_islands
+from shardwright.utils.json_types import JsonScalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """value(recipe) must be in `allowed` (None stands for a key left out, or `auto`)."""
+
+    code: str
+    key: KeyPath
+    value: Callable[[Recipe], JsonScalar | Value]
+    allowed: tuple[JsonScalar, ...]
+    help: str
+
+
+def _beyond_engine(axis: Axis, recipe: Recipe) -> Value | None:
+    """The pin, where the target's engine does not have the axis."""
+    return axis.plain if axis.name in ENGINES[recipe.target].axes else axis.pin(recipe)
+
+
+LATER = "`shardwright estimate` and `shardwright plan` read it already."
+UNKNOWN = "This version has no numbers for it either."
+
+
+def _assumed_kernels(recipe: Recipe) -> str:
+    """`compiled` is what `model.kernels: compile` runs."""
+    assumed = recipe.assume.kernels
+    return "auto" if assumed == "compiled" and recipe.model.kernels == "compile" else assumed
+
+
+LARGEST_WORLD = 65536
+"""Ranks that a plan.json can sensibly list: four times the largest published training."""
+
+EXECUTABLE: tuple[Limit, ...] = (
+    *(
+        Limit(
+            code="SW1914",
+            key=("assume", key),
+            value=value,
+            allowed=allowed,
+            help="Remove it: `assume` changes what an estimate predicts, not what a run does."
+            + (
+                " `model.kernels: compile` runs what `compiled` assumes."
+                if key == "kernels"
+                else ""
+            ),
+        )
+        for key, value, allowed in (
+            ("kernels", _assumed_kernels, ("auto", "hf")),
+            ("mfu", lambda r: r.assume.mfu, (None,)),
+            ("ignore_memory", lambda r: r.assume.ignore_memory, (False,)),
+        )
+    ),
+    Limit(
+        code="SW1925",
+        key=("model", "transformer_engine"),
+        value=lambda r: (
+            "auto" if ENGINES[r.target].transformer_engine else r.model.transformer_engine
+        ),
+        allowed=("auto", "off"),
+        help="Leave it out, or write `target: megatron`.",
+    ),
+    *(
+        Limit(
+            code="SW1909",
+            key=(axis.section, axis.name),
+            value=partial(_beyond_engine, axis),
+            allowed=(axis.plain, None),
+            help=(
+                f"Write `{axis.name}: {str(axis.plain).lower()}`. "
+                f"{LATER if axis.priced else UNKNOWN}"
+            ),
+        )
+        for axis in printed_axes()
+        if not axis.runs
+    ),
+)
+
+
+def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Everything in the recipe that this version cannot run, at once."""
+    errors = [
+        refuse(limit, recipe) for limit in EXECUTABLE if limit.value(recipe) not in limit.allowed
+    ]
+    if recipe.data is None:
+        errors.append(
+            found(
+                "SW1910",
+                "data",
+                "the recipe has no `data` section, so there is nothing to train on",
+                (
+                    "Add for example `data: {kind: text, path: corpus/*.txt, tokenizer: byte}`, or "
+                    "`kind: synthetic`."
+                ),
+            )
+        )
+    errors += check_tokenizers(recipe)
+    errors += check_islands(recipe)
+    world = (recipe.cluster.nodes or 1) * recipe.cluster.gpus_per_node
+    if world > LARGEST_WORLD:
+        errors.append(
+            found(
+                "SW1915",
+                "cluster.nodes",
+                f"the cluster has {world} GPUs; this version compiles for at most {LARGEST_WORLD}",
+                f"plan.json has an entry for each rank. Give fewer nodes. {LATER}",
+            )
+        )
+    return tuple(errors)
+
+
+def check_tokenizers(recipe: Recipe) -> Iterator[Diagnostic]:
+    parts = recipe.tokenized()
+    for key, part in parts:
+        if part.tokenizer is None:
+            yield found(
+                "SW1911",
+                key,
+                f"{part.kind} data needs a tokenizer",
+                "Add `tokenizer: byte` (256 symbols), or the folder of a Hugging Face tokenizer.",
+            )
+        elif part.kind == "chat" and part.tokenizer == "byte" and part.template is None:
+            yield found(
+                "SW1402",
+                key,
+                "chat data needs a chat template, and the byte tokenizer has none",
+                (
+                    "Add `template:`, a Jinja2 chat template, or take the tokenizer of an "
+                    "instruction-tuned model."
+                ),
+            )
+    names = [part.tokenizer for _, part in parts if part.tokenizer is not None]
+    for key, part in parts:
+        if part.tokenizer is not None and part.tokenizer != names[0]:
+            yield found(
+                "SW1401",
+                (*key, "tokenizer"),
+                f"the tokenizer {part.tokenizer!r} stands beside {names[0]!r}: a model has one",
+                (
+                    f"Write `tokenizer: {names[0]}` for every part of the data, and for the "
+                    "validation data."
+                ),
+            )
+
+
+def refuse(limit: Limit, recipe: Recipe) -> Diagnostic:
+    value = limit.value(recipe)
+    name = ".".join(str(part) for part in limit.key)
+    shown = (
+        "this section"
+        if value == "given"
+        else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    )
+    return found(
+        limit.code,
+        limit.key,
+        f"{name}: {shown} is valid, but this version does not run it",
+        limit.help,
+        tuple(
+            str(v).lower() if isinstance(v, bool) else str(v)
+            for v in limit.allowed
+            if v is not None
+        ),
+    )

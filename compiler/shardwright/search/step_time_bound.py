@@ -1,0 +1,390 @@
+"""What a layout takes at least, before its layers are placed: no search prices what can be no
+answer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import numpy as np
+
+from shardwright.cost.calibrated_costs import constants_of, run_factor
+from shardwright.cost.layer_shapes import model_shapes
+from shardwright.cost.micro_batch_times import (
+    FORWARD_SHARE,
+    Passes,
+    message_seconds,
+    passes,
+    rank_seconds,
+)
+from shardwright.cost.peak_memory import usable_bytes
+from shardwright.cost.priced_layout import Layout, lay_out, placed
+from shardwright.cost.stage_costs import PricedStages
+from shardwright.cost.step_time import (
+    bubble_divisor,
+    data_seconds,
+    is_simulated,
+    least_interleaved_seconds,
+    least_once_a_step_seconds,
+    optimizer_seconds,
+)
+from shardwright.layout.axes import AXES, Value
+from shardwright.layout.layout import Strategy
+from shardwright.layout.planning_problem import Problem
+from shardwright.layout.stage_balancing import layers_of_a_part
+from shardwright.search.layers_that_fit import (
+    Ints,
+    Room,
+    Rooms,
+    RowSeconds,
+    commonest_layers,
+    fewest_by_place,
+    head_rank,
+    in_a_row,
+    slowest_rank,
+    work_of,
+)
+from shardwright.search.layout_resolution import with_hpz
+from shardwright.search.stage_assignment import place_parts
+
+WORTH_PRICING = 1.05
+"""Times the best layout's weighed time; what takes longer for certain is counted, not priced."""
+ENOUGH, WORTH_COMPARING = 40, 1.25
+"""The first so many layouts are priced to so many times the best one's step: what others lose by is
+worth knowing."""
+ROUNDING = 1e-9
+"""Where all of a step is known, it is summed in another order."""
+FEW = 250
+"""Layouts, so many of which are priced in about half a second: all of them, for what a complete
+list is worth."""
+
+_WORK: tuple[str, ...] = ("tensor", "context", "expert", "expert_tensor", "micro_batch_size")
+_WORK += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
+_work_key = operator.attrgetter(*_WORK)
+_holding = operator.attrgetter(*(axis.name for axis in AXES if axis.holds), "hpz_partition_size")
+_but_checkpointing = operator.attrgetter(
+    *(f.name for f in fields(Strategy) if f.name != "activation_checkpointing")
+)
+_placing = operator.attrgetter(*_WORK, "schedule", "virtual_stages", "pipeline", "data")
+
+
+def _work(found: Passes) -> list[float]:
+    """Of one micro-batch, forward and backward: prefix sums over the layers."""
+    sums = (found.forward_compute, found.backward_compute, found.forward_comm, found.backward_comm)
+    return [sum(each) for each in zip(*sums, strict=True)]
+
+
+class Bound:
+    """Of one problem's layouts; what several of them share is worked out once."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._constants = constants_of(problem.recipe)
+        self._work: dict[tuple[Value, ...], list[float]] = {}
+        self._beyond: dict[tuple[Value, ...], tuple[float, float]] = {}
+        self._once: dict[tuple[Value, ...], float] = {}
+        self._kept: dict[tuple[Value, ...], float] = {}
+        self._rows: dict[tuple[Value, ...], RowSeconds] = {}
+        self._counted = commonest_layers(problem.graph)
+        self._rooms = Rooms(self._counted)
+        recipe, graph = problem.recipe, problem.graph
+        is_trained = recipe.lora is None and not recipe.model.freeze and not graph.sees
+        self._knows_bytes = is_trained and not recipe.assume.ignore_memory
+        """Of any layers: all that they have is trained."""
+        self._is_tied = model_shapes(problem.graph, 1).shared_numel > 0
+        self._last: Layout | None = None
+        self._least_bytes: dict[tuple[Value, ...], float] = {}
+        self._usable_bytes = usable_bytes(problem, self._constants)
+
+    def _work_of(self, s: Strategy) -> tuple[Value, ...]:
+        """What the work of a micro-batch over all layers is the same for. Of the other degrees it
+        knows no more than whether there are several ranks; of the schedule, where it puts a tied
+        tensor."""
+        return *_work_key(s), self._is_tied and s.schedule, s.pipeline > 1, s.shards > 1
+
+    def _laid_out(self, s: Strategy) -> Layout:
+        """Of the last one that was asked about once."""
+        if self._last is None or self._last.strategy is not s:
+            self._last = lay_out(self._problem, s, self._constants)
+        return self._last
+
+    def least_bytes(self, s: Strategy) -> float:
+        """The states alone: no placing's fullest rank holds less."""
+        key = _holding(s)
+        if key not in self._least_bytes:
+            self._least_bytes[key] = PricedStages(self._laid_out(s)).least_bytes
+        return self._least_bytes[key]
+
+    def may_hold(self, s: Strategy) -> bool:
+        return (
+            self._problem.recipe.assume.ignore_memory or self.least_bytes(s) <= self._usable_bytes
+        )
+
+    def has_room(self, s: Strategy) -> bool:
+        """False where the layers certainly have none."""
+        if not self._knows_room(s):
+            return True
+        return self._rooms.of(self._laid_out(s)).suffices
+
+    def least_with_room(self, s: Strategy, room_bytes: float) -> float:
+        """As least_placed_seconds, where devices have so many bytes."""
+        least = self.least_seconds(s)
+        if s.interleaves or not self._knows_bytes:
+            return least if self.least_bytes(s) <= room_bytes else math.inf
+        room = self._rooms.of(self._laid_out(s)).with_more(room_bytes - self._usable_bytes)
+        if s.pipeline == 1:
+            return least if room.suffices else math.inf
+        return max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
+
+    def least_seconds(self, s: Strategy) -> float:
+        """Of a step: all micro-batches over ranks that share the layers in the best of all shares;
+        of a pipeline also a mean rank's gradients and update. Recomputing only a part of the layers
+        may take less.
+        """
+        m, p = s.gradient_accumulation_steps, s.pipeline
+        key = self._work_of(s)
+        work = self._work.get(key)
+        if work is None:
+            work = self._work[key] = _work(passes(self._laid_out(s)))
+        each, message = self._beyond_layers(s)
+        if p == 1:
+            least = m * (work[-1] + each) + (self._of_one_stage(s) if s.offload == "none" else 0.0)
+        elif s.interleaves:
+            least = self._interleaved(s, work, 2 * message + each / s.virtual_stages)
+        else:
+            least = _pipelined(s, work[-1] + p * each, 2 * message)
+        if p > 1:
+            least += self._once_a_step(s)
+        return least * (1 - ROUNDING) * run_factor(self._problem.recipe, self._problem.graph, s)
+
+    def least_kept_seconds(self, s: Strategy) -> float:
+        """The same with no layer recomputed."""
+        key = _but_checkpointing(s)
+        if key not in self._kept:
+            kept = (
+                s
+                if s.activation_checkpointing == "none"
+                else replace(s, activation_checkpointing="none")
+            )
+            self._kept[key] = self.least_seconds(kept)
+        return self._kept[key]
+
+    def least_placed_seconds(self, s: Strategy, *, may_recompute_less: bool = False) -> float:
+        """At least `least_seconds`, and of a pipeline also what the slowest rank does where no rank
+        has more layers than it has room for; infinite where they have none. It takes several times
+        as long to say. may_recompute_less: s, which recomputes all layers, stands for those that
+        recompute fewer of them."""
+        least = self.least_seconds(s)
+        if self._knows_room(s):
+            room = self._rooms.of(self._laid_out(s))
+            least = max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
+        if may_recompute_less:
+            least = min(least, self.least_recomputing_less(s))
+        return least
+
+    def least_recomputing_less(self, s: Strategy) -> float:
+        """Of those that recompute as many layers of each stage, but not all of them, as s, which
+        does, has room for."""
+        kept = self.least_kept_seconds(s)
+        if not self._knows_room(s):
+            return kept
+        whole = replace(s, activation_checkpointing="none")
+        room = self._rooms.of(*map(self._laid_out, (s, whole)))
+        return max(kept, self._partly(s, whole, room))
+
+    def least_settled_seconds(self, layout: Layout) -> float:
+        """Of one whose layers are placed, and whose price takes long to say: at least that much;
+        else 0."""
+        if not (layout.strategy.interleaves and is_simulated(layout.strategy)):
+            return 0.0
+        factor = run_factor(layout.recipe, layout.graph, layout.strategy)
+        return least_interleaved_seconds(layout) * (1 - ROUNDING) * factor
+
+    def _partly(self, s: Strategy, whole: Strategy, room: Room) -> float:
+        """The best of all numbers of recomputed layers a stage, one at least. More of them make
+        room for layers, and take longer."""
+        graph, again = self._problem.graph, self._again(s, whole)
+        stages, most = s.stages // s.pipeline, layers_of_a_part(self._problem.graph, s)
+        best = math.inf
+        for layers in range(max(1, room.fewest_recomputed(most, stages)), most + 1):
+            work = replace(self._rows_of(whole), repeated=layers * stages, again=again)
+            if self._of_slowest(whole, work, np.full(s.pipeline, graph.decoder_layers)) >= best:
+                break
+            best = min(best, self._of_slowest(whole, work, room.most_layers(layers * stages)))
+        return best
+
+    def _knows_room(self, s: Strategy) -> bool:
+        """Whether layers are placed by the room for them, and that is known."""
+        return s.pipeline > 1 and not s.interleaves and self._knows_bytes
+
+    def _again(self, s: Strategy, whole: Strategy) -> float:
+        """Seconds of a micro-batch that recomputing one layer adds at least."""
+        return max(0.0, float((self._rows_of(s).each - self._rows_of(whole).each).min()))
+
+    def _rows_of(self, s: Strategy) -> RowSeconds:
+        key = (*self._work_of(s), in_a_row(s))
+        work = self._rows.get(key)
+        if work is None:
+            work = self._rows[key] = work_of(
+                passes(self._laid_out(s)), self._counted, in_a_row=in_a_row(s)
+            )
+        return work
+
+    def _of_slowest(self, s: Strategy, work: RowSeconds, most: Ints) -> float:
+        """most: layers that each rank has room for."""
+        slowest = slowest_rank(work, most, head_rank(s))
+        if slowest is None:
+            return math.inf
+        beyond = self._beyond_layers(s)
+        placed = _of_slowest(s, work, *slowest, *beyond) + self._once_a_step(s)
+        if is_simulated(s):
+            placed = max(
+                placed, _of_ranks(s, work, most, *beyond, functools.partial(self._once_a_step, s))
+            )
+        return placed * (1 - ROUNDING) * run_factor(self._problem.recipe, self._problem.graph, s)
+
+    def _of_one_stage(self, s: Strategy) -> float:
+        """Once a step, without a pipeline: all of it is known."""
+        graph = self._problem.graph
+        layout = placed(self._laid_out(s), (0, len(graph.layers)))
+        copied = with_hpz(layout)
+        data = min(data_seconds(each) for each in (layout, copied) if each is not None)
+        return data + optimizer_seconds(layout, 0)
+
+    def _beyond_layers(self, s: Strategy) -> tuple[float, float]:
+        """Seconds of a micro-batch: on each rank, and of a message."""
+        key = (*_placing(s), self._problem.recipe.cluster.measured is not None and s)
+        if key not in self._beyond:
+            layout = self._laid_out(s)
+            self._beyond[key] = rank_seconds(layout), message_seconds(layout)
+        return self._beyond[key]
+
+    def _interleaved(self, s: Strategy, work: list[float], more: float) -> float:
+        """Its parts are placed already: rank r works on m micro-batches, after the first parts of
+        the ranks before it went forward, and before they go backward. more: of each part, beyond
+        its layers."""
+        m, p = s.gradient_accumulation_steps, s.pipeline
+        bounds = place_parts(self._problem.recipe, self._problem.graph, s.parts)
+        parts = [work[stop] - work[start] + more for start, stop in itertools.pairwise(bounds)]
+        before = itertools.accumulate(parts[:p], initial=0.0)
+        return max(
+            m * sum(parts[rank::p]) + ahead for rank, ahead in zip(range(p), before, strict=False)
+        )
+
+    def _once_a_step(self, s: Strategy, layers: int = 0) -> float:
+        """layers: that a rank has at least, where that is known."""
+        if s.offload != "none":
+            return 0.0
+        key = (
+            s.tensor,
+            s.pipeline,
+            s.context,
+            s.expert,
+            s.expert_tensor,
+            s.data,
+            s.zero_stage,
+            s.schedule,
+            layers,
+        )
+        if key not in self._once:
+            self._once[key] = least_once_a_step_seconds(self._laid_out(s), layers)
+        return self._once[key]
+
+
+def _of_slowest(
+    s: Strategy, work: RowSeconds, slowest: float, first: int, each: float, message: float
+) -> float:
+    """slowest: seconds of a micro-batch's layers on the slowest rank, which is `first` or one
+    behind it. each, message: of a rank beyond its layers, and of a message.
+
+    A rank begins behind the ranks before it, each of which has a layer. Under 1F1B it also waits
+    for the first gradient: of one micro-batch no two passes run at once, and of its own passes only
+    the forward ones that it makes ahead, min(p - rank, m), run beside them.
+    """
+    m, p = s.gradient_accumulation_steps, s.pipeline
+    own, all_ranks = slowest + each, work.total + p * each
+    if s.schedule == "dualpipev":
+        if is_simulated(s):
+            return m * (own + 2 * message) + max(0, first - 1) * float(work.each.min())
+        own, all_ranks = own + 4 * message, all_ranks + 8 * (p - 1) * message
+        own = max(own, all_ranks / p)
+        return m * own + (all_ranks - own) / bubble_divisor(s)
+    share = max(work.forward_share, FORWARD_SHARE)
+    ahead = min(p - first, m)
+    waits = (
+        all_ranks
+        + (m - 1) * own
+        - (ahead - 1) * share * own
+        + (2 * (p - 1) + 2 * m - ahead - 1) * message
+    )
+    before = max(0, first - 1) * float(work.each.min()) + first * (each + 2 * message)
+    return max(waits, m * (own + 2 * message) + before)
+
+
+def _of_ranks(
+    s: Strategy,
+    work: RowSeconds,
+    most: Ints,
+    each: float,
+    message: float,
+    once: Callable[[int], float],
+) -> float:
+    """What all ranks say together, of a schedule that is simulated. once: of a step, by the layers
+    of a rank.
+
+    One micro-batch takes W on all ranks. Beside it, rank r has m - 1 of its own to do under 1F1B,
+    but for the forward passes that it makes ahead. DualPipeV's rank r has made 2 p - r and p + 1
+    forward passes of its two stages, and p - r backward passes of the second, before the first
+    micro-batch comes back to the first (layout/pipeline_instructions.py); of its four messages with
+    a neighbour, two at most pass at once.
+
+    Where the rank with the most layers has c of them, others have few or many: of the k ranks with
+    the most, the last one is rank k - 1 or stands behind it. The longest of what these say is the
+    step's bound for this c, and the least over c is the layout's. What the first of them says grows
+    with c.
+    """
+    m, p = s.gradient_accumulation_steps, s.pipeline
+    rank = np.arange(p)
+    alone = np.full(p, work.total + p * each)
+    if s.schedule == "1f1b":
+        ahead = np.minimum(p - rank, m)
+        alone += (2 * (p - 1) + 2 * m - ahead - 1) * message
+        times, forwards = np.full(p, m - 1), ahead - 1
+    else:
+        alone += (2 * m + 3 * (p - 2)) * message
+        times, forwards = m - p + rank, np.full(p, p)
+    waits = times - forwards * max(work.forward_share, FORWARD_SHARE)
+    most, best = -np.sort(-most), math.inf
+    for largest in range(-(-work.layers // p), work.layers + 1):
+        held = fewest_by_place(work.layers, most, largest)
+        if held is None:
+            continue
+        # Of n <= c layers, n r / c at least are among the r that are recomputed.
+        again = times * work.again_on(held) + work.layers * work.again * min(
+            1.0, work.repeated / largest
+        )
+        seconds = alone + waits * (work.least[held] + each) + again
+        more = once(largest)
+        best = min(best, float(seconds.max()) + more)
+        if seconds[0] + more >= best:
+            break
+    return best
+
+
+def _pipelined(s: Strategy, work: float, messages: float) -> float:
+    """work: of one micro-batch on all ranks; messages: one each way.
+
+    Under 1F1B rank r begins when the ranks before it have passed a micro-batch on, and ends as long
+    before they do: the step T is at least m w_r + (w_0 + ... + w_(r-1)), w_r being its own share of
+    the work W. With all of these equal, which is the best that any shares make of it, T = W / (1 -
+    (1 - 1/m)^p). A rank between two others trades two messages with each for every micro-batch;
+    those before it were passed by one of each kind.
+    """
+    m, p = s.gradient_accumulation_steps, s.pipeline
+    if s.schedule != "1f1b":
+        return m / p * work
+    return (work + 2 * (p - 1) * messages) / (1 - (1 - 1 / m) ** p) - (p - 1) * messages

@@ -1,0 +1,145 @@
+"""Whether the world is the plan's, and the compiled folder the one that was compiled; and the same
+on every host, and the data too.
+
+No torch at module level: `run` looks at this host's folder in the user's shell; the ranks compare
+their hosts'.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardwright.checkpoint.checkpoint_manifest import checksum
+from shardwright.data.data_fingerprint import fingerprints
+from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
+from shardwright.engines.engine_table import engine_of
+from shardwright.plan.folder_paths import CONFIG_FILE, MODEL_DIRECTORY, PLAN_FILE
+from shardwright.plan.plan import Plan
+
+ABSENT = "absent"
+Digests = Mapping[str, str]
+"""File of the folder, or data.path -> sha256 (hex), or ABSENT."""
+
+
+def check_world(plan: Plan) -> None:
+    """Raises Refusal where the world is not the plan's."""
+    world = int(os.environ["WORLD_SIZE"])
+    if world != plan.strategy.world_size:
+        raise refusal(
+            "SW6003",
+            f"the launcher started {world} ranks, the plan is for {plan.strategy.world_size} "
+            f"({plan.nodes} x {plan.gpus_per_node})",
+            "Give the hosts that the plan was made for, or compile for the cluster at hand.",
+        )
+
+
+def check_unchanged(plan: Plan, folder: Path) -> None:
+    """Raises Refusal where a file that a run reads as data is not what compile wrote; scripts may
+    be edited."""
+    if changed := _changed(plan, {name: _digest(folder / name) for name in plan.digests}):
+        raise Refusal(*changed)
+
+
+def check_same_files(plan: Plan, folder: Path) -> None:
+    """On every rank, once the groups are open. Raises the same Refusal on all of them: hosts whose
+    plan or whose other files differ would train different models together, or files are not what
+    compile wrote."""
+    names = (PLAN_FILE, *(plan.digests or (*engine_of(plan).inputs, CONFIG_FILE)))
+    gathered = _gather(
+        {name: _digest(folder / name) for name in names} if _is_first_of_host() else None
+    )
+    if (
+        diagnostic := disagreement(
+            gathered, "Every host reads its own copy of the folder: copy it there anew."
+        )
+    ) or (diagnostic := next(iter(_changed(plan, gathered[0][1])), None)):
+        raise Refusal(diagnostic)
+
+
+def check_same_data(plan: Plan, folder: Path) -> Digests:
+    """As check_same_files, once the data is prepared on every host. Returns the digests of all of
+    it."""
+    gathered = _gather(fingerprints(plan, folder) if _is_first_of_host() else None)
+    help_text = (
+        "Bring the same data to every host, or `shardwright prepare` on one and copy its "
+        "run/data to the others."
+    )
+    if diagnostic := disagreement(gathered, help_text):
+        raise Refusal(diagnostic)
+    return gathered[0][1]
+
+
+def disagreement(gathered: Sequence[tuple[str, Digests]], help_text: str) -> Diagnostic | None:
+    """gathered: (host, what it has), rank 0's host first. What most hosts have is right; of two
+    halves rank 0's."""
+    others: dict[str, list[str]] = {}
+    agreeing = dict.fromkeys(host for host, _ in gathered)
+    for name in dict.fromkeys(name for _, digests in gathered for name in digests):
+        values = [digests.get(name, ABSENT) for _, digests in gathered]
+        right, _ = Counter(values).most_common(1)[
+            0
+        ]  # the first that was met, where counts are equal
+        for (host, _), value in zip(gathered, values, strict=True):
+            if value != right:
+                others.setdefault(host, []).append(name)
+                agreeing.pop(host, None)
+    if not others:
+        return None
+    told = "; ".join(
+        f"host {host} has another {', '.join(names)}" for host, names in list(others.items())[:8]
+    )
+    more = f" (and {len(others) - 8} more hosts)" if len(others) > 8 else ""
+    than = next(iter(agreeing), "the others")
+    message = f"{told}{more} than {than}: they would train something else together"
+    help = f"{help_text} `shardwright doctor` compares the folders. No step was trained."
+    return found("SW6011", None, message, help)
+
+
+def _changed(plan: Plan, found: Digests) -> tuple[Diagnostic, ...]:
+    missing, edited = "is missing", "is not what compile wrote: it was edited"
+    return tuple(
+        Diagnostic(
+            code="SW6010",
+            message=f"{name} {missing if found[name] == ABSENT else edited}",
+            help=f"{_where_to_change(plan, name)}, and compile again: only then do the plan and "
+            "its predictions know "
+            "of it. (Compiling the same recipe again brings the file back.)",
+        )
+        for name, digest in plan.digests.items()
+        if found.get(name, ABSENT) != digest
+    )
+
+
+def _where_to_change(plan: Plan, name: str) -> str:
+    engine = engine_of(plan)
+    if name in engine.inputs:
+        return f"Edit the recipe: `extra:` takes {engine.title}'s keys"
+    return (
+        "Edit the recipe: "
+        f"{'its `model` section' if name.startswith(MODEL_DIRECTORY) else '`data.tokenizer`'}"
+    )
+
+
+def _digest(path: Path) -> str:
+    try:
+        return checksum(path)
+    except OSError:
+        return ABSENT
+
+
+def _is_first_of_host() -> bool:
+    return int(os.environ["LOCAL_RANK"]) == 0
+
+
+def _gather(mine: Digests | None) -> list[tuple[str, Digests]]:
+    """Of each host, in the order of its ranks. mine: None on ranks that leave it to another of
+    their host."""
+    from torch import distributed
+
+    every: list[tuple[str, Digests] | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(every, None if mine is None else (socket.gethostname(), mine))
+    return [one for one in every if one is not None]

@@ -1,0 +1,176 @@
+"""Norms of single micro-batches' gradients, in some of the steps: what the noise scale is worked
+out from.
+
+A hook on each parameter sees a micro-batch's gradient before the engine adds it to the others,
+under ZeRO 0 to 3 and in a pipeline alike, reads its norm and hands it on as it is. What it returns
+is nothing, so that the optimizer's path is the same bit for bit; other steps have no hook.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import distributed as dist
+
+from shardwright.engines.trainer_protocol import MeasuredTrainer, StepResult, Trainer
+from shardwright.monitor.gradient_noise_scale import NoiseScale, StepNoise, pooled
+from shardwright.parallel.micro_batches import MicroBatch
+from shardwright.plan.plan import Plan
+from shardwright.recipe.tracking_types import NoiseScaleSection
+from shardwright.utils.json_types import JsonObject
+
+
+def noise_meter(
+    plan: Plan, rank: int, trainer: Trainer, measured: list[tuple[int, StepNoise]]
+) -> NoiseMeter | None:
+    """None where the recipe asks for none. measured: the steps of earlier attempts, on rank 0."""
+    section = None if plan.tracking is None else plan.tracking.noise_scale
+    return (
+        None
+        if section is None
+        else NoiseMeter(plan, section, rank, cast(MeasuredTrainer, trainer), measured)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredNoise:
+    """Of one step, what it was worked out from, and what it comes to with those before."""
+
+    sums: Sums
+    noise: StepNoise
+    scale: NoiseScale
+
+    def line(self) -> JsonObject:
+        """What run/metrics.jsonl has of it."""
+        noise, scale = self.noise, self.scale
+        own = {"gradient_square": noise.square, "row_variance": noise.variance, "rows": noise.rows}
+        return {
+            **own,
+            "steps": scale.steps,
+            "value": scale.value,
+            "low": scale.low,
+            "high": scale.high,
+        }
+
+
+class NoiseMeter:
+    """Of one rank. Every rank makes the same calls."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        section: NoiseScaleSection,
+        rank: int,
+        trainer: MeasuredTrainer,
+        measured: list[tuple[int, StepNoise]],
+    ) -> None:
+        self._every, self._plan, self._at = section.every_steps, plan, plan.ranks[rank]
+        self._parameters, self._device = tuple(trainer.counted()), trainer.device
+        self._taken = micro_batches_of(plan, section.rows, self._at.data)
+        self._batch, self._rows = plan.training.global_batch_size, rows_of(plan, section.rows)
+        self._measured = measured
+
+    def is_due(self, step: int) -> bool:
+        return step % self._every == 0
+
+    def measure(
+        self, step: int, train: Callable[[], StepResult], micro_batches: Sequence[MicroBatch]
+    ) -> tuple[StepResult, MeasuredNoise | None]:
+        """A collective call. train: makes the step with these micro-batches. None where `noise_of`
+        gives none."""
+        by_parameter = [_Norms(self._taken) for _ in self._parameters]
+        hooks = [
+            p.register_hook(take) for p, take in zip(self._parameters, by_parameter, strict=True)
+        ]
+        try:
+            result = train()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        sums = self._sums(by_parameter, [m.predicted for m in micro_batches])
+        noise = None if sums is None else noise_of(result.grad_norm, sums, self._batch, self._rows)
+        if sums is None or noise is None:
+            return result, None
+        self._measured.append((step, noise))
+        return result, MeasuredNoise(
+            sums=sums, noise=noise, scale=pooled(self._measured, self._batch)
+        )
+
+    def _sums(self, by_parameter: Sequence[_Norms], predicted: list[int]) -> Sums | None:
+        """Collective: over all ranks. None where a parameter took another number of gradients than
+        micro-batches, so that it is not known whose they are."""
+        norms = [norm for each in by_parameter for norm in each.norms]
+        # The engine averages over data ranks what the loss was scaled up by; a hook sees a gradient
+        # before.
+        own = (
+            torch.stack(norms).double().square().sum().item() / self._plan.strategy.shards**2
+            if norms
+            else 0.0
+        )
+        unclear = any(each.seen not in (0, len(predicted)) for each in by_parameter)
+        taken = predicted[: self._taken]
+        speaks = self._at.tensor == 0 and self._at.pipeline == 0  # for its data rank
+        counts = (sum(taken), sum(n * n for n in taken), sum(predicted)) if speaks else (0, 0, 0)
+        sums = torch.tensor([own, *counts, unclear], dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums)
+        *figures, unclear_ranks = sums.tolist()
+        return None if unclear_ranks else Sums(*figures)
+
+
+class Sums(NamedTuple):
+    """Over some micro-batches of a step, n labels in each: of |h|^2 / N^2, of n and of n^2. h: the
+    gradient of the sum of their losses. all_labels: N, those of the step."""
+
+    squares: float
+    labels: float
+    labels_squared: float
+    all_labels: float
+
+
+def noise_of(grad_norm: float, sums: Sums, batch: int, rows: int) -> StepNoise | None:
+    """grad_norm: |H| / N, H the sum of the step's h.
+
+    With h = n G + e and E |e|^2 = n V, errors of micro-batches independent: E |h|^2 = n^2 |G|^2 + n
+    V, and E |H|^2 = N^2 |G|^2 + N V. That gives |G|^2, and V / (labels a row) is a row's variance;
+    with equal n it is the pair of estimators of arXiv 1812.06162, appendix A.1. None where a number
+    is not finite, or there is nothing to compare.
+    """
+    whole, n = grad_norm**2, sums.all_labels
+    between = n * sums.labels - sums.labels_squared
+    if not (math.isfinite(whole) and math.isfinite(sums.squares)) or between <= 0:
+        return None
+    square = (whole * sums.labels / n - sums.squares) * n**2 / between
+    return StepNoise(square=square, variance=batch * (whole - square), rows=rows)
+
+
+def micro_batches_of(plan: Plan, rows: int, data_rank: int) -> int:
+    """How many of a data rank's micro-batches, its first ones, hold the first `rows` rows of a
+    step. Micro-batch m of data rank d is the (m x data + d)-th of the step
+    (parallel/micro_batches.py)."""
+    s = plan.strategy
+    whole = math.ceil(rows / s.micro_batch_size)
+    return min(s.gradient_accumulation_steps, max(0, math.ceil((whole - data_rank) / s.data)))
+
+
+def rows_of(plan: Plan, rows: int) -> int:
+    """Those that are measured: up to the end of a micro-batch."""
+    s = plan.strategy
+    return s.micro_batch_size * sum(micro_batches_of(plan, rows, d) for d in range(s.data))
+
+
+class _Norms:
+    """Of one parameter, whose gradients come in the order of the micro-batches: the norms of the
+    first so many."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self.seen = most, 0
+        self.norms: list[torch.Tensor] = []
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self.seen += 1
+        if self.seen <= self._most:
+            self.norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))

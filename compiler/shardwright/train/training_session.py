@@ -1,0 +1,344 @@
+"""A compiled folder in training on this rank: the engine, the data, the schedule, the checkpoints,
+the records.
+
+`train.worker` is one loop over it; `open_session` gives it to loops of one's own
+(docs/python-api.md).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from torch import distributed as dist
+
+from shardwright.checkpoint.checkpoint_loader import load_checkpoint
+from shardwright.checkpoint.checkpoint_saver import prepare_root, save_checkpoint
+from shardwright.checkpoint.resume_warnings import other_data, other_schedule
+from shardwright.checkpoint.run_history import Origin
+from shardwright.data.data_preparation import LARGEST_UNPREPARED_BYTES, prepare
+from shardwright.data.dataset import resolve
+from shardwright.diagnostics import refusal
+from shardwright.diloco.outer_step import Outer, OuterResult
+from shardwright.diloco.store_connections import Unreached
+from shardwright.engines.trainer_protocol import HeldParameter, StepResult, runtime_of
+from shardwright.monitor.gradient_noise_scale import read_noise
+from shardwright.monitor.rank_monitor import Watch
+from shardwright.monitor.run_files import (
+    Evaluations,
+    Metrics,
+    OuterSteps,
+    Saves,
+    write_json,
+    write_status,
+)
+from shardwright.parallel.learning_rate import learning_rate
+from shardwright.parallel.micro_batches import Batches, HeldOut, MicroBatch, sight_of
+from shardwright.parallel.tensor_parallel_rng import seed_dropout
+from shardwright.plan.island_plans import of_island
+from shardwright.plan.plan import Plan
+from shardwright.plan.plan_json import load_plan
+from shardwright.train.experiment_trackers import Tracking
+from shardwright.train.host_consistency import check_same_data, check_same_files, check_world
+from shardwright.train.lease_ownership import RANKS, lease_of, taken_over
+from shardwright.train.noise_scale_meter import MeasuredNoise, noise_meter
+from shardwright.train.nonfinite_loss import Divergence
+from shardwright.train.planned_parameters import check_parameters, parameter_counts
+from shardwright.train.run_attempt import Attempt, begin_on_ranks
+from shardwright.train.secret_environment import forget_environment, load_environment
+from shardwright.train.training_metrics import AttemptSummary
+from shardwright.utils.json_types import JsonValue
+from shardwright.utils.run_lease import Lease
+from shardwright.utils.strict_json import canonical_hash
+
+
+class Session:
+    """done: optimizer steps that are in the weights. engine: the engine's own object. Every rank
+    makes the same calls.
+
+    plan: with the number of steps, also where the recipe counts epochs.
+    """
+
+    def __init__(
+        self, plan: Plan, folder: Path, rank: int, attempt: Attempt, lease: Lease | None = None
+    ) -> None:
+        """Process groups exist. lease: rank 0's."""
+        prepare_root(plan, folder, attempt.number, attempt.step)
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
+        dist.barrier()
+        self.plan, data = resolve(plan, folder)
+        digests = check_same_data(self.plan, folder)
+        self.folder, self.rank, self.attempt = folder, rank, attempt.number
+        self._lease, resume = lease, attempt.resume
+        sight = sight_of(self.plan, folder, rank)
+        self._batches = Batches(self.plan, data, sight)
+        self._trainer = runtime_of(self.plan).build_trainer(self.plan, folder, resumes=bool(resume))
+        self.engine, self.device = self._trainer.engine, self._trainer.device
+        held = self._trainer.held()
+        write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(held, rank))
+        check_parameters(self.plan, rank, held, self._trainer.transposed)
+        self.data_rank = self.plan.ranks[rank].data
+        seed_dropout(self.plan, rank)
+        self.done = self._saved = (
+            load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
+        )
+        self._outer: Outer | None = None
+        made_up: list[OuterResult] = []
+        if self.plan.outer is not None:
+            digest = canonical_hash(dict(digests))
+            self._outer = Outer(self.plan, folder, self._trainer, rank, attempt.number, digest)
+            made_up = self._outer.begin(self.done, Path(resume) if resume else None)
+            if made_up:  # what was resumed from lacks them
+                self.done, self._saved = made_up[-1].done, -1
+        self._origin = Origin(line=attempt.line, rows=data.parts, data=digests)
+        if resume and rank == 0:
+            notes = other_data(Path(resume), data.parts, digests)
+            for warning in (*notes, *other_schedule(self.plan, Path(resume), self.done)):
+                print(warning, flush=True)
+        self._held_out = (
+            HeldOut(self.plan, data.validation, self.data_rank, sight) if data.validation else None
+        )
+        self._measured = AttemptSummary(self.plan, self.device)
+        self._divergence = Divergence(self.plan)
+        first = rank == 0
+        self._metrics = Metrics(folder, self.attempt, self.done) if first else None
+        self._saves = Saves(folder, self.attempt, self.done) if first else None
+        self._evaluations = (
+            Evaluations(folder, self.attempt, self.done) if first and self.plan.validation else None
+        )
+        self._outer_steps: OuterSteps | None = None
+        if first and self._outer is not None:
+            had = min([self._outer.base, *(each.step - 1 for each in made_up)])
+            self._outer_steps = OuterSteps(folder, self.attempt, had)
+            for each in made_up:
+                self._outer_steps.write(each.step, each.members, each.seconds, each.sent_bytes)
+        self._tracking = Tracking(self.plan, folder, self.done) if first else None
+        self._noise = noise_meter(
+            self.plan, rank, self._trainer, read_noise(folder) if first else []
+        )
+        # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks
+        # its line.
+        told = [self._evaluations.step if self._evaluations else 0]
+        dist.broadcast_object_list(told, src=0)
+        self._evaluated = told[0]
+
+    def steps(self) -> range:
+        """Those still to train, counted from 1."""
+        return range(self.done + 1, self.plan.training.steps + 1)
+
+    def learning_rate(self, step: int) -> float:
+        """The recipe's, for this update."""
+        return learning_rate(
+            self.plan.optimizer, self.plan.scheduler, self.plan.training.steps, step
+        )
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This data rank's share of the step's global batch."""
+        return self._batches.micro_batches(step, self.data_rank)
+
+    def train(
+        self, step: int, micro_batches: list[MicroBatch] | None = None, rate: float | None = None
+    ) -> StepResult:
+        """One optimizer step, recorded in run/metrics.jsonl. micro_batches: as many and as large as
+        the plan's.
+
+        Raises Refusal on every rank where the losses have not been finite for too long: SW6311.
+        """
+        self._check_lease()
+        began = time.perf_counter()
+        rate = self.learning_rate(step) if rate is None else rate
+        batches = self.micro_batches(step) if micro_batches is None else micro_batches
+        noise: MeasuredNoise | None = None
+        if self._noise is not None and self._noise.is_due(step):
+            result, noise = self._noise.measure(
+                step, lambda: self._trainer.step(batches, rate), batches
+            )
+        else:
+            result = self._trainer.step(batches, rate)
+        seconds = time.perf_counter() - began
+        self.done = step
+        self._measured.step(result.loss, seconds)
+        training = self.plan.training
+        if self._metrics and self._tracking:
+            tokens = training.global_batch_size * training.sequence_length
+            pairs = training.global_batch_size if self.plan.model.contrastive else None
+            measured = None if noise is None else noise.line()
+            self._metrics.write(
+                step, result.loss, result.grad_norm, rate, tokens, seconds, pairs, measured
+            )
+            values = {"loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": rate}
+            values |= {} if noise is None else noise.scale.curves()
+            self._tracking.log(step, {**values, "tokens_per_second": tokens / seconds})
+        lines = self._divergence.step(step, result.loss, result.grad_norm)
+        if self._measured.is_due:
+            lines.append(self._measured.line())
+        for line in lines if self.rank == 0 else ():
+            print(line, flush=True)
+        if self._outer is not None:
+            self._meet_islands(self._outer)
+        return result
+
+    def _meet_islands(self, outer: Outer) -> None:
+        """The outer steps that are due. An island that is behind goes on from another one's step.
+        Raises Refusal: SW6315 where the store is not reached, with a checkpoint that its outer step
+        is made up for from."""
+        try:
+            for met in outer.after(self.done):
+                self._record(met)
+        except Unreached as error:
+            self.save(last=True)
+            raise refusal(
+                "SW6315",
+                f"the outer store was not reached for {outer.outer.deadline_seconds:g} s at the "
+                f"outer step of {error.step}: {error}",
+                "An island never trains on alone. It saved a checkpoint: start the store again, or "
+                "see to the link, and `shardwright run` goes on from here.",
+            ) from None
+
+    def _record(self, met: OuterResult) -> None:
+        self.done = met.done
+        if self._outer_steps:
+            self._outer_steps.write(met.step, met.members, met.seconds, met.sent_bytes)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the recipe wants the held-out data evaluated after the step that is done, and it
+        is not yet: so too where a run resumes from a checkpoint whose evaluation failed."""
+        validation = self.plan.validation
+        if validation is None or self._held_out is None or self.done in (0, self._evaluated):
+            return False
+        return self._falls_due(validation.every_steps) or self.done == self.plan.training.steps
+
+    def evaluate(self) -> float:
+        """Loss over the held-out data, recorded in run/evaluation.jsonl. There is some: the recipe
+        has `validation`."""
+        assert self._held_out is not None, "the recipe has no validation"
+        began = time.perf_counter()
+        loss, predicted = self._trainer.evaluate(self._held_out)
+        if self._evaluations and self._tracking:
+            self._evaluations.write(self.done, loss, predicted, time.perf_counter() - began)
+            self._tracking.log(self.done, {"validation_loss": loss})
+        self._evaluated = self.done
+        return loss
+
+    @property
+    def saves(self) -> bool:
+        """Whether the recipe wants a checkpoint of the step that is done."""
+        every = self.plan.checkpoint.every_steps
+        return every is not None and self._falls_due(every)
+
+    def _falls_due(self, every_steps: int) -> bool:
+        """Of what is made every so many steps. Where outer steps are overlapped, once that step's
+        has arrived."""
+        at = self.done - (0 if self.plan.outer is None else self.plan.outer.overlap_steps)
+        return at > 0 and at % every_steps == 0
+
+    def save(self, *, last: bool = False) -> None:
+        """A checkpoint of the step that is done, with a line in run/saves.jsonl; nothing where it
+        has one. last: nothing is trained after it, so that a copy that fails (checkpoint.upload_to)
+        is an error and not a warning."""
+        self._check_lease()
+        if self._saved != self.done:
+            last = last or self.done == self.plan.training.steps
+            origin = replace(self._origin, finite=self._divergence.finite)
+            began = time.perf_counter()
+            if self._outer is not None and (met := self._outer.arrived(self.done)):
+                self._record(met)
+            trainer = self._trainer if self._outer is None else self._outer.saved(self.done)
+            nodes = save_checkpoint(
+                self.plan, self.folder, trainer, self.done, last=last, origin=origin
+            )
+            if self._saves:
+                self._saves.write(self.done, time.perf_counter() - began, sum(nodes), max(nodes))
+            self._saved = self.done
+
+    def _check_lease(self) -> None:
+        """Raises Refusal where another run has taken this one's place."""
+        if self._lease is not None and self._lease.lost is not None:
+            raise taken_over(self._lease.lost, self.folder)
+
+    def finish(self, status: str = "done") -> None:
+        """Writes run/summary.json and run/status.json. status: done | preempted."""
+        self._measured.write(self.folder, status, self.done, self.attempt)
+        if self._tracking:
+            self._tracking.close()
+        dist.barrier()
+        if self._outer is not None:
+            self._outer.leave(done=status == "done")
+        if self.rank == 0:
+            write_status(self.folder, status, self.attempt, step=self.done)
+        if self._lease is not None:
+            self._lease.release()
+
+
+def live_record(held: Mapping[str, HeldParameter], rank: int) -> dict[str, JsonValue]:
+    """parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this data rank's
+    partitions).
+
+    shapes: Hugging Face name -> the shape of this rank's part, before ZeRO's flattening. trained,
+    frozen: how many.
+    """
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "parameter_bytes": sum(p.resident_bytes for p in held.values()),
+        **parameter_counts(held),
+        "shapes": {name: list(p.shape) for name, p in held.items()},
+    }
+
+
+def begin_session(
+    plan: Plan,
+    folder: Path,
+    rank: int,
+    resume: str | None,
+    lease: Lease | None,
+    watch: Watch | None = None,
+) -> Session:
+    """Opens the process groups and begins the attempt. resume, lease: as begin_on_ranks takes
+    them."""
+    runtime_of(plan).open_groups(plan)
+    forget_environment()  # every rank is there
+    check_same_files(plan, folder)
+    attempt = begin_on_ranks(plan, folder, rank, resume, lease)
+    if watch is not None:
+        watch.begin(attempt.number)
+        watch.at("reading its data and building its part of the model", 0)
+    if rank == 0:
+        write_status(folder, "running", attempt.number)
+    return Session(plan, folder, rank, attempt, lease)
+
+
+@contextmanager
+def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterator[Session]:
+    """For a script of one's own, started by `deepspeed` (or torchrun) with the plan's number of
+    ranks.
+
+    resume: auto (the newest valid checkpoint, else from the start), never, or a step folder. At the
+    end a checkpoint of the last step is written and the process groups are closed. Raises Refusal
+    where the folder, the world or the data are not the plan's.
+    """
+    load_environment()
+    path = Path(folder).resolve()
+    plan, rank = load_plan(path), int(os.environ["RANK"])
+    of_island(plan, path, None)
+    runtime = runtime_of(plan)
+    runtime.prepare_process(plan, own_loop=True)
+    check_world(plan)
+    lease = lease_of(plan, path, RANKS) if rank == 0 else None
+    try:
+        session = begin_session(plan, path, rank, resume, lease)
+        yield session
+        session.save(last=True)
+        session.finish("done" if session.done == session.plan.training.steps else "preempted")
+    finally:
+        if lease is not None:
+            lease.release()
+    runtime.close_groups()

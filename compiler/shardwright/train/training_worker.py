@@ -1,0 +1,179 @@
+"""What every rank runs under the `deepspeed` launcher: the compiled folder's train.py calls
+main()."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from shardwright.diagnostics import Refusal
+from shardwright.engines.trainer_protocol import runtime_of
+from shardwright.monitor.rank_events import RankFailed, event_object, is_echo
+from shardwright.monitor.rank_monitor import Watch
+from shardwright.monitor.run_files import read_attempt_record, write_json
+from shardwright.plan.plan import Plan
+from shardwright.plan.plan_json import read_plan
+from shardwright.train.lease_ownership import RANKS, check_alone, lease_of, take_on_rank_0
+from shardwright.train.process_exit import leave
+from shardwright.train.secret_environment import blotter, take_environment
+from shardwright.utils.host_memory import keep_freed_memory
+from shardwright.utils.run_lease import Lease
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwright.train.training_session import Session
+
+ECHO_GRACE_SECONDS = 4.0
+
+
+def main() -> NoReturn:
+    """Trains as plan.json and run/attempt.json say. The working directory is not relied on."""
+    unsent = take_environment()
+    folder = Path(sys.argv[0]).resolve().parent
+    rank = int(os.environ["RANK"])
+    (folder / "run").mkdir(exist_ok=True)  # launch.sh by hand, in a fresh folder
+    number = read_attempt_record(folder).number or 1
+    output = os.dup(1)
+    if rank != 0:
+        _redirect_output(folder / "run" / "logs" / f"rank-{rank:05d}.log")
+    plan = read_plan(folder)
+    watch = Watch(plan, folder, rank, number, output)
+    lease = lease_of(plan, folder, RANKS) if rank == 0 else None
+    try:
+        if unsent is not None:
+            raise unsent
+        status = _train(plan, folder, rank, watch, lease)
+    except BaseException as error:
+        if rank != 0:
+            traceback.print_exc()  # into its own log; rank 0's is what the user watches
+        event = _failure(plan, rank, error)
+        if event.code != "SW6006":  # the folder is another run's
+            write_json(
+                folder / "run" / "errors" / f"rank-{rank:05d}.json",
+                {"attempt": watch.attempt, **event_object(event)},
+            )
+        watch.failed(event)
+        if is_echo(str(error)):
+            # Let the launcher, which looks once a second, see the process that was killed before it
+            # sees this one.
+            time.sleep(ECHO_GRACE_SECONDS)
+        # Not the interpreter's way out: a collective that other ranks are in could block it for
+        # minutes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if lease is not None:
+            lease.release()
+        os._exit(1)
+    leave(status)
+
+
+def _redirect_output(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def _failure(plan: Plan, rank: int, error: BaseException) -> RankFailed:
+    """The launcher ends every rank once one is down; the earliest is the cause, the others its
+    echo."""
+    if isinstance(error, Refusal):
+        first = error.diagnostics[0]
+        cause, code, help_text = first.message, first.code, first.help
+    else:
+        cause, code, help_text = f"{type(error).__name__}: {error}", "SW6301", ""
+    blot = blotter(plan.launch.env_from)
+    return RankFailed(
+        rank=rank,
+        host=socket.gethostname(),
+        stage=plan.ranks[rank].pipeline if rank < len(plan.ranks) else None,
+        code=code,
+        cause=blot(cause),
+        help=help_text,
+        traceback=blot(traceback.format_exc()),
+    )
+
+
+def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | None) -> int:
+    """lease: rank 0's. Returns the exit code: 0, or what a scheduler wants of a run that was told
+    to stop."""
+    runtime = runtime_of(plan)
+    if plan.is_cpu:
+        keep_freed_memory()
+    runtime.prepare_process(plan, own_loop=False)
+    from shardwright.train.host_consistency import check_world
+
+    stop = _StopRequest(folder)
+    check_world(plan)
+    resume: str | None = os.environ.get("SHARDWRIGHT_RESUME", "auto")
+    if lease is None:
+        check_alone(plan, folder, rank)
+    elif take_on_rank_0(lease, folder):
+        resume = None
+    watch.join()
+    watch.at("connecting to the other ranks", 0)
+    from shardwright.train.training_session import begin_session
+
+    session = begin_session(plan, folder, rank, resume, lease, watch)
+    status = train_steps(session, watch, stop)
+    session.finish(status)
+    watch.leave()
+    runtime.close_groups()
+    return int(os.environ.get("SHARDWRIGHT_PREEMPTED_EXIT", "0")) if status == "preempted" else 0
+
+
+def train_steps(session: Session, watch: Watch, stop: _StopRequest) -> str:
+    """Every step still to train. Returns done, or preempted."""
+    last, status = session.steps().stop - 1, "done"
+    _evaluate(
+        session, watch
+    )  # of the step that is resumed from, where an earlier attempt failed in it
+    while session.done < last:  # an island that was behind goes on from another one's step
+        watch.at(f"in step {session.done + 1}", session.done)
+        session.train(session.done + 1)
+        if session.saves or session.done == last:
+            # Before the evaluation, which may fail: a run that resumes from here makes it then.
+            watch.at(f"saving step {session.done}", session.done)
+            session.save()
+        _evaluate(session, watch)
+        if session.done < last and stop.agreed(session.device):
+            status = "preempted"
+            break
+    watch.at("saving its last step", session.done)
+    session.save(last=True)
+    return status
+
+
+def _evaluate(session: Session, watch: Watch) -> None:
+    if session.evaluates:
+        watch.at(f"evaluating step {session.done}", session.done)
+        session.evaluate()
+
+
+class _StopRequest:
+    """Preemption: run/stop, or SIGUSR1 to any rank; every rank hears of it in the same step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "run" / "stop"
+        self.signalled = False
+        signal.signal(signal.SIGUSR1, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        self.signalled = True
+
+    def agreed(self, device: torch.device) -> bool:
+        """Collective."""
+        import torch
+        from torch import distributed as dist
+
+        asked = self.signalled or (os.environ["RANK"] == "0" and self.file.exists())
+        flag = torch.tensor([float(asked)], device=device)
+        dist.all_reduce(flag)
+        return bool(flag.item())

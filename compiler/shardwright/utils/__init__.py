@@ -1,0 +1,1 @@
+"""Helpers that know nothing of training. They import diagnostics at most."""

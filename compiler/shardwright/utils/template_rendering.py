@@ -1,0 +1,23 @@
+"""Jinja2 templates of templates/, filled in."""
+
+from __future__ import annotations
+
+import shlex
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from shardwright.utils.data_folders import templates_dir
+
+
+def render_template(template: str, **variables: object) -> str:
+    """Fill in a template of templates/. Raises jinja2's UndefinedError for a variable that is
+    missing."""
+    environment = Environment(
+        loader=FileSystemLoader(templates_dir()),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["quote"] = shlex.quote
+    return environment.get_template(template).render(**variables)

@@ -1,0 +1,498 @@
+"""Compile, launch, compare: the tiny copy under the real launcher against one plain process of the
+same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.compile import compile_recipe
+from shardwright.compiled_folder_writer import write_folder
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.layout.layout import Strategy
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.graph_builder import build_model_graph
+from shardwright.models.model_graph import ModelGraph
+from shardwright.plan.plan import Plan
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.engine_choice import settle_problem
+from shardwright.search.layout_search import choose
+from shardwright.utils.json_types import JsonObject
+from shardwright.utils.numeric_difference import series_apart, weights_apart
+from shardwright.utils.optional_packages import missing_peft
+from shardwright.utils.programs import own_command
+from shardwright.verify import tiny_copy
+from shardwright.verify.tiny_data import (
+    Talks,
+    Tokens,
+    alone,
+    packs,
+    random_talks,
+    random_tokens,
+    talks,
+)
+from shardwright.verify.verification_result import (
+    LOSS_ABSOLUTE,
+    NORM_RELATIVE,
+    RATE_ABSOLUTE,
+    WEIGHT_ABSOLUTE,
+    Comparison,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from shardwright.verify.reference_run import Reference, Rows
+
+DROPOUT = "dropout"
+LAUNCH_SECONDS = 600
+"""A launch of a tiny model takes half a minute; one that takes this long, even on a busy machine,
+hangs."""
+Say = Callable[[str], None]
+Row = dict[str, float | None]
+"""A line of metrics.jsonl; None where a value is not finite."""
+
+
+def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
+    """say: told each stage as it begins. Raises Refusal: what compile says of the recipe; SW5402
+    the model has no tiny copy; SW5403 the tiny run does not finish (its folder is kept)."""
+    began = time.monotonic()
+    graph, strategy = _planned(recipe)
+    small = tiny_copy.tiny_strategy(strategy)
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-verify-"))
+    try:
+        say(f"building a tiny {graph.architecture}")
+        wanted, plan, held_out = _prepare(recipe, graph, strategy, small, folder)
+        say(f"training it on {small.world_size} rank{'' if small.world_size == 1 else 's'}")
+        checks = _measure(folder, plan, wanted, say)
+        if (
+            held_out is not None
+            and graph.max_dropout > 0
+            and plan.lora is None
+            and all(c.passed for c in checks)
+        ):
+            say("training it with dropout")
+            checks = (*checks, _evaluated_without_dropout(folder, graph, held_out))
+    except BaseException as error:
+        if not isinstance(error, Refusal) or all(d.code != "SW5403" for d in error.diagnostics):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return Verdict(
+        architecture=graph.architecture,
+        parameters=plan.model.total_parameters,
+        layout=strategy.describe(),
+        verified=small.describe(),
+        checks=checks,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
+    """The layout that `compile` would take."""
+    if recipe.model.trust_remote_code is not None:
+        raise refusal(
+            "SW5402",
+            "a model with code of its own has no tiny copy here",
+            (
+                "`verify` shrinks transformers' own types. Compile a small recipe for `gpu: cpu` "
+                "and run that."
+            ),
+            ("model", "trust_remote_code"),
+        )
+    cluster = resolve_cluster(recipe.cluster)
+    problem, _ = settle_problem(
+        Problem(recipe=recipe, graph=build_model_graph(recipe.model), cluster=cluster)
+    )
+    return problem.graph, choose(problem).strategy
+
+
+def _prepare(
+    recipe: Recipe, graph: ModelGraph, strategy: Strategy, small: Strategy, folder: Path
+) -> tuple[Reference, Plan, Rows | None]:
+    """The tiny model's weights and tokens, its compiled folder `out`, what one process makes of
+    them, and the rows that are held out."""
+    from transformers import AutoConfig
+
+    from shardwright.data.data_preparation import prepare
+    from shardwright.data.dataset import open_dataset
+    from shardwright.models.rotary_embedding import length_dependent
+    from shardwright.models.special_token_ids import token_ids
+    from shardwright.verify.reference_run import PlainBalance, loaded, merge_plain_adapters, train
+
+    if graph.sees:
+        raise _no_copy(graph, "its rows hold pictures, and a tiny copy has none yet")
+    if recipe.lora is not None and (absent := missing_peft()):
+        raise Refusal(absent)
+    vocabulary, names = _tiny_model(graph, strategy, folder, recipe.training.sequence_length)
+    freeze = tiny_copy.tiny_freeze(graph, recipe.model.freeze, names)
+    batch = tiny_copy.batch_of(small)
+    packed, of_talks = packs(recipe), talks(recipe)
+    special = token_ids(
+        AutoConfig.from_pretrained(folder / tiny_copy.MODEL, trust_remote_code=False)
+    ).special
+
+    def drawn(seed: int, rows: int) -> Tokens | Talks:
+        if of_talks:
+            return random_talks(seed, rows, tiny_copy.LENGTH, packed=packed)
+        return random_tokens(
+            seed, rows, tiny_copy.LENGTH, vocabulary, packed=packed, special=special
+        )
+
+    data = drawn(tiny_copy.SEED, tiny_copy.STEPS * batch)
+    held_out = (
+        drawn(tiny_copy.SEED + 1, tiny_copy.held_out_rows(small))
+        if recipe.validation is not None
+        else None
+    )
+    document = tiny_copy.tiny_recipe(
+        recipe,
+        small,
+        data.write(folder / tiny_copy.TOKENS),
+        None if held_out is None else held_out.write(folder / tiny_copy.HELD_OUT),
+        freeze,
+    )
+    plan = _compiled(graph, document, folder)
+    plain = loaded(folder / tiny_copy.MODEL, plan.model.attention)
+    balance = plan.model.router_aux_loss
+    if isinstance(data, Tokens):
+        blocks = [data.rows(step * batch, (step + 1) * batch) for step in range(tiny_copy.STEPS)]
+        held_out_rows = (
+            held_out.rows(0, len(held_out.ids)) if isinstance(held_out, Tokens) else None
+        )
+    else:  # what is packed with what, `prepare` decides
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # its progress
+            prepare(plan, folder / "out", limit_bytes=None)
+        opened, padded = open_dataset(plan, folder / "out"), bool(length_dependent(plain))
+        blocks = [
+            alone(opened.train.read(opened.order.indices(step)), padded=padded)
+            for step in range(1, tiny_copy.STEPS + 1)
+        ]
+        rows = opened.validation
+        held_out_rows = (
+            None if rows is None else alone(rows.read(np.arange(len(rows))), padded=padded)
+        )
+    _freeze_and_adapt(plain, plan, recipe, freeze)
+    wanted = train(
+        plain,
+        blocks,
+        lr=tiny_copy.LR,
+        betas=tiny_copy.BETAS,
+        eps=tiny_copy.EPS,
+        weight_decay=tiny_copy.DECAY,
+        warmup=tiny_copy.WARMUP,
+        clipping=plan.training.gradient_clipping,
+        own_loss=plan.model.cut.loss == "next_token",
+        held_out=held_out_rows,
+        every=tiny_copy.EVERY,
+        balance=None
+        if balance is None
+        else PlainBalance(plain, balance.coefficient, balance.affinity),
+    )
+    if recipe.lora is not None:
+        scale = recipe.lora.alpha / min(recipe.lora.rank, tiny_copy.RANK)
+        wanted = dataclasses.replace(
+            wanted, weights=merge_plain_adapters(plain, wanted.weights, scale)
+        )
+    return wanted, plan, held_out_rows
+
+
+def _configuration(document: JsonObject) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    from shardwright.models.config_special_floats import untagged
+
+    whole = dict(untagged(dict(document)))
+    config: PretrainedConfig = AutoConfig.for_model(whole.pop("model_type"), **whole)
+    return config
+
+
+def _tiny_model(
+    graph: ModelGraph, strategy: Strategy, folder: Path, sequence_length: int
+) -> tuple[int, tuple[str, ...]]:
+    """Weights and configuration of the tiny model, written to `folder`. Returns the size of its
+    vocabulary, and its parameters' names."""
+    import torch
+    from transformers.utils import logging
+
+    from shardwright.models.layer_kinds import keeps_every_kind
+    from shardwright.models.tasks.task_registry import task_of
+
+    of_copy = (graph.config, strategy, sequence_length)
+    logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
+    logging.disable_progress_bar()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.set_num_threads(1)
+    try:
+        config, whole = (_configuration(c) for c in (tiny_copy.tiny_config(*of_copy), graph.config))
+        with torch.device("meta"):
+            kept = keeps_every_kind(task_of(whole).build(whole), task_of(config).build(config))
+        if not kept:
+            config = _configuration(tiny_copy.tiny_config(*of_copy, depth=False))
+        torch.manual_seed(tiny_copy.SEED)
+        model = task_of(config).build(config)
+        with torch.no_grad():
+            for (
+                parameter
+            ) in model.parameters():  # no bias is zero and no norm one: each of them has to count
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(folder / tiny_copy.MODEL)
+        config.save_pretrained(folder / tiny_copy.MODEL)
+    except Exception as error:  # whatever a type's own code raises at this size
+        raise _no_copy(graph, f"{type(error).__name__}: {error}") from None
+    names = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
+    return int(config.get_text_config().vocab_size), names
+
+
+def _compiled(graph: ModelGraph, document: JsonObject, folder: Path, out: str = "out") -> Plan:
+    """The recipe `document`, written and compiled to the folder `out` in `folder`."""
+    recipe = folder / f"recipe-{out}.json"
+    recipe.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    try:
+        compiled = compile_recipe(load_recipe(recipe))
+    except Refusal as refusal:
+        first = refusal.diagnostics[0]
+        raise _no_copy(graph, f"{first.code}: {first.message}") from None
+    write_folder(folder / out, compiled.files)
+    return compiled.plan
+
+
+def _freeze_and_adapt(model: nn.Module, plan: Plan, recipe: Recipe, freeze: Sequence[str]) -> None:
+    """In place, by the recipe and the model alone: whatever the plan and peft make of them is
+    compared with it."""
+    from shardwright.verify.reference_run import add_plain_adapters
+
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for entry in freeze):
+            parameter.requires_grad_(False)
+    if recipe.lora is not None:
+        add_plain_adapters(
+            model,
+            plan.model.cut.stack,
+            recipe.lora.target_modules,
+            rank=min(recipe.lora.rank, tiny_copy.RANK),
+            alpha=recipe.lora.alpha,
+            seed=tiny_copy.SEED,
+        )
+
+
+def _no_copy(graph: ModelGraph, why: str) -> Refusal:
+    return refusal(
+        "SW5402",
+        f"{graph.architecture} cannot be verified on a tiny copy: {' '.join(why.split())[:300]}",
+        "`shardwright models TYPE` says what is proved of its type.",
+    )
+
+
+def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Comparison, ...]:
+    """Where the training differs already, its resumption says no more."""
+    out = folder / "out"
+    _launch(out)
+    rows = _metrics(out)
+    say("exporting its last checkpoint")
+    used = {name: weight for name, weight in wanted.weights.items() if name not in wanted.unused}
+    first: dict[str, torch.Tensor] = {}
+    try:
+        first = _exported(plan, out, folder / "first")
+    except Refusal as refused:  # of a checkpoint that this run wrote
+        weights = Comparison("weights", refused.diagnostics[0].message, math.inf, WEIGHT_ABSOLUTE)
+    else:
+        mine = {
+            name: weight
+            for name, weight in first.items()
+            if name in used or name not in wanted.unused
+        }
+        weights = Comparison(
+            "weights", "trained, saved and exported", weights_apart(mine, used), WEIGHT_ABSOLUTE
+        )
+    held = sum(_held(out, rank.rank) != rank.parameter_bytes for rank in plan.ranks)
+    trained = (
+        Comparison(
+            "losses",
+            f"of {tiny_copy.STEPS} steps",
+            _off(rows, "loss", wanted.losses),
+            LOSS_ABSOLUTE,
+        ),
+        Comparison(
+            "gradient norms",
+            "relative",
+            _off(rows, "grad_norm", wanted.grad_norms, relative=True),
+            NORM_RELATIVE,
+        ),
+        Comparison(
+            "learning rates", "", _off(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE
+        ),
+        weights,
+        *_held_out(out, wanted),
+        Comparison("split", "ranks that hold other bytes than planned", float(held), 0.0),
+    )
+    if not all(check.passed for check in trained):
+        return trained
+    shutil.rmtree(out / plan.checkpoint.directory / f"step-{tiny_copy.STEPS:08d}")
+    say(f"resuming from step {tiny_copy.EVERY}")
+    _launch(out)
+    again, losses = _metrics(out), [row["loss"] for row in rows]
+    resumed = _exported(plan, out, folder / "again")
+    return (
+        *trained,
+        Comparison(
+            "resume",
+            "losses, against the uninterrupted run",
+            _off(again, "loss", losses),
+            LOSS_ABSOLUTE,
+        ),
+        *(
+            dataclasses.replace(check, name=f"resumed {check.name}")
+            for check in _held_out(out, wanted)
+        ),
+        Comparison(
+            "resumed weights",
+            "against the uninterrupted run",
+            weights_apart(resumed, first),
+            WEIGHT_ABSOLUTE,
+        ),
+    )
+
+
+def _held_out(out: Path, wanted: Reference) -> tuple[Comparison, ...]:
+    """Where the recipe has `validation`."""
+    if not wanted.held_out:
+        return ()
+    found = _lines(out / "run" / "evaluation.jsonl")
+    steps = [row["step"] for row in found] == list(wanted.held_out)
+    off = (
+        series_apart([row["loss"] for row in found], list(wanted.held_out.values()))
+        if steps
+        else math.inf
+    )
+    return (
+        Comparison("held-out losses", f"after each {tiny_copy.EVERY} steps", off, LOSS_ABSOLUTE),
+    )
+
+
+def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) -> Comparison:
+    """The tiny copy with the model's own dropout, which makes each layout's training another one:
+    the held-out loss of the weights that came of it is that of one process, which drops nothing
+    out."""
+    import torch
+
+    from shardwright.verify.reference_run import loaded, mean_loss
+
+    document = json.loads((folder / "recipe-out.json").read_text("utf-8"))
+    document["model"]["source"] = f"./{tiny_copy.MODEL}-{DROPOUT}"
+    document["training"]["steps"] = tiny_copy.EVERY
+    shutil.copytree(folder / tiny_copy.MODEL, folder / f"{tiny_copy.MODEL}-{DROPOUT}")
+    config = folder / f"{tiny_copy.MODEL}-{DROPOUT}" / "config.json"
+    config.write_text(
+        json.dumps(tiny_copy.with_dropout(json.loads(config.read_text("utf-8")), graph.config)),
+        "utf-8",
+    )
+    plan, out = _compiled(graph, document, folder, DROPOUT), folder / DROPOUT
+    _launch(out)
+    _exported(plan, out, folder / f"{DROPOUT}-exported")
+    model = loaded(folder / f"{DROPOUT}-exported", plan.model.attention)
+    with torch.no_grad():
+        wanted = float(
+            mean_loss(model.eval(), held_out, own_loss=plan.model.cut.loss == "next_token")
+        )
+    found = [row["loss"] for row in _lines(out / "run" / "evaluation.jsonl")]
+    off = series_apart(found[-1:], [wanted])
+    return Comparison(
+        f"held-out loss beside {DROPOUT}", "evaluation drops nothing out", off, LOSS_ABSOLUTE
+    )
+
+
+def _off(
+    rows: list[Row], key: str, wanted: Sequence[float | None], *, relative: bool = False
+) -> float:
+    return series_apart([row[key] for row in rows], wanted, relative=relative)
+
+
+def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
+    """The model's parameters, adapters merged into them, and the adapters themselves as the
+    checkpoint has them."""
+
+    from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+    from shardwright.checkpoint.huggingface_export import export_checkpoint
+    from shardwright.verify.reference_run import loaded
+
+    newest = max((out / "checkpoints").glob("step-*"))
+    # DeepSpeed's reader of ZeRO-3 checkpoints prints what it does, where the verdict goes.
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        export_checkpoint(newest, target, merge=plan.lora is not None)
+        model = loaded(target)
+    with CheckpointReader(newest) as reader:
+        adapters = {
+            name: reader.whole(name, "fp32") for name in reader.manifest.tensors if ".lora_" in name
+        }
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | adapters
+
+
+def _metrics(out: Path) -> list[Row]:
+    return _lines(out / "run" / "metrics.jsonl")
+
+
+def _lines(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def _held(out: Path, rank: int) -> int:
+    document: JsonObject = json.loads(
+        (out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text("utf-8")
+    )
+    return int(str(document["parameter_bytes"]))
+
+
+def _launch(out: Path) -> None:
+    """The command itself, in a process group that can be ended as one. Raises Refusal: SW5403."""
+    process = subprocess.Popen(
+        own_command("run", str(out)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        env={**os.environ, "TRANSFORMERS_VERBOSITY": "error"},
+    )
+    try:
+        output, _ = process.communicate(timeout=LAUNCH_SECONDS)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise _not_finished(out, f"no end after {LAUNCH_SECONDS} s") from None
+        raise
+    if process.returncode != 0:
+        lines = [line for line in output.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("error[")]
+        raise _not_finished(out, (errors or lines[-1:] or ["no output"])[0])
+
+
+def _not_finished(out: Path, why: str) -> Refusal:
+    return refusal(
+        "SW5403",
+        f"the tiny copy did not train to its end: {' '.join(why.split())[:300]}",
+        f"Its folder is kept: `shardwright logs {out}` has all of its output.",
+    )

@@ -1,0 +1,259 @@
+"""A plain single-process Hugging Face run: no plan, no DeepSpeed, nothing split. What every layout
+is compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shardwright.engines.reference.reference_optimizer import PlainOptimizer
+from shardwright.models.router_aux_loss import AFFINITIES, routers_of
+from shardwright.models.tasks.causal_lm import IGNORED
+from shardwright.models.tasks.task_registry import task_of
+
+Rows = list[dict[str, Any]]
+"""The rows of one global batch, as model inputs with "labels". Each entry is a forward of its own.
+Beside them may stand, for a balance loss, "row": the number of the sequence that a document is
+packed in; and "real": the number of tokens before a row's padding."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """unused: parameters that the loss does not reach: a plain optimizer leaves them alone, ZeRO's
+    decays them. held_out: step -> loss over the held-out rows after it."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+    weights: dict[str, torch.Tensor]
+    unused: frozenset[str]
+    held_out: dict[int, float] = field(default_factory=dict)
+
+
+def loaded(folder: Path, attention: str | None = None) -> PreTrainedModel:
+    """The model of a folder with safetensors, in fp32, its parameters as the files have them: of
+    Youtu's types from_pretrained empties the padding id's row of the embedding, and of the head
+    that is tied to it."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model: PreTrainedModel = task_of(config.model_type).auto_class.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    embedding = model.get_input_embeddings()
+    names = [
+        name for name, p in model.named_parameters(remove_duplicate=False) if p is embedding.weight
+    ]
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors, torch.no_grad():
+            for name in set(names) & set(tensors.keys()):
+                embedding.weight.copy_(tensors.get_tensor(name))
+    return model
+
+
+def train(
+    model: nn.Module,
+    blocks: list[Rows],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    warmup: int,
+    clipping: float,
+    dtype: torch.dtype = torch.float32,
+    own_loss: bool = True,
+    held_out: Rows | None = None,
+    every: int = 1,
+    balance: PlainBalance | None = None,
+) -> Reference:
+    """blocks: per step. The loss is Hugging Face's own, sum over the predicted tokens / their
+    number over all rows of the step. own_loss False: the model's own loss is another one, and
+    next-token cross-entropy is taken from its logits. held_out: rows to evaluate after each `every`
+    steps and after the last. balance: of the model's routers."""
+    model.train()
+    optimizer = PlainOptimizer(
+        model, betas=betas, eps=eps, weight_decay=weight_decay, clipping=clipping, dtype=dtype
+    )
+    losses, norms, rates, evaluations = [], [], [], {}
+    for step, rows in enumerate(blocks, 1):
+        loss = mean_loss(model, rows, own_loss=own_loss, balance=balance)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.take_gradients()
+        rate = lr * step / warmup if step <= warmup else cosine(lr, step, warmup, len(blocks))
+        norms.append(optimizer.step(rate))
+        if held_out is not None and (step % every == 0 or step == len(blocks)):
+            with torch.no_grad():
+                evaluations[step] = float(mean_loss(model.eval(), held_out, own_loss=own_loss))
+            model.train()
+        losses.append(float(loss.detach()))
+        rates.append(rate)
+    weights = {
+        name: optimizer.masters.get(name, p).detach() for name, p in model.named_parameters()
+    }
+    return Reference(losses, norms, rates, weights, optimizer.unused, evaluations)
+
+
+def add_plain_adapters(
+    model: nn.Module,
+    stack: str,
+    names: tuple[str, ...] | None,
+    *,
+    rank: int,
+    alpha: float,
+    seed: int,
+) -> None:
+    """Freeze the model and add alpha / rank B A x to the output of each linear of its decoder
+    layers that has one of these names, by forward hooks: LoRA (arXiv 2106.09685) without peft,
+    which it is compared with.
+
+    names: None for every linear but routers. A and B have peft's names, and the values that peft
+    draws from `seed`.
+    """
+    model.requires_grad_(False)
+    torch.manual_seed(seed)
+    for path, module in list(model.named_modules()):
+        leaf = path.rpartition(".")[2]
+        auto = leaf != "gate" and not any(part in leaf for part in ("router", "norm", "embed"))
+        if not (path.startswith(stack + ".") and (auto if names is None else leaf in names)):
+            continue
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        into, out = (
+            module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)
+        )
+        a, b = nn.Linear(into, rank, bias=False), nn.Linear(rank, out, bias=False)
+        nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
+        nn.init.zeros_(b.weight)
+        module.register_forward_hook(partial(_add_adapter, a, b, alpha / rank))
+        module.add_module("lora_A", nn.ModuleDict({"default": a}))
+        module.add_module("lora_B", nn.ModuleDict({"default": b}))
+
+
+def _add_adapter(
+    a: nn.Linear,
+    b: nn.Linear,
+    scale: float,
+    module: nn.Module,
+    inputs: tuple[torch.Tensor],
+    output: torch.Tensor,
+) -> torch.Tensor:
+    adapted: torch.Tensor = output + scale * b(a(inputs[0]))
+    return adapted
+
+
+def merge_plain_adapters(
+    model: nn.Module, weights: dict[str, torch.Tensor], scale: float
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a model that add_plain_adapters adapted, with W + scale B A in place of
+    each adapted W."""
+    merged = dict(weights)
+    for path, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            a, b = (weights[f"{path}.lora_{x}.default.weight"] for x in "AB")
+            change = scale * (b @ a)
+            merged[f"{path}.weight"] = merged[f"{path}.weight"] + (
+                change.t() if isinstance(module, Conv1D) else change
+            )
+    return merged
+
+
+class PlainBalance:
+    """DeepSeek-V3's balance loss of a model's routers (arXiv 2412.19437, equations 17 to 20),
+    sequence by sequence and expert by expert: written apart from models/router_aux_loss.py, which
+    it is compared with."""
+
+    def __init__(self, model: nn.Module, coefficient: float, affinity: str) -> None:
+        self.coefficient, self._affinity = coefficient, AFFINITIES[affinity]
+        self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sequences: dict[Any, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        for router in routers_of(model).values():
+            router.register_forward_hook(
+                lambda _m, _a, output: self._outputs.append((output[0], output[2]))
+            )
+
+    def begin(self) -> None:
+        self._outputs, self._sequences = [], {}
+
+    def take(self, entry: dict[str, Any]) -> None:
+        """What the routers gave in the forward of `entry`, to the sequences that it holds."""
+        outputs, self._outputs = self._outputs, []
+        rows, length = entry["input_ids"].shape
+        for row in range(rows):
+            key = entry.get("row", (len(self._sequences), row))
+            layers = self._sequences.setdefault(key, [[] for _ in outputs])
+            for layer, tensors in zip(layers, outputs, strict=True):
+                logits, chosen = (
+                    x.view(rows, length, -1)[row, : entry.get("real", length)] for x in tensors
+                )
+                layer.append((logits, chosen))
+
+    def loss(self) -> torch.Tensor:
+        """The mean over layers and sequences."""
+        every = [self._of(documents) for layers in self._sequences.values() for documents in layers]
+        return self.coefficient * torch.stack(every).mean()
+
+    def _of(self, documents: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Of one layer and one sequence, whose documents lie one behind the other."""
+        logits, chosen = (torch.cat(parts) for parts in zip(*documents, strict=True))
+        tokens, experts = logits.shape
+        share = self._affinity(logits.float())
+        share = share / share.sum(dim=1, keepdim=True)
+        return torch.stack(
+            [
+                experts
+                / (chosen.shape[1] * tokens)
+                * int((chosen == expert).sum())
+                * share[:, expert].sum()
+                / tokens
+                for expert in range(experts)
+            ]
+        ).sum()
+
+
+def mean_loss(
+    model: nn.Module, rows: Rows, *, own_loss: bool, balance: PlainBalance | None = None
+) -> torch.Tensor:
+    """Over the predicted tokens of all rows; a balance loss adds to the gradients alone."""
+    items = sum(int((r["labels"][:, 1:] != IGNORED).sum()) for r in rows)
+    loss = torch.zeros(())
+    if balance is not None:
+        balance.begin()
+    for r in rows:
+        if balance is None and r["labels"].shape[1] < 2:
+            continue  # one token predicts nothing
+        inputs = {name: value for name, value in r.items() if name not in ("row", "real")}
+        if own_loss:
+            loss = loss + model(**inputs, use_cache=False, num_items_in_batch=items).loss
+        else:
+            loss = loss + next_token_loss(model, **inputs) / items
+        if balance is not None:
+            balance.take(r)
+    if balance is None:
+        return loss
+    added = balance.loss()
+    return loss + added - added.detach()
+
+
+def next_token_loss(model: nn.Module, labels: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """Sum over the predicted tokens."""
+    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+    target = labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), target, ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def cosine(lr: float, step: int, warmup: int, steps: int) -> float:
+    return lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))

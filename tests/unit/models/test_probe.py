@@ -1,0 +1,141 @@
+"""What the probe finds in toy models, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from shardwright.models.layer_split import NotCuttable, check_cut, find_cut, find_together, probe
+from shardwright.models.model_skeleton import Skeleton
+from tests.unit.models import toys
+from tests.unit.models.toys import IDS, LAYERS
+
+
+@pytest.mark.parametrize(
+    ("toy", "payload", "carried", "together"),
+    [
+        (toys.Toy, (), (), ()),
+        (toys.LearnedArgument, ("1", "pair.1"), (), ()),
+        (toys.LayersOwnInput, ("1",), (), ()),
+        (toys.Carried, (), (1,), ()),
+        (toys.SharedState, (), (), ((1, 2),)),
+        (toys.SharedParameters, (), (), ((0, 2),)),
+        (toys.Skips, (), (), ()),
+    ],
+)
+def test_what_crosses_and_what_stays_together(toy, payload, carried, together) -> None:
+    cut = probe(toy(), IDS).cut
+    assert (cut.stack, cut.hidden_position) == ("body.layers", 0)
+    assert (cut.payload, cut.carried, cut.together) == (payload, carried, together)
+    assert (cut.loss, cut.causal) == ("next_token", True)
+
+
+@pytest.mark.parametrize(
+    ("toy", "reason"),
+    [
+        (toys.LoopAdds, "more than the hidden states"),
+        (toys.Loops, "in a loop: body.layers"),
+        (toys.Remembers, "more than the hidden states|differ"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(toy, reason) -> None:
+    with pytest.raises(NotCuttable, match=reason):
+        probe(toy(), IDS)
+
+
+def test_a_cut_without_its_payload_or_its_group_is_refused() -> None:
+    for toy, wrong in (
+        (toys.LearnedArgument, {"payload": ("1",)}),
+        (toys.SharedState, {"together": ()}),
+    ):
+        model = toy()
+        found = probe(model, IDS)
+        with pytest.raises((NotCuttable, KeyError)):
+            check_cut(
+                model, dataclasses.replace(found.cut, **wrong), found.embedding, found.head, IDS
+            )
+
+
+def test_edges_by_gradient_and_by_value() -> None:
+    assert probe(toys.Toy(), IDS).embedding == ("body.table.weight",)
+    found = probe(toys.ConstantTable(), IDS)
+    assert found.embedding == ("body.table.weight", "body.places.weight")
+    assert found.head == ("norm.weight", "norm.bias", "out.weight", "out.bias")
+    assert probe(toys.OwnParameter(), IDS).embedding == ("body.scale", "body.table.weight")
+    # A payload's own parameters live with the embedding.
+    assert "body.extra.weight" in probe(toys.LearnedArgument(), IDS).embedding
+
+
+def test_parameters_of_a_deeper_tower_are_placed_by_pattern() -> None:
+    found = dataclasses.replace(probe(toys.Toy(), IDS), head=("norm.weight", "tower.0.weight"))
+    names = (
+        "body.table.weight",
+        "body.layers.17.linear.weight",
+        "norm.weight",
+        "tower.0.weight",
+        "tower.11.weight",
+    )
+    assert found.place(names) == (
+        ("body.table.weight",),
+        ("norm.weight", "tower.0.weight", "tower.11.weight"),
+    )
+    assert found.place((*names, "tower.0.scale")) is None
+
+
+def test_a_model_that_sees_later_tokens_is_told_apart() -> None:
+    assert not probe(toys.SeesAll(), IDS).cut.causal
+
+
+@pytest.mark.parametrize(("toy", "loss"), [(toys.ShiftedLabels, "given"), (toys.Smoothed, "other")])
+def test_own_loss(toy, loss) -> None:
+    assert probe(toy(), IDS).cut.loss == loss
+
+
+def test_a_chain_takes_every_layer_that_carries() -> None:
+    """State is found between neighbours and further apart, at any depth."""
+    model = toys.SharedState()
+    cut = find_cut(model, IDS)
+    assert find_together(model, cut, IDS) == ((1, 2),)
+
+
+@pytest.mark.parametrize("toy", [toys.LearnedArgument, toys.LayersOwnInput, toys.Carried])
+def test_gradients_flow_back_through_the_payload(toy) -> None:
+    """The pieces one after another give every parameter the plain model's gradient."""
+    model = toy()
+    plain = {n: p.grad for n, p in _backward(model, model(IDS).logits)}
+    skeleton = Skeleton(model, find_cut(model, IDS), (IDS.shape[0], IDS.shape[1]))
+    state = skeleton.embed(IDS, None)
+    for index in range(LAYERS):
+        state = skeleton.decode(index, state)
+    pieces = {n: p.grad for n, p in _backward(model, skeleton.head(state))}
+    assert plain.keys() == pieces.keys() and all(
+        torch.equal(pieces[n], g) for n, g in plain.items()
+    )
+    assert all(value is None for value in state.payload), (
+        "behind its last use nothing crosses any more"
+    )
+
+
+def _backward(model, logits):
+    model.zero_grad()
+    logits.square().sum().backward()
+    return [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+
+
+def test_what_no_gradient_reaches_is_left_alone() -> None:
+    """A constant table is no parameter to an optimizer, though a flat one would let it decay."""
+    assert probe(toys.Toy(), IDS).cut.untrained == ()
+    table = toys.ConstantTable()
+    table.tower = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    for frozen in (True, False):  # looked up under no_grad all the same
+        table.body.places.weight.requires_grad_(not frozen)
+        assert probe(table, IDS).cut.untrained == (
+            "body.places.weight",
+            "tower.*.weight",
+            "tower.*.bias",
+        )
+        assert table.body.places.weight.requires_grad != frozen
+    # A layer that does not run: others of its kind do.
+    assert probe(toys.Skips(), IDS).cut.untrained == ()

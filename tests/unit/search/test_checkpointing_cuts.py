@@ -1,0 +1,139 @@
+"""The fastest cut against every cut, in simulation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.layout.pipeline_simulation import simulate
+from shardwright.layout.stage_balancing import cut_evenly, cut_mirrored
+from shardwright.search import simulated_stage_boundaries
+from shardwright.search.simulated_stage_boundaries import Row, fastest_cut, fastest_cut_that
+
+
+def row(
+    schedule: str,
+    m: int,
+    stages: int,
+    seconds: list[float],
+    *,
+    ratio: float = 2.0,
+    send: float = 0.0,
+    after: float = 0.0,
+) -> Row:
+    """Blocks of these forward seconds; backward is `ratio` times as long, and each takes `after`
+    once a step."""
+    forward = (0.0, *itertools.accumulate(seconds))
+    whole = tuple(max(1, round(x * 1e6)) for x in seconds)
+    return Row(
+        schedule=schedule,
+        micro_batches=m,
+        stages=stages,
+        forward_seconds=forward,
+        backward_seconds=tuple(ratio * x for x in forward),
+        per_stage_seconds=(0.0, 0.0),
+        send_seconds=send,
+        after_seconds=tuple(after * x for x in range(len(forward))),
+        least_slowest=(cut_mirrored if schedule == "dualpipev" else cut_evenly)(whole, stages),
+    )
+
+
+def simulated(r: Row, cut: tuple[int, ...]) -> float:
+    """By the discrete events, apart from the arrays that the search uses."""
+    forward, backward = (
+        [sums[b] - sums[a] for a, b in itertools.pairwise(cut)]
+        for sums in (r.forward_seconds, r.backward_seconds)
+    )
+    ranks = r.stages // (2 if r.schedule == "dualpipev" else 1)
+    after = [r.after_seconds[b] - r.after_seconds[a] for a, b in itertools.pairwise(cut)]
+    if r.schedule == "dualpipev":
+        after = [a + b for a, b in zip(after[:ranks], reversed(after), strict=False)]
+    return simulate(
+        r.schedule, r.micro_batches, forward, backward, [r.send_seconds] * (ranks - 1)
+    ).seconds + max(after)
+
+
+def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:
+    return [(0, *inner, blocks) for inner in itertools.combinations(range(1, blocks), stages - 1)]
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Row:
+    """Up to 8 layers on up to 4 stages, free ones or a model's: a light embedding, equal layers, a
+    head."""
+    blocks = draw(st.integers(2, 8))
+    schedule = draw(st.sampled_from(["1f1b", "dualpipev"])) if blocks >= 4 else "1f1b"
+    stages = 4 if schedule == "dualpipev" else draw(st.integers(2, min(4, blocks)))
+    m = draw(st.integers(4 if schedule == "dualpipev" else 1, 12))
+    free = st.lists(st.floats(0.05, 2), min_size=blocks, max_size=blocks)
+    model = st.floats(0.1, 4).map(lambda head: [0.02, *[1.0] * (blocks - 2), head])
+    return row(
+        schedule,
+        m,
+        stages,
+        draw(st.one_of(free, model)),
+        ratio=draw(st.floats(1, 3)),
+        send=draw(st.sampled_from([0.0, 0.1])),
+        after=draw(st.sampled_from([0.0, 0.5])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows())
+def test_the_fastest_of_all_cuts(r: Row) -> None:
+    best = min(simulated(r, cut) for cut in every_cut(r.blocks, r.stages))
+    assert simulated(r, fastest_cut(r)) == pytest.approx(best, rel=1e-8)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 3), ("1f1b", 5), ("dualpipev", 6)])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_descent_finds_what_trying_all_finds(
+    schedule: str, stages: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = np.random.default_rng(seed).uniform(0.1, 1, 10).tolist()
+    r = row(schedule, 9, stages, seconds)
+    best = min(simulated(r, cut) for cut in every_cut(r.blocks, r.stages))
+    monkeypatch.setattr(simulated_stage_boundaries, "TRY_ALL", 0)
+    fastest_cut.cache_clear()
+    assert simulated(r, fastest_cut(r)) <= best * 1.01
+    fastest_cut.cache_clear()
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows(), st.integers(1, 7))
+def test_the_fastest_of_the_allowed_cuts(r: Row, most: int) -> None:
+    """At most so many blocks on the first stage, as little memory would have it."""
+
+    def allows(cut: tuple[int, ...]) -> bool:
+        return cut[1] <= most
+
+    found = fastest_cut_that(r, allows, None)
+    assert found is not None and allows(found)
+    best = min(simulated(r, cut) for cut in every_cut(r.blocks, r.stages) if allows(cut))
+    assert simulated(r, found) == pytest.approx(best, rel=1e-8)
+    assert fastest_cut_that(r, lambda cut: False, None) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows())
+def test_no_step_is_below_its_bound(r: Row) -> None:
+    every = np.array(every_cut(r.blocks, r.stages))
+    steps = simulated_stage_boundaries.step_seconds(r, every)
+    assert (simulated_stage_boundaries._lower_bounds(r, every) <= steps * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "head", "m"), [(32, 8, 2.4, 16), (32, 8, 2.4, 64), (126, 16, 0.6, 16)]
+)
+def test_heavy_stages_are_in_front(layers: int, stages: int, head: float, m: int) -> None:
+    """Of equal layers the first stages get more, and the step is shorter than that of the least
+    slowest stage."""
+    r = row("1f1b", m, stages, [0.05, *[1.0] * layers, head])
+    cut = fastest_cut(r)
+    sizes = [b - a for a, b in itertools.pairwise(cut)]
+    assert sizes[0] == max(sizes) > sizes[-2]
+    assert simulated(r, cut) < simulated(r, r.least_slowest) * 0.9999

@@ -1,0 +1,144 @@
+"""Published rows -> what the cost model takes, in process: hundreds of estimates in a fraction of a
+second."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cost.cost_constants import Constants
+from shardwright.cost.prediction_errors import error_fields
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
+from shardwright.models.graph_builder import build_model_graph
+from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.search.candidate_layouts import candidates
+from shardwright.search.layout_resolution import settled_estimate
+from tools.fit_cost import score, score_engines
+
+ROWS = Path(__file__).with_name("rows.json")
+ENGINE_ROWS = Path(__file__).with_name("engines.json")
+# A row's project, from the start of its `source`.
+PROJECTS = {
+    "llm-foundry": "MPT (llm-foundry)",
+    "BigScience": "BigScience",
+    "BLOOM": "BigScience",
+    "Megatron": "NVIDIA's papers",
+    "Korthikanti": "NVIDIA's papers",
+    "MT-NLG": "NVIDIA's papers",
+    "torchtitan": "torchtitan",
+    "DeepCompile": "DeepCompile's benchmark",
+    "Bekman": "S. Bekman's H200 runs",
+    "chenyaofo": "chenyaofo's A800 runs",
+    "DeepSpeed on Azure": "DeepSpeed on Azure",
+    "InternLM": "InternEvo",
+    "Nanotron": "nanotron",
+    "SimuMax": "SimuMax",
+}
+
+# Generations of GPUs among the rows.
+HARDWARE = ("V100", "A100", "H100")
+
+# How the notes of a row start whose peak_mem_GB was left in GiB. Korthikanti's figure 1: the
+# activations that its notes tell are those of the paper's equations (arXiv 2205.05198, table 2)
+# over 2^30, to the last digit.
+IN_GIB = "GiB;"
+
+Row = dict[str, Any]
+
+_GRAPHS: dict[str, ModelGraph] = {}
+"""By what a recipe says of its model: the rows are of a few models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    row: Row
+    recipe: Recipe
+    graph: ModelGraph
+    cluster: Cluster
+    strategy: Strategy
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(
+            recipe=self.recipe, graph=self.graph, cluster=self.cluster, experts_apart=True
+        )
+
+    @property
+    def project(self) -> str:
+        return project_of(self.row)
+
+
+def project_of(row: Row) -> str:
+    return next(name for start, name in PROJECTS.items() if row["source"].startswith(start))
+
+
+def is_megatron(row: Row) -> bool:
+    """Megatron-LM's own runs: the scorer's recipe says `target: deepspeed` where they use nothing
+    beyond it."""
+    return bool(row["source"].startswith(("Megatron SC", "Korthikanti")))
+
+
+def hardware_of(case: Case) -> str:
+    """One of HARDWARE."""
+    gpu: str = case.row["hardware"]["gpu"]
+    return gpu.partition("-")[0]
+
+
+def load_cases(path: Path = ROWS) -> list[Case]:
+    """Every row that the scorer uses, through the recipe that the scorer makes of it."""
+    return [case_of(row) for row in score.rows(path) if score.usable(row)]
+
+
+def load_engine_cases(path: Path = ENGINE_ROWS) -> list[Case]:
+    """Runs of other engines, and DeepSpeed's own, through that scorer's recipes."""
+    return [case_of(row) for row in score.rows(path)]
+
+
+def is_engine_row(row: Row) -> bool:
+    """Of engines.json, whose rows say how they are to be asked."""
+    return "price" in row
+
+
+def in_gigabytes(row: Row) -> Row:
+    """The row with its memory in 10^9 bytes, which is what the scorer takes it for."""
+    held = row["measured"]["peak_mem_GB"]
+    if not held or not row["notes"].startswith(IN_GIB):
+        return row
+    return {**row, "measured": {**row["measured"], "peak_mem_GB": held * 2**30 / 1e9}}
+
+
+def case_of(row: Row) -> Case:
+    row = in_gigabytes(row)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        document = score_engines.recipe(row) if is_engine_row(row) else score.recipe(row)
+        file.write_text(json.dumps(document))
+        recipe = load_recipe(file, [])
+    name = repr(recipe.model)
+    if name not in _GRAPHS:
+        _GRAPHS[name] = build_model_graph(recipe.model)
+    graph, cluster = _GRAPHS[name], resolve_cluster(recipe.cluster)
+    (strategy,) = candidates(Problem(recipe=recipe, graph=graph, cluster=cluster))
+    return Case(row=row, recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
+
+
+def estimate(case: Case, constants: Constants) -> Estimate:
+    return settled_estimate(case.problem, case.strategy, (), constants)
+
+
+def as_scored(found: Estimate) -> dict[str, Any]:
+    """The part of `estimate --json` that the scorer reads."""
+    told = error_fields(found.error)
+    return {
+        part: dataclasses.asdict(getattr(found, part)) | told[part] for part in ("time", "memory")
+    }

@@ -1,0 +1,186 @@
+"""docs/recipe.md: every key of a recipe, from the JSON Schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+from shardwright.engines.deepspeed.deepspeed_rules import IN_A_PIPELINE
+from shardwright.engines.deepspeed.ds_config_extra import ALLOWED, REFUSED
+from shardwright.recipe.recipe_schema import recipe_schema
+
+KINDS = ("text", "jsonl", "parquet", "chat", "tokens", "megatron", "synthetic")
+OPEN = ("model.config",)  # its keys are Hugging Face's, not ours
+
+Schema = dict[str, Any]
+
+
+def page() -> str:
+    schema = cast(Schema, recipe_schema())
+    lines = [
+        "# The keys of a recipe",
+        "",
+        "<!-- made by `make docs` from compiler/shardwright/recipe/recipe.schema.json -->",
+        "",
+        f"{schema['description']} `shardwright schema` prints the JSON Schema itself, for editors; "
+        "`shardwright check` says what is wrong in a recipe, with line and column.",
+        "",
+        "## The recipe",
+        "",
+        *table(schema, "", sections=False),
+    ]
+    for name, section in schema["properties"].items():
+        resolved = merged(section)
+        if name == "data":
+            lines += _data(resolved)
+        elif "properties" in resolved:
+            lines += [
+                "",
+                f"## {name}",
+                "",
+                str(resolved["description"]),
+                "",
+                *table(resolved, f"{name}."),
+            ]
+    return "\n".join([*lines, *_extra()]) + "\n"
+
+
+def _extra() -> list[str]:
+    """What may stand in `extra`, as compile has it."""
+    return [
+        "",
+        "## extra",
+        "",
+        "These keys and sections of DeepSpeed's configuration, by its own names. `make prove` "
+        "trains with each, saves, and goes on on another layout:",
+        "",
+        ", ".join(f"`{key}`" for key in ALLOWED) + ".",
+        "",
+        *(f"- `{key}` runs without a pipeline only: {why}." for key, why in IN_A_PIPELINE.items()),
+        *(f"- `{key}` is refused: {why}." for key, why in REFUSED.items()),
+        "- What the plan decides is refused with the recipe's key for it; all else because it "
+        "changes what is trained, unseen by the plan.",
+    ]
+
+
+def _data(section: Schema) -> list[str]:
+    lines = ["", "## data", "", f"{section['description']} `kind` decides the other keys.", ""]
+    lines += HEADER
+    known: dict[str, tuple[list[str], Schema]] = {}
+    for kind in KINDS:
+        for key, value in _of_kind(kind).items():
+            known.setdefault(json.dumps([key, value]), ([], {"key": key, "schema": value}))[
+                0
+            ].append(kind)
+    for kinds, entry in known.values():
+        where = "" if len(kinds) == len(KINDS) else f" ({', '.join(kinds)})"
+        schema = merged(entry["schema"])
+        lines.append(
+            row(entry["key"], schema, required=entry["key"] in ("kind", "path"), note=where)
+        )
+        if "properties" in schema:
+            lines += _rows(schema, f"{entry['key']}.", sections=True)
+    part = merged(recipe_schema_def("mixture_part"))
+    mixture = recipe_schema_def("kind_or_mixture")["then"]["properties"]["mixture"]
+    lines.append(row("mixture", merged(mixture), required=False))
+    lines.append(row("mixture[].weight", merged(part["properties"]["weight"]), required=True))
+    return [*lines, "", "A part of a `mixture` has the keys of its own `kind` besides."]
+
+
+def _of_kind(kind: str) -> Schema:
+    keys: Schema = dict(recipe_schema_def("data_kind")["properties"])
+    for branch in recipe_schema_def("data_kind")["allOf"]:
+        if branch["if"]["properties"]["kind"]["const"] == kind:
+            keys |= merged(branch["then"])["properties"]
+    return keys
+
+
+HEADER = ["| key | value | default | meaning |", "|---|---|---|---|"]
+
+
+def table(schema: Schema, prefix: str, *, sections: bool = True) -> list[str]:
+    """A row a key, those of nested mappings by their dotted names. sections: nested ones too."""
+    return [*HEADER, *_rows(schema, prefix, sections)]
+
+
+def _rows(schema: Schema, prefix: str, sections: bool) -> list[str]:
+    required = set(schema.get("required", ()))
+    rows = []
+    for key, value in schema["properties"].items():
+        resolved = merged(value)
+        if "properties" in resolved and prefix + key not in OPEN:
+            if sections:
+                rows += _rows(resolved, f"{prefix}{key}.", sections)
+        elif not (prefix == "" and key in ("data", "validation")):
+            rows.append(row(prefix + key, resolved, required=key in required))
+            for branch in resolved.get("anyOf", ()):
+                if sections and "properties" in branch:
+                    rows += _rows(branch, f"{prefix}{key}.", sections)
+    return rows
+
+
+def row(key: str, schema: Schema, *, required: bool, note: str = "") -> str:
+    default = (
+        f"`{json.dumps(schema['default'])}`"
+        if "default" in schema
+        else "required"
+        if required
+        else "none"
+    )
+    meaning = str(schema.get("description", "")).removesuffix("Required.").strip() or str(
+        schema.get("title", "")
+    )
+    return f"| `{key}` | {_cell(values(schema))} | {default} | {_cell(meaning + note)} |"
+
+
+def values(schema: Schema) -> str:
+    """What may stand there, in words."""
+    schema = merged(schema)
+    if "enum" in schema:
+        return ", ".join(f"`{_plain(v)}`" for v in schema["enum"])
+    if "const" in schema:
+        return f"`{_plain(schema['const'])}`"
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(values(part) for part in schema["anyOf"]))
+    kind = schema.get("type", "mapping" if "properties" in schema else "text")
+    kinds = [kind] if isinstance(kind, str) else list(kind)
+    return " or ".join(_type(k, schema) for k in kinds)
+
+
+def _type(kind: str, schema: Schema) -> str:
+    words = {
+        "string": "text",
+        "array": "list",
+        "object": "mapping",
+        "null": "nothing",
+        "boolean": "true or false",
+    }
+    if kind not in ("integer", "number"):
+        return words.get(kind, kind)
+    bounds = {
+        "minimum": "from",
+        "exclusiveMinimum": "above",
+        "maximum": "to",
+        "exclusiveMaximum": "below",
+    }
+    limits = [f"{word} {schema[key]}" for key, word in bounds.items() if key in schema]
+    return " ".join([kind, *limits])
+
+
+def merged(schema: Schema) -> Schema:
+    """With what its $ref says; its own words win."""
+    if "$ref" not in schema:
+        return schema
+    return {**merged(recipe_schema_def(str(schema["$ref"]).rpartition("/")[2])), **schema}
+
+
+def recipe_schema_def(name: str) -> Schema:
+    return cast(Schema, cast(Schema, recipe_schema())["$defs"][name])
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,214 @@
+"""docs/rules.md: the rules about layouts, from the registry, each with what it says where it is
+broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Iterator
+
+from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.diagnostics import Diagnostic
+from shardwright.diagnostics.code_registry import CODES
+from shardwright.engines.engine_table import ENGINES
+from shardwright.engines.megatron.megatron_recipe_keys import REFUSED, RUNS
+from shardwright.layout.layout import Strategy
+from shardwright.layout.layout_rule import Candidate, Rule
+from shardwright.models.graph_builder import build_model_graph
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.recipe_types import DataSection, LoraSection, Recipe, with_kernels
+from shardwright.recipe.tracking_types import NoiseScaleSection
+from shardwright.search.rule_registry import GENERAL_RULES, rules_for
+from tests.unit.models.factory import model_section, recipe_of
+
+MODELS = (
+    "meta-llama/Llama-3.1-8B",
+    "openai-community/gpt2",
+    "mistralai/Mixtral-8x7B-v0.1",
+    "bigscience/bloom-560m",
+)
+PLAIN = Strategy(
+    tensor=1,
+    pipeline=1,
+    data=16,
+    zero_stage=1,
+    micro_batch_size=1,
+    gradient_accumulation_steps=4,
+    activation_checkpointing="none",
+    schedule="1f1b",
+    offload="none",
+)
+CHANGES: tuple[dict[str, object], ...] = (
+    {},
+    *({"tensor": t, "data": 16 // t if 16 % t == 0 else 1} for t in (3, 5, 8, 16)),
+    *({"pipeline": 4, "data": 4, "zero_stage": z} for z in (0, 1, 3)),
+    {"zero_stage": 0},
+    {"zero_stage": 3},
+    {"pipeline": 64, "data": 1},
+    {"pipeline": 4, "data": 4, "schedule": "dualpipev"},
+    {"schedule": "dualpipev"},
+    {"micro_batch_size": 3},
+    {"expert": 2},
+    {"expert": 3},
+    {"expert": 16},
+    {"expert": 2, "zero_stage": 0},
+    {"virtual_stages": 2},
+    {"pipeline": 4, "data": 4, "activation_checkpointing": PartialCheckpointing(full=32)},
+    {"zero_stage": 1, "offload": "parameters"},
+    {"zero_stage": 3, "offload": "parameters"},
+    {"context": 2, "data": 8},
+    {"context": 3, "data": 5},
+    {"sequence_parallel": True},
+    {"virtual_stages": 2},
+    {"data": 1, "micro_batch_size": 64, "gradient_accumulation_steps": 1},
+)
+NOISE = NoiseScaleSection(every_steps=50, rows=32)
+TEXT = DataSection(kind="text", path="corpus/*.txt", tokenizer="byte", packing=True, shuffle=True)
+
+
+def page() -> str:
+    lines = [
+        "# The rules about layouts",
+        "",
+        "<!-- made by `make docs` from compiler/shardwright/search/rule_registry.py -->",
+        "",
+        "`plan` leaves out what an error forbids. `estimate` prices it all the same and says the "
+        "code, except where there is nothing to count: degrees that do not multiply out to the "
+        "GPUs (SW3101), a batch that does not divide (SW3102). Its object has no `strategy`, "
+        "`memory` and `time` then. `shardwright explain R --why-not tensor=8,pipeline=2` tells "
+        "which one forbids a layout. Warnings forbid nothing. What is asked about each layout:",
+    ]
+    ours = {
+        code: rule for code, rule in rules_for("deepspeed").items() if code not in GENERAL_RULES
+    }
+    groups = (
+        ("Whatever engine runs it", GENERAL_RULES),
+        ("For DeepSpeed (`target: deepspeed`)", ours),
+        ("For plain PyTorch (`target: reference`)", ENGINES["reference"].rules),
+        ("For Megatron-Core (`target: megatron`)", ENGINES["megatron"].rules),
+    )
+    for title, rules in groups:
+        lines += ["", f"## {title}"]
+        for code in sorted(rules):
+            lines += _rule(code, rules[code])
+    lines += _megatron_keys()
+    lines += [
+        "",
+        "## Memory and the search",
+        "",
+        "| code | finds |",
+        "|---|---|",
+        *(f"| {code} | {title} |" for code, title in CODES.items() if code.startswith("SW32")),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _megatron_keys() -> list[str]:
+    """The table of every key under `target: megatron` that no rule about layouts decides."""
+    refused = [
+        (
+            f"| `{name}` | "
+            f"{', '.join(f'`{v}`' for v in key.allowed if v is not None) or 'left out'} | SW1922: "
+            f"{key.why} |"
+        )
+        for name, key in REFUSED.items()
+    ]
+    return [
+        "",
+        "### Keys of a recipe under `target: megatron`",
+        "",
+        "These run: " + ", ".join(f"`{name}`" for name in RUNS) + ". Of the others:",
+        "",
+        "| key | runs | else |",
+        "|---|---|---|",
+        *refused,
+    ]
+
+
+def _rule(code: str, rule: Rule) -> list[str]:
+    found = examples().get(code)
+    severity = "" if found is None else f" ({found.severity})"
+    lines = ["", f"### {code}: {CODES[code]}{severity}", ""]
+    reads = (
+        ", ".join(f"`{name}`" for name in sorted(rule.reads)) or "none: the recipe alone decides it"
+    )
+    doc = " ".join(inspect.getdoc(rule.check).split()) if rule.check.__doc__ else ""
+    lines += [f"{doc}\n"] if doc else []
+    lines += [f"Keys of the layout that decide it: {reads}."]
+    if found is not None:
+        lines += [
+            "",
+            "```text",
+            f"{found.severity}[{code}]: {found.message}",
+            f"  = help: {found.help}",
+            "```",
+        ]
+    return lines
+
+
+@functools.cache
+def examples() -> dict[str, Diagnostic]:
+    """What each rule says of the first of these layouts that breaks it."""
+    found: dict[str, Diagnostic] = {}
+    for subject in subjects():
+        for code, rule in {
+            **rules_for("deepspeed"),
+            **rules_for("reference"),
+            **rules_for("megatron"),
+        }.items():
+            if code not in found and (diagnostic := rule.check(subject)) is not None:
+                found[code] = diagnostic
+    return found
+
+
+def subjects() -> Iterator[Candidate]:
+    for source, recipe, change in itertools.product(MODELS, recipes(), CHANGES):
+        strategy = dataclasses.replace(PLAIN, **change)  # type: ignore[arg-type]
+        pins = dataclasses.replace(recipe.parallelism, expert=strategy.expert)
+        graph, pinned = build_model_graph(model_section(source=source)), recipe.model.attention
+        yield Candidate(
+            recipe=dataclasses.replace(recipe, parallelism=pins),
+            graph=graph if pinned == "auto" else dataclasses.replace(graph, attention=pinned),
+            cluster=resolve_cluster(recipe.cluster),
+            strategy=strategy,
+        )
+
+
+def recipes() -> tuple[Recipe, ...]:
+    cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": "a100-sxm4-80gb"}
+    training = {"sequence_length": 1024, "global_batch_size": 64}
+    plain = recipe_of(cluster=cluster, training=training)
+    single = recipe_of(cluster=cluster, training={**training, "precision": "fp32"})
+    half = recipe_of(cluster={**cluster, "gpu": "cpu"}, training={**training, "precision": "fp16"})
+    return (
+        plain,
+        dataclasses.replace(plain, cluster=dataclasses.replace(plain.cluster, islands=2)),
+        dataclasses.replace(
+            single, model=dataclasses.replace(single.model, attention="flash_attention_2")
+        ),
+        with_kernels(plain, "compile"),
+        dataclasses.replace(plain, model=dataclasses.replace(plain.model, kernels="liger")),
+        dataclasses.replace(plain, data=TEXT),
+        dataclasses.replace(
+            plain, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=("c_attn",))
+        ),
+        *(
+            dataclasses.replace(
+                plain,
+                model=dataclasses.replace(plain.model, freeze=(entry,)),
+                lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=None)
+                if adapted
+                else None,
+            )
+            for entry, adapted in (("vision", False), ("*", False), ("model.embed_tokens", True))
+        ),
+        dataclasses.replace(plain, extra={"wall_clock_breakdown": True}),
+        recipe_of(cluster=cluster, training={**training, "sequence_length": 262_144}),
+        recipe_of(cluster=cluster, training={**training, "gradient_accumulation_dtype": "bf16"}),
+        recipe_of(cluster={**cluster, "gpu": "v100-sxm2-32gb"}, training=training),
+        dataclasses.replace(half, model=dataclasses.replace(half.model, router_aux_loss=0.001)),
+        recipe_of(cluster={**cluster, "inter_node_gbits_per_second": 50.0}, training=training),
+        dataclasses.replace(plain, tracking=dataclasses.replace(plain.tracking, noise_scale=NOISE)),
+    )

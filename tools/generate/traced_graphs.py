@@ -1,0 +1,58 @@
+"""`make graphs`: traces every shipped configuration and writes the graphs into the package."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardwright.models import popular_graphs
+from shardwright.models.graph_cache import graph_to_json
+from shardwright.models.model_catalog import shipped_config, shipped_ids
+from shardwright.models.model_graph import ModelGraph
+
+PATH = Path(popular_graphs.__file__).with_name(popular_graphs.ARCHIVE)
+
+
+def config_text(model_id: str) -> str:
+    return json.dumps(shipped_config(model_id), sort_keys=True)
+
+
+def trace(text: str) -> ModelGraph:
+    from shardwright.models.graph_trace import trace_model_graph
+
+    return trace_model_graph(json.loads(text), popular_graphs.ATTENTION, inline=False)
+
+
+def archive_of(found: Mapping[str, ModelGraph]) -> bytes:
+    """graphs.zip. `found`: configuration as text -> its graph. The same graphs are the same
+    bytes."""
+    members = {popular_graphs.member(text): graph_to_json(graph) for text, graph in found.items()}
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, text in [
+            (popular_graphs.VERSIONS, json.dumps(popular_graphs.versions())),
+            *sorted(members.items()),
+        ]:
+            archive.writestr(
+                zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED, 9
+            )  # ZipInfo: no clock, always 1980
+    return content.getvalue()
+
+
+def main() -> None:
+    texts = dict.fromkeys(config_text(model_id) for model_id in shipped_ids())
+    content = archive_of({text: trace(text) for text in texts})
+    changed = not PATH.exists() or PATH.read_bytes() != content
+    PATH.write_bytes(content)
+    print(
+        f"{PATH}: {len(texts)} graphs, {len(content):,} bytes, "
+        f"{'changed' if changed else 'as before'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

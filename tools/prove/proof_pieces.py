@@ -1,0 +1,410 @@
+"""The pieces of `make prove`: which tests each runs, and which code its figures speak of.
+
+`speaks_of` names what could change a figure: paths under compiler/shardwright, a folder or a file.
+The tests' own modules and the installed torch, transformers and DeepSpeed count always (digest.py).
+Every test marked `prove` is in exactly one piece (tests/unit/prove checks it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODEL = ("models", "recipe/recipe_types.py", "recipe/literal_types.py")
+"""What takes a model apart and builds it again."""
+DATA = ("data", "parallel/micro_batches.py")
+ENGINE = (
+    *MODEL,
+    "engines/trainer_protocol.py",
+    "engines/deepspeed",
+    "layout",
+    "parallel",
+    "plan",
+    "utils/json_records.py",
+)
+"""What makes losses, norms and weights, given a plan."""
+CHECKPOINTS = ("checkpoint", "engines/deepspeed/deepspeed_optimizer_shards.py")
+RUN = ("utils/run_lease.py", "train", "monitor/run_files.py")
+LAUNCH = (
+    "checkpoint",
+    "engines",
+    "launch",
+    "compiled_folder_files.py",
+    "compiled_folder_writer.py",
+    "parallel",
+    "train",
+    "monitor",
+)
+TRAITS = (
+    "engines/engine_definition.py",
+    "engines/kernel_traffic.py",
+    "engines/engine_table.py",
+    "engines/deepspeed/deepspeed_capabilities.py",
+    "engines/deepspeed/deepspeed_rules.py",
+    "engines/megatron",
+)
+"""What the cost model and the rules read of engines."""
+COST = (
+    "cluster",
+    "cost",
+    "models/model_graph.py",
+    "layout",
+    "models/popular",
+    "search",
+    *TRAITS,
+)
+READ = (
+    "diagnostics",
+    "engines/deepspeed/ds_config_schema.py",
+    "engines/deepspeed/ds_config_schemas",
+    "lint",
+    "recipe",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """tests: pytest's arguments, files or file::function. areas: the benchmarks/AREA.json that it
+    writes, by `proved(area, case, figures)`. hosts: wants root and the Debian packages that `make
+    test-hosts` installs."""
+
+    tests: tuple[str, ...]
+    speaks_of: tuple[str, ...]
+    areas: tuple[str, ...] = ()
+    hosts: bool = False
+
+
+_LAYOUTS = "tests/zoo/test_layouts.py"
+_SIGHT = "tests/zoo/test_sight.py"
+
+PIECES: dict[str, Piece] = {
+    # Quick ones first: a broken tree is found before the long ones begin.
+    "fuzz": Piece(
+        tests=(
+            "tests/lint/test_fuzz.py",
+            "tests/migrate/test_import.py",
+            "tests/unit/data/test_fuzz.py",
+            "tests/unit/models/test_fuzz.py",
+        ),
+        speaks_of=(*READ, "data", "migrate", "models", "utils/bounded_read.py"),
+        areas=("fuzz",),
+    ),
+    "ds-config": Piece(
+        tests=("tests/cases/test_random_plans.py",),
+        speaks_of=(
+            "engines/deepspeed",
+            "models/model_graph.py",
+            "layout",
+            "compiled_folder_files.py",
+            "compiled_folder_writer.py",
+            "plan",
+            "search",
+        ),
+        areas=("ds-config",),
+    ),
+    "megatron-parity": Piece(
+        tests=("tests/megatron/test_parity.py::test_every_layout",),
+        speaks_of=(
+            *MODEL,
+            "engines/megatron",
+            "engines/trainer_protocol.py",
+            "layout",
+            "parallel",
+            "plan",
+            *DATA,
+        ),
+        areas=("megatron-parity",),
+    ),
+    "megatron-resume": Piece(
+        tests=("tests/megatron/test_launch.py::test_every_pair_goes_on",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron"),
+        areas=("megatron-resume",),
+    ),
+    "megatron-schedule": Piece(
+        tests=("tests/schedule/test_megatron.py",),
+        speaks_of=("layout", "engines/megatron/megatron_cpu_patches.py"),
+        areas=("megatron-schedule",),
+    ),
+    "megatron-args": Piece(
+        tests=("tests/megatron/test_arguments.py",),
+        speaks_of=(
+            "engines/megatron",
+            "models/model_graph.py",
+            "layout",
+            "lint",
+            "plan",
+            "search",
+        ),
+        areas=("megatron-args",),
+    ),
+    "mutations": Piece(tests=("tests/mutations/test_mutations.py",), speaks_of=("",)),
+    "recipes": Piece(
+        tests=("tests/recipes/test_recipes.py",),
+        speaks_of=(*COST, "compiled_folder_files.py", "compiled_folder_writer.py", "plan"),
+        areas=("recipes",),
+    ),
+    "plan-speed": Piece(
+        tests=("tests/recipes/test_plan_speed.py",), speaks_of=(*COST, "cli"), areas=("plan-speed",)
+    ),
+    "why-not": Piece(
+        tests=("tests/unit/answers/test_why_not.py",), speaks_of=COST, areas=("why-not",)
+    ),
+    "random-runs": Piece(
+        tests=("tests/random_runs/test_random_runs.py",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron", "engines/reference"),
+        areas=("random-runs",),
+    ),
+    "random-layouts": Piece(tests=("tests/unit/cost/test_random.py",), speaks_of=COST),
+    "published": Piece(tests=("tests/calibration/test_published.py",), speaks_of=COST),
+    "this-machine": Piece(
+        tests=("tests/calibration/test_this_machine.py",),
+        speaks_of=(*COST, "calibrate", "engines/deepspeed", "parallel", "train"),
+    ),
+    "shipped-graphs": Piece(tests=("tests/unit/models/test_shipped_graphs.py",), speaks_of=MODEL),
+    "parity": Piece(
+        tests=("tests/parity/test_prove.py::test_parity",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("parity",),
+    ),
+    "parity-wide": Piece(
+        tests=("tests/parity/test_prove.py::test_wide_parity",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("parity-wide",),
+    ),
+    "chunked-parity": Piece(
+        tests=("tests/parity/test_chunked.py",),
+        speaks_of=(*ENGINE, *DATA),
+        areas=("chunked-parity",),
+    ),
+    "hpz-parity": Piece(
+        tests=("tests/parity/test_hpz.py",), speaks_of=(*ENGINE, *DATA), areas=("hpz-parity",)
+    ),
+    "lora": Piece(
+        tests=("tests/parity/test_lora.py",), speaks_of=(*ENGINE, *DATA), areas=("lora",)
+    ),
+    "evaluation": Piece(
+        tests=("tests/parity/test_evaluation.py",),
+        speaks_of=(*ENGINE, *DATA, *RUN),
+        areas=("evaluation",),
+    ),
+    "islands": Piece(
+        tests=(
+            "tests/launch/test_islands.py",
+            "tests/launch/test_islands_faults.py",
+            "tests/parity/test_islands.py",
+        ),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "diloco"),
+        areas=("islands",),
+    ),
+    "noise-scale": Piece(
+        tests=("tests/parity/test_noise_scale.py",),
+        speaks_of=(*ENGINE, *DATA, *RUN, "monitor/gradient_noise_scale.py"),
+        areas=("noise-scale",),
+    ),
+    "bytes": Piece(
+        tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)
+    ),
+    "compiled": Piece(tests=("tests/parity/test_compiled.py",), speaks_of=(*ENGINE, *DATA)),
+    "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
+    "contrastive-parity": Piece(
+        tests=("tests/parity/test_contrastive.py",),
+        speaks_of=(*ENGINE, *DATA),
+        areas=("contrastive-parity",),
+    ),
+    "sight-parity": Piece(
+        tests=("tests/parity/test_sight.py",), speaks_of=(*ENGINE, *DATA), areas=("sight-parity",)
+    ),
+    "tower": Piece(tests=("tests/unit/models/test_vision.py",), speaks_of=MODEL, areas=("tower",)),
+    "decoding": Piece(
+        tests=("tests/unit/data/test_picture_rate.py",),
+        speaks_of=(*DATA, "models", "plan"),
+        areas=("decoding",),
+    ),
+    "tiny-vision": Piece(
+        tests=("tests/launch/test_tiny_vision.py",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("tiny-vision",),
+    ),
+    "resume": Piece(
+        tests=("tests/parity/test_prove.py::test_resume",),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        areas=("resume",),
+    ),
+    "resume-matrix": Piece(
+        tests=("tests/launch/test_resume_anywhere.py",),
+        speaks_of=(*ENGINE, *CHECKPOINTS),
+        areas=("resume-matrix",),
+    ),
+    "extra": Piece(
+        tests=("tests/launch/test_extra.py",),
+        speaks_of=(*ENGINE, *CHECKPOINTS),
+        areas=("extra",),
+    ),
+    "roundtrip": Piece(
+        tests=("tests/launch/test_roundtrip.py",),
+        speaks_of=(*ENGINE, *CHECKPOINTS),
+        areas=("roundtrip",),
+    ),
+    "crash": Piece(
+        tests=("tests/launch/test_crash.py",),
+        speaks_of=(*DATA, *CHECKPOINTS, *RUN),
+        areas=("crash",),
+    ),
+    "runs": Piece(
+        tests=(
+            "tests/launch/test_accelerate.py",
+            "tests/launch/test_data.py",
+            "tests/launch/test_own_loop.py",
+            "tests/launch/test_run.py",
+        ),
+        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *LAUNCH),
+    ),
+    "autotp": Piece(
+        tests=("tests/launch/test_autotp.py",),
+        speaks_of=(*MODEL, "engines/deepspeed", "layout"),
+        areas=("zoo-autotp",),
+    ),
+    "overhead": Piece(
+        tests=("tests/launch/test_overhead.py",),
+        speaks_of=(*ENGINE, *DATA, *RUN),
+        areas=("overhead",),
+    ),
+    "data-cost": Piece(
+        tests=("tests/launch/test_data_cost.py",), speaks_of=(*DATA, *RUN), areas=("data",)
+    ),
+    "pages": Piece(tests=("tests/pages/test_commands.py",), speaks_of=("cli", *READ, *LAUNCH)),
+    "verify": Piece(
+        tests=("tests/verify/test_verify.py",),
+        speaks_of=(*ENGINE, *DATA, "verify"),
+        areas=("verify",),
+    ),
+    "zoo-configs": Piece(
+        tests=(
+            "tests/zoo/test_configs.py",
+            "tests/zoo/test_defaults.py",
+            "tests/zoo/test_flops.py",
+        ),
+        speaks_of=MODEL,
+    ),
+    "zoo-packing": Piece(
+        tests=("tests/zoo/test_packing.py", "tests/zoo/test_chunked.py"),
+        speaks_of=MODEL,
+        areas=("packing", "chunked"),
+    ),
+    "zoo-shapes": Piece(
+        tests=(
+            "tests/zoo/test_payload.py",
+            f"{_LAYOUTS}::test_key_value_heads_are_copied_where_there_are_fewer_than_ranks",
+        ),
+        speaks_of=ENGINE,
+    ),
+    "zoo-zero": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_over_data_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-zero",),
+    ),
+    "zoo-pipeline": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline",),
+        speaks_of=ENGINE,
+        areas=("zoo-pipeline",),
+    ),
+    "zoo-tensor": Piece(
+        tests=(f"{_LAYOUTS}::test_what_every_type_gets_of_tensor_parallelism",),
+        speaks_of=ENGINE,
+        areas=("zoo-tensor", "zoo-tensor-fallback"),
+    ),
+    "zoo-pipeline-tensor": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_tensor_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-pipeline-tensor",),
+    ),
+    "zoo-expert": Piece(
+        tests=(f"{_LAYOUTS}::test_every_mixture_over_expert_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-expert",),
+    ),
+    "zoo-pipeline-expert": Piece(
+        tests=(f"{_LAYOUTS}::test_every_mixture_in_a_pipeline_of_expert_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-pipeline-expert",),
+    ),
+    "zoo-context": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_over_context_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-context",),
+    ),
+    "zoo-pipeline-context": Piece(
+        tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_context_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-pipeline-context",),
+    ),
+    "zoo-sight": Piece(
+        tests=(
+            f"{_SIGHT}::test_every_type_comes_apart",
+            f"{_SIGHT}::test_what_is_not_proved_is_refused",
+        ),
+        speaks_of=MODEL,
+        areas=("zoo-sight",),
+    ),
+    "zoo-sight-pipeline": Piece(
+        tests=(f"{_SIGHT}::test_every_type_in_a_pipeline",),
+        speaks_of=ENGINE,
+        areas=("zoo-sight-pipeline",),
+    ),
+    "zoo-sight-zero": Piece(
+        tests=(f"{_SIGHT}::test_every_type_over_data_ranks",),
+        speaks_of=ENGINE,
+        areas=("zoo-sight-zero",),
+    ),
+    "faults": Piece(
+        tests=("tests/faults/test_saving.py", "tests/launch/test_faults.py"),
+        speaks_of=(*CHECKPOINTS, *RUN, "launch/launcher_process.py"),
+        areas=("faults",),
+    ),
+    "schedule": Piece(tests=("tests/schedule/test_engine.py",), speaks_of=("layout",)),
+    "hosts": Piece(
+        tests=("tests/launch/test_hosts.py",), speaks_of=LAUNCH, areas=("hosts",), hosts=True
+    ),
+    "islands-network": Piece(
+        tests=("tests/launch/test_islands_network.py",),
+        speaks_of=(
+            *ENGINE,
+            *DATA,
+            *CHECKPOINTS,
+            *RUN,
+            "cost/diloco_costs.py",
+            "diloco",
+        ),
+        areas=("islands-network",),
+        hosts=True,
+    ),
+}
+
+# Written by commands of their own, not by pytest.
+BENCHES: dict[str, tuple[str, ...]] = {
+    "batch-size": (*ENGINE, *DATA, *RUN, "monitor/gradient_noise_scale.py"),
+    "cost": COST,
+    "gloo": ("cost/collective_seconds.py",),
+    "schedule": ("layout",),
+}
+_MODULES = {
+    "batch-size": "tools/bench_batch_size.py",
+    "cost": "tools/fit_cost/bench_cost.py",
+    "gloo": "tools/bench_gloo.py",
+    "schedule": "tools/bench_pipeline_schedule.py",
+}
+
+
+def speaks_of(area: str) -> tuple[str, ...]:
+    """Of benchmarks/AREA.json. Raises KeyError for one that nothing writes."""
+    for piece in PIECES.values():
+        if area in piece.areas:
+            return piece.speaks_of
+    return BENCHES[area]
+
+
+def tests_of(area: str) -> tuple[str, ...]:
+    """The test files behind benchmarks/AREA.json; of a bench, its module."""
+    for piece in PIECES.values():
+        if area in piece.areas:
+            return piece.tests
+    return (_MODULES[area],)
