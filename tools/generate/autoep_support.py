@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwright.models.mixture_of_experts import number_of_experts
 from tests.zoo.configs import TYPES, tiny_config
 
-FILE = Path(__file__).resolve().parents[1] / "compiler/shardwright/lint/autoep.json"
+FILE = Path(__file__).resolve().parents[2] / "compiler/shardwright/lint/autoep.json"
 
 
 def measured() -> dict[str, str]:

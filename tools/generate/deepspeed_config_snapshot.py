@@ -42,7 +42,7 @@ from pydantic.fields import FieldInfo
 
 from tools.generate import deepspeed_untyped_sections as loose
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "compiler/shardwright/engines/deepspeed/ds_config_schemas"
 
 MODELS: dict[str, type[BaseModel]] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardwright.diagnostics.code_explanations import argument_texts, texts
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/lint.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/lint.md"
 BEGIN, END = "<!-- made by `make lint-docs` -->\n", "<!-- end -->"
 GROUPS = {
     "40": "The file",

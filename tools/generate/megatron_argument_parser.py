@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.19.0"
 UNPACKED = ROOT / "build" / f"megatron-core-{VERSION}"
 OPTIONS = ROOT / "compiler/shardwright/lint/megatron_options.json"

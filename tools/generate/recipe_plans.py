@@ -18,7 +18,7 @@ from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_search import pinned_estimate, search
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 EXPECTED = ROOT / "tests/recipes/expected"
 INDEX = RECIPES / "README.md"

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 
 from tests.zoo.overrides import IMPOSSIBLE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 SUPPORT = ROOT / "compiler" / "shardwright" / "model" / "support.json"
 SIGHT_SUPPORT = SUPPORT.with_name("vlm_support.json")
