@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwright.utils.numeric_difference import series_apart, worst
+from shardwright.utils.numeric_difference import largest_difference, max_series_diff
 
 if TYPE_CHECKING:
     from shardwright.verify.reference_run import Reference
@@ -18,8 +18,8 @@ def training_apart(
 ) -> dict[str, float]:
     """loss: absolute; norm: relative."""
     return {
-        "loss": series_apart(losses, wanted.losses),
-        "norm": series_apart(norms, wanted.grad_norms, relative=True),
+        "loss": max_series_diff(losses, wanted.losses),
+        "norm": max_series_diff(norms, wanted.grad_norms, relative=True),
     }
 
 
@@ -34,7 +34,7 @@ def worst_of_ranks(ranks: Sequence[Mapping[str, Any]], world: int) -> dict[str, 
     assert all(found.keys() == ranks[0].keys() for found in ranks), [
         sorted(found) for found in ranks
     ]
-    return {key: worst(found[key] for found in ranks) for key in ranks[0]}
+    return {key: largest_difference(found[key] for found in ranks) for key in ranks[0]}
 
 
 def same(got: Any, wanted: Any) -> bool:
@@ -54,7 +54,7 @@ def as_json(value: Any) -> Any:
 
 def worst_of_cases(cases: Iterable[Mapping[str, Any]], key: str) -> float:
     """Of a file in benchmarks/, where null is what was not finite."""
-    return worst(math.inf if case[key] is None else case[key] for case in cases)
+    return largest_difference(math.inf if case[key] is None else case[key] for case in cases)
 
 
 def _leaves(value: Any) -> Iterable[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.monitor.gradient_noise_scale import over, read_noise
+from shardwright.monitor.gradient_noise_scale import ratio_of_means, read_step_noise
 from tools.prove.code_digest import ROOT
 
 FILE = ROOT / "benchmarks" / "batch-size.json"
@@ -103,13 +103,15 @@ def steps_to(curve: list[tuple[int, float]], loss: float) -> float | None:
     return None
 
 
-def noise_of(out: Path, batch: int, curve: list[tuple[int, float]]) -> list[dict[str, Any]]:
+def estimate_step_noise(
+    out: Path, batch: int, curve: list[tuple[int, float]]
+) -> list[dict[str, Any]]:
     """In each part of the steps: the noise scale, and the held-out loss in its middle."""
-    steps, last = read_noise(out), STEPS[batch]
+    steps, last = read_step_noise(out), STEPS[batch]
     found = []
     for part in range(NOISE_PARTS):
         first, end = last * part // NOISE_PARTS, last * (part + 1) // NOISE_PARTS
-        scale = over([(k, noise) for k, noise in steps if first < k <= end], batch)
+        scale = ratio_of_means([(k, noise) for k, noise in steps if first < k <= end], batch)
         loss = float(np.interp((first + end) / 2, *zip(*curve, strict=True)))
         figures = {
             name: None if (v := getattr(scale, name)) is None else round(v, 1)
@@ -154,7 +156,7 @@ def main() -> None:
         found = {"steps": round(needed[rate], 1), "curve": curves[rate]}
         runs.append({"batch": batch, "rate": rate, "rates": rates, **found})
         if batch == NOISE_BATCH:
-            noise = noise_of(folder / f"{batch}-{rate:g}", batch, curves[rate])
+            noise = estimate_step_noise(folder / f"{batch}-{rate:g}", batch, curves[rate])
     fewest, bills = both_bills(steps)
     document = {
         "date": datetime.date.today().isoformat(),

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shardwright.utils.numeric_difference import worst
+from shardwright.utils.numeric_difference import largest_difference
 from tests.schedule.engine import (
     MODELS,
     ROOT,
@@ -75,7 +75,7 @@ def steps(folder: Path) -> dict[str, Any]:
             f"{c.name:36s} {s:7.3f} s  simulated {simulated(c, per_call):7.3f} s  {error:+6.1%}",
             flush=True,
         )
-    largest = worst(map(abs, found))
+    largest = largest_difference(map(abs, found))
     print(f"per call {per_call * 1e3:.2f} ms, largest error {largest:.1%}", flush=True)
     return {"per_call_seconds": per_call, "largest_error": largest, "cases": rows}
 
@@ -112,7 +112,7 @@ def models(folder: Path) -> dict[str, Any]:
                 f"simulated {row['slower_simulated']:+6.1%}",
                 flush=True,
             )
-    noise = worst(abs(rows[model][CONTROL]["slower"]) for model in MODELS)
+    noise = largest_difference(abs(rows[model][CONTROL]["slower"]) for model in MODELS)
     print(f"noise {noise:.1%}", flush=True)
     return {"stages": STAGES, "micro_batches": MICRO_BATCHES, "noise": noise, "models": rows}
 

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 from shardwright.cluster.cluster_types import Cluster
 from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.compiled_folder_files import lower, sealed
+from shardwright.compiled_folder_files import compiled_files, with_file_digests
 from shardwright.compiled_folder_writer import check_checkpoint_folder
-from shardwright.cost.calibrated_costs import check_measured, measured_errors
+from shardwright.cost.calibrated_costs import calibration_errors, check_calibration
 from shardwright.cost.goodput import goodput
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.engines.engine_definition import Engine
@@ -22,42 +22,42 @@ from shardwright.engines.engine_table import (
     engines_for,
     lowering_of,
     package_errors,
-    under,
+    recipe_for_engine,
 )
 from shardwright.launch.launchers.launch_files import is_launch_file
-from shardwright.launch.launchers.launcher_checks import check_launch, unseen_paths
+from shardwright.launch.launchers.launcher_checks import check_launch, unmounted_paths
 from shardwright.launch.launchers.launcher_table import plan_launch
 from shardwright.layout.layout_estimate import Estimate, PredictionError
 from shardwright.layout.layout_rule import Candidate
-from shardwright.layout.parameter_sharding import StagePartition, TensorParallelMap
+from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.layout.planning_problem import Problem
-from shardwright.layout.tensor_parallel_map import tensor_parallel_map, with_whole_experts
+from shardwright.layout.tensor_parallel_map import tensor_parallel_map, with_unsplit_experts
 from shardwright.models.config_schema import config_warnings
 from shardwright.models.graph_builder import build_model_graph, compare_weights
-from shardwright.models.hub_files import processor_here
+from shardwright.models.hub_files import local_processor
 from shardwright.models.hub_snapshot import locate_weights, tokenizer_folder
 from shardwright.models.model_graph import ModelGraph
-from shardwright.models.remote_code import locate_own_code
-from shardwright.models.remote_code_files import OwnCode
+from shardwright.models.remote_code import locate_remote_code
+from shardwright.models.remote_code_files import RemoteCode
 from shardwright.models.tokenizer_packages import missing_packages_warning
-from shardwright.models.weights_location import LocatedWeights
-from shardwright.plan.copied_inputs import copied_inputs, model_companions
+from shardwright.models.weights_location import WeightsLocation
+from shardwright.plan.copied_inputs import input_files_to_copy, pretrained_companion_files
 from shardwright.plan.folder_paths import MODEL_DIRECTORY, TOKENIZER_DIRECTORY
 from shardwright.plan.island_plans import island_plan
-from shardwright.plan.plan import Plan, PlanBalance
-from shardwright.plan.plan_builder import build_plan, data_errors, installed_versions
+from shardwright.plan.plan import Plan, PlanRouterAuxLoss
+from shardwright.plan.plan_builder import build_plan, check_training_data, installed_versions
 from shardwright.recipe.input_file_checks import check_files
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.cluster_sizing import Sizing
-from shardwright.search.engine_choice import begin_others, settle_problem
-from shardwright.search.layout_search import choose, pinned_estimate
-from shardwright.search.runnable_recipes import check_executable
+from shardwright.search.cluster_sizing import ClusterSizing
+from shardwright.search.engine_choice import resolve_problem, start_engine_comparison
+from shardwright.search.layout_search import choose_layout, estimate_pinned_layout
+from shardwright.search.runnable_recipes import check_runnable
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compiled:
+class CompileResult:
     """files: path relative to the compiled folder -> content. error: of plan.predicted. islands:
     the files of each one's own folder, () without islands."""
 
@@ -69,32 +69,32 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What the recipe names, read. weights: None where they are random. own_code: its folder and
+class CompileInputs:
+    """What the recipe names, read. weights: None where they are random. remote_code: its folder and
     what is in it. cluster: of one node where the recipe says `nodes: auto`. warnings: of the
     weights against the model, and of a configuration's keys that nothing reads."""
 
-    weights: LocatedWeights | None
-    own_code: tuple[Path, OwnCode] | None
+    weights: WeightsLocation | None
+    remote_code: tuple[Path, RemoteCode] | None
     graph: ModelGraph
     cluster: Cluster
     warnings: tuple[Diagnostic, ...] = ()
 
 
-def compile_recipe(recipe: Recipe) -> Compiled:
+def compile_recipe(recipe: Recipe) -> CompileResult:
     """Raises Refusal, with the recipe's source, where the recipe cannot become a run."""
     try:
         inputs = read_inputs(recipe)
-        problem, sizing = settle_problem(
+        problem, sizing = resolve_problem(
             Problem(recipe=recipe, graph=inputs.graph, cluster=inputs.cluster)
         )
         problem.cluster.verify()
         # What depends on the number of nodes, and on the engine, is checked once it is decided.
         if sizing is not None or problem.recipe.target != recipe.target:
             _check(problem.recipe)
-        estimate = choose(problem)
+        estimate = choose_layout(problem)
         s = estimate.strategy
-        partition = StagePartition(
+        partition = LayerStages(
             boundaries=estimate.boundaries, schedule=s.schedule, virtual=s.virtual_stages
         )
         tensor_map = tensor_parallel_map(
@@ -103,18 +103,18 @@ def compile_recipe(recipe: Recipe) -> Compiled:
             padded=ENGINES[problem.recipe.target].pads_vocabulary,
         )
         if s.expert_tensor_ranks != s.tensor:
-            tensor_map = with_whole_experts(problem.graph, tensor_map)
+            tensor_map = with_unsplit_experts(problem.graph, tensor_map)
         partition.verify(len(problem.graph.layers))
         tensor_map.verify()
-        plan = _planned(problem, inputs, estimate, partition, tensor_map)
-        islands = _islands(plan, problem, inputs)
-        plan, files, warnings = _lowered(plan, problem, inputs)
+        plan = _build_plan(problem, inputs, estimate, partition, tensor_map)
+        islands = _lower_islands(plan, problem, inputs)
+        plan, files, warnings = _lower_plan(plan, problem, inputs)
         if islands:  # nothing is started from there
             files = {name: content for name, content in files.items() if not is_launch_file(name)}
     except Refusal as refusal:
         raise Refusal(*dict.fromkeys(refusal.diagnostics), source=recipe.source) from None
     warnings = (*inputs.warnings, *estimate.diagnostics, *warnings)
-    return Compiled(
+    return CompileResult(
         plan=plan, files=files, islands=islands, warnings=warnings, error=estimate.error
     )
 
@@ -122,32 +122,34 @@ def compile_recipe(recipe: Recipe) -> Compiled:
 def read_problem(recipe: Recipe) -> Problem:
     """Without the weights. Raises Refusal with the errors of both at once."""
     errors: list[Diagnostic] = []
-    cluster = _unless_refused(errors, lambda: resolve_cluster(recipe.cluster))
-    _unless_refused(errors, lambda: check_measured(recipe))
-    graph = _unless_refused(errors, lambda: build_model_graph(recipe.model))
+    cluster = _collect_errors(errors, lambda: resolve_cluster(recipe.cluster))
+    _collect_errors(errors, lambda: check_calibration(recipe))
+    graph = _collect_errors(errors, lambda: build_model_graph(recipe.model))
     if errors or graph is None or cluster is None:
         raise Refusal(*errors, source=recipe.source)
     return Problem(recipe=recipe, graph=graph, cluster=cluster)
 
 
-def size_recipe(recipe: Recipe, *, compares_engines: bool = False) -> tuple[Problem, Sizing | None]:
+def resolve_recipe(
+    recipe: Recipe, *, prices_other_engines: bool = False
+) -> tuple[Problem, ClusterSizing | None]:
     """Up to the number of nodes, and what gradients are summed in. Sizing: None where the recipe
-    gave the nodes. compares_engines: `other_engine` is going to be asked, and may begin
+    gave the nodes. prices_other_engines: `other_engine` is going to be asked, and may begin
     meanwhile."""
     problem = read_problem(recipe)
-    if compares_engines:
-        begin_others(problem)
-    return _told_of(recipe, lambda: settle_problem(problem))
+    if prices_other_engines:
+        start_engine_comparison(problem)
+    return _with_recipe_source(recipe, lambda: resolve_problem(problem))
 
 
 def estimate_recipe(recipe: Recipe) -> tuple[Problem, Estimate]:
     """Up to the estimate of the pinned layout, `auto` filled by the search: it need not be
     feasible."""
-    problem, _ = size_recipe(recipe)
-    return problem, _told_of(recipe, lambda: pinned_estimate(problem))
+    problem, _ = resolve_recipe(recipe)
+    return problem, _with_recipe_source(recipe, lambda: estimate_pinned_layout(problem))
 
 
-def _told_of(recipe: Recipe, stage: Callable[[], T]) -> T:
+def _with_recipe_source(recipe: Recipe, stage: Callable[[], T]) -> T:
     """What it refuses, with the recipe's lines."""
     try:
         return stage()
@@ -155,43 +157,45 @@ def _told_of(recipe: Recipe, stage: Callable[[], T]) -> T:
         raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
 
 
-def read_inputs(recipe: Recipe) -> Inputs:
+def read_inputs(recipe: Recipe) -> CompileInputs:
     """None of these needs another one: all their errors are told together, and those of the layout
     with them."""
     errors: list[Diagnostic] = []
-    _unless_refused(errors, lambda: _check(recipe))
-    weights = _unless_refused(errors, lambda: locate_weights(recipe.model))
+    _collect_errors(errors, lambda: _check(recipe))
+    weights = _collect_errors(errors, lambda: locate_weights(recipe.model))
     # The configuration is read beside the weights, so that both are of one commit.
     section = (
         recipe.model if weights is None else dataclasses.replace(recipe.model, source=weights.path)
     )
-    model = _unless_refused(errors, lambda: (build_model_graph(section), locate_own_code(section)))
-    cluster = _unless_refused(errors, lambda: resolve_cluster(recipe.cluster))
+    model = _collect_errors(
+        errors, lambda: (build_model_graph(section), locate_remote_code(section))
+    )
+    cluster = _collect_errors(errors, lambda: resolve_cluster(recipe.cluster))
     if model is None or cluster is None:
         raise Refusal(*errors)
-    graph, own_code = model
+    graph, remote_code = model
     graph.verify()
     cluster.verify()
     warnings = (
         None
         if weights is None
-        else _unless_refused(errors, lambda: compare_weights(section, graph))
+        else _collect_errors(errors, lambda: compare_weights(section, graph))
     )
     if errors:
         raise Refusal(
             *errors, *_layout_errors(Problem(recipe=recipe, graph=graph, cluster=cluster), errors)
         )
-    unread = () if section.config is None else config_warnings(section.config)
-    return Inputs(
+    unread_key_warnings = () if section.config is None else config_warnings(section.config)
+    return CompileInputs(
         weights=weights,
-        own_code=own_code,
+        remote_code=remote_code,
         graph=graph,
         cluster=cluster,
-        warnings=(*unread, *(warnings or ())),
+        warnings=(*unread_key_warnings, *(warnings or ())),
     )
 
 
-def _unless_refused(errors: list[Diagnostic], stage: Callable[[], T]) -> T | None:
+def _collect_errors(errors: list[Diagnostic], stage: Callable[[], T]) -> T | None:
     """None where the stage refuses; its errors join the others."""
     try:
         return stage()
@@ -204,14 +208,14 @@ def _check(recipe: Recipe) -> None:
     """Where the engine is not chosen yet, what is refused by the one that refuses least; what it
     runs on is asked for once it is chosen."""
     engines = engines_for(recipe.target)
-    found = [_errors(under(recipe, engine), engine) for engine in engines]
+    found = [_errors(recipe_for_engine(recipe, engine), engine) for engine in engines]
     if errors := (*min(found, key=len), *(package_errors(engines[0]) if len(engines) == 1 else ())):
         raise Refusal(*errors)
 
 
 def _errors(recipe: Recipe, engine: Engine) -> tuple[Diagnostic, ...]:
-    extra = (*engine.check_extra(recipe), *measured_errors(recipe))
-    return (*check_executable(recipe), *check_files(recipe), *check_launch(recipe), *extra)
+    extra = (*engine.sbatch_option_errors(recipe), *calibration_errors(recipe))
+    return (*check_runnable(recipe), *check_files(recipe), *check_launch(recipe), *extra)
 
 
 def _layout_errors(problem: Problem, errors: list[Diagnostic]) -> tuple[Diagnostic, ...]:
@@ -220,14 +224,20 @@ def _layout_errors(problem: Problem, errors: list[Diagnostic]) -> tuple[Diagnost
     if recipe.cluster.nodes is None:
         return ()
     try:
-        choose(dataclasses.replace(problem, recipe=under(recipe, engines_for(recipe.target)[0])))
+        choose_layout(
+            dataclasses.replace(
+                problem, recipe=recipe_for_engine(recipe, engines_for(recipe.target)[0])
+            )
+        )
     except Refusal as refusal:
-        told = {d.key for d in errors}
-        return tuple(d for d in refusal.diagnostics if d not in errors and d.key not in told)
+        reported_keys = {d.key for d in errors}
+        return tuple(
+            d for d in refusal.diagnostics if d not in errors and d.key not in reported_keys
+        )
     return ()
 
 
-def _balance(problem: Problem) -> PlanBalance | None:
+def _balance(problem: Problem) -> PlanRouterAuxLoss | None:
     coefficient = problem.recipe.model.router_aux_loss
     if coefficient is None:
         return None
@@ -235,31 +245,31 @@ def _balance(problem: Problem) -> PlanBalance | None:
 
     affinity = router_affinity(problem.graph)
     assert isinstance(affinity, str), "a rule has refused it"
-    return PlanBalance(coefficient=coefficient, affinity=affinity)
+    return PlanRouterAuxLoss(coefficient=coefficient, affinity=affinity)
 
 
 def _check_adapters(problem: Problem) -> None:
     if problem.recipe.lora is not None:
-        from shardwright.models.model_probe import check_adapters
+        from shardwright.models.model_probe import check_lora_adapters
 
-        check_adapters(problem.graph, problem.recipe.lora)
+        check_lora_adapters(problem.graph, problem.recipe.lora)
 
 
-def _planned(
+def _build_plan(
     problem: Problem,
-    inputs: Inputs,
+    inputs: CompileInputs,
     estimate: Estimate,
-    partition: StagePartition,
+    partition: LayerStages,
     tensor_map: TensorParallelMap,
 ) -> Plan:
     recipe, graph, engine = (
-        with_save_interval(problem, estimate),
+        with_checkpoint_interval(problem, estimate),
         problem.graph,
         ENGINES[problem.recipe.target],
     )
     _check_adapters(problem)
     if errors := (
-        *data_errors(recipe, graph),
+        *check_training_data(recipe, graph),
         *check_checkpoint_folder(recipe.checkpoint.directory),
     ):
         raise Refusal(*errors)
@@ -273,7 +283,7 @@ def _planned(
         plan_launch(recipe.launch, problem.cluster.nodes, reads_hosts=engine.reads_hosts),
         installed_versions(engine.packages),
         inputs.weights,
-        None if inputs.own_code is None else inputs.own_code[1],
+        None if inputs.remote_code is None else inputs.remote_code[1],
         _balance(problem),
     )
     if engine.transformer_engine is not None:
@@ -284,12 +294,12 @@ def _planned(
             plan.model, transformer_engine=engine.transformer_engine(candidate)
         )
         plan = dataclasses.replace(plan, model=model)
-    plan = dataclasses.replace(plan, zero=lowering_of(recipe.target).plan_section(plan))
+    plan = dataclasses.replace(plan, zero=lowering_of(recipe.target).zero_settings(plan))
     plan.verify()
     return plan
 
 
-def with_save_interval(problem: Problem, estimate: Estimate) -> Recipe:
+def with_checkpoint_interval(problem: Problem, estimate: Estimate) -> Recipe:
     """The recipe with `checkpoint.every_steps: auto` settled: what a run does is in its plan,
     whatever is measured later."""
     recipe = problem.recipe
@@ -306,47 +316,49 @@ def with_save_interval(problem: Problem, estimate: Estimate) -> Recipe:
     return dataclasses.replace(recipe, checkpoint=section)
 
 
-def _islands(plan: Plan, problem: Problem, inputs: Inputs) -> tuple[Mapping[str, bytes], ...]:
+def _lower_islands(
+    plan: Plan, problem: Problem, inputs: CompileInputs
+) -> tuple[Mapping[str, bytes], ...]:
     count = 0 if plan.outer is None else plan.outer.islands
-    return tuple(_lowered(island_plan(plan, k), problem, inputs)[1] for k in range(count))
+    return tuple(_lower_plan(island_plan(plan, k), problem, inputs)[1] for k in range(count))
 
 
-def _lowered(
-    plan: Plan, problem: Problem, inputs: Inputs
+def _lower_plan(
+    plan: Plan, problem: Problem, inputs: CompileInputs
 ) -> tuple[Plan, Mapping[str, bytes], tuple[Diagnostic, ...]]:
     """(plan with the digests of its files, the files, warnings)."""
-    files, warnings = lower(plan, problem.recipe, problem.graph)
-    if inputs.own_code is not None:
-        folder, code = inputs.own_code
+    files, warnings = compiled_files(plan, problem.recipe, problem.graph)
+    if inputs.remote_code is not None:
+        folder, code = inputs.remote_code
         files |= {
             f"{MODEL_DIRECTORY}/{name}": (folder / name).read_bytes() for name, _ in code.files
         }
-    files |= model_companions(plan)
+    files |= pretrained_companion_files(plan)
     if (
-        plan.model.sees
+        plan.model.is_vision_language
         and not plan.model.contrastive
-        and (here := processor_here(problem.recipe.model)) is not None
+        and (here := local_processor(problem.recipe.model)) is not None
     ):
         from shardwright.models.processor_stage import check_processor
 
         check_processor(problem.graph, here[0])
-    if plan.model.sees and problem.recipe.model.source is None:
-        from shardwright.models.processor_stage import inline_processor_files
+    if plan.model.is_vision_language and problem.recipe.model.source is None:
+        from shardwright.models.processor_stage import processor_files_from_config
 
-        processor = inline_processor_files(problem.graph)
+        processor = processor_files_from_config(problem.graph)
         files |= {f"{TOKENIZER_DIRECTORY}/{name}": content for name, content in processor.items()}
     tokenizer = _tokenizer_folder(problem.recipe, inputs.weights)
-    files |= copied_inputs(problem.recipe, problem.cluster, tokenizer)
+    files |= input_files_to_copy(problem.recipe, problem.cluster, tokenizer)
     missing = (
         () if tokenizer is None else missing_packages_warning(tokenizer, ("data", "tokenizer"))
     )
-    warnings = (*warnings, *unseen_paths(plan), *missing)
-    plan, files = sealed(plan, files)
+    warnings = (*warnings, *unmounted_paths(plan), *missing)
+    plan, files = with_file_digests(plan, files)
     plan.verify()
     return plan, files, warnings
 
 
-def _tokenizer_folder(recipe: Recipe, weights: LocatedWeights | None) -> Path | None:
+def _tokenizer_folder(recipe: Recipe, weights: WeightsLocation | None) -> Path | None:
     model = recipe.model
     names = [
         (key, part.tokenizer)

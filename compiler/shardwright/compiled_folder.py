@@ -14,22 +14,27 @@ from pathlib import Path
 
 from shardwright.cluster.cluster_types import Cluster
 from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.cost.priced_layout import Layout
+from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.engines.engine_table import engine_of, under
+from shardwright.engines.engine_table import engine_of, recipe_for_engine
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.model_graph import ModelGraph, hash_of_config
+from shardwright.models.model_graph import ModelGraph, config_sha256
 from shardwright.models.model_graph_json import read_graph
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import load_plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.recipe.recipe_types import DataSection, Recipe, accumulation_dtype, with_kernels
-from shardwright.search.layout_resolution import as_planned
+from shardwright.recipe.recipe_types import (
+    DataSection,
+    Recipe,
+    accumulation_dtype,
+    with_resolved_kernels,
+)
+from shardwright.search.layout_resolution import price_planned_layout
 from shardwright.utils.strict_json import canonical_hash
 
 RECIPE = "recipe.resolved.json"
-SAME = 1e-9
+STEP_SECONDS_TOLERANCE = 1e-9
 """Relative, of the step time: the same formulas give the same figures but for the last digits."""
 
 
@@ -41,7 +46,7 @@ class CompiledFolder:
     folder: Path
     plan: Plan
     recipe: Recipe
-    layout: Layout
+    layout: PricedLayout
     estimate: Estimate
 
     @property
@@ -53,12 +58,15 @@ class CompiledFolder:
         return self.layout.cluster
 
     @property
-    def is_predicted_anew(self) -> bool:
+    def has_stale_prediction(self) -> bool:
         """The plan's own prediction is another one: it was compiled by another version of the cost
         model."""
         then, now = self.plan.predicted, self.estimate
         steps = (then.time.step_seconds, now.time.step_seconds)
-        return then.memory != now.memory or abs(steps[0] - steps[1]) > SAME * steps[0]
+        return (
+            then.memory != now.memory
+            or abs(steps[0] - steps[1]) > STEP_SECONDS_TOLERANCE * steps[0]
+        )
 
 
 def read_folder(folder: Path) -> CompiledFolder:
@@ -68,7 +76,7 @@ def read_folder(folder: Path) -> CompiledFolder:
     recipe = _recipe(folder, plan)
     graph = _graph(folder, plan)
     cluster = resolve_cluster(recipe.cluster)
-    layout, estimate = as_planned(
+    layout, estimate = price_planned_layout(
         Problem(recipe=recipe, graph=graph, cluster=cluster), plan.strategy, plan.boundaries
     )
     return CompiledFolder(folder=folder, plan=plan, recipe=recipe, layout=layout, estimate=estimate)
@@ -77,10 +85,10 @@ def read_folder(folder: Path) -> CompiledFolder:
 def _recipe(folder: Path, plan: Plan) -> Recipe:
     path = folder / RECIPE
     if not path.is_file():
-        raise _foreign("SW3321", f"{str(folder)!r} has no {RECIPE}")
+        raise _mismatch("SW3321", f"{str(folder)!r} has no {RECIPE}")
     recipe = load_recipe(path)
     if canonical_hash(recipe.document) != plan.recipe_hash:
-        raise _foreign(
+        raise _mismatch(
             "SW3321", f"{str(path)!r} is not the recipe that plan.json was compiled from"
         )
     # What was auto of the engine, the nodes, every_steps and the sums was settled by the compile;
@@ -93,24 +101,24 @@ def _recipe(folder: Path, plan: Plan) -> Recipe:
         and plan.validation.data
     ):
         held_out = dataclasses.replace(
-            held_out, data=_with_paths(held_out.data, plan.validation.data)
+            held_out, data=_with_plan_paths(held_out.data, plan.validation.data)
         )
     training = recipe.training
     if plan.training.gradient_accumulation_dtype != accumulation_dtype(training):
         dtype = plan.training.gradient_accumulation_dtype
         training = dataclasses.replace(training, gradient_accumulation_dtype=dtype)
     return dataclasses.replace(
-        with_kernels(under(recipe, engine_of(plan)), plan.model.kernels),
+        with_resolved_kernels(recipe_for_engine(recipe, engine_of(plan)), plan.model.kernels),
         training=training,
         cluster=dataclasses.replace(recipe.cluster, nodes=plan.nodes),
         checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=plan.checkpoint.every_steps),
-        data=None if recipe.data is None else _with_paths(recipe.data, plan.data),
+        data=None if recipe.data is None else _with_plan_paths(recipe.data, plan.data),
         validation=held_out,
     )
 
 
-def _with_paths(data: DataSection, plan: DataSection) -> DataSection:
-    parts = tuple(_with_paths(*each) for each in zip(data.mixture, plan.mixture, strict=True))
+def _with_plan_paths(data: DataSection, plan: DataSection) -> DataSection:
+    parts = tuple(_with_plan_paths(*each) for each in zip(data.mixture, plan.mixture, strict=True))
     return dataclasses.replace(data, path=plan.path, mixture=parts)
 
 
@@ -122,16 +130,16 @@ def _graph(folder: Path, plan: Plan) -> ModelGraph:
         config = json.loads((folder / plan.model.config_file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         cause = " ".join(str(error).split())[:200]
-        raise _foreign("SW3322", f"the model of {str(folder)!r} cannot be read: {cause}") from None
-    hashes = (graph.config_hash, hash_of_config(graph.config), hash_of_config(config))
+        raise _mismatch("SW3322", f"the model of {str(folder)!r} cannot be read: {cause}") from None
+    hashes = (graph.config_hash, config_sha256(graph.config), config_sha256(config))
     if any(each != plan.model.config_hash for each in hashes):
-        raise _foreign(
+        raise _mismatch(
             "SW3322", f"the model of {str(folder)!r} is not the one that plan.json was compiled for"
         )
     return graph
 
 
-def _foreign(code: str, message: str) -> Refusal:
+def _mismatch(code: str, message: str) -> Refusal:
     help = (
         "Compile the folder again: `shardwright compile RECIPE -o DIR` keeps its run and "
         "checkpoints."

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.engine_table import engine_of, lowering_of
-from shardwright.launch.launchers.launch_files import SCRIPTS, launch_files
+from shardwright.launch.launchers.launch_files import SCRIPT_NAMES, launch_files
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.model_graph_json import GRAPH_FILE, graph_to_json
 from shardwright.plan.folder_paths import MODEL_DIRECTORY, PLAN_FILE, TOKENIZER_DIRECTORY
@@ -19,10 +19,10 @@ from shardwright.utils.strict_json import json_bytes
 
 MARKER = ".shardwright"
 MARKER_TEXT = b"This folder was written by shardwright compile, which may replace its files.\n"
-EXECUTABLE_FILES = SCRIPTS
+EXECUTABLE_FILES = SCRIPT_NAMES
 
 
-def lower(
+def compiled_files(
     plan: Plan, recipe: Recipe, graph: ModelGraph
 ) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
     """(path relative to the compiled folder -> content, without plan.json (`sealed`), warnings).
@@ -39,12 +39,12 @@ def lower(
     return files, warnings
 
 
-def sealed(plan: Plan, files: Mapping[str, bytes]) -> tuple[Plan, dict[str, bytes]]:
+def with_file_digests(plan: Plan, files: Mapping[str, bytes]) -> tuple[Plan, dict[str, bytes]]:
     """The plan with the digests of what a run reads as data, and the files with plan.json. Scripts
     may be edited, a model's own code has digests of its own, and the rest is for readers."""
     own = {
         f"{MODEL_DIRECTORY}/{name}"
-        for name, _ in (plan.model.own_code.files if plan.model.own_code else ())
+        for name, _ in (plan.model.remote_code.files if plan.model.remote_code else ())
     }
     inputs = engine_of(plan).inputs
     read = [

@@ -21,23 +21,23 @@ from shardwright.plan.folder_paths import (
     TOKENIZER_DIRECTORY,
 )
 from shardwright.recipe.measurements import MEASURED_FILE
-from shardwright.utils.run_lease import holder, holds_lock
+from shardwright.utils.run_lease import is_locked_by_run, live_owner
 
 TEMPORARY = ".shardwright-"
 _ENGINES = tuple(name for engine in ENGINES.values() for name in engine.artifacts)
-FOLDER_ROOTS: tuple[str, ...] = (
+ARTIFACT_FOLDERS: tuple[str, ...] = (
     *(name.removesuffix("/") for name in _ENGINES if name.endswith("/")),
     *("launch", MODEL_DIRECTORY, TOKENIZER_DIRECTORY),
 )
 ARTIFACT_ROOTS: tuple[str, ...] = (
     *(MARKER, PLAN_FILE, *(name for name in _ENGINES if not name.endswith("/"))),
     *("recipe.resolved.json", MEASURED_FILE, GRAPH_FILE, "launch.sh", "train.py"),
-    *FOLDER_ROOTS,
+    *ARTIFACT_FOLDERS,
 )
 """First path components that `compile` may write, and therefore may replace or remove."""
 
 
-def check_folder(directory: Path) -> None:
+def check_output_folder(directory: Path) -> None:
     """Raises Refusal unless `directory` is absent, empty, or an earlier output of ours. Writes
     nothing."""
     try:
@@ -53,7 +53,7 @@ def check_folder(directory: Path) -> None:
                 "SW5101", f"{str(directory)!r} is a file, not a folder", "Give -o another name."
             )
         entries = sorted(path.name for path in directory.iterdir())
-        if entries and not _is_ours(directory):
+        if entries and not _has_marker(directory):
             raise refusal(
                 "SW5102",
                 (
@@ -64,8 +64,8 @@ def check_folder(directory: Path) -> None:
             )
         for root in ARTIFACT_ROOTS:
             path = directory / root
-            folder_wanted = root in FOLDER_ROOTS
-            if path.is_symlink() or (path.exists() and path.is_dir() != folder_wanted):
+            is_folder_root = root in ARTIFACT_FOLDERS
+            if path.is_symlink() or (path.exists() and path.is_dir() != is_folder_root):
                 raise refusal(
                     "SW5104",
                     f"{str(path)!r} is not what compile wrote there",
@@ -121,7 +121,9 @@ def _check_parent(directory: Path) -> None:
 def _run_is_alive(directory: Path) -> bool:
     """Here `run` holds a lock for as long as its ranks live; on any host they, or rank 0 alone,
     have a lease."""
-    return holds_lock(directory) or holder(directory / RUN_DIRECTORY / "lease") is not None
+    return (
+        is_locked_by_run(directory) or live_owner(directory / RUN_DIRECTORY / "lease") is not None
+    )
 
 
 def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
@@ -130,7 +132,7 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
     notes) stays. There, plan.json goes first and comes back last: a folder that was cut off in
     between has no plan, so nothing runs a mixture.
     """
-    check_folder(directory)
+    check_output_folder(directory)
     created: list[Path] = []
     staged: Path | None = None
     try:
@@ -139,8 +141,8 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
         parent = directory if directory.exists() else directory.parent
         created = _make_parents(parent)
         staged = parent / f"{TEMPORARY}{secrets.token_hex(8)}"
-        _stage(staged, files)
-        with _uninterrupted():
+        _write_staged(staged, files)
+        with _signals_blocked():
             if parent is directory:
                 _replace_files(staged, directory, files)
                 _remove_stale(directory, files)
@@ -157,17 +159,17 @@ def write_folder(directory: Path, files: Mapping[str, bytes]) -> None:
         raise
 
 
-def forget_islands(directory: Path, count: int) -> None:
+def remove_surplus_island_plans(directory: Path, count: int) -> None:
     """Without its plan, which goes, an island of an earlier compile runs nothing; its run and
     checkpoints stay."""
     for path in directory.glob("island-*"):
         number = path.name.removeprefix("island-")
-        if number.isdecimal() and int(number) >= count and path.is_dir() and _is_ours(path):
+        if number.isdecimal() and int(number) >= count and path.is_dir() and _has_marker(path):
             (path / PLAN_FILE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """Signals that end the process wait until the renames are through."""
     previous = signal.pthread_sigmask(
         signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -178,7 +180,7 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _is_ours(directory: Path) -> bool:
+def _has_marker(directory: Path) -> bool:
     marker = directory / MARKER
     return marker.is_file() and marker.read_bytes() == MARKER_TEXT
 
@@ -192,7 +194,7 @@ def _make_parents(folder: Path) -> list[Path]:
     return made
 
 
-def _stage(staged: Path, files: Mapping[str, bytes]) -> None:
+def _write_staged(staged: Path, files: Mapping[str, bytes]) -> None:
     staged.mkdir()
     for name, content in files.items():
         path = staged / name

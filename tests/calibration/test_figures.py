@@ -9,11 +9,11 @@ import pytest
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.search.layout_search import pinned_estimate
-from shardwright.utils.data_folders import recipes_dir
+from shardwright.search.layout_search import estimate_pinned_layout
+from shardwright.utils.data_folders import recipes_folder
 from tests.unit.models.factory import problem_of
 
-FIGURES = recipes_dir() / "figures"
+FIGURES = recipes_folder() / "figures"
 DAYS_PER_YEAR = 365.25
 # arXiv 2104.04473, table 1: achieved TFLOP/s per GPU, recomputation counted; billions of parameters
 # in the name.
@@ -36,7 +36,7 @@ def estimated(name: str) -> tuple[int, Estimate]:
     """Parameters of the model, and the pinned layout's estimate."""
     recipe = load_recipe(FIGURES / f"{name}.yaml", [])
     graph = build_model_graph(recipe.model)
-    return graph.total_parameters, pinned_estimate(problem_of(recipe, graph))
+    return graph.total_parameters, estimate_pinned_layout(problem_of(recipe, graph))
 
 
 def test_gpt3_takes_288_years_on_one_v100() -> None:

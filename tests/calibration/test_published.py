@@ -9,7 +9,7 @@ import math
 import pytest
 
 from shardwright.cost.cost_constants import Constants, constant_entries, default_constants
-from shardwright.utils.numeric_difference import series_apart
+from shardwright.utils.numeric_difference import max_series_diff
 from tools.fit_cost import score
 from tools.fit_cost.bench_cost import off, scored
 from tools.fit_cost.least_squares_fit import fit, priors
@@ -75,7 +75,7 @@ def test_the_fit_finds_constants_again(sample: list[Case], monkeypatch: pytest.M
     found = fit(sample, priors())
 
     def error(c: Constants) -> float:
-        return series_apart(
+        return max_series_diff(
             [estimate(case, c).time.step_seconds for case in sample],
             [seconds[case.row["id"]] for case in sample],
             relative=True,

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from shardwright.calibrate.calibration import calibrate, cores
-from shardwright.calibrate.layout_trials import launch, of_steps, recipe_for
-from shardwright.cli.measurement_text import shared_lines
+from shardwright.calibrate.layout_trials import launch, recipe_for, step_seconds_figure
+from shardwright.cli.measurement_text import shared_cores_lines
 from shardwright.compile import compile_recipe, read_problem
 from shardwright.compiled_folder_writer import write_folder
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.search.layout_resolution import settled_estimate
+from shardwright.search.layout_resolution import estimate_checked_layout
 
 MODEL = {
     "model_type": "llama",
@@ -34,7 +34,7 @@ MODEL = {
 }
 LENGTH, BATCH, STEPS, SECONDS, LIMIT = 256, 8, 10, 30.0, 900.0
 WITHIN = 0.15
-PLAIN = Strategy(
+PLAIN = Layout(
     tensor=1,
     pipeline=1,
     data=1,
@@ -47,7 +47,7 @@ PLAIN = Strategy(
 )
 
 
-def batched(**changes: Any) -> Strategy:
+def batched(**changes: Any) -> Layout:
     s = replace(PLAIN, **changes)
     return replace(s, gradient_accumulation_steps=BATCH // s.micro_batch_size // s.data)
 
@@ -108,18 +108,18 @@ def problem(folder: Path, ranks: int) -> Problem:
 
 
 def both(
-    folder: Path, given: Problem, strategies: tuple[Strategy, ...]
+    folder: Path, given: Problem, strategies: tuple[Layout, ...]
 ) -> Mapping[str, tuple[float, float]]:
     """Layout -> (predicted, measured) seconds of a step."""
     found = {}
     for i, s in enumerate(strategies):
-        predicted = settled_estimate(given, s, ()).time.step_seconds
+        predicted = estimate_checked_layout(given, s, ()).time.step_seconds
         write_folder(
             folder / f"{i}" / "out", compile_recipe(recipe_for(given.recipe, s, STEPS)).files
         )
         seconds, _, why = launch(folder / f"{i}" / "out", STEPS + 3, LIMIT)
         assert not why, f"{s.describe()}: {why}"
-        found[s.describe()] = (predicted, of_steps(seconds[3:]).value)
+        found[s.describe()] = (predicted, step_seconds_figure(seconds[3:]).value)
         print(
             f"{s.describe()}: predicted {predicted:.3g} s, measured {found[s.describe()][1]:.3g} s"
         )
@@ -141,7 +141,9 @@ def test_layouts_with_a_core_a_rank(tmp_path: Path) -> None:
 @pytest.mark.skipif(cores() >= 4, reason="four ranks have cores of their own")
 def test_the_order_of_layouts_whose_ranks_share_cores(tmp_path: Path) -> None:
     given = problem(tmp_path, 4)
-    assert shared_lines(given.recipe, given.cluster)[0].startswith(f"4 ranks share {cores()} core")
+    assert shared_cores_lines(given.recipe, given.cluster)[0].startswith(
+        f"4 ranks share {cores()} core"
+    )
     found = both(tmp_path, given, FOUR_RANKS)
     ordered = sorted(found, key=lambda layout: found[layout][1])
     pairs = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.search.layout_search import pinned_estimate
+from shardwright.search.layout_search import estimate_pinned_layout
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import graph_of, problem_of, recipe_of
 
@@ -41,7 +41,7 @@ def predicted(size: tuple[int, int, int], batch: int, gpus: int, micro: int, ker
         },
         assume={"kernels": kernels, "ignore_memory": True},
     )
-    found = pinned_estimate(problem_of(recipe, graph_of(config)))
+    found = estimate_pinned_layout(problem_of(recipe, graph_of(config)))
     return found.time.hardware_tflops_per_gpu
 
 

@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright.engines.deepspeed.hpz_groups import secondary_group
+from shardwright.engines.deepspeed.hpz_groups import hpz_group
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import read_plan
 
@@ -79,7 +79,7 @@ def load(folder: Path) -> dict[str, object]:
 def _sharing_weights(plan: Plan) -> int:
     """Ranks, all of one node, that share the last rank's second copy of the weights; 1 without
     hpZ."""
-    group = secondary_group(plan)
+    group = hpz_group(plan)
     ranks = (
         [plan.ranks[-1].rank] if group is None else torch.distributed.get_process_group_ranks(group)
     )

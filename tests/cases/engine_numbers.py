@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwright.compile import Compiled
+from shardwright.compile import CompileResult
 from shardwright.compiled_folder_writer import write_folder
 from shardwright.plan.plan import Plan
 
 LOADER = Path(__file__).with_name("ds_config_loads.py")
 
 
-def load(compiled: Sequence[Compiled], folder: Path) -> list[dict[str, object]]:
+def load(compiled: Sequence[CompileResult], folder: Path) -> list[dict[str, object]]:
     """DeepSpeed's own numbers for each, at the plan's world size. One process, below `folder`."""
     folders = [folder / str(number) for number in range(len(compiled))]
     for place, result in zip(folders, compiled, strict=True):

@@ -17,12 +17,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.compile import Compiled, compile_recipe
+from shardwright.compile import CompileResult, compile_recipe
 from shardwright.compiled_folder_files import MARKER
 from shardwright.plan.plan_json import plan_from_json, plan_to_json
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
-from shardwright.utils.data_folders import recipes_dir
+from shardwright.utils.data_folders import recipes_folder
 from tests.cases.engine_numbers import load, numbers
 
 HERE = Path(__file__).parent
@@ -35,19 +35,19 @@ READY = (
     "tiny-gpt2-cpu",
     "tiny-llama-cpu",
 )
-RECIPES |= {f"recipes/{name}": recipes_dir() / f"{name}.yaml" for name in READY}
+RECIPES |= {f"recipes/{name}": recipes_folder() / f"{name}.yaml" for name in READY}
 ANYWHERE = "/anywhere"
 """Stands for this machine's folder in the golden files."""
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, Compiled]:
+def compiled() -> dict[str, CompileResult]:
     return {name: compile_recipe(load_recipe(path)) for name, path in RECIPES.items()}
 
 
 @pytest.fixture(scope="module")
 def loaded(
-    compiled: dict[str, Compiled], tmp_path_factory: pytest.TempPathFactory
+    compiled: dict[str, CompileResult], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, object]]:
     """What DeepSpeed makes of each ds_config.json at the plan's world size."""
     return dict(
@@ -57,7 +57,7 @@ def loaded(
     )
 
 
-def of_each_layer(compiled: Compiled) -> dict[str, list[tuple[str, int]]]:
+def of_each_layer(compiled: CompileResult) -> dict[str, list[tuple[str, int]]]:
     """Layer of the plan -> its parameters and their elements, by a model that config.json
     builds."""
     config = json.loads(compiled.files["model/config.json"])
@@ -87,7 +87,7 @@ def portable(case: Path, files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_golden(case: Path, compiled: dict[str, Compiled], update_golden: bool) -> None:
+def test_golden(case: Path, compiled: dict[str, CompileResult], update_golden: bool) -> None:
     expected = case / "expected"
     files = portable(case, dict(compiled[case.name].files))
     del files[MARKER]
@@ -106,24 +106,26 @@ def test_golden(case: Path, compiled: dict[str, Compiled], update_golden: bool) 
 
 @pytest.mark.parametrize("name", RECIPES)
 class TestInvariants:
-    def test_same_recipe_same_bytes(self, name: str, compiled: dict[str, Compiled]) -> None:
+    def test_same_recipe_same_bytes(self, name: str, compiled: dict[str, CompileResult]) -> None:
         assert compile_recipe(load_recipe(RECIPES[name])).files == compiled[name].files
 
     def test_resolved_recipe_is_the_same_recipe(
-        self, name: str, compiled: dict[str, Compiled], tmp_path: Path
+        self, name: str, compiled: dict[str, CompileResult], tmp_path: Path
     ) -> None:
         copy = tmp_path / "again.json"
         copy.write_bytes(compiled[name].files["recipe.resolved.json"])
         again = load_recipe(copy)
         assert json.loads(json.dumps(again.document)) == json.loads(copy.read_bytes())
 
-    def test_plan_round_trips(self, name: str, compiled: dict[str, Compiled]) -> None:
+    def test_plan_round_trips(self, name: str, compiled: dict[str, CompileResult]) -> None:
         text = compiled[name].files["plan.json"].decode()
         plan = plan_from_json(text)
         assert plan_to_json(plan) == text
         assert plan == compiled[name].plan
 
-    def test_layout_covers_the_machines(self, name: str, compiled: dict[str, Compiled]) -> None:
+    def test_layout_covers_the_machines(
+        self, name: str, compiled: dict[str, CompileResult]
+    ) -> None:
         plan = compiled[name].plan
         s = plan.strategy
         assert s.tensor * s.pipeline * s.context * s.data == plan.nodes * plan.gpus_per_node
@@ -135,14 +137,14 @@ class TestInvariants:
         }
 
     def test_tensor_groups_stay_inside_a_node(
-        self, name: str, compiled: dict[str, Compiled]
+        self, name: str, compiled: dict[str, CompileResult]
     ) -> None:
         nodes: dict[tuple[int, int, int], set[int]] = {}
         for rank in compiled[name].plan.ranks:
             nodes.setdefault((rank.pipeline, rank.data, rank.context), set()).add(rank.node)
         assert all(len(held) == 1 for held in nodes.values())
 
-    def test_each_layer_on_one_stage(self, name: str, compiled: dict[str, Compiled]) -> None:
+    def test_each_layer_on_one_stage(self, name: str, compiled: dict[str, CompileResult]) -> None:
         plan = compiled[name].plan
         layers = [layer for stage in plan.stages for layer in stage.layers]
         config = json.loads(compiled[name].files["model/config.json"])
@@ -153,7 +155,9 @@ class TestInvariants:
             "head",
         ]
 
-    def test_ranks_hold_the_whole_model(self, name: str, compiled: dict[str, Compiled]) -> None:
+    def test_ranks_hold_the_whole_model(
+        self, name: str, compiled: dict[str, CompileResult]
+    ) -> None:
         """Over a pipeline rank's tensor ranks (ZeRO-3's data and context ranks too): its layers'
         parameters of the model, a whole one on every tensor rank, and nothing else."""
         plan = compiled[name].plan
@@ -186,7 +190,9 @@ class TestInvariants:
             padding = len(mine) * shards * plan.strategy.tensor * size if shards > 1 else 0
             assert wanted * size <= held <= wanted * size + padding, pipeline
 
-    def test_the_fullest_rank_is_priced(self, name: str, compiled: dict[str, Compiled]) -> None:
+    def test_the_fullest_rank_is_priced(
+        self, name: str, compiled: dict[str, CompileResult]
+    ) -> None:
         """What a rank will hold, which runs check to the byte, is what its memory was predicted
         with."""
         plan = compiled[name].plan
@@ -205,11 +211,11 @@ class TestInvariants:
         assert optimizer == pytest.approx([held * per_byte for held in fullest], rel=1e-6)
 
     def test_deepspeed_reads_what_the_plan_says(
-        self, name: str, compiled: dict[str, Compiled], loaded: dict[str, dict[str, object]]
+        self, name: str, compiled: dict[str, CompileResult], loaded: dict[str, dict[str, object]]
     ) -> None:
         assert loaded[name] == numbers(compiled[name].plan)
 
-    def test_scripts_are_valid_bash(self, name: str, compiled: dict[str, Compiled]) -> None:
+    def test_scripts_are_valid_bash(self, name: str, compiled: dict[str, CompileResult]) -> None:
         scripts = [
             content for path, content in compiled[name].files.items() if path.endswith(".sh")
         ]
@@ -217,7 +223,7 @@ class TestInvariants:
             assert subprocess.run(["bash", "-n"], input=script, capture_output=True).stderr == b""
 
     def test_no_artifact_shards_twice_or_names_a_clock(
-        self, name: str, compiled: dict[str, Compiled]
+        self, name: str, compiled: dict[str, CompileResult]
     ) -> None:
         config = json.loads(compiled[name].files["ds_config.json"])
         assert "tensor_parallel" not in config and "scheduler" not in config

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.compile import Compiled, compile_recipe
+from shardwright.compile import CompileResult, compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.ds_config_schema import snapshot
-from shardwright.engines.deepspeed.ds_config_validation import misfits
+from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
+from shardwright.engines.deepspeed.ds_config_validation import schema_mismatches
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.search.candidate_layouts import candidates
+from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.rule_registry import check_layout
 from tests.cases.engine_numbers import load, numbers
 from tests.unit.models.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of
@@ -39,7 +39,7 @@ MODELS: tuple[dict[str, Any], ...] = (
 NODES = (1, 2, 4, 8, 16, 64, 128)
 
 
-def random_plans(count: int, seed: int, folder: Path) -> Iterator[Compiled]:
+def random_plans(count: int, seed: int, folder: Path) -> Iterator[CompileResult]:
     """Pinned layouts drawn from all legal ones of random models, clusters and trainings."""
     draw = random.Random(seed)
     made = 0
@@ -70,7 +70,7 @@ def random_plans(count: int, seed: int, folder: Path) -> Iterator[Compiled]:
         path.write_text(json.dumps(document))
         recipe = load_recipe(path)
         graph, cluster = graph_of(document["model"]["config"]), resolve_cluster(recipe.cluster)
-        strategy = draw.choice(list(candidates(problem_of(recipe, graph, cluster))))
+        strategy = draw.choice(list(candidate_layouts(problem_of(recipe, graph, cluster))))
         if any(
             d.severity == "error"
             for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), strategy)
@@ -92,13 +92,15 @@ def random_plans(count: int, seed: int, folder: Path) -> Iterator[Compiled]:
         made += 1
 
 
-def check(compiled: list[Compiled], folder: Path) -> None:
+def check(compiled: list[CompileResult], folder: Path) -> None:
     for result, loaded in zip(compiled, load(compiled, folder), strict=True):
         assert loaded == numbers(result.plan), result.plan.strategy
-        assert misfits(json.loads(result.files["ds_config.json"]), snapshot()) == ()
+        assert (
+            schema_mismatches(json.loads(result.files["ds_config.json"]), ds_config_schema()) == ()
+        )
 
 
-def plan_with_hpz(folder: Path, tensor: int) -> Compiled:
+def plan_with_hpz(folder: Path, tensor: int) -> CompileResult:
     """4 nodes over slow links, each with a second copy of the weights for each of the tensor
     ranks."""
     path = folder / f"hpz-{tensor}.json"

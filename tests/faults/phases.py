@@ -113,7 +113,7 @@ def _after_publishing(planter: Planter) -> Planter:
 
 PHASES: dict[str, Planter] = {
     "writing the fragments": _within(
-        "save_readable", _in_path(1), _half_written(lambda _, path: path)
+        "save_safetensors", _in_path(1), _half_written(lambda _, path: path)
     ),
     "writing the index": _within(
         "write_manifest", _in_path(0), _half_written(lambda at, _: at / "manifest.json")

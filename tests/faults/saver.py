@@ -25,15 +25,15 @@ from transformers.models.llama import modeling_llama  # noqa: F401 (before a pro
 
 from shardwright.checkpoint import checkpoint_saver as checkpoint
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
-from shardwright.checkpoint.resume_checkpoint import choose_checkpoint, tell
-from shardwright.checkpoint.run_history import Origin
+from shardwright.checkpoint.resume_checkpoint import choose_checkpoint, print_resume_notes
+from shardwright.checkpoint.run_history import SaveMetadata
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.deepspeed_trainer import DeepSpeedTrainer
-from shardwright.monitor.run_files import Metrics
+from shardwright.monitor.run_files import MetricsWriter
 from shardwright.parallel.model_config_loading import load_config
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import read_plan
-from shardwright.train.lease_ownership import held_by_run
+from shardwright.train.lease_ownership import hold_run_lease
 from shardwright.train.run_attempt import begin_attempt
 
 ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as engines.deepspeed.runtime does
@@ -108,14 +108,14 @@ def run(out: Path, resume: str = "auto", after: Callable[[int], None] | None = N
     """Every step that is left, in this process. Raises Refusal."""
     _open_group()
     plan = read_plan(out)
-    with held_by_run(plan, out):
+    with hold_run_lease(plan, out):
         chosen = choose_checkpoint(plan, out, resume)
-        tell(chosen)
+        print_resume_notes(chosen)
         attempt = begin_attempt(plan, out, chosen, fresh=resume == "never")
-        checkpoint.prepare_root(plan, out, attempt.number, attempt.step)
+        checkpoint.prepare_checkpoint_folder(plan, out, attempt.number, attempt.step)
         trainer = _trainer(plan, out)
         done = load_checkpoint(plan, trainer, Path(attempt.resume)) if attempt.resume else 0
-        metrics, origin = Metrics(out, attempt.number, done), Origin(line=attempt.line)
+        metrics, origin = MetricsWriter(out, attempt.number, done), SaveMetadata(line=attempt.line)
         for step in range(done + 1, STEPS + 1):
             metrics.write(step, *_step(trainer, step), 1e-3, 1, 1.0)
             if step % EVERY == 0:

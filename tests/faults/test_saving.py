@@ -249,9 +249,9 @@ def test_a_lease_left_on_another_host(
     out: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Watched for a while: it is not touched any more."""
-    for name in ("LOST_SECONDS", "CONFIRM_SECONDS"):
+    for name in ("LEASE_EXPIRY_SECONDS", "EXPIRY_CONFIRMATION_SECONDS"):
         monkeypatch.setattr(run_lease, name, 0.5)
-    gone = replace(run_lease.this_process("ranks", out), boot="another", host="b", pid=7)
+    gone = replace(run_lease.current_process_owner("ranks", out), boot="another", host="b", pid=7)
     (out / "run").mkdir()
     (out / "run" / "lease").write_text(json.dumps(asdict(gone)))
     ended = saver.train(out)

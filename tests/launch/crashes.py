@@ -25,15 +25,15 @@ WATCH_SECONDS = 300.0
 _ROWS = """
 import hashlib, json, os
 from pathlib import Path
-from shardwright.parallel.micro_batches import Batches
-_micro_batches = Batches.micro_batches
+from shardwright.parallel.micro_batches import TrainingBatches
+_micro_batches = TrainingBatches.micro_batches
 _log = open(Path(__file__).parent / f"rows-{os.environ['RANK']}.jsonl", "a", buffering=1)
 def _logged(self, step, data_rank):
     found = _micro_batches(self, step, data_rank)
     rows = [hashlib.sha256(row.numpy().tobytes()).hexdigest() for m in found for row in m.input_ids]
     _log.write(json.dumps({"step": step, "data_rank": data_rank, "rows": rows}) + "\\n")
     return found
-Batches.micro_batches = _logged
+TrainingBatches.micro_batches = _logged
 """
 """Before the compiled folder's own script: which rows each rank really trains on, a line a step."""
 

@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
-from shardwright.checkpoint.master_weight_check import check_masters
+from shardwright.checkpoint.master_weight_check import check_master_weights
 from shardwright.compile import compile_recipe
 from shardwright.compiled_folder_writer import write_folder
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
@@ -81,7 +81,7 @@ def measure(key: str, layout: str, plans: dict[str, tuple[Plan, Path]]) -> dict[
     train(plan, folder, trainer, 1, SAVED)
     save_checkpoint(plan, folder, trainer, SAVED)
     found = {"run": figures(train(plan, folder, trainer, SAVED + 1, LAST), trainer)}
-    check_masters(trainer.owned())
+    check_master_weights(trainer.owned())
     trainer.engine.destroy()
     other = RESUMED_ON[layout]
     plan, other_folder = plans[other] = plans.get(other) or compiled("", other)

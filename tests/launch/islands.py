@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwright.utils.numeric_difference import weights_apart, worst
+from shardwright.utils.numeric_difference import largest_difference, state_dict_max_abs_diff
 from tests import warm
 from tests.launch.sites import Site
 from tests.parity.harness import Case
@@ -140,10 +140,14 @@ def replayed(case: Case, out: Path, tokens: Any, outer: dict[str, Any]) -> dict[
     losses = [island_losses(out, island) for island in range(ISLANDS)]
     assert list(losses[0]) == list(range(1, STEPS + 1))
     loss = max(
-        worst(abs(loss - wanted.losses[k][step]) for step, loss in losses[k].items())
+        largest_difference(abs(loss - wanted.losses[k][step]) for step, loss in losses[k].items())
         for k in range(ISLANDS)
     )
-    found = {"members": members, "loss": loss, "weight": weights_apart(trained[0], wanted.weights)}
+    found = {
+        "members": members,
+        "loss": loss,
+        "weight": state_dict_max_abs_diff(trained[0], wanted.weights),
+    }
     assert loss <= 1e-5 and found["weight"] <= 1e-5, found
     return found
 

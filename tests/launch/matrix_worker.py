@@ -24,9 +24,9 @@ from shardwright.compiled_folder_writer import write_folder
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
-from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.learning_rate import learning_rate
-from shardwright.parallel.micro_batches import Batches
+from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.parallel.tensor_parallel_rng import seed_dropout
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import read_plan
@@ -53,7 +53,9 @@ def compiled(name: str) -> tuple[Plan, Path]:
     return read_plan(folder / "out"), folder / "out"
 
 
-def train(plan: Plan, trainer: Trainer, batches: Batches, first: int, last: int) -> list[float]:
+def train(
+    plan: Plan, trainer: Trainer, batches: TrainingBatches, first: int, last: int
+) -> list[float]:
     losses = []
     for step in range(first, last + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, plan.training.steps, step)
@@ -73,10 +75,10 @@ def main() -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     share_groups()
     for name, sources in targets.items():
-        CONTEXT.use(None)  # the compile runs a tiny copy, whole
+        CONTEXT_PARALLEL.use(None)  # the compile runs a tiny copy, whole
         plan, folder = compiled(name)
         trainer = build_trainer(plan, folder)
-        batches = Batches(plan, open_dataset(plan, folder))
+        batches = TrainingBatches(plan, open_dataset(plan, folder))
         seed_dropout(plan, dist.get_rank())
         if not sources:
             train(plan, trainer, batches, 1, SAVED)

@@ -20,10 +20,10 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.engines.deepspeed.pipeline_module import build_pipeline
-from shardwright.parallel.expert_parallel import ExpertSpreader
+from shardwright.parallel.expert_parallel import ExpertSharder
 from shardwright.parallel.model_loading import conv1d_to_linear, open_model
 from shardwright.parallel.weight_files import WeightFiles
-from shardwright.parallel.weight_loader import Filler
+from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan_json import read_plan
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     peak = Peak()
     model, weights = open_model(plan, folder, resumes=False)
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
-    filler = Filler(model, weights, splits, conv1d_to_linear(model), plan.ranks[rank].tensor)
+    filler = WeightLoader(model, weights, splits, conv1d_to_linear(model), plan.ranks[rank].tensor)
     module = build_pipeline(
         model,
         plan,
@@ -72,7 +72,7 @@ def main() -> None:
         torch.device("cpu"),
         torch.float32,
         filler,
-        ExpertSpreader(model),
+        ExpertSharder(model),
     )
     held = sum(p.numel() * p.element_size() for p in module.parameters())
     assert isinstance(weights, WeightFiles)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.utils.numeric_difference import series_apart
+from shardwright.utils.numeric_difference import max_series_diff
 from shardwright.utils.programs import free_port
 from tests.parity.harness import Case
 
@@ -92,7 +92,7 @@ def resumed(pairs: list[tuple[str, str]], out: Path) -> dict[tuple[str, str], fl
 def differences(
     losses: dict[str, list[float]], pairs: list[tuple[str, str]]
 ) -> dict[tuple[str, str], float]:
-    return {(a, b): series_apart(losses[f"{a} -> {b}"], losses[a]) for a, b in pairs}
+    return {(a, b): max_series_diff(losses[f"{a} -> {b}"], losses[a]) for a, b in pairs}
 
 
 def _launch(world: int, work: dict[str, Any], out: Path) -> None:

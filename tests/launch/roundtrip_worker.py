@@ -26,11 +26,11 @@ from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.models import graph_trace
-from shardwright.models.layer_trace import Traced
-from shardwright.parallel.micro_batches import Batches
+from shardwright.models.layer_trace import ModelTrace
+from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.plan.plan_json import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.utils.numeric_difference import tensor_apart
+from shardwright.utils.numeric_difference import max_abs_diff
 from tests.launch.roundtrip import LAYOUTS
 from tests.parity.groups import share_groups
 from tests.zoo.configs import TEXT_VOCABULARY, build
@@ -108,7 +108,7 @@ def measure(model_type: str, layout: str) -> dict[str, Any]:
     plan = read_plan(folder / "out")
     trainer: Trainer = build_trainer(plan, folder / "out")
     save_checkpoint(plan, folder / "out", trainer, 0)
-    batches = Batches(plan, open_dataset(plan, folder / "out"))
+    batches = TrainingBatches(plan, open_dataset(plan, folder / "out"))
     steps = folder / "out" / "checkpoints"
     for step in range(1, STEPS):
         trainer.step(batches.micro_batches(step, plan.ranks[rank].data), 1e-3)
@@ -134,16 +134,16 @@ def measure(model_type: str, layout: str) -> dict[str, Any]:
         if sizes:
             at = plan.ranks[rank].tensor
             wanted = wanted.narrow(-1, sum(sizes[:at]), sizes[at])
-        worst = tensor_apart(logits, wanted)
+        worst = max_abs_diff(logits, wanted)
     figures = torch.tensor([worst])
     dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     trainer.engine.destroy()
     return {**found, "logits": figures.item()}
 
 
-def untraced(model: torch.nn.Module, cut: Any, attention_module: str) -> Traced:
+def untraced(model: torch.nn.Module, cut: Any, attention_module: str) -> ModelTrace:
     """What the layers cost is no matter here."""
-    return Traced(
+    return ModelTrace(
         layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2),
         context=(),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shardwright.diloco.round_log import ROUNDS
+from shardwright.diloco.round_log import ROUNDS_FILE
 from tests.faults.disks import enlarge, small_disk
 from tests.launch.islands import PATIENCE, Process, listening, processes
 from tests.parity.islands import ISLANDS
@@ -21,7 +21,7 @@ DISK = 16 * PAGE
 
 def main() -> None:
     out = Path(sys.argv[1])
-    run, rounds = out / "run", out / ROUNDS
+    run, rounds = out / "run", out / ROUNDS_FILE
     small_disk(run, DISK)
     # A line of the record is some 120 bytes long: one fits before the next page, and there is none
     # left. What stands before them is no line of a round.

@@ -13,16 +13,20 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import Compiled, compile_recipe
+from shardwright.compile import CompileResult, compile_recipe
 from shardwright.compiled_folder_writer import write_folder
-from shardwright.engines.deepspeed.accelerate_files import CONFIG, PLAIN, TRAINER
+from shardwright.engines.deepspeed.accelerate_files import (
+    ACCELERATE_CONFIG,
+    ACCELERATE_DS_CONFIG,
+    HF_TRAINER_DS_CONFIG,
+)
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.utils.programs import free_port, program_path
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")
 
 
-def compiled(write_recipe: Callable[..., Path], parallelism: dict[str, Any]) -> Compiled:
+def compiled(write_recipe: Callable[..., Path], parallelism: dict[str, Any]) -> CompileResult:
     changes = {
         "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
         "parallelism": parallelism,
@@ -43,7 +47,7 @@ def test_a_trainer_script_runs_under_the_plan(
     port = str(free_port())
     if program == "accelerate":
         launcher, deepspeed = (
-            ["launch", "--config_file", CONFIG, "--main_process_port", port],
+            ["launch", "--config_file", ACCELERATE_CONFIG, "--main_process_port", port],
             "none",
         )
     else:
@@ -56,7 +60,7 @@ def test_a_trainer_script_runs_under_the_plan(
             port,
             "--no_local_rank",
         ]
-        deepspeed = TRAINER
+        deepspeed = HF_TRAINER_DS_CONFIG
     report, s = tmp_path / "report.json", result.plan.strategy
     script = [SCRIPT, "model", report, s.micro_batch_size, s.gradient_accumulation_steps, deepspeed]
     done = subprocess.run(
@@ -87,7 +91,7 @@ def test_only_where_there_are_data_ranks_alone(
     write_recipe: Callable[..., Path], parallelism: dict[str, Any]
 ) -> None:
     files = compiled(write_recipe, parallelism).files
-    assert not {CONFIG, PLAIN, TRAINER} & set(files)
+    assert not {ACCELERATE_CONFIG, ACCELERATE_DS_CONFIG, HF_TRAINER_DS_CONFIG} & set(files)
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
@@ -95,7 +99,7 @@ def test_lint_finds_nothing_wrong(
     write_recipe: Callable[..., Path], tmp_path: Path, zero_stage: int
 ) -> None:
     files = compiled(write_recipe, {"data": 2, "zero_stage": zero_stage}).files
-    for name, audience in ((TRAINER, "trainer"), (PLAIN, "trainer")):
+    for name, audience in ((HF_TRAINER_DS_CONFIG, "trainer"), (ACCELERATE_DS_CONFIG, "trainer")):
         path = tmp_path / Path(name).name
         path.write_bytes(files[name])
         command = [

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.launch
 FULL = """
 import errno, os
 import shardwright.checkpoint.checkpoint_saver as checkpoint
-whole = checkpoint.save_readable
+whole = checkpoint.save_safetensors
 def full(tensors, path):
     if os.environ["RANK"] == "1" and "step-00000006" in str(path):
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
     whole(tensors, path)
-checkpoint.save_readable = full
+checkpoint.save_safetensors = full
 """
 
 

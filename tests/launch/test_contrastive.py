@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoProcessor
 
-from shardwright.utils.numeric_difference import weights_apart
+from shardwright.utils.numeric_difference import state_dict_max_abs_diff
 from tests.figures import lines_apart
 from tests.parity.contrastive import (
     BATCH,
@@ -56,7 +56,7 @@ def test_trains_and_exports(case: PairCase, tmp_path: Path) -> None:
     kept = {name: wanted.weights[name] for name in named}
     assert named.keys() == {name for name in wanted.weights if not without_gradient(name)}
     assert all(p.shape == kept[name].shape for name, p in named.items())
-    assert weights_apart(named, kept) <= WEIGHT_ABSOLUTE
+    assert state_dict_max_abs_diff(named, kept) <= WEIGHT_ABSOLUTE
     AutoProcessor.from_pretrained(tmp_path / "hf", local_files_only=True)
     for folder in (step, tmp_path / "hf"):
         refused = shardwright("generate", folder, "--prompt", "a")

@@ -234,7 +234,9 @@ def test_conversations_train_as_each_one_alone(packing: bool, tmp_path: Path) ->
     assert told["trained_tokens"] == count and told["steps"] > 1 and len(told["samples"]) == 3
     padding = told["parts"][0]
     assert (
-        padding["padding"] < padding["padding_alone"] / 2 if packing else told["rows"] == len(talks)
+        padding["padding"] < padding["unpacked_padding"] / 2
+        if packing
+        else told["rows"] == len(talks)
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import resolve
-from shardwright.parallel.micro_batches import Batches
+from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.plan.plan_json import read_plan
 from tests.parity.harness import Case, metrics, must, recipe, shardwright
 from tests.parity.models import LLAMA
@@ -102,7 +102,7 @@ def tokens_per_second(folder: Path) -> float:
     plan = read_plan(folder)
     prepare(plan, folder, limit_bytes=None)
     plan, data = resolve(plan, folder)
-    batches = Batches(plan, data)
+    batches = TrainingBatches(plan, data)
     batches.micro_batches(1, 0)
     best = 0.0
     for step in range(2, 12):

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from shardwright.cli import main as cli
-from shardwright.cli.doctor_command import as_json, as_text, is_red
+from shardwright.cli.doctor_command import as_json, as_text, check_has_errors
 from shardwright.launch.link_bandwidth import measure
-from shardwright.launch.probe_messages import LinkRates, Met
+from shardwright.launch.probe_messages import LinkRates, RendezvousResult
 from shardwright.launch.remote_probe import ProbedHost
-from shardwright.launch.rendezvous_check import Assumed, links
+from shardwright.launch.rendezvous_check import PlannedBandwidth, links
 from tests.parity.harness import must, shardwright
 
 
@@ -106,13 +106,15 @@ def test_hosts_that_do_not_answer_are_not_said_to_be_well(two_nodes: Path, tmp_p
 
 
 def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
-    assumed = Assumed(
+    assumed = PlannedBandwidth(
         intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False
     )
     met = [
         ProbedHost(
             host=host,
-            met=Met(sum=2, links=LinkRates(to_next=to_next, all_reduce=30e9, local=local)),
+            met=RendezvousResult(
+                sum=2, links=LinkRates(to_next=to_next, all_reduce=30e9, local=local)
+            ),
         )
         for host, to_next, local in (("a", 48e9, 400e9), ("b", 12.5e9, 100e9))
     ]
@@ -124,17 +126,17 @@ def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
     assert "--set cluster.intra_node_gbytes_per_second=100" in inside.help
     assert "100 Gb/s between hosts (b -> a is the slowest), 400 planned" in check.told
     assert (
-        not is_red(check)
+        not check_has_errors(check)
         and "warn links" in as_text([check])
         and json.loads(as_json([check]))["ok"]
     )
 
 
 def test_what_is_not_measured_is_not_judged() -> None:
-    assumed = Assumed(
+    assumed = PlannedBandwidth(
         intra_node_bytes_per_second=450e9, inter_node_bytes_per_second=50e9, is_cpu=False
     )
-    assert not links([ProbedHost(host="a", met=Met(sum=1))], assumed).problems
+    assert not links([ProbedHost(host="a", met=RendezvousResult(sum=1))], assumed).problems
     assert not links([ProbedHost(host="a")], assumed).problems
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.utils.numeric_difference import series_apart
+from shardwright.utils.numeric_difference import max_series_diff
 from tests.launch.extra_keys import HALF_RELATIVE, LAYOUTS, RESUMED_ON, cases, name, tried
 from tests.parity.harness import (
     LOSS_ABSOLUTE,
@@ -58,11 +58,11 @@ def test_every_key_resumes_on_another_layout(
     for key, layout in cases():
         figures = found[name(key, layout)]
         apart = {
-            "resumed": series_apart(
+            "resumed": max_series_diff(
                 figures["resumed"]["losses"], figures["run"]["losses"], relative=True
             ),
             # fp16's scale decides which updates are made.
-            "plain": series_apart(
+            "plain": max_series_diff(
                 figures["run"]["losses"], found[name("", layout)]["run"]["losses"]
             )
             if not layout.startswith("fp16")

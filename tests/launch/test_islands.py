@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.utils.numeric_difference import weights_apart
+from shardwright.utils.numeric_difference import state_dict_max_abs_diff
 from tests.launch.islands import (
     PATIENCE,
     Process,
@@ -226,4 +226,4 @@ def test_islands_that_are_stopped_go_on(
     wanted = simulate(CASE, tokens, outer, [r["members"] for r in rounds(out)])
     trained = [weights(out, island, tmp_path / f"hf-{island}") for island in range(ISLANDS)]
     assert all(torch.equal(p, trained[1][name]) for name, p in trained[0].items())
-    assert weights_apart(trained[0], wanted.weights) <= 1e-5, (states, rounds(out))
+    assert state_dict_max_abs_diff(trained[0], wanted.weights) <= 1e-5, (states, rounds(out))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.diloco.outer_store_secret import SECRET
+from shardwright.diloco.outer_store_secret import SECRET_FILE
 from tests.launch.islands import (
     PATIENCE,
     Process,
@@ -102,18 +102,18 @@ def test_an_island_that_does_not_belong_costs_nobody_anything(
     store = listening(start, out)
     a = start("run", out, "--island", 0)
     until(lambda: "island 0 is here" in store.said, "island 0 does not come", a, store)
-    secret = out / SECRET
+    secret = out / SECRET_FILE
     strangers = {
         "SW6313": (out / "island-1", "0" * 64),
         "SW6316": (other / "island-1", secret.read_text()),
     }
     for code, (folder, own) in strangers.items():
-        (folder / SECRET).parent.mkdir(parents=True, exist_ok=True)
-        (folder / SECRET).write_text(own)
+        (folder / SECRET_FILE).parent.mkdir(parents=True, exist_ok=True)
+        (folder / SECRET_FILE).write_text(own)
         refused = shardwright("run", folder)
         assert refused.returncode == 1 and code in refused.stderr, (code, refused)
         assert not list(folder.glob("checkpoints/step-*"))
-    (out / "island-1" / SECRET).write_text(secret.read_text())
+    (out / "island-1" / SECRET_FILE).write_text(secret.read_text())
     b = start("run", out, "--island", 1)
     assert [each.process.wait(PATIENCE) for each in (a, b, store)] == [0, 0, 0], (
         a.said,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.diloco.outer_store_channel import grace
+from shardwright.diloco.outer_store_channel import silence_limit_seconds
 from tests import warm
 from tests.launch.islands import (
     PATIENCE,
@@ -249,7 +249,7 @@ def test_a_link_that_is_mended(
     watch = Watch(out, 0)
     apart.swallow()
     if when == "in time":
-        time.sleep(0.6 * grace(deadline))
+        time.sleep(0.6 * silence_limit_seconds(deadline))
         apart.spit_out()
         waited = watch.longest()
     else:

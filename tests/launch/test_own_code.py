@@ -65,7 +65,7 @@ def test_own_code_trains_in_a_pipeline_as_one_plain_process(
     for name in FILES:
         (source / name).unlink()  # the compiled folder has its own
     assert "starts from weights pretrained\n" in must(shardwright("run", tmp_path / "out")).stdout
-    step, code = newest_checkpoint(tmp_path / "out"), read_plan(tmp_path / "out").model.own_code
+    step, code = newest_checkpoint(tmp_path / "out"), read_plan(tmp_path / "out").model.remote_code
     assert code is not None
     must(shardwright("export", step, "-o", tmp_path / "hf", "--trust-code", code.fingerprint))
 

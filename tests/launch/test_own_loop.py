@@ -17,7 +17,7 @@ from shardwright.compiled_folder import read_folder
 from shardwright.cost.goodput import goodput
 from shardwright.layout.planning_problem import Problem
 from shardwright.train.experiment_trackers import missing_trackers
-from shardwright.utils.json_records import carried
+from shardwright.utils.json_records import copy_shared_fields
 from tests.figures import same
 from tests.parity.harness import must, shardwright
 from tools.pages.page_blocks import blocks
@@ -80,7 +80,7 @@ def _check_saves(out: Path) -> None:
     found = [json.loads(line) for line in (out / "run" / "saves.jsonl").read_text().splitlines()]
     assert [line["step"] for line in found] == [5, 10, 12]
     subject = read_folder(out)
-    predicted = goodput(carried(Problem, subject), subject.estimate)
+    predicted = goodput(copy_shared_fields(Problem, subject), subject.estimate)
     assert predicted is not None and predicted.interval_steps == 5
     for line in found:
         path = out / "checkpoints" / f"step-{line['step']:08d}"

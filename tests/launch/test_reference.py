@@ -11,7 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardwright.utils.numeric_difference import series_apart, tensor_apart, weights_apart
+from shardwright.utils.numeric_difference import (
+    max_abs_diff,
+    max_series_diff,
+    state_dict_max_abs_diff,
+)
 from tests.launch.resume import same_numbers
 from tests.parity.harness import (
     LOSS_ABSOLUTE,
@@ -32,13 +36,13 @@ STEPS, EVERY, KILLED_IN = 8, 4, 6
 _KILL = f"""
 import os, signal
 from pathlib import Path
-from shardwright.parallel.micro_batches import Batches
-_micro_batches = Batches.micro_batches
+from shardwright.parallel.micro_batches import TrainingBatches
+_micro_batches = TrainingBatches.micro_batches
 def _killed(self, step, data_rank):
     if step == {KILLED_IN}:
         os.kill(os.getpid(), signal.SIGKILL)
     return _micro_batches(self, step, data_rank)
-Batches.micro_batches = _killed
+TrainingBatches.micro_batches = _killed
 """
 
 
@@ -82,19 +86,19 @@ def test_trains_resumes_and_exports_as_deepspeed_does(tmp_path: Path) -> None:
 
     other = compiled("deepspeed", tmp_path, "deepspeed")
     must(shardwright("run", other))
-    assert series_apart(losses(whole), losses(other)) <= LOSS_ABSOLUTE
+    assert max_series_diff(losses(whole), losses(other)) <= LOSS_ABSOLUTE
     ours, theirs = exported(killed, tmp_path / "ours"), exported(other, tmp_path / "theirs")
     assert (
-        weights_apart(dict(ours.named_parameters()), dict(theirs.named_parameters()))
+        state_dict_max_abs_diff(dict(ours.named_parameters()), dict(theirs.named_parameters()))
         <= WEIGHT_ABSOLUTE
     )
     ids = torch.arange(CASE.batch * 16).view(CASE.batch, 16)
     with torch.no_grad():
-        assert tensor_apart(ours(ids).logits, theirs(ids).logits) <= 1e-4
+        assert max_abs_diff(ours(ids).logits, theirs(ids).logits) <= 1e-4
 
     straight = losses(whole, EVERY + 1)
     for out, source in ((whole, other), (other, whole)):
         moved = tmp_path / f"from-{source.name}" / f"step-{EVERY:08d}"
         shutil.copytree(source / "checkpoints" / moved.name, moved)
         must(shardwright("run", out, "--resume", moved))
-        assert series_apart(losses(out, EVERY + 1), straight) <= LOSS_ABSOLUTE
+        assert max_series_diff(losses(out, EVERY + 1), straight) <= LOSS_ABSOLUTE

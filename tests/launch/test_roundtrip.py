@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.utils.numeric_difference import worst
+from shardwright.utils.numeric_difference import largest_difference
 from tests.launch.roundtrip import LAYOUTS, TYPES, round_trips
 
 pytestmark = pytest.mark.launch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.launch
 
 def check(found: dict[str, dict[str, Any]]) -> None:
     assert {case for case, figures in found.items() if not figures["same_bytes"]} == set()
-    assert worst(figures["logits"] for figures in found.values()) <= 1e-5, found
+    assert largest_difference(figures["logits"] for figures in found.values()) <= 1e-5, found
 
 
 def test_ten_types(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shardwright.checkpoint.text_generation import Wish, answer, open_model
+from shardwright.checkpoint.text_generation import GenerationRequest, answer, open_model
 from shardwright.data.shapes_dataset import QUESTION, SEED, SHAPES, SIDE, draw_shapes
 from tests.parity.harness import metrics, must, newest_checkpoint, shardwright
 
@@ -41,7 +41,9 @@ def test_it_names_shapes_that_it_has_not_seen(
     model = open_model(step)
 
     def named(picture: Path) -> str:
-        wish = Wish(prompt=QUESTION, tokens=10, temperature=0.0, seed=0, images=(picture,))
+        wish = GenerationRequest(
+            prompt=QUESTION, tokens=10, temperature=0.0, seed=0, images=(picture,)
+        )
         return answer(model, wish, step).text.partition("\n")[0]
 
     right = sum(named(path) == shape for path, shape in shown)

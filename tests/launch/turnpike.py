@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 
-from shardwright.diloco.outer_store_channel import MAGIC, NONCE, FrameKind, read_exactly
+from shardwright.diloco.outer_store_channel import MAGIC, NONCE_BYTES, FrameKind, read_exactly
 
 _HEADER, _MAC, _PROOF = struct.Struct(">BIQ"), 32, 32
 
@@ -47,7 +47,7 @@ class Turnpike:
     def _up(self, rank: socket.socket, store: socket.socket) -> None:
         """Ends with the rank, whose death the store hears of at once."""
         with contextlib.suppress(Exception):
-            store.sendall(read_exactly(rank, len(MAGIC) + NONCE + _PROOF))
+            store.sendall(read_exactly(rank, len(MAGIC) + NONCE_BYTES + _PROOF))
             island, chunks = None, 0
             while True:
                 head = read_exactly(rank, _HEADER.size + _MAC)

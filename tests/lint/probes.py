@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.utils.numeric_difference import series_apart
+from shardwright.utils.numeric_difference import max_series_diff
 
 Facts = dict[str, Any]
 
@@ -42,7 +42,7 @@ def _zero(stage: int, **keys: Any) -> dict[str, Any]:
 
 def near(facts: Facts) -> bool:
     """The losses are those of a plain loop."""
-    return series_apart(facts["losses"], facts["plain"]) < 1e-5
+    return max_series_diff(facts["losses"], facts["plain"]) < 1e-5
 
 
 PIPELINE = {"pipeline": True}

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.diagnostics.code_explanations import texts
-from shardwright.lint.ds_config_document import read_document
+from shardwright.diagnostics.code_explanations import ds_config_explanations
+from shardwright.lint.ds_config_document import parse_ds_config
 from shardwright.lint.ds_config_fixes import fixed
-from shardwright.lint.ds_config_linter import lint, subject_of
+from shardwright.lint.ds_config_linter import lint, linted_ds_config
 
 BEFORE = """\
 {
@@ -60,7 +60,7 @@ AFTER = """\
 
 
 def mended(text: str) -> tuple[str, list[str]]:
-    document, found = fixed(read_document("ds_config.json", text), "deepspeed", None)
+    document, found = fixed(parse_ds_config("ds_config.json", text), "deepspeed", None)
     return document.text, [finding.code for finding in found]
 
 
@@ -84,16 +84,22 @@ def test_text_is_mended_in_place() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [entry.example for entry in texts().values() if entry.code >= "SW4111" and entry.example],
+    [
+        entry.example
+        for entry in ds_config_explanations().values()
+        if entry.code >= "SW4111" and entry.example
+    ],
 )
 def test_a_fix_leaves_what_it_does_not_mend(text: str) -> None:
     """Every other key keeps its value, and nothing is left that --fix would mend."""
-    document = read_document("ds_config.json", text)
+    document = parse_ds_config("ds_config.json", text)
     changed, _ = fixed(document, None, 8)
-    findings = lint(changed, subject_of(changed, None, 8))
+    findings = lint(changed, linted_ds_config(changed, None, 8))
     assert [finding.code for finding in findings if finding.fix] == []
     before = {
-        finding.code for finding in lint(document, subject_of(document, None, 8)) if not finding.fix
+        finding.code
+        for finding in lint(document, linted_ds_config(document, None, 8))
+        if not finding.fix
     }
     assert {finding.code for finding in findings} <= before
 

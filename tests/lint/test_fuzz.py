@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.diagnostic_rendering import render
-from shardwright.lint.ds_config_document import read_document
-from shardwright.lint.ds_config_linter import diagnostic, lint, subject_of
+from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
+from shardwright.lint.ds_config_document import parse_ds_config
+from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
 from shardwright.models.hub_files import read_config_file
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.lint.test_rules import GOOD
@@ -94,12 +94,16 @@ def renamed(document: Any, path: Path_, name: str) -> Any:
 def found_in(text: str) -> list[tuple[Path_ | None, str]]:
     """Each finding's key and what is printed for it."""
     try:
-        document = read_document("ds_config.json", text)
+        document = parse_ds_config("ds_config.json", text)
     except Refusal as refusal:
-        return [(d.key, render([d], refusal.source, color=False)) for d in refusal.diagnostics]
-    findings = lint(document, subject_of(document))
+        return [
+            (d.key, render_diagnostics([d], refusal.source, color=False))
+            for d in refusal.diagnostics
+        ]
+    findings = lint(document, linted_ds_config(document))
     return [
-        (f.key, render([diagnostic(document, f)], document.source, color=False)) for f in findings
+        (f.key, render_diagnostics([diagnostic(document, f)], document.source, color=False))
+        for f in findings
     ]
 
 
@@ -163,12 +167,13 @@ def _plain(path: Path) -> Any:
 def _is_key(document: Any, where: Path_, wrong: str) -> bool:
     """Whether the misspelt word is a key of that section by itself: then it is another setting, not
     a typo."""
-    from shardwright.engines.deepspeed.ds_config_schema import snapshot
-    from shardwright.engines.deepspeed.ds_config_validation import misfits
+    from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
+    from shardwright.engines.deepspeed.ds_config_validation import schema_mismatches
 
     only = renamed(document, where, wrong)
     return not any(
-        m.kind == "unknown" and m.path == (*where[:-1], wrong) for m in misfits(only, snapshot())
+        m.kind == "unknown" and m.path == (*where[:-1], wrong)
+        for m in schema_mismatches(only, ds_config_schema())
     )
 
 
@@ -199,7 +204,7 @@ def fuzz_recipes(count: int, seed: int, folder: Path) -> dict[str, int]:
                 totals["silent_typos"] += 1
                 print("silent:", ".".join(map(str, where)))
         except Refusal as refusal:
-            assert render(refusal.diagnostics, refusal.source, color=False)
+            assert render_diagnostics(refusal.diagnostics, refusal.source, color=False)
     return totals
 
 

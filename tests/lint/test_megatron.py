@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.diagnostics.code_explanations import CodeExplanation, argument_texts
+from shardwright.diagnostics.code_explanations import CodeExplanation, megatron_args_explanations
 from shardwright.diagnostics.megatron_args_codes import MEGATRON_ARGS_CODES
 from shardwright.lint.megatron_lint import RULES, lint_arguments
 from shardwright.lint.megatron_option_reader import options, read_arguments
@@ -38,13 +38,24 @@ def codes(text: str, world_size: int | None = None) -> list[str]:
 
 
 def test_every_code_has_a_rule_and_a_text() -> None:
-    assert RULES.keys() | {"SW4900"} == MEGATRON_ARGS_CODES.keys() == argument_texts().keys()
-    assert all(entry.what and entry.why and entry.source for entry in argument_texts().values())
-    assert all(argument_texts()[code].example and argument_texts()[code].instead for code in RULES)
+    assert (
+        RULES.keys() | {"SW4900"}
+        == MEGATRON_ARGS_CODES.keys()
+        == megatron_args_explanations().keys()
+    )
+    assert all(
+        entry.what and entry.why and entry.source for entry in megatron_args_explanations().values()
+    )
+    assert all(
+        megatron_args_explanations()[code].example and megatron_args_explanations()[code].instead
+        for code in RULES
+    )
 
 
 @pytest.mark.parametrize(
-    "entry", [e for e in argument_texts().values() if e.example], ids=lambda entry: entry.code
+    "entry",
+    [e for e in megatron_args_explanations().values() if e.example],
+    ids=lambda entry: entry.code,
 )
 def test_example_and_instead(entry: CodeExplanation) -> None:
     assert codes(entry.example, entry.world_size or None) == [entry.code]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.diagnostics.code_explanations import texts
+from shardwright.diagnostics.code_explanations import ds_config_explanations
 from shardwright.diagnostics.ds_config_codes import DS_CONFIG_CODES
-from shardwright.lint.ds_config_value_rules import FILLED
+from shardwright.lint.ds_config_value_rules import TRAINER_AUTO_KEYS
 from tests.lint.probes import PROBES, Probe
 
 GOOD = sorted((Path(__file__).parent / "good").glob("*.json"))
@@ -40,7 +40,7 @@ def test_every_rule_has_a_probe() -> None:
 
 def every_auto() -> dict[str, Any]:
     document: dict[str, Any] = {}
-    for name in FILLED:
+    for name in TRAINER_AUTO_KEYS:
         *sections, key = name.split(".")
         place = document
         for section in sections:
@@ -55,7 +55,7 @@ def request(code: str, probe: Probe, which: str) -> dict[str, Any] | None:
     if not at:
         return None
     given = getattr(probe, which)
-    entry = texts()[code]
+    entry = ds_config_explanations()[code]
     text = getattr(entry, which) if given is None else given
     options = {"world_size": entry.world_size or None, **probe.options}
     if at in ("file", "trainer_file"):

@@ -11,11 +11,11 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.code_explanations import CodeExplanation, texts
-from shardwright.diagnostics.diagnostic_rendering import render
+from shardwright.diagnostics.code_explanations import CodeExplanation, ds_config_explanations
+from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
 from shardwright.diagnostics.ds_config_codes import DS_CONFIG_CODES
-from shardwright.lint.ds_config_document import read_document
-from shardwright.lint.ds_config_linter import diagnostic, lint, subject_of
+from shardwright.lint.ds_config_document import parse_ds_config
+from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
 from shardwright.lint.ds_config_rule_table import RULES
 from shardwright.lint.lint_rule import Audience
 from tools.generate.lint_page import PAGE, written
@@ -50,24 +50,32 @@ ELSEWHERE = {
 
 def codes(text: str, audience: Audience | None = None, world_size: int | None = None) -> list[str]:
     try:
-        document = read_document("ds_config.json", text)
+        document = parse_ds_config("ds_config.json", text)
     except Refusal as refusal:
         return [found.code for found in refusal.diagnostics]
-    return [found.code for found in lint(document, subject_of(document, audience, world_size))]
+    return [
+        found.code for found in lint(document, linted_ds_config(document, audience, world_size))
+    ]
 
 
 def test_every_code_has_a_rule_and_a_text() -> None:
     assert RULES.keys() | ELSEWHERE == DS_CONFIG_CODES.keys()
     assert not RULES.keys() & ELSEWHERE
-    assert texts().keys() == DS_CONFIG_CODES.keys()
-    assert all(entry.what and entry.why and entry.source for entry in texts().values())
-    assert all(bool(entry.example) == bool(entry.instead) for entry in texts().values())
-    assert all(texts()[code].example for code in RULES)
+    assert ds_config_explanations().keys() == DS_CONFIG_CODES.keys()
+    assert all(
+        entry.what and entry.why and entry.source for entry in ds_config_explanations().values()
+    )
+    assert all(
+        bool(entry.example) == bool(entry.instead) for entry in ds_config_explanations().values()
+    )
+    assert all(ds_config_explanations()[code].example for code in RULES)
     assert len(RULES) >= 40
 
 
 @pytest.mark.parametrize(
-    "entry", [entry for entry in texts().values() if entry.example], ids=lambda entry: entry.code
+    "entry",
+    [entry for entry in ds_config_explanations().values() if entry.example],
+    ids=lambda entry: entry.code,
 )
 def test_example_and_instead(entry: CodeExplanation) -> None:
     audience = cast("Audience | None", entry.audience or None)
@@ -82,8 +90,8 @@ def test_there_are_known_good_files() -> None:
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.stem)
 def test_good_file_has_no_error(path: Path) -> None:
     audience: Audience = "trainer" if path.stem.startswith("trainer-") else "deepspeed"
-    document = read_document(str(path), path.read_text(encoding="utf-8"))
-    found = lint(document, subject_of(document, audience))
+    document = parse_ds_config(str(path), path.read_text(encoding="utf-8"))
+    found = lint(document, linted_ds_config(document, audience))
     assert [finding for finding in found if finding.severity == "error"] == []
     assert sorted(finding.code for finding in found) == WARNINGS.get(path.stem, [])
 
@@ -106,14 +114,14 @@ def test_bad_file_is_shown_as_it_was(path: Path, update_golden: bool) -> None:
     audience: Audience = "trainer" if path.stem.startswith("trainer-") else "deepspeed"
     text = path.read_text(encoding="utf-8")
     try:
-        document = read_document(path.name, text)
+        document = parse_ds_config(path.name, text)
         found = [
             diagnostic(document, finding)
-            for finding in lint(document, subject_of(document, audience, 8))
+            for finding in lint(document, linted_ds_config(document, audience, 8))
         ]
-        shown = render(found, document.source, color=False)
+        shown = render_diagnostics(found, document.source, color=False)
     except Refusal as refusal:
-        shown = render(refusal.diagnostics, refusal.source, color=False)
+        shown = render_diagnostics(refusal.diagnostics, refusal.source, color=False)
     golden = path.with_suffix(".txt")
     if update_golden:
         golden.write_text(shown, encoding="utf-8")

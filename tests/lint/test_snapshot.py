@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.ds_config import checked
-from shardwright.engines.deepspeed.ds_config_schema import NEWEST, snapshot
-from shardwright.engines.deepspeed.ds_config_validation import misfits
-from shardwright.lint.ds_config_document import read_document
+from shardwright.engines.deepspeed.ds_config import validated_ds_config
+from shardwright.engines.deepspeed.ds_config_schema import NEWEST, ds_config_schema
+from shardwright.engines.deepspeed.ds_config_validation import schema_mismatches
+from shardwright.lint.ds_config_document import parse_ds_config
 from shardwright.lint.ds_config_fixes import fixed
-from shardwright.lint.ds_config_linter import diagnostic, lint, subject_of
+from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
 from tools.generate import deepspeed_untyped_sections as loose
 
 SITE = Path(deepspeed.__file__).parent
@@ -99,14 +99,14 @@ def test_top_level_keys_are_those_that_the_source_reads() -> None:
 
 def test_lowering_refuses_what_deepspeed_would_not_take() -> None:
     good = {"train_batch_size": 8, "zero_optimization": {"stage": 1}}
-    assert checked(good) is good
+    assert validated_ds_config(good) is good
     for wrong in (
         {"train_batch_sise": 8},
         {"train_batch_size": "8"},
         {"zero_optimization": {"stage": 4}},
     ):
         with pytest.raises(ValueError, match="ds_config: "):
-            checked(wrong)
+            validated_ds_config(wrong)
 
 
 KEYS = sorted(
@@ -145,12 +145,12 @@ def test_no_document_is_too_odd(document: dict[str, Any], world: int | None) -> 
     """Whatever stands in a file, lint says something of it or nothing, and --fix ends."""
     import json
 
-    misfits(document, snapshot())
+    schema_mismatches(document, ds_config_schema())
     try:
-        read = read_document("ds_config.json", json.dumps(document, indent=1))
+        read = parse_ds_config("ds_config.json", json.dumps(document, indent=1))
     except Refusal:
         return
     for audience in (None, "deepspeed", "trainer"):
-        found = lint(read, subject_of(read, audience, world))  # type: ignore[arg-type]
+        found = lint(read, linted_ds_config(read, audience, world))  # type: ignore[arg-type]
         assert all(diagnostic(read, finding).location for finding in found)
     fixed(read, None, world)

@@ -8,22 +8,22 @@ import json
 import sys
 import warnings
 
-from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 
 warnings.simplefilter("ignore")
-run_on_cpu()
+patch_torch_for_cpu()
 
 from shardwright.engines.megatron import megatron_equivalence_process, megatron_model_weights
-from shardwright.engines.megatron.megatron_weight_rows import grouped
+from shardwright.engines.megatron.megatron_weight_rows import grouped_qkv_rows
 
 PLANTED = {
-    "swapped keys and values": grouped(*(f"self_attn.{p}_proj.weight" for p in "qvk")),
-    "": megatron_model_weights.FAMILIES["llama"].layer["self_attention.linear_qkv.weight"],
+    "swapped keys and values": grouped_qkv_rows(*(f"self_attn.{p}_proj.weight" for p in "qvk")),
+    "": megatron_model_weights.MODEL_MAPPINGS["llama"].layer["self_attention.linear_qkv.weight"],
 }
 
 if __name__ == "__main__":
     for planted, config, plan in json.loads(sys.stdin.read()):
-        layer = megatron_model_weights.FAMILIES["llama"].layer
+        layer = megatron_model_weights.MODEL_MAPPINGS["llama"].layer
         layer["self_attention.linear_qkv.weight"] = PLANTED[planted]  # type: ignore[index]
         try:
             found = (

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 
 warnings.simplefilter("ignore")
-run_on_cpu()
+patch_torch_for_cpu()
 
 import torch
 from megatron.core import parallel_state

@@ -13,9 +13,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).with_name("stand_in")))
 warnings.simplefilter("ignore")
 
-from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 
-run_on_cpu()
+patch_torch_for_cpu()
 
 import torch
 from megatron.core import parallel_state
@@ -27,8 +27,8 @@ from shardwright.engines.megatron import (
     megatron_model,
     transformer_engine_layers,
 )
-from shardwright.engines.megatron.megatron_model_weights import configuration
-from shardwright.engines.megatron.megatron_optimizer_states import States
+from shardwright.engines.megatron.megatron_model_weights import hf_config
+from shardwright.engines.megatron.megatron_optimizer_states import MegatronOptimizerStates
 from shardwright.plan.plan_json import plan_from_json
 
 BUILD = megatron_model.build_model
@@ -61,20 +61,20 @@ def chosen(document: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(0)
-    taken = transformer_engine_layers.is_taken(plan)
-    named = configuration(config)
+    taken = transformer_engine_layers.uses_transformer_engine(plan)
+    named = hf_config(config)
     held: list[dict[str, int]] = []
     for kind in taken, False:
         settings = megatron_model.transformer_config(named, params_dtype=torch.bfloat16, bf16=True)
-        (model,) = megatron_model.build_chunks(
+        (model,) = megatron_model.build_model_chunks(
             named, settings, None, length=16, pipeline_rank=0, transformer_engine=kind
         )
         sizes: dict[str, int] = {}
-        for piece in megatron_model.pieces(named, model, tensor_rank=0, tied={}):
+        for piece in megatron_model.parameter_ranges(named, model, tensor_rank=0, tied={}):
             sizes[piece.name] = sizes.get(piece.name, 0) + piece.numel
         held.append(sizes)
     fused = [name for name, _ in model.named_parameters() if "layer_norm" in name]
-    told = transformer_engine_layers.report(plan, taken=taken)
+    told = transformer_engine_layers.layers_log_line(plan, taken=taken)
     return {"taken": taken, "told": told, "same": held[0] == held[1], "fused in the last": fused}
 
 
@@ -103,7 +103,7 @@ class Part:
 def counted() -> list[int]:
     """Updates of a fused AdamW: before any, after two, and of another one that is given these."""
     part, other = Part(), Part()
-    mine, theirs = States(part), States(other)
+    mine, theirs = MegatronOptimizerStates(part), MegatronOptimizerStates(other)
     counts = [mine.updates]
     for _ in range(2):
         part.optimizer.step()

@@ -17,7 +17,7 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.code_explanations import argument_texts
+from shardwright.diagnostics.code_explanations import megatron_args_explanations
 from shardwright.engines.megatron import megatron_equivalence
 from shardwright.recipe.recipe_loader import load_recipe
 from tools.generate.megatron_argument_parser import OPTIONS, ROOT, unpacked
@@ -141,13 +141,13 @@ def whole(example: str) -> list[str]:
 
 @pytest.mark.prove
 def test_the_parser_takes_and_refuses_what_the_rules_say(proved: Callable[..., None]) -> None:
-    entries = [e for e in argument_texts().values() if e.example and e.code != "SW4912"]
+    entries = [e for e in megatron_args_explanations().values() if e.example and e.code != "SW4912"]
     cases = [
         (e.code, which, e.world_size or 16) for e in entries for which in ("example", "instead")
     ]
     told = asked(
         [
-            {"world": world, "args": whole(getattr(argument_texts()[code], which))}
+            {"world": world, "args": whole(getattr(megatron_args_explanations()[code], which))}
             for code, which, world in cases
         ]
     )

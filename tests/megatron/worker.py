@@ -49,12 +49,12 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     from megatron.core import parallel_state
     from torch import distributed as dist
 
-    from shardwright.checkpoint.master_weight_check import check_masters
+    from shardwright.checkpoint.master_weight_check import check_master_weights
     from shardwright.data.dataset import open_dataset
     from shardwright.engines.megatron.megatron_runtime import group_settings
     from shardwright.engines.megatron.megatron_trainer import build_trainer
     from shardwright.parallel.learning_rate import learning_rate
-    from shardwright.parallel.micro_batches import Batches
+    from shardwright.parallel.micro_batches import TrainingBatches
     from tests.figures import training_apart
 
     parallel_state.initialize_model_parallel(**group_settings(plan))
@@ -63,20 +63,20 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     model_parallel_cuda_manual_seed(plan.training.seed)
     at = plan.ranks[dist.get_rank()]
     trainer = build_trainer(plan, folder)
-    batches = Batches(plan, open_dataset(plan, folder))
+    batches = TrainingBatches(plan, open_dataset(plan, folder))
     results = []
     for step in range(1, STEPS + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
         results.append(trainer.step(batches.micro_batches(step, at.data), rate))
-    check_masters(trainer.owned())
+    check_master_weights(trainer.owned())
     held = sum(p.resident_bytes for p in trainer.held().values())
     assert held == at.parameter_bytes, (held, at)
     half = case.precision == "bf16"
     packed = 0.0 if half else packed_apart(case, trainer, wanted, at.data)
     weights = 0.0 if half else masters_apart(plan, trainer, wanted)
     parallel_state.destroy_model_parallel()
-    apart = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
-    return {**apart, "packed": packed, "weights": weights}
+    difference = training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
+    return {**difference, "packed": packed, "weights": weights}
 
 
 class Trained:
@@ -94,12 +94,12 @@ class Trained:
 
 def masters_apart(plan: Plan, trainer: Any, wanted: Any) -> float:
     """The largest difference of an element that this rank updates from the plain process's."""
-    from shardwright.engines.megatron.megatron_trainer import Shards
-    from shardwright.utils.numeric_difference import tensor_apart, worst
+    from shardwright.engines.megatron.megatron_trainer import ShardReader
+    from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 
-    shards = Shards(plan, Trained(wanted.weights), trainer.transposed)
-    return worst(
-        tensor_apart(
+    shards = ShardReader(plan, Trained(wanted.weights), trainer.transposed)
+    return largest_difference(
+        max_abs_diff(
             f.states["fp32"],
             shards.read(f.name).reshape(-1).narrow(0, f.start, f.states["fp32"].numel()),
         )
@@ -109,13 +109,13 @@ def masters_apart(plan: Plan, trainer: Any, wanted: Any) -> float:
 
 
 class Packed(list[Any]):
-    """As modules.batches.HeldOut: two documents in each row."""
+    """As modules.batches.ValidationBatches: two documents in each row."""
 
     predicted = property(lambda self: sum(m.predicted for m in self))
 
 
 def packed_batches(case: Case, data_rank: int) -> Packed:
-    from shardwright.models.tasks.causal_lm import IGNORED
+    from shardwright.models.tasks.causal_lm import IGNORE_INDEX
     from shardwright.parallel.micro_batches import MicroBatch
 
     draw = torch.Generator().manual_seed(data_rank)
@@ -127,7 +127,7 @@ def packed_batches(case: Case, data_rank: int) -> Packed:
         ids = torch.randint(
             0, MODELS[case.model]["vocab_size"], (case.micro, LENGTH), generator=draw
         )
-        labels = torch.where(places == 0, IGNORED, ids)
+        labels = torch.where(places == 0, IGNORE_INDEX, ids)
         found.append(MicroBatch(input_ids=ids, labels=labels, position_ids=places))
     return found
 
@@ -135,7 +135,7 @@ def packed_batches(case: Case, data_rank: int) -> Packed:
 def packed_apart(case: Case, trainer: Any, wanted: Any, data_rank: int) -> float:
     """Of the trained model's loss over packed rows, evaluated, from that of each document alone
     under Hugging Face."""
-    from shardwright.utils.numeric_difference import apart
+    from shardwright.utils.numeric_difference import difference
 
     model = initial_model(MODELS[case.model], SEED)
     model.load_state_dict(wanted.weights, strict=False)
@@ -153,7 +153,7 @@ def packed_apart(case: Case, trainer: Any, wanted: Any, data_rank: int) -> float
                 count += ids[:, 1:].numel()
     loss, labels = trainer.evaluate(packed_batches(case, data_rank))
     assert labels == count, (labels, count)
-    return apart(loss, total / count)
+    return difference(loss, total / count)
 
 
 def rank_of(rank: int, world: int, cases: dict[str, Any], out: Path) -> None:
@@ -185,14 +185,14 @@ def rank_of(rank: int, world: int, cases: dict[str, Any], out: Path) -> None:
 def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    megatron_equivalence.prove = lambda *asked: None
+    megatron_equivalence.check_megatron_equivalence = lambda *asked: None
     out, worlds = Path(os.environ["SHARDWRIGHT_CASES_OUT"]), {}
     for name, fields in json.loads(os.environ["SHARDWRIGHT_CASES"]).items():
         found = prepared(Case(**fields), out / "work" / name)
         worlds.setdefault(found[0].world, {})[name] = found
-    from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+    from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 
-    run_on_cpu()
+    patch_torch_for_cpu()
     import shardwright.engines.megatron.megatron_trainer  # noqa: F401  forked after it
 
     failed = 0

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.diagnostic_rendering import render
-from shardwright.migrate.config_import import convert
-from shardwright.migrate.recipe_draft_yaml import recipe_text
+from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
+from shardwright.migrate.config_import import convert_config
+from shardwright.migrate.recipe_draft_yaml import draft_yaml
 from shardwright.recipe.parse_events import LineOffsets
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.recipe.recipe_nodes import plain
-from shardwright.recipe.recipe_tree import read_text
+from shardwright.recipe.recipe_nodes import node_value
+from shardwright.recipe.recipe_tree import parse_recipe_text
 from tests.migrate.test_import import COMMAND, unaccounted
 
 PIECES = (
@@ -60,14 +60,14 @@ def try_import(text: str, launch: str | None, folder: Path) -> list[str]:
     file = folder / "ds_config.json"
     file.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:
-        found = convert(str(file), launch, None, str(folder))
+        found = convert_config(str(file), launch, None, str(folder))
     except Refusal as refusal:
-        assert render(refusal.diagnostics, refusal.source, color=False)
+        assert render_diagnostics(refusal.diagnostics, refusal.source, color=False)
         return []
-    recipe = recipe_text(found.draft, found.name, [])
-    node, errors = read_text(recipe, LineOffsets("recipe.yaml", recipe))
+    recipe = draft_yaml(found.draft, found.name, [])
+    node, errors = parse_recipe_text(recipe, LineOffsets("recipe.yaml", recipe))
     assert node is not None and not [e for e in errors if e.code in READING], (errors, recipe)
-    document: Any = plain(node)
+    document: Any = node_value(node)
     for key, value in found.draft.values.items():
         place = document
         for part in key.split("."):
@@ -76,7 +76,7 @@ def try_import(text: str, launch: str | None, folder: Path) -> list[str]:
     try:
         load_recipe(Path("-"), (), stdin_text=recipe)
     except Refusal as refusal:
-        assert render(refusal.diagnostics, refusal.source, color=False)
+        assert render_diagnostics(refusal.diagnostics, refusal.source, color=False)
     return unaccounted(found)
 
 

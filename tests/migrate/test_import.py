@@ -12,9 +12,9 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.migrate.config_import import Imported, convert
-from shardwright.migrate.deepspeed_engine_keys import official
-from shardwright.migrate.recipe_draft_yaml import recipe_text
+from shardwright.migrate.config_import import ImportedRecipe, convert_config
+from shardwright.migrate.deepspeed_engine_keys import documented_key
+from shardwright.migrate.recipe_draft_yaml import draft_yaml
 from shardwright.recipe.key_descriptions import FILL_IN
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
@@ -31,12 +31,14 @@ COMMAND = (
 )
 
 
-def imported(path: Path | str, launch: str | None = None, model: str | None = None) -> Imported:
-    return convert(str(path), launch, model, str(Path(path).parent))
+def imported(
+    path: Path | str, launch: str | None = None, model: str | None = None
+) -> ImportedRecipe:
+    return convert_config(str(path), launch, model, str(Path(path).parent))
 
 
-def text_of(found: Imported) -> str:
-    return recipe_text(found.draft, found.name, [])
+def text_of(found: ImportedRecipe) -> str:
+    return draft_yaml(found.draft, found.name, [])
 
 
 def settings(section: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -48,14 +50,14 @@ def settings(section: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tu
             yield (*path, key)
 
 
-def unaccounted(found: Imported) -> list[str]:
+def unaccounted(found: ImportedRecipe) -> list[str]:
     """Keys of the file that are neither carried nor commented, themselves or by a section of
     theirs."""
     assert found.document is not None
     known = {*found.draft.carried, *found.draft.left}
     paths = settings(dict(found.document.config))
     prefixes = {
-        ".".join(p): {".".join(q[:n]) for q in (p, official(p)) for n in range(1, len(p) + 1)}
+        ".".join(p): {".".join(q[:n]) for q in (p, documented_key(p)) for n in range(1, len(p) + 1)}
         for p in paths
     }
     return [dotted for dotted, own in prefixes.items() if not own & known]
@@ -98,7 +100,7 @@ def test_a_file_with_faults_gives_a_recipe_or_a_refusal(path: Path) -> None:
     to_fill_in(text_of(found))
 
 
-def compiled(found: Imported, folder: Path) -> dict[str, Any]:
+def compiled(found: ImportedRecipe, folder: Path) -> dict[str, Any]:
     """ds_config.json of the recipe, with what was to fill in filled in and a tiny Llama for the
     model."""
     world = found.draft.values["cluster.gpus_per_node"]
@@ -152,7 +154,7 @@ def same_values(path: Path, folder: Path) -> int:
             ("scheduler", "optimizer.type", "tensor", "wandb", "pipeline")
         ):
             continue
-        there = value_at(made, ".".join(official(tuple(dotted.split(".")))))
+        there = value_at(made, ".".join(documented_key(tuple(dotted.split(".")))))
         if dotted.endswith(".enabled") and given is False:
             there = bool(there)
         if dotted.startswith(("zero_optimization.offload", "activation")) or isinstance(
@@ -286,7 +288,7 @@ def test_accelerate_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             }
         )
     )
-    draft = convert(
+    draft = convert_config(
         None, "accelerate launch --config_file acc.yaml train.py --learning_rate 1e-4", None, "."
     ).draft
     wanted = {
@@ -303,7 +305,9 @@ def test_accelerate_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     Path("acc.yaml").write_text(
         "num_processes: 8\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
     )
-    draft = convert(None, "accelerate launch --config_file acc.yaml train.py", None, ".").draft
+    draft = convert_config(
+        None, "accelerate launch --config_file acc.yaml train.py", None, "."
+    ).draft
     assert (
         draft.values["parallelism.micro_batch_size"],
         draft.values["parallelism.zero_stage"],

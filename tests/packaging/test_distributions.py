@@ -79,8 +79,8 @@ def test_wheel_names_the_command(built: Path) -> None:
 def test_installed_package_finds_its_own_data(built: Path, tmp_path: Path) -> None:
     wheel(built).extractall(tmp_path)
     code = (
-        "import shardwright.utils.data_folders as r; print(r.__file__, r.templates_dir(), "
-        "r.recipes_dir(), sep='\\n')"
+        "import shardwright.utils.data_folders as r; print(r.__file__, r.templates_folder(), "
+        "r.recipes_folder(), sep='\\n')"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],

@@ -16,12 +16,12 @@ from shardwright.cli.terminal import print_refusal
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.failure_report import report_failure
-from shardwright.models.remote_code_files import OwnCode
-from shardwright.monitor.gradient_noise_scale import NoiseScale, words
-from shardwright.monitor.rank_events import EVENT
-from shardwright.monitor.stall_diagnosis import Stack, culprits, describe
+from shardwright.models.remote_code_files import RemoteCode
+from shardwright.monitor.gradient_noise_scale import NoiseScale, noise_scale_text
+from shardwright.monitor.rank_events import EVENT_PREFIX
+from shardwright.monitor.stall_diagnosis import RankStack, stall_text, suspect_ranks
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.train.nonfinite_loss import Divergence
+from shardwright.train.nonfinite_loss import NonfiniteLossGuard
 from tools.pages.page_blocks import ROOT
 
 RECIPE = ROOT / "recipes/tiny-llama-cpu.yaml"
@@ -35,7 +35,7 @@ def killed_rank(folder: Path) -> str:
     for name in ("run/logs/rank-00003.log", "checkpoints/step-00000500/plan.json"):
         (out / name).parent.mkdir(parents=True)
         (out / name).touch()
-    lost = EVENT + json.dumps({"kind": "lost", "rank": 3, "host": "b", "stage": 1, "pid": 7})
+    lost = EVENT_PREFIX + json.dumps({"kind": "lost", "rank": 3, "host": "b", "stage": 1, "pid": 7})
     (out / "run" / "launcher.log").write_text(
         f"a: {lost}\nb: ['train.py'] exits with return code = -9\n"
     )
@@ -49,10 +49,11 @@ def stalled_rank(folder: Path) -> str:
     """Rank 1 reads while rank 0 waits for it."""
     places = {0: ("comm.py:9 in recv", "recv"), 1: ("/data/loader.py:88 in read", None)}
     stacks = {
-        r: Stack(step=2, phase="in step 3", where=at, waits_in=w, counts={})
+        r: RankStack(step=2, phase="in step 3", where=at, current_collective=w, counts={})
         for r, (at, w) in places.items()
     }
-    return f"warning[SW6303]: {describe(stacks, culprits(stacks, (0, 1)), {0: 'a', 1: 'b'}, 600)}\n"
+    suspects = suspect_ranks(stacks, (0, 1))
+    return f"warning[SW6303]: {stall_text(stacks, suspects, {0: 'a', 1: 'b'}, 600)}\n"
 
 
 def untrusted_code(folder: Path) -> str:
@@ -60,7 +61,7 @@ def untrusted_code(folder: Path) -> str:
     files = tuple(
         (name, hashlib.sha256(b"").hexdigest()) for name in ("configuration_x.py", "modeling_x.py")
     )
-    code = OwnCode(
+    code = RemoteCode(
         config_class="configuration_x.X", model_class="modeling_x.XForCausalLM", files=files
     )
     printed = io.StringIO()
@@ -74,7 +75,7 @@ def untrusted_code(folder: Path) -> str:
 
 def lost_loss(folder: Path) -> str:
     """Ten steps in a row, from step 812."""
-    divergence, said = Divergence(compile_recipe(load_recipe(RECIPE)).plan), io.StringIO()
+    divergence, said = NonfiniteLossGuard(compile_recipe(load_recipe(RECIPE)).plan), io.StringIO()
     with contextlib.redirect_stderr(said):
         for step in range(812, 822):
             try:
@@ -87,7 +88,7 @@ def lost_loss(folder: Path) -> str:
 def noise_line(folder: Path) -> str:
     """Of a run whose batch has 20 rows."""
     scale = NoiseScale(value=50.0, low=40.0, high=66.0, steps=40, rows=20, batch=20, step=4000)
-    return f"{'noise':<9}{words(scale)}\n"
+    return f"{'noise':<9}{noise_scale_text(scale)}\n"
 
 
 SAMPLES: dict[tuple[str, str], Callable[[Path], str]] = {

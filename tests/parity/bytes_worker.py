@@ -97,11 +97,11 @@ from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed import ds_config_zero
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.layout.zero_buckets import LIVE_NUMEL, PREFETCH_NUMEL
-from shardwright.parallel.context_parallel import CONTEXT
-from shardwright.parallel.micro_batches import Batches
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.search.layout_resolution import as_planned
+from shardwright.search.layout_resolution import price_planned_layout
 from tests.parity.cases_worker import compiled, main
 from tests.parity.harness import Case
 
@@ -124,14 +124,14 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
 def _measure(case: Case, folder: Path) -> dict[str, float]:
     plan = compiled(case, folder)
     trainer = build_trainer(plan, folder)
-    batches, here = Batches(plan, open_dataset(plan, folder)), plan.ranks[dist.get_rank()]
+    batches, here = TrainingBatches(plan, open_dataset(plan, folder)), plan.ranks[dist.get_rank()]
     trainer.step(batches.micro_batches(1, here.data), 1e-3)
     CALLS.clear()
     trainer.step(batches.micro_batches(2, here.data), 1e-3)
     counted = by_purpose(plan, list(CALLS))
-    with CONTEXT.aside():
+    with CONTEXT_PARALLEL.aside():
         problem = read_problem(load_recipe(folder / "recipe.yaml"))
-    layout, _ = as_planned(problem, plan.strategy, plan.boundaries)
+    layout, _ = price_planned_layout(problem, plan.strategy, plan.boundaries)
     planned = dataclasses.asdict(step_traffic(layout, here.pipeline))
     assert set(counted) <= set(planned), counted
     off = {f"{key} off": abs(counted[key] - value) for key, value in planned.items()}
@@ -158,7 +158,7 @@ def by_purpose(plan: Plan, calls: list[Call]) -> Counter[str]:
         elif len(ranks) == 1 or numel <= SCALARS:
             continue
         elif what == "all_to_all_single":
-            found["rows" if dimensions == 2 else "trades"] += size
+            found["rows" if dimensions == 2 else "context_all_to_all"] += size
         elif ranks == tensor and what == "all_reduce":
             found["activations"] += size if numel > A_TOKEN * tokens else 0
         elif ranks == tensor:

@@ -22,15 +22,15 @@ import transformers
 from deepspeed import comm as dist
 from deepspeed import ops
 
-from shardwright.checkpoint.master_weight_check import check_masters
+from shardwright.checkpoint.master_weight_check import check_master_weights
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.engines.trainer_protocol import StepResult, Trainer
-from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.learning_rate import learning_rate
-from shardwright.parallel.micro_batches import Batches
+from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.planned_parameters import check_parameters
@@ -48,7 +48,7 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     check_parameters(plan, dist.get_rank(), trainer.held(), trainer.transposed)
     widest = _watch_logits()
     results = train(plan, folder, trainer, 1, STEPS)
-    check_masters(trainer.owned())
+    check_master_weights(trainer.owned())
     everyone: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, results)
     assert all(other == results for other in everyone), (
@@ -65,7 +65,7 @@ def compiled(case: Case, folder: Path, **sections: object) -> Plan:
         document = json.loads((folder / "recipe.yaml").read_text())
         (folder / "recipe.yaml").write_text(json.dumps(document | sections))
     dist.barrier()
-    with CONTEXT.aside():  # the case before may have switched it on
+    with CONTEXT_PARALLEL.aside():  # the case before may have switched it on
         made = compile_recipe(load_recipe(folder / "recipe.yaml"))
     if rank == 0:
         for name, content in made.files.items():
@@ -76,7 +76,7 @@ def compiled(case: Case, folder: Path, **sections: object) -> Plan:
 
 
 def train(plan: Plan, folder: Path, trainer: Trainer, first: int, last: int) -> list[StepResult]:
-    batches = Batches(plan, open_dataset(plan, folder))
+    batches = TrainingBatches(plan, open_dataset(plan, folder))
     results = []
     for step in range(first, last + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
@@ -89,7 +89,7 @@ def train(plan: Plan, folder: Path, trainer: Trainer, first: int, last: int) -> 
 def difference(case: Case, folder: Path, results: list[StepResult]) -> dict[str, float]:
     """From one plain process of the case's precision."""
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
-    with CONTEXT.aside():
+    with CONTEXT_PARALLEL.aside():
         wanted = reference(case, np.load(folder / "tokens.npy"), dtype)
     return training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from deepspeed import comm as dist
 
 from shardwright.engines.trainer_protocol import Trainer
-from shardwright.utils.numeric_difference import tensor_apart, worst
+from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 from shardwright.verify.reference_run import Reference
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
@@ -45,10 +45,12 @@ def weights_of_ranks(trainer: Trainer, wanted: Reference) -> float:
         value = wanted.weights[fragment.name].reshape(-1)[
             fragment.start : fragment.start + own.numel()
         ]
-        apart.append(tensor_apart(own.view(-1), value))
+        apart.append(max_abs_diff(own.view(-1), value))
     everyone: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
-    return worst(apart) if set().union(*everyone) == wanted.weights.keys() else math.inf
+    return (
+        largest_difference(apart) if set().union(*everyone) == wanted.weights.keys() else math.inf
+    )
 
 
 if __name__ == "__main__":

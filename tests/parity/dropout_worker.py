@@ -23,7 +23,7 @@ from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
-from shardwright.parallel.micro_batches import Batches
+from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.parallel.tensor_parallel_rng import seed_dropout
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
@@ -124,7 +124,7 @@ def trained(plan: Plan, folder: Path, record: bool) -> tuple[list[float], str, M
     first step."""
     trainer = build_trainer(plan, folder)
     seed_dropout(plan, dist.get_rank())
-    batches = Batches(plan, open_dataset(plan, folder))
+    batches = TrainingBatches(plan, open_dataset(plan, folder))
     masks = Masks(trainer, plan.model.cut.stack) if record else None
     results = []
     for step in range(1, STEPS + 1):

@@ -14,21 +14,21 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from shardwright.checkpoint.run_history import Line
+from shardwright.checkpoint.run_history import RunHistory
 from shardwright.checkpoint.step_folders import published_steps
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.data.sequences import SomeRows
+from shardwright.data.sequences import SubsetSequences
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
-from shardwright.parallel.context_parallel import CONTEXT
-from shardwright.parallel.micro_batches import Batches, HeldOut
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
 from shardwright.parallel.tensor_parallel_rng import seed_dropout
 from shardwright.plan.plan import Plan
 from shardwright.train.run_attempt import Attempt
 from shardwright.train.training_session import Session
 from shardwright.train.training_worker import train_steps
-from shardwright.utils.numeric_difference import series_apart
+from shardwright.utils.numeric_difference import max_series_diff
 from tests.parity.cases_worker import compiled, main, train
 from tests.parity.harness import LENGTH, SEED, STEPS, Case, reference
 from tests.parity.models import MODELS
@@ -81,7 +81,7 @@ def plain_loss(
     total, count = 0.0, 0
     for piece in (piece for row in rows for piece in row if len(piece) > 1):
         ids = torch.tensor([piece])
-        with torch.no_grad(), CONTEXT.aside():
+        with torch.no_grad(), CONTEXT_PARALLEL.aside():
             total += float(model(input_ids=ids, labels=ids, use_cache=False).loss) * (
                 len(piece) - 1
             )
@@ -95,7 +95,7 @@ def evaluations(plan: Plan, folder: Path, trainer: Trainer, case: Case) -> list[
     data_rank = plan.ranks[dist.get_rank()].data
     found = []
     for count in row_counts(case):
-        held_out = HeldOut(plan, SomeRows(rows, np.arange(count)), data_rank)
+        held_out = ValidationBatches(plan, SubsetSequences(rows, np.arange(count)), data_rank)
         found.append(trainer.evaluate(held_out))
     return found
 
@@ -120,13 +120,13 @@ def failing(case: Case, folder: Path) -> dict[str, float]:
         validation={**section, "every_steps": every},
         checkpoint={"every_steps": every},
     )
-    attempt, evaluated = Attempt(number=1, resume=None, step=0, line=Line(run="one")), []
+    attempt, evaluated = Attempt(number=1, resume=None, step=0, line=RunHistory(run="one")), []
     for saved in (every, STEPS, STEPS):
         session = Session(plan, folder, dist.get_rank(), attempt)
         plain = session._trainer.evaluate
 
         def fail_once(
-            held_out: HeldOut,
+            held_out: ValidationBatches,
             plain: Any = plain,
             at: int = session.done,
             session: Session = session,
@@ -174,7 +174,7 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     steps = sum(a != b for a, b in zip(plain, between, strict=True))
     if case.model.endswith(DROPOUT):
         return {**beside_dropout(plan, folder, case, rows), "steps": steps}
-    with CONTEXT.aside():
+    with CONTEXT_PARALLEL.aside():
         trained = reference(case, np.load(folder / "tokens.npy")).weights
     return {**evaluated(plan, folder, trainer, case, rows, trained), "steps": steps}
 
@@ -190,7 +190,7 @@ def evaluated(
     wanted = [plain_loss(weights, case, rows[:count]) for count in row_counts(case)]
     found = evaluations(plan, folder, trainer, case)
     return {
-        "loss": series_apart([loss for loss, _ in found], [loss for loss, _ in wanted]),
+        "loss": max_series_diff([loss for loss, _ in found], [loss for loss, _ in wanted]),
         "tokens": sum(f != w for (_, f), (_, w) in zip(found, wanted, strict=True)),
     }
 
@@ -205,7 +205,7 @@ def beside_dropout(
         initial_model(MODELS[case.model], SEED).state_dict(),
     )
     before = evaluated(plan, folder, trainer, case, rows, initial)
-    batches = Batches(plan, open_dataset(plan, folder))
+    batches = TrainingBatches(plan, open_dataset(plan, folder))
     for step in (1, 2):
         trainer.step(batches.micro_batches(step, plan.ranks[dist.get_rank()].data), 0.0)
     behind = evaluated(plan, folder, trainer, case, rows, initial)

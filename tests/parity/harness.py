@@ -17,8 +17,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardwright.utils.numeric_difference import apart, series_apart, weights_apart
-from shardwright.verify.reference_run import add_plain_adapters
+from shardwright.utils.numeric_difference import (
+    difference,
+    max_series_diff,
+    state_dict_max_abs_diff,
+)
+from shardwright.verify.reference_run import add_reference_lora
 from tests import warm
 from tests.figures import lines_apart
 from tests.parity.balance import add_balance
@@ -254,7 +258,7 @@ def with_adapters(model: torch.nn.Module, case: Case) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
     if case.model in MIXTURES:
-        add_plain_adapters(
+        add_reference_lora(
             model, "model.layers", None, rank=case.lora_rank, alpha=LORA_ALPHA, seed=SEED
         )
         return model
@@ -311,7 +315,7 @@ def compare(case: Case, folder: Path, start: Callable[[Path], None] = run_here) 
     assert all(m["tokens"] == case.batch * LENGTH for m in lines)
     wanted = reference(case, tokens)
     rates = [m["learning_rate"] for m in lines]
-    assert series_apart(rates, wanted.learning_rates) <= 1e-12, (rates, wanted.learning_rates)
+    assert max_series_diff(rates, wanted.learning_rates) <= 1e-12, (rates, wanted.learning_rates)
     difference = difference_of(lines, weights, wanted)
     if case.precision == "fp32":
         assert difference.loss_absolute <= LOSS_ABSOLUTE, difference
@@ -325,13 +329,13 @@ def compare(case: Case, folder: Path, start: Callable[[Path], None] = run_here) 
 def check_half_precision(lines: list[dict[str, Any]], wanted: Reference, low: Reference) -> None:
     """wanted, low: the plain runs in fp32 and in bf16."""
     losses = [m["loss"] for m in lines]
-    assert series_apart(losses, wanted.losses, relative=True) <= BF16_RELATIVE, (
+    assert max_series_diff(losses, wanted.losses, relative=True) <= BF16_RELATIVE, (
         losses,
         wanted.losses,
     )
-    assert series_apart(losses, low.losses, relative=True) <= BF16_RELATIVE, (losses, low.losses)
+    assert max_series_diff(losses, low.losses, relative=True) <= BF16_RELATIVE, (losses, low.losses)
     for m, full, half in zip(lines, wanted.grad_norms, low.grad_norms, strict=True):
-        nearest = min(apart(m["grad_norm"], plain, relative=True) for plain in (full, half))
+        nearest = min(difference(m["grad_norm"], plain, relative=True) for plain in (full, half))
         assert nearest <= BF16_RELATIVE, (m, full, half)
 
 
@@ -342,5 +346,5 @@ def difference_of(
     return Difference(
         loss_absolute=off["loss"],
         norm_relative=off["norm"],
-        weight_absolute=weights_apart(weights, wanted.weights),
+        weight_absolute=state_dict_max_abs_diff(weights, wanted.weights),
     )

@@ -27,12 +27,12 @@ from shardwright.engines.deepspeed import data_parallel_trainer as engine
 from shardwright.engines.deepspeed import deepspeed_optimizer_shards
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.engines.deepspeed.ds_config import ds_config
-from shardwright.engines.trainer_protocol import LiveFragment, Trainer
+from shardwright.engines.trainer_protocol import OwnedShard, Trainer
 from shardwright.layout.zero_hpz_key import HPZ
-from shardwright.parallel.micro_batches import HeldOut
+from shardwright.parallel.micro_batches import ValidationBatches
 from shardwright.plan.plan import Plan
 from shardwright.train.process_exit import leave
-from shardwright.utils.numeric_difference import series_apart, tensor_apart, worst
+from shardwright.utils.numeric_difference import largest_difference, max_abs_diff, max_series_diff
 from tests.parity.cases_worker import begin, compiled, difference, train
 from tests.parity.harness import STEPS, Case, reference
 from tests.parity.models import LLAMA, MODELS
@@ -77,14 +77,14 @@ def _weight_difference(case: Case, plan: Plan, folder: Path, trainer: Trainer) -
 
 
 def fragments_apart(
-    fragments: Iterable[LiveFragment], transposed: Container[str], wanted: dict[str, torch.Tensor]
+    fragments: Iterable[OwnedShard], transposed: Container[str], wanted: dict[str, torch.Tensor]
 ) -> float:
     off = []
     for f in fragments:
         whole = wanted[f.name].t() if f.name in transposed else wanted[f.name]
         mine = f.states["fp32"]
-        off.append(tensor_apart(mine, whole.reshape(-1)[f.start : f.start + mine.numel()]))
-    return worst(off)
+        off.append(max_abs_diff(mine, whole.reshape(-1)[f.start : f.start + mine.numel()]))
+    return largest_difference(off)
 
 
 def under_tensor_parallelism(folder: Path) -> list[float]:
@@ -103,14 +103,14 @@ def under_tensor_parallelism(folder: Path) -> list[float]:
     if dist.get_rank() == 0:
         (folder / "ds_config.json").write_text(json.dumps(ds_config(plan)))
     dist.barrier()
-    own, off = engine.secondary_group, []
+    own, off = engine.hpz_group, []
     for group in (own, _deepspeeds_group):
-        engine.secondary_group = group
+        engine.hpz_group = group
         norms = [
             r.grad_norm for r in train(plan, folder, build_trainer(plan, folder), 1, len(wanted))
         ]
-        off.append(series_apart(norms, wanted, relative=True))
-    engine.secondary_group = own
+        off.append(max_series_diff(norms, wanted, relative=True))
+    engine.hpz_group = own
     return off
 
 
@@ -133,18 +133,20 @@ def resumed(folder: Path) -> dict[str, list[float]]:
     rows = open_dataset(plan, folder).train
 
     def losses(trainer: Trainer) -> list[float]:
-        held_out, _ = trainer.evaluate(HeldOut(plan, rows, plan.ranks[dist.get_rank()].data))
+        held_out, _ = trainer.evaluate(
+            ValidationBatches(plan, rows, plan.ranks[dist.get_rank()].data)
+        )
         return [held_out, *(r.loss for r in train(plan, folder, trainer, SAVED + 1, LAST))]
 
     found = {"uninterrupted": losses(first)}
     again = build_trainer(plan, folder, resumes=True)
     load_checkpoint(plan, again, step)
     found["resumed"] = losses(again)
-    forget = deepspeed_optimizer_shards.forget_secondary
-    deepspeed_optimizer_shards.forget_secondary = lambda module: None
+    forget = deepspeed_optimizer_shards.drop_hpz_copies
+    deepspeed_optimizer_shards.drop_hpz_copies = lambda module: None
     stale = build_trainer(plan, folder, resumes=True)
     load_checkpoint(plan, stale, step)
-    deepspeed_optimizer_shards.forget_secondary = forget
+    deepspeed_optimizer_shards.drop_hpz_copies = forget
     found["stale"] = losses(stale)
     return found
 

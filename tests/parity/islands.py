@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from shardwright.checkpoint.checkpoint_reader import CheckpointReader
-from shardwright.diloco.round_log import read_rounds, standing
-from shardwright.engines.reference.reference_optimizer import PlainOptimizer
+from shardwright.diloco.round_log import effective_rounds, read_rounds
+from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
 from shardwright.verify.reference_run import cosine, mean_loss
 from tests.parity import harness
 from tests.parity.harness import (
@@ -135,7 +135,7 @@ def simulate(
             rows = {k: v[island * case.batch : (island + 1) * case.batch] for k, v in block.items()}
             loss = mean_loss(model, [rows], own_loss=True)
             loss.backward()
-            optimizer.take_gradients()
+            optimizer.accumulate_master_gradients()
             optimizer.step(rate)
             losses[island][step] = float(loss.detach())
         if step % EVERY == 0:
@@ -180,8 +180,8 @@ def mix(model: nn.Module, anchor: dict[str, torch.Tensor], share: float) -> None
         p.copy_(share * anchor[name] + (1 - share) * p)
 
 
-def plain(model: nn.Module, case: Case) -> PlainOptimizer:
-    return PlainOptimizer(model, betas=BETAS, eps=EPS, weight_decay=DECAY, clipping=case.clipping)
+def plain(model: nn.Module, case: Case) -> ReferenceAdamW:
+    return ReferenceAdamW(model, betas=BETAS, eps=EPS, weight_decay=DECAY, clipping=case.clipping)
 
 
 @torch.no_grad()
@@ -216,7 +216,7 @@ def island_losses(folder: Path, island: int) -> dict[int, float]:
 
 def rounds(folder: Path) -> list[dict[str, Any]]:
     """The outer steps behind the weights as they are."""
-    return standing(read_rounds(folder))
+    return effective_rounds(read_rounds(folder))
 
 
 def weights(folder: Path, island: int, into: Path) -> dict[str, torch.Tensor]:

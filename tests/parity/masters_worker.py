@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.checkpoint.checkpoint_reader import CheckpointReader
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
-from shardwright.checkpoint.master_weight_check import check_masters
+from shardwright.checkpoint.master_weight_check import check_master_weights
 from shardwright.checkpoint.resume_checkpoint import published_steps
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
@@ -77,11 +77,11 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
         train(plan, folder, trainer, 1, 2)
         assert "elements of the optimizer's fp32 master" in refused(plan, folder, trainer)
         return {}
-    check_masters(trainer.owned())
+    check_master_weights(trainer.owned())
     if case.pretrained:
         return saved_as_stored(plan, folder, trainer)
     train(plan, folder, trainer, 1, 2)
-    check_masters(trainer.owned())
+    check_master_weights(trainer.owned())
     *_, planted = [f for f in trainer.owned() if "fp32" in f.states]
     names = [None] * dist.get_world_size()
     dist.all_gather_object(names, planted.name)

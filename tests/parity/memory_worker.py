@@ -16,7 +16,7 @@ from deepspeed import ops
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
-from shardwright.parallel.micro_batches import Batches
+from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.recipe.recipe_loader import load_recipe
 
 
@@ -36,7 +36,7 @@ def main() -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     trainer = build_trainer(compiled.plan, folder)
-    batches = Batches(compiled.plan, open_dataset(compiled.plan, folder))
+    batches = TrainingBatches(compiled.plan, open_dataset(compiled.plan, folder))
     before = peak_bytes()
     for step in (1, 2):
         trainer.step(batches.micro_batches(step, 0), 1e-3)

@@ -16,15 +16,15 @@ from torch import nn
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
-from shardwright.engines.reference.reference_optimizer import PlainOptimizer
+from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
 from shardwright.engines.trainer_protocol import Trainer
-from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.learning_rate import learning_rate
-from shardwright.parallel.micro_batches import Batches, MicroBatch
+from shardwright.parallel.micro_batches import MicroBatch, TrainingBatches
 from shardwright.parallel.torch_dtypes import DTYPES
 from shardwright.plan.plan import Plan
-from shardwright.train.noise_scale_meter import MeasuredNoise, noise_meter
-from shardwright.utils.numeric_difference import worst
+from shardwright.train.noise_scale_meter import NoiseScaleMeasurement, build_noise_scale_meter
+from shardwright.utils.numeric_difference import largest_difference
 from tests.parity.cases_worker import compiled, main
 from tests.parity.harness import BETAS, DECAY, EPS, MODELS, SEED, STEPS, with_adapters
 from tests.parity.noise import MEASURED, NoiseCase
@@ -36,7 +36,7 @@ SOURCES = ("ast.py", "calendar.py", "random.py", "statistics.py", "textwrap.py")
 
 def measure(case: NoiseCase, folder: Path) -> dict[str, float]:
     plan = with_text(case, folder)
-    batches = Batches(plan, open_dataset(plan, folder))
+    batches = TrainingBatches(plan, open_dataset(plan, folder))
     plain = trained(plan, folder, batches, None)
     trainer, results, found = trained(plan, folder, batches, case)
     figures = {"path": float(results != plain[1] or not same(plain[0], trainer))}
@@ -69,11 +69,11 @@ def with_text(case: NoiseCase, folder: Path) -> Plan:
 
 
 def trained(
-    plan: Plan, folder: Path, batches: Batches, measured: NoiseCase | None
-) -> tuple[Trainer, list[Any], list[MeasuredNoise]]:
+    plan: Plan, folder: Path, batches: TrainingBatches, measured: NoiseCase | None
+) -> tuple[Trainer, list[Any], list[NoiseScaleMeasurement]]:
     """MEASURED steps, with the hooks or without."""
     trainer, rank = build_trainer(plan, folder), dist.get_rank()
-    meter = noise_meter(plan, rank, trainer, [])
+    meter = build_noise_scale_meter(plan, rank, trainer, [])
     assert meter is not None
     results, found = [], []
     for step in range(1, MEASURED + 1):
@@ -101,7 +101,7 @@ def same(one: Trainer, other: Trainer) -> bool:
 
 
 def brute(
-    case: NoiseCase, plan: Plan, batches: Batches, found: list[MeasuredNoise]
+    case: NoiseCase, plan: Plan, batches: TrainingBatches, found: list[NoiseScaleMeasurement]
 ) -> dict[str, float]:
     """squares, whole: the largest relative differences of the sum over micro-batches and of the
     whole gradient. variance, square: those of the two estimates, where rows are micro-batches with
@@ -109,7 +109,7 @@ def brute(
     model = initial_model(MODELS[case.model], SEED)
     if case.lora_rank:
         model = with_adapters(model, case)
-    optimizer = PlainOptimizer(
+    optimizer = ReferenceAdamW(
         model,
         betas=BETAS,
         eps=EPS,
@@ -143,10 +143,10 @@ def brute(
         give(optimizer, whole / n)
         optimizer.step(learning_rate(plan.optimizer, plan.scheduler, STEPS, step))
     assert len(steps) == MEASURED
-    return {key: worst(apart[key] for apart in steps) for key in steps[0]}
+    return {key: largest_difference(apart[key] for apart in steps) for key in steps[0]}
 
 
-def in_order(plan: Plan, batches: Batches, step: int) -> list[MicroBatch]:
+def in_order(plan: Plan, batches: TrainingBatches, step: int) -> list[MicroBatch]:
     """Of all data ranks."""
     ranks = [batches.micro_batches(step, d) for d in range(plan.strategy.data)]
     return [m for together in zip(*ranks, strict=True) for m in together]
@@ -167,7 +167,7 @@ def gradient(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if ids.shape[1] < 2:
         return torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
-    with CONTEXT.aside():
+    with CONTEXT_PARALLEL.aside():
         loss = next_token_loss(model, ids, input_ids=ids)
     of = torch.autograd.grad(loss, parameters, allow_unused=True)
     return torch.cat(
@@ -178,7 +178,7 @@ def gradient(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     )
 
 
-def give(optimizer: PlainOptimizer, flat: torch.Tensor) -> None:
+def give(optimizer: ReferenceAdamW, flat: torch.Tensor) -> None:
     at = 0
     for master in optimizer.masters.values():
         master.grad = flat[at : at + master.numel()].view_as(master).float()

@@ -15,9 +15,9 @@ from deepspeed import comm as dist
 
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.data.sequences import TokenBlock
+from shardwright.data.sequences import SequenceBatch
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
-from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from tests.figures import training_apart
 from tests.parity.balance import add_balance
 from tests.parity.cases_worker import compiled, main, train
@@ -51,7 +51,7 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     opened = open_dataset(plan, folder)
     model = initial_model(MODELS[case.model], SEED)
     add_balance(model, case.balance / case.batch)
-    with CONTEXT.aside():
+    with CONTEXT_PARALLEL.aside():
         wanted = plain_train(
             model,
             [list(rows(opened.train.read(opened.order.indices(k)))) for k in range(1, STEPS + 1)],
@@ -75,7 +75,7 @@ def write_talks(folder: Path, number: int, shortest: int) -> None:
             file.write(json.dumps({"messages": [{"role": "assistant", "content": said}]}) + "\n")
 
 
-def rows(block: TokenBlock) -> Iterator[dict[str, Any]]:
+def rows(block: SequenceBatch) -> Iterator[dict[str, Any]]:
     assert block.lengths is not None and block.trained is not None
     assert block.lengths.min() < block.tokens.shape[1]
     for row, length in enumerate(block.lengths):

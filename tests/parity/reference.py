@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwright.verify.reference_run import (
     Reference,
     Rows,
-    add_plain_adapters,
+    add_reference_lora,
     cosine,
     next_token_loss,
     train,
@@ -21,7 +21,7 @@ from shardwright.verify.reference_run import (
 
 __all__ = [
     "Reference",
-    "add_plain_adapters",
+    "add_reference_lora",
     "cosine",
     "initial_model",
     "next_token_loss",

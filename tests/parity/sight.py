@@ -14,7 +14,11 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from shardwright.models.image_processor import inline_processor, load_processor, processor_files
+from shardwright.models.image_processor import (
+    load_processor,
+    processor_files,
+    processor_from_config,
+)
 from tests.parity.harness import BETAS, DECAY, EPS, LR, SEED, WARMUP
 from tests.parity.reference import Reference, train
 
@@ -208,7 +212,7 @@ def write_cutting(folder: Path, model: str = "smolvlm") -> Path:
     document = config(SightCase(model))
     made = AutoConfig.for_model(document.pop("model_type"), **document)
     folder.mkdir()
-    for name, content in processor_files(inline_processor(made), made).items():
+    for name, content in processor_files(processor_from_config(made), made).items():
         (folder / name).write_bytes(content)
     settings = json.loads((folder / "preprocessor_config.json").read_text("utf-8"))
     settings |= {"do_image_splitting": True, "size": {"longest_edge": 2 * TOWER["image_size"]}}

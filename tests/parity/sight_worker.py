@@ -10,9 +10,9 @@ import torch
 from deepspeed import comm as dist
 
 from shardwright.engines.trainer_protocol import Trainer
-from shardwright.parallel.lora_adapters import plain_name
+from shardwright.parallel.lora_adapters import hf_parameter_name
 from shardwright.plan.plan import Plan
-from shardwright.utils.numeric_difference import tensor_apart, worst
+from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 from shardwright.verify.reference_run import Reference
 from tests.figures import training_apart
 from tests.parity.cases_worker import main
@@ -50,7 +50,7 @@ def weights_of_ranks(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
     splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
     at = plan.ranks[dist.get_rank()].tensor
     apart, found = [], set()
-    weights = {plain_name(name): value for name, value in wanted.weights.items()}
+    weights = {hf_parameter_name(name): value for name, value in wanted.weights.items()}
     for fragment in trainer.owned():
         if fragment.name not in weights:
             continue  # a buffer
@@ -63,14 +63,14 @@ def weights_of_ranks(plan: Plan, trainer: Trainer, wanted: Reference) -> float:
         states = fragment.states
         own = states["fp32"] if "fp32" in states else states["value"]
         apart.append(
-            tensor_apart(
+            max_abs_diff(
                 own.view(-1), value.reshape(-1)[fragment.start : fragment.start + own.numel()]
             )
         )
         found.add(fragment.name)
     everyone: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
-    return worst(apart) if set().union(*everyone) == weights.keys() else math.inf
+    return largest_difference(apart) if set().union(*everyone) == weights.keys() else math.inf
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.utils.numeric_difference import apart, worst
+from shardwright.utils.numeric_difference import difference, largest_difference
 from tests.parity.harness import (
     LOSS_ABSOLUTE,
     NORM_RELATIVE,
@@ -91,16 +91,16 @@ PADDED_FOUR: dict[str, Case] = {
 @pytest.mark.parametrize("cases", [PADDED_TWO, PADDED_FOUR], ids=["two-ranks", "four-ranks"])
 def test_padding_is_no_part_of_a_sequence(cases: dict[str, Case], tmp_path: Path) -> None:
     found = launched(cases, tmp_path, "padded_worker.py")
-    assert worst(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
-    assert worst(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
+    assert largest_difference(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
+    assert largest_difference(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize("cases", [TWO, FOUR], ids=["two-ranks", "four-ranks"])
 def test_it_trains_as_one_process(cases: dict[str, Case], tmp_path: Path) -> None:
     found = launched(cases, tmp_path)
-    assert worst(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
-    assert worst(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
+    assert largest_difference(line["loss"] for line in found.values()) <= LOSS_ABSOLUTE, found
+    assert largest_difference(line["norm"] for line in found.values()) <= NORM_RELATIVE, found
 
 
 def test_it_is_a_part_of_the_gradient(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_it_is_a_part_of_the_gradient(tmp_path: Path) -> None:
     with_it, without = (
         reference(each, tokens).grad_norms for each in (case, replace(case, balance=0.0))
     )
-    assert apart(with_it[0], without[0]) > 1000 * NORM_RELATIVE
+    assert difference(with_it[0], without[0]) > 1000 * NORM_RELATIVE
 
 
 @pytest.mark.launch

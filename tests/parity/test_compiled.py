@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.models.model_support import compiled_types
+from shardwright.models.model_support import torch_compile_types
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, Case
 from tests.parity.launched import launched
 from tests.parity.models import MODELS
@@ -91,6 +91,6 @@ def test_compiled_layers_train_as_one_plain_process(cases: dict[str, Case], tmp_
 
 def test_each_type_is_among_the_cases() -> None:
     cases = (*ONE.values(), *TWO.values(), *TYPES.values())
-    assert compiled_types() == {
+    assert torch_compile_types() == {
         MODELS[case.model]["model_type"] for case in cases if case.kernels == "compile"
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.utils.numeric_difference import apart
+from shardwright.utils.numeric_difference import difference
 from tests.figures import same, worst_of_ranks
 from tests.parity.harness import BF16_RELATIVE, LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, Case
 from tests.parity.launched import start
@@ -83,7 +83,7 @@ def test_it_trains_like_one_process(tmp_path: Path) -> None:
         assert ours == 0 and deepspeeds > 100 * NORM_RELATIVE
         after = found["resumed"]
         assert same(after["resumed"], after["uninterrupted"])
-        assert 1e-3 < apart(after["stale"][0], after["uninterrupted"][0]) < math.inf
+        assert 1e-3 < difference(after["stale"][0], after["uninterrupted"][0]) < math.inf
 
 
 @pytest.mark.prove

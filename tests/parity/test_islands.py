@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.utils.numeric_difference import weights_apart
+from shardwright.utils.numeric_difference import state_dict_max_abs_diff
 from tests.parity.harness import LOSS_ABSOLUTE, Case, must, shardwright
 from tests.parity.islands import (
     OUTER,
@@ -78,7 +78,7 @@ def compare(layout: str, outer: str, folder: Path) -> dict[str, float]:
     loss = max(
         abs(found[k][step] - loss) for k in everyone for step, loss in wanted.losses[k].items()
     )
-    apart = {"loss": loss, "weight": weights_apart(trained, wanted.weights)}
+    apart = {"loss": loss, "weight": state_dict_max_abs_diff(trained, wanted.weights)}
     if OUTER[outer].get("precision") == "bf16":
         exact = simulate(case, tokens, {**OUTER[outer], "precision": "fp32"}, islands=islands)
         shares = (

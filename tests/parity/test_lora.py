@@ -17,7 +17,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwright.checkpoint.checkpoint_reader import CheckpointReader
-from shardwright.utils.numeric_difference import apart, series_apart, tensor_apart, weights_apart
+from shardwright.utils.numeric_difference import (
+    difference,
+    max_abs_diff,
+    max_series_diff,
+    state_dict_max_abs_diff,
+)
 from tests.figures import lines_apart, same
 from tests.parity.harness import (
     LORA_ALPHA,
@@ -97,8 +102,8 @@ def test_dropout_is_drawn_as_in_one_process(tmp_path: Path) -> None:
         reference(dataclasses.replace(case, lora_dropout=0.0), tokens),
     )
     check("dropout", lines_apart(trained_lines(case, tmp_path), wanted))
-    difference = apart(wanted.losses[-1], never.losses[-1])
-    assert 10 * LOSS_ABSOLUTE < difference < math.inf, "dropout makes a difference"
+    effect = difference(wanted.losses[-1], never.losses[-1])
+    assert 10 * LOSS_ABSOLUTE < effect < math.inf, "dropout makes a difference"
 
 
 @pytest.mark.prove
@@ -126,7 +131,7 @@ def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
     again = metrics(out)
     assert same([m["loss"] for m in again], [m["loss"] for m in first])
     resumed = load_file(newest_checkpoint(out) / "rank-00000-000.safetensors")
-    assert weights_apart(resumed, trained) == 0
+    assert state_dict_max_abs_diff(resumed, trained) == 0
 
     plan = json.loads((out / "plan.json").read_text())
     for rank in plan["ranks"]:
@@ -135,20 +140,24 @@ def test_checkpoints_resume_and_export(tmp_path: Path) -> None:
 
     must(shardwright("export", newest_checkpoint(out), "-o", tmp_path / "adapters"))
     must(shardwright("export", newest_checkpoint(out), "-o", tmp_path / "merged", "--merge"))
-    apart = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters", dtype=torch.float32)
+    difference = AutoPeftModelForCausalLM.from_pretrained(
+        tmp_path / "adapters", dtype=torch.float32
+    )
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
     ids = torch.from_numpy(tokens[:2].astype("int64"))
     with torch.no_grad():
-        logits = [model.eval()(input_ids=ids).logits for model in (apart, merged, base)]
-    assert tensor_apart(logits[0], logits[1]) <= 1e-5
-    assert 1e-3 < tensor_apart(logits[0], logits[2]) < math.inf
+        logits = [model.eval()(input_ids=ids).logits for model in (difference, merged, base)]
+    assert max_abs_diff(logits[0], logits[1]) <= 1e-5
+    assert 1e-3 < max_abs_diff(logits[0], logits[2]) < math.inf
     wanted = reference(case, tokens)
     check("from a checkpoint", lines_apart(first, wanted))
     assert len(first) == STEPS
     adapters = {n.replace(".default", ""): p for n, p in wanted.weights.items() if "lora_" in n}
     assert (
-        weights_apart(load_file(tmp_path / "adapters" / "adapter_model.safetensors"), adapters)
+        state_dict_max_abs_diff(
+            load_file(tmp_path / "adapters" / "adapter_model.safetensors"), adapters
+        )
         <= WEIGHT_ABSOLUTE
     )
 
@@ -193,7 +202,7 @@ def test_a_mixture_resumes_and_merges(
     wanted = reference(case, tokens)
     check(model, lines_apart(first, wanted))
     assert (
-        weights_apart(trained, {n: p for n, p in wanted.weights.items() if ".lora_" in n})
+        state_dict_max_abs_diff(trained, {n: p for n, p in wanted.weights.items() if ".lora_" in n})
         <= WEIGHT_ABSOLUTE
     )
     for rank in range(2):
@@ -214,7 +223,7 @@ def test_a_mixture_resumes_and_merges(
     for name in (n.removesuffix(".lora_A.default.weight") for n in trained if ".lora_A." in n):
         a, b = (trained[f"{name}.lora_{x}.default.weight"] for x in "AB")
         merged[f"{name}.weight"] += LORA_ALPHA / 4 * b @ a
-    assert weights_apart(found, merged) <= 1e-6
+    assert state_dict_max_abs_diff(found, merged) <= 1e-6
     experts = [name for name in found if ".experts." in name]
     assert experts and any("shared_expert" in n or ".layers.0.mlp." in n for n in trained)
 
@@ -222,12 +231,15 @@ def test_a_mixture_resumes_and_merges(
         must(shardwright("run", folder, "--resume", out / "checkpoints" / "step-00000003"))
     again, there = metrics(out), metrics(elsewhere)
     assert same([m["loss"] for m in again], [m["loss"] for m in first])
-    assert weights_apart(adapters_of(newest_checkpoint(out)), trained) == 0
+    assert state_dict_max_abs_diff(adapters_of(newest_checkpoint(out)), trained) == 0
     assert (
-        series_apart([m["loss"] for m in there[-5:]], [m["loss"] for m in first[-5:]])
+        max_series_diff([m["loss"] for m in there[-5:]], [m["loss"] for m in first[-5:]])
         <= LOSS_ABSOLUTE
     )
-    assert weights_apart(adapters_of(newest_checkpoint(elsewhere)), trained) <= WEIGHT_ABSOLUTE
+    assert (
+        state_dict_max_abs_diff(adapters_of(newest_checkpoint(elsewhere)), trained)
+        <= WEIGHT_ABSOLUTE
+    )
 
 
 def adapters_of(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.recipe.recipe_types import FLASH
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from tests.figures import lines_apart
 from tests.parity.harness import (
     BETAS,
@@ -46,16 +46,16 @@ def run_with_flash(compiled: Path, stand_in: Path, monkeypatch: pytest.MonkeyPat
     """transformers' own way through flash attention, its kernels' sums by plain PyTorch: a CPU has
     none, and compile refuses the attention there."""
     plan = json.loads((compiled / "plan.json").read_text())
-    plan["model"]["attention"] = FLASH
+    plan["model"]["attention"] = FLASH_ATTENTION_2
     (compiled / "plan.json").write_text(json.dumps(plan))
     (stand_in / "flash_attn").mkdir(parents=True)
     (stand_in / "flash_attn" / "__init__.py").touch()
     start = (
         "import os\nif 'RANK' in os.environ:\n    from shardwright.models.packed_attention "
-        "import flash_stand_in\n"
+        "import emulate_flash_attention\n"
     )
     (stand_in / "sitecustomize.py").write_text(
-        start + "    kept = flash_stand_in()\n    kept.__enter__()\n"
+        start + "    kept = emulate_flash_attention()\n    kept.__enter__()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(stand_in), prepend=os.pathsep)
 

@@ -20,10 +20,10 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import nn
 
-from shardwright.layout.parameter_sharding import ModuleSplit, ParameterSplit, shard_sizes
+from shardwright.layout.parameter_sharding import ModuleSharding, ParameterSharding, shard_sizes
 from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.train.process_exit import leave
-from shardwright.utils.numeric_difference import tensor_apart
+from shardwright.utils.numeric_difference import max_abs_diff
 
 Layer = Callable[[nn.Linear, dist.ProcessGroup], nn.Module]
 
@@ -45,11 +45,11 @@ def ours(style: str) -> Layer:
                 else shard_sizes(shape[dimension], dist.get_world_size(group))
             )
             splits.append(
-                ParameterSplit(
+                ParameterSharding(
                     name=f"0.{leaf}", shape=shape, dimension=dimension, blocks=blocks, sizes=sizes
                 )
             )
-        split = ModuleSplit(module="0", style=style, parameters=tuple(splits))
+        split = ModuleSharding(module="0", style=style, parameters=tuple(splits))
         TensorSplitter(nn.Sequential(linear), (split,), frozenset(), group).split(split)
         return linear
 
@@ -88,7 +88,7 @@ def column_backward_error(group: dist.ProcessGroup, kind: Layer, plain: nn.Linea
         got = torch.autograd.grad(layer(x).square().sum(), x)[0]
     finally:
         F.linear, torch.matmul = linear, matmul
-    return tensor_apart(got, wanted)
+    return max_abs_diff(got, wanted)
 
 
 def row_forward_error(group: dist.ProcessGroup, kind: Layer, plain: nn.Linear) -> float:
@@ -102,7 +102,7 @@ def row_forward_error(group: dist.ProcessGroup, kind: Layer, plain: nn.Linear) -
         got = layer(x[..., rank * 4 : rank * 4 + 4].contiguous())
     finally:
         F.linear, torch.matmul = linear, matmul
-    return tensor_apart(got, wanted)
+    return max_abs_diff(got, wanted)
 
 
 def requires_grad(group: dist.ProcessGroup, kind: Layer) -> float:

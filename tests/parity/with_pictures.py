@@ -19,7 +19,7 @@ from shardwright.data.dataset import open_dataset
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.engines.trainer_protocol import StepResult, Trainer
 from shardwright.parallel.learning_rate import learning_rate
-from shardwright.parallel.micro_batches import Batches, sight_of
+from shardwright.parallel.micro_batches import TrainingBatches, build_image_processor
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 
@@ -52,7 +52,7 @@ def trained(
     plan, trainer = made.plan, build_trainer(made.plan, folder)
     data = open_dataset(plan, folder)
     assert rows is None or len(data.train) == rows, f"{rows - len(data.train)} rows are left out"
-    batches = Batches(plan, data, sight_of(plan, folder))
+    batches = TrainingBatches(plan, data, build_image_processor(plan, folder))
     results, steps = [], plan.training.steps
     for step in range(1, steps + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, steps, step)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from shardwright.monitor.rank_events import is_echo
+from shardwright.monitor.rank_events import is_secondary_failure
 from shardwright.utils.programs import free_port
 from tests.random_runs.draw import Case, draw
 
@@ -92,7 +92,7 @@ def _read(out: Path, world: int) -> dict[int, dict[str, Any]]:
     found = {}
     for seed, lines in reported.items():
         errors = [line for line in lines if line["outcome"] == "error"]
-        causes = [line for line in errors if not is_echo(line["error"])]
+        causes = [line for line in errors if not is_secondary_failure(line["error"])]
         if errors or len(lines) == world:
             found[seed] = (causes or errors or lines)[0]
     return found

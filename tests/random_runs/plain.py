@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwright.data.sequences import TokenBlock
+from shardwright.data.sequences import SequenceBatch
 from tests.parity.balance import row_loss
 from tests.random_runs.draw import STEPS, Case
 
 Sequences = list[tuple[torch.Tensor, torch.Tensor]]
 """(ids, labels) of each sequence that goes through the model alone, both (S,); label -100 is not
 predicted."""
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def rate_of(training: dict[str, Any], update: int) -> float:
     return float(low + (lr - low) * curve)
 
 
-def sequences(block: TokenBlock, *, padded: bool = False) -> Sequences:
+def sequences(block: SequenceBatch, *, padded: bool = False) -> Sequences:
     """Each document of a packed row, or each row; a document's first token is no label, nor what is
     not trained on.
 
@@ -69,28 +69,30 @@ def sequences(block: TokenBlock, *, padded: bool = False) -> Sequences:
         trained = torch.ones(len(ids), dtype=torch.bool)
         if block.trained is not None:
             trained = torch.from_numpy(block.trained[row])
-        labels = torch.where(trained, ids, IGNORED)
+        labels = torch.where(trained, ids, IGNORE_INDEX)
         edges = [0, len(ids)]
         if block.starts is not None:
             edges = sorted({0, *np.flatnonzero(block.starts[row]).tolist(), len(ids)})
         for first, last in itertools.pairwise(edges):
             kept = labels[first:last]
-            kept = torch.cat([kept.new_full((1,), IGNORED), kept[1:]])
-            if bool((kept != IGNORED).any()):
+            kept = torch.cat([kept.new_full((1,), IGNORE_INDEX), kept[1:]])
+            if bool((kept != IGNORE_INDEX).any()):
                 whole = padded and block.starts is None
-                end = len(kept) if whole else int((kept != IGNORED).nonzero().max()) + 1
+                end = len(kept) if whole else int((kept != IGNORE_INDEX).nonzero().max()) + 1
                 found.append((ids[first : first + end], kept[:end]))
     return found
 
 
-def batched_rows(block: TokenBlock, micro: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batched_rows(block: SequenceBatch, micro: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(ids, labels), (B, S) each, of the micro-batches in turn: as the ranks compute them, where
     dropout draws by shape."""
     ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = (
-        ids if block.trained is None else torch.where(torch.from_numpy(block.trained), ids, IGNORED)
+        ids
+        if block.trained is None
+        else torch.where(torch.from_numpy(block.trained), ids, IGNORE_INDEX)
     )
-    labels = torch.cat([torch.full_like(labels[:, :1], IGNORED), labels[:, 1:]], dim=1)
+    labels = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, 1:]], dim=1)
     for at in range(0, len(ids), micro):
         yield ids[at : at + micro], labels[at : at + micro]
 
@@ -105,10 +107,10 @@ def summed_loss(
         total = total + nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1),
             labels[:, 1:].flatten(),
-            ignore_index=IGNORED,
+            ignore_index=IGNORE_INDEX,
             reduction="sum",
         )
-        count += int((labels[:, 1:] != IGNORED).sum())
+        count += int((labels[:, 1:] != IGNORE_INDEX).sum())
     return total, count
 
 
@@ -147,7 +149,7 @@ class Routers:
         return torch.stack(losses).mean()
 
 
-def documents(block: TokenBlock) -> list[Sequences]:
+def documents(block: SequenceBatch) -> list[Sequences]:
     """Each row's documents in full, those without a label too; no padding."""
     lengths = (
         [block.tokens.shape[1]] * len(block.tokens)
@@ -162,13 +164,15 @@ def documents(block: TokenBlock) -> list[Sequences]:
             trained = torch.from_numpy(block.trained[row, :length])
         begins = [] if block.starts is None else np.flatnonzero(block.starts[row, :length]).tolist()
         edges = sorted({0, *begins, length})
-        labels = torch.where(trained, ids, IGNORED)
-        labels[edges[:-1]] = IGNORED
+        labels = torch.where(trained, ids, IGNORE_INDEX)
+        labels[edges[:-1]] = IGNORE_INDEX
         found.append([(ids[a:b], labels[a:b]) for a, b in itertools.pairwise(edges)])
     return found
 
 
-def alone(block: TokenBlock, padded: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def alone(
+    block: SequenceBatch, padded: bool = False
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for ids, labels in sequences(block, padded=padded):
         yield ids[None], labels[None]
 
@@ -182,8 +186,8 @@ def chooses_keys(config: dict[str, Any]) -> bool:
 def train(
     case: Case,
     model: nn.Module,
-    read: Callable[[int], TokenBlock],
-    held_out: TokenBlock | None,
+    read: Callable[[int], SequenceBatch],
+    held_out: SequenceBatch | None,
     begin: Callable[[nn.Module], None] = lambda model: None,
 ) -> Plain:
     """Train as the recipe says. read: rows of step k, in the order of the global batch. begin:

@@ -25,7 +25,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import distributed as dist
 
-from tests.parity.reference import add_plain_adapters
+from tests.parity.reference import add_reference_lora
 from tests.random_runs import plain
 from tests.random_runs.draw import ADAPTED_MIXTURES, SAVED, STEPS, TEXT_IDS, Case, draw
 
@@ -118,14 +118,14 @@ def compiled(folder: Path, recipe: str, out: str) -> dict[str, Any]:
     from shardwright.data.data_preparation import prepare
     from shardwright.data.dataset import open_dataset
     from shardwright.diagnostics import Refusal
-    from shardwright.parallel.context_parallel import CONTEXT
+    from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
     from shardwright.plan.plan_json import read_plan
     from shardwright.recipe.recipe_loader import load_recipe
 
     said: list[dict[str, Any]] = [{}]
     if dist.get_rank() == 0:
         try:
-            with CONTEXT.aside():
+            with CONTEXT_PARALLEL.aside():
                 write_folder(folder / out, compile_recipe(load_recipe(folder / recipe)).files)
             prepare(read_plan(folder / out), folder / out, limit_bytes=2**30)
             open_dataset(read_plan(folder / out), folder / out)
@@ -176,9 +176,9 @@ def trained(case: Case, out: Path, steps: range, resume: Path | None) -> dict[st
     from shardwright.checkpoint.checkpoint_saver import save_checkpoint
     from shardwright.checkpoint.step_folders import step_name
     from shardwright.data.dataset import open_dataset
-    from shardwright.engines.trainer_protocol import runtime_of
+    from shardwright.engines.trainer_protocol import engine_runtime
     from shardwright.parallel.learning_rate import learning_rate
-    from shardwright.parallel.micro_batches import Batches, HeldOut
+    from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
     from shardwright.parallel.tensor_parallel_rng import seed_dropout
     from shardwright.plan.plan_json import read_plan
     from shardwright.train.planned_parameters import check_parameters
@@ -186,15 +186,17 @@ def trained(case: Case, out: Path, steps: range, resume: Path | None) -> dict[st
     plan = read_plan(out)
     opened = open_megatron(plan) if case.engine == "megatron" else None
     data, rank = open_dataset(plan, out), dist.get_rank()
-    trainer = runtime_of(plan).build_trainer(plan, out, resumes=resume is not None)
+    trainer = engine_runtime(plan).build_trainer(plan, out, resumes=resume is not None)
     check_parameters(plan, rank, trainer.held(), trainer.transposed)
-    at, batches = plan.ranks[rank].data, Batches(plan, data)
+    at, batches = plan.ranks[rank].data, TrainingBatches(plan, data)
     seed_dropout(plan, rank)
     if resume is not None:
         assert load_checkpoint(plan, trainer, resume / "checkpoints" / step_name(SAVED)) == SAVED
     found: dict[str, list[Any]] = {"losses": [], "norms": [], "rates": [], "held_out": []}
     if resume is None and data.validation is not None:
-        found["held_out"].append([0, trainer.evaluate(HeldOut(plan, data.validation, at))[0]])
+        found["held_out"].append(
+            [0, trainer.evaluate(ValidationBatches(plan, data.validation, at))[0]]
+        )
     for step in steps:
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
         result = trainer.step(batches.micro_batches(step, at), rate)
@@ -204,7 +206,7 @@ def trained(case: Case, out: Path, steps: range, resume: Path | None) -> dict[st
         v = plan.validation
         if v is not None and data.validation and (step % v.every_steps == 0 or step == STEPS):
             found["held_out"].append(
-                [step, trainer.evaluate(HeldOut(plan, data.validation, at))[0]]
+                [step, trainer.evaluate(ValidationBatches(plan, data.validation, at))[0]]
             )
         if step in (SAVED, STEPS):
             save_checkpoint(plan, out, trainer, step)
@@ -231,7 +233,7 @@ def open_megatron(plan: Any) -> Any:
 
 def plain_run(case: Case, plan: Any, folder: Path) -> plain.Plain:
     from shardwright.data.dataset import open_dataset
-    from shardwright.parallel.context_parallel import CONTEXT
+    from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 
     data = open_dataset(plan, folder / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -245,7 +247,7 @@ def plain_run(case: Case, plan: Any, folder: Path) -> plain.Plain:
         None if data.validation is None else data.validation.read(np.arange(len(data.validation)))
     )
     begin = (lambda m: draw_in_turns(m, case)) if case.theme == "dropout" else (lambda m: None)
-    with CONTEXT.aside():
+    with CONTEXT_PARALLEL.aside():
         return plain.train(
             case, model, lambda step: data.train.read(data.order.indices(step)), held_out, begin
         )
@@ -258,7 +260,7 @@ def with_adapters(model: Any, case: Case) -> Any:
     if (
         case.config["model_type"] in ADAPTED_MIXTURES
     ):  # whose dense and shared experts peft leaves out
-        add_plain_adapters(
+        add_reference_lora(
             model, "model.layers", None, rank=lora["rank"], alpha=lora["alpha"], seed=seed
         )
         return model
@@ -306,21 +308,21 @@ def compared(
 ) -> dict[str, Any]:
     """The largest differences. Raises nothing: the test judges them, and NaN counts as infinite."""
     from shardwright.checkpoint.step_folders import step_name
-    from shardwright.utils.numeric_difference import series_apart
+    from shardwright.utils.numeric_difference import max_series_diff
 
     found: dict[str, Any] = {
         "outcome": "ran",
-        "rate": series_apart(first["rates"], wanted.learning_rates),
+        "rate": max_series_diff(first["rates"], wanted.learning_rates),
     }
     if case.compares_training:
-        found["loss"] = series_apart(first["losses"], wanted.losses)
-        found["norm"] = series_apart(first["norms"], wanted.grad_norms, relative=True)
+        found["loss"] = max_series_diff(first["losses"], wanted.losses)
+        found["norm"] = max_series_diff(first["norms"], wanted.grad_norms, relative=True)
     if first["held_out"]:
         got, plainly = dict(first["held_out"]), wanted.held_out
         assert set(got) == set(plainly), (got, plainly)
         if not case.compares_training:  # of the weights that came of it, then
             plainly = {0: plainly[0], STEPS: evaluated_saved(case, plan, folder)}
-        found["held_out"] = series_apart(
+        found["held_out"] = max_series_diff(
             [got[k] for k in sorted(plainly)], [plainly[k] for k in sorted(plainly)]
         )
     full = (
@@ -329,8 +331,8 @@ def compared(
     if case.compares_training and case.recipe["training"]["precision"] == "fp32" and full:
         found["weights"] = weights_off(folder / "out" / "checkpoints" / step_name(STEPS), wanted)
     if resumed is not None:
-        found["loss_resumed"] = series_apart(resumed["losses"], wanted.losses[SAVED:])
-        found["norm_resumed"] = series_apart(
+        found["loss_resumed"] = max_series_diff(resumed["losses"], wanted.losses[SAVED:])
+        found["norm_resumed"] = max_series_diff(
             resumed["norms"], wanted.grad_norms[SAVED:], relative=True
         )
         if full:
@@ -367,7 +369,7 @@ def weights_off(checkpoint: Path, wanted: plain.Plain) -> float:
     """Of the saved weights from the plain loop's; parameters that no loss reaches are left out:
     ZeRO decays them."""
     from shardwright.checkpoint.checkpoint_reader import CheckpointReader
-    from shardwright.utils.numeric_difference import tensor_apart, worst
+    from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 
     off = []
     with CheckpointReader(checkpoint) as reader:
@@ -376,9 +378,9 @@ def weights_off(checkpoint: Path, wanted: plain.Plain) -> float:
                 continue
             states = reader.saved(name).states
             saved = reader.whole(name, "fp32" if "fp32" in states else "value")
-            off.append(tensor_apart(saved.float(), weight))
+            off.append(max_abs_diff(saved.float(), weight))
     assert off, "no weight was compared"
-    return worst(off)
+    return largest_difference(off)
 
 
 def begin(engine: str) -> None:
@@ -386,17 +388,17 @@ def begin(engine: str) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     from shardwright.models import graph_trace
-    from shardwright.models.layer_trace import Traced
+    from shardwright.models.layer_trace import ModelTrace
 
     # What the layers cost is no matter here, and takes longer than the steps.
-    graph_trace.trace_model = lambda model, cut, attention: Traced(
+    graph_trace.trace_model = lambda model, cut, attention: ModelTrace(
         layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2),
         context=(),
     )
     if engine == "megatron":
-        from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+        from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 
-        run_on_cpu()
+        patch_torch_for_cpu()
         dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
         return
     deepspeed = importlib.import_module("deepspeed")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cluster.gpu_catalogue import catalogue
-from shardwright.models.model_catalog import shipped_config, shipped_ids
+from shardwright.models.model_catalog import catalog_config, catalog_ids
 
 NODES, LIMIT, ROUNDS = 64, 2.0, 3
 NO_SHAPE = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"))
@@ -37,7 +37,7 @@ def test_any_model_is_planned_in_two_seconds(
     worst = max(found, key=lambda model: found[model])
     seconds, of_processors = found[worst]
     figures = {
-        "models": len(shipped_ids()),
+        "models": len(catalog_ids()),
         "measured": len(found),
         "slowest": worst,
         "seconds": seconds,
@@ -48,7 +48,7 @@ def test_any_model_is_planned_in_two_seconds(
 
 def unlike_models() -> list[str]:
     """One of each configuration: an instruct model plans as its base does."""
-    shapes = {name: {**(shipped_config(name) or {}), **NO_SHAPE} for name in shipped_ids()}
+    shapes = {name: {**(catalog_config(name) or {}), **NO_SHAPE} for name in catalog_ids()}
     return sorted(
         {json.dumps(shape, sort_keys=True): name for name, shape in shapes.items()}.values()
     )

@@ -63,7 +63,7 @@ def test_the_folder_suffices_without_the_model_that_it_came_from(tmp_path: Path)
     shutil.rmtree(source)
     subject = read_folder(folder)
     assert (
-        not subject.is_predicted_anew
+        not subject.has_stale_prediction
         and subject.graph.config_hash == subject.plan.model.config_hash
     )
     for name in ("model/config.json", "model_graph.json"):

@@ -25,15 +25,15 @@ from shardwright.plan.plan_json import read_plan
 from shardwright.report.report_files import write_report
 from shardwright.report.report_page import render_page
 from shardwright.report.run_results import read_run
-from shardwright.report.step_timeline import drawn_ranks, step_timeline
+from shardwright.report.step_timeline import sampled_ranks, step_timeline
 from shardwright.search.layout_search import search
-from shardwright.utils.number_format import duration
+from shardwright.utils.number_format import format_days
 from tests.conftest import SMALL_RECIPE
 from tests.report.folders import compiled, small_with, two_islands, with_islands_run, with_run
 from tests.unit.models.factory import problem_of
 
 
-class Figures(HTMLParser):
+class PlanNumbers(HTMLParser):
     """Every `<data data-key>` of a page, and what its JSON script elements hold."""
 
     def __init__(self, page: str) -> None:
@@ -110,9 +110,9 @@ def test_every_figure_is_the_plans_and_the_timeline_its_step(name: str, tmp_path
     folder = compiled(LAYOUTS[name], tmp_path)
     plan = json.loads((folder / "plan.json").read_text())
     subject = read_folder(folder)
-    assert not subject.is_predicted_anew
+    assert not subject.has_stale_prediction
     page, timeline = render_page(subject)
-    found = Figures(page)
+    found = PlanNumbers(page)
     assert len(found.values) > 30
     for key, value in found.values:
         assert value == at(plan, key), key
@@ -148,17 +148,17 @@ def test_many_bars_leave_ranks_out_evenly(small: Path) -> None:
     subject = read_folder(small)
     timeline = step_timeline(subject.layout, subject.plan.predicted.time)
     wide = dataclasses.replace(timeline, bars=timeline.bars * 32, ranks=timeline.ranks * 32)
-    drawn = drawn_ranks(wide, len(wide.bars) // 8)
+    drawn = sampled_ranks(wide, len(wide.bars) // 8)
     assert drawn[0] == 0 and drawn[-1] == 63 and len(drawn) == 8
-    assert drawn_ranks(timeline, 10**6) == (0, 1)
+    assert sampled_ranks(timeline, 10**6) == (0, 1)
 
 
 def test_the_space_holds_what_the_search_ranks(small: Path) -> None:
-    from shardwright.report.layout_space import whole_space
+    from shardwright.report.layout_space import layout_space
 
     subject = read_folder(small)
     recipe, graph, cluster = subject.recipe, subject.graph, subject.cluster
-    space = whole_space(problem_of(recipe, graph, cluster), subject.estimate)
+    space = layout_space(problem_of(recipe, graph, cluster), subject.estimate)
     ranked = search(problem_of(recipe, graph, cluster)).ranked
     running = {p.strategy: p for p in space.points if p.pinned and not p.code}
     assert set(running) == {e.strategy for e in ranked}
@@ -214,7 +214,7 @@ def test_islands_and_the_whole(tmp_path: Path) -> None:
     )
     with_islands_run(folder)
     page, timeline = render_page(read_folder(folder))
-    found = Figures(page).scripts["items"]
+    found = PlanNumbers(page).scripts["items"]
     plan = read_folder(folder).plan
     cells = columns_with(found["cluster"], "island")
     assert list(cells["island"]) == [0] * len(plan.ranks) + [1] * len(plan.ranks)
@@ -238,10 +238,10 @@ def test_no_text_of_a_folder_ends_a_script(small: Path, tmp_path: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**plan, "name": bad}))
     plain, page = (render_page(read_folder(out))[0] for out in (small, folder))
-    found = Figures(page)
+    found = PlanNumbers(page)
     assert (
         found.scripts["plan-figures"]["name"] == bad
-        and found.scripts.keys() == Figures(plain).scripts.keys()
+        and found.scripts.keys() == PlanNumbers(plain).scripts.keys()
     )
     assert bad not in page and page.count("</script>") == plain.count("</script>")
 
@@ -304,12 +304,12 @@ def test_epochs_have_steps_once_the_data_is_prepared(tmp_path: Path) -> None:
     assert "3 epochs, in steps that are known once the data is prepared" in text
     assert "0 seconds" not in text and "0 steps" not in text
     assert not {"training.steps", "predicted.training.days"} & {
-        key for key, _ in Figures(page).values
+        key for key, _ in PlanNumbers(page).values
     }
     _, data = resolve(read_plan(folder), prepared(folder))
     text = words(render_page(read_folder(with_run(folder, 60)))[0])
     steps, step = data.steps, read_plan(folder).predicted.time.step_seconds
-    assert f"{duration(steps * step / 86400)} {steps:,} steps, 3 epochs" in text
+    assert f"{format_days(steps * step / 86400)} {steps:,} steps, 3 epochs" in text
     assert steps == 48 and "known once" not in text
 
 
@@ -340,7 +340,7 @@ def test_the_validation_curve_is_drawn(small: Path, tmp_path: Path) -> None:
     assert 'data-series="validation"' in page and "validation loss, first and last 2.5000" in words(
         page
     )
-    chart = json.dumps(Figures(page).scripts["items"]["loss"])
+    chart = json.dumps(PlanNumbers(page).scripts["items"]["loss"])
     assert '"perplexity"' in chart and '"name": "validation"' in chart
     (folder / "run" / "evaluation.jsonl").unlink()
     assert "validation" not in words(render_page(subject)[0])

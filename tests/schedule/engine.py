@@ -15,13 +15,13 @@ from pathlib import Path
 
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
-from shardwright.cost.micro_batch_times import passes
-from shardwright.cost.priced_layout import Layout
-from shardwright.layout.layout import Strategy
+from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.layout.layout import Layout
 from shardwright.layout.pipeline_step_time import step_seconds
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
-from shardwright.search.layout_resolution import place
+from shardwright.search.layout_resolution import with_stages_assigned
 from tests.unit.models.factory import model_section, problem_of, recipe_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,12 +119,12 @@ def fitted_per_call_seconds(cases: list[Case], seconds: list[float]) -> float:
 
 
 @functools.cache
-def layout_of(model: str, pipeline: int, micro_batches: int) -> Layout:
+def layout_of(model: str, pipeline: int, micro_batches: int) -> PricedLayout:
     """On H100s, sequences of 4096, full recomputation; memory ignored, as DeepSpeed's methods
     do."""
     recipe = recipe_of(training={"sequence_length": 4096}, assume={"ignore_memory": True})
     graph = build_model_graph(model_section(source=model))
-    s = Strategy(
+    s = Layout(
         tensor=1,
         pipeline=pipeline,
         data=1,
@@ -135,10 +135,10 @@ def layout_of(model: str, pipeline: int, micro_batches: int) -> Layout:
         schedule="1f1b",
         offload="none",
     )
-    return place(problem_of(recipe, graph), s)
+    return with_stages_assigned(problem_of(recipe, graph), s)
 
 
-def partitions(layout: Layout) -> dict[str, tuple[int, ...]]:
+def partitions(layout: PricedLayout) -> dict[str, tuple[int, ...]]:
     """Boundaries over the layers: ours, and those of DeepSpeed's partition_method by its own
     functions."""
     ours = (*(blocks[0].start for blocks in layout.ranks), len(layout.graph.layers))
@@ -157,11 +157,11 @@ def deepspeeds(graph: ModelGraph, stages: int) -> dict[str, tuple[int, ...]]:
 
 
 def partition_case(
-    name: str, layout: Layout, cut: tuple[int, ...], mean_stage_seconds: float
+    name: str, layout: PricedLayout, cut: tuple[int, ...], mean_stage_seconds: float
 ) -> Case:
     """The layers' seconds by the cost model, scaled to this much per stage and micro-batch, forward
     and backward."""
-    found = passes(layout)
+    found = pass_times(layout)
     whole = found.forward_compute[-1] + found.backward_compute[-1]
     scale = mean_stage_seconds * layout.strategy.stages / whole
     forward, backward = (

@@ -17,10 +17,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 
 warnings.simplefilter("ignore")
-run_on_cpu()
+patch_torch_for_cpu()
 
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402

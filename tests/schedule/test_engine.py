@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.utils.numeric_difference import worst
+from shardwright.utils.numeric_difference import largest_difference
 from tests.schedule.engine import (
     MODELS,
     case,
@@ -34,7 +34,9 @@ def test_the_engine_takes_as_long_as_simulated(tmp_path: Path) -> None:
     ]
     seconds = [min(s) for s in measured(cases, tmp_path, 2, 300)]
     found = errors(cases, seconds, fitted_per_call_seconds(cases, seconds))
-    assert worst(map(abs, found)) < 0.10, dict(zip((c.name for c in cases), found, strict=True))
+    assert largest_difference(map(abs, found)) < 0.10, dict(
+        zip((c.name for c in cases), found, strict=True)
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwright.layout.interleaved_schedule import simulate
-from shardwright.utils.numeric_difference import worst
+from shardwright.utils.numeric_difference import largest_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 0.03
@@ -96,7 +96,7 @@ def test_megatron_takes_as_long_as_simulated(tmp_path: Path, proved: Callable[..
         measured |= dict(zip((c["name"] for c in own), json.loads(out.read_text()), strict=True))
     seconds = [measured[c["name"]] for c in CASES]
     grid = [MOST_PER_PASS_SECONDS * step / 60 for step in range(61)]
-    per_pass = min(grid, key=lambda x: worst(map(abs, errors(seconds, x))))
+    per_pass = min(grid, key=lambda x: largest_difference(map(abs, errors(seconds, x))))
     found = errors(seconds, per_pass)
     for c, real, error in zip(CASES, seconds, found, strict=True):
         proved(
@@ -105,6 +105,6 @@ def test_megatron_takes_as_long_as_simulated(tmp_path: Path, proved: Callable[..
             {"seconds": real, "error": error, "per_pass_seconds": per_pass},
         )
     assert len(CASES) == 16
-    assert worst(map(abs, found)) <= BOUND, dict(
+    assert largest_difference(map(abs, found)) <= BOUND, dict(
         zip((c["name"] for c in CASES), found, strict=True)
     )

@@ -12,8 +12,8 @@ import pytest
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Source
 from shardwright.layout.planning_problem import Problem
-from shardwright.recipe.recipe_loader import check_document
-from shardwright.search.layout_search import pinned_estimate
+from shardwright.recipe.recipe_loader import recipe_from_document
+from shardwright.search.layout_search import estimate_pinned_layout
 from tests.unit.models.factory import graph_of
 from tools.bench_gpu import gpu_bench as bench_module
 from tools.bench_gpu.gpu_bench import bench, summary
@@ -43,13 +43,13 @@ def test_there_are_enough_of_them() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_runs_on_a_card_of_today(name: str) -> None:
     document = recipe(LAYOUTS[name], "h200-sxm-141gb")
-    made = check_document(document, "/", Source(file="bench"))
+    made = recipe_from_document(document, "/", Source(file="bench"))
     problem = Problem(
         recipe=made,
         graph=graph_of(document["model"]["config"]),
         cluster=resolve_cluster(made.cluster),
     )
-    found = pinned_estimate(problem)
+    found = estimate_pinned_layout(problem)
     assert found.feasible, found.diagnostics
     assert found.memory.peak_bytes > 8 * 2**30 and found.time.step_seconds < 15
 

@@ -68,8 +68,8 @@ regions._Leave.forward = staticmethod(lambda ctx, x, group: x.clone())
         "openai-community/gpt2",
         PIPELINE,
         """
-from shardwright.engines.deepspeed.pipeline_module import Stages
-Stages.get_tied_weights_and_groups = lambda self: []
+from shardwright.engines.deepspeed.pipeline_module import HfPipelineModule
+HfPipelineModule.get_tied_weights_and_groups = lambda self: []
 """,
     ),
     "a head scale that is applied twice": (
@@ -140,12 +140,12 @@ base.own_piece = shifted_late
         CONTEXT,
         """
 from shardwright.parallel import context_parallel as ranks
-plain = ranks.attend_over_ranks
-ranks.ContextRanks._mask_arguments = lambda self, inner, *args, **kwargs: inner(*args, **kwargs)
+plain = ranks.ulysses_attention
+ranks.ContextParallel._mask_arguments = lambda self, inner, *args, **kwargs: inner(*args, **kwargs)
 def of_each_piece(inner, group, module, query, key, value, mask, *args, **kwargs):
     mask = None if mask is None else mask.repeat(1, 1, 2, 2)
     return plain(inner, group, module, query, key, value, mask, *args, **kwargs)
-ranks.attend_over_ranks = of_each_piece
+ranks.ulysses_attention = of_each_piece
 """,
     ),
 }
@@ -193,7 +193,7 @@ import numpy as np
 from shardwright.parallel import micro_batches as batches
 def every_row_counts(self):
     return (batches._micro_batch(self._rows.read(np.maximum(n, 0)), self._packed) for n in self._numbers)
-batches.HeldOut.__iter__ = every_row_counts
+batches.ValidationBatches.__iter__ = every_row_counts
 """,  # noqa: E501
     ),
     "dropout": (
@@ -204,9 +204,9 @@ batches.HeldOut.__iter__ = every_row_counts
             "validation": {"fraction": 0.01, "every_steps": 100},
         },
         """
-from shardwright.engines.deepspeed.pipeline_module import Stages
+from shardwright.engines.deepspeed.pipeline_module import HfPipelineModule
 from deepspeed.pipe import PipelineModule
-Stages.train = PipelineModule.train
+HfPipelineModule.train = PipelineModule.train
 """,
     ),
     "padding and a balance loss": (
@@ -214,10 +214,10 @@ Stages.train = PipelineModule.train
         {"pipeline": 2, "data": 2, "activation_checkpointing": "full"},
         {"model": {"router_aux_loss": 0.5}, "data": {**TALKS, "packing": False}},
         """
-from shardwright.data.sequences import DocumentRows
+from shardwright.data.sequences import DocumentSequences
 from dataclasses import replace
-plain = DocumentRows.read
-DocumentRows.read = lambda self, indices: replace(plain(self, indices), lengths=None)
+plain = DocumentSequences.read
+DocumentSequences.read = lambda self, indices: replace(plain(self, indices), lengths=None)
 """,
     ),
     "padding and packed conversations": (
@@ -226,8 +226,8 @@ DocumentRows.read = lambda self, indices: replace(plain(self, indices), lengths=
         {"model": {"router_aux_loss": 0.5}, "data": {**TALKS, "packing": True}},
         """
 from shardwright.parallel import router_balance_loss as balance
-plain = balance.RouterBalance
-balance.RouterBalance = lambda model, coefficient, affinity, pieces, piece, summed: plain(
+plain = balance.RouterAuxLoss
+balance.RouterAuxLoss = lambda model, coefficient, affinity, pieces, piece, summed: plain(
     model, coefficient, affinity, pieces, 0, summed
 )
 """,
@@ -237,9 +237,9 @@ balance.RouterBalance = lambda model, coefficient, affinity, pieces, piece, summ
         CONTEXT,
         {"model": {"config": LONG_ROPE}, "training": {"sequence_length": 8192}},
         """
-from shardwright.parallel.context_parallel import ContextRanks
-plain = ContextRanks.use
-ContextRanks.use = lambda self, group, model=None: plain(self, group)
+from shardwright.parallel.context_parallel import ContextParallel
+plain = ContextParallel.use
+ContextParallel.use = lambda self, group, model=None: plain(self, group)
 """,
     ),
     "packing": (

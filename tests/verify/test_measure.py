@@ -16,7 +16,7 @@ import torch
 from shardwright.cli.verify_command import _as_json, _as_text
 from shardwright.verify import layout_verification
 from shardwright.verify.reference_run import Reference
-from shardwright.verify.verification_result import Comparison, Verdict
+from shardwright.verify.verification_result import Comparison, VerificationResult
 
 STEPS = [4.0, 3.0, 2.0]
 WEIGHTS = {"first": torch.ones(2, 2), "second": torch.full((3,), 2.0)}
@@ -34,7 +34,7 @@ def measured(
     found: list[Rows],
     weights: list[dict[str, torch.Tensor]],
     held_out: list[Rows] | None = None,
-) -> Verdict:
+) -> VerificationResult:
     """found, weights, held_out: of the run and of its resumption."""
     evaluations = iter(held_out or [])
     monkeypatch.setattr(layout_verification, "_lines", lambda path: next(evaluations))
@@ -51,7 +51,7 @@ def measured(
     if held_out is not None:
         wanted = dataclasses.replace(wanted, held_out={3: 2.5, 6: 1.5})
     checks = layout_verification._measure(Path("folder"), plan, wanted, lambda stage: None)
-    return Verdict(
+    return VerificationResult(
         architecture="a", parameters=1, layout="", verified="", checks=checks, seconds=0.0
     )
 
@@ -62,7 +62,7 @@ def value(key: str, bad: float | None) -> Callable[[Rows], Rows]:
 
 def test_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     exported = {**WEIGHTS, "unused": torch.zeros(1)}  # ZeRO's optimizer decays it
-    assert measured(monkeypatch, [rows(), rows()], [exported, exported]).same
+    assert measured(monkeypatch, [rows(), rows()], [exported, exported]).matches
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])
@@ -117,7 +117,9 @@ HELD_OUT_BADLY: dict[str, Rows] = {
 
 @pytest.mark.parametrize("bad", HELD_OUT_BADLY.values(), ids=HELD_OUT_BADLY)
 def test_held_out_losses(bad: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measured(monkeypatch, [rows(), rows()], [WEIGHTS, WEIGHTS], [EVALUATED, EVALUATED]).same
+    assert measured(
+        monkeypatch, [rows(), rows()], [WEIGHTS, WEIGHTS], [EVALUATED, EVALUATED]
+    ).matches
     verdict = measured(monkeypatch, [rows()], [WEIGHTS], [bad])
     assert [check.name for check in verdict.checks if not check.passed] == ["held-out losses"]
     verdict = measured(monkeypatch, [rows(), rows()], [WEIGHTS, WEIGHTS], [EVALUATED, bad])
@@ -128,7 +130,7 @@ def test_held_out_losses(bad: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_infinity_in_print() -> None:
     check = Comparison(name="losses", what="of 6 steps", worst=math.inf, limit=1e-5)
-    verdict = Verdict(
+    verdict = VerificationResult(
         architecture="a", parameters=1, layout="", verified="", checks=(check,), seconds=0.0
     )
     document = json.loads(_as_json("r", verdict), parse_constant=pytest.fail)

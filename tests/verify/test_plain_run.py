@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.recipe.recipe_types import LoraSection
 from shardwright.verify import layout_verification, tiny_copy
-from shardwright.verify.reference_run import merge_plain_adapters
+from shardwright.verify.reference_run import merge_reference_lora
 from tests.zoo.configs import tiny_config
 
 IDS = torch.arange(3, 19)[None]
@@ -51,7 +51,7 @@ def test_each_linear_has_an_adapter_and_nothing_else(
         for p in trained.values():
             p.copy_(torch.randn_like(p) * 0.05)
         logits = model(input_ids=IDS, use_cache=False).logits
-        merged = merge_plain_adapters(model, dict(model.named_parameters()), 3.0)
+        merged = merge_reference_lora(model, dict(model.named_parameters()), 3.0)
         plain = adapted(model_type, None, **config)
         plain.load_state_dict({n: p for n, p in merged.items() if "lora_" not in n}, strict=False)
         assert torch.allclose(logits, plain(input_ids=IDS, use_cache=False).logits, atol=1e-5)

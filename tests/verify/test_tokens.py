@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from shardwright.data.megatron_indexed_dataset import open_megatron
-from shardwright.data.sequences import StreamRows
-from shardwright.layout.layout import Strategy
+from shardwright.data.sequences import ChunkedSequences
+from shardwright.layout.layout import Layout
 from shardwright.recipe.recipe_types import DataSection, Recipe, ValidationSection
 from shardwright.verify import tiny_copy
-from shardwright.verify.tiny_data import packs, random_tokens
+from shardwright.verify.tiny_data import packs_documents, random_tokens
 from tests.unit.cost.test_estimate import BASE
 from tests.unit.models.factory import recipe_of
 
@@ -29,7 +29,9 @@ def test_documents_are_what_the_runtime_reads(tmp_path: Path) -> None:
     tokens = random_tokens(1, ROWS, LENGTH, VOCABULARY, packed=True)
     named = tokens.write(tmp_path / "tokens")
     assert named == {"kind": "megatron", "path": "tokens", "packing": True}
-    block = StreamRows(open_megatron(str(tmp_path / "tokens")), LENGTH, True).read(np.arange(ROWS))
+    block = ChunkedSequences(open_megatron(str(tmp_path / "tokens")), LENGTH, True).read(
+        np.arange(ROWS)
+    )
     assert np.array_equal(block.tokens, tokens.ids) and block.starts is not None
     assert tokens.ends is not None and len(tokens.ends) > ROWS and tokens.ends[-1] == ROWS * LENGTH
     for row in range(ROWS):
@@ -77,13 +79,15 @@ def with_data(
     ],
 )
 def test_it_packs_where_the_recipe_does(kind: str, packing: bool, packed: bool) -> None:
-    assert packs(with_data(kind, packing)) == packed
+    assert packs_documents(with_data(kind, packing)) == packed
     documents = DataSection(kind="text", path="x", tokenizer="byte", packing=True, shuffle=False)
-    assert packs(with_data(kind, packing, held_out=documents)), "held-out documents are packed, too"
+    assert packs_documents(with_data(kind, packing, held_out=documents)), (
+        "held-out documents are packed, too"
+    )
     mixed = dataclasses.replace(
         with_data(kind, packing).data or documents, kind="mixture", mixture=(documents,)
     )
-    assert packs(dataclasses.replace(recipe_of(), data=mixed))
+    assert packs_documents(dataclasses.replace(recipe_of(), data=mixed))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_it_packs_where_the_recipe_does(kind: str, packing: bool, packed: bool) 
 )
 @pytest.mark.parametrize("fraction", [None, 0.1])
 def test_the_tiny_recipe_asks_for_the_same(
-    fraction: float | None, strategy: Strategy, tmp_path: Path
+    fraction: float | None, strategy: Layout, tmp_path: Path
 ) -> None:
     small = tiny_copy.tiny_strategy(strategy)
     named = random_tokens(1, ROWS, LENGTH, VOCABULARY, packed=True).write(tmp_path / "tokens")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.models.tiny_config import VOCABULARY
 from shardwright.verify import tiny_copy
 from shardwright.verify.tiny_copy import ODD_VOCABULARY, tiny_config, tiny_strategy
@@ -160,7 +160,7 @@ def _figures(source: str, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def strategy(**values: Any) -> Strategy:
+def strategy(**values: Any) -> Layout:
     plain = {
         "tensor": 1,
         "pipeline": 1,
@@ -174,7 +174,7 @@ def strategy(**values: Any) -> Strategy:
         "activation_checkpointing": "none",
         "offload": "none",
     }
-    return Strategy(**{**plain, **values})
+    return Layout(**{**plain, **values})
 
 
 def test_the_tiny_layout_keeps_every_kind_of_parallelism() -> None:

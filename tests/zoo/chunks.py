@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.models.output_head import Tail
-from shardwright.utils.numeric_difference import share_apart, worst
+from shardwright.models.output_head import OutputHead
+from shardwright.utils.numeric_difference import largest_difference, relative_error
 
 TOLERANCE = 1e-6
 """Of the largest logit: a matrix product of fewer rows may sum in another order."""
@@ -19,7 +19,7 @@ def why_not_chunked(model: nn.Module, input_ids: torch.Tensor) -> str:
     parameters = [p for p in model.parameters() if p.requires_grad]
     whole = model(input_ids=input_ids, use_cache=False).logits
     try:
-        tail = Tail(model)
+        tail = OutputHead(model)
         hidden = tail.hidden(lambda: model(input_ids=input_ids, use_cache=False))
         if hidden.shape[:2] != input_ids.shape:
             return "its hidden states are not one row a token"
@@ -32,11 +32,11 @@ def why_not_chunked(model: nn.Module, input_ids: torch.Tensor) -> str:
         )
     if chunks.shape != whole.shape:
         return f"the logits of its chunks are {tuple(chunks.shape)}, not {tuple(whole.shape)}"
-    off = share_apart(chunks, whole, least=1.0)
+    off = relative_error(chunks, whole, least=1.0)
     if not off <= TOLERANCE:
         return f"the logits of its chunks differ by {off:.1e}"
     pairs = zip(_gradients(chunks, parameters), _gradients(whole, parameters), strict=True)
-    off = worst(share_apart(a, b, least=1.0) for a, b in pairs)
+    off = largest_difference(relative_error(a, b, least=1.0) for a, b in pairs)
     return "" if off <= 1e-4 else f"the gradients of its chunks differ by {off:.1e}"
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.monitor.rank_events import is_echo
+from shardwright.monitor.rank_events import is_secondary_failure
 from shardwright.utils.programs import free_port
 from tests.figures import worst_of_ranks
 
@@ -84,7 +84,7 @@ def read(out: Path, ranks: int) -> dict[str, dict[str, Any]]:
     for file in sorted(out.glob("rank-*.jsonl")):
         for line in file.read_text().splitlines():
             figures = json.loads(line)
-            if is_echo(figures.get("error", "")):
+            if is_secondary_failure(figures.get("error", "")):
                 # the other rank failed, maybe at the type before: this one gets a launch of its own
                 continue
             reported.setdefault(figures.pop("type"), {})[file] = figures

@@ -29,22 +29,22 @@ from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
-from shardwright.engines.trainer_protocol import LiveFragment
+from shardwright.engines.trainer_protocol import OwnedShard
 from shardwright.models import graph_trace
-from shardwright.models.layer_trace import Traced
-from shardwright.models.parameter_name_pattern import pattern
-from shardwright.models.pipeline_split import Cut
-from shardwright.models.tensor_parallel_plan import proved, whole_parameters
-from shardwright.parallel.context_parallel import CONTEXT
-from shardwright.parallel.expert_parallel import own_experts
+from shardwright.models.layer_trace import ModelTrace
+from shardwright.models.parameter_name_pattern import name_pattern
+from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.tensor_parallel_plan import proved, unsplit_parameters
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.parallel.expert_parallel import local_expert_range
 from shardwright.parallel.learning_rate import learning_rate
-from shardwright.parallel.micro_batches import Batches
+from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.parallel.parameter_names import is_padding
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.planned_parameters import check_parameters
 from shardwright.train.process_exit import leave
-from shardwright.utils.numeric_difference import tensor_apart, worst
+from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 from shardwright.verify.reference_run import mean_loss
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
@@ -111,8 +111,8 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     dist.barrier()
     if KIND:
         proved()[base_type(model_type)] = KIND
-        whole_parameters().pop(base_type(model_type), None)
-    with CONTEXT.aside():  # the type before may have switched it on
+        unsplit_parameters().pop(base_type(model_type), None)
+    with CONTEXT_PARALLEL.aside():  # the type before may have switched it on
         compiled = compile_recipe(load_recipe(folder / "recipe.yaml"))
     if KIND and compiled.plan.tensor_parallel.kind != KIND:
         return {
@@ -127,13 +127,13 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     plan = compiled.plan
     trainer = build_trainer(plan, folder)
     check_parameters(plan, dist.get_rank(), trainer.held(), trainer.transposed)
-    batches = Batches(plan, open_dataset(plan, folder))
+    batches = TrainingBatches(plan, open_dataset(plan, folder))
     results, moments = [], []
     for k in range(1, STEPS + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, k)
         results.append(trainer.step(batches.micro_batches(k, plan.ranks[rank].data), rate))
         moments += first_moments(trainer.owned()) if k == 1 and shares(plan) else []
-    with CONTEXT.aside():
+    with CONTEXT_PARALLEL.aside():
         wanted, gradients = plain_run(plan, folder, tokens)
     off, cut, total = [], 0, 0
     for name, p in trainer.engine.module.named_parameters():
@@ -151,8 +151,8 @@ def measure(model_type: str, folder: Path) -> dict[str, Any]:
     ]
     return {
         **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
-        "weights": worst(off),
-        **({"gradient": worst(gradient)} if shares(plan) else {}),
+        "weights": largest_difference(off),
+        **({"gradient": largest_difference(gradient)} if shares(plan) else {}),
         "unused": len(wanted.unused),
         "sharded": cut / max(1, total),
         "payload": [
@@ -173,7 +173,7 @@ def shares(plan: Plan) -> bool:
     return plan.strategy.expert > 1 or plan.strategy.context > 1
 
 
-def first_moments(fragments: Iterable[LiveFragment]) -> list[tuple[str, int, torch.Tensor]]:
+def first_moments(fragments: Iterable[OwnedShard]) -> list[tuple[str, int, torch.Tensor]]:
     """(name, first element of the flattened shard, Adam's mean of the gradients) of this rank's
     fragments."""
     trained = (f for f in fragments if "exp_avg" in f.states)
@@ -218,7 +218,7 @@ def clipped(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def own_part(plan: Plan, name: str, whole: torch.Tensor) -> torch.Tensor:
     """This rank's experts of a parameter, and its tensor-parallel shard of those."""
     rank = plan.ranks[dist.get_rank()]
-    experts = own_experts(plan, rank, name, whole.shape[0]) if whole.ndim else None
+    experts = local_expert_range(plan, rank, name, whole.shape[0]) if whole.ndim else None
     part = whole if experts is None else whole.narrow(0, *experts)
     split = next(p for m in plan.tensor_parallel.modules for p in m.parameters if p.name == name)
     if split.dimension is None:
@@ -234,7 +234,7 @@ def of_a_range(values: torch.Tensor, start: int, whole: torch.Tensor) -> float:
     not."""
     views = (whole, whole.t()) if whole.ndim == 2 else (whole,)
     return min(
-        tensor_apart(values, view.reshape(-1)[start : start + len(values)]) for view in views
+        max_abs_diff(values, view.reshape(-1)[start : start + len(values)]) for view in views
     )
 
 
@@ -242,16 +242,16 @@ def nearest(parameter: torch.Tensor, whole: torch.Tensor) -> float:
     """The runtime keeps a Conv1D's weight transposed; a square one does not show it by its
     shape."""
     return min(
-        tensor_apart(parameter, view)
+        max_abs_diff(parameter, view)
         for view in ((whole, whole.t()) if whole.ndim == 2 else (whole,))
     )
 
 
 def whole_patterns(plan: Plan) -> list[str]:
     """The decoder-layer parameters that no style names, by their path inside a layer."""
-    inside = pattern(f"{plan.model.cut.stack}.0") + "."
+    inside = name_pattern(f"{plan.model.cut.stack}.0") + "."
     names = {
-        pattern(p.name)
+        name_pattern(p.name)
         for m in plan.tensor_parallel.modules
         if m.style in ("replicated", "local_params")
         for p in m.parameters
@@ -260,9 +260,9 @@ def whole_patterns(plan: Plan) -> list[str]:
     return sorted(n.removeprefix(inside) for n in names if n.startswith(inside))
 
 
-def untraced(model: torch.nn.Module, cut: Cut, attention_module: str) -> Traced:
+def untraced(model: torch.nn.Module, cut: PipelineSplit, attention_module: str) -> ModelTrace:
     """What the layers cost is no matter here (test_flops.py), and takes longer than the steps."""
-    return Traced(
+    return ModelTrace(
         layers=("not here",) * (len(list(model.get_submodule(cut.stack).children())) + 2),
         context=(),
     )

@@ -21,7 +21,7 @@ from tests.zoo.sight_overrides import BY_NATURE, PARTS, SIGHT_OVERRIDES
 Json = Any
 
 SIGHT_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
-SEEING: tuple[str, ...] = tuple(t for t in SIGHT_TYPES if t not in BY_NATURE)
+IMAGE_TASKS: tuple[str, ...] = tuple(t for t in SIGHT_TYPES if t not in BY_NATURE)
 
 WIDTH, BLOCKS, PATCH, SIDE = 64, 4, 4, 4
 """Hidden size of all parts, blocks of a tower, pixels of a patch's side, patches of a picture's
@@ -59,8 +59,10 @@ PIXELS = ("image_size", "image_resolution", "crop_size", "max_image_size")
 def sight_config(model_type: str) -> dict[str, Json]:
     """A plain JSON document with "model_type". Raises KeyError for a type that is none of
     SEEING."""
-    if model_type not in SEEING:
-        raise KeyError(f"{model_type}: {BY_NATURE.get(model_type, 'not a type that sees')}")
+    if model_type not in IMAGE_TASKS:
+        raise KeyError(
+            f"{model_type}: {BY_NATURE.get(model_type, 'not a type that is_vision_language')}"
+        )
     parts = {name: defaults(part) for name, part in PARTS.get(model_type, {}).items()}
     real = {**defaults(model_type), **parts}
     made = _shrink(model_type, real, random.Random(model_type))

@@ -21,14 +21,14 @@ from shardwright.compile import compile_recipe
 from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
 from shardwright.models import graph_trace
 from shardwright.models.byte_tokenizer import byte_tokenizer
-from shardwright.models.pipeline_split import Cut
-from shardwright.models.tasks.vision_language import picture_rows
-from shardwright.models.vision_encoder_cost import Vision
+from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.tasks.vision_language import find_image_sequences
+from shardwright.models.vision_encoder_cost import VisionEncoder
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.planned_parameters import check_parameters
-from shardwright.utils.numeric_difference import worst
+from shardwright.utils.numeric_difference import largest_difference
 from shardwright.verify.reference_run import mean_loss
 from tests.figures import training_apart
 from tests.parity.reference import Reference, train
@@ -53,7 +53,7 @@ ROWS = (
 TEXT = 250
 SECONDS = 240
 """A type takes 3 where nothing else runs."""
-IGNORED = -100
+IGNORE_INDEX = -100
 
 MicroBatches = list[list[dict[str, dict[str, torch.Tensor]]]]
 """For each step its micro-batches: inputs of the forward with their labels, and of a blank
@@ -63,15 +63,15 @@ picture."""
 def micro_batches(model_type: str) -> MicroBatches:
     torch.manual_seed(1)
     model = build_seeing(model_type)
-    made = picture_rows(model, TEXT)
+    made = find_image_sequences(model, TEXT)
     longest = max(made.rows(rows)[0].shape[1] for step in ROWS for rows in step)
     steps: MicroBatches = []
     for step in ROWS:
         steps.append([])
         for rows in step:
             ids, beside = made.rows(rows, longest)
-            labels = torch.where(ids == made.token, IGNORED, ids)
-            labels[:, :2] = IGNORED
+            labels = torch.where(ids == made.token, IGNORE_INDEX, ids)
+            labels[:, :2] = IGNORE_INDEX
             blank = {} if any(rows) else made.make(made.tower, ((1,),))
             steps[-1].append(
                 {"inputs": {"input_ids": ids, "labels": labels, **beside}, "blank": blank}
@@ -175,10 +175,10 @@ def _measured(model_type: str, folder: Path) -> dict[str, Any]:
     ]
     return {
         **training_apart([r.loss for r in results], [r.grad_norm for r in results], wanted),
-        "weights": worst(
+        "weights": largest_difference(
             of_a_range(f.states["fp32"], f.start, wanted.weights[f.name]) for f in trained
         ),
-        "gradient": worst(gradient),
+        "gradient": largest_difference(gradient),
         "unused": len(wanted.unused),
         "sharded": 0.0,
         "payload": [
@@ -226,9 +226,9 @@ def plain_run(
     return wanted, clipped(first)
 
 
-def untraced(model: torch.nn.Module, cut: Cut) -> Vision:
+def untraced(model: torch.nn.Module, cut: PipelineSplit) -> VisionEncoder:
     """What the tower costs is no matter here."""
-    return Vision(
+    return VisionEncoder(
         patch=1,
         patches=0,
         patches_per_token=1.0,
@@ -240,6 +240,6 @@ def untraced(model: torch.nn.Module, cut: Cut) -> Vision:
 
 
 if __name__ == "__main__":
-    graph_trace.trace_vision = untraced
+    graph_trace.trace_vision_encoder = untraced
     os.environ["SHARDWRIGHT_CACHE"] = str(Path(os.environ["SHARDWRIGHT_ZOO_OUT"]) / "graphs")
     main(measure)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.models.forward_patches import adapt
-from shardwright.models.model_support import proved_chunked
+from shardwright.models.forward_patches import patch_forwards
+from shardwright.models.model_support import supports_chunked_loss
 from tests.zoo.chunks import why_not_chunked
 from tests.zoo.configs import RUNNABLE, TEXT_VOCABULARY, randomize, tiny_config
 
@@ -44,7 +44,7 @@ def outcome(model_type: str) -> str:
             AutoConfig.for_model(**tiny_config(model_type)), dtype=torch.float32
         )
         randomize(model, 0)
-        adapt(model.train())
+        patch_forwards(model.train())
         return why_not_chunked(model, torch.randint(3, TEXT_VOCABULARY, (2, 13)))
     except Exception as error:  # whatever a type's own code raises
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:150]}"
@@ -53,7 +53,7 @@ def outcome(model_type: str) -> str:
 def test_a_sample_of_types() -> None:
     for model_type in SAMPLE:
         why = outcome(model_type)
-        assert (why == "") == proved_chunked(model_type), (model_type, why)
+        assert (why == "") == supports_chunked_loss(model_type), (model_type, why)
 
 
 def test_a_tail_that_looks_at_other_tokens_is_found() -> None:

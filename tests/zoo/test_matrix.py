@@ -16,9 +16,9 @@ from tools.generate import support_matrix as matrix
 
 def test_support_json_is_what_the_benchmarks_compose_to() -> None:
     assert model_support.support_text() == matrix.text(matrix.compose()), "run `make proof`"
-    assert model_support.support_text("image-text-to-text") == matrix.text(
-        matrix.compose_sight()
-    ), "run `make proof`"
+    assert model_support.support_text("image-text-to-text") == matrix.text(matrix.compose_vlm()), (
+        "run `make proof`"
+    )
 
 
 def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
@@ -35,10 +35,10 @@ def test_what_the_zoo_says_of_types_that_see(tmp_path: Path) -> None:
     (tmp_path / "zoo-sight-zero.json").write_text(
         json.dumps({"date": "2026-01-02", "cases": cases})
     )
-    document = matrix.compose_sight(tmp_path)
+    document = matrix.compose_vlm(tmp_path)
     assert (
         document["columns"]["zero"]["date"] == "2026-01-02"
-        and set(document["types"]) == model_support.seeing_types()
+        and set(document["types"]) == model_support.vision_language_types()
     )
     found = {t: document["types"][t]["zero"] for t in cases}
     assert found["llava"] == {"verdict": "proved", "loss": 1.2e-6, "norm": 1e-7, "weights": 1e-8}

@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwright.diagnostics import Refusal
 from shardwright.models.graph_trace import check_attention
 from shardwright.models.model_probe import probe_config
-from shardwright.models.packed_attention import flash_stand_in
+from shardwright.models.packed_attention import emulate_flash_attention
 from shardwright.models.tasks.task_registry import CAUSAL_LM
-from shardwright.recipe.recipe_types import FLASH
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from tests.zoo.configs import RUNNABLE, tiny_config
 
 Recorder = Callable[[str, str, dict[str, Any]], None]
-ATTENTIONS = ("eager", "sdpa", FLASH)
+ATTENTIONS = ("eager", "sdpa", FLASH_ATTENTION_2)
 ALL = frozenset(ATTENTIONS)
 SAMPLE: dict[str, frozenset[str]] = {
     "llama": ALL,
@@ -30,7 +30,7 @@ SAMPLE: dict[str, frozenset[str]] = {
     "phi3": ALL,
     "gemma2": ALL - {"sdpa"},  # soft caps on the scores: the type has no sdpa
     "deepseek_v3": ALL,
-    "stablelm": ALL - {FLASH},  # its layers do not hand on where documents end
+    "stablelm": ALL - {FLASH_ATTENTION_2},  # its layers do not hand on where documents end
     "opt": ALL,  # its code hands its mask no positions
     "gpt_oss": frozenset({"eager"}),  # nor its two masks; attention sinks
     "bloom": frozenset({"eager"}),  # ALiBi, and a mask of ones
@@ -40,7 +40,7 @@ SAMPLE: dict[str, frozenset[str]] = {
 
 def outcome(model_type: str, attention: str) -> str:
     """ "" where packing is proved, else the reason."""
-    with flash_stand_in() if attention == FLASH else nullcontext():
+    with emulate_flash_attention() if attention == FLASH_ATTENTION_2 else nullcontext():
         try:
             config = AutoConfig.for_model(**tiny_config(model_type))
             with torch.device("meta"):

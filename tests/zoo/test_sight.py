@@ -24,11 +24,11 @@ from shardwright.models.model_probe import probe_config
 from shardwright.models.tasks.task_registry import IMAGE_TEXT
 from tests.unit.models.factory import model_section
 from tests.zoo.launch import run_types, verdict
-from tests.zoo.sight_configs import SEEING, SIGHT_TYPES, sight_config
+from tests.zoo.sight_configs import IMAGE_TASKS, SIGHT_TYPES, sight_config
 from tests.zoo.sight_overrides import BY_NATURE, NOT_AT_ZERO_3, NOT_IN_A_PIPELINE, NOT_PROVED
 
 Recorder = Callable[[str, str, dict[str, Any]], None]
-APART = tuple(t for t in SEEING if t not in NOT_PROVED)
+APART = tuple(t for t in IMAGE_TASKS if t not in NOT_PROVED)
 PARTS = 8
 """A run of `make prove` that is cut off goes on behind the parts that have passed."""
 SAMPLE = sorted(random.Random(4).sample(APART, 6))
@@ -99,10 +99,10 @@ def record_the_others(area: str, refused_here: dict[str, str], proved: Recorder)
 
 
 def test_every_type_is_here_once() -> None:
-    assert {*SEEING, *BY_NATURE} == set(SIGHT_TYPES) and len(SEEING) + len(BY_NATURE) == len(
-        SIGHT_TYPES
-    )
-    assert set(NOT_PROVED) <= set(SEEING)
+    assert {*IMAGE_TASKS, *BY_NATURE} == set(SIGHT_TYPES) and len(IMAGE_TASKS) + len(
+        BY_NATURE
+    ) == len(SIGHT_TYPES)
+    assert set(NOT_PROVED) <= set(IMAGE_TASKS)
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)

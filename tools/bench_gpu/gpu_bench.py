@@ -23,18 +23,23 @@ from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.utils.programs import free_port, program_path
-from tools.bench_gpu.gpu_bench_cases import FAMILIES, LAYOUTS, Layout, digest, recipe
+from tools.bench_gpu.gpu_bench_cases import FAMILIES, LAYOUTS, BenchCase, digest, recipe
 
 STEPS = 10
 """Behind the warm-up. A run tells its peak memory at its tenth step."""
 CASE_SECONDS = 240
 """For one side of a case, its start included; what takes longer is given up and said."""
 ATTENTION = "attention"
-Say = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 def bench(
-    file: Path, gpu: str, device: str, seconds: float, say: Say, only: Sequence[str] = ()
+    file: Path,
+    gpu: str,
+    device: str,
+    seconds: float,
+    report_progress: ProgressCallback,
+    only: Sequence[str] = (),
 ) -> list[str]:
     """What is left of `only` (or of all) when the seconds are over; no case begins that would not
     end by then. device: as torch calls it. A case that is in the file already, of this recipe on
@@ -48,19 +53,19 @@ def bench(
     longest = max((found["seconds"] for found in document["layouts"].values()), default=0.0)
     while due and time.monotonic() + longest < ends:
         name, began = due[0], time.monotonic()
-        found = case(LAYOUTS[name], gpu, say)
+        found = case(LAYOUTS[name], gpu, report_progress)
         took = round(time.monotonic() - began, 1)
         longest = max(longest, took)
         document["layouts"][name] = {"digest": digest_of(name, gpu), "seconds": took, **found}
         _write(file, document)
-        say(line(name, found))
+        report_progress(line(name, found))
         due = due[1:]
     if not due and not only:
         for family in FAMILIES:
             if family not in document[ATTENTION] and time.monotonic() < ends:
                 document[ATTENTION][family] = attention(family, gpu)
                 _write(file, document)
-                say(f"attention, {family}: {json.dumps(document[ATTENTION][family])}")
+                report_progress(f"attention, {family}: {json.dumps(document[ATTENTION][family])}")
         due = [f"{ATTENTION} {family}" for family in FAMILIES if family not in document[ATTENTION]]
     return due
 
@@ -69,7 +74,7 @@ def digest_of(name: str, gpu: str) -> str:
     return digest(LAYOUTS[name], gpu)
 
 
-def case(layout: Layout, gpu: str, say: Say) -> dict[str, Any]:
+def case(layout: BenchCase, gpu: str, report_progress: ProgressCallback) -> dict[str, Any]:
     """Ours and the Trainer's, one after the other on the same device."""
     with tempfile.TemporaryDirectory(prefix="shardwright-bench-gpu-") as name:
         folder = Path(name)

@@ -71,7 +71,7 @@ TINY_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class BenchCase:
     """length: of a row. model, training, parallelism: keys of those sections. alone: not beside the
     HF Trainer, which does not know it."""
 
@@ -90,43 +90,45 @@ def _full(count: int) -> dict[str, Any]:
 
 
 _ALL = {"activation_checkpointing": "full"}
-LAYOUTS: dict[str, Layout] = {
-    "llama-1": Layout(family="llama", length=4096, micro=1, accumulation=4),
-    "llama-4": Layout(family="llama", length=4096, micro=4),
-    "llama-8-full": Layout(family="llama", length=4096, micro=8, parallelism=_ALL),
-    "llama-4-half": Layout(family="llama", length=4096, micro=4, parallelism=_full(8), alone=True),
-    "llama-4-chunked": Layout(
+LAYOUTS: dict[str, BenchCase] = {
+    "llama-1": BenchCase(family="llama", length=4096, micro=1, accumulation=4),
+    "llama-4": BenchCase(family="llama", length=4096, micro=4),
+    "llama-8-full": BenchCase(family="llama", length=4096, micro=8, parallelism=_ALL),
+    "llama-4-half": BenchCase(
+        family="llama", length=4096, micro=4, parallelism=_full(8), alone=True
+    ),
+    "llama-4-chunked": BenchCase(
         family="llama", length=4096, micro=4, model={"loss": "chunked"}, alone=True
     ),
-    "llama-1-fp32": Layout(family="llama", length=2048, micro=1, training={"precision": "fp32"}),
-    "llama-4-sums-bf16": Layout(
+    "llama-1-fp32": BenchCase(family="llama", length=2048, micro=1, training={"precision": "fp32"}),
+    "llama-4-sums-bf16": BenchCase(
         family="llama", length=4096, micro=4, training={"gradient_accumulation_dtype": "bf16"}
     ),
-    "llama-4-offload": Layout(
+    "llama-4-offload": BenchCase(
         family="llama", length=4096, micro=4, parallelism={"zero_stage": 2, "offload": "optimizer"}
     ),
-    "llama-4-zero3": Layout(family="llama", length=4096, micro=4, parallelism={"zero_stage": 3}),
-    "llama-4-compile": Layout(
+    "llama-4-zero3": BenchCase(family="llama", length=4096, micro=4, parallelism={"zero_stage": 3}),
+    "llama-4-compile": BenchCase(
         family="llama", length=4096, micro=4, model={"kernels": "compile"}, alone=True
     ),
-    "qwen3-8": Layout(family="qwen3", length=2048, micro=8),
-    "qwen3-16-full": Layout(family="qwen3", length=2048, micro=16, parallelism=_ALL),
-    "qwen3-4-eager": Layout(family="qwen3", length=2048, micro=4, model={"attention": "eager"}),
-    "qwen3-2-long": Layout(family="qwen3", length=8192, micro=2, parallelism=_ALL),
-    "gpt2-8": Layout(family="gpt2", length=1024, micro=8),
-    "gpt2-32-full": Layout(family="gpt2", length=1024, micro=32, parallelism=_ALL),
-    "gpt2-16-selective": Layout(
+    "qwen3-8": BenchCase(family="qwen3", length=2048, micro=8),
+    "qwen3-16-full": BenchCase(family="qwen3", length=2048, micro=16, parallelism=_ALL),
+    "qwen3-4-eager": BenchCase(family="qwen3", length=2048, micro=4, model={"attention": "eager"}),
+    "qwen3-2-long": BenchCase(family="qwen3", length=8192, micro=2, parallelism=_ALL),
+    "gpt2-8": BenchCase(family="gpt2", length=1024, micro=8),
+    "gpt2-32-full": BenchCase(family="gpt2", length=1024, micro=32, parallelism=_ALL),
+    "gpt2-16-selective": BenchCase(
         family="gpt2",
         length=1024,
         micro=16,
         parallelism={"activation_checkpointing": "selective"},
         alone=True,
     ),
-    "gpt2-8-fp16": Layout(family="gpt2", length=1024, micro=8, training={"precision": "fp16"}),
+    "gpt2-8-fp16": BenchCase(family="gpt2", length=1024, micro=8, training={"precision": "fp16"}),
 }
 
 
-def recipe(layout: Layout, gpu: str) -> dict[str, Any]:
+def recipe(layout: BenchCase, gpu: str) -> dict[str, Any]:
     """gpu: a name of the catalogue; on "cpu" everything is tiny."""
     tiny, config = gpu == "cpu", copy.deepcopy(FAMILIES[layout.family])
     parallelism: dict[str, Any] = {"activation_checkpointing": "none", **layout.parallelism}
@@ -164,7 +166,7 @@ def recipe(layout: Layout, gpu: str) -> dict[str, Any]:
     }
 
 
-def digest(layout: Layout, gpu: str) -> str:
+def digest(layout: BenchCase, gpu: str) -> str:
     """Of what is run: a result of another recipe is made anew."""
     return hashlib.sha256(json.dumps(recipe(layout, gpu), sort_keys=True).encode()).hexdigest()[:16]
 

@@ -20,12 +20,12 @@ import numpy as np
 import shardwright.cost
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.peak_memory import framework_bytes
-from shardwright.cost.prediction_errors import bench, generation_of, regimes
-from shardwright.engines.engine_table import title_of
+from shardwright.cost.prediction_errors import error_benchmark, generation_of, regimes
+from shardwright.engines.engine_table import engine_title
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.search.layout_resolution import place, settle
+from shardwright.search.layout_resolution import resolve_layout, with_stages_assigned
 from tools.fit_cost import score, score_engines
-from tools.fit_cost.least_squares_fit import Around, as_run
+from tools.fit_cost.least_squares_fit import LinearizedFit, as_megatron_run
 from tools.fit_cost.live_memory import allocated_bytes
 from tools.fit_cost.published_runs import (
     HARDWARE,
@@ -81,7 +81,7 @@ def scored(cases: list[Case], c: Constants) -> dict[str, Any]:
     }
 
 
-def macro(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def project_mean(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Means over projects of what each has; counts added up."""
     result: dict[str, Any] = {}
     for key in ("time", "time_bias", "memory", "memory_bias", "regret", "spearman"):
@@ -118,7 +118,7 @@ def table(title: str, rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Off:
+class CaseError:
     """Predicted over measured less 1 of a case whose project was left out of the fit; None: it was
     not measured."""
 
@@ -127,26 +127,29 @@ class Off:
     memory: float | None
 
 
-def off(case: Case, c: Constants) -> Off:
+def off(case: Case, c: Constants) -> CaseError:
     row, found = case.row, estimate(case, c)
     held = None if row["measured"]["oom"] else row["measured"]["peak_mem_GB"]
     seconds = None if row["measured"]["oom"] else _seconds(row)
-    return Off(
+    return CaseError(
         case=case,
         time=None if not seconds else found.time.step_seconds / seconds - 1,
-        memory=None if not held else _held_in_its_terms(case, c, found) / held - 1,
+        memory=None if not held else _reported_memory_gb(case, c, found) / held - 1,
     )
 
 
-def _held_in_its_terms(case: Case, c: Constants, found: Estimate) -> float:
+def _reported_memory_gb(case: Case, c: Constants, found: Estimate) -> float:
     """What the row's source would print as GB. nanotron: torch.cuda.max_memory_allocated() / 1024^3
     of the first rank (its create_table_log, "Mem Alloc (GB)"). A row whose notes say that it is
     what the allocator reserved has no CUDA context and no communicators in it."""
     problem = case.problem
     if case.row.get("engine") == "nanotron":
-        return allocated_bytes(place(problem, case.strategy, c)) / 2**30
+        return allocated_bytes(with_stages_assigned(problem, case.strategy, c)) / 2**30
     if RESERVED in case.row["notes"]:
-        return (found.memory.peak_bytes - framework_bytes(place(problem, case.strategy, c))) / 1e9
+        return (
+            found.memory.peak_bytes
+            - framework_bytes(with_stages_assigned(problem, case.strategy, c))
+        ) / 1e9
     return found.memory.peak_bytes / 1e9
 
 
@@ -166,12 +169,12 @@ def by_regime(cases: list[Case], c: Constants) -> dict[str, Any]:
 
 def engine_of(case: Case) -> str:
     """Whose runs the cost model is asked for."""
-    run = as_run(case).recipe
-    return title_of(run.target, run.assume.kernels)
+    run = as_megatron_run(case).recipe
+    return engine_title(run.target, run.assume.kernels)
 
 
 def left_out(
-    cases: list[Case], around: Around, group_of: Callable[[Case], str]
+    cases: list[Case], around: LinearizedFit, group_of: Callable[[Case], str]
 ) -> dict[str, tuple[list[Case], Constants]]:
     """Group -> its cases, and constants that were fitted to the others."""
     found = {}
@@ -206,7 +209,7 @@ def errors(cases: list[Case], c: Constants) -> dict[str, Any]:
 def main() -> None:
     first, engines = load_cases(), load_engine_cases()
     cases, c = first + engines, default_constants()
-    around = Around(cases, c)
+    around = LinearizedFit(cases, c)
     projects = left_out(cases, around, lambda case: case.project)
     first_out = {
         name: scored([case for case in those if not is_engine_row(case.row)], found)
@@ -223,8 +226,8 @@ def main() -> None:
     every = [
         o for o in every if not (is_engine_row(o.case.row) and o.case.row["engine"] == "InternEvo")
     ]
-    PACKAGED.write_text(json.dumps(packaged(every, macro(first_out)), indent=1) + "\n")
-    bench.cache_clear()  # what follows is told with these bands
+    PACKAGED.write_text(json.dumps(packaged(every, project_mean(first_out)), indent=1) + "\n")
+    error_benchmark.cache_clear()  # what follows is told with these bands
     deepspeed = [
         (case, found)
         for those, found in projects.values()
@@ -238,7 +241,7 @@ def main() -> None:
     hardware = left_out(first, around, hardware_of)
     document = {
         "left_out": first_out,
-        "left_out_mean": macro(first_out),
+        "left_out_mean": project_mean(first_out),
         "engines_left_out": engines_out,
         "deepspeed_left_out": _mean_of([off(case, found) for case, found in deepspeed]),
         "engine_left_out": by_engine,
@@ -255,7 +258,8 @@ def main() -> None:
         json.dumps({"command": "make bench-cost", **stamp("cost"), **document}, indent=1) + "\n"
     )
     lines = table(
-        "each project left out of the fit", {**first_out, "mean of the projects": macro(first_out)}
+        "each project left out of the fit",
+        {**first_out, "mean of the projects": project_mean(first_out)},
     )
     lines += table("each generation of GPUs left out", document["hardware_left_out"])
     lines += table(
@@ -276,7 +280,7 @@ def main() -> None:
     score_engines.show(document["engines"])
 
 
-def _mean_of(found: list[Off]) -> float:
+def _mean_of(found: list[CaseError]) -> float:
     return float(np.mean([abs(o.time) for o in found if o.time is not None]))
 
 
@@ -288,7 +292,7 @@ def _line(name: str, row: dict[str, Any]) -> str:
     return f"{name:38s} n={row['time_rows']:4d} {time} bias {row['time_bias'] or 0:+.1%}{memory}"
 
 
-def packaged(found: list[Off], mean: dict[str, Any]) -> dict[str, Any]:
+def packaged(found: list[CaseError], mean: dict[str, Any]) -> dict[str, Any]:
     """prediction_errors.json. mean: of the first set's projects, each left out."""
     return {
         "written_by": "make bench-cost",
@@ -309,7 +313,7 @@ def kinds(found: list[tuple[Case, float]]) -> dict[str, Any]:
     recipes = [case.recipe for case, _ in found]
     by_name: dict[str, list[tuple[Case, float]]] = {}
     for case, error in found:
-        for name in _names(as_run(case)):
+        for name in _names(as_megatron_run(case)):
             by_name.setdefault(name, []).append((case, abs(error)))
     return {
         "runs": len(found),
@@ -332,7 +336,7 @@ def band(runs: list[tuple[Case, float]]) -> dict[str, Any]:
 
 def _names(case: Case) -> tuple[str, ...]:
     """Of the regimes that the case belongs to."""
-    layout, _ = settle(case.problem, case.strategy)
+    layout, _ = resolve_layout(case.problem, case.strategy)
     return tuple(dict.fromkeys(regimes(layout)))
 
 

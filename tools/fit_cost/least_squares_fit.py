@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardwright.cost.cost_constants import Constants, constant_entries
-from shardwright.cost.priced_layout import lay_out, placed
+from shardwright.cost.priced_layout import build_priced_layout, with_boundaries
 from shardwright.cost.step_time import estimate_time
-from shardwright.layout.layout import Strategy
-from shardwright.search.layout_resolution import place, settle
+from shardwright.layout.layout import Layout
+from shardwright.search.layout_resolution import resolve_layout, with_stages_assigned
 from tools.fit_cost import score, score_engines
 from tools.fit_cost.live_memory import live_bytes
 from tools.fit_cost.published_runs import Case, Row, estimate, is_engine_row, is_megatron
@@ -96,7 +96,7 @@ def memory_target(case: Case) -> float | None:
     return float(row["measured"]["peak_mem_GB"]) * 1e9
 
 
-def as_run(case: Case) -> Case:
+def as_megatron_run(case: Case) -> Case:
     """Megatron-LM's own runs as such."""
     if is_engine_row(case.row) or not is_megatron(case.row):
         return case
@@ -104,7 +104,7 @@ def as_run(case: Case) -> Case:
 
 
 def time_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
-    targets = [(as_run(case), target) for case in cases if (target := time_target(case))]
+    targets = [(as_megatron_run(case), target) for case in cases if (target := time_target(case))]
     weight = _weights([case for case, _ in targets])
     return [
         weight[case.project] * _robust(math.log(step_seconds(case, c) / target) / NOISE)
@@ -117,18 +117,20 @@ def step_seconds(case: Case, c: Constants) -> float:
     changes."""
     problem = case.problem
     strategy, boundaries = _placed(case)
-    return estimate_time(placed(lay_out(problem, strategy, c), boundaries)).step_seconds
+    return estimate_time(
+        with_boundaries(build_priced_layout(problem, strategy, c), boundaries)
+    ).step_seconds
 
 
-def _placed(case: Case) -> tuple[Strategy, tuple[int, ...]]:
+def _placed(case: Case) -> tuple[Layout, tuple[int, ...]]:
     key = case.row["id"]
     if key not in _PLACED:
-        layout, _ = settle(case.problem, case.strategy)
+        layout, _ = resolve_layout(case.problem, case.strategy)
         _PLACED[key] = layout.strategy, layout.boundaries
     return _PLACED[key]
 
 
-_PLACED: dict[str, tuple[Strategy, tuple[int, ...]]] = {}
+_PLACED: dict[str, tuple[Layout, tuple[int, ...]]] = {}
 
 
 def memory_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
@@ -146,7 +148,7 @@ def memory_residuals(cases: Sequence[Case], c: Constants) -> list[float]:
             # That it ran, or did not, is certain: no robust loss. The allocator's slack decides
             # nothing.
             usable = memory.capacity_bytes * (1 - c.driver_share)
-            layout = place(case.problem, case.strategy, c)
+            layout = with_stages_assigned(case.problem, case.strategy, c)
             over = math.log(live_bytes(layout) / usable)
             ran = not case.row["measured"]["oom"]
             error = (
@@ -192,7 +194,7 @@ def fit(cases: Sequence[Case], c: Constants) -> Constants:
     return _fit(fitted_names(memory=True), c, lambda x: memory_residuals(cases, x))
 
 
-class Around:
+class LinearizedFit:
     """The fit of all cases linearised where it ends, so that cases can be left out of it in no
     time: one step of Gauss and Newton without theirs. What only they determined goes back to its
     prior, as a fit without them has it."""

@@ -13,16 +13,16 @@ from typing import Any
 from shardwright.cluster.cluster_types import Cluster
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.cost_constants import Constants
-from shardwright.cost.prediction_errors import error_fields
-from shardwright.layout.layout import Strategy
+from shardwright.cost.prediction_errors import error_json_fields
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import candidates
-from shardwright.search.layout_resolution import settled_estimate
+from shardwright.search.candidate_layouts import candidate_layouts
+from shardwright.search.layout_resolution import estimate_checked_layout
 from tools.fit_cost import score, score_engines
 
 ROWS = Path(__file__).with_name("rows.json")
@@ -65,12 +65,15 @@ class Case:
     recipe: Recipe
     graph: ModelGraph
     cluster: Cluster
-    strategy: Strategy
+    strategy: Layout
 
     @property
     def problem(self) -> Problem:
         return Problem(
-            recipe=self.recipe, graph=self.graph, cluster=self.cluster, experts_apart=True
+            recipe=self.recipe,
+            graph=self.graph,
+            cluster=self.cluster,
+            expert_matrices_are_modules=True,
         )
 
     @property
@@ -128,17 +131,17 @@ def case_of(row: Row) -> Case:
     if name not in _GRAPHS:
         _GRAPHS[name] = build_model_graph(recipe.model)
     graph, cluster = _GRAPHS[name], resolve_cluster(recipe.cluster)
-    (strategy,) = candidates(Problem(recipe=recipe, graph=graph, cluster=cluster))
+    (strategy,) = candidate_layouts(Problem(recipe=recipe, graph=graph, cluster=cluster))
     return Case(row=row, recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
 
 
 def estimate(case: Case, constants: Constants) -> Estimate:
-    return settled_estimate(case.problem, case.strategy, (), constants)
+    return estimate_checked_layout(case.problem, case.strategy, (), constants)
 
 
 def as_scored(found: Estimate) -> dict[str, Any]:
     """The part of `estimate --json` that the scorer reads."""
-    told = error_fields(found.error)
+    told = error_json_fields(found.error)
     return {
         part: dataclasses.asdict(getattr(found, part)) | told[part] for part in ("time", "memory")
     }

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from shardwright.utils.number_format import number
+from shardwright.utils.number_format import format_number
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/batch-size.md"
@@ -59,7 +59,8 @@ def steps(found: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"Measured {found['date']} by `{found['command']}`. The fit is S = {fewest:,.0f} (1 + "
-            f"{number(both)} / B): at B = {number(both)} rows a run takes twice the fewest steps "
+            f"{format_number(both)} / B): at B = {format_number(both)} rows a run takes twice the "
+            "fewest steps "
             "and twice the fewest rows.",
             "",
             *lines,
@@ -76,9 +77,9 @@ def noise(found: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for part in found["noise"]:
-        value = "unknown" if part["value"] is None else number(part["value"])
-        upper = "more" if part["high"] is None else number(part["high"])
-        interval = f"{number(part['low'])} to {upper}, of {part['measured']} steps"
+        value = "unknown" if part["value"] is None else format_number(part["value"])
+        upper = "more" if part["high"] is None else format_number(part["high"])
+        interval = f"{format_number(part['low'])} to {upper}, of {part['measured']} steps"
         lines.append(
             f"| {part['first']} to {part['last']} | {part['loss']:.2f} | {value} | {interval} |"
         )

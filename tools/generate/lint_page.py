@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwright.diagnostics.code_explanations import argument_texts, texts
+from shardwright.diagnostics.code_explanations import (
+    ds_config_explanations,
+    megatron_args_explanations,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/lint.md"
 BEGIN, END = "<!-- made by `make lint-docs` -->\n", "<!-- end -->"
@@ -33,7 +36,7 @@ def table() -> str:
     lines: list[str] = []
     for digits, title in GROUPS.items():
         lines += [f"### {title}", "", "| code | finds | from |", "|---|---|---|"]
-        for code, entry in {**texts(), **argument_texts()}.items():
+        for code, entry in {**ds_config_explanations(), **megatron_args_explanations()}.items():
             if code[2:4] == digits:
                 lines.append(f"| {code} | {_cell(entry.title)} | {_cell(entry.source)} |")
         lines.append("")

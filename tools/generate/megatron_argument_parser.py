@@ -59,9 +59,9 @@ def module(folder: Path) -> Any:
         sys.modules[name] = stub
     typing.override = typing_extensions.override  # type: ignore[attr-defined,unused-ignore]  # of Python 3.12
     sys.path.insert(0, str(folder))
-    from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+    from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 
-    run_on_cpu()
+    patch_torch_for_cpu()
     import torch
 
     cuda: Any = torch.cuda

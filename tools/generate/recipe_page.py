@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, cast
 
-from shardwright.engines.deepspeed.deepspeed_rules import IN_A_PIPELINE
-from shardwright.engines.deepspeed.ds_config_extra import ALLOWED, REFUSED
+from shardwright.engines.deepspeed.deepspeed_rules import EXTRA_KEYS_REFUSED_IN_PIPELINE
+from shardwright.engines.deepspeed.ds_config_extra import EXTRA_KEYS_ALLOWED, EXTRA_KEYS_REFUSED
 from shardwright.recipe.recipe_schema import recipe_schema
 
 KINDS = ("text", "jsonl", "parquet", "chat", "tokens", "megatron", "synthetic")
@@ -54,10 +54,13 @@ def _extra() -> list[str]:
         "These keys and sections of DeepSpeed's configuration, by its own names. `make prove` "
         "trains with each, saves, and goes on on another layout:",
         "",
-        ", ".join(f"`{key}`" for key in ALLOWED) + ".",
+        ", ".join(f"`{key}`" for key in EXTRA_KEYS_ALLOWED) + ".",
         "",
-        *(f"- `{key}` runs without a pipeline only: {why}." for key, why in IN_A_PIPELINE.items()),
-        *(f"- `{key}` is refused: {why}." for key, why in REFUSED.items()),
+        *(
+            f"- `{key}` runs without a pipeline only: {why}."
+            for key, why in EXTRA_KEYS_REFUSED_IN_PIPELINE.items()
+        ),
+        *(f"- `{key}` is refused: {why}." for key, why in EXTRA_KEYS_REFUSED.items()),
         "- What the plan decides is refused with the recipe's key for it; all else because it "
         "changes what is trained, unseen by the plan.",
     ]

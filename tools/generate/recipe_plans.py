@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.cli.plan_command import page_lines, ranked_rows
-from shardwright.compile import read_problem, size_recipe
+from shardwright.cli.plan_command import plan_table_rows, plan_text_lines
+from shardwright.compile import read_problem, resolve_recipe
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.layout_search import pinned_estimate, search
+from shardwright.search.layout_search import estimate_pinned_layout, search
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -41,10 +41,10 @@ class Planned:
 @functools.cache
 def planned(name: str) -> Planned:
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    problem, _ = size_recipe(recipe)
+    problem, _ = resolve_recipe(recipe)
     result = search(problem)
-    rows = ranked_rows(problem, result, TOP)
-    text = "\n".join(page_lines(problem, rows, result, None))
+    rows = plan_table_rows(problem, result, TOP)
+    text = "\n".join(plan_text_lines(problem, rows, result, None))
     return Planned(
         recipe=recipe,
         parameters=problem.graph.total_parameters,
@@ -75,7 +75,7 @@ def priced(run: Run) -> Estimate:
     """Our estimate of the layout that others ran."""
     pins = [f"parallelism.{key}={value}" for key, value in run["layout"].items()]
     recipe = load_recipe(RECIPES / f"{run['recipe']}.yaml", [*run.get("set", ()), *pins])
-    return pinned_estimate(read_problem(recipe))
+    return estimate_pinned_layout(read_problem(recipe))
 
 
 def index() -> str:

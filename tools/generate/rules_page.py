@@ -13,12 +13,12 @@ from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.code_registry import CODES
 from shardwright.engines.engine_table import ENGINES
-from shardwright.engines.megatron.megatron_recipe_keys import REFUSED, RUNS
-from shardwright.layout.layout import Strategy
+from shardwright.engines.megatron.megatron_recipe_keys import REFUSED_KEYS, SUPPORTED_KEYS
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_rule import Candidate, Rule
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.recipe.recipe_types import DataSection, LoraSection, Recipe, with_kernels
+from shardwright.recipe.recipe_types import DataSection, LoraSection, Recipe, with_resolved_kernels
 from shardwright.recipe.tracking_types import NoiseScaleSection
 from shardwright.search.rule_registry import GENERAL_RULES, rules_for
 from tests.unit.models.factory import model_section, recipe_of
@@ -29,7 +29,7 @@ MODELS = (
     "mistralai/Mixtral-8x7B-v0.1",
     "bigscience/bloom-560m",
 )
-PLAIN = Strategy(
+PLAIN = Layout(
     tensor=1,
     pipeline=1,
     data=16,
@@ -113,13 +113,13 @@ def _megatron_keys() -> list[str]:
             f"{', '.join(f'`{v}`' for v in key.allowed if v is not None) or 'left out'} | SW1922: "
             f"{key.why} |"
         )
-        for name, key in REFUSED.items()
+        for name, key in REFUSED_KEYS.items()
     ]
     return [
         "",
         "### Keys of a recipe under `target: megatron`",
         "",
-        "These run: " + ", ".join(f"`{name}`" for name in RUNS) + ". Of the others:",
+        "These run: " + ", ".join(f"`{name}`" for name in SUPPORTED_KEYS) + ". Of the others:",
         "",
         "| key | runs | else |",
         "|---|---|---|",
@@ -188,7 +188,7 @@ def recipes() -> tuple[Recipe, ...]:
         dataclasses.replace(
             single, model=dataclasses.replace(single.model, attention="flash_attention_2")
         ),
-        with_kernels(plain, "compile"),
+        with_resolved_kernels(plain, "compile"),
         dataclasses.replace(plain, model=dataclasses.replace(plain.model, kernels="liger")),
         dataclasses.replace(plain, data=TEXT),
         dataclasses.replace(

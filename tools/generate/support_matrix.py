@@ -25,7 +25,7 @@ from tests.zoo.overrides import IMPOSSIBLE
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 SUPPORT = ROOT / "compiler" / "shardwright" / "model" / "support.json"
-SIGHT_SUPPORT = SUPPORT.with_name("vlm_support.json")
+VLM_SUPPORT = SUPPORT.with_name("vlm_support.json")
 
 # column -> (benchmark, the recipe's parallelism keys that it was measured with)
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -37,7 +37,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "expert": ("zoo-expert", "data=2 expert=2 zero_stage=1"),
     "context": ("zoo-context", "context=2 zero_stage=1"),
 }
-SIGHT_COLUMNS: dict[str, tuple[str, str]] = {
+VLM_COLUMNS: dict[str, tuple[str, str]] = {
     "apart": ("zoo-sight", "a picture in each row"),
     "pipeline": ("zoo-sight-pipeline", "pipeline=2 zero_stage=1"),
     "zero": ("zoo-sight-zero", "data=2 zero_stage=3"),
@@ -65,9 +65,9 @@ def compose(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
     }
 
 
-def compose_sight(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
+def compose_vlm(benchmarks: Path = BENCHMARKS) -> dict[str, Any]:
     """The whole document of vlm_support.json."""
-    measured, columns = _measured(SIGHT_COLUMNS, benchmarks)
+    measured, columns = _measured(VLM_COLUMNS, benchmarks)
     return {
         "transformers": metadata.version("transformers"),
         "columns": columns,
@@ -149,6 +149,6 @@ def text(document: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    for path, document in ((SUPPORT, compose()), (SIGHT_SUPPORT, compose_sight())):
+    for path, document in ((SUPPORT, compose()), (VLM_SUPPORT, compose_vlm())):
         path.write_text(text(document), encoding="utf-8")
         print(path)

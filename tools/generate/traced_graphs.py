@@ -11,14 +11,14 @@ from pathlib import Path
 
 from shardwright.models import popular_graphs
 from shardwright.models.graph_cache import graph_to_json
-from shardwright.models.model_catalog import shipped_config, shipped_ids
+from shardwright.models.model_catalog import catalog_config, catalog_ids
 from shardwright.models.model_graph import ModelGraph
 
 PATH = Path(popular_graphs.__file__).with_name(popular_graphs.ARCHIVE)
 
 
 def config_text(model_id: str) -> str:
-    return json.dumps(shipped_config(model_id), sort_keys=True)
+    return json.dumps(catalog_config(model_id), sort_keys=True)
 
 
 def trace(text: str) -> ModelGraph:
@@ -44,7 +44,7 @@ def archive_of(found: Mapping[str, ModelGraph]) -> bytes:
 
 
 def main() -> None:
-    texts = dict.fromkeys(config_text(model_id) for model_id in shipped_ids())
+    texts = dict.fromkeys(config_text(model_id) for model_id in catalog_ids())
     content = archive_of({text: trace(text) for text in texts})
     changed = not PATH.exists() or PATH.read_bytes() != content
     PATH.write_bytes(content)

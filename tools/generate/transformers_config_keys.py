@@ -22,10 +22,10 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils.import_utils import define_import_structure
 
 from shardwright.models import config_schema
-from shardwright.models.config_class_keys import known_keys
+from shardwright.models.config_class_keys import config_class_keys
 from shardwright.models.hf_config import COMMON_KEYS, refused_value
-from shardwright.models.model_support import seeing_types
-from shardwright.recipe.literal_types import PAIR_TYPES
+from shardwright.models.model_support import vision_language_types
+from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
 from tests.zoo.configs import tiny_config
 from tests.zoo.overrides import IMPOSSIBLE
 
@@ -110,7 +110,9 @@ def table() -> dict[str, Any]:
         "types": found,
         "in_parts": {
             name: sorted(names - common.keys())
-            for name in sorted({*seeing_types(), *PAIR_TYPES} - found.keys())
+            for name in sorted(
+                {*vision_language_types(), *CONTRASTIVE_MODEL_CLASSES} - found.keys()
+            )
             if (names := _names(name))
         },
         "processors": dict(sorted(needed.items())),
@@ -142,7 +144,7 @@ def _entry(model_type: str) -> dict[str, Any]:
         default = config_class()
         values = default.to_dict()
         own = {*values, *config_class.attribute_map} - set(COMMON_KEYS)
-        read = known_keys(config_class) - own - set(COMMON_KEYS)
+        read = config_class_keys(config_class) - own - set(COMMON_KEYS)
         sizes = dict(_sizes(default))
         keys = {name: kinds(default, name) for name in sorted(own)} | dict.fromkeys(
             sorted(read), config_schema.ANY_VALUE
@@ -162,7 +164,11 @@ def _names(model_type: str) -> set[str]:
     """Every key that the class reads; empty where it has no defaults."""
     config_class = CONFIG_MAPPING[model_type]
     with contextlib.suppress(Exception):
-        return {*config_class().to_dict(), *config_class.attribute_map, *known_keys(config_class)}
+        return {
+            *config_class().to_dict(),
+            *config_class.attribute_map,
+            *config_class_keys(config_class),
+        }
     return set()
 
 

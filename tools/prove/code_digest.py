@@ -22,10 +22,10 @@ MADE_BY_PROOFS = {
 }
 
 
-def code_digest(speaks_of: tuple[str, ...], tests: tuple[str, ...]) -> str:
-    """speaks_of: folders and files under compiler/shardwright. tests: pytest's arguments. Raises
+def code_digest(source_paths: tuple[str, ...], tests: tuple[str, ...]) -> str:
+    """source_paths: folders and files under compiler/shardwright. tests: pytest's arguments. Raises
     FileNotFoundError for a path that is not there: the table of pieces is wrong."""
-    files = {file for name in speaks_of for file in _files(PACKAGE / name)}
+    files = {file for name in source_paths for file in _files(PACKAGE / name)}
     for test in tests:
         files |= _with_imports(ROOT / test.partition("::")[0])
     whole = hashlib.sha256()

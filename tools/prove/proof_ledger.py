@@ -13,19 +13,19 @@ from typing import Any
 
 from tests.figures import as_json
 from tools.prove.code_digest import ROOT, code_digest
-from tools.prove.proof_pieces import PIECES, speaks_of, tests_of
+from tools.prove.proof_pieces import PIECES, source_paths, tests_of
 
 BENCHMARKS = ROOT / "benchmarks"
 SUMMARY = BENCHMARKS / "prove.json"
 
 
 def digest_of(piece: str) -> str:
-    return code_digest(PIECES[piece].speaks_of, PIECES[piece].tests)
+    return code_digest(PIECES[piece].source_paths, PIECES[piece].tests)
 
 
 def stamp(area: str) -> dict[str, Any]:
     """Date, commit and digest for a benchmarks/AREA.json that is written now."""
-    return {**_when(), "digest": code_digest(speaks_of(area), tests_of(area))}
+    return {**_when(), "digest": code_digest(source_paths(area), tests_of(area))}
 
 
 def state(area: str) -> str:
@@ -35,7 +35,9 @@ def state(area: str) -> str:
     if "digest" not in document:
         return "unstamped"
     return (
-        "current" if document["digest"] == code_digest(speaks_of(area), tests_of(area)) else "older"
+        "current"
+        if document["digest"] == code_digest(source_paths(area), tests_of(area))
+        else "older"
     )
 
 

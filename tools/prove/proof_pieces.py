@@ -1,8 +1,8 @@
 """The pieces of `make prove`: which tests each runs, and which code its figures speak of.
 
-`speaks_of` names what could change a figure: paths under compiler/shardwright, a folder or a file.
-The tests' own modules and the installed torch, transformers and DeepSpeed count always (digest.py).
-Every test marked `prove` is in exactly one piece (tests/unit/prove checks it).
+`source_paths` names what could change a figure: paths under compiler/shardwright, a folder or a
+file. The tests' own modules and the installed torch, transformers and DeepSpeed count always
+(digest.py). Every test marked `prove` is in exactly one piece (tests/unit/prove checks it).
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Piece:
     test-hosts` installs."""
 
     tests: tuple[str, ...]
-    speaks_of: tuple[str, ...]
+    source_paths: tuple[str, ...]
     areas: tuple[str, ...] = ()
     hosts: bool = False
 
 
 _LAYOUTS = "tests/zoo/test_layouts.py"
-_SIGHT = "tests/zoo/test_sight.py"
+_VISION_LANGUAGE = "tests/zoo/test_sight.py"
 
 PIECES: dict[str, Piece] = {
     # Quick ones first: a broken tree is found before the long ones begin.
@@ -85,12 +85,12 @@ PIECES: dict[str, Piece] = {
             "tests/unit/data/test_fuzz.py",
             "tests/unit/models/test_fuzz.py",
         ),
-        speaks_of=(*READ, "data", "migrate", "models", "utils/bounded_read.py"),
+        source_paths=(*READ, "data", "migrate", "models", "utils/bounded_read.py"),
         areas=("fuzz",),
     ),
     "ds-config": Piece(
         tests=("tests/cases/test_random_plans.py",),
-        speaks_of=(
+        source_paths=(
             "engines/deepspeed",
             "models/model_graph.py",
             "layout",
@@ -103,7 +103,7 @@ PIECES: dict[str, Piece] = {
     ),
     "megatron-parity": Piece(
         tests=("tests/megatron/test_parity.py::test_every_layout",),
-        speaks_of=(
+        source_paths=(
             *MODEL,
             "engines/megatron",
             "engines/trainer_protocol.py",
@@ -116,17 +116,17 @@ PIECES: dict[str, Piece] = {
     ),
     "megatron-resume": Piece(
         tests=("tests/megatron/test_launch.py::test_every_pair_goes_on",),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron"),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron"),
         areas=("megatron-resume",),
     ),
     "megatron-schedule": Piece(
         tests=("tests/schedule/test_megatron.py",),
-        speaks_of=("layout", "engines/megatron/megatron_cpu_patches.py"),
+        source_paths=("layout", "engines/megatron/megatron_cpu_patches.py"),
         areas=("megatron-schedule",),
     ),
     "megatron-args": Piece(
         tests=("tests/megatron/test_arguments.py",),
-        speaks_of=(
+        source_paths=(
             "engines/megatron",
             "models/model_graph.py",
             "layout",
@@ -136,54 +136,58 @@ PIECES: dict[str, Piece] = {
         ),
         areas=("megatron-args",),
     ),
-    "mutations": Piece(tests=("tests/mutations/test_mutations.py",), speaks_of=("",)),
+    "mutations": Piece(tests=("tests/mutations/test_mutations.py",), source_paths=("",)),
     "recipes": Piece(
         tests=("tests/recipes/test_recipes.py",),
-        speaks_of=(*COST, "compiled_folder_files.py", "compiled_folder_writer.py", "plan"),
+        source_paths=(*COST, "compiled_folder_files.py", "compiled_folder_writer.py", "plan"),
         areas=("recipes",),
     ),
     "plan-speed": Piece(
-        tests=("tests/recipes/test_plan_speed.py",), speaks_of=(*COST, "cli"), areas=("plan-speed",)
+        tests=("tests/recipes/test_plan_speed.py",),
+        source_paths=(*COST, "cli"),
+        areas=("plan-speed",),
     ),
     "why-not": Piece(
-        tests=("tests/unit/answers/test_why_not.py",), speaks_of=COST, areas=("why-not",)
+        tests=("tests/unit/answers/test_why_not.py",), source_paths=COST, areas=("why-not",)
     ),
     "random-runs": Piece(
         tests=("tests/random_runs/test_random_runs.py",),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron", "engines/reference"),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "engines/megatron", "engines/reference"),
         areas=("random-runs",),
     ),
-    "random-layouts": Piece(tests=("tests/unit/cost/test_random.py",), speaks_of=COST),
-    "published": Piece(tests=("tests/calibration/test_published.py",), speaks_of=COST),
+    "random-layouts": Piece(tests=("tests/unit/cost/test_random.py",), source_paths=COST),
+    "published": Piece(tests=("tests/calibration/test_published.py",), source_paths=COST),
     "this-machine": Piece(
         tests=("tests/calibration/test_this_machine.py",),
-        speaks_of=(*COST, "calibrate", "engines/deepspeed", "parallel", "train"),
+        source_paths=(*COST, "calibrate", "engines/deepspeed", "parallel", "train"),
     ),
-    "shipped-graphs": Piece(tests=("tests/unit/models/test_shipped_graphs.py",), speaks_of=MODEL),
+    "shipped-graphs": Piece(
+        tests=("tests/unit/models/test_shipped_graphs.py",), source_paths=MODEL
+    ),
     "parity": Piece(
         tests=("tests/parity/test_prove.py::test_parity",),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
         areas=("parity",),
     ),
     "parity-wide": Piece(
         tests=("tests/parity/test_prove.py::test_wide_parity",),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
         areas=("parity-wide",),
     ),
     "chunked-parity": Piece(
         tests=("tests/parity/test_chunked.py",),
-        speaks_of=(*ENGINE, *DATA),
+        source_paths=(*ENGINE, *DATA),
         areas=("chunked-parity",),
     ),
     "hpz-parity": Piece(
-        tests=("tests/parity/test_hpz.py",), speaks_of=(*ENGINE, *DATA), areas=("hpz-parity",)
+        tests=("tests/parity/test_hpz.py",), source_paths=(*ENGINE, *DATA), areas=("hpz-parity",)
     ),
     "lora": Piece(
-        tests=("tests/parity/test_lora.py",), speaks_of=(*ENGINE, *DATA), areas=("lora",)
+        tests=("tests/parity/test_lora.py",), source_paths=(*ENGINE, *DATA), areas=("lora",)
     ),
     "evaluation": Piece(
         tests=("tests/parity/test_evaluation.py",),
-        speaks_of=(*ENGINE, *DATA, *RUN),
+        source_paths=(*ENGINE, *DATA, *RUN),
         areas=("evaluation",),
     ),
     "islands": Piece(
@@ -192,61 +196,65 @@ PIECES: dict[str, Piece] = {
             "tests/launch/test_islands_faults.py",
             "tests/parity/test_islands.py",
         ),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "diloco"),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN, "diloco"),
         areas=("islands",),
     ),
     "noise-scale": Piece(
         tests=("tests/parity/test_noise_scale.py",),
-        speaks_of=(*ENGINE, *DATA, *RUN, "monitor/gradient_noise_scale.py"),
+        source_paths=(*ENGINE, *DATA, *RUN, "monitor/gradient_noise_scale.py"),
         areas=("noise-scale",),
     ),
     "bytes": Piece(
-        tests=("tests/parity/test_bytes.py",), speaks_of=(*ENGINE, *COST), areas=("bytes",)
+        tests=("tests/parity/test_bytes.py",), source_paths=(*ENGINE, *COST), areas=("bytes",)
     ),
-    "compiled": Piece(tests=("tests/parity/test_compiled.py",), speaks_of=(*ENGINE, *DATA)),
-    "packing-parity": Piece(tests=("tests/parity/test_packing.py",), speaks_of=(*ENGINE, *DATA)),
+    "compiled": Piece(tests=("tests/parity/test_compiled.py",), source_paths=(*ENGINE, *DATA)),
+    "packing-parity": Piece(tests=("tests/parity/test_packing.py",), source_paths=(*ENGINE, *DATA)),
     "contrastive-parity": Piece(
         tests=("tests/parity/test_contrastive.py",),
-        speaks_of=(*ENGINE, *DATA),
+        source_paths=(*ENGINE, *DATA),
         areas=("contrastive-parity",),
     ),
     "sight-parity": Piece(
-        tests=("tests/parity/test_sight.py",), speaks_of=(*ENGINE, *DATA), areas=("sight-parity",)
+        tests=("tests/parity/test_sight.py",),
+        source_paths=(*ENGINE, *DATA),
+        areas=("sight-parity",),
     ),
-    "tower": Piece(tests=("tests/unit/models/test_vision.py",), speaks_of=MODEL, areas=("tower",)),
+    "tower": Piece(
+        tests=("tests/unit/models/test_vision.py",), source_paths=MODEL, areas=("tower",)
+    ),
     "decoding": Piece(
         tests=("tests/unit/data/test_picture_rate.py",),
-        speaks_of=(*DATA, "models", "plan"),
+        source_paths=(*DATA, "models", "plan"),
         areas=("decoding",),
     ),
     "tiny-vision": Piece(
         tests=("tests/launch/test_tiny_vision.py",),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
         areas=("tiny-vision",),
     ),
     "resume": Piece(
         tests=("tests/parity/test_prove.py::test_resume",),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *RUN),
         areas=("resume",),
     ),
     "resume-matrix": Piece(
         tests=("tests/launch/test_resume_anywhere.py",),
-        speaks_of=(*ENGINE, *CHECKPOINTS),
+        source_paths=(*ENGINE, *CHECKPOINTS),
         areas=("resume-matrix",),
     ),
     "extra": Piece(
         tests=("tests/launch/test_extra.py",),
-        speaks_of=(*ENGINE, *CHECKPOINTS),
+        source_paths=(*ENGINE, *CHECKPOINTS),
         areas=("extra",),
     ),
     "roundtrip": Piece(
         tests=("tests/launch/test_roundtrip.py",),
-        speaks_of=(*ENGINE, *CHECKPOINTS),
+        source_paths=(*ENGINE, *CHECKPOINTS),
         areas=("roundtrip",),
     ),
     "crash": Piece(
         tests=("tests/launch/test_crash.py",),
-        speaks_of=(*DATA, *CHECKPOINTS, *RUN),
+        source_paths=(*DATA, *CHECKPOINTS, *RUN),
         areas=("crash",),
     ),
     "runs": Piece(
@@ -256,25 +264,25 @@ PIECES: dict[str, Piece] = {
             "tests/launch/test_own_loop.py",
             "tests/launch/test_run.py",
         ),
-        speaks_of=(*ENGINE, *DATA, *CHECKPOINTS, *LAUNCH),
+        source_paths=(*ENGINE, *DATA, *CHECKPOINTS, *LAUNCH),
     ),
     "autotp": Piece(
         tests=("tests/launch/test_autotp.py",),
-        speaks_of=(*MODEL, "engines/deepspeed", "layout"),
+        source_paths=(*MODEL, "engines/deepspeed", "layout"),
         areas=("zoo-autotp",),
     ),
     "overhead": Piece(
         tests=("tests/launch/test_overhead.py",),
-        speaks_of=(*ENGINE, *DATA, *RUN),
+        source_paths=(*ENGINE, *DATA, *RUN),
         areas=("overhead",),
     ),
     "data-cost": Piece(
-        tests=("tests/launch/test_data_cost.py",), speaks_of=(*DATA, *RUN), areas=("data",)
+        tests=("tests/launch/test_data_cost.py",), source_paths=(*DATA, *RUN), areas=("data",)
     ),
-    "pages": Piece(tests=("tests/pages/test_commands.py",), speaks_of=("cli", *READ, *LAUNCH)),
+    "pages": Piece(tests=("tests/pages/test_commands.py",), source_paths=("cli", *READ, *LAUNCH)),
     "verify": Piece(
         tests=("tests/verify/test_verify.py",),
-        speaks_of=(*ENGINE, *DATA, "verify"),
+        source_paths=(*ENGINE, *DATA, "verify"),
         areas=("verify",),
     ),
     "zoo-configs": Piece(
@@ -283,11 +291,11 @@ PIECES: dict[str, Piece] = {
             "tests/zoo/test_defaults.py",
             "tests/zoo/test_flops.py",
         ),
-        speaks_of=MODEL,
+        source_paths=MODEL,
     ),
     "zoo-packing": Piece(
         tests=("tests/zoo/test_packing.py", "tests/zoo/test_chunked.py"),
-        speaks_of=MODEL,
+        source_paths=MODEL,
         areas=("packing", "chunked"),
     ),
     "zoo-shapes": Piece(
@@ -295,78 +303,78 @@ PIECES: dict[str, Piece] = {
             "tests/zoo/test_payload.py",
             f"{_LAYOUTS}::test_key_value_heads_are_copied_where_there_are_fewer_than_ranks",
         ),
-        speaks_of=ENGINE,
+        source_paths=ENGINE,
     ),
     "zoo-zero": Piece(
         tests=(f"{_LAYOUTS}::test_every_type_over_data_ranks",),
-        speaks_of=ENGINE,
+        source_paths=ENGINE,
         areas=("zoo-zero",),
     ),
     "zoo-pipeline": Piece(
         tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline",),
-        speaks_of=ENGINE,
+        source_paths=ENGINE,
         areas=("zoo-pipeline",),
     ),
     "zoo-tensor": Piece(
         tests=(f"{_LAYOUTS}::test_what_every_type_gets_of_tensor_parallelism",),
-        speaks_of=ENGINE,
+        source_paths=ENGINE,
         areas=("zoo-tensor", "zoo-tensor-fallback"),
     ),
     "zoo-pipeline-tensor": Piece(
         tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_tensor_ranks",),
-        speaks_of=ENGINE,
+        source_paths=ENGINE,
         areas=("zoo-pipeline-tensor",),
     ),
     "zoo-expert": Piece(
         tests=(f"{_LAYOUTS}::test_every_mixture_over_expert_ranks",),
-        speaks_of=ENGINE,
+        source_paths=ENGINE,
         areas=("zoo-expert",),
     ),
     "zoo-pipeline-expert": Piece(
         tests=(f"{_LAYOUTS}::test_every_mixture_in_a_pipeline_of_expert_ranks",),
-        speaks_of=ENGINE,
+        source_paths=ENGINE,
         areas=("zoo-pipeline-expert",),
     ),
     "zoo-context": Piece(
         tests=(f"{_LAYOUTS}::test_every_type_over_context_ranks",),
-        speaks_of=ENGINE,
+        source_paths=ENGINE,
         areas=("zoo-context",),
     ),
     "zoo-pipeline-context": Piece(
         tests=(f"{_LAYOUTS}::test_every_type_in_a_pipeline_of_context_ranks",),
-        speaks_of=ENGINE,
+        source_paths=ENGINE,
         areas=("zoo-pipeline-context",),
     ),
     "zoo-sight": Piece(
         tests=(
-            f"{_SIGHT}::test_every_type_comes_apart",
-            f"{_SIGHT}::test_what_is_not_proved_is_refused",
+            f"{_VISION_LANGUAGE}::test_every_type_comes_apart",
+            f"{_VISION_LANGUAGE}::test_what_is_not_proved_is_refused",
         ),
-        speaks_of=MODEL,
+        source_paths=MODEL,
         areas=("zoo-sight",),
     ),
     "zoo-sight-pipeline": Piece(
-        tests=(f"{_SIGHT}::test_every_type_in_a_pipeline",),
-        speaks_of=ENGINE,
+        tests=(f"{_VISION_LANGUAGE}::test_every_type_in_a_pipeline",),
+        source_paths=ENGINE,
         areas=("zoo-sight-pipeline",),
     ),
     "zoo-sight-zero": Piece(
-        tests=(f"{_SIGHT}::test_every_type_over_data_ranks",),
-        speaks_of=ENGINE,
+        tests=(f"{_VISION_LANGUAGE}::test_every_type_over_data_ranks",),
+        source_paths=ENGINE,
         areas=("zoo-sight-zero",),
     ),
     "faults": Piece(
         tests=("tests/faults/test_saving.py", "tests/launch/test_faults.py"),
-        speaks_of=(*CHECKPOINTS, *RUN, "launch/launcher_process.py"),
+        source_paths=(*CHECKPOINTS, *RUN, "launch/launcher_process.py"),
         areas=("faults",),
     ),
-    "schedule": Piece(tests=("tests/schedule/test_engine.py",), speaks_of=("layout",)),
+    "schedule": Piece(tests=("tests/schedule/test_engine.py",), source_paths=("layout",)),
     "hosts": Piece(
-        tests=("tests/launch/test_hosts.py",), speaks_of=LAUNCH, areas=("hosts",), hosts=True
+        tests=("tests/launch/test_hosts.py",), source_paths=LAUNCH, areas=("hosts",), hosts=True
     ),
     "islands-network": Piece(
         tests=("tests/launch/test_islands_network.py",),
-        speaks_of=(
+        source_paths=(
             *ENGINE,
             *DATA,
             *CHECKPOINTS,
@@ -394,11 +402,11 @@ _MODULES = {
 }
 
 
-def speaks_of(area: str) -> tuple[str, ...]:
+def source_paths(area: str) -> tuple[str, ...]:
     """Of benchmarks/AREA.json. Raises KeyError for one that nothing writes."""
     for piece in PIECES.values():
         if area in piece.areas:
-            return piece.speaks_of
+            return piece.source_paths
     return BENCHES[area]
 
 

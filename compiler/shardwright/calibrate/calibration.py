@@ -18,48 +18,48 @@ from pathlib import Path
 from shardwright.calibrate import shallow_copies
 from shardwright.calibrate.calibration_file import measurements
 from shardwright.calibrate.machine_info import versions
-from shardwright.calibrate.measurement_job import EngineJob, Job, LayerJob, Told
-from shardwright.calibrate.measurement_plan import Wanted, wanted
-from shardwright.compile import size_recipe
+from shardwright.calibrate.measurement_job import EngineJob, Job, LayerJob, ProcessResult
+from shardwright.calibrate.measurement_plan import MeasurementPlan, measurement_plan
+from shardwright.compile import resolve_recipe
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.planning_problem import Problem
-from shardwright.recipe.measurements import Machine, Measurements
+from shardwright.recipe.measurements import MeasuredMachine, Measurements
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_search import baselines, search
 
 GRACE_SECONDS = 240
 """For imports, models and what is repeated at least so often, on a machine that has other work
 too."""
-Say = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibrated:
+class Calibration:
     """left_out: what could not be measured, and why."""
 
     found: Measurements
-    left_out: tuple[str, ...]
+    skipped: tuple[str, ...]
 
 
-def calibrate(recipe: Recipe, seconds: float, say: Say) -> Calibrated:
+def calibrate(recipe: Recipe, seconds: float, report_progress: ProgressCallback) -> Calibration:
     """seconds: to measure for, beside the copies' making. Raises Refusal: what the recipe is
     refused for; SW5501 the machine is another one than the recipe's; SW5502 the measuring processes
     fail."""
-    problem, _ = size_recipe(recipe)
-    check_machine(problem)
-    asked = wanted(problem, (*search(problem).ranked, *baselines(problem)))
+    problem, _ = resolve_recipe(recipe)
+    check_preflight(problem)
+    asked = measurement_plan(problem, (*search(problem).ranked, *baselines(problem)))
     folder = Path(tempfile.mkdtemp(prefix="shardwright-calibrate-"))
     try:
-        job, left_out = _job(problem, asked, folder, seconds, say)
-        say(
+        job, skipped = _job(problem, asked, folder, seconds, report_progress)
+        report_progress(
             f"measuring with {job.ranks} process{'' if job.ranks == 1 else 'es'} for "
             f"{seconds:.0f} s"
         )
-        told = _measured(job, folder)
+        results = _measured(job, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    machine = Machine(
-        device=told[0].device,
+    machine = MeasuredMachine(
+        device=results[0].device,
         is_cpu=job.is_cpu,
         cores=cores(),
         nodes=1,
@@ -68,9 +68,9 @@ def calibrate(recipe: Recipe, seconds: float, say: Say) -> Calibrated:
         precision=job.precision,
         versions=versions(),
     )
-    found = measurements(problem, machine, told)
-    every = (*left_out, *dict.fromkeys(each for one in told for each in one.left_out))
-    return Calibrated(found=found, left_out=every)
+    found = measurements(problem, machine, results)
+    every = (*skipped, *dict.fromkeys(each for one in results for each in one.skipped))
+    return Calibration(found=found, skipped=every)
 
 
 def cores() -> int:
@@ -84,7 +84,7 @@ def visible_gpus() -> int:
     return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else 0
 
 
-def check_machine(problem: Problem) -> None:
+def check_preflight(problem: Problem) -> None:
     """Raises Refusal: SW5501."""
     if problem.cluster.gpu.is_cpu or visible_gpus():
         return
@@ -97,7 +97,11 @@ def check_machine(problem: Problem) -> None:
 
 
 def _job(
-    problem: Problem, asked: Wanted, folder: Path, seconds: float, say: Say
+    problem: Problem,
+    asked: MeasurementPlan,
+    folder: Path,
+    seconds: float,
+    report_progress: ProgressCallback,
 ) -> tuple[Job, tuple[str, ...]]:
     recipe, graph = problem.recipe, problem.graph
     is_cpu = problem.cluster.gpu.is_cpu
@@ -107,16 +111,16 @@ def _job(
         else min(visible_gpus(), problem.cluster.gpus_per_node)
     )
     threads = max(1, cores() // ranks)
-    left_out: list[str] = []
-    say("building shallow copies of the model")
+    skipped: list[str] = []
+    report_progress("building shallow copies of the model")
     layers: list[LayerJob] = []
     engine: list[EngineJob] = []
     if recipe.model.trust_remote_code is None:
         length, last = recipe.training.sequence_length, len(graph.layers) - 1
         model = shallow_copies.shallow_model(graph, asked.places, folder / "kinds")
         for each in asked.layers:
-            shape = shallow_copies.Shape(tensor=each.tensor, length=length, places=asked.places)
-            with _unless_refused(left_out, f"layers at tensor {each.tensor}"):
+            shape = shallow_copies.CopyShape(tensor=each.tensor, length=length, places=asked.places)
+            with _collect_errors(skipped, f"layers at tensor {each.tensor}"):
                 out = shallow_copies.compile_copy(
                     recipe, shape, model, folder / f"tensor-{each.tensor}"
                 )
@@ -131,14 +135,14 @@ def _job(
                     )
                 )
         for stage in asked.zero_stages:
-            with _unless_refused(left_out, f"the engine at ZeRO-{stage}"):
+            with _collect_errors(skipped, f"the engine at ZeRO-{stage}"):
                 engine.append(
                     EngineJob(
                         zero_stage=stage, folders=_engine_folders(problem, asked, stage, folder)
                     )
                 )
     else:
-        left_out.append("layers and engine: the model has code of its own")
+        skipped.append("layers and engine: the model has code of its own")
     job = Job(
         is_cpu=is_cpu,
         precision=recipe.training.precision,
@@ -154,17 +158,19 @@ def _job(
         layers=tuple(layers),
         engine=tuple(engine),
     )
-    return job, tuple(left_out)
+    return job, tuple(skipped)
 
 
-def _engine_folders(problem: Problem, asked: Wanted, stage: int, folder: Path) -> tuple[str, ...]:
+def _engine_folders(
+    problem: Problem, asked: MeasurementPlan, stage: int, folder: Path
+) -> tuple[str, ...]:
     """One decoder layer and two, of the first kind; one micro-batch and several."""
     found = []
     for layers in (1, 2):
         places = asked.places[:1] * layers
         model = shallow_copies.shallow_model(problem.graph, places, folder / f"layers-{layers}")
         for accumulation in shallow_copies.ACCUMULATION:
-            shape = shallow_copies.Shape(
+            shape = shallow_copies.CopyShape(
                 zero_stage=stage,
                 accumulation=accumulation,
                 length=shallow_copies.SHORT,
@@ -176,15 +182,15 @@ def _engine_folders(problem: Problem, asked: Wanted, stage: int, folder: Path) -
 
 
 @contextlib.contextmanager
-def _unless_refused(left_out: list[str], what: str) -> Iterator[None]:
+def _collect_errors(skipped: list[str], what: str) -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
         first = refusal.diagnostics[0]
-        left_out.append(f"{what}: {first.code}: {first.message}")
+        skipped.append(f"{what}: {first.code}: {first.message}")
 
 
-def _measured(job: Job, folder: Path) -> list[Told]:
+def _measured(job: Job, folder: Path) -> list[ProcessResult]:
     """Of every process. Raises Refusal: SW5502."""
     job.write(folder)
     logs = [folder / f"log-{rank}" for rank in range(job.ranks)]
@@ -228,7 +234,7 @@ def _measured(job: Job, folder: Path) -> list[Told]:
             why,
             "With --minutes it gets more time; `shardwright doctor` checks the machine.",
         )
-    return [Told.read(folder, rank) for rank in range(job.ranks)]
+    return [ProcessResult.read(folder, rank) for rank in range(job.ranks)]
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:

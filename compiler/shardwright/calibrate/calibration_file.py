@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwright.calibrate.constants_fit import fitted
-from shardwright.calibrate.measurement_job import Told
-from shardwright.calibrate.timing_repeats import figure, pooled
+from shardwright.calibrate.constants_fit import fit_constants
+from shardwright.calibrate.measurement_job import ProcessResult
+from shardwright.calibrate.timing_repeats import median_figure, pooled
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import CHECKPOINTING
 from shardwright.recipe.measurements import (
     KIND,
     VERSION,
-    EngineFigures,
-    Figure,
-    LayerFigures,
-    Machine,
+    EngineMeasurement,
+    LayerMeasurement,
+    MeasuredMachine,
+    MeasuredValue,
     Measurements,
-    Sample,
+    TimingSample,
 )
 
 SHOWN = (
@@ -34,8 +34,10 @@ SHOWN = (
 """Samples that constants are fitted to, or that say how good these are."""
 
 
-def measurements(problem: Problem, machine: Machine, told: Sequence[Told]) -> Measurements:
-    rows = samples(told)
+def measurements(
+    problem: Problem, machine: MeasuredMachine, results: Sequence[ProcessResult]
+) -> Measurements:
+    rows = samples(results)
     shown = tuple(row for row in rows if row.what in SHOWN)
     return Measurements(
         kind=KIND,
@@ -44,27 +46,27 @@ def measurements(problem: Problem, machine: Machine, told: Sequence[Told]) -> Me
         model=problem.graph.config_hash,
         target=problem.recipe.target,
         sequence_length=problem.recipe.training.sequence_length,
-        constants=fitted(problem.cluster, machine.precision, shown),
+        constants=fit_constants(problem.cluster, machine.precision, shown),
         layers=tuple(_layers(rows)),
         engine=tuple(_engine(rows)),
         samples=shown,
     )
 
 
-def samples(told: Sequence[Told]) -> list[Sample]:
+def samples(results: Sequence[ProcessResult]) -> list[TimingSample]:
     """The repeats of all processes together."""
     found: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[float, ...]]] = {}
-    for one in told:
+    for one in results:
         for timed in one.timed:
             found.setdefault((timed.what, tuple(timed.sizes.items())), []).append(timed.seconds)
     return [
-        Sample(what=what, sizes=dict(sizes), seconds=figure(pooled(each)))
+        TimingSample(what=what, sizes=dict(sizes), seconds=median_figure(pooled(each)))
         for (what, sizes), each in found.items()
     ]
 
 
-def _layers(rows: Sequence[Sample]) -> Iterable[LayerFigures]:
-    def by(part: str) -> dict[tuple[int, ...], Figure]:
+def _layers(rows: Sequence[TimingSample]) -> Iterable[LayerMeasurement]:
+    def by(part: str) -> dict[tuple[int, ...], MeasuredValue]:
         return {
             tuple(row.sizes.values()): row.seconds for row in rows if row.what == f"layer {part}"
         }
@@ -74,7 +76,7 @@ def _layers(rows: Sequence[Sample]) -> Iterable[LayerFigures]:
         for where, forward in by(f"forward {checkpointing}").items():
             if forward.value > 0:
                 place, tensor, micro_batch = where
-                yield LayerFigures(
+                yield LayerMeasurement(
                     place=place,
                     tensor=tensor,
                     micro_batch_size=micro_batch,
@@ -85,7 +87,7 @@ def _layers(rows: Sequence[Sample]) -> Iterable[LayerFigures]:
                 )
 
 
-def _engine(rows: Sequence[Sample]) -> Iterable[EngineFigures]:
+def _engine(rows: Sequence[TimingSample]) -> Iterable[EngineMeasurement]:
     """From steps of one layer and two, of one micro-batch and several: what each adds, less the
     layers' own time."""
     steps = [row for row in rows if row.what == "engine step"]
@@ -114,13 +116,13 @@ def _engine(rows: Sequence[Sample]) -> Iterable[EngineFigures]:
             max(r.seconds.spread for r in mine.values()),
         )
 
-        def told(value: float, n: int = n, spread: float = spread) -> Figure:
-            return Figure(value=max(0.0, value), n=n, spread=spread)
+        def results(value: float, n: int = n, spread: float = spread) -> MeasuredValue:
+            return MeasuredValue(value=max(0.0, value), n=n, spread=spread)
 
-        yield EngineFigures(
+        yield EngineMeasurement(
             zero_stage=stage,
-            micro_batch_seconds=told(a_micro_batch[1] - own_layer - ends - layer),
-            layer_seconds=told(layer),
-            step_seconds=told(a_step[1] - parameter * sizes[0]),
-            parameter_seconds=told(parameter),
+            micro_batch_seconds=results(a_micro_batch[1] - own_layer - ends - layer),
+            layer_seconds=results(layer),
+            step_seconds=results(a_step[1] - parameter * sizes[0]),
+            parameter_seconds=results(parameter),
         )

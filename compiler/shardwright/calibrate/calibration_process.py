@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.calibrate.machine_info import cpu_name
-from shardwright.calibrate.measurement_job import Job, Told
+from shardwright.calibrate.measurement_job import Job, ProcessResult
 from shardwright.utils.host_memory import keep_freed_memory
 from shardwright.utils.programs import free_port
 
@@ -41,13 +41,13 @@ def main(folder: Path) -> int:
 
     bench = Stopwatch(job)
     measure(bench, folder / "meeting")
-    Told(device=device_name(job), timed=tuple(bench.timed), left_out=tuple(bench.left_out)).write(
-        folder, rank
-    )
+    ProcessResult(
+        device=device_name(job), timed=tuple(bench.timed), skipped=tuple(bench.skipped)
+    ).write(folder, rank)
     return 0
 
 
-def measure(bench: Stopwatch, meeting: Path) -> None:
+def measure(bench: Stopwatch, rendezvous_file: Path) -> None:
     """meeting: see measure_collectives."""
     from shardwright.calibrate.collective_benchmarks import measure_collectives
     from shardwright.calibrate.kernel_benchmarks import measure_kernels
@@ -57,27 +57,29 @@ def measure(bench: Stopwatch, meeting: Path) -> None:
     budget = SHARES["layers"] * bench.deadline.left / max(1, len(job.layers))
     for layer in job.layers:
         what = f"layers at tensor {layer.tensor}"
-        bench.tried(what, lambda j=layer: measure_layers(bench, j, budget))  # type: ignore[misc]
+        bench.attempt(what, lambda j=layer: measure_layers(bench, j, budget))  # type: ignore[misc]
     if job.engine:
-        bench.tried(
+        bench.attempt(
             "engine",
             lambda: _engine(bench, SHARES["engine"] * bench.deadline.left / (len(job.engine) + 1)),
         )
     measure_kernels(bench, SHARES["kernels"] * bench.deadline.left)
     if job.ranks > 1:
-        bench.tried("collectives", lambda: measure_collectives(bench, meeting, bench.deadline.left))
+        bench.attempt(
+            "collectives", lambda: measure_collectives(bench, rendezvous_file, bench.deadline.left)
+        )
 
 
 def _engine(bench: Stopwatch, budget: float) -> None:
     """Each thing's own budget. The engine's groups are of this process alone."""
     from shardwright.calibrate.engine_benchmarks import measure_engine, measure_short_layers
-    from shardwright.engines.trainer_protocol import runtime_of
+    from shardwright.engines.trainer_protocol import engine_runtime
     from shardwright.plan.plan_json import load_plan
 
     jobs = bench.job.engine
     measure_short_layers(bench, Path(jobs[0].folders[-1]), budget)
     plan = load_plan(Path(jobs[0].folders[0]))
-    runtime = runtime_of(plan)
+    runtime = engine_runtime(plan)
     alone = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -85,11 +87,11 @@ def _engine(bench: Stopwatch, budget: float) -> None:
         "MASTER_PORT": str(free_port()),
     }
     with _environment(alone):
-        runtime.prepare_process(plan, own_loop=False)
+        runtime.prepare_process(plan, user_training_loop=False)
         runtime.open_groups(plan)
         for job in jobs:
             what = f"the engine at ZeRO-{job.zero_stage}"
-            bench.tried(what, lambda j=job: measure_engine(bench, j, budget))  # type: ignore[misc]
+            bench.attempt(what, lambda j=job: measure_engine(bench, j, budget))  # type: ignore[misc]
         runtime.close_groups()
 
 

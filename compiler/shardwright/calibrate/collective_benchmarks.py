@@ -35,7 +35,7 @@ def group_sizes(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, *(n for n in (ranks_per_node, ranks) if n > 1)}))
 
 
-def measure_collectives(bench: Stopwatch, meeting: Path, seconds: float) -> None:
+def measure_collectives(bench: Stopwatch, rendezvous_file: Path, seconds: float) -> None:
     """Every rank makes the same calls. The rank with most seconds decides when a size is done, so
     that nobody is left alone in a collective.
 
@@ -43,10 +43,10 @@ def measure_collectives(bench: Stopwatch, meeting: Path, seconds: float) -> None
     that was free when the ranks started may since be one of the engine's hundred.
     """
     job, kind, rank = bench.job, bench.device.type, int(os.environ["RANK"])
-    patience = timedelta(seconds=120 + 4 * seconds)
+    timeout = timedelta(seconds=120 + 4 * seconds)
     backend = "gloo" if kind == "cpu" else "nccl"
     dist.init_process_group(
-        backend, f"file://{meeting}", timeout=patience, rank=rank, world_size=job.ranks
+        backend, f"file://{rendezvous_file}", timeout=timeout, rank=rank, world_size=job.ranks
     )
     sizes = group_sizes(job.ranks, job.ranks_per_node)
     deadline, left = Deadline(seconds), len(sizes) * len(SIZES[kind]) + 1

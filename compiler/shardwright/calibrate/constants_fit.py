@@ -15,7 +15,7 @@ from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.kernel_seconds import Device, product_seconds
 from shardwright.cost.layer_times import peak_flops
 from shardwright.recipe.literal_types import Precision
-from shardwright.recipe.measurements import Figure, Sample
+from shardwright.recipe.measurements import MeasuredValue, TimingSample
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
 
 LEAST_OVERLAP = 0.01
@@ -29,20 +29,22 @@ def device_of(cluster: Cluster, precision: Precision, c: Constants) -> Device:
     )
 
 
-def fitted(cluster: Cluster, precision: Precision, samples: Sequence[Sample]) -> dict[str, Figure]:
+def fit_constants(
+    cluster: Cluster, precision: Precision, samples: Sequence[TimingSample]
+) -> dict[str, MeasuredValue]:
     """Only what the samples tell of. Each with the repeats behind it, and the spread of its
     samples."""
     c, found = default_constants(), {}
 
-    def take(name: str, of: Sequence[Sample], value: float | None) -> None:
+    def take(name: str, of: Sequence[TimingSample], value: float | None) -> None:
         nonlocal c
         if value is None or not of or not (math.isfinite(value) and value > 0):
             return
         n, spread = sum(s.seconds.n for s in of), statistics.median(s.seconds.spread for s in of)
-        found[name] = Figure(value=value, n=n, spread=spread)
+        found[name] = MeasuredValue(value=value, n=n, spread=spread)
         c = dataclasses.replace(c, **{name: value})
 
-    def those(what: str) -> list[Sample]:
+    def those(what: str) -> list[TimingSample]:
         return [sample for sample in samples if sample.what == what]
 
     hbm = cluster.gpu.hbm_bytes_per_second
@@ -87,7 +89,7 @@ def _median(values: object) -> float | None:
     return statistics.median(listed) if listed else None
 
 
-def _products(device: Device, c: Constants, samples: Sequence[Sample]) -> dict[str, float]:
+def _products(device: Device, c: Constants, samples: Sequence[TimingSample]) -> dict[str, float]:
     """gemm_efficiency and tile_seconds: those that are off by least, as logarithms, over all the
     products."""
     if not samples:
@@ -119,7 +121,7 @@ def least(of: Callable[[float], float], around: float, reach: float) -> float:
 
 
 def _attention(
-    cluster: Cluster, precision: Precision, c: Constants, samples: Sequence[Sample]
+    cluster: Cluster, precision: Precision, c: Constants, samples: Sequence[TimingSample]
 ) -> float | None:
     """What the exponentials leave of the time, at the longest rows that were timed: there the
     products are the most."""
@@ -145,7 +147,7 @@ def _attention(
     return statistics.median(found)
 
 
-def _links(cluster: Cluster, samples: Sequence[Sample]) -> dict[str, float]:
+def _links(cluster: Cluster, samples: Sequence[TimingSample]) -> dict[str, float]:
     """Start of a ring's step and share of the bandwidth, by least errors: inside a node, and with
     these between nodes."""
     inside = [s for s in samples if s.sizes["ranks"] <= s.sizes["ranks_per_node"]]
@@ -165,7 +167,7 @@ def _links(cluster: Cluster, samples: Sequence[Sample]) -> dict[str, float]:
     return found
 
 
-def _ring(s: Sample) -> tuple[float, float, float]:
+def _ring(s: TimingSample) -> tuple[float, float, float]:
     """(steps, bytes past a rank, seconds) of an all-reduce; over nodes each adapter carries its
     share."""
     n, inside = s.sizes["ranks"], s.sizes["ranks_per_node"]
@@ -190,7 +192,7 @@ def line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     return min((each for each in tried if min(each) >= 0), key=off)
 
 
-def _overlap(samples: Sequence[Sample]) -> float | None:
+def _overlap(samples: Sequence[TimingSample]) -> float | None:
     """sizes: nanoseconds of the compute alone and of the collective alone; seconds: of both
     together."""
     found = []

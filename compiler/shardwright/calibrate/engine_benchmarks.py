@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from shardwright.calibrate.layer_benchmarks import Rig, fake_group
+from shardwright.calibrate.layer_benchmarks import LayerRunner, fake_process_group
 from shardwright.calibrate.measurement_job import EngineJob
 from shardwright.calibrate.stopwatch import Stopwatch
-from shardwright.calibrate.timing_repeats import repeated
-from shardwright.engines.trainer_protocol import runtime_of
+from shardwright.calibrate.timing_repeats import time_repeatedly
+from shardwright.engines.trainer_protocol import engine_runtime
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import load_plan
@@ -25,10 +25,10 @@ LAUNCHES = 10
 def measure_short_layers(bench: Stopwatch, folder: Path, seconds: float) -> None:
     """The same short rows through the layers without an engine: what is not the engine's own. On a
     GPU also how long the host takes to launch a layer."""
-    with fake_group(1) as group:
-        rig = Rig(folder, bench, group)
+    with fake_process_group(1) as group:
+        rig = LayerRunner(folder, bench, group)
         for place, found in enumerate(
-            repeated(lambda: [f + b for f, b, _ in rig.once(1, counts=False)], seconds),
+            time_repeatedly(lambda: [f + b for f, b, _ in rig.once(1, counts=False)], seconds),
         ):
             bench.keep("short layer", {"place": place}, found)
         if bench.device.type == "cuda":
@@ -42,7 +42,7 @@ def measure_engine(bench: Stopwatch, job: EngineJob, seconds: float) -> None:
         folder = compiled.with_name(f"{compiled.name}-{os.getpid()}")
         shutil.copytree(compiled, folder)
         plan = load_plan(folder)
-        trainer = runtime_of(plan).build_trainer(plan, folder)
+        trainer = engine_runtime(plan).build_trainer(plan, folder)
         batch = [_micro_batch(plan) for _ in range(plan.strategy.gradient_accumulation_steps)]
         sizes = {
             "zero_stage": job.zero_stage,
@@ -50,7 +50,7 @@ def measure_engine(bench: Stopwatch, job: EngineJob, seconds: float) -> None:
             "micro_batches": len(batch),
             "parameters": plan.model.total_parameters,
         }
-        (found,) = repeated(
+        (found,) = time_repeatedly(
             lambda t=trainer, b=batch: [bench.seconds(lambda: t.step(b, RATE))],  # type: ignore[misc]
             seconds / len(job.folders),
         )

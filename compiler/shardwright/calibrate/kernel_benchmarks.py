@@ -26,22 +26,22 @@ def measure_kernels(bench: Stopwatch, seconds: float) -> None:
     dtype = DTYPES[job.precision]
     each = seconds / 2 / max(1, len(job.products))
     for p in job.products:
-        bench.tried(
+        bench.attempt(
             f"product {p.m} x {p.k} x {p.n}",
             partial(_product, bench, p.m, p.n, p.k, dtype, each),
         )
-    bench.tried("attention", lambda: _attention(bench, dtype, seconds / 4))
-    bench.tried("memory traffic", lambda: _traffic(bench, TRAFFIC_BYTES[kind], seconds / 12))
-    bench.tried(
+    bench.attempt("attention", lambda: _attention(bench, dtype, seconds / 4))
+    bench.attempt("memory traffic", lambda: _traffic(bench, TRAFFIC_BYTES[kind], seconds / 12))
+    bench.attempt(
         "optimizer",
         lambda: _adam(bench, "optimizer", ADAM_PARAMETERS[kind], bench.device, seconds / 12),
     )
     if kind == "cuda":
-        bench.tried(
+        bench.attempt(
             "CPU-Adam",
             lambda: _adam(bench, "cpu adam", HOST_PARAMETERS, torch.device("cpu"), seconds / 12),
         )
-        bench.tried("pinned copies", lambda: _copies(bench, seconds / 12))
+        bench.attempt("pinned copies", lambda: _copies(bench, seconds / 12))
 
 
 def _product(bench: Stopwatch, m: int, n: int, k: int, dtype: torch.dtype, budget: float) -> None:

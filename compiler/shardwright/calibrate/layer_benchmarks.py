@@ -21,14 +21,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwright.calibrate.measurement_job import LayerJob
 from shardwright.calibrate.stopwatch import Stopwatch
-from shardwright.calibrate.timing_repeats import repeated
+from shardwright.calibrate.timing_repeats import time_repeatedly
 from shardwright.models.model_skeleton import Skeleton, State
-from shardwright.parallel.activation_checkpointing import apply_recompute
+from shardwright.parallel.activation_checkpointing import checkpoint_layers
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.model_loading import conv1d_to_linear, open_model
 from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.parallel.torch_dtypes import DTYPES
-from shardwright.parallel.weight_loader import Filler
+from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import load_plan
 from shardwright.recipe.literal_types import Checkpointing
@@ -39,8 +39,8 @@ NEVER_LEFT_OUT = 2
 
 def measure_layers(bench: Stopwatch, job: LayerJob, seconds: float) -> None:
     """Every micro-batch without recomputation first: the other checkpointings add to these."""
-    with fake_group(job.tensor) as group:
-        rig = Rig(Path(job.folder), bench, group)
+    with fake_process_group(job.tensor) as group:
+        rig = LayerRunner(Path(job.folder), bench, group)
         every = [(size, "none") for size in job.micro_batches]
         every += [
             (size, k) for k in job.checkpointing if k != "none" for size in job.micro_batches[:2]
@@ -49,12 +49,14 @@ def measure_layers(bench: Stopwatch, job: LayerJob, seconds: float) -> None:
             budget = min(seconds, bench.deadline.left) / (len(every) - done)
             what = f"layers at tensor {job.tensor}, micro-batch {size}, {checkpointing}"
             if bench.deadline.left <= 0 and done >= NEVER_LEFT_OUT:
-                bench.left_out.append(f"{what}: out of time")
+                bench.skipped.append(f"{what}: out of time")
                 continue
-            bench.tried(what, lambda s=size, k=checkpointing, b=budget: _one(rig, job, s, k, b))  # type: ignore[misc]
+            bench.attempt(what, lambda s=size, k=checkpointing, b=budget: _one(rig, job, s, k, b))  # type: ignore[misc]
 
 
-def _one(rig: Rig, job: LayerJob, size: int, checkpointing: Checkpointing, budget: float) -> None:
+def _one(
+    rig: LayerRunner, job: LayerJob, size: int, checkpointing: Checkpointing, budget: float
+) -> None:
     places = (0, *job.places, job.last)
     kept: list[int] = []
 
@@ -64,7 +66,7 @@ def _one(rig: Rig, job: LayerJob, size: int, checkpointing: Checkpointing, budge
         return [seconds for forward, backward, _ in parts for seconds in (forward, backward)]
 
     with rig.recomputing(checkpointing):
-        found = repeated(run, budget)
+        found = time_repeatedly(run, budget)
     for i, place in enumerate(places):
         sizes = {"place": place, "tensor": job.tensor, "micro_batch": size}
         rig.bench.keep(f"layer forward {checkpointing}", sizes, found[2 * i])
@@ -73,7 +75,7 @@ def _one(rig: Rig, job: LayerJob, size: int, checkpointing: Checkpointing, budge
 
 
 @contextmanager
-def fake_group(degree: int) -> Iterator[dist.ProcessGroup]:
+def fake_process_group(degree: int) -> Iterator[dist.ProcessGroup]:
     """A world of so many ranks of which this is the first."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -86,7 +88,7 @@ def fake_group(degree: int) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-class Rig:
+class LayerRunner:
     """The model of a compiled folder, cut for the first tensor rank and filled with random
     numbers."""
 
@@ -96,13 +98,15 @@ class Rig:
         model, weights = open_model(plan, folder, resumes=True)
         transposed = conv1d_to_linear(model)
         splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
-        Filler(model, weights, splits, transposed, 0).fill([""])
+        WeightLoader(model, weights, splits, transposed, 0).fill([""])
         self.skeleton = Skeleton(model, plan.model.cut)
         if plan.tensor_parallel.degree > 1:
             splitter = TensorSplitter(model, plan.tensor_parallel.modules, transposed, group)
             for split in plan.tensor_parallel.modules:
                 splitter.split(split)
-                self.skeleton.lookup_is_collective |= split.style == "vocabulary_embedding"
+                self.skeleton.embedding_is_vocabulary_parallel |= (
+                    split.style == "vocabulary_embedding"
+                )
         for parameter in model.parameters():
             parameter.data = parameter.data.to(
                 device, dtype if parameter.is_floating_point() else parameter.dtype
@@ -120,7 +124,7 @@ class Rig:
             *(layer.get_submodule(self.plan.model.attention_module) for layer in layers),
         ]
         had = [module.__dict__.get("forward") for module in touched]
-        apply_recompute(layers, choice, self.plan.model.attention_module)
+        checkpoint_layers(layers, choice, self.plan.model.attention_module)
         try:
             yield
         finally:
@@ -160,9 +164,9 @@ class Rig:
         ) -> State | torch.Tensor:
             seen: dict[int, int] = {}
             if given is not None:
-                _noted(given, seen, own)
+                _count_storage(given, seen, own)
             watch = (
-                saved_tensors_hooks(lambda t: _noted(t, seen, own), lambda t: t)
+                saved_tensors_hooks(lambda t: _count_storage(t, seen, own), lambda t: t)
                 if counts
                 else nullcontext()
             )
@@ -202,7 +206,7 @@ def _loss(plan: Plan, group: dist.ProcessGroup) -> CausalLoss:
     return CausalLoss(group, 0) if plan.tensor_parallel.vocabulary_sizes else CausalLoss()
 
 
-def _noted(tensor: torch.Tensor, seen: dict[int, int], own: set[int]) -> torch.Tensor:
+def _count_storage(tensor: torch.Tensor, seen: dict[int, int], own: set[int]) -> torch.Tensor:
     """What autograd keeps of a layer, once a storage; weights and tables are there anyway."""
     storage = tensor.untyped_storage()
     if storage._cdata not in own:

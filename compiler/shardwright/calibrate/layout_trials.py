@@ -22,114 +22,133 @@ import psutil
 
 from shardwright.calibrate.calibration import cores
 from shardwright.calibrate.machine_info import cpu_name, versions
-from shardwright.compile import compile_recipe, size_recipe
+from shardwright.compile import compile_recipe, resolve_recipe
 from shardwright.compiled_folder_writer import write_folder
-from shardwright.cost.calibrated_costs import figures_of, run_factor
+from shardwright.cost.calibrated_costs import calibration_for, measured_over_predicted
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.axes import AXES
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.recipe.measurements import KIND, VERSION, Figure, Machine, Measurements, RunFigures
+from shardwright.recipe.measurements import (
+    KIND,
+    VERSION,
+    MeasuredMachine,
+    MeasuredValue,
+    Measurements,
+    RunMeasurement,
+)
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_search import baselines, search
-from shardwright.utils.programs import own_command
+from shardwright.utils.programs import shardwright_command
 
 WARM_UP_STEPS = 3
 """As train/training_metrics.py leaves them out."""
-LEFT_STEPS = 1_000_000
+REMAINING_STEPS = 1_000_000
 """That a run has still before it when it is ended: its last step would save a checkpoint."""
-LAUNCH_SECONDS, SLOWER = 900, 50
+LAUNCH_SECONDS, MAX_SLOWDOWN = 900, 50
 """For a launch, and how many times slower than predicted its steps may be, before it is given
 up."""
 LOOK_SECONDS = 0.2
 END_SECONDS = 30
 _PEAK = re.compile(r"peak memory ([0-9.]+) GiB")
-Say = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
+class LayoutTrial:
     """predicted_seconds: as the plan has it. run: None where it did not run; why says so. today:
     what one would run without a plan."""
 
     estimate: Estimate
     predicted_seconds: float
-    today: bool
-    run: RunFigures | None
+    is_baseline: bool
+    run: RunMeasurement | None
     why: str = ""
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Layout:
         return self.estimate.strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class TuningResult:
     """tried: as the plan ranks them, today's last where they are outside the pins."""
 
     problem: Problem
-    tried: tuple[Tried, ...]
+    trials: tuple[LayoutTrial, ...]
     found: Measurements
 
     @property
-    def winner(self) -> Tried:
+    def winner(self) -> LayoutTrial:
         return min(
-            (t for t in self.tried if t.run),
+            (t for t in self.trials if t.run),
             key=lambda t: t.run.step_seconds.value if t.run else 0.0,
         )
 
 
-def tune(recipe: Recipe, top: int, steps: int, say: Say, parent: Path | None = None) -> Tuned:
+def tune(
+    recipe: Recipe,
+    top: int,
+    steps: int,
+    report_progress: ProgressCallback,
+    parent: Path | None = None,
+) -> TuningResult:
     """parent: where the runs' folders are made, each of them gone when its run is over. Raises
     Refusal: what the recipe is refused for; SW5503 no layout ran."""
-    problem, _ = size_recipe(recipe)
-    rows = rows_of(problem, top)
+    problem, _ = resolve_recipe(recipe)
+    rows = layouts_to_try(problem, top)
     if not rows:
         raise refusal("SW5503", "no layout of the recipe can run", "`shardwright plan` says why.")
-    tried = []
-    for place, (estimate, today) in enumerate(rows, start=1):
-        say(f"{place} of {len(rows)}: {estimate.strategy.describe()}")
-        tried.append(_tried(problem, estimate, today, steps, parent))
-        say(
-            f"  {tried[-1].why}"
-            if tried[-1].run is None
-            else f"  {tried[-1].run.step_seconds.value:.4g} s a step"
+    trials = []
+    for place, (estimate, is_baseline) in enumerate(rows, start=1):
+        report_progress(f"{place} of {len(rows)}: {estimate.strategy.describe()}")
+        trials.append(_tried(problem, estimate, is_baseline, steps, parent))
+        report_progress(
+            f"  {trials[-1].why}"
+            if trials[-1].run is None
+            else f"  {trials[-1].run.step_seconds.value:.4g} s a step"
         )
-    runs = tuple(t.run for t in tried if t.run is not None)
+    runs = tuple(t.run for t in trials if t.run is not None)
     if not runs:
-        why = f"none of {len(rows)} layouts ran: {tried[0].why}"
+        why = f"none of {len(rows)} layouts ran: {trials[0].why}"
         raise refusal(
             "SW5503", why, "`shardwright compile` and `run` of the recipe show it in full."
         )
-    return Tuned(problem=problem, tried=tuple(tried), found=with_runs(problem, runs))
+    return TuningResult(problem=problem, trials=tuple(trials), found=add_runs(problem, runs))
 
 
-def rows_of(problem: Problem, top: int) -> list[tuple[Estimate, bool]]:
+def layouts_to_try(problem: Problem, top: int) -> list[tuple[Estimate, bool]]:
     """(layout, whether it is today's), each once: the best of the search, then those of today that
     can run."""
-    today = {e.strategy: e for e in baselines(problem)}
+    is_baseline = {e.strategy: e for e in baselines(problem)}
     best = {e.strategy: e for e in search(problem).ranked[:top]}
     return [
-        (e, s in today)
-        for s, e in (best | {s: e for s, e in today.items() if s not in best}).items()
+        (e, s in is_baseline)
+        for s, e in (best | {s: e for s, e in is_baseline.items() if s not in best}).items()
     ]
 
 
 def _tried(
-    problem: Problem, estimate: Estimate, today: bool, steps: int, parent: Path | None
-) -> Tried:
+    problem: Problem, estimate: Estimate, is_baseline: bool, steps: int, parent: Path | None
+) -> LayoutTrial:
     predicted = estimate.time.step_seconds
     broken = [d for d in estimate.diagnostics if d.severity == "error"]
     if broken:
         why = f"not run: {broken[0].code}: {broken[0].message}"
-        return Tried(estimate=estimate, predicted_seconds=predicted, today=today, run=None, why=why)
+        return LayoutTrial(
+            estimate=estimate,
+            predicted_seconds=predicted,
+            is_baseline=is_baseline,
+            run=None,
+            why=why,
+        )
     folder = Path(tempfile.mkdtemp(prefix="shardwright-tune-", dir=parent))
     run, why = None, ""
     try:
         compiled = compile_recipe(recipe_for(problem.recipe, estimate.strategy, steps))
         write_folder(folder / "out", compiled.files)
-        limit = LAUNCH_SECONDS + SLOWER * predicted * (steps + WARM_UP_STEPS)
+        limit = LAUNCH_SECONDS + MAX_SLOWDOWN * predicted * (steps + WARM_UP_STEPS)
         seconds, peak, why = launch(folder / "out", steps + WARM_UP_STEPS, limit)
         if len(seconds) > WARM_UP_STEPS:
             run = _figures(problem, estimate, seconds[WARM_UP_STEPS:], peak)
@@ -138,31 +157,33 @@ def _tried(
         why = f"{first.code}: {first.message}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Tried(estimate=estimate, predicted_seconds=predicted, today=today, run=run, why=why)
+    return LayoutTrial(
+        estimate=estimate, predicted_seconds=predicted, is_baseline=is_baseline, run=run, why=why
+    )
 
 
 def _figures(
     problem: Problem, estimate: Estimate, seconds: Sequence[float], peak: int | None
-) -> RunFigures:
-    factor = run_factor(problem.recipe, problem.graph, estimate.strategy)
-    return RunFigures(
+) -> RunMeasurement:
+    factor = measured_over_predicted(problem.recipe, problem.graph, estimate.strategy)
+    return RunMeasurement(
         pins=estimate.strategy.pins(),
-        step_seconds=of_steps(seconds),
+        step_seconds=step_seconds_figure(seconds),
         predicted_step_seconds=estimate.time.step_seconds / factor,
         peak_bytes=peak,
     )
 
 
-def of_steps(seconds: Sequence[float]) -> Figure:
+def step_seconds_figure(seconds: Sequence[float]) -> MeasuredValue:
     """The median, as run/summary.json has it."""
     middle = statistics.median(seconds)
     if len(seconds) == 1:
-        return Figure(value=middle, n=1, spread=0.0)
+        return MeasuredValue(value=middle, n=1, spread=0.0)
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Figure(value=middle, n=len(seconds), spread=(high - low) / middle)
+    return MeasuredValue(value=middle, n=len(seconds), spread=(high - low) / middle)
 
 
-def recipe_for(recipe: Recipe, s: Strategy, steps: int) -> Recipe:
+def recipe_for(recipe: Recipe, s: Layout, steps: int) -> Recipe:
     """The recipe with this layout for a few steps: no validation, no checkpoint, nobody told."""
     pins = {axis.name: getattr(s, axis.name) for axis in AXES if axis.section == "parallelism"}
     constant = dataclasses.replace(
@@ -172,7 +193,7 @@ def recipe_for(recipe: Recipe, s: Strategy, steps: int) -> Recipe:
         warmup_ratio=None,
         decay_steps=None,
     )
-    endless = steps + WARM_UP_STEPS + LEFT_STEPS
+    endless = steps + WARM_UP_STEPS + REMAINING_STEPS
     return dataclasses.replace(
         recipe,
         model=dataclasses.replace(recipe.model, loss=s.loss),
@@ -198,7 +219,7 @@ def launch(out: Path, steps: int, limit_seconds: float) -> tuple[list[float], in
     enough). An interrupt ends the run and is raised again."""
     with (out.parent / "output").open("w+b") as output:
         process = subprocess.Popen(
-            own_command("run", str(out), "--resume", "never"),
+            shardwright_command("run", str(out), "--resume", "never"),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -262,11 +283,11 @@ def _cause(text: str, code: int | None) -> str:
     return f"did not run: {(errors or lines[-1:] or [f'exit code {code}'])[0]}"[:300]
 
 
-def with_runs(problem: Problem, runs: Sequence[RunFigures]) -> Measurements:
+def add_runs(problem: Problem, runs: Sequence[RunMeasurement]) -> Measurements:
     """What the recipe's own file says, with these runs in the place of earlier ones of the same
     layouts. Figures of another model are left behind, the constants are not."""
     recipe, graph = problem.recipe, problem.graph
-    measured, whole = recipe.cluster.measured, figures_of(recipe, graph)
+    measured, whole = recipe.cluster.measured, calibration_for(recipe, graph)
     fresh = [run.pins for run in runs]
     earlier = [] if whole is None else [run for run in whole.runs if run.pins not in fresh]
     return Measurements(
@@ -284,9 +305,9 @@ def with_runs(problem: Problem, runs: Sequence[RunFigures]) -> Measurements:
     )
 
 
-def _machine(problem: Problem) -> Machine:
+def _machine(problem: Problem) -> MeasuredMachine:
     cluster = problem.cluster
-    return Machine(
+    return MeasuredMachine(
         device=cpu_name() if cluster.gpu.is_cpu else cluster.gpu.name,
         is_cpu=cluster.gpu.is_cpu,
         cores=cores(),

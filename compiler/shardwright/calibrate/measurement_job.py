@@ -65,7 +65,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
+class Timing:
     """Seconds (or bytes, where `what` says so) of one thing, each repeat. sizes: what tells it from
     others."""
 
@@ -75,12 +75,12 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ProcessResult:
     """By one process. left_out: what could not be measured, and why."""
 
     device: str
-    timed: tuple[Timed, ...]
-    left_out: tuple[str, ...]
+    timed: tuple[Timing, ...]
+    skipped: tuple[str, ...]
 
     @staticmethod
     def path(folder: Path, rank: int) -> Path:
@@ -92,5 +92,7 @@ class Told:
         path.with_suffix(".part").replace(path)
 
     @staticmethod
-    def read(folder: Path, rank: int) -> Told:
-        return read_record(Told, json.loads(Told.path(folder, rank).read_text(encoding="utf-8")))
+    def read(folder: Path, rank: int) -> ProcessResult:
+        return read_record(
+            ProcessResult, json.loads(ProcessResult.path(folder, rank).read_text(encoding="utf-8"))
+        )

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwright.cost.calibrated_costs import first_of_kind
+from shardwright.cost.calibrated_costs import representative_layers
 from shardwright.cost.layer_shapes import model_shapes
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import Checkpointing
@@ -29,7 +29,7 @@ class ProductShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSet:
+class LayerCases:
     """The model's layers at one tensor degree. Micro-batches in the order in which they are worth
     their time."""
 
@@ -39,27 +39,27 @@ class LayerSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class MeasurementPlan:
     """places: in graph.layers, of the decoder layers that stand for their kind."""
 
     products: tuple[ProductShape, ...]
     attention: tuple[int, ...]
-    layers: tuple[LayerSet, ...]
+    layers: tuple[LayerCases, ...]
     zero_stages: tuple[int, ...]
     places: tuple[int, ...]
 
 
-def wanted(problem: Problem, ranked: Sequence[Estimate]) -> Wanted:
+def measurement_plan(problem: Problem, ranked: Sequence[Estimate]) -> MeasurementPlan:
     """ranked: the search's, best first."""
     strategies = [estimate.strategy for estimate in ranked]
     degrees = list(dict.fromkeys(s.tensor for s in strategies)) or [1]
     shapes = model_shapes(problem.graph, 1)
     decoders = {
         first
-        for first, kind in zip(first_of_kind(shapes.kind_of), shapes.kind_of, strict=True)
+        for first, kind in zip(representative_layers(shapes.kind_of), shapes.kind_of, strict=True)
         if kind >= 0
     }
-    return Wanted(
+    return MeasurementPlan(
         products=tuple(dict.fromkeys(_products(problem, strategies)))[:MOST_PRODUCTS],
         attention=ATTENTION_LENGTHS,
         layers=tuple(
@@ -70,18 +70,18 @@ def wanted(problem: Problem, ranked: Sequence[Estimate]) -> Wanted:
     )
 
 
-def _layers(problem: Problem, strategies: Sequence[Strategy], tensor: int) -> LayerSet:
+def _layers(problem: Problem, strategies: Sequence[Layout], tensor: int) -> LayerCases:
     longest = max(1, MOST_TOKENS // problem.recipe.training.sequence_length)
     sizes = {min(s.micro_batch_size, longest) for s in strategies} or {1}
     kept = tuple(dict.fromkeys(s.checkpointing for s in strategies if not s.sequence_parallel))
-    return LayerSet(
+    return LayerCases(
         tensor=tensor,
-        micro_batches=spread_out(sizes),
+        micro_batches=pick_micro_batch_sizes(sizes),
         checkpointing=("none", *(k for k in kept if k != "none")),
     )
 
 
-def spread_out(sizes: Iterable[int]) -> tuple[int, ...]:
+def pick_micro_batch_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     """Four at most: the ends first, for a line needs two, then what lies between them."""
     ordered = sorted(set(sizes))
     if len(ordered) <= 2:
@@ -90,7 +90,7 @@ def spread_out(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ordered[place] for place in places))
 
 
-def _products(problem: Problem, strategies: Sequence[Strategy]) -> Iterable[ProductShape]:
+def _products(problem: Problem, strategies: Sequence[Layout]) -> Iterable[ProductShape]:
     """Of a decoder layer and of the head, as the ranks of these layouts run them."""
     recipe, graph = problem.recipe, problem.graph
     for s in strategies:

@@ -23,7 +23,7 @@ ACCUMULATION = (1, 3)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class CopyShape:
     """Of a copy that one process builds. rows: of the micro-batch. places: decoder layers of the
     whole model, as indices into its layers, the embedding being 0."""
 
@@ -38,15 +38,15 @@ class Shape:
 
 def shallow_model(graph: ModelGraph, places: Sequence[int], folder: Path) -> Path:
     """A folder with the configuration alone: random weights need no more."""
-    from shardwright.models.layer_kinds import at_depth
+    from shardwright.models.layer_kinds import truncate_layers
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**graph.config, **at_depth(graph.config, tuple(place - 1 for place in places))}
+    config = {**graph.config, **truncate_layers(graph.config, tuple(place - 1 for place in places))}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
-def document_of(recipe: Recipe, shape: Shape, model: Path) -> JsonObject:
+def document_of(recipe: Recipe, shape: CopyShape, model: Path) -> JsonObject:
     """A recipe of the copy on one node: nothing of the data, the launcher or the checkpoints is in
     it."""
     document = recipe.document
@@ -89,7 +89,7 @@ def document_of(recipe: Recipe, shape: Shape, model: Path) -> JsonObject:
     }
 
 
-def compile_copy(recipe: Recipe, shape: Shape, model: Path, folder: Path) -> Path:
+def compile_copy(recipe: Recipe, shape: CopyShape, model: Path, folder: Path) -> Path:
     """Raises Refusal as `compile` does: what does not fit here, or what the engine does not run on
     one rank."""
     folder.mkdir(parents=True)

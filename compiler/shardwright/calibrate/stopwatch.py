@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwright.calibrate.measurement_job import Job, Timed
-from shardwright.calibrate.timing_repeats import Deadline, repeated
+from shardwright.calibrate.measurement_job import Job, Timing
+from shardwright.calibrate.timing_repeats import Deadline, time_repeatedly
 
 
 class Stopwatch:
@@ -17,8 +17,8 @@ class Stopwatch:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.device = torch.device("cpu" if job.is_cpu else f"cuda:{torch.cuda.current_device()}")
-        self.timed: list[Timed] = []
-        self.left_out: list[str] = []
+        self.timed: list[Timing] = []
+        self.skipped: list[str] = []
         self.deadline = Deadline(job.seconds)
 
     def now(self) -> float:
@@ -36,19 +36,19 @@ class Stopwatch:
         self, what: str, sizes: dict[str, int], run: Callable[[], object], budget: float
     ) -> float:
         """The least seconds of it."""
-        (found,) = repeated(lambda: [self.seconds(run)], budget)
+        (found,) = time_repeatedly(lambda: [self.seconds(run)], budget)
         self.keep(what, sizes, found)
         return min(found)
 
     def keep(self, what: str, sizes: dict[str, int], found: Sequence[float]) -> None:
-        self.timed.append(Timed(what=what, sizes=sizes, seconds=tuple(found)))
+        self.timed.append(Timing(what=what, sizes=sizes, seconds=tuple(found)))
 
-    def tried(self, what: str, run: Callable[[], None]) -> None:
+    def attempt(self, what: str, run: Callable[[], None]) -> None:
         """A thing that this machine has no memory or no kernel for costs that thing alone."""
         try:
             run()
         except Exception as error:  # whatever torch, transformers or an engine raise
             cause = " ".join(str(error).split())[:200] or type(error).__name__
-            self.left_out.append(f"{what}: {type(error).__name__}: {cause}")
+            self.skipped.append(f"{what}: {type(error).__name__}: {cause}")
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

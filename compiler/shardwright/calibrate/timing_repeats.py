@@ -11,25 +11,25 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from shardwright.recipe.measurements import Figure
+from shardwright.recipe.measurements import MeasuredValue
 
 FEWEST, MOST = 3, 50
 """Repeats of one thing, after one that is not counted."""
 Clock = Callable[[], float]
 
 
-def figure(seconds: Sequence[float], scale: float = 1.0) -> Figure:
+def median_figure(seconds: Sequence[float], scale: float = 1.0) -> MeasuredValue:
     """The median. scale: of the value."""
     ordered = sorted(seconds)
     if len(ordered) == 1:
-        return Figure(value=ordered[0] * scale, n=1, spread=0.0)
+        return MeasuredValue(value=ordered[0] * scale, n=1, spread=0.0)
     low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive")
-    return Figure(
+    return MeasuredValue(
         value=middle * scale, n=len(ordered), spread=(high - low) / middle if middle > 0 else 0.0
     )
 
 
-def repeated(
+def time_repeatedly(
     run: Callable[[], Sequence[float]],
     budget_seconds: float,
     *,

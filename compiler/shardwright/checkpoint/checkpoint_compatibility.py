@@ -9,20 +9,20 @@ from typing import Literal
 
 from shardwright.checkpoint.checkpoint_manifest import MANIFEST, checksum
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.layout.layout import Strategy, printed_axes
+from shardwright.layout.layout import Layout, axes_in_print_order
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.plan_json import read_plan
-from shardwright.recipe.foreign_checkpoints import other_program
+from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
 from shardwright.recipe.literal_types import Precision
 from shardwright.recipe.recipe_types import DataSection
-from shardwright.utils.json_records import carried
+from shardwright.utils.json_records import copy_shared_fields
 
-BYTE = "byte"
-PLACEMENT = tuple(axis.name for axis in printed_axes() if axis.holds)
+BYTE_TOKENIZER = "byte"
+SHARDING_KEYS = tuple(axis.name for axis in axes_in_print_order() if axis.holds)
 """Keys of a strategy that decide which rank holds what; the others change what is computed on the
 way."""
 # ZeRO and offload move states about, and no layer or shard of the model.
-_OF_A_RANK = tuple(key for key in PLACEMENT if key not in ("zero_stage", "offload"))
+_RANK_SHARDING_KEYS = tuple(key for key in SHARDING_KEYS if key not in ("zero_stage", "offload"))
 _BATCH = "global_batch_size"
 _SAMPLES = (_BATCH, "sequence_length", "seed")
 
@@ -37,14 +37,14 @@ class TokenizerFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFacts:
+class ResumeRequirements:
     """What of a run a checkpoint has to fit. boundaries: of its pipeline stages. tokenizer: None
     where the data are token ids already, or made up. samples: keys of `training` that decide their
     order. held_out: the share of the training data that is kept for validation."""
 
     architecture: str
     config_hash: str
-    strategy: Strategy
+    strategy: Layout
     boundaries: tuple[int, ...]
     precision: Precision
     lora: PlanLora | None
@@ -56,7 +56,7 @@ class CheckpointFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
+class KeyChange:
     """A recipe's key, and both values where they say more than the key does."""
 
     key: str
@@ -64,68 +64,68 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFit:
+class Compatibility:
     """refused: what keeps it from being loaded, "" where it can be. layout: what makes ranks hold
     other parts. samples: what makes them come in another order; a step's number stands for the
     samples before it."""
 
     refused: Literal["", "model", "adapters", "frozen", "tokenizer"] = ""
     why: str = ""
-    layout: tuple[Changed, ...] = ()
-    samples: tuple[Changed, ...] = ()
+    layout: tuple[KeyChange, ...] = ()
+    samples: tuple[KeyChange, ...] = ()
 
 
-def facts_of(plan: Plan, folder: Path) -> CheckpointFacts:
+def resume_requirements(plan: Plan, folder: Path) -> ResumeRequirements:
     """folder: the compiled folder, or a checkpoint, which holds what a compiled folder holds."""
-    return carried(
-        CheckpointFacts,
+    return copy_shared_fields(
+        ResumeRequirements,
         plan,
         architecture=plan.model.architecture,
         config_hash=plan.model.config_hash,
         precision=plan.training.precision,
         frozen=plan.model.frozen,
         tokenizer=_tokenizer(plan.data, folder),
-        samples=samples_of(plan.training, 1 if plan.outer is None else plan.outer.islands),
+        samples=sample_order(plan.training, 1 if plan.outer is None else plan.outer.islands),
         held_out=(plan.validation and plan.validation.fraction) or 0.0,
     )
 
 
-def samples_of(training: object, islands: int) -> tuple[tuple[str, int], ...]:
+def sample_order(training: object, islands: int) -> tuple[tuple[str, int], ...]:
     """training: the plan's section, or the recipe's, of one island: a step takes the rows of all of
     them."""
     of_all = {_BATCH: islands}
     return tuple((key, getattr(training, key) * of_all.get(key, 1)) for key in _SAMPLES)
 
 
-def fit(saved: CheckpointFacts, here: CheckpointFacts) -> CheckpointFit:
+def compare_requirements(saved: ResumeRequirements, here: ResumeRequirements) -> Compatibility:
     """Of a checkpoint that `saved` wrote, under `here`."""
     if saved.config_hash != here.config_hash:
         why = f"its configuration {saved.config_hash[:12]}, there {here.config_hash[:12]}"
-        return CheckpointFit(refused="model", why=why)
-    if (theirs := _trained(saved.lora)) != (ours := _trained(here.lora)):
-        return CheckpointFit(refused="adapters", why=f"it {theirs}, this one {ours}")
+        return Compatibility(refused="model", why=why)
+    if (theirs := _trained_parameters(saved.lora)) != (ours := _trained_parameters(here.lora)):
+        return Compatibility(refused="adapters", why=f"it {theirs}, this one {ours}")
     if saved.frozen != here.frozen:
         names = {
             n for n in (*saved.frozen, *here.frozen) if (n in saved.frozen) != (n in here.frozen)
         }
         why = f"{min(names)} is frozen {'there' if min(names) in saved.frozen else 'here'} alone"
-        return CheckpointFit(refused="frozen", why=why)
+        return Compatibility(refused="frozen", why=why)
     if why := _other_tokenizer(saved.tokenizer, here.tokenizer):
-        return CheckpointFit(refused="tokenizer", why=why)
-    return CheckpointFit(
+        return Compatibility(refused="tokenizer", why=why)
+    return Compatibility(
         layout=tuple(_other_layout(saved, here)), samples=tuple(_other_samples(saved, here))
     )
 
 
-def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
+def check_resumable(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
     """What is different but can go on. Raises Refusal where `checkpoint` is of another model or
     tokenizer."""
     try:
         written = read_plan(checkpoint)
     except (OSError, ValueError) as error:
-        raise not_whole(checkpoint, str(error).splitlines()[0]) from None
-    saved, here = facts_of(written, checkpoint), facts_of(plan, folder)
-    answer = fit(saved, here)
+        raise incomplete_checkpoint(checkpoint, str(error).splitlines()[0]) from None
+    saved, here = resume_requirements(written, checkpoint), resume_requirements(plan, folder)
+    answer = compare_requirements(saved, here)
     if answer.refused:
         raise _refusal(answer, saved, here, checkpoint.name)
     notes = []
@@ -139,27 +139,27 @@ def check_fits(plan: Plan, folder: Path, checkpoint: Path) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def same_ranks(plan: Plan, saved: Plan) -> bool:
+def same_sharding(plan: Plan, saved: Plan) -> bool:
     """Whether each rank has the layers and the shards that it had."""
     here, there = plan.strategy, saved.strategy
     return plan.boundaries == saved.boundaries and all(
-        getattr(here, k) == getattr(there, k) for k in _OF_A_RANK
+        getattr(here, k) == getattr(there, k) for k in _RANK_SHARDING_KEYS
     )
 
 
-def not_whole(
+def incomplete_checkpoint(
     path: Path,
     why: str,
     help: str = "Give one `step-XXXXXXXX` folder, or start again with --resume never.",
 ) -> Refusal:
     """SW6201, or SW6220 for a checkpoint of another program."""
-    if not (path / MANIFEST).exists() and (other := other_program(path)) is not None:
+    if not (path / MANIFEST).exists() and (other := foreign_checkpoint_error(path)) is not None:
         return Refusal(other)
     return refusal("SW6201", f"{str(path)!r} is not a whole checkpoint: {why}", help)
 
 
 def _refusal(
-    answer: CheckpointFit, saved: CheckpointFacts, here: CheckpointFacts, name: str
+    answer: Compatibility, saved: ResumeRequirements, here: ResumeRequirements, name: str
 ) -> Refusal:
     if answer.refused == "model":
         return refusal(
@@ -186,15 +186,17 @@ def _refusal(
     return refusal("SW6204", f"{name} was trained with another tokenizer: {answer.why}", help)
 
 
-def _other_layout(saved: CheckpointFacts, here: CheckpointFacts) -> list[Changed]:
-    pairs = [(key, getattr(saved.strategy, key), getattr(here.strategy, key)) for key in PLACEMENT]
+def _other_layout(saved: ResumeRequirements, here: ResumeRequirements) -> list[KeyChange]:
+    pairs = [
+        (key, getattr(saved.strategy, key), getattr(here.strategy, key)) for key in SHARDING_KEYS
+    ]
     if saved.boundaries != here.boundaries and all(before == now for _, before, now in pairs):
         pairs.append(("stage boundaries", saved.boundaries, here.boundaries))
     pairs.append(("precision", saved.precision, here.precision))
     return _changed(pairs)
 
 
-def _other_samples(saved: CheckpointFacts, here: CheckpointFacts) -> list[Changed]:
+def _other_samples(saved: ResumeRequirements, here: ResumeRequirements) -> list[KeyChange]:
     before = dict(saved.samples)
     changed = _changed([(f"training.{key}", before[key], now) for key, now in here.samples])
     if saved.data is not None and here.data is not None:
@@ -202,11 +204,11 @@ def _other_samples(saved: CheckpointFacts, here: CheckpointFacts) -> list[Change
     return changed + _changed([("validation.fraction", saved.held_out, here.held_out)])
 
 
-def _other_data(saved: DataSection, here: DataSection, key: str) -> list[Changed]:
+def _other_data(saved: DataSection, here: DataSection, key: str) -> list[KeyChange]:
     """Tokenizers are compared by what is in them, not by where they lie."""
     if len(here.mixture) != len(saved.mixture):
         return [
-            Changed(
+            KeyChange(
                 key=key,
                 words=f"{key} has {len(here.mixture) or 1} parts, not {len(saved.mixture) or 1}",
             )
@@ -220,15 +222,15 @@ def _other_data(saved: DataSection, here: DataSection, key: str) -> list[Changed
     return changed
 
 
-def _changed(pairs: list[tuple[str, object, object]]) -> list[Changed]:
+def _changed(pairs: list[tuple[str, object, object]]) -> list[KeyChange]:
     return [
-        Changed(key=key, words=f"{key} {before} -> {now}")
+        KeyChange(key=key, words=f"{key} {before} -> {now}")
         for key, before, now in pairs
         if before != now
     ]
 
 
-def _trained(lora: PlanLora | None) -> str:
+def _trained_parameters(lora: PlanLora | None) -> str:
     if lora is None:
         return "trains all parameters"
     return (
@@ -242,7 +244,7 @@ def _other_tokenizer(saved: TokenizerFiles | None, here: TokenizerFiles | None) 
     if saved is None or here is None:  # token ids came from elsewhere
         return ""
     unknown = saved.files is None or here.files is None
-    if unknown or BYTE in (saved.name, here.name):
+    if unknown or BYTE_TOKENIZER in (saved.name, here.name):
         return "" if saved.name == here.name else f"{saved.name!r} there, {here.name!r} here"
     there, ours = dict(saved.files or ()), dict(here.files or ())
     differing = sorted(
@@ -256,7 +258,7 @@ def _tokenizer(data: DataSection, folder: Path) -> TokenizerFiles | None:
     name = data.tokenizer or next((part.tokenizer for part in data.mixture if part.tokenizer), None)
     if name is None:
         return None
-    if name == BYTE:
+    if name == BYTE_TOKENIZER:
         return TokenizerFiles(name=name, files=())
     found = sorted(path for path in (folder / name).rglob("*") if path.is_file())
     return TokenizerFiles(

@@ -8,25 +8,25 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from shardwright.checkpoint.checkpoint_compatibility import same_ranks
+from shardwright.checkpoint.checkpoint_compatibility import same_sharding
 from shardwright.checkpoint.checkpoint_manifest import damage
-from shardwright.checkpoint.checkpoint_reader import WHOLE, CheckpointReader
+from shardwright.checkpoint.checkpoint_reader import ALL_EXPERTS, CheckpointReader
 from shardwright.checkpoint.checkpoint_store import CheckpointStore
 from shardwright.checkpoint.random_state import set_random_state
-from shardwright.engines.trainer_protocol import Counters, LiveFragment, Trainer
-from shardwright.layout.parameter_sharding import ParameterSplit
+from shardwright.engines.trainer_protocol import OptimizerCounters, OwnedShard, Trainer
+from shardwright.layout.parameter_sharding import ParameterSharding
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import read_plan
 
 
-def parameter_splits(plan: Plan) -> dict[str, ParameterSplit]:
+def parameter_splits(plan: Plan) -> dict[str, ParameterSharding]:
     return {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
 
 
-def uncut(name: str, shape: tuple[int, ...], trainer: Trainer) -> ParameterSplit:
+def replicated_split(name: str, shape: tuple[int, ...], trainer: Trainer) -> ParameterSharding:
     """Of a parameter that every tensor rank has whole. shape: as this process holds it."""
     shape = shape[::-1] if name in trainer.transposed else shape
-    return ParameterSplit(name=name, shape=shape, dimension=None, blocks=(), sizes=())
+    return ParameterSharding(name=name, shape=shape, dimension=None, blocks=(), sizes=())
 
 
 def read_states(plan: Plan, trainer: Trainer, checkpoint: Path, names: tuple[str, ...]) -> set[str]:
@@ -38,22 +38,26 @@ def read_states(plan: Plan, trainer: Trainer, checkpoint: Path, names: tuple[str
         for f in trainer.owned():
             saved = reader.saved(f.name).states
             wanted = tuple(name for name in names if name in f.states and name in saved)
-            _fill(plan, trainer, reader, f, wanted, splits)
+            _read_fragment(plan, trainer, reader, f, wanted, splits)
             present.update(wanted)
     return present
 
 
-def _fill(
+def _read_fragment(
     plan: Plan,
     trainer: Trainer,
     reader: CheckpointReader,
-    f: LiveFragment,
+    f: OwnedShard,
     states: tuple[str, ...],
-    splits: dict[str, ParameterSplit],
+    splits: dict[str, ParameterSharding],
 ) -> None:
     at = plan.ranks[dist.get_rank()]
-    split = splits.get(f.name) or uncut(f.name, f.shard_shape, trainer)
-    part = (plan.expert_of(at), plan.strategy.expert) if plan.expert_cut(f.name) > 1 else WHOLE
+    split = splits.get(f.name) or replicated_split(f.name, f.shard_shape, trainer)
+    part = (
+        (plan.expert_rank_of(at), plan.strategy.expert)
+        if plan.expert_shard_count(f.name) > 1
+        else ALL_EXPERTS
+    )
     for state in states:
         values = f.states[state]
         values.copy_(
@@ -68,12 +72,13 @@ def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
     rank, splits = dist.get_rank(), parameter_splits(plan)
     with CheckpointReader(checkpoint) as reader, torch.no_grad():
         for f in trainer.owned():
-            _fill(plan, trainer, reader, f, tuple(f.states), splits)
+            _read_fragment(plan, trainer, reader, f, tuple(f.states), splits)
         manifest = reader.manifest
-    trainer.restored(
-        manifest.step, Counters(updates=manifest.optimizer_step, loss_scale=manifest.loss_scale)
+    trainer.finish_restore(
+        manifest.step,
+        OptimizerCounters(updates=manifest.optimizer_step, loss_scale=manifest.loss_scale),
     )
-    if same_ranks(plan, read_plan(checkpoint)):
+    if same_sharding(plan, read_plan(checkpoint)):
         path = checkpoint / f"random-{rank:05d}.json"
         try:
             set_random_state(json.loads(path.read_text(encoding="utf-8")))
@@ -84,7 +89,9 @@ def load_checkpoint(plan: Plan, trainer: Trainer, checkpoint: Path) -> int:
             TypeError,
             RuntimeError,
         ) as error:  # a stranger may have written it
-            raise reader.not_whole(f"{path.name} holds no random state ({error})") from None
+            raise reader.incomplete_checkpoint(
+                f"{path.name} holds no random state ({error})"
+            ) from None
     else:
         # The ranks of another layout hold other parts: new streams, none of which was drawn from
         # before.

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwright.layout.parameter_sharding import ParameterSplit
-from shardwright.utils.bounded_read import parse_json, read_regular
+from shardwright.layout.parameter_sharding import ParameterSharding
+from shardwright.utils.bounded_read import parse_json, read_regular_file
 from shardwright.utils.json_records import read_record
 
 MANIFEST_VERSION = 1
@@ -54,14 +54,14 @@ class SavedTensor:
     of the writer's expert ranks, each of which `split` cuts. shards: fragments per distinct shard,
     in order of expert and then of tensor ranks, each in order of start."""
 
-    split: ParameterSplit
+    split: ParameterSharding
     transposed: bool
     states: tuple[str, ...]
     shards: tuple[tuple[Fragment, ...], ...]
     experts: int = 1
 
     @property
-    def parts_are_even(self) -> bool:
+    def has_even_expert_parts(self) -> bool:
         if self.experts == 1:
             return True
         first = (
@@ -72,7 +72,7 @@ class SavedTensor:
         return self.experts > 1 and first > 0 and first % self.experts == 0
 
     @property
-    def tensor_shards(self) -> int:
+    def tensor_shard_count(self) -> int:
         """Of each part."""
         return 1 if self.split.dimension is None else len(self.split.sizes) // self.split.copies
 
@@ -113,10 +113,10 @@ class Manifest:
         for name, tensor in self.tensors.items():
             split = tensor.split
             split.verify()
-            shards = tensor.experts * tensor.tensor_shards
+            shards = tensor.experts * tensor.tensor_shard_count
             fragments = [fragment for shard in tensor.shards for fragment in shard]
             if (
-                not tensor.parts_are_even
+                not tensor.has_even_expert_parts
                 or len(tensor.shards) != shards
                 or (tensor.transposed and len(split.shape) > 2)
             ):
@@ -164,7 +164,7 @@ def is_finite(folder: Path) -> bool:
 def read_limited(path: Path, most_bytes: int) -> bytes:
     """Raises OSError, or ValueError where it is larger."""
     try:
-        return read_regular(path, most_bytes)
+        return read_regular_file(path, most_bytes)
     except OSError as error:
         if error.errno != errno.EFBIG:
             raise

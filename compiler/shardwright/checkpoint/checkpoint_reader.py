@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardwright.checkpoint.checkpoint_compatibility import not_whole
+from shardwright.checkpoint.checkpoint_compatibility import incomplete_checkpoint
 from shardwright.checkpoint.checkpoint_manifest import SavedTensor, read_manifest
 from shardwright.diagnostics import Refusal
-from shardwright.layout.parameter_sharding import ParameterSplit
+from shardwright.layout.parameter_sharding import ParameterSharding
 
-Part = tuple[int, int]
+ExpertPart = tuple[int, int]
 """Of the first dimension, cut into equal parts: which one, of how many."""
-WHOLE: Part = (0, 1)
+ALL_EXPERTS: ExpertPart = (0, 1)
 
 
 class CheckpointReader:
@@ -30,11 +30,14 @@ class CheckpointReader:
         try:
             self.manifest = read_manifest(folder)
         except (OSError, ValueError) as error:
-            raise self.not_whole(str(error).splitlines()[0]) from None
+            raise self.incomplete_checkpoint(str(error).splitlines()[0]) from None
         self._files: dict[int, Any] = {}
         # Of the parameter that was asked for last: an engine that holds it in pieces asks once a
         # piece.
-        self._recut: tuple[tuple[str, int, Part], dict[str, torch.Tensor]] = (("", 0, WHOLE), {})
+        self._resharded: tuple[tuple[str, int, ExpertPart], dict[str, torch.Tensor]] = (
+            ("", 0, ALL_EXPERTS),
+            {},
+        )
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -47,23 +50,23 @@ class CheckpointReader:
     ) -> None:
         self._files.clear()
 
-    def not_whole(self, why: str) -> Refusal:
+    def incomplete_checkpoint(self, why: str) -> Refusal:
         help = (
             "Give another `step-XXXXXXXX` folder; with --resume auto `run` takes the newest "
             "whole one."
         )
-        return not_whole(self.folder, why, help)
+        return incomplete_checkpoint(self.folder, why, help)
 
     def saved(self, name: str) -> SavedTensor:
         if name not in self.manifest.tensors:
-            raise self.not_whole(f"it holds no {name}")
+            raise self.incomplete_checkpoint(f"it holds no {name}")
         return self.manifest.tensors[name]
 
     def whole(self, name: str, state: str) -> torch.Tensor:
         """The unsplit parameter in Hugging Face's layout."""
         saved = self.saved(name)
         if saved.experts > 1:
-            return self._experts(name, state, WHOLE)
+            return self._experts(name, state, ALL_EXPERTS)
         split = saved.split
         parts = []
         for shard in range(len(saved.shards)):
@@ -77,34 +80,38 @@ class CheckpointReader:
         self,
         name: str,
         state: str,
-        split: ParameterSplit,
+        split: ParameterSharding,
         tensor_rank: int,
         start: int,
         numel: int,
-        experts: Part = WHOLE,
+        experts: ExpertPart = ALL_EXPERTS,
     ) -> torch.Tensor:
         """Elements [start, start + numel) of the flattened shard that `split` gives `tensor_rank`
         of one part of the experts. 1-D. Of other experts nothing is read."""
         saved = self.saved(name)
         if split.shape != saved.split.shape:
-            raise self.not_whole(
+            raise self.incomplete_checkpoint(
                 f"{name} has the shape {saved.split.shape} in it, the model's is {split.shape}"
             )
         if split == saved.split and experts[1] == saved.experts:
             shard = tensor_rank // split.copies if split.dimension is not None else 0
-            return self._range(name, state, experts[0] * saved.tensor_shards + shard, start, numel)
-        if self._recut[0] != (name, tensor_rank, experts):
-            self._recut = ((name, tensor_rank, experts), {})
-        flats = self._recut[1]
+            return self._range(
+                name, state, experts[0] * saved.tensor_shard_count + shard, start, numel
+            )
+        if self._resharded[0] != (name, tensor_rank, experts):
+            self._resharded = ((name, tensor_rank, experts), {})
+        flats = self._resharded[1]
         if state not in flats:
             own = (
-                self.whole(name, state) if experts == WHOLE else self._experts(name, state, experts)
+                self.whole(name, state)
+                if experts == ALL_EXPERTS
+                else self._experts(name, state, experts)
             )
             shard_of = cut(split, own, tensor_rank)
             flats[state] = (shard_of.t() if saved.transposed else shard_of).reshape(-1)
         return flats[state].narrow(0, start, numel)
 
-    def _experts(self, name: str, state: str, part: Part) -> torch.Tensor:
+    def _experts(self, name: str, state: str, part: ExpertPart) -> torch.Tensor:
         """A part of the experts, unsplit otherwise. They lie one behind the other in each shard."""
         saved = self.saved(name)
         split, count = saved.split, saved.split.shape[0]
@@ -117,10 +124,10 @@ class CheckpointReader:
         for at in range(first // size, -(-stop // size)):
             begin, end = max(first - at * size, 0), min(stop - at * size, size)
             shards = []
-            for shard in range(saved.tensor_shards):
+            for shard in range(saved.tensor_shard_count):
                 shape = split.shard_shape(shard * split.copies)[1:]
                 numel = math.prod(shape)
-                place = at * saved.tensor_shards + shard
+                place = at * saved.tensor_shard_count + shard
                 flat = self._range(name, state, place, begin * numel, (end - begin) * numel)
                 shards.append(flat.view(end - begin, *shape))
             found.append(join(split, shards))
@@ -141,7 +148,9 @@ class CheckpointReader:
                 if at == stop:
                     break
         if at != stop:
-            raise self.not_whole(f"{name} ({state}) has no elements {at} to {stop} in it")
+            raise self.incomplete_checkpoint(
+                f"{name} ({state}) has no elements {at} to {stop} in it"
+            )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read(self, number: int, key: str, first: int, last: int) -> torch.Tensor:
@@ -151,10 +160,10 @@ class CheckpointReader:
                 self._files[number] = safe_open(self.folder / name, framework="pt", device="cpu")
             return self._files[number].get_slice(key)[first:last]
         except (OSError, SafetensorError) as error:
-            raise self.not_whole(f"{name} cannot be read ({error})") from None
+            raise self.incomplete_checkpoint(f"{name} cannot be read ({error})") from None
 
 
-def join(split: ParameterSplit, parts: list[torch.Tensor]) -> torch.Tensor:
+def join(split: ParameterSharding, parts: list[torch.Tensor]) -> torch.Tensor:
     """Distinct shards, in order of tensor ranks -> the whole. A replicated parameter is its one
     copy."""
     if split.dimension is None:
@@ -171,7 +180,7 @@ def join(split: ParameterSplit, parts: list[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
-def cut(split: ParameterSplit, whole: torch.Tensor, tensor_rank: int) -> torch.Tensor:
+def cut(split: ParameterSharding, whole: torch.Tensor, tensor_rank: int) -> torch.Tensor:
     """What `split` gives `tensor_rank` of the whole: the inverse of join."""
     if split.dimension is None:
         return whole

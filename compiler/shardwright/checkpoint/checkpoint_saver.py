@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import distributed as dist
 
-from shardwright.checkpoint.checkpoint_loader import parameter_splits, uncut
+from shardwright.checkpoint.checkpoint_loader import parameter_splits, replicated_split
 from shardwright.checkpoint.checkpoint_manifest import (
     CHECKSUMS,
     MANIFEST,
@@ -33,29 +33,29 @@ from shardwright.checkpoint.checkpoint_manifest import (
     write_manifest,
 )
 from shardwright.checkpoint.checkpoint_store import CheckpointStore
-from shardwright.checkpoint.master_weight_check import check_masters
+from shardwright.checkpoint.master_weight_check import check_master_weights
 from shardwright.checkpoint.random_state import random_state
 from shardwright.checkpoint.resume_checkpoint import checkpoint_root
 from shardwright.checkpoint.run_history import (
     RUN_FILE,
-    UNKNOWN_ORIGIN,
-    Line,
-    Origin,
-    line_of,
-    write_line,
+    UNKNOWN_METADATA,
+    RunHistory,
+    SaveMetadata,
+    run_history_of,
+    write_run_history,
 )
 from shardwright.checkpoint.step_folders import (
     clear_unfinished,
-    prune_set_aside,
+    prune_moved_aside,
     publish,
     published_steps,
+    rejected_faster_layouts,
     remove_step,
-    set_aside,
     step_name,
-    surplus,
+    superseded_checkpoints,
 )
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.engines.trainer_protocol import LiveFragment, Trainer
+from shardwright.engines.trainer_protocol import OwnedShard, Trainer
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import plan_to_json
 from shardwright.utils.atomic_write import umask
@@ -65,10 +65,10 @@ FILE_BYTES = 2 * 2**30
 time."""
 _RANK_FILE = re.compile(r"(rank|random)-\d.*")
 
-Files = list[tuple[str, int, str]]
+WrittenFiles = list[tuple[str, int, str]]
 """(name, bytes, SHA-256) of each."""
 
-Written = tuple[int, str, tuple[int, ...], tuple[str, ...], int, int, int, int]
+WrittenFragment = tuple[int, str, tuple[int, ...], tuple[str, ...], int, int, int, int]
 """(shard, name, shard shape, states, number of the rank's file, start, elements, place in the
 file's tensor)."""
 
@@ -80,7 +80,7 @@ def save_checkpoint(
     step: int,
     *,
     last: bool = True,
-    origin: Origin = UNKNOWN_ORIGIN,
+    origin: SaveMetadata = UNKNOWN_METADATA,
 ) -> list[int]:
     """Collective. Everything goes to a dot folder and to the disk; global rank 0 renames it. Then
     each rank copies its files to checkpoint.upload_to, and rank 0 prunes to `keep`. origin: what
@@ -93,24 +93,28 @@ def save_checkpoint(
     root = checkpoint_root(plan, folder)
     name, rank = step_name(step), dist.get_rank()
     partial = root / f".{name}.partial"
-    finite = check_masters(trainer.owned())
+    finite = check_master_weights(trainer.owned())
     origin = replace(origin, finite=origin.finite and finite)
     # Twice, for hosts that do not see rank 0's file system.
     leads = (rank == 0, rank != 0 and plan.ranks[rank].slot == 0)
-    _together(lambda: _begin(partial, origin.line) if leads[0] else None, partial)
-    _together(lambda: _join(partial, origin.line) if leads[1] else None, partial)
-    told = _together(lambda: _write_rank(plan, trainer, partial, rank), partial)
-    _together(
-        lambda: _finish(plan, folder, trainer, partial, step, told, origin) if rank == 0 else None,
+    _run_on_every_rank(lambda: _begin(partial, origin.line) if leads[0] else None, partial)
+    _run_on_every_rank(
+        lambda: _begin_on_other_hosts(partial, origin.line) if leads[1] else None, partial
+    )
+    rank_files = _run_on_every_rank(lambda: _write_rank(plan, trainer, partial, rank), partial)
+    _run_on_every_rank(
+        lambda: (
+            _finish(plan, folder, trainer, partial, step, rank_files, origin) if rank == 0 else None
+        ),
         partial,
     )
-    _together(lambda: _publish(partial, root, step) if leads[0] else None, partial)
-    _together(
+    _run_on_every_rank(lambda: _publish(partial, root, step) if leads[0] else None, partial)
+    _run_on_every_rank(
         lambda: _publish(partial, root, step) if leads[1] and partial.exists() else None, partial
     )
     store = CheckpointStore(plan.checkpoint.upload_to) if plan.checkpoint.upload_to else None
     failed = (
-        _upload(store, root / name, [file for file, _, _ in told[rank][1]], origin.line)
+        _upload(store, root / name, [file for file, _, _ in rank_files[rank][1]], origin.line)
         if store
         else None
     )
@@ -126,21 +130,21 @@ def save_checkpoint(
         _prune(root, store, plan.checkpoint.keep, origin.line, step, leads)
     dist.barrier()
     nodes = [0] * plan.nodes
-    for place, (_, files) in zip(plan.ranks, told, strict=True):
+    for place, (_, files) in zip(plan.ranks, rank_files, strict=True):
         nodes[place.node] += sum(size for _, size, _ in files)
     return nodes
 
 
-def _begin(partial: Path, line: Line) -> None:
+def _begin(partial: Path, line: RunHistory) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_line(partial, line)
+    write_run_history(partial, line)
 
 
-def _join(partial: Path, line: Line) -> None:
+def _begin_on_other_hosts(partial: Path, line: RunHistory) -> None:
     partial.mkdir(parents=True, exist_ok=True)
     if not (partial / RUN_FILE).exists():
-        write_line(partial, line)
+        write_run_history(partial, line)
 
 
 def _publish(partial: Path, root: Path, step: int) -> None:
@@ -152,22 +156,24 @@ def _prune(
     root: Path,
     store: CheckpointStore | None,
     keep: int,
-    line: Line,
+    line: RunHistory,
     step: int,
     leads: tuple[bool, bool],
 ) -> None:
     """Of what this line's run wrote, here and there; and what attempts moved aside."""
     for mine in leads:
         own = (
-            [path for _, path in published_steps(root) if line_of(path).run == line.run]
+            [path for _, path in published_steps(root) if run_history_of(path).run == line.run]
             if mine
             else []
         )
-        for old in surplus([path.name for path in own], keep, lambda name: is_finite(root / name)):
+        for old in superseded_checkpoints(
+            [path.name for path in own], keep, lambda name: is_finite(root / name)
+        ):
             with contextlib.suppress(OSError):  # it stays, and goes next time
                 remove_step(root / old)
         if mine:
-            prune_set_aside(root, step)
+            prune_moved_aside(root, step)
         dist.barrier()
     if leads[0] and store is not None:
         try:
@@ -176,7 +182,9 @@ def _prune(
             print(f"warning[SW6208]: {refusal.diagnostics[0].message}", flush=True)
 
 
-def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> Refusal | None:
+def _upload(
+    store: CheckpointStore, step: Path, mine: list[str], line: RunHistory
+) -> Refusal | None:
     """Collective. Each rank its own files; rank 0 the others when those are there, and the
     checksums last."""
     rank = dist.get_rank()
@@ -187,7 +195,7 @@ def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> 
         store.set_current(line)
 
     def begin() -> None:
-        store.make_way(step.name, line)
+        store.invalidate_copy(step.name, line)
         store.put(step, [RUN_FILE])
 
     for phase, is_mine in (
@@ -201,12 +209,12 @@ def _upload(store: CheckpointStore, step: Path, mine: list[str], line: Line) -> 
                 phase()
         except Refusal as refused:
             error = refused.diagnostics[0]
-        if diagnostics := [d for d in _gathered(error) if d is not None]:
+        if diagnostics := [d for d in _all_gather(error) if d is not None]:
             return Refusal(diagnostics[0])
     return None
 
 
-def prepare_root(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> None:
+def prepare_checkpoint_folder(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> None:
     """Collective. Before the first step is trained: a checkpoint that cannot be written would lose
     it. On every host later checkpoints move aside, and what a killed attempt left unfinished goes.
     Raises Refusal: SW6209."""
@@ -217,22 +225,22 @@ def prepare_root(plan: Plan, folder: Path, attempt: int, resumed_step: int) -> N
         probe.mkdir(parents=True, exist_ok=True)
         probe.rmdir()
         clear_unfinished(root)
-        set_aside(root, attempt, newer_than=resumed_step)
+        rejected_faster_layouts(root, attempt, newer_than=resumed_step)
         if plan.checkpoint.upload_to and rank == 0:
             CheckpointStore(plan.checkpoint.upload_to).check()
 
     for leads in (rank == 0, rank != 0 and plan.ranks[rank].slot == 0):
-        _together(prepare if leads else lambda: None, probe, code="SW6209")
+        _run_on_every_rank(prepare if leads else lambda: None, probe, code="SW6209")
 
 
-def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
+def _run_on_every_rank(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
     """Runs `work` on every rank and tells each what all returned; where one failed, all raise
     Refusal: `code`."""
     try:
         mine: tuple[Any, str | None] = (work(), None)
     except (OSError, SafetensorError) as error:
         mine = (None, (error.strerror if isinstance(error, OSError) else None) or str(error))
-    everyone = _gathered(mine)
+    everyone = _all_gather(mine)
     failed = [(rank, error) for rank, (_, error) in enumerate(everyone) if error is not None]
     if not failed:
         return [value for value, _ in everyone]
@@ -247,7 +255,7 @@ def _together(work: Any, partial: Path, code: str = "SW6205") -> list[Any]:
     )
 
 
-def _gathered(mine: Any) -> list[Any]:
+def _all_gather(mine: Any) -> list[Any]:
     """Of every rank, in order."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -256,14 +264,14 @@ def _gathered(mine: Any) -> list[Any]:
 
 def _write_rank(
     plan: Plan, trainer: Trainer, partial: Path, rank: int
-) -> tuple[list[Written], Files]:
+) -> tuple[list[WrittenFragment], WrittenFiles]:
     """This rank's files. Returns what is in them, and which they are."""
-    mine = written_fragments(plan, trainer, rank)
+    mine = fragments_to_write(plan, trainer, rank)
     rooms = itertools.accumulate(
         sum(t.numel() * t.element_size() for t in f.states.values()) for _, f in mine
     )
-    written: list[Written] = []
-    files: Files = []
+    written: list[WrittenFragment] = []
+    files: WrittenFiles = []
     numbered = zip((room // FILE_BYTES for room in rooms), mine, strict=True)
     for number, (_, group) in enumerate(itertools.groupby(numbered, key=lambda pair: pair[0])):
         parts: dict[str, list[torch.Tensor]] = {}
@@ -280,7 +288,7 @@ def _write_rank(
             for key, found in parts.items()
         }
         path = partial / f"rank-{rank:05d}-{number:03d}.safetensors"
-        save_readable(tensors, path)
+        save_safetensors(tensors, path)
         files.append(_flushed(path, partial))
     path = partial / f"random-{rank:05d}.json"
     path.write_text(json.dumps(random_state()), encoding="utf-8")
@@ -288,13 +296,13 @@ def _write_rank(
     return written, files
 
 
-def save_readable(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def save_safetensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """safetensors makes its files for the owner alone; here they get what any new file gets."""
     save_file(tensors, path, {"format": "pt"})
     path.chmod(0o666 & ~umask())
 
 
-def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int, LiveFragment]]:
+def fragments_to_write(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int, OwnedShard]]:
     """(shard, fragment) of what this rank writes: of copies of the same elements one rank writes
     its own."""
     at = plan.ranks[rank]
@@ -305,8 +313,8 @@ def written_fragments(plan: Plan, trainer: Trainer, rank: int) -> list[tuple[int
         cut = split is not None and split.dimension is not None
         copies = split.copies if split is not None and cut else plan.strategy.tensor
         part, copy = 0, at.data * plan.strategy.context + at.context
-        if plan.holds_experts_apart(f.name):
-            part, copy = plan.expert_place(at)
+        if plan.is_expert_parameter(f.name):
+            part, copy = plan.expert_coordinates(at)
             copies = copies if cut else 1
         if not f.copied and at.tensor % copies == 0 and (f.partitioned or copy == 0):
             shards = plan.strategy.tensor // copies if cut else 1
@@ -334,8 +342,8 @@ def _finish(
     trainer: Trainer,
     partial: Path,
     step: int,
-    told: list[Any],
-    origin: Origin,
+    rank_files: list[Any],
+    origin: SaveMetadata,
 ) -> None:
     """What all ranks wrote, put together; the folder's own model, tokenizer and plan beside it;
     checksums of all."""
@@ -343,7 +351,7 @@ def _finish(
         if (folder / part).is_dir():
             shutil.copytree(folder / part, partial / part)
     (partial / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
-    write_manifest(partial, _manifest(plan, trainer, step, told, origin))
+    write_manifest(partial, _manifest(plan, trainer, step, rank_files, origin))
     rest = [
         path
         for part in ("model", "tokenizer")
@@ -353,7 +361,8 @@ def _finish(
     top = [partial / name for name in ("plan.json", RUN_FILE, MANIFEST)]
     own = [_flushed(path, partial) for path in (*rest, *top)]
     sums = {
-        name: digest for name, _, digest in (*own, *(file for _, files in told for file in files))
+        name: digest
+        for name, _, digest in (*own, *(file for _, files in rank_files for file in files))
     }
     (partial / CHECKSUMS).write_text(checksums_text(sums), encoding="utf-8")
     _flush(partial / CHECKSUMS)
@@ -361,23 +370,27 @@ def _finish(
 
 
 def _manifest(
-    plan: Plan, trainer: Trainer, step: int, told: list[tuple[list[Written], Files]], origin: Origin
+    plan: Plan,
+    trainer: Trainer,
+    step: int,
+    rank_files: list[tuple[list[WrittenFragment], WrittenFiles]],
+    origin: SaveMetadata,
 ) -> Manifest:
     splits = parameter_splits(plan)
     files: list[SavedFile] = []
     tensors: dict[str, SavedTensor] = {}
     shards: dict[str, dict[int, list[Fragment]]] = {}
-    for written, names in told:
+    for written, names in rank_files:
         first = len(files)
         files += [SavedFile(name=name, size_bytes=size) for name, size, _ in names]
         for shard, name, shape, states, number, start, numel, at in written:
-            split = splits.get(name) or uncut(name, shape, trainer)
+            split = splits.get(name) or replicated_split(name, shape, trainer)
             tensors[name] = SavedTensor(
                 split=split,
                 transposed=name in trainer.transposed,
                 states=states,
                 shards=(),
-                experts=plan.expert_cut(name),
+                experts=plan.expert_shard_count(name),
             )
             found = shards.setdefault(name, {}).setdefault(shard, [])
             found.append(Fragment(file=first + number, start=start, numel=numel, at=at))

@@ -23,8 +23,14 @@ from shardwright.checkpoint.checkpoint_manifest import (
     parse_checksums,
     read_checksums,
 )
-from shardwright.checkpoint.run_history import RUN_FILE, UNKNOWN, Line, line_of, parse_line
-from shardwright.checkpoint.step_folders import parse_step, surplus
+from shardwright.checkpoint.run_history import (
+    RUN_FILE,
+    UNKNOWN_RUN,
+    RunHistory,
+    parse_run_history,
+    run_history_of,
+)
+from shardwright.checkpoint.step_folders import parse_step, superseded_checkpoints
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.utils.bounded_read import parse_json
 
@@ -74,13 +80,13 @@ class CheckpointStore:
             self._fs.pipe_file(f"{self._root}/.probe", b"shardwright")
             self._fs.rm_file(f"{self._root}/.probe")
 
-    def make_way(self, name: str, line: Line) -> None:
+    def invalidate_copy(self, name: str, line: RunHistory) -> None:
         """Before a copy of this line is put: what another run left under the name moves to
         `.before-RUN`, an older copy of our own does not count as whole while it is overwritten."""
         with self._explained("written"):
             there = f"{self._root}/{name}"
             self._fs.invalidate_cache()
-            if self._fs.exists(there) and self.line_of(name).run != line.run:
+            if self._fs.exists(there) and self.run_history_of(name).run != line.run:
                 aside = f"{self._root}/.before-{line.run}/{name}"
                 for path in sorted(
                     map(str, self._fs.find(there)), key=lambda path: path.endswith(CHECKSUMS)
@@ -105,10 +111,10 @@ class CheckpointStore:
 
     def copy_missing(self, step: Path) -> bool:
         """A whole checkpoint that has no whole copy yet is copied; whether that was so."""
-        line = line_of(step)
-        if step.name in self.steps() and self.line_of(step.name) == line:
+        line = run_history_of(step)
+        if step.name in self.steps() and self.run_history_of(step.name) == line:
             return False
-        self.make_way(step.name, line)
+        self.invalidate_copy(step.name, line)
         self.put(
             step, [*sorted(read_checksums(step), key=lambda name: name != RUN_FILE), CHECKSUMS]
         )
@@ -143,34 +149,34 @@ class CheckpointStore:
                 name for _, name in sorted((step, name) for step, name in steps if step is not None)
             ]
 
-    def line_of(self, name: str) -> Line:
+    def run_history_of(self, name: str) -> RunHistory:
         """Of a copy."""
-        return self._line(f"{name}/{RUN_FILE}") or UNKNOWN
+        return self._line(f"{name}/{RUN_FILE}") or UNKNOWN_RUN
 
-    def current(self) -> Line | None:
+    def current(self) -> RunHistory | None:
         """The line that was copied here last."""
         line = self._line(_CURRENT)
         return line if line is not None and line.run else None
 
-    def set_current(self, line: Line) -> None:
+    def set_current(self, line: RunHistory) -> None:
         with self._explained("written"):
             self._fs.pipe_file(f"{self._root}/{_CURRENT}", json.dumps(asdict(line)).encode())
 
-    def _line(self, path: str) -> Line | None:
+    def _line(self, path: str) -> RunHistory | None:
         with self._explained("read"):
             if not self._fs.exists(f"{self._root}/{path}"):
                 return None
-            return parse_line(
+            return parse_run_history(
                 self._fs.cat_file(f"{self._root}/{path}", start=0, end=_MOST_LINE_BYTES)
             )
 
-    def prune(self, line: Line, keep: int) -> None:
+    def prune(self, line: RunHistory, keep: int) -> None:
         """Whole copies that this line's run made and `surplus` names, and what it left unfinished
         before the newest."""
         whole = set(self.steps())
-        own = [name for name in self._names() if self.line_of(name).run == line.run]
+        own = [name for name in self._names() if self.run_history_of(name).run == line.run]
         ours = [name for name in own if name in whole]
-        gone = surplus(ours, keep, self.is_finite)
+        gone = superseded_checkpoints(ours, keep, self.is_finite)
         kept = [name for name in ours if name not in gone]
         for name in own[: own.index(kept[-1])] if kept else ():
             if name not in kept:

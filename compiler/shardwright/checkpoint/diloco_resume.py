@@ -8,14 +8,14 @@ from pathlib import Path
 from shardwright.checkpoint.checkpoint_manifest import MANIFEST, damage, read_manifest
 from shardwright.checkpoint.step_folders import published_steps, step_of
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.monitor.run_files import ATTEMPT
+from shardwright.monitor.run_files import ATTEMPT_FILE
 from shardwright.plan.plan import Plan
 
-MOMENTUM = "outer_momentum"
+OUTER_MOMENTUM = "outer_momentum"
 _OUTER, _ISLAND = "outer_", "island-"
 
 
-def check_others(plan: Plan, folder: Path, root: Path, own: int) -> None:
+def check_other_island_counts(plan: Plan, folder: Path, root: Path, own: int) -> None:
     """own: the newest step that this run could go on from. Raises Refusal, SW6218, where another
     number of islands has trained further in the same folder since this run last began. A new island
     beside others that have trained takes a member's state: no refusal."""
@@ -40,7 +40,7 @@ def check_others(plan: Plan, folder: Path, root: Path, own: int) -> None:
                 *(step_of(found) for place in of_islands if (found := _newest(place)) is not None),
             ]
         )
-    if step_of(path) > own and _written(path / MANIFEST) > _written(folder / ATTEMPT):
+    if step_of(path) > own and _written(path / MANIFEST) > _written(folder / ATTEMPT_FILE):
         who, where = (
             ("several islands", "") if plan.outer is None else ("one world", ", on each island")
         )
@@ -59,10 +59,10 @@ def _check_none_between(places: list[Path], own: int) -> None:
     steps."""
     steps = [path for place in places for step, path in published_steps(place) if step > own]
     if steps:
-        raise _between(max(steps, key=step_of), " `--resume never` starts anew.")
+        raise _unfinished_round_refusal(max(steps, key=step_of), " `--resume never` starts anew.")
 
 
-def _between(path: Path, more: str = "") -> Refusal:
+def _unfinished_round_refusal(path: Path, more: str = "") -> Refusal:
     return refusal(
         "SW6218",
         (
@@ -81,11 +81,11 @@ def _written(path: Path) -> float:
         return 0.0
 
 
-def check_whole_round(plan: Plan, checkpoint: Path) -> None:
+def check_round_complete(plan: Plan, checkpoint: Path) -> None:
     """Raises Refusal, SW6218, for one world that is to go on from the middle of a round of islands:
     the others' steps would be lost in silence."""
-    if plan.outer is None and not _closes_a_round(checkpoint):
-        raise _between(checkpoint)
+    if plan.outer is None and not _is_after_outer_step(checkpoint):
+        raise _unfinished_round_refusal(checkpoint)
 
 
 def _islands(parent: Path) -> list[Path]:
@@ -97,16 +97,16 @@ def _islands(parent: Path) -> list[Path]:
 def _newest(place: Path) -> Path | None:
     """The newest whole checkpoint there that closes a round."""
     for _, path in reversed(published_steps(place)):
-        if damage(path, contents=False) is None and _closes_a_round(path):
+        if damage(path, contents=False) is None and _is_after_outer_step(path):
             return path
     return None
 
 
-def _closes_a_round(checkpoint: Path) -> bool:
+def _is_after_outer_step(checkpoint: Path) -> bool:
     """Whether it has no state of an outer step that is still to come."""
     try:
         tensors = read_manifest(checkpoint).tensors.values()
     except (OSError, ValueError):
         return True  # what is wrong with it is told elsewhere
     states = {state for tensor in tensors for state in tensor.states}
-    return not any(state.startswith(_OUTER) and state != MOMENTUM for state in states)
+    return not any(state.startswith(_OUTER) and state != OUTER_MOMENTUM for state in states)

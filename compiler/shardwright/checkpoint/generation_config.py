@@ -10,19 +10,19 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from shardwright.checkpoint.model_reader import GENERATION, is_byte_level
-from shardwright.data.conversations import end_of_turn
-from shardwright.data.data_sources import parts_of
+from shardwright.checkpoint.model_reader import GENERATION_CONFIG, is_byte_level
+from shardwright.data.conversations import end_of_turn_id
+from shardwright.data.data_sources import data_sections
 from shardwright.data.tokenizers import Tokenizer, load_tokenizer
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import TOKENIZED_KINDS, DataSection
-from shardwright.utils.bounded_read import parse_json, read_regular
+from shardwright.utils.bounded_read import parse_json, read_regular_file
 
 _MOST_BYTES = 2**20
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def trained_ends(plan: Plan, checkpoint: Path) -> tuple[int, ...]:
+def trained_end_ids(plan: Plan, checkpoint: Path) -> tuple[int, ...]:
     """Ids that the training data writes where a text ends: the tokenizer's eos_token behind
     documents, the chat template's end of turn behind answers. () where the data are token ids
     already. Raises Refusal (SW6121)."""
@@ -31,7 +31,7 @@ def trained_ends(plan: Plan, checkpoint: Path) -> tuple[int, ...]:
         template = part.template or tokenizer.template
         if part.kind != "chat":
             ends |= dict.fromkeys(tokenizer.end)
-        elif template is not None and (end := end_of_turn(tokenizer, template)) is not None:
+        elif template is not None and (end := end_of_turn_id(tokenizer, template)) is not None:
             ends[end] = None
     return tuple(end for end in ends if end < plan.model.vocabulary_size)
 
@@ -48,7 +48,7 @@ def special_ids(
     tokenizer = next((tokenizer for _, tokenizer in _tokenized(plan, checkpoint)), None)
     if tokenizer is None:
         return ids
-    ends = list(trained_ends(plan, checkpoint))
+    ends = list(trained_end_ids(plan, checkpoint))
     if plan.model.weights_path is None:
         ids |= {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
         ends = ends or tokenizer.end
@@ -69,7 +69,7 @@ def write_generation_config(
 ) -> None:
     """Of the file that came with the model everything else is kept: sampling settings, suppressed
     tokens."""
-    own = _own_file(checkpoint)
+    own = _model_generation_config(checkpoint)
     if own is None:
         if isinstance(
             getattr(model, "generation_config", None), GenerationConfig
@@ -81,12 +81,12 @@ def write_generation_config(
         **own,
         **{key: ids for key, ids in special_ids(plan, checkpoint, own).items() if ids is not None},
     }
-    (folder / GENERATION).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (folder / GENERATION_CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def own_generation_config(plan: Plan, model: PreTrainedModel, checkpoint: Path) -> GenerationConfig:
     """What `generate` goes by: the same ids as an export has."""
-    own = _own_file(checkpoint)
+    own = _model_generation_config(checkpoint)
     config = model.generation_config if own is None else GenerationConfig.from_dict(own)
     set_special_ids(plan, config, checkpoint)
     return config
@@ -100,18 +100,18 @@ def set_special_ids(plan: Plan, config: GenerationConfig, checkpoint: Path) -> N
         setattr(config, key, ids)
 
 
-def _own_file(checkpoint: Path) -> dict[str, Any] | None:
-    path = checkpoint / "model" / GENERATION
+def _model_generation_config(checkpoint: Path) -> dict[str, Any] | None:
+    path = checkpoint / "model" / GENERATION_CONFIG
     if not path.is_file():
         return None
     try:
-        document = parse_json(read_regular(path, _MOST_BYTES))
+        document = parse_json(read_regular_file(path, _MOST_BYTES))
     except ValueError:
         return None
     return dict(document) if isinstance(document, dict) else None
 
 
 def _tokenized(plan: Plan, checkpoint: Path) -> Iterator[tuple[DataSection, Tokenizer]]:
-    for part in parts_of(plan.data):
+    for part in data_sections(plan.data):
         if part.kind in TOKENIZED_KINDS and part.tokenizer is not None:
             yield part, load_tokenizer(part.tokenizer, checkpoint)

@@ -21,32 +21,34 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from shardwright.checkpoint.checkpoint_reader import CheckpointReader
-from shardwright.checkpoint.checkpoint_saver import save_readable
+from shardwright.checkpoint.checkpoint_saver import save_safetensors
 from shardwright.checkpoint.generation_config import write_generation_config
 from shardwright.checkpoint.model_reader import (
     is_byte_level,
+    merged_parameter,
     open_checkpoint,
     tokenizer_files,
-    whole_parameter,
 )
-from shardwright.data.data_sources import every_part
+from shardwright.data.data_sources import all_data_sections
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.byte_tokenizer import write_byte_tokenizer
-from shardwright.models.remote_code_files import OwnCode
+from shardwright.models.remote_code_files import RemoteCode
 from shardwright.models.tasks.task_registry import Task, task_named
 from shardwright.parallel.lora_adapters import (
     ADAPTER_WEIGHTS,
     is_adapter,
-    is_rewritten_by_peft,
-    saved_name,
-    write_config,
+    peft_rewrites_targets,
+    peft_saved_name,
+    write_adapter_config,
 )
 from shardwright.parallel.model_config_loading import load_config
 from shardwright.parallel.torch_dtypes import DTYPES
 from shardwright.plan.plan import Plan
 from shardwright.utils.atomic_write import umask
 
-_PREDICTS_MORE = re.compile(r"num_nextn_predict_layers|_?num_mtp_(\w*)layers|mtp_num_hidden_layers")
+_MTP_LAYER_KEYS = re.compile(
+    r"num_nextn_predict_layers|_?num_mtp_(\w*)layers|mtp_num_hidden_layers"
+)
 _MTP = re.compile(r"(^|[._])(mtp|nextn|eh_proj)([._]|$)")
 SHARD_BYTES = 5 * 10**9
 
@@ -77,8 +79,8 @@ def export_checkpoint(
         config = load_config(plan, checkpoint)
         model = task_named(plan.model.task).auto_class.from_config(config, trust_remote_code=False)
     dtype = DTYPES[precision or plan.training.precision]
-    alone = plan.lora is not None and not merge
-    if alone and plan.model.weights_path is None:
+    adapters_only = plan.lora is not None and not merge
+    if adapters_only and plan.model.weights_path is None:
         raise refusal(
             "SW6253",
             (
@@ -87,7 +89,7 @@ def export_checkpoint(
             ),
             "Add --merge: the whole model is written, adapters merged into it.",
         )
-    if alone and plan.lora is not None and is_rewritten_by_peft(plan.lora, model):
+    if adapters_only and plan.lora is not None and peft_rewrites_targets(plan.lora, model):
         raise refusal(
             "SW6258",
             "peft would load these adapters into the routed experts of this "
@@ -102,17 +104,17 @@ def export_checkpoint(
         raise _cannot_write(output, error.strerror or str(error)) from None
     try:
         with CheckpointReader(checkpoint) as reader:
-            if alone:
+            if adapters_only:
                 _write_adapters(plan, reader, dtype, temporary)
             else:
                 _write_shards(_exported(plan, model, reader, dtype), temporary)
-        if not alone:
+        if not adapters_only:
             _write_configs(plan, model, dtype, checkpoint, temporary)
         for path in tokenizer_files(checkpoint):
             shutil.copyfile(path, temporary / path.name)
         if is_byte_level(plan):
             write_byte_tokenizer(temporary)
-        template = next((part.template for part in every_part(plan) if part.template), None)
+        template = next((part.template for part in all_data_sections(plan) if part.template), None)
         if template is not None:  # what the rows were written by, whatever the tokenizer's own is
             (temporary / "chat_template.jinja").write_text(template, encoding="utf-8")
         if output.exists():
@@ -125,7 +127,7 @@ def export_checkpoint(
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return alone
+    return adapters_only
 
 
 def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, folder: Path) -> None:
@@ -133,16 +135,16 @@ def _write_adapters(plan: Plan, reader: CheckpointReader, dtype: torch.dtype, fo
     assert plan.lora is not None and plan.model.weights_path is not None
     names = [name for name in reader.manifest.tensors if is_adapter(name)]
     _write(
-        {saved_name(n): reader.whole(n, "fp32").to(dtype).contiguous() for n in names},
+        {peft_saved_name(n): reader.whole(n, "fp32").to(dtype).contiguous() for n in names},
         folder / ADAPTER_WEIGHTS,
     )
-    turned = any(tensor.transposed for tensor in reader.manifest.tensors.values())
-    write_config(
+    is_transposed = any(tensor.transposed for tensor in reader.manifest.tensors.values())
+    write_adapter_config(
         plan.lora,
         task_named(plan.model.task),
         plan.model.weights_path,
         folder,
-        fan_in_fan_out=turned,
+        fan_in_fan_out=is_transposed,
     )
 
 
@@ -163,7 +165,7 @@ def _exported(
             stored = first.get(name, name)
             if name not in trained and stored not in reader.manifest.tensors:
                 continue  # a buffer outside every pipeline layer: from_pretrained makes it
-            tensor = whole_parameter(plan, reader, stored).reshape(wanted[name].shape)
+            tensor = merged_parameter(plan, reader, stored).reshape(wanted[name].shape)
             tensors[name] = (
                 tensor.to(dtype) if name in trained and tensor.is_floating_point() else tensor
             )
@@ -213,7 +215,7 @@ def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """One storage a tensor: a split of one fused tensor leaves views of it."""
-    save_readable(
+    save_safetensors(
         {name: t.clone() if t._base is not None else t for name, t in tensors.items()}, path
     )
 
@@ -223,15 +225,15 @@ def _write_configs(
 ) -> None:
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
-    if plan.model.own_code is not None:
+    if plan.model.remote_code is not None:
         task = task_named(plan.model.task)
-        _bring_own_code(plan.model.own_code, task, model, checkpoint / "model", folder)
-    describe_what_is_there(model)
+        _copy_own_code(plan.model.remote_code, task, model, checkpoint / "model", folder)
+    drop_missing_tensors_from_config(model)
     model.config.save_pretrained(folder)
     write_generation_config(plan, model, checkpoint, folder)
 
 
-def describe_what_is_there(model: PreTrainedModel) -> None:
+def drop_missing_tensors_from_config(model: PreTrainedModel) -> None:
     """Takes out of the configuration what it says of tensors that an export does not hold: their
     quantisation, and layers for multi-token prediction, which transformers' class does not
     build."""
@@ -244,15 +246,15 @@ def describe_what_is_there(model: PreTrainedModel) -> None:
                 delattr(config, key)
         for key, value in config.to_dict().items():
             if (
-                _PREDICTS_MORE.fullmatch(key)
+                _MTP_LAYER_KEYS.fullmatch(key)
                 and isinstance(value, int)
                 and not any(_MTP.search(n) for n in names)
             ):
                 setattr(config, key, 0)
 
 
-def _bring_own_code(
-    code: OwnCode, task: Task, model: PreTrainedModel, folder: Path, output: Path
+def _copy_own_code(
+    code: RemoteCode, task: Task, model: PreTrainedModel, folder: Path, output: Path
 ) -> None:
     """Loads with trust_remote_code=True, as the model did that training started from."""
     model.config.auto_map = {

@@ -15,20 +15,20 @@ import torch
 from torch import distributed as dist
 
 from shardwright.diagnostics import refusal
-from shardwright.engines.trainer_protocol import LiveFragment
+from shardwright.engines.trainer_protocol import OwnedShard
 
-PIECE_ELEMENTS = 2**24
+CHUNK_ELEMENTS = 2**24
 """Compared at a time: what is made for it stays small beside the weights."""
 
 
-def check_masters(fragments: Iterable[LiveFragment]) -> bool:
+def check_master_weights(fragments: Iterable[OwnedShard]) -> bool:
     """Collective. Every master, cast, is the live weight, on every rank, or Refusal on all: SW6210.
     Whether all are finite numbers. fragments: all of this rank; nothing is gathered."""
-    looked = [(f, *_look(f)) for f in fragments if "fp32" in f.states]
+    looked = [(f, *_compare_bits(f)) for f in fragments if "fp32" in f.states]
     # Read back at the end: until then a GPU is not waited for.
     suspects = [f for f, other_bits, _ in looked if bool(other_bits)]
     other = next(
-        ((f.name, count, f.live.numel()) for f in suspects if (count := _differing(f))), None
+        ((f.name, count, f.live.numel()) for f in suspects if (count := _count_differing(f))), None
     )
     finite = all(bool(finite) for *_, finite in looked)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -49,7 +49,7 @@ def check_masters(fragments: Iterable[LiveFragment]) -> bool:
 
 
 @torch.no_grad()
-def _look(f: LiveFragment) -> tuple[torch.Tensor, torch.Tensor]:
+def _compare_bits(f: OwnedShard) -> tuple[torch.Tensor, torch.Tensor]:
     """(whether any live weight has other bits, whether all are finite), in one pass and without
     waiting."""
     other = torch.zeros((), dtype=torch.bool, device=f.live.device)
@@ -63,17 +63,17 @@ def _look(f: LiveFragment) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def _differing(f: LiveFragment) -> int:
+def _count_differing(f: OwnedShard) -> int:
     """Elements of which the live weight is another number: NaN has many forms, and zero has two."""
     return sum(
         int(((cast != live) & ~(cast.isnan() & live.isnan())).sum()) for cast, live in _pieces(f)
     )
 
 
-def _pieces(f: LiveFragment) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pieces(f: OwnedShard) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Of the master, cast, and of the live weight."""
     for master, live in zip(
-        f.states["fp32"].split(PIECE_ELEMENTS), f.live.split(PIECE_ELEMENTS), strict=True
+        f.states["fp32"].split(CHUNK_ELEMENTS), f.live.split(CHUNK_ELEMENTS), strict=True
     ):
         yield master.to(live.dtype).to(live.device), live
 

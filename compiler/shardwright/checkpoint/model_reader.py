@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 
-from shardwright.checkpoint.checkpoint_compatibility import not_whole
+from shardwright.checkpoint.checkpoint_compatibility import incomplete_checkpoint
 from shardwright.checkpoint.checkpoint_manifest import CHECKSUMS, damages, read_checksums
 from shardwright.checkpoint.checkpoint_reader import CheckpointReader
-from shardwright.data.data_sources import every_part
+from shardwright.data.data_sources import all_data_sections
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.lora_target_paths import adapter_names
-from shardwright.models.remote_code_files import OwnCode
+from shardwright.models.remote_code_files import RemoteCode
 from shardwright.models.weights_location import TOKENIZER_PATTERNS
-from shardwright.parallel.lora_adapters import merged
+from shardwright.parallel.lora_adapters import merge_adapter
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import read_plan
 
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
@@ -36,15 +36,20 @@ def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
         except (OSError, ValueError) as error:
             wrong = [f"its plan.json cannot be read ({str(error).splitlines()[0]})"]
         else:
-            wrong = [f"{CHECKSUMS} does not name {name}" for name in _unsummed(checkpoint, plan)]
+            wrong = [
+                f"{CHECKSUMS} does not name {name}"
+                for name in _files_without_checksum(checkpoint, plan)
+            ]
     if wrong:
         help = "Give one `step-XXXXXXXX` folder under the compiled folder's checkpoint directory."
-        raise Refusal(*(d for why in wrong for d in not_whole(checkpoint, why, help).diagnostics))
-    require_trust(plan.model.own_code, (checkpoint / plan.model.config_file).parent, trust_code)
+        raise Refusal(
+            *(d for why in wrong for d in incomplete_checkpoint(checkpoint, why, help).diagnostics)
+        )
+    require_trust(plan.model.remote_code, (checkpoint / plan.model.config_file).parent, trust_code)
     return plan
 
 
-def require_trust(code: OwnCode | None, folder: Path, given: str | None) -> None:
+def require_trust(code: RemoteCode | None, folder: Path, given: str | None) -> None:
     """The folder itself cannot say that it is trusted: whoever wrote the code wrote the rest of it
     too.
 
@@ -68,20 +73,24 @@ def require_trust(code: OwnCode | None, folder: Path, given: str | None) -> None
     )
 
 
-def whole_parameter(plan: Plan, reader: CheckpointReader, name: str) -> torch.Tensor:
+def merged_parameter(plan: Plan, reader: CheckpointReader, name: str) -> torch.Tensor:
     """The parameter, with its adapter where it has one."""
     saved = reader.saved(name)
     tensor = reader.whole(name, saved.states[0])
     a, b = adapter_names(name.removesuffix(".weight"))
     if plan.lora is None or a not in reader.manifest.tensors:
         return tensor
-    return merged(
-        tensor, reader.whole(a, "fp32"), reader.whole(b, "fp32"), plan.lora, turned=saved.transposed
+    return merge_adapter(
+        tensor,
+        reader.whole(a, "fp32"),
+        reader.whole(b, "fp32"),
+        plan.lora,
+        is_transposed=saved.transposed,
     )
 
 
 def is_byte_level(plan: Plan) -> bool:
-    return any(part.tokenizer == "byte" for part in every_part(plan))
+    return any(part.tokenizer == "byte" for part in all_data_sections(plan))
 
 
 def tokenizer_files(checkpoint: Path) -> list[Path]:
@@ -96,14 +105,14 @@ def tokenizer_files(checkpoint: Path) -> list[Path]:
     return [path for path in found if path.is_file() and path.suffix != ".py"]
 
 
-def _unsummed(checkpoint: Path, plan: Plan) -> list[str]:
+def _files_without_checksum(checkpoint: Path, plan: Plan) -> list[str]:
     """What is read beside the manifest's own files, and has no checksum."""
-    code = () if plan.model.own_code is None else plan.model.own_code.files
+    code = () if plan.model.remote_code is None else plan.model.remote_code.files
     beside = [
         checkpoint / plan.model.config_file,
         *(checkpoint / "model" / name for name, _ in code),
     ]
-    generation = [path for path in (checkpoint / "model" / GENERATION,) if path.is_file()]
+    generation = [path for path in (checkpoint / "model" / GENERATION_CONFIG,) if path.is_file()]
     paths = [checkpoint / "plan.json", *beside, *generation, *tokenizer_files(checkpoint)]
     sums = read_checksums(checkpoint)
     return [

@@ -13,7 +13,9 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import read_plan
 
 
-def other_data(checkpoint: Path, rows: tuple[int, ...], data: Mapping[str, str]) -> tuple[str, ...]:
+def data_changes(
+    checkpoint: Path, rows: tuple[int, ...], data: Mapping[str, str]
+) -> tuple[str, ...]:
     """The same paths can hold other data by now. rows: training sequences of each part; data:
     data.path -> digest."""
     saved = read_manifest(checkpoint)
@@ -33,7 +35,7 @@ def other_data(checkpoint: Path, rows: tuple[int, ...], data: Mapping[str, str])
     )
 
 
-def other_schedule(plan: Plan, checkpoint: Path, step: int) -> tuple[str, ...]:
+def schedule_changes(plan: Plan, checkpoint: Path, step: int) -> tuple[str, ...]:
     """plan: with its epochs counted, as the checkpoint's own is. step: the one that was closed."""
     saved = read_plan(checkpoint)
     was, now = _schedule(saved), _schedule(plan)

@@ -23,7 +23,7 @@ _MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ancestor:
+class ParentRun:
     """A run up to a step."""
 
     run: str
@@ -31,47 +31,47 @@ class Ancestor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class RunHistory:
     """run: "" for checkpoints from before runs had ids. before: what it goes on from, oldest
     first."""
 
     run: str
-    before: tuple[Ancestor, ...] = ()
+    before: tuple[ParentRun, ...] = ()
 
-    def holds(self, other: Line, step: int) -> bool:
+    def holds(self, other: RunHistory, step: int) -> bool:
         """Whether the checkpoint of `step` that `other` wrote lies on this line."""
         return other.run == self.run or any(
             a.run == other.run and step <= a.step for a in self.before
         )
 
 
-UNKNOWN = Line(run="")
+UNKNOWN_RUN = RunHistory(run="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class SaveMetadata:
     """What a checkpoint is told of who writes it: its line, and as its manifest has them rows, data
     and finite."""
 
-    line: Line
+    line: RunHistory
     finite: bool = True
     rows: tuple[int, ...] = ()
     data: Mapping[str, str] = field(default_factory=dict)
 
 
-UNKNOWN_ORIGIN = Origin(line=UNKNOWN)
+UNKNOWN_METADATA = SaveMetadata(line=UNKNOWN_RUN)
 
 
-def new_line(before: tuple[Ancestor, ...] = ()) -> Line:
-    return Line(run=secrets.token_hex(8), before=before)
+def new_run_history(before: tuple[ParentRun, ...] = ()) -> RunHistory:
+    return RunHistory(run=secrets.token_hex(8), before=before)
 
 
-def branch(line: Line, step: int) -> Line:
+def branch_run_history(line: RunHistory, step: int) -> RunHistory:
     """Another run, from a checkpoint of `line` on."""
-    return new_line((*line.before, Ancestor(run=line.run, step=step)))
+    return new_run_history((*line.before, ParentRun(run=line.run, step=step)))
 
 
-def continued(current: Line | None, written: Line, step: int) -> Line:
+def continue_run_history(current: RunHistory | None, written: RunHistory, step: int) -> RunHistory:
     """The line of an attempt that goes on by itself from the checkpoint of `step` in `written`'s
     line.
 
@@ -79,35 +79,35 @@ def continued(current: Line | None, written: Line, step: int) -> Line:
     """
     if current is not None and current.holds(written, step):
         return current
-    return written if current is None and written.run else branch(written, step)
+    return written if current is None and written.run else branch_run_history(written, step)
 
 
-def line_from_json(document: object) -> Line | None:
+def run_history_from_json(document: object) -> RunHistory | None:
     """None where there is none in it."""
     try:
-        return read_record(Line, document)
+        return read_record(RunHistory, document)
     except ValueError:
         return None
 
 
-def current_line(folder: Path) -> Line | None:
+def current_run_history(folder: Path) -> RunHistory | None:
     """Of the compiled folder's last attempt."""
-    return line_from_json(read_attempt_record(folder).line)
+    return run_history_from_json(read_attempt_record(folder).line)
 
 
-def line_of(checkpoint: Path) -> Line:
+def run_history_of(checkpoint: Path) -> RunHistory:
     try:
-        return parse_line(read_limited(checkpoint / RUN_FILE, _MOST_BYTES))
+        return parse_run_history(read_limited(checkpoint / RUN_FILE, _MOST_BYTES))
     except (OSError, ValueError):
-        return UNKNOWN
+        return UNKNOWN_RUN
 
 
-def parse_line(text: bytes) -> Line:
+def parse_run_history(text: bytes) -> RunHistory:
     try:
-        return line_from_json(parse_json(text)) or UNKNOWN
+        return run_history_from_json(parse_json(text)) or UNKNOWN_RUN
     except ValueError:
-        return UNKNOWN
+        return UNKNOWN_RUN
 
 
-def write_line(checkpoint: Path, line: Line) -> None:
+def write_run_history(checkpoint: Path, line: RunHistory) -> None:
     write_json(checkpoint / RUN_FILE, asdict(line))

@@ -42,7 +42,9 @@ def published_steps(root: Path) -> list[tuple[int, Path]]:
     return sorted((step, path) for step, path in named if step is not None and path.is_dir())
 
 
-def surplus(names: Sequence[str], keep: int, is_finite: Callable[[str], bool]) -> list[str]:
+def superseded_checkpoints(
+    names: Sequence[str], keep: int, is_finite: Callable[[str], bool]
+) -> list[str]:
     """Of checkpoints, oldest first, those that `keep` leaves no room for: never the newest with a
     finite loss."""
     kept, older = names[-keep:], names[:-keep]
@@ -61,7 +63,7 @@ def publish(partial: Path, root: Path, step: int) -> None:
     os.rename(partial, target)
 
 
-def set_aside(root: Path, attempt: int, newer_than: int) -> None:
+def rejected_faster_layouts(root: Path, attempt: int, newer_than: int) -> None:
     """An attempt that goes on from an earlier step (or from none) keeps the later checkpoints out
     of its way, and loses none: they move to a dot folder."""
     later = [path for step, path in published_steps(root) if step > newer_than]
@@ -72,23 +74,23 @@ def set_aside(root: Path, attempt: int, newer_than: int) -> None:
 def _move_aside(root: Path, steps: list[Path], attempt: int) -> None:
     """attempt: its number is taken, where no folder has it or a later one (run/ may have been
     deleted)."""
-    number = max([attempt, *(1 + taken for taken, _ in _set_aside_folders(root))])
+    number = max([attempt, *(1 + taken for taken, _ in _moved_aside_folders(root))])
     aside = root / f".before-attempt-{number}"
     aside.mkdir(parents=True)
     for path in steps:
         path.rename(aside / path.name)
 
 
-def _set_aside_folders(root: Path) -> list[tuple[int, Path]]:
+def _moved_aside_folders(root: Path) -> list[tuple[int, Path]]:
     """Oldest first."""
     matches = ((_ASIDE.fullmatch(path.name), path) for path in root.iterdir())
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def prune_set_aside(root: Path, step: int) -> None:
+def prune_moved_aside(root: Path, step: int) -> None:
     """After the checkpoint of `step`: the newest folder that was moved aside stays, others go once
     the run has come past all their steps."""
-    for _, aside in _set_aside_folders(root)[:-1]:
+    for _, aside in _moved_aside_folders(root)[:-1]:
         if all(other <= step for other, _ in published_steps(aside)):
             shutil.rmtree(aside, ignore_errors=True)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from shardwright.cli.command_options import add_json, add_overrides
-from shardwright.cli.terminal import error, shell_word
+from shardwright.cli.terminal import error, shell_quoted
 
 CPU_MINUTES, GPU_MINUTES = 0.5, 5.0
 FILE = "measured.json"
@@ -53,25 +53,25 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from shardwright.calibrate.calibration import calibrate
-    from shardwright.cli.measurement_text import figure_lines
+    from shardwright.cli.measurement_text import measurement_lines
     from shardwright.utils.atomic_write import write_atomically
-    from shardwright.utils.sigterm_interrupt import ended_as_interrupted
+    from shardwright.utils.sigterm_interrupt import sigterm_as_interrupt
     from shardwright.utils.strict_json import strict_json
 
     limit = args.minutes or (CPU_MINUTES if recipe.cluster.gpu == "cpu" else GPU_MINUTES)
-    with ended_as_interrupted():
+    with sigterm_as_interrupt():
         done = calibrate(recipe, 60 * limit, lambda text: print(text, file=sys.stderr, flush=True))
     text = strict_json(asdict(done.found))
     write_atomically(args.output, text + "\n")
     if args.json:
         print(text)
         return 0
-    print("\n".join(figure_lines(done.found)))
-    for each in done.left_out:
+    print("\n".join(measurement_lines(done.found)))
+    for each in done.skipped:
         print(f"not measured: {each}", file=sys.stderr)
     print(f"written      {args.output}")
     print(
-        f"next         cluster.measured: {shell_word(str(args.output))} in the recipe, then "
+        f"next         cluster.measured: {shell_quoted(str(args.output))} in the recipe, then "
         "`shardwright plan`"
     )
     return 0

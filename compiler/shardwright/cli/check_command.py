@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 from shardwright.cli.command_options import add_json, add_overrides
 from shardwright.cli.terminal import print_diagnostics
 from shardwright.diagnostics import Diagnostic, Refusal, Source
-from shardwright.diagnostics.diagnostic_rendering import to_json, visible
-from shardwright.models.weights_location import weights_words
+from shardwright.diagnostics.diagnostic_rendering import (
+    diagnostic_to_json,
+    escape_control_characters,
+)
+from shardwright.models.weights_location import weights_summary
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         ok = not any(diagnostic.severity == "error" for diagnostic in diagnostics)
         refused |= not ok
         if args.json:
-            found = [to_json(diagnostic, source) for diagnostic in diagnostics]
+            found = [diagnostic_to_json(diagnostic, source) for diagnostic in diagnostics]
             print(strict_json({"recipe": name, "ok": ok, "diagnostics": found}), flush=True)
             continue
         if diagnostics and blocks:
@@ -50,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
         blocks += len(diagnostics)
         print_diagnostics(diagnostics, source)
         if ok:
-            print(f"ok {visible(name)}: {weights_words(recipe.model.weights)}", flush=True)
+            print(
+                f"ok {escape_control_characters(name)}: {weights_summary(recipe.model.weights)}",
+                flush=True,
+            )
     return 1 if refused else 0
 
 
@@ -58,11 +64,11 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Of a recipe that passed stage 1: what compile would refuse, as far as no torch is needed to
     tell."""
     from shardwright.cluster.gpu_catalogue import gpu_errors, resolve_cluster
-    from shardwright.cost.calibrated_costs import measured_errors
+    from shardwright.cost.calibrated_costs import calibration_errors
     from shardwright.engines.engine_table import engines_for
     from shardwright.models.model_check import check_model
     from shardwright.recipe.input_file_checks import check_files
-    from shardwright.search.precision_rules import half_on_cpu, no_peak
+    from shardwright.search.precision_rules import fp16_on_cpu_error, missing_peak_error
     from shardwright.search.runnable_recipes import check_tokenizers
 
     found = [*gpu_errors(recipe.cluster)]
@@ -70,13 +76,13 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
         cluster, precision = resolve_cluster(recipe.cluster), recipe.training.precision
         found += [
             d
-            for d in (no_peak(precision, cluster), half_on_cpu(precision, cluster))
+            for d in (missing_peak_error(precision, cluster), fp16_on_cpu_error(precision, cluster))
             if d is not None
         ]
     found += [*check_files(recipe), *check_model(recipe), *check_tokenizers(recipe)]
-    refused = [engine.check_extra(recipe) for engine in engines_for(recipe.target)]
-    found += [*(refused[0] if all(refused) else ()), *measured_errors(recipe)]
-    told: dict[tuple[str, object], Diagnostic] = {}
+    refused = [engine.sbatch_option_errors(recipe) for engine in engines_for(recipe.target)]
+    found += [*(refused[0] if all(refused) else ()), *calibration_errors(recipe)]
+    by_code_and_key: dict[tuple[str, object], Diagnostic] = {}
     for diagnostic in found:
-        told.setdefault((diagnostic.code, diagnostic.key), diagnostic)
-    return tuple(told.values())
+        by_code_and_key.setdefault((diagnostic.code, diagnostic.key), diagnostic)
+    return tuple(by_code_and_key.values())

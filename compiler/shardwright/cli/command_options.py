@@ -26,7 +26,7 @@ def positive(text: str) -> int:
     return value
 
 
-def add_new_recipe(parser: argparse.ArgumentParser) -> None:
+def add_recipe_output(parser: argparse.ArgumentParser) -> None:
     """args.output: a path, or None for standard output."""
     help = "where to write the recipe; an existing file is never replaced"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=help)
@@ -63,7 +63,7 @@ def add_island(
 def island_folder(args: argparse.Namespace) -> Path:
     """args.folder, or the island's in it that args.island names. Raises Refusal: SW6001, SW6014."""
     from shardwright.diagnostics import refusal
-    from shardwright.plan.island_plans import of_island
+    from shardwright.plan.island_plans import select_island_folder
     from shardwright.plan.plan_json import load_plan
 
     folder: Path = args.folder
@@ -73,4 +73,6 @@ def island_folder(args: argparse.Namespace) -> Path:
             f"--island {args.island} is no number",
             "Give the number of an island, from 0.",
         )
-    return of_island(load_plan(folder), folder, None if args.island is None else int(args.island))
+    return select_island_folder(
+        load_plan(folder), folder, None if args.island is None else int(args.island)
+    )

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.command_options import add_json, add_overrides
-from shardwright.cli.terminal import print_diagnostics, shell_word
-from shardwright.diagnostics.diagnostic_rendering import visible
-from shardwright.models.weights_location import weights_words
-from shardwright.utils.number_format import SECONDS_PER_DAY, duration, number
+from shardwright.cli.terminal import print_diagnostics, shell_quoted
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
+from shardwright.models.weights_location import weights_summary
+from shardwright.utils.number_format import SECONDS_PER_DAY, format_days, format_number
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.compile import Compiled
-    from shardwright.monitor.run_files import MeasuredSaves
+    from shardwright.compile import CompileResult
+    from shardwright.monitor.run_files import SaveStatistics
     from shardwright.plan.plan import Plan, PlanStage, PlanTraining
     from shardwright.recipe.recipe_types import Recipe
 
@@ -33,19 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.compiled_folder_writer import check_folder, forget_islands, write_folder
+    from shardwright.compiled_folder_writer import (
+        check_output_folder,
+        remove_surplus_island_plans,
+        write_folder,
+    )
     from shardwright.plan.island_plans import island_name
-    from shardwright.recipe.auto_values import with_measured_saves
+    from shardwright.recipe.auto_values import with_measured_checkpoint_rate
     from shardwright.recipe.recipe_loader import load_recipe
 
     recipe = load_recipe(args.recipe, args.overrides)
     # Before the seconds that torch needs.
     islands = range(recipe.cluster.islands if recipe.training.outer else 0)
     for folder in (args.output, *(args.output / island_name(k) for k in islands)):
-        check_folder(folder)
+        check_output_folder(folder)
     saves = _measured_saves(recipe, args.output)
     if saves is not None:
-        recipe = with_measured_saves(recipe, saves.gbytes_per_second)
+        recipe = with_measured_checkpoint_rate(recipe, saves.gbytes_per_second)
 
     from shardwright.compile import compile_recipe
 
@@ -53,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     write_folder(args.output, compiled.files)
     for island, files in enumerate(compiled.islands):
         write_folder(args.output / island_name(island), files)
-    forget_islands(args.output, len(compiled.islands))
+    remove_surplus_island_plans(args.output, len(compiled.islands))
     print_diagnostics(compiled.warnings, recipe.source)
     if args.json:
         print(as_json(compiled, args.output))
@@ -62,19 +66,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measured_saves(recipe: Recipe, directory: Path) -> MeasuredSaves | None:
+def _measured_saves(recipe: Recipe, directory: Path) -> SaveStatistics | None:
     """Of the run in the folder that is compiled anew, where an interval is to be settled and the
     recipe gives no speed (decision 025)."""
-    from shardwright.monitor.run_files import read_saves
+    from shardwright.monitor.run_files import read_save_statistics
 
     settles = (
         recipe.checkpoint.every_steps == "auto"
         and recipe.cluster.checkpoint_gbytes_per_second is None
     )
-    return read_saves(directory) if settles else None
+    return read_save_statistics(directory) if settles else None
 
 
-def _interval(recipe: Recipe, plan: Plan, saves: MeasuredSaves | None) -> str:
+def _interval(recipe: Recipe, plan: Plan, saves: SaveStatistics | None) -> str:
     """What `checkpoint.every_steps: auto` became; "" where the recipe says it."""
     if recipe.checkpoint.every_steps != "auto":
         return ""
@@ -82,17 +86,17 @@ def _interval(recipe: Recipe, plan: Plan, saves: MeasuredSaves | None) -> str:
     assert every is not None, "auto is always some steps"
     words = (
         f"every {every:,} steps, "
-        f"{duration(every * plan.predicted.time.step_seconds / SECONDS_PER_DAY)} apart"
+        f"{format_days(every * plan.predicted.time.step_seconds / SECONDS_PER_DAY)} apart"
     )
     if saves is None:
         return words
     return (
-        f"{words}; the run there wrote {number(saves.gbytes_per_second)} GB/s a node in "
+        f"{words}; the run there wrote {format_number(saves.gbytes_per_second)} GB/s a node in "
         f"{saves.count} saves"
     )
 
 
-def as_json(compiled: Compiled, directory: Path) -> str:
+def as_json(compiled: CompileResult, directory: Path) -> str:
     plan = compiled.plan
     return strict_json(
         {
@@ -110,7 +114,7 @@ def as_json(compiled: Compiled, directory: Path) -> str:
     )
 
 
-def _island_files(compiled: Compiled) -> list[str]:
+def _island_files(compiled: CompileResult) -> list[str]:
     from shardwright.plan.island_plans import island_name
 
     return [
@@ -120,11 +124,11 @@ def _island_files(compiled: Compiled) -> list[str]:
     ]
 
 
-def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
+def summary(compiled: CompileResult, directory: Path, interval: str = "") -> str:
     """What was decided, in the recipe's own words, and the next command. interval: of `every_steps:
     auto`."""
-    from shardwright.cost.prediction_errors import error_words
-    from shardwright.search.layout_comparison import hpz_words
+    from shardwright.cost.prediction_errors import error_bar_text
+    from shardwright.search.layout_comparison import hpz_text
 
     plan, model, files = compiled.plan, compiled.plan.model, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
@@ -141,13 +145,13 @@ def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
             "model",
             (
                 f"{model.architecture}, {model.total_parameters:,} parameters, "
-                f"{weights_words(model.weights)}"
+                f"{weights_summary(model.weights)}"
             ),
         ),
         ("cluster", f"{islands}{plan.nodes} x {plan.gpus_per_node} {plan.gpu}"),
         ("layout", layout),
         ("", settings),
-        *([("weights", hpz)] if (hpz := hpz_words(s)) else []),
+        *([("weights", hpz)] if (hpz := hpz_text(s)) else []),
         (
             "batch",
             (
@@ -162,11 +166,14 @@ def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
         *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),
         ("memory", f"{peak:.1f} of {capacity:.1f} GiB on the fullest rank, predicted"),
         ("step", f"{time.step_seconds:.3g} s, {time.bubble_fraction:.0%} of it idle, predicted"),
-        ("error", error_words(compiled.error)),
+        ("error", error_bar_text(compiled.error)),
         *([("saves", interval)] if interval else []),
         (
             "written",
-            f"{len(files) + len(_island_files(compiled))} files in {visible(str(directory))}",
+            (
+                f"{len(files) + len(_island_files(compiled))} files in "
+                f"{escape_control_characters(str(directory))}"
+            ),
         ),
         *_next(plan, directory),
     ]
@@ -176,7 +183,7 @@ def summary(compiled: Compiled, directory: Path, interval: str = "") -> str:
 
 def _next(plan: Plan, directory: Path) -> list[tuple[str, str]]:
     """The commands that start it."""
-    place = shell_word(str(directory))
+    place = shell_quoted(str(directory))
     if plan.outer is None:
         return [("next", f"shardwright run {place}")]
     store = f"shardwright outer-store {place}"

@@ -28,11 +28,11 @@ def run(args: argparse.Namespace) -> int:
                 "try again."
             ),
         ) from None
-    print(shtab.complete(whole_parser(shtab.FILE, shtab.DIRECTORY), shell=args.shell))
+    print(shtab.complete(completion_parser(shtab.FILE, shtab.DIRECTORY), shell=args.shell))
     return 0
 
 
-def whole_parser(file: dict[str, str], directory: dict[str, str]) -> argparse.ArgumentParser:
+def completion_parser(file: dict[str, str], directory: dict[str, str]) -> argparse.ArgumentParser:
     """Every command in one parser, which the command line itself never builds. file, directory:
     shtab's markers."""
     import importlib

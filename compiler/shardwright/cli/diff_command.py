@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 from shardwright.cli.command_options import add_json
 from shardwright.cli.terminal_tables import table_lines, title
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.models.weights_location import TOKENIZER_PATTERNS
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.checkpoint_compatibility import CheckpointFacts, TokenizerFiles
+    from shardwright.checkpoint.checkpoint_compatibility import ResumeRequirements, TokenizerFiles
     from shardwright.cli.priced_recipe import PricedRecipe
-    from shardwright.cli.resume_verdict import Resumable, Resume
+    from shardwright.cli.resume_verdict import ResumeSide, ResumeVerdict
     from shardwright.layout.layout_estimate import Estimate
     from shardwright.recipe.recipe_types import Recipe
     from shardwright.utils.json_types import JsonObject, JsonValue
@@ -33,7 +33,7 @@ Change = tuple[str, "JsonValue", "JsonValue"]
 """(key, A's value, B's value)"""
 SECTIONS = {
     "recipe": "Recipe",
-    "strategy": "Layout",
+    "strategy": "PricedLayout",
     "stages": "Stages",
     "model": "Model",
     "versions": "Versions",
@@ -52,37 +52,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 0 whether or not anything differs; a recipe that cannot be read is refused."""
-    from shardwright.cli.estimate_command import diagnostic_objects
-    from shardwright.cli.priced_recipe import read_subject
+    from shardwright.cli.estimate_command import diagnostics_json
+    from shardwright.cli.priced_recipe import read_priced_recipe
 
     try:
-        a, b = read_subject(args.a), read_subject(args.b)
+        a, b = read_priced_recipe(args.a), read_priced_recipe(args.b)
     except Refusal as refusal:
         if not args.json:
             raise
-        print(strict_json({"diagnostics": diagnostic_objects(refusal.diagnostics)}), flush=True)
+        print(strict_json({"diagnostics": diagnostics_json(refusal.diagnostics)}), flush=True)
         return 1
-    found = difference(a, b)
+    found = compare_plans(a, b)
     print(strict_json(as_object(a, b, found)) if args.json else page(a, b, found), flush=True)
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class PlanDifference:
     """changes: by the keys of SECTIONS."""
 
     changes: Mapping[str, tuple[Change, ...]]
-    resume: Resume
+    resume: ResumeVerdict
 
     @property
     def is_none(self) -> bool:
         return not any(self.changes.values())
 
 
-def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
-    from shardwright.cli.resume_verdict import resume_under
+def compare_plans(a: PricedRecipe, b: PricedRecipe) -> PlanDifference:
+    from shardwright.cli.resume_verdict import resume_verdict_of
 
-    ours, theirs = resumable(a), resumable(b)
+    ours, theirs = resume_side(a), resume_side(b)
     found = {
         "recipe": changes(a.recipe.document, b.recipe.document),
         "strategy": changes(
@@ -92,17 +92,17 @@ def difference(a: PricedRecipe, b: PricedRecipe) -> Difference:
         "model": changes(a.graph.config, b.graph.config),
         "versions": changes(ours.versions, theirs.versions),
     }
-    return Difference(changes=found, resume=resume_under(ours, theirs))
+    return PlanDifference(changes=found, resume=resume_verdict_of(ours, theirs))
 
 
-def resumable(subject: PricedRecipe) -> Resumable:
+def resume_side(subject: PricedRecipe) -> ResumeSide:
     """A recipe counts as compiled by what is installed."""
-    from shardwright.cli.resume_verdict import Resumable
+    from shardwright.cli.resume_verdict import ResumeSide
     from shardwright.engines.engine_table import ENGINES
     from shardwright.plan.plan_builder import installed_versions
 
     packages = ENGINES[subject.recipe.target].packages
-    return Resumable(
+    return ResumeSide(
         recipe=subject.recipe,
         facts=_facts(subject),
         attention=subject.graph.attention,
@@ -112,34 +112,34 @@ def resumable(subject: PricedRecipe) -> Resumable:
     )
 
 
-def _facts(subject: PricedRecipe) -> CheckpointFacts:
+def _facts(subject: PricedRecipe) -> ResumeRequirements:
     """Of a compiled folder those that `run` takes, but for the tokenizer's name: a recipe has it
     from elsewhere."""
     from shardwright.checkpoint.checkpoint_compatibility import (
-        CheckpointFacts,
-        facts_of,
-        samples_of,
+        ResumeRequirements,
+        resume_requirements,
+        sample_order,
     )
-    from shardwright.models.frozen_parameters import frozen_patterns
+    from shardwright.models.frozen_parameters import frozen_parameter_patterns
     from shardwright.plan.plan_builder import plan_data, plan_lora
 
     recipe, graph, name = subject.recipe, subject.graph, _tokenizer_name(subject.recipe)
     if subject.plan is not None:
-        facts = facts_of(subject.plan, Path(subject.name))
+        facts = resume_requirements(subject.plan, Path(subject.name))
         if facts.tokenizer is None or name is None:
             return facts
         return dataclasses.replace(facts, tokenizer=dataclasses.replace(facts.tokenizer, name=name))
-    too_few_layers = any(d.code == "SW3106" for d in subject.estimate.diagnostics)
-    return CheckpointFacts(
+    too_few_layers_error = any(d.code == "SW3106" for d in subject.estimate.diagnostics)
+    return ResumeRequirements(
         architecture=graph.architecture,
         config_hash=graph.config_hash,
         strategy=subject.estimate.strategy,
-        boundaries=() if too_few_layers else subject.estimate.boundaries,
+        boundaries=() if too_few_layers_error else subject.estimate.boundaries,
         precision=recipe.training.precision,
         lora=plan_lora(recipe, graph),
-        frozen=frozen_patterns(graph, recipe.model.freeze),
+        frozen=frozen_parameter_patterns(graph, recipe.model.freeze),
         tokenizer=None if name is None else _tokenizer_files(name),
-        samples=samples_of(recipe.training, recipe.cluster.islands),
+        samples=sample_order(recipe.training, recipe.cluster.islands),
         data=None if recipe.data is None else plan_data(recipe.data),
         held_out=(recipe.validation and recipe.validation.fraction) or 0.0,
     )
@@ -152,9 +152,9 @@ def _tokenizer_name(recipe: Recipe) -> str | None:
 
 def _tokenizer_files(name: str) -> TokenizerFiles:
     """Of a folder on this machine; those of a Hugging Face name are not looked for."""
-    from shardwright.checkpoint.checkpoint_compatibility import BYTE, TokenizerFiles
+    from shardwright.checkpoint.checkpoint_compatibility import BYTE_TOKENIZER, TokenizerFiles
 
-    if name == BYTE:
+    if name == BYTE_TOKENIZER:
         return TokenizerFiles(name=name, files=())
     folder = Path(name)
     found = {
@@ -177,21 +177,21 @@ def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
 
 
 def _leaves(
-    value: JsonObject, beside: JsonValue, path: tuple[str, ...] = ()
+    value: JsonObject, counterpart: JsonValue, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, JsonValue]]:
     """beside: what the other one has there. A mapping of one key beside a word, {full: 3} beside
     full, is one value."""
     for key, below in value.items():
-        other = beside.get(key) if isinstance(beside, dict) else None
+        other = counterpart.get(key) if isinstance(counterpart, dict) else None
         if isinstance(below, dict) and below and not (isinstance(other, str) and len(below) == 1):
             yield from _leaves(below, other, (*path, key))
         else:
             yield ".".join((*path, key)), below
 
 
-def _stages(subject: PricedRecipe, resumable: Resumable) -> JsonObject:
+def _stages(subject: PricedRecipe, resume_side: ResumeSide) -> JsonObject:
     names = [layer.name for layer in subject.graph.layers]
-    bounds = itertools.pairwise(resumable.facts.boundaries)
+    bounds = itertools.pairwise(resume_side.facts.boundaries)
     return {f"stage {i}": _span(names[start:stop]) for i, (start, stop) in enumerate(bounds)}
 
 
@@ -234,8 +234,9 @@ def effects(a: Estimate, b: Estimate) -> tuple[Effect, ...]:
     )
 
 
-# Words, what a figure is divided by, and its format; {} is inside_words() of both layouts.
-_SHOWN = {
+# Words, what a figure is divided by, and its format; {} is in_layer_collectives_text() of both
+# layouts.
+_FIGURE_FORMATS = {
     "peak_bytes": ("peak memory, GiB", GIB, ".2f"),
     "capacity_bytes": ("memory of a GPU, GiB", GIB, ".1f"),
     "step_seconds": ("step, s", 1, ".4g"),
@@ -256,8 +257,8 @@ _SHOWN = {
 LONGEST = 60  # characters of a value in the page; --json has all
 
 
-def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
-    from shardwright.layout.layout import inside_words
+def page(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> str:
+    from shardwright.layout.layout import in_layer_collectives_text
 
     lines = [f"A  {_who(a)}", f"B  {_who(b)}", ""]
     if found.is_none:
@@ -271,8 +272,10 @@ def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
                 "",
             ]
     on_cpu = a.cluster.gpu.is_cpu and b.cluster.gpu.is_cpu
-    shown = [e for e in effects(a.estimate, b.estimate) if e.name in _SHOWN and (e.a or e.b)]
-    inside = inside_words(a.estimate.strategy, b.estimate.strategy)
+    shown = [
+        e for e in effects(a.estimate, b.estimate) if e.name in _FIGURE_FORMATS and (e.a or e.b)
+    ]
+    inside = in_layer_collectives_text(a.estimate.strategy, b.estimate.strategy)
     figures = [_effect_row(effect, inside, is_cpu=on_cpu) for effect in shown]
     lines += [
         title("Effect"),
@@ -290,7 +293,7 @@ def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
             lines.append(
                 f"  {name} is priced with the links of one cluster between all its nodes; {asked}"
             )
-        if subject.is_predicted_anew:
+        if subject.has_stale_prediction:
             lines.append(
                 f"  {name} was compiled by another version; its figures here are this version's"
             )
@@ -303,16 +306,20 @@ def page(a: PricedRecipe, b: PricedRecipe, found: Difference) -> str:
 
 def _who(subject: PricedRecipe) -> str:
     kind = "recipe" if subject.plan is None else "compiled folder"
-    return f"{visible(subject.name)} ({kind} {subject.recipe.name})"
+    return f"{escape_control_characters(subject.name)} ({kind} {subject.recipe.name})"
 
 
 def _say(value: JsonValue) -> str:
-    text = "-" if value is None else visible(value if isinstance(value, str) else json.dumps(value))
+    text = (
+        "-"
+        if value is None
+        else escape_control_characters(value if isinstance(value, str) else json.dumps(value))
+    )
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def _effect_row(effect: Effect, inside: str, *, is_cpu: bool) -> tuple[str, ...]:
-    words, unit, form = _SHOWN[effect.name]
+    words, unit, form = _FIGURE_FORMATS[effect.name]
     words = words.format(inside).replace("GPU", "rank" if is_cpu else "GPU")
     values = (
         "-" if value is None else format(value / unit, form) for value in (effect.a, effect.b)
@@ -321,8 +328,8 @@ def _effect_row(effect: Effect, inside: str, *, is_cpu: bool) -> tuple[str, ...]
     return words, *values, "" if change is None else "same" if change == 0 else f"{change:+.1%}"
 
 
-def as_object(a: PricedRecipe, b: PricedRecipe, found: Difference) -> JsonObject:
-    from shardwright.cli.estimate_command import estimate_object
+def as_object(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> JsonObject:
+    from shardwright.cli.estimate_command import estimate_json
 
     def listed(rows: tuple[Change, ...]) -> list[JsonValue]:
         return [{"key": key, "a": ours, "b": theirs} for key, ours, theirs in rows]
@@ -330,7 +337,7 @@ def as_object(a: PricedRecipe, b: PricedRecipe, found: Difference) -> JsonObject
     def side(subject: PricedRecipe) -> JsonObject:
         kind = "recipe" if subject.plan is None else "folder"
         return {
-            **estimate_object(subject.name, subject.estimate),
+            **estimate_json(subject.name, subject.estimate),
             "kind": kind,
             "name": subject.recipe.name,
         }

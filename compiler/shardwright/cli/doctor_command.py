@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.command_options import add_island, add_json, island_folder
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -35,16 +35,16 @@ def run(args: argparse.Namespace) -> int:
     if plan.outer is not None:
         checks.append(_store_check(plan, folder))
     print(as_json(checks) if args.json else as_text(checks))
-    return 1 if any(is_red(check) for check in checks) else 0
+    return 1 if any(check_has_errors(check) for check in checks) else 0
 
 
 def _store_check(plan: Plan, folder: Path) -> HostCheck:
     """Of an island's folder."""
-    from shardwright.cost.diloco_costs import inner_seconds, islands_cost
-    from shardwright.diloco.outer_store_check import PlannedLink, check_store
+    from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost
+    from shardwright.diloco.outer_store_check import PlannedLink, check_outer_store_link
     from shardwright.recipe.recipe_loader import load_recipe
 
-    step = inner_seconds(plan.predicted.time)
+    step = inner_step_seconds(plan.predicted.time)
     cost = islands_cost(
         load_recipe(folder / "recipe.resolved.json"), plan.model.total_parameters, step
     )
@@ -54,7 +54,7 @@ def _store_check(plan: Plan, folder: Path) -> HostCheck:
         outer_seconds=cost.outer_seconds,
         between_seconds=cost.every_steps * step,
     )
-    return check_store(plan, folder, planned)
+    return check_outer_store_link(plan, folder, planned)
 
 
 def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostCheck]:
@@ -63,31 +63,31 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
     The names in a compiled hostfile of the latter two are made up, and nobody asks for them.
     """
     from shardwright.cluster.gpu_catalogue import resolve_cluster
-    from shardwright.diagnostics.host_check import unchecked
-    from shardwright.launch.host_checks import examine
+    from shardwright.diagnostics.host_check import skipped_check
+    from shardwright.launch.host_checks import check_hosts
     from shardwright.launch.launchers.job_scheduler import scheduler_of
     from shardwright.launch.launchers.launcher_table import LAUNCHERS
-    from shardwright.launch.preflight_checks import host_obstacles, scheduler_obstacles
-    from shardwright.launch.rendezvous_check import Assumed
+    from shardwright.launch.preflight_checks import hostfile_errors, scheduler_errors
+    from shardwright.launch.rendezvous_check import PlannedBandwidth
     from shardwright.recipe.recipe_loader import load_recipe
 
     cluster = resolve_cluster(load_recipe(folder / "recipe.resolved.json").cluster)
     shared, launcher = cluster.shared_filesystem, LAUNCHERS[plan.launch.launcher]
-    assumed = Assumed(
+    assumed = PlannedBandwidth(
         intra_node_bytes_per_second=cluster.intra_node_bytes_per_second,
         inter_node_bytes_per_second=cluster.inter_node_bytes_per_second,
         is_cpu=cluster.gpu.is_cpu,
     )
     if launcher.scheduler:
         if hostfile is not None:
-            raise Refusal(*host_obstacles(plan, folder, hostfile))
+            raise Refusal(*hostfile_errors(plan, folder, hostfile))
         if not launcher.is_allocated:
             return tuple(scheduler_of(plan).checks(plan, folder, shared=shared))
-        if obstacles := tuple(scheduler_obstacles(plan)):
+        if obstacles := tuple(scheduler_errors(plan)):
             raise Refusal(*obstacles)
         if plan.launch.slurm is not None and plan.launch.slurm.container is not None:
-            return (unchecked("nodes", "the ranks' container is not entered"),)
-        return examine(
+            return (skipped_check("nodes", "the ranks' container is not entered"),)
+        return check_hosts(
             plan, folder, scheduler_of(plan).allocated_hosts(), assumed, reach="srun", shared=shared
         )
     if plan.nodes > 1 and launcher.by_hand and hostfile is None:
@@ -95,32 +95,32 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
             f"the other {plan.nodes - 1}: run doctor on each, or give --hostfile where ssh "
             "reaches them"
         )
-        here = examine(plan, folder, ["this node"], assumed, reach="local", shared=shared)
-        return (*here, unchecked("nodes", told))
-    hosts = read_hosts(plan, folder, hostfile)
-    return examine(
+        here = check_hosts(plan, folder, ["this node"], assumed, reach="local", shared=shared)
+        return (*here, skipped_check("nodes", told))
+    hosts = read_hostfile(plan, folder, hostfile)
+    return check_hosts(
         plan, folder, hosts, assumed, reach="local" if plan.nodes == 1 else "ssh", shared=shared
     )
 
 
-def read_hosts(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
+def read_hostfile(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
     """Raises Refusal where the hostfile is missing, cannot be read, or is not the plan's
     cluster."""
-    from shardwright.launch.preflight_checks import no_hostfile
-    from shardwright.plan.hostfile import read_hosts as hosts_of
-    from shardwright.utils.bounded_read import read_regular_text
+    from shardwright.launch.preflight_checks import missing_hostfile
+    from shardwright.plan.hostfile import read_hostfile as hostfile_slots
+    from shardwright.utils.bounded_read import read_regular_text_file
 
     if plan.nodes == 1:
         return ["localhost"]
     path = hostfile or folder / "launch" / "hostfile"
     try:
-        text = read_regular_text(path)
+        text = read_regular_text_file(path)
     except (OSError, UnicodeDecodeError):
-        raise Refusal(no_hostfile(plan)) from None
-    return [host.name for host in hosts_of(str(path), text, plan.nodes, plan.gpus_per_node)]
+        raise Refusal(missing_hostfile(plan)) from None
+    return [host.name for host in hostfile_slots(str(path), text, plan.nodes, plan.gpus_per_node)]
 
 
-def is_red(check: HostCheck) -> bool:
+def check_has_errors(check: HostCheck) -> bool:
     """Whether a run would fail; a warning (a slow link) is told and does not stop one."""
     return any(problem.severity == "error" for problem in check.problems)
 
@@ -128,13 +128,16 @@ def is_red(check: HostCheck) -> bool:
 def as_text(checks: Sequence[HostCheck]) -> str:
     lines = []
     for check in checks:
-        if not is_red(check):
+        if not check_has_errors(check):
             label = "ok  " if check.checked else "skip"
-            lines.append(f"{label} {check.name:<13}{visible(check.told)}")
+            lines.append(f"{label} {check.name:<13}{escape_control_characters(check.told)}")
         for problem in check.problems:
             label = "red " if problem.severity == "error" else "warn"
-            lines.append(f"{label} {check.name:<13}{problem.code} {visible(problem.message)}")
-            lines.append(f"     {'':<13}{visible(problem.help)}")
+            lines.append(
+                f"{label} {check.name:<13}{problem.code} "
+                f"{escape_control_characters(problem.message)}"
+            )
+            lines.append(f"     {'':<13}{escape_control_characters(problem.help)}")
     red = sum(problem.severity == "error" for check in checks for problem in check.problems)
     well = (
         "all is well" if all(check.checked for check in checks) else "what could be checked is well"
@@ -146,11 +149,11 @@ def as_text(checks: Sequence[HostCheck]) -> str:
 def as_json(checks: Sequence[HostCheck]) -> str:
     return strict_json(
         {
-            "ok": not any(is_red(check) for check in checks),
+            "ok": not any(check_has_errors(check) for check in checks),
             "checks": [
                 {
                     "name": check.name,
-                    "ok": not is_red(check),
+                    "ok": not check_has_errors(check),
                     "checked": check.checked,
                     "told": check.told,
                     "problems": [

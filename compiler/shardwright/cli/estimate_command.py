@@ -12,7 +12,12 @@ from shardwright.cli.command_options import add_json, add_overrides
 from shardwright.cli.terminal import print_diagnostics, print_refusal
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.recipe.recipe_types import AssumeSection
-from shardwright.utils.number_format import device, device_hours, duration, rate
+from shardwright.utils.number_format import (
+    format_days,
+    format_device_hours,
+    format_token_rate,
+    rank_or_gpu,
+)
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -43,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
     """Prints what there is to say of one recipe; whether it is feasible."""
-    from shardwright.cli.measurement_text import measured_object, plan_lines
+    from shardwright.cli.measurement_text import measurement_note_lines, measurements_json
     from shardwright.compile import estimate_recipe
     from shardwright.cost.goodput import goodput
     from shardwright.recipe.recipe_loader import load_recipe
@@ -52,7 +57,7 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
         problem, estimate = estimate_recipe(load_recipe(Path(path), overrides))
     except Refusal as refusal:
         if as_json:  # no "memory" and no "time": there was nothing to count
-            found = diagnostic_objects(refusal.diagnostics)
+            found = diagnostics_json(refusal.diagnostics)
             print(
                 strict_json({"recipe": path, "feasible": False, "diagnostics": found}), flush=True
             )
@@ -61,30 +66,32 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
         return False
     recipe, expected = problem.recipe, goodput(problem, estimate)
     if as_json:
-        measured = measured_object(recipe, problem.graph, estimate.strategy)
-        more = {"goodput": goodput_object(expected), "assume": dataclasses.asdict(recipe.assume)}
+        measured = measurements_json(recipe, problem.graph, estimate.strategy)
+        more = {"goodput": goodput_json(expected), "assume": dataclasses.asdict(recipe.assume)}
         more |= {} if measured is None else {"measured": measured}
-        more |= islands_object(recipe, problem.graph, estimate)
-        print(strict_json({**estimate_object(path, estimate), **more}), flush=True)
+        more |= islands_json(recipe, problem.graph, estimate)
+        print(strict_json({**estimate_json(path, estimate), **more}), flush=True)
     else:
         rows = islands_rows(recipe, problem.graph, estimate)
         told = [f"  {name:<8} {words}" for name, words in rows]
-        told += [f"  {line}" for line in plan_lines(recipe, problem.graph, problem.cluster)]
+        told += [
+            f"  {line}" for line in measurement_note_lines(recipe, problem.graph, problem.cluster)
+        ]
         print("\n".join([path, *_lines(estimate, recipe, expected), *told, ""]), flush=True)
         print_diagnostics(estimate.diagnostics, recipe.source)
     return estimate.feasible
 
 
-def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
+def estimate_json(path: str, estimate: Estimate) -> dict[str, JsonValue]:
     """The object of each plan of `plan --json`; `estimate --json` adds the goodput and what the
     recipe assumes."""
-    from shardwright.cost.prediction_errors import error_fields
+    from shardwright.cost.prediction_errors import error_json_fields
 
-    told = error_fields(estimate.error)
+    told = error_json_fields(estimate.error)
     return {
         "recipe": path,
         "feasible": estimate.feasible,
-        "diagnostics": diagnostic_objects(estimate.diagnostics),
+        "diagnostics": diagnostics_json(estimate.diagnostics),
         **{
             part: dataclasses.asdict(getattr(estimate, part)) | told.get(part, {})
             for part in _PARTS
@@ -93,44 +100,44 @@ def estimate_object(path: str, estimate: Estimate) -> dict[str, JsonValue]:
     }
 
 
-def goodput_object(expected: Goodput | None) -> JsonValue:
+def goodput_json(expected: Goodput | None) -> JsonValue:
     """null where nothing says how much is trained between saves."""
     return None if expected is None else dataclasses.asdict(expected)
 
 
 def goodput_rows(expected: Goodput | None) -> list[tuple[str, str]]:
     """(name, words), the name on the first alone."""
-    from shardwright.cost.goodput import goodput_words
+    from shardwright.cost.goodput import goodput_lines
 
-    words = [] if expected is None else goodput_words(expected)
+    words = [] if expected is None else goodput_lines(expected)
     return [("" if line else "goodput", text) for line, text in enumerate(words)]
 
 
-def islands_object(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> dict[str, JsonValue]:
+def islands_json(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> dict[str, JsonValue]:
     """{} without islands."""
-    from shardwright.cost.diloco_costs import inner_seconds, islands_cost
+    from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost
 
-    found = islands_cost(recipe, graph.total_parameters, inner_seconds(estimate.time))
+    found = islands_cost(recipe, graph.total_parameters, inner_step_seconds(estimate.time))
     return {} if found is None else {"islands": dataclasses.asdict(found)}
 
 
 def islands_rows(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> list[tuple[str, str]]:
     """(name, words), the name on the first alone."""
-    from shardwright.cost.diloco_costs import inner_seconds, islands_cost, islands_words
+    from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost, islands_cost_lines
 
-    found = islands_cost(recipe, graph.total_parameters, inner_seconds(estimate.time))
-    words = [] if found is None else islands_words(found)
+    found = islands_cost(recipe, graph.total_parameters, inner_step_seconds(estimate.time))
+    words = [] if found is None else islands_cost_lines(found)
     return [("" if line else "islands", text) for line, text in enumerate(words)]
 
 
-def cluster_words(recipe: Recipe, cluster: Cluster) -> str:
+def cluster_text(recipe: Recipe, cluster: Cluster) -> str:
     """cluster: of one island."""
     islands = recipe.cluster.islands
     one = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     return one if islands == 1 else f"{islands} islands of {one} each"
 
 
-def diagnostic_objects(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
+def diagnostics_json(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
     return [
         {
             "code": d.code,
@@ -143,24 +150,28 @@ def diagnostic_objects(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
     ]
 
 
-def training_words(recipe: Recipe, training: Training) -> str:
+def training_length_text(recipe: Recipe, training: Training) -> str:
     """Steps, time, GPU hours and cost."""
     if not training.steps:
         return f"{recipe.training.epochs:g} epochs: the steps are known once the data is prepared"
     cost = "" if training.cost is None else f", cost {training.cost:,.0f}"
-    hours = device_hours(training.gpu_hours, is_cpu=recipe.cluster.gpu == "cpu")
-    return f"{training.steps:,} steps, {duration(training.days)}, {hours}{cost}"
+    hours = format_device_hours(training.gpu_hours, is_cpu=recipe.cluster.gpu == "cpu")
+    return f"{training.steps:,} steps, {format_days(training.days)}, {hours}{cost}"
 
 
 def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list[str]:
-    from shardwright.cost.prediction_errors import error_words, flops_words
-    from shardwright.layout.layout import inside_axes
-    from shardwright.search.layout_comparison import hpz_words
+    from shardwright.cost.prediction_errors import error_bar_text, flops_source_text
+    from shardwright.layout.layout import in_layer_axes
+    from shardwright.search.layout_comparison import hpz_text
 
     s, time, memory, assume = estimate.strategy, estimate.time, estimate.memory, recipe.assume
     is_cpu = recipe.cluster.gpu == "cpu"
     gib = 2**30
-    hpz, flops, inside = hpz_words(s), flops_words(estimate.flops_source), "+".join(inside_axes(s))
+    hpz, flops, inside = (
+        hpz_text(s),
+        flops_source_text(estimate.flops_source),
+        "+".join(in_layer_axes(s)),
+    )
     outer = f"outer {time.outer_comm_seconds:.4g} s, " if time.outer_comm_seconds else ""
     micro_batch = f"micro_batch_size={s.micro_batch_size}"
     layout = s.describe().replace(
@@ -172,15 +183,16 @@ def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list
         f"  memory   {memory.peak_bytes / gib:.1f} of {memory.capacity_bytes / gib:.1f} GiB, "
         f"{'fits' if memory.fits else 'does not fit'}",
         f"  step     {time.step_seconds:.4g} s, "
-        f"{rate(time.tokens_per_second_per_gpu, is_cpu=is_cpu)}, {time.model_tflops_per_gpu:.4g} "
-        f"TFLOP/s per {device(is_cpu=is_cpu)}, MFU {time.mfu:.1%}",
+        f"{format_token_rate(time.tokens_per_second_per_gpu, is_cpu=is_cpu)}, "
+        f"{time.model_tflops_per_gpu:.4g} "
+        f"TFLOP/s per {rank_or_gpu(is_cpu=is_cpu)}, MFU {time.mfu:.1%}",
         f"  of it    compute {time.compute_seconds:.4g} s, {inside} {time.tensor_comm_seconds:.4g} "
         f"s, pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
         f"optimizer {time.optimizer_seconds:.4g} s, {outer}bubble {time.bubble_seconds:.4g} s "
         f"({time.bubble_fraction:.1%} idle)",
-        f"  error    {error_words(estimate.error)}",
+        f"  error    {error_bar_text(estimate.error)}",
         *([f"  FLOPs    {flops}"] if flops else []),
-        f"  training {training_words(recipe, estimate.training)}",
+        f"  training {training_length_text(recipe, estimate.training)}",
         *(f"  {name:<8} {words}" for name, words in goodput_rows(expected)),
     ]
     if assume != AssumeSection(kernels="auto", mfu=None, ignore_memory=False):

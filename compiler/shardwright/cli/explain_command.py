@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     except Refusal as refusal:
         if not args.json:
             raise
-        from shardwright.cli.estimate_command import diagnostic_objects
+        from shardwright.cli.estimate_command import diagnostics_json
 
-        found = diagnostic_objects(refusal.diagnostics)
+        found = diagnostics_json(refusal.diagnostics)
         print(
             strict_json({"recipe": args.subject, "feasible": False, "diagnostics": found}),
             flush=True,
@@ -67,12 +67,12 @@ def _explain_plan(args: argparse.Namespace) -> int:
         from shardwright.cli import explain_why_not
 
         return explain_why_not.run(args.subject, args.overrides, args.why_not, as_json=args.json)
-    from shardwright.cli.explain_plan_text import as_object, explained
+    from shardwright.cli.explain_plan_text import as_object, explain_priced_recipe
     from shardwright.cli.explain_plan_text import page as plan_page
-    from shardwright.cli.priced_recipe import read_subject
+    from shardwright.cli.priced_recipe import read_priced_recipe
 
-    subject = read_subject(args.subject, args.overrides)
-    found = explained(subject)
+    subject = read_priced_recipe(args.subject, args.overrides)
+    found = explain_priced_recipe(subject)
     print(
         strict_json(as_object(subject, found)) if args.json else plan_page(subject, found),
         flush=True,
@@ -113,7 +113,7 @@ def page(found: CodeExplanation) -> str:
                 "",
                 *textwrap.wrap(part, WIDTH, break_long_words=False, break_on_hyphens=False),
             ]
-    for title, text in (("Example", found.example), ("Instead", found.instead)):
+    for title, text in (("Example", found.example), ("CommandException", found.instead)):
         if text.strip():
             lines += [
                 "",

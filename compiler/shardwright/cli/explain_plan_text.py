@@ -6,34 +6,34 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from shardwright.cli.estimate_command import (
-    cluster_words,
-    goodput_object,
+    cluster_text,
+    goodput_json,
     goodput_rows,
-    islands_object,
+    islands_json,
     islands_rows,
-    training_words,
+    training_length_text,
 )
-from shardwright.cli.measurement_text import explain_lines, measured_object
+from shardwright.cli.measurement_text import measurement_section_lines, measurements_json
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.terminal_tables import table_lines, title
-from shardwright.cost.cost_breakdown import RankBreakdown, StepParts
+from shardwright.cost.cost_breakdown import RankBreakdown, StepTimeBreakdown
 from shardwright.cost.goodput import Goodput, goodput
-from shardwright.cost.prediction_errors import error_words
-from shardwright.layout.layout import inside_axes, inside_words
+from shardwright.cost.prediction_errors import error_bar_text
+from shardwright.layout.layout import in_layer_axes, in_layer_collectives_text
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.weights_location import weights_words
-from shardwright.search.layout_comparison import hpz_words
+from shardwright.models.weights_location import weights_summary
+from shardwright.search.layout_comparison import hpz_text
 from shardwright.search.plan_explanation import (
-    Alternative,
-    KeyReason,
+    AlternativeLayout,
+    HpzAlternative,
+    KeyExplanation,
     PlanExplanation,
-    SecondCopy,
     explain,
 )
-from shardwright.search.rejected_faster_layouts import set_aside_words
-from shardwright.search.resource_sensitivity import MORE, Sensitivity
-from shardwright.utils.json_records import carried
-from shardwright.utils.number_format import file_size, rate
+from shardwright.search.rejected_faster_layouts import rejected_faster_text
+from shardwright.search.resource_sensitivity import MORE_FACTOR, Sensitivity
+from shardwright.utils.json_records import copy_shared_fields
+from shardwright.utils.number_format import format_bytes, format_token_rate
 
 if TYPE_CHECKING:
     from shardwright.cli.priced_recipe import PricedRecipe
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from shardwright.recipe.recipe_types import Recipe, TrainingSection
     from shardwright.utils.json_types import JsonObject
 
-# `StepParts`' fields in words; {} is inside_words() of the layout.
-STEP_WORDS = {
+# `StepTimeBreakdown`' fields in words; {} is in_layer_collectives_text() of the layout.
+STEP_PART_LABELS = {
     "forward_seconds": "forward passes",
     "backward_seconds": "backward passes",
     "recompute_seconds": "recomputation (activation_checkpointing)",
@@ -57,9 +57,9 @@ STEP_WORDS = {
     "outer_comm_seconds": "the outer step between islands",
 }
 # `Traffic`'s fields in words.
-MOVED_WORDS = {
+TRAFFIC_LABELS = {
     "rows": "rows of tokens to their experts and back",
-    "trades": "tokens for heads around attention",
+    "context_all_to_all": "tokens for heads around attention",
     "activations": "activations over tensor ranks, reduced",
     "joined": "activations over tensor ranks, gathered",
     "sent": "activations and gradients to other pipeline ranks",
@@ -67,8 +67,9 @@ MOVED_WORDS = {
     "reduced": "gradients over data ranks, reduced",
     "gathered": "parameters over data ranks, gathered",
 }
-# (words, the parts of `StepParts`) of the table by pipeline rank; {} is inside_axes() of the layout
-RANK_COLUMNS = (
+# (words, the parts of `StepTimeBreakdown`) of the table by pipeline rank; {} is in_layer_axes() of
+# the layout
+RANK_TIME_COLUMNS = (
     ("forward", ("forward_seconds",)),
     ("backward", ("backward_seconds", "accumulate_seconds", "host_seconds")),
     ("recompute", ("recompute_seconds",)),
@@ -78,7 +79,7 @@ RANK_COLUMNS = (
     ("optimizer", ("optimizer_seconds",)),
     ("idle", ("idle_seconds",)),
 )
-MEMORY_COLUMNS = (
+RANK_MEMORY_COLUMNS = (
     "parameters",
     "gradients",
     "optimizer",
@@ -87,7 +88,7 @@ MEMORY_COLUMNS = (
     "framework",
     "allocator",
 )
-RESOURCE_WORDS = {
+RESOURCE_LABELS = {
     "inter_node_bandwidth": "bandwidth between nodes",
     "intra_node_bandwidth": "bandwidth inside a node",
     "memory": "memory a GPU",
@@ -98,39 +99,39 @@ MOST_RANKS = 16
 """Pipeline ranks in a table; of more, the first, the last, and those that matter."""
 
 
-def explained(subject: PricedRecipe) -> PlanExplanation:
-    return explain(carried(Problem, subject), subject.estimate)
+def explain_priced_recipe(priced: PricedRecipe) -> PlanExplanation:
+    return explain(copy_shared_fields(Problem, priced), priced.estimate)
 
 
-def expected_goodput(subject: PricedRecipe) -> Goodput | None:
+def expected_goodput(priced: PricedRecipe) -> Goodput | None:
     """Of a compiled folder with what its run measured of its saves."""
-    measured = None if subject.saves is None else subject.saves.gbytes_per_second
-    return goodput(carried(Problem, subject), subject.estimate, measured=measured)
+    measured = None if priced.saves is None else priced.saves.gbytes_per_second
+    return goodput(copy_shared_fields(Problem, priced), priced.estimate, measured=measured)
 
 
-def page(subject: PricedRecipe, found: PlanExplanation) -> str:
+def page(priced: PricedRecipe, found: PlanExplanation) -> str:
     sections = [
-        _head(subject, found),
-        _memory(subject, found),
+        _head(priced, found),
+        _memory(priced, found),
         *(part(found) for part in (_step, _moved, _reasons, _sensitivity, _next)),
-        explain_lines(subject.recipe, subject.cluster),
+        measurement_section_lines(priced.recipe, priced.cluster),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
-def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
-    e, cluster, graph = found.chosen, subject.cluster, subject.graph
+def _head(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
+    e, cluster, graph = found.chosen, priced.cluster, priced.graph
     memory, time = e.memory, e.time
-    weights = weights_words(subject.recipe.model.weights)
+    weights = weights_summary(priced.recipe.model.weights)
     rows = [
-        ("recipe", subject.recipe.name),
+        ("recipe", priced.recipe.name),
         ("model", f"{graph.architecture}, {graph.total_parameters:,} parameters, {weights}"),
-        ("cluster", cluster_words(subject.recipe, cluster)),
+        ("cluster", cluster_text(priced.recipe, cluster)),
         ("layout", e.strategy.describe()),
         *(
             []
-            if found.second_copy is None
-            else [("weights", _weights(found.second_copy, e, subject.recipe))]
+            if found.hpz_alternative is None
+            else [("weights", _weights(found.hpz_alternative, e, priced.recipe))]
         ),
         ("place", _place(found)),
         (
@@ -141,45 +142,45 @@ def _head(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
         (
             "step",
             f"{time.step_seconds:.4g} s, "
-            f"{rate(time.tokens_per_second_per_gpu, is_cpu=cluster.gpu.is_cpu)}, "
+            f"{format_token_rate(time.tokens_per_second_per_gpu, is_cpu=cluster.gpu.is_cpu)}, "
             f"MFU {time.mfu:.1%}",
         ),
-        ("error", error_words(e.error)),
-        ("training", training_words(subject.recipe, e.training)),
-        *goodput_rows(expected_goodput(subject)),
-        *islands_rows(subject.recipe, graph, e),
+        ("error", error_bar_text(e.error)),
+        ("training", training_length_text(priced.recipe, e.training)),
+        *goodput_rows(expected_goodput(priced)),
+        *islands_rows(priced.recipe, graph, e),
     ]
-    if ends_at_zero(subject.recipe.training):
+    if last_learning_rate_is_zero(priced.recipe.training):
         rows.append(("", "the last step's learning rate is 0 (scheduler.min_lr)"))
     rows.append(("bound by", found.binding))
-    rows += [("set aside", set_aside_words(each)) for each in found.set_aside]
+    rows += [("set aside", rejected_faster_text(each)) for each in found.rejected_faster_layouts]
     if found.other_engine is not None:
         rows.append(("engine", found.other_engine.words()))
-    if subject.plan is not None and subject.is_predicted_anew:
-        then = subject.plan.predicted
+    if priced.plan is not None and priced.has_stale_prediction:
+        then = priced.plan.predicted
         told = (
             f"{then.time.step_seconds:.4g} s and {then.memory.peak_bytes / GIB:.1f} GiB when it "
             "compiled this"
         )
-        version = f"shardwright {subject.plan.versions['shardwright']}"
+        version = f"shardwright {priced.plan.versions['shardwright']}"
         rows.append(("note", f"{version} predicted {told}; all figures here are this version's"))
     return [f"{name:<9} {text}" for name, text in rows]
 
 
-def ends_at_zero(training: TrainingSection) -> bool:
+def last_learning_rate_is_zero(training: TrainingSection) -> bool:
     """Whether the last step trains nothing."""
-    from shardwright.plan.plan import updates_at_rate_zero
+    from shardwright.plan.plan import zero_learning_rate_updates
 
-    return updates_at_rate_zero(training) > 0
+    return zero_learning_rate_updates(training) > 0
 
 
-def _weights(copy: SecondCopy, chosen: Estimate, recipe: Recipe) -> str:
+def _weights(copy: HpzAlternative, chosen: Estimate, recipe: Recipe) -> str:
     """Whether a second copy of the weights lies inside each node, and why."""
     change = copy.other_step_seconds / chosen.time.step_seconds - 1
     if copy.taken:
         more = (chosen.memory.peak_bytes - copy.other_peak_bytes) / GIB
         return (
-            f"{hpz_words(chosen.strategy)}: without it {change:+.1%} of the step, {-more:+.1f} GiB"
+            f"{hpz_text(chosen.strategy)}: without it {change:+.1%} of the step, {-more:+.1f} GiB"
         )
     none = "no second copy inside each node (hpZ): "
     if recipe.objective == "memory" and change < 0:
@@ -203,17 +204,17 @@ def _place(found: PlanExplanation) -> str:
     return f"{of}; pinned: {', '.join(pinned)}" if pinned else of
 
 
-def _memory(subject: PricedRecipe, found: PlanExplanation) -> list[str]:
+def _memory(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
     """GiB, one row a pipeline rank."""
-    header = ("pipeline rank", "layers", *MEMORY_COLUMNS, "total", "free")
+    header = ("pipeline rank", "layers", *RANK_MEMORY_COLUMNS, "total", "free")
     capacity = found.chosen.memory.capacity_bytes
-    last = len(subject.graph.layers) - 1
+    last = len(priced.graph.layers) - 1
     rows: list[tuple[str, ...]] = []
     bold: list[int] = []
     for rank in _shown(found):
-        parts = [getattr(rank.memory, f"{column}_bytes") for column in MEMORY_COLUMNS]
+        parts = [getattr(rank.memory, f"{column}_bytes") for column in RANK_MEMORY_COLUMNS]
         total = rank.memory.peak_bytes
-        bold += [len(rows)] * (rank.pipeline_rank == found.breakdown.fullest)
+        bold += [len(rows)] * (rank.pipeline_rank == found.breakdown.peak_memory_rank)
         cells = [f"{value / GIB:.2f}" for value in (*parts, total, capacity - total)]
         rows.append((str(rank.pipeline_rank), _layers(rank, last), *cells))
     return [
@@ -246,7 +247,14 @@ def _shown(found: PlanExplanation) -> list[RankBreakdown]:
     ranks = found.breakdown.ranks
     if len(ranks) <= MOST_RANKS:
         return list(ranks)
-    kept = {0, 1, len(ranks) - 2, len(ranks) - 1, found.breakdown.fullest, found.breakdown.slowest}
+    kept = {
+        0,
+        1,
+        len(ranks) - 2,
+        len(ranks) - 1,
+        found.breakdown.peak_memory_rank,
+        found.breakdown.slowest_rank,
+    }
     return [rank for rank in ranks if rank.pipeline_rank in kept]
 
 
@@ -259,46 +267,53 @@ def _step(found: PlanExplanation) -> list[str]:
     step, total = found.breakdown.step, found.chosen.time.step_seconds
     s = found.chosen.strategy
     parts = [
-        (words.format(inside_words(s)), getattr(step, name)) for name, words in STEP_WORDS.items()
+        (words.format(in_layer_collectives_text(s)), getattr(step, name))
+        for name, words in STEP_PART_LABELS.items()
     ]
     rows = [(words, _ms(seconds), f"{seconds / total:.1%}") for words, seconds in parts if seconds]
     rows.append(("the step", _ms(total), "100.0%"))
     several = len(found.breakdown.ranks) > 1
-    slowest = f" of pipeline rank {found.breakdown.slowest}, the slowest" if several else ""
+    slowest_rank = (
+        f" of pipeline rank {found.breakdown.slowest_rank}, the slowest" if several else ""
+    )
     lines = [
-        title(f"Time: milliseconds of a step{slowest}"),
+        title(f"Time: milliseconds of a step{slowest_rank}"),
         *table_lines(("part", "ms", "share"), rows, text=(0,), indent="  "),
     ]
     if several:
         header = (
             "pipeline rank",
-            *(name.format("+".join(inside_axes(s))) for name, _ in RANK_COLUMNS),
+            *(name.format("+".join(in_layer_axes(s))) for name, _ in RANK_TIME_COLUMNS),
         )
         ranks = _shown(found)
         each = [
-            (str(r.pipeline_rank), *(_ms(_sum(r.time, fields)) for _, fields in RANK_COLUMNS))
+            (str(r.pipeline_rank), *(_ms(_sum(r.time, fields)) for _, fields in RANK_TIME_COLUMNS))
             for r in ranks
         ]
-        bold = [i for i, r in enumerate(ranks) if r.pipeline_rank == found.breakdown.slowest]
+        bold = [i for i, r in enumerate(ranks) if r.pipeline_rank == found.breakdown.slowest_rank]
         lines += ["", *table_lines(header, each, bold=bold, indent="  "), *_left_out(found)]
     return lines
 
 
 def _moved(found: PlanExplanation) -> list[str]:
-    traffic = found.breakdown.ranks[found.breakdown.slowest].traffic
-    rows = [(words, float(getattr(traffic, name))) for name, words in MOVED_WORDS.items()]
+    traffic = found.breakdown.ranks[found.breakdown.slowest_rank].traffic
+    rows = [(words, float(getattr(traffic, name))) for name, words in TRAFFIC_LABELS.items()]
     rows = [(words, size) for words, size in rows if size]
     if not rows:
         return []
-    of = f" of pipeline rank {found.breakdown.slowest}" if len(found.breakdown.ranks) > 1 else ""
-    cells = [(words, file_size(round(size))) for words, size in rows]
+    of = (
+        f" of pipeline rank {found.breakdown.slowest_rank}"
+        if len(found.breakdown.ranks) > 1
+        else ""
+    )
+    cells = [(words, format_bytes(round(size))) for words, size in rows]
     return [
         title(f"Moved: what a device{of} hands to collectives in a step"),
         *table_lines(("what", "bytes"), cells, text=(0,), indent="  "),
     ]
 
 
-def _sum(parts: StepParts, names: tuple[str, ...]) -> float:
+def _sum(parts: StepTimeBreakdown, names: tuple[str, ...]) -> float:
     seconds: float = sum(getattr(parts, name) for name in names)
     return seconds
 
@@ -313,7 +328,7 @@ def _reasons(found: PlanExplanation) -> list[str]:
     return [title("Why these values"), *table_lines(header, rows, text=(0, 1, 2, 4), indent="  ")]
 
 
-def _reason(reason: KeyReason, chosen: Estimate) -> tuple[str, ...]:
+def _reason(reason: KeyExplanation, chosen: Estimate) -> tuple[str, ...]:
     value = f"{reason.value}{' (pinned)' if reason.pinned else ''}"
     other = reason.other
     if other is None:
@@ -332,7 +347,7 @@ def _reason(reason: KeyReason, chosen: Estimate) -> tuple[str, ...]:
     )
 
 
-def _loses(other: Alternative) -> str:
+def _loses(other: AlternativeLayout) -> str:
     return f"would win by {other.because}" if other.wins else other.because
 
 
@@ -349,13 +364,13 @@ def _sensitivity(found: PlanExplanation) -> list[str]:
             best = _change(each.best.time.step_seconds / step - 1)
         rows.append(
             (
-                RESOURCE_WORDS[each.resource],
+                RESOURCE_LABELS[each.resource],
                 _change(each.same.time.step_seconds / step - 1),
                 best,
                 other,
             )
         )
-    header = (f"{MORE - 1:.0%} more", "this layout", "the best layout", "")
+    header = (f"{MORE_FACTOR - 1:.0%} more", "this layout", "the best layout", "")
     return [title("What more would change"), *table_lines(header, rows, text=(0, 3), indent="  ")]
 
 
@@ -366,7 +381,7 @@ def _change(share: float) -> str:
 def _next(found: PlanExplanation) -> list[str]:
     if not found.next_best:
         return []
-    where = " without the pins" if found.beyond_pins else ""
+    where = " without the pins" if found.next_best_without_pins else ""
     header = ("layout", "GiB", "s/step", "Δ", "")
     rows = [
         (
@@ -381,47 +396,51 @@ def _next(found: PlanExplanation) -> list[str]:
     return [title(f"The next best{where}"), *table_lines(header, rows, text=(0, 4), indent="  ")]
 
 
-def as_object(subject: PricedRecipe, found: PlanExplanation) -> JsonObject:
+def as_object(priced: PricedRecipe, found: PlanExplanation) -> JsonObject:
     """The object of `estimate --json`, with its parts taken apart."""
-    from shardwright.cli.estimate_command import estimate_object
+    from shardwright.cli.estimate_command import estimate_json
 
     e, breakdown = found.chosen, found.breakdown
-    measured = measured_object(subject.recipe, subject.graph, e.strategy)
+    measured = measurements_json(priced.recipe, priced.graph, e.strategy)
     return {
         **({} if measured is None else {"measured": measured}),
-        **estimate_object(subject.name, e),
-        "goodput": goodput_object(expected_goodput(subject)),
-        **islands_object(subject.recipe, subject.graph, e),
-        "name": subject.recipe.name,
+        **estimate_json(priced.name, e),
+        "goodput": goodput_json(expected_goodput(priced)),
+        **islands_json(priced.recipe, priced.graph, e),
+        "name": priced.recipe.name,
         "model": {
-            "architecture": subject.graph.architecture,
-            "parameters": subject.graph.total_parameters,
+            "architecture": priced.graph.architecture,
+            "parameters": priced.graph.total_parameters,
         },
         "cluster": {
-            "nodes": subject.cluster.nodes,
-            "gpus_per_node": subject.cluster.gpus_per_node,
-            "gpu": subject.cluster.gpu.name,
+            "nodes": priced.cluster.nodes,
+            "gpus_per_node": priced.cluster.gpus_per_node,
+            "gpu": priced.cluster.gpu.name,
         },
         "place": found.place,
         "layouts": found.layouts,
         "breakdown": {
-            "slowest_pipeline_rank": breakdown.slowest,
-            "fullest_pipeline_rank": breakdown.fullest,
+            "slowest_pipeline_rank": breakdown.slowest_rank,
+            "peak_memory_pipeline_rank": breakdown.peak_memory_rank,
             "step": dataclasses.asdict(breakdown.step),
-            "ranks": [_rank_object(rank, subject) for rank in breakdown.ranks],
+            "ranks": [_rank_object(rank, priced) for rank in breakdown.ranks],
         },
         "binding": found.binding,
-        "set_aside": [dataclasses.asdict(each) for each in found.set_aside],
+        "rejected_faster_layouts": [
+            dataclasses.asdict(each) for each in found.rejected_faster_layouts
+        ],
         "other_engine": None
         if found.other_engine is None
         else dataclasses.asdict(found.other_engine),
-        "second_copy": None if found.second_copy is None else dataclasses.asdict(found.second_copy),
+        "hpz_alternative": None
+        if found.hpz_alternative is None
+        else dataclasses.asdict(found.hpz_alternative),
         "keys": [dataclasses.asdict(reason) for reason in found.keys],
         "sensitivity": [_sensitivity_object(each, e) for each in found.sensitivity],
         "next_best": [dataclasses.asdict(other) for other in found.next_best],
-        "next_best_beyond_pins": found.beyond_pins,
+        "next_best_without_pins": found.next_best_without_pins,
         "rejected": [dataclasses.asdict(region) for region in found.rejected],
-        "predicted_by_this_version": subject.plan is None or not subject.is_predicted_anew,
+        "predicted_by_this_version": priced.plan is None or not priced.has_stale_prediction,
     }
 
 
@@ -438,14 +457,19 @@ def _sensitivity_object(each: Sensitivity, chosen: Estimate) -> JsonObject:
         best = {
             "strategy": dataclasses.asdict(each.best.strategy),
             **step(each.best.time),
-            "is_the_same": is_same,
+            "is_same_layout": is_same,
         }
     same: JsonObject = {**step(each.same.time), "fits": each.same.memory.fits}
-    return {"resource": each.resource, "factor": MORE, "same_layout": same, "best_layout": best}
+    return {
+        "resource": each.resource,
+        "factor": MORE_FACTOR,
+        "same_layout": same,
+        "best_layout": best,
+    }
 
 
-def _rank_object(rank: RankBreakdown, subject: PricedRecipe) -> JsonObject:
-    names = [layer.name for layer in subject.graph.layers]
+def _rank_object(rank: RankBreakdown, priced: PricedRecipe) -> JsonObject:
+    names = [layer.name for layer in priced.graph.layers]
     return {
         "pipeline_rank": rank.pipeline_rank,
         "layers": [names[i] for start, stop in rank.layers for i in range(start, stop)],

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.plan_table import GIB
 from shardwright.cli.terminal_tables import table_lines
-from shardwright.cost.diloco_costs import penalty_words
+from shardwright.cost.diloco_costs import loss_penalty_line
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.planning_problem import Problem
-from shardwright.search.layout_comparison import PARTS, part_words
-from shardwright.search.why_not_answer import CHOSEN, LOSES, TOO_LARGE, WINS, WhyNotAnswer
-from shardwright.utils.json_records import carried
+from shardwright.search.layout_comparison import PARTS, step_part_name
+from shardwright.search.why_not_answer import CHOSEN, LOSES, TOO_LARGE, WINS, WhyNotResult
+from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from shardwright.utils.json_types import JsonObject
 
 TARGET, ISLANDS = "target", "islands"
-NO_LINK = "SW1232"
-CROSS_CHECKS = "SW12"
+MISSING_LINK_CODE = "SW1232"
+CROSS_FIELD_CODES = "SW12"
 """What stage 1 says of values that are each legal and do not go together: an answer, not a mistyped
 question."""
 
@@ -36,31 +36,31 @@ question."""
 def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> int:
     """0 where there is an answer, whichever it is. Raises Refusal for a recipe or a question that
     cannot be read."""
-    from shardwright.cli.priced_recipe import read_subject
+    from shardwright.cli.priced_recipe import read_priced_recipe
 
-    asked = asked_keys(words)
-    subject = read_subject(name, overrides)
-    if asked.get(ISLANDS) == "1" and subject.recipe.cluster.islands > 1:
+    request = parse_why_not_request(words)
+    priced = read_priced_recipe(name, overrides)
+    if request.get(ISLANDS) == "1" and priced.recipe.cluster.islands > 1:
         from shardwright.cli import explain_without_islands
 
-        return explain_without_islands.run(subject, asked, as_json=as_json)
-    answer, freed = ask(subject, overrides, asked)
+        return explain_without_islands.run(priced, request, as_json=as_json)
+    answer, ignored_pins = answer_request(priced, overrides, request)
     print(
-        strict_json(as_object(subject, asked, freed, answer))
+        strict_json(as_object(priced, request, ignored_pins, answer))
         if as_json
-        else page(subject, asked, freed, answer),
+        else page(priced, request, ignored_pins, answer),
         flush=True,
     )
     return 0
 
 
-def asked_keys(words: str) -> dict[str, str]:
+def parse_why_not_request(words: str) -> dict[str, str]:
     """`tensor=8,pipeline=2` -> key -> value, as written. Raises Refusal: SW3303."""
     from shardwright.recipe.recipe_types import ParallelismSection
 
     known = [*(field.name for field in dataclasses.fields(ParallelismSection)), TARGET, ISLANDS]
     wrong: list[Diagnostic] = []
-    asked: dict[str, str] = {}
+    request: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in words.split(","))):
         key, equals, value = (text.strip() for text in part.partition("="))
         key = key.removeprefix("parallelism.").removeprefix("cluster.")
@@ -70,14 +70,14 @@ def asked_keys(words: str) -> dict[str, str]:
             wrong.append(_mistake(f"`{key}` is no key of `parallelism`", _nearest(key, known)))
         elif key == TARGET and value not in ENGINES:
             wrong.append(_mistake(f"target: {value} is no engine", tuple(ENGINES)))
-        elif key in asked:
+        elif key in request:
             wrong.append(_mistake(f"`{key}` is given twice", ()))
-        asked[key] = value
-    if not asked:
+        request[key] = value
+    if not request:
         wrong.append(_mistake("--why-not names no layout", ()))
     if wrong:
         raise Refusal(*wrong)
-    return asked
+    return request
 
 
 def _mistake(message: str, valid: tuple[str, ...]) -> Diagnostic:
@@ -93,71 +93,74 @@ def _mistake(message: str, valid: tuple[str, ...]) -> Diagnostic:
 def _nearest(key: str, known: Sequence[str]) -> tuple[str, ...]:
     import difflib
 
-    from shardwright.recipe.key_descriptions import synonym
+    from shardwright.recipe.key_descriptions import path_of_synonym
 
-    meant = synonym(key)
+    meant = path_of_synonym(key)
     if meant is not None and meant[0] == "parallelism":
         return (meant[-1],)
     return tuple(difflib.get_close_matches(key, known, n=2))
 
 
-def ask(
-    subject: PricedRecipe, overrides: Sequence[str], asked: Mapping[str, str]
-) -> tuple[WhyNotAnswer, tuple[str, ...]]:
+def answer_request(
+    priced: PricedRecipe, overrides: Sequence[str], request: Mapping[str, str]
+) -> tuple[WhyNotResult, tuple[str, ...]]:
     """The answer, and the keys that the recipe pins and the question sets aside: all of the layout
     that it does not name is free."""
     from shardwright.recipe.recipe_loader import load_recipe
-    from shardwright.search.engine_choice import asked_engine
+    from shardwright.search.engine_choice import problem_under_engine
     from shardwright.search.plan_explanation import pinned_keys
     from shardwright.search.why_not_answer import refused, why_not
 
-    freed = tuple(key for key in pinned_keys(subject.recipe) if key not in asked)
-    keys = {key: value for key, value in asked.items() if key not in (TARGET, ISLANDS)}
-    target = asked.get(TARGET, subject.recipe.target)
-    layout = [f"parallelism.{key}=auto" for key in freed] + [
+    ignored_pins = tuple(key for key in pinned_keys(priced.recipe) if key not in request)
+    keys = {key: value for key, value in request.items() if key not in (TARGET, ISLANDS)}
+    target = request.get(TARGET, priced.recipe.target)
+    layout = [f"parallelism.{key}=auto" for key in ignored_pins] + [
         f"parallelism.{k}={v}" for k, v in keys.items()
     ]
-    layout += [f"cluster.islands={asked[ISLANDS]}"] if ISLANDS in asked else []
+    layout += [f"cluster.islands={request[ISLANDS]}"] if ISLANDS in request else []
     path = (
-        Path(subject.name, "recipe.resolved.json")
-        if os.path.isdir(subject.name)
-        else Path(subject.name)
+        Path(priced.name, "recipe.resolved.json")
+        if os.path.isdir(priced.name)
+        else Path(priced.name)
     )
-    text = None if subject.name != "-" else subject.recipe.source.texts[subject.recipe.source.file]
+    text = None if priced.name != "-" else priced.recipe.source.texts[priced.recipe.source.file]
     try:
         loaded: Recipe = load_recipe(path, [*overrides, *layout], stdin_text=text)
     except Refusal as refusal:
-        if all(d.code.startswith(CROSS_CHECKS) for d in refusal.diagnostics):
-            return refused(_with_a_link(refusal, subject)), freed
+        if all(d.code.startswith(CROSS_FIELD_CODES) for d in refusal.diagnostics):
+            return refused(_with_link_help(refusal, priced)), ignored_pins
         raise
-    recipe = dataclasses.replace(subject.recipe, parallelism=loaded.parallelism)
-    problem = carried(Problem, subject, recipe=recipe)
-    if loaded.cluster.islands != subject.recipe.cluster.islands:
-        problem = _of_other_islands(problem, loaded)
-    if target != subject.recipe.target:
+    recipe = dataclasses.replace(priced.recipe, parallelism=loaded.parallelism)
+    problem = copy_shared_fields(Problem, priced, recipe=recipe)
+    if loaded.cluster.islands != priced.recipe.cluster.islands:
+        problem = _with_islands_of(problem, loaded)
+    if target != priced.recipe.target:
         try:
-            problem = asked_engine(problem, target)
+            problem = problem_under_engine(problem, target)
         except Refusal as refusal:
-            return refused(refusal), freed
-    return why_not(problem, subject.estimate), freed
+            return refused(refusal), ignored_pins
+    return why_not(problem, priced.estimate), ignored_pins
 
 
-def _with_a_link(refusal: Refusal, subject: PricedRecipe) -> Refusal:
+def _with_link_help(refusal: Refusal, priced: PricedRecipe) -> Refusal:
     """A recipe of one world says nothing of a link between islands: --set asks the question the
     other way round."""
-    if subject.recipe.cluster.islands > 1 or all(d.code != NO_LINK for d in refusal.diagnostics):
+    if priced.recipe.cluster.islands > 1 or all(
+        d.code != MISSING_LINK_CODE for d in refusal.diagnostics
+    ):
         return refusal
     help = (
         "Ask the other way round: `--set cluster.islands=N --set "
         "cluster.inter_island_gbits_per_second=RATE --why-not islands=1` prices both."
     )
     told = [
-        dataclasses.replace(d, help=help) if d.code == NO_LINK else d for d in refusal.diagnostics
+        dataclasses.replace(d, help=help) if d.code == MISSING_LINK_CODE else d
+        for d in refusal.diagnostics
     ]
     return Refusal(*told, source=refusal.source)
 
 
-def _of_other_islands(problem: Problem, loaded: Recipe) -> Problem:
+def _with_islands_of(problem: Problem, loaded: Recipe) -> Problem:
     """Its nodes and batch are those of one of them."""
     from shardwright.cluster.gpu_catalogue import resolve_cluster
 
@@ -166,22 +169,25 @@ def _of_other_islands(problem: Problem, loaded: Recipe) -> Problem:
 
 
 def page(
-    subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer
+    priced: PricedRecipe,
+    request: Mapping[str, str],
+    ignored_pins: Sequence[str],
+    answer: WhyNotResult,
 ) -> str:
-    lines = [f"asked    {' '.join(f'{key}={value}' for key, value in asked.items())}"]
-    if freed:
-        lines[0] += f" (set aside: the recipe's own {', '.join(freed)})"
-    lines.append(f"plan     {_of_islands(subject.recipe)}{subject.estimate.strategy.describe()}")
+    lines = [f"asked    {' '.join(f'{key}={value}' for key, value in request.items())}"]
+    if ignored_pins:
+        lines[0] += f" (set aside: the recipe's own {', '.join(ignored_pins)})"
+    lines.append(f"plan     {_of_islands(priced.recipe)}{priced.estimate.strategy.describe()}")
     if answer.estimate is not None and answer.verdict != CHOSEN:
         lines.append(f"best     {answer.estimate.strategy.describe()}")
-    lines.append(f"answer   {sentence(subject, asked, answer)}")
+    lines.append(f"answer   {verdict_sentence(priced, request, answer)}")
     for d in answer.diagnostics:
         lines.append(f"         {d.severity}[{d.code}]: {d.message}")
         lines += [f"         = help: {d.help}"] if d.help else []
     if answer.estimate is not None and answer.verdict != CHOSEN:
-        lines += ["", *_figures(subject.estimate, answer.estimate)]
-    if answer.estimate is not None and int(asked.get(ISLANDS, 1)) > 1:
-        lines += ["", penalty_words(int(asked[ISLANDS]))]
+        lines += ["", *_figures(priced.estimate, answer.estimate)]
+    if answer.estimate is not None and int(request.get(ISLANDS, 1)) > 1:
+        lines += ["", loss_penalty_line(int(request[ISLANDS]))]
     return "\n".join(lines)
 
 
@@ -189,15 +195,17 @@ def _of_islands(recipe: Recipe) -> str:
     return f"{recipe.cluster.islands} islands, each " if recipe.cluster.islands > 1 else ""
 
 
-def sentence(subject: PricedRecipe, asked: Mapping[str, str], answer: WhyNotAnswer) -> str:
+def verdict_sentence(priced: PricedRecipe, request: Mapping[str, str], answer: WhyNotResult) -> str:
     found = answer.estimate
     if found is None:
         return f"it cannot be: {answer.because}"
-    change = found.time.step_seconds / subject.estimate.time.step_seconds - 1
+    change = found.time.step_seconds / priced.estimate.time.step_seconds - 1
     peak, capacity = found.memory.peak_bytes / GIB, found.memory.capacity_bytes / GIB
     codes = ", ".join(d.code for d in answer.diagnostics if d.severity == "error")
-    own = str(subject.recipe.cluster.islands)
-    kept = "pins keep it out" if asked.get(ISLANDS, own) == own else "cluster.islands keeps it out"
+    own = str(priced.recipe.cluster.islands)
+    kept = (
+        "pins keep it out" if request.get(ISLANDS, own) == own else "cluster.islands keeps it out"
+    )
     said = {
         CHOSEN: "it is: the plan's layout is the best one of that region",
         TOO_LARGE: f"it does not fit: the least that it takes is {peak:.1f} of {capacity:.1f} GiB",
@@ -220,7 +228,7 @@ def _figures(plan: Estimate, other: Estimate) -> list[str]:
     for name in PARTS:
         ours, theirs = getattr(plan.time, name), getattr(other.time, name)
         if ours or theirs:
-            words = part_words(name, plan.strategy, other.strategy)
+            words = step_part_name(name, plan.strategy, other.strategy)
             rows.append(_row(f"{words}, ms", ours * 1e3, theirs * 1e3))
     rows.append(_row("the step, ms", plan.time.step_seconds * 1e3, other.time.step_seconds * 1e3))
     peak = f"peak memory, GiB of {plan.memory.capacity_bytes / GIB:.1f}"
@@ -233,21 +241,24 @@ def _row(words: str, ours: float, theirs: float) -> tuple[str, ...]:
 
 
 def as_object(
-    subject: PricedRecipe, asked: Mapping[str, str], freed: Sequence[str], answer: WhyNotAnswer
+    priced: PricedRecipe,
+    request: Mapping[str, str],
+    ignored_pins: Sequence[str],
+    answer: WhyNotResult,
 ) -> JsonObject:
-    from shardwright.cli.estimate_command import diagnostic_objects, estimate_object
+    from shardwright.cli.estimate_command import diagnostics_json, estimate_json
 
-    plan, found = subject.estimate, answer.estimate
+    plan, found = priced.estimate, answer.estimate
     document: JsonObject = {
-        "recipe": subject.name,
-        "asked": dict(asked),
-        "set_aside": list(freed),
+        "recipe": priced.name,
+        "asked": dict(request),
+        "rejected_faster_layouts": list(ignored_pins),
         "verdict": answer.verdict,
-        "answer": sentence(subject, asked, answer),
+        "answer": verdict_sentence(priced, request, answer),
         "because": answer.because,
-        "diagnostics": diagnostic_objects(answer.diagnostics),
-        "plan": estimate_object(subject.name, plan),
-        "estimate": None if found is None else estimate_object(subject.name, found),
+        "diagnostics": diagnostics_json(answer.diagnostics),
+        "plan": estimate_json(priced.name, plan),
+        "estimate": None if found is None else estimate_json(priced.name, found),
     }
     if found is None:
         return document

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwright.cli.command_options import add_json, add_trust_code
 from shardwright.cli.terminal import error
-from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.utils.strict_json import strict_json
 
 
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     except UnicodeError:
         error("the prompt is not UTF-8 text")
         return 1
-    from shardwright.checkpoint.text_generation import Wish, generate
+    from shardwright.checkpoint.text_generation import GenerationRequest, generate
 
-    wish = Wish(
+    wish = GenerationRequest(
         prompt=prompt,
         tokens=args.tokens,
         temperature=args.temperature,
@@ -90,7 +90,8 @@ def _shown(text: str) -> str:
     if not sys.stdout.isatty():
         return text
     return "\n".join(
-        "\t".join(visible(part) for part in line.split("\t")) for line in text.split("\n")
+        "\t".join(escape_control_characters(part) for part in line.split("\t"))
+        for line in text.split("\n")
     )
 
 

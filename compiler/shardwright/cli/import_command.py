@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli.command_options import add_new_recipe
-from shardwright.cli.terminal import error, shell_word
+from shardwright.cli.command_options import add_recipe_output
+from shardwright.cli.terminal import error, shell_quoted
 from shardwright.diagnostics import Diagnostic, Refusal, refusal
-from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 
 if TYPE_CHECKING:
-    from shardwright.migrate.config_import import Imported
+    from shardwright.migrate.config_import import ImportedRecipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="M", help="a hub id or model folder, if the command does not name one"
     )
-    add_new_recipe(parser)
+    add_recipe_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the recipe, or writes it with -o. Raises Refusal: SW1451 to SW1453, and lint's of a
     file."""
-    from shardwright.migrate.config_import import convert
-    from shardwright.migrate.recipe_draft_yaml import recipe_text
+    from shardwright.migrate.config_import import convert_config
+    from shardwright.migrate.recipe_draft_yaml import draft_yaml
 
     output: Path | None = args.output
     if args.file is None and args.launch is None:
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if output is not None and os.path.lexists(output):
         raise _unwritten(output, "it is there already, and import replaces nothing")
     folder = os.path.abspath(output.parent if output is not None else ".")
-    imported = convert(args.file, args.launch, args.model, folder)
-    text = recipe_text(imported.draft, imported.name, _heading(args, imported))
+    imported = convert_config(args.file, args.launch, args.model, folder)
+    text = draft_yaml(imported.draft, imported.name, _heading(args, imported))
     if output is None:
         sys.stdout.write(text)
     else:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _heading(args: argparse.Namespace, imported: Imported) -> list[str]:
+def _heading(args: argparse.Namespace, imported: ImportedRecipe) -> list[str]:
     of = imported.document.name if imported.document is not None else "a launch command"
     lines = [f"Made by `shardwright import` of {of}. Behind each value stands where it comes from."]
     if imported.draft.fill:
@@ -75,10 +75,10 @@ def _heading(args: argparse.Namespace, imported: Imported) -> list[str]:
     return lines
 
 
-def _report(imported: Imported, text: str, output: Path | None) -> None:
+def _report(imported: ImportedRecipe, text: str, output: Path | None) -> None:
     """What was done, on standard error: the recipe may be on standard output."""
     draft = imported.draft
-    name = "the recipe" if output is None else shell_word(str(output))
+    name = "the recipe" if output is None else shell_quoted(str(output))
     print(
         f"{len(draft.carried)} settings carried, {len(draft.left)} not: a comment each says why",
         file=sys.stderr,
@@ -86,9 +86,12 @@ def _report(imported: Imported, text: str, output: Path | None) -> None:
     if draft.fill:
         print("fill in:", file=sys.stderr)
         for key, what in draft.fill.items():
-            print(visible(f"  {key}  {what}"), file=sys.stderr)
+            print(escape_control_characters(f"  {key}  {what}"), file=sys.stderr)
     for found in _other_errors(text, output):
-        print(visible(f"{found.severity}[{found.code}]: {found.message}"), file=sys.stderr)
+        print(
+            escape_control_characters(f"{found.severity}[{found.code}]: {found.message}"),
+            file=sys.stderr,
+        )
     print(f"next: shardwright check {name}", file=sys.stderr)
 
 

@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli.command_options import add_new_recipe
-from shardwright.cli.starter_recipe import GPUS_PER_NODE, Choice, recipe_text
+from shardwright.cli.command_options import add_recipe_output
+from shardwright.cli.starter_recipe import STARTER_GPUS_PER_NODE, StarterSettings, draft_yaml
 from shardwright.cli.terminal import error
 from shardwright.diagnostics import KeyPath, Refusal, found, refusal
 
 if TYPE_CHECKING:
     from shardwright.recipe.recipe_types import Recipe
 
-MOST_NODES = 1024
+MAX_RECIPE_NODES = 1024
 """How many are tried, in powers of two, to say how many would do."""
 
 
@@ -36,18 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus-per-node",
         type=int,
-        default=GPUS_PER_NODE,
+        default=STARTER_GPUS_PER_NODE,
         metavar="N",
         help="GPUs on each node (default %(default)s)",
     )
-    add_new_recipe(parser)
+    add_recipe_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the recipe, or writes it with -o. Raises Refusal: SW1442 to SW1444, and for an unknown
     model or GPU."""
-    from shardwright.cli.model_recipe import words_of
-    from shardwright.models.model_catalog import shipped_name
+    from shardwright.cli.model_recipe import flags_by_recipe_key
+    from shardwright.models.model_catalog import match_catalog_id
 
     output: Path | None = args.output
     if output is not None and os.path.lexists(output):
@@ -60,17 +60,19 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     folder = os.path.isfile(os.path.join(args.model, "config.json"))
-    choice = Choice(
-        model=_relative(args.model, output) if folder else shipped_name(args.model) or args.model,
+    settings = StarterSettings(
+        model=_relative(args.model, output)
+        if folder
+        else match_catalog_id(args.model) or args.model,
         has_weights=folder and _has_weights(Path(args.model)),
         name=_name(args.model, gpu, args.nodes, args.gpus_per_node),
         gpu=gpu,
         nodes=args.nodes,
         gpus_per_node=args.gpus_per_node,
     )
-    source = os.path.abspath(args.model) if folder else choice.model
-    text = recipe_text(choice, source)
-    words = words_of(args, args.model) | {("cluster", "gpu"): f"--gpu {gpu}"}
+    source = os.path.abspath(args.model) if folder else settings.model
+    text = draft_yaml(settings, source)
+    words = flags_by_recipe_key(args, args.model) | {("cluster", "gpu"): f"--gpu {gpu}"}
     _check(text, words, None if output is None else output.parent)
     if output is None:
         sys.stdout.write(text)
@@ -131,17 +133,17 @@ def _exists(output: Path) -> Refusal:
 def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None:
     """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of
     the cluster."""
-    from shardwright.cli.model_recipe import load_text
+    from shardwright.cli.model_recipe import load_model_recipe
     from shardwright.compile import read_problem
-    from shardwright.search.layout_search import choose
+    from shardwright.search.layout_search import choose_layout
 
-    recipe = _at(load_text(text, (), words), text, directory)
+    recipe = _at(load_model_recipe(text, (), words), text, directory)
     problem = read_problem(recipe)
     cluster = problem.cluster
     try:
-        choose(problem)
+        choose_layout(problem)
     except Refusal as refusal:
-        enough = _enough_nodes(recipe)
+        enough = _fewest_nodes_that_fit(recipe)
         fewest = (
             f"{enough} nodes of {cluster.gpus_per_node} would have one."
             if enough
@@ -167,12 +169,12 @@ def _at(recipe: Recipe, text: str, directory: Path | None) -> Recipe:
     return dataclasses.replace(recipe, model=model)
 
 
-def _enough_nodes(recipe: Recipe) -> int | None:
+def _fewest_nodes_that_fit(recipe: Recipe) -> int | None:
     from shardwright.compile import read_problem
     from shardwright.search.layout_search import search
 
     nodes = 2 * (recipe.cluster.nodes or 1)
-    while nodes <= MOST_NODES:
+    while nodes <= MAX_RECIPE_NODES:
         section = dataclasses.replace(recipe.cluster, nodes=nodes)
         batch = max(recipe.training.global_batch_size, nodes * section.gpus_per_node)
         training = dataclasses.replace(recipe.training, global_batch_size=batch)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwright.cli import status_command
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import load_plan
-from shardwright.utils.number_format import number
+from shardwright.utils.number_format import format_number
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -18,10 +18,15 @@ if TYPE_CHECKING:
 
 
 def run(plan: Plan, folder: Path, islands: Sequence[Path], *, as_json: bool) -> int:
-    here = {k: each for k, each in enumerate(islands) if each.is_dir()}
-    states = {k: status_command.state_of(load_plan(each), each) for k, each in here.items()}
-    outer = {k: status_command.last_outer_step(each) for k, each in here.items()}
-    whole = whole_object(plan, folder, here, {k: state for k, (state, _) in states.items()})
+    local_islands = {k: each for k, each in enumerate(islands) if each.is_dir()}
+    states = {
+        k: status_command.read_run_state_and_save_seconds(load_plan(each), each)
+        for k, each in local_islands.items()
+    }
+    outer = {k: status_command.last_outer_step(each) for k, each in local_islands.items()}
+    whole = all_islands_json(
+        plan, folder, local_islands, {k: state for k, (state, _) in states.items()}
+    )
     if as_json:
         objects = [
             {"island": k, **asdict(state), "predicted_save_seconds": predicted, "outer": outer[k]}
@@ -29,35 +34,38 @@ def run(plan: Plan, folder: Path, islands: Sequence[Path], *, as_json: bool) -> 
         ]
         print(strict_json({"whole": whole, "islands": objects}))
         return 0
-    parts = [whole_text(whole, states)]
+    parts = [all_islands_text(whole, states)]
     for k, (state, predicted) in states.items():
-        text = f"island {k}\n{status_command.as_text(state, here[k], predicted)}"
-        met = outer[k]
+        text = f"island {k}\n{status_command.as_text(state, local_islands[k], predicted)}"
+        last_outer = outer[k]
         parts.append(
-            text if met is None else f"{text}\nouter    {_outer_words(met)}, {met['seconds']:.3g} s"
+            text
+            if last_outer is None
+            else f"{text}\nouter    {_outer_words(last_outer)}, {last_outer['seconds']:.3g} s"
         )
     print("\n\n".join(parts))
     return 0
 
 
-def whole_object(
-    plan: Plan, folder: Path, here: Mapping[int, Path], states: Mapping[int, RunState]
+def all_islands_json(
+    plan: Plan, folder: Path, local_islands: Mapping[int, Path], states: Mapping[int, RunState]
 ) -> dict[str, Any]:
     """here: the islands that are on this machine. step, islands, loss, tokens_per_second: of the
     newest step that all of those have made who took part in the last outer step. tokens: trained
     until then. None where there is none."""
-    from shardwright.diloco.island_metrics import missing, whole_steps
-    from shardwright.diloco.round_log import read_rounds, standing
+    from shardwright.diloco.island_metrics import merged_steps, missing
+    from shardwright.diloco.round_log import effective_rounds, read_rounds
 
     assert plan.outer is not None, "asked for before"
-    rounds = standing(read_rounds(folder))
-    steps = whole_steps(here, rounds, plan.outer.every_steps)
+    rounds = effective_rounds(read_rounds(folder))
+    steps = merged_steps(local_islands, rounds, plan.outer.every_steps)
     absent = missing(plan.outer.islands, rounds)
-    taking = {k for k in here if k not in absent and states[k].step > 0}
+    participants = {k for k in local_islands if k not in absent and states[k].step > 0}
     newest = next(
-        (each for each in reversed(steps) if taking and taking <= set(each.islands)), None
+        (each for each in reversed(steps) if participants and participants <= set(each.islands)),
+        None,
     )
-    rates = [rate for k in taking if (rate := states[k].tokens_per_second) is not None]
+    rates = [rate for k in participants if (rate := states[k].tokens_per_second) is not None]
     return {
         "step": None if newest is None else newest.step,
         "steps": max((state.steps for state in states.values()), default=None),
@@ -73,7 +81,7 @@ def whole_object(
     }
 
 
-def whole_text(
+def all_islands_text(
     whole: Mapping[str, Any], states: Mapping[int, tuple[RunState, float | None]]
 ) -> str:
     rows = []
@@ -106,7 +114,7 @@ def _round_words(whole: Mapping[str, Any], last: Mapping[str, Any]) -> str:
     joined = f"; {_listed(last['joined'])} took their state" if last["joined"] else ""
     made = _steps(whole["outer_steps"])
     return (
-        f"{made}, the last at {_outer_words(last)}, {number(last['seconds'])} s in the "
+        f"{made}, the last at {_outer_words(last)}, {format_number(last['seconds'])} s in the "
         f"store{joined}"
     )
 

@@ -12,17 +12,21 @@ from typing import TYPE_CHECKING
 from shardwright.cli.command_options import positive
 from shardwright.cli.terminal import error, print_diagnostics
 from shardwright.diagnostics import Diagnostic, Location, Refusal, Source
-from shardwright.diagnostics.diagnostic_rendering import locate, to_json, visible
+from shardwright.diagnostics.diagnostic_rendering import (
+    diagnostic_to_json,
+    escape_control_characters,
+    location_of,
+)
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.lint.ds_config_document import Document
-    from shardwright.lint.lint_rule import Found
+    from shardwright.lint.lint_rule import LintFinding
     from shardwright.utils.json_types import JsonValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Result:
+class LintResult:
     """Of one file. fixable: for each diagnostic, whether --fix mends it. mended: what it did
     mend."""
 
@@ -30,7 +34,7 @@ class _Result:
     diagnostics: tuple[Diagnostic, ...]
     source: Source | None
     fixable: tuple[bool, ...] = ()
-    mended: tuple[Found, ...] = ()
+    applied_fixes: tuple[LintFinding, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -106,62 +110,62 @@ def run(args: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
-def _lint(path: str, args: argparse.Namespace) -> _Result:
-    from shardwright.lint.ds_config_document import STDIN, read_document, read_file
-    from shardwright.lint.ds_config_linter import diagnostic, lint, subject_of
+def _lint(path: str, args: argparse.Namespace) -> LintResult:
+    from shardwright.lint.ds_config_document import STDIN, parse_ds_config, read_ds_config_text
+    from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
 
     name = STDIN if path == "-" else path
-    mended: tuple[Found, ...] = ()
+    applied_fixes: tuple[LintFinding, ...] = ()
     notes: tuple[str, ...] = ()
     try:
         if args.audience == "megatron":
-            return _lint_arguments(name, read_file(path), args.world_size)
-        document = read_document(name, read_file(path))
+            return _lint_arguments(name, read_ds_config_text(path), args.world_size)
+        document = parse_ds_config(name, read_ds_config_text(path))
         if args.fix:
-            document, mended = _fix(document, args)
-        subject = subject_of(document, args.audience, args.world_size)
-        findings = lint(document, subject)
+            document, applied_fixes = _fix(document, args)
+        ds_config = linted_ds_config(document, args.audience, args.world_size)
+        findings = lint(document, ds_config)
         if args.model is not None:
-            from shardwright.lint.ds_config_model_rules import named_model
+            from shardwright.lint.ds_config_model_rules import lint_for_model
             from shardwright.lint.model_memory_rule import memory
 
-            asked = named_model(subject, args.model, args.sequence_length)
-            risks, notes = memory(subject, args.model, args.gpu, args.sequence_length)
-            findings = (*findings, *asked, *risks)
+            model_findings = lint_for_model(ds_config, args.model, args.sequence_length)
+            memory_findings, notes = memory(ds_config, args.model, args.gpu, args.sequence_length)
+            findings = (*findings, *model_findings, *memory_findings)
     except Refusal as refusal:
-        return _Result(
+        return LintResult(
             name=name,
             diagnostics=refusal.diagnostics,
             source=refusal.source,
             fixable=(False,) * len(refusal.diagnostics),
         )
-    return _Result(
+    return LintResult(
         name=name,
         diagnostics=tuple(diagnostic(document, found) for found in findings),
         source=document.source,
         fixable=tuple(bool(found.fix) for found in findings),
-        mended=mended,
+        applied_fixes=applied_fixes,
         notes=notes,
     )
 
 
-def _lint_arguments(name: str, text: str, world_size: int | None) -> _Result:
+def _lint_arguments(name: str, text: str, world_size: int | None) -> LintResult:
     from shardwright.lint.megatron_lint import lint_arguments
     from shardwright.lint.megatron_option_reader import read_arguments
 
     arguments = read_arguments(name, text, world_size)
     told = lint_arguments(arguments)
-    return _Result(
+    return LintResult(
         name=name, diagnostics=told, source=arguments.source, fixable=(False,) * len(told)
     )
 
 
-def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[Found, ...]]:
+def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[LintFinding, ...]]:
     from shardwright.lint.ds_config_fixes import fixed
     from shardwright.utils.atomic_write import write_atomically
 
-    changed, mended = fixed(document, args.audience, args.world_size)
-    if mended:
+    changed, applied_fixes = fixed(document, args.audience, args.world_size)
+    if applied_fixes:
         try:
             write_atomically(Path(document.name), changed.text)
         except OSError as error:
@@ -171,14 +175,17 @@ def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[
             raise Refusal(
                 Diagnostic(code="SW4010", message=message, help=help, location=place)
             ) from None
-    return changed, mended
+    return changed, applied_fixes
 
 
-def _text(result: _Result, printed: int) -> None:
+def _text(result: LintResult, printed: int) -> None:
     from shardwright.lint.lint_rule import dotted
 
-    for found in result.mended:
-        print(visible(f"fixed {found.code} {dotted(found.key)}: {found.help}"), flush=True)
+    for found in result.applied_fixes:
+        print(
+            escape_control_characters(f"fixed {found.code} {dotted(found.key)}: {found.help}"),
+            flush=True,
+        )
     if result.diagnostics and printed:
         sys.stderr.write("\n")
     print_diagnostics(result.diagnostics, result.source)
@@ -186,36 +193,37 @@ def _text(result: _Result, printed: int) -> None:
     if fixable:
         print(f"{fixable} of these can be mended with --fix", file=sys.stderr)
     for note in result.notes:
-        print(visible(note))
+        print(escape_control_characters(note))
     if result.ok:
-        print(f"ok {visible(result.name)}", flush=True)
+        print(f"ok {escape_control_characters(result.name)}", flush=True)
 
 
-def _json(result: _Result, printed: int) -> None:
+def _json(result: LintResult, printed: int) -> None:
     from shardwright.lint.lint_rule import dotted
 
     rows: list[JsonValue] = []
     for found, fixable in zip(result.diagnostics, result.fixable, strict=True):
-        row = to_json(found, result.source)
+        row = diagnostic_to_json(found, result.source)
         del row["file"]
         rows.append(
             {**row, "key": None if found.key is None else dotted(found.key), "fix": fixable}
         )
     document: dict[str, JsonValue] = {"file": result.name, "ok": result.ok, "diagnostics": rows}
-    if result.mended:
+    if result.applied_fixes:
         document["fixed"] = [
-            {"code": f.code, "key": dotted(f.key), "message": f.message} for f in result.mended
+            {"code": f.code, "key": dotted(f.key), "message": f.message}
+            for f in result.applied_fixes
         ]
     if result.notes:
         document["notes"] = list(result.notes)
     print(strict_json(document), flush=True)
 
 
-def _github(result: _Result, printed: int) -> None:
+def _github(result: LintResult, printed: int) -> None:
     """https://docs.github.com/actions/reference/workflow-commands-for-github-actions, setting an
     error message."""
     for found in result.diagnostics:
-        place = locate(found, result.source)
+        place = location_of(found, result.source)
         where = f"file={_property(result.name)}"
         if place is not None and place.line:
             where += (

@@ -79,7 +79,7 @@ def _show(plan: Plan, path: Path, folder: Path, *, follow: bool) -> None:
     with path.open(errors="replace") as file:
         while True:
             # Asked before the last read: nothing that comes after it is missed.
-            alive = follow and is_alive(folder) and not read_state(plan, folder).ended
+            alive = follow and is_alive(folder) and not read_state(plan, folder).is_final
             for text in file:
                 print(text, end="", flush=True)
             if not alive:

@@ -8,15 +8,15 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from shardwright.cli.terminal_tables import table_lines, title
-from shardwright.cost.calibrated_costs import figures_of, ranks_a_core, run_of
+from shardwright.cost.calibrated_costs import calibration_for, measured_run_of, ranks_per_core
 from shardwright.cost.cost_constants import constant_entries
-from shardwright.utils.number_format import number
+from shardwright.utils.number_format import format_number
 
 if TYPE_CHECKING:
     from shardwright.cluster.cluster_types import Cluster
-    from shardwright.layout.layout import Strategy
+    from shardwright.layout.layout import Layout
     from shardwright.models.model_graph import ModelGraph
-    from shardwright.recipe.measurements import Figure, Measurements
+    from shardwright.recipe.measurements import MeasuredValue, Measurements
     from shardwright.recipe.recipe_types import Recipe
     from shardwright.utils.json_types import JsonObject
 
@@ -24,7 +24,7 @@ NOISY = 0.25
 """A spread from which on a machine was not quiet."""
 
 
-def figure_lines(found: Measurements) -> list[str]:
+def measurement_lines(found: Measurements) -> list[str]:
     """Every constant beside the one that it replaces, and how many of the other figures there
     are."""
     entries = constant_entries()
@@ -54,11 +54,15 @@ def figure_lines(found: Measurements) -> list[str]:
             else []
         ),
     ]
-    lines += [f"{words}: {figures_words(figures)}" for words, figures in _groups(found) if figures]
+    lines += [
+        f"{words}: {measurement_spread_text(figures)}"
+        for words, figures in _groups(found)
+        if figures
+    ]
     return lines
 
 
-def _groups(found: Measurements) -> list[tuple[str, list[Figure]]]:
+def _groups(found: Measurements) -> list[tuple[str, list[MeasuredValue]]]:
     layers = [
         figure for row in found.layers for figure in (row.forward_seconds, row.backward_seconds)
     ]
@@ -72,29 +76,29 @@ def _groups(found: Measurements) -> list[tuple[str, list[Figure]]]:
     ]
 
 
-def figures_words(figures: list[Figure]) -> str:
+def measurement_spread_text(figures: list[MeasuredValue]) -> str:
     spread = median(figure.spread for figure in figures)
     noisy = ": the machine had other work, measure again" if spread > NOISY else ""
     repeats = [figure.n for figure in figures]
     return f"{len(figures)} figures, n {min(repeats)} to {max(repeats)}, spread {spread:.0%}{noisy}"
 
 
-def plan_lines(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> list[str]:
+def measurement_note_lines(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> list[str]:
     """Below the table of `plan`, and in `estimate`; none where the recipe names no file."""
     measured = recipe.cluster.measured
     if measured is None:
         return []
-    found, whole = measured.found, figures_of(recipe, graph)
+    found, whole = measured.found, calibration_for(recipe, graph)
     constants = list(found.constants.values())
     named = ", ".join(found.constants)
     lines = (
-        [f"measured on {found.machine.device}: {named} ({figures_words(constants)})"]
+        [f"measured on {found.machine.device}: {named} ({measurement_spread_text(constants)})"]
         if constants
         else []
     )
     if whole is not None:
         lines += [
-            f"measured: {words} ({figures_words(figures)})"
+            f"measured: {words} ({measurement_spread_text(figures)})"
             for words, figures in _groups(whole)
             if figures
         ]
@@ -102,12 +106,12 @@ def plan_lines(recipe: Recipe, graph: ModelGraph, cluster: Cluster) -> list[str]
         lines.append(
             "its layers and runs are of another model, sequence length or engine: not used"
         )
-    return [*lines, *shared_lines(recipe, cluster)]
+    return [*lines, *shared_cores_lines(recipe, cluster)]
 
 
-def shared_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
+def shared_cores_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
     measured = recipe.cluster.measured
-    if measured is None or ranks_a_core(recipe, cluster) == 1:
+    if measured is None or ranks_per_core(recipe, cluster) == 1:
         return []
     cores = measured.found.machine.cores
     return [
@@ -117,23 +121,23 @@ def shared_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
     ]
 
 
-def explain_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
+def measurement_section_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
     """A section of `explain`; none where the recipe names no file."""
     measured = recipe.cluster.measured
     if measured is None:
         return []
-    return [*figure_lines(measured.found), *shared_lines(recipe, cluster)]
+    return [*measurement_lines(measured.found), *shared_cores_lines(recipe, cluster)]
 
 
-def measured_object(
-    recipe: Recipe, graph: ModelGraph, strategy: Strategy | None
+def measurements_json(
+    recipe: Recipe, graph: ModelGraph, strategy: Layout | None
 ) -> JsonObject | None:
     """For --json. run: of this very layout."""
     measured = recipe.cluster.measured
     if measured is None:
         return None
-    found, whole = measured.found, figures_of(recipe, graph)
-    run = None if strategy is None else run_of(recipe, graph, strategy)
+    found, whole = measured.found, calibration_for(recipe, graph)
+    run = None if strategy is None else measured_run_of(recipe, graph, strategy)
     return {
         "file": measured.path,
         "sha256": measured.sha256,
@@ -145,7 +149,7 @@ def measured_object(
     }
 
 
-def run_note(recipe: Recipe, graph: ModelGraph, strategy: Strategy) -> str:
+def measured_run_note(recipe: Recipe, graph: ModelGraph, strategy: Layout) -> str:
     """Of a row of the table whose layout ran."""
-    run = run_of(recipe, graph, strategy)
-    return "" if run is None else f"ran: {number(run.step_seconds.value)} s"
+    run = measured_run_of(recipe, graph, strategy)
+    return "" if run is None else f"ran: {format_number(run.step_seconds.value)} s"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.diagnostics import KeyPath, Location, Refusal, Source
-from shardwright.recipe.literal_types import PAIR_TYPES
+from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ COMMAND_LINE = "the command line"
 GPUS_PER_NODE = 8
 STEPS = 1000
 PRECISION = "bf16"
-LONGEST_ASSUMED_SEQUENCE = 4096
+MAX_ASSUMED_SEQUENCE_LENGTH = 4096
 TOKENS_PER_STEP = (
     4 * 2**20
 )  # what models of 7 B to 400 B are pre-trained with (Llama 2 and 3: 4 M to 16 M)
@@ -37,16 +37,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _RECIPE_ENDINGS = (".yaml", ".yml", ".json")
 
 
-def model_of(args: argparse.Namespace) -> str | None:
+def model_source(args: argparse.Namespace) -> str | None:
     """The model.source that the argument names; None where it is a recipe."""
-    from shardwright.models.model_catalog import shipped_name
+    from shardwright.models.model_catalog import match_catalog_id
 
     name: str = args.recipe
     if os.path.isdir(name) and os.path.isfile(os.path.join(name, "config.json")):
         return os.path.abspath(name)
     if name == "-" or os.path.exists(name) or name.lower().endswith(_RECIPE_ENDINGS):
         return None
-    if shipped := shipped_name(name):
+    if shipped := match_catalog_id(name):
         return shipped
     return name if _HUB_ID.fullmatch(name) or args.gpu is not None else None
 
@@ -61,7 +61,7 @@ _MODEL_FLAGS = (
 )
 
 
-def usage_error(args: argparse.Namespace, model: str | None) -> str:
+def model_flags_error(args: argparse.Namespace, model: str | None) -> str:
     """What is wrong with the flags, or ""."""
     given = [
         "--" + flag.replace("_", "-") for flag in _MODEL_FLAGS if getattr(args, flag) is not None
@@ -77,14 +77,20 @@ def usage_error(args: argparse.Namespace, model: str | None) -> str:
     return ""
 
 
-def recipe_text(args: argparse.Namespace, model: str) -> str:
+def draft_yaml(args: argparse.Namespace, model: str) -> str:
     """The recipe that stands for the command line, as YAML, a section a line."""
     gpus_per_node = args.gpus_per_node or GPUS_PER_NODE
     world = args.nodes * gpus_per_node
-    length = args.sequence_length or min(LONGEST_ASSUMED_SEQUENCE, longest_sequence(model))
+    length = args.sequence_length or min(
+        MAX_ASSUMED_SEQUENCE_LENGTH, model_max_sequence_length(model)
+    )
     config = _config_of(model)
-    rows = PAIRS_PER_STEP if config.get("model_type") in PAIR_TYPES else TOKENS_PER_STEP / length
-    batch = args.global_batch_size or max(1, round(rows / world)) * world
+    sequences = (
+        PAIRS_PER_STEP
+        if config.get("model_type") in CONTRASTIVE_MODEL_CLASSES
+        else TOKENS_PER_STEP / length
+    )
+    batch = args.global_batch_size or max(1, round(sequences / world)) * world
     quote = json.dumps  # of text: JSON's form is YAML's too
     return (
         "version: 1\n"
@@ -98,7 +104,7 @@ def recipe_text(args: argparse.Namespace, model: str) -> str:
     )
 
 
-def longest_sequence(model: str) -> int:
+def model_max_sequence_length(model: str) -> int:
     """The longest sequence that the model's configuration names; where it names none, there is no
     limit."""
     config = _config_of(model)
@@ -106,7 +112,7 @@ def longest_sequence(model: str) -> int:
     if isinstance(text, dict):  # of a model that sees
         config = {**text, **config}
     lengths = [config[key] for key in _LENGTH_KEYS if key in config]
-    return next((n for n in lengths if isinstance(n, int) and n > 0), LONGEST_ASSUMED_SEQUENCE)
+    return next((n for n in lengths if isinstance(n, int) and n > 0), MAX_ASSUMED_SEQUENCE_LENGTH)
 
 
 def _config_of(model: str) -> JsonObject:
@@ -122,7 +128,7 @@ def _config_of(model: str) -> JsonObject:
         return {}  # stage 2 refuses it again, together with what is wrong elsewhere
 
 
-def words_of(args: argparse.Namespace, model: str) -> dict[KeyPath, str]:
+def flags_by_recipe_key(args: argparse.Namespace, model: str) -> dict[KeyPath, str]:
     """Recipe key -> the word of the command line that gives it."""
     flags: dict[KeyPath, tuple[str, object]] = {
         ("model", "source"): ("", model),
@@ -137,7 +143,7 @@ def words_of(args: argparse.Namespace, model: str) -> dict[KeyPath, str]:
     return {key: f"{flag}{value}" for key, (flag, value) in flags.items() if value is not None}
 
 
-def load_text(text: str, overrides: Sequence[str], words: Mapping[KeyPath, str]) -> Recipe:
+def load_model_recipe(text: str, overrides: Sequence[str], words: Mapping[KeyPath, str]) -> Recipe:
     """The recipe of `text`. There is no file of it, so diagnostics point at the words of the
     command line."""
     from shardwright.recipe.recipe_composition import STDIN

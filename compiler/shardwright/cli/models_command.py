@@ -53,49 +53,51 @@ def run(args: argparse.Namespace) -> int:
         text = support_text(args.task or "causal-lm")
         sys.stdout.write(text if args.json else overview(table, color=use_color(sys.stdout)))
         return 0
-    if args.task is None and (pairs := pair_type(args.type)) is not None:
-        sys.stdout.write(pairs_as_json(pairs) if args.json else pair_details(pairs, table))
+    if args.task is None and (pairs := contrastive_type(args.type)) is not None:
+        sys.stdout.write(
+            contrastive_type_json(pairs) if args.json else contrastive_type_text(pairs, table)
+        )
         return 0
-    name = type_of(args.type, table, support(IMAGE_TEXT) if args.task is None else table)
+    name = known_model_type(args.type, table, support(IMAGE_TEXT) if args.task is None else table)
     table = table if name in table.types else support(IMAGE_TEXT)
     sys.stdout.write(as_json(name, table) if args.json else details(name, table))
     return 0
 
 
-def type_of(text: str, table: Support, second: Support) -> str:
+def known_model_type(text: str, table: Support, second: Support) -> str:
     """A type's own name, or that of a model that comes with shardwright. Raises Refusal: SW2003,
     SW2004, SW2017, SW2019."""
-    from shardwright.models.model_catalog import shipped_config, shipped_name
+    from shardwright.models.model_catalog import catalog_config, match_catalog_id
 
     known = {*table.types, *second.types}
     if text in known:
         return text
-    config = None if text in table.others else shipped_config(shipped_name(text) or "")
+    config = None if text in table.others else catalog_config(match_catalog_id(text) or "")
     if config is not None and config["model_type"] in known:
         return str(config["model_type"])
-    raise _not_here(text if config is None else str(config["model_type"]), table)
+    raise _unknown_type_refusal(text if config is None else str(config["model_type"]), table)
 
 
-def pair_type(text: str) -> str | None:
+def contrastive_type(text: str) -> str | None:
     """A type that learns from pairs of a picture and a caption, or such a model that comes with
     shardwright."""
-    from shardwright.models.model_catalog import shipped_config, shipped_name
-    from shardwright.recipe.literal_types import PAIR_TYPES
+    from shardwright.models.model_catalog import catalog_config, match_catalog_id
+    from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
 
-    config = shipped_config(shipped_name(text) or "") or {"model_type": text}
+    config = catalog_config(match_catalog_id(text) or "") or {"model_type": text}
     name = str(config["model_type"])
-    return name if name in PAIR_TYPES else None
+    return name if name in CONTRASTIVE_MODEL_CLASSES else None
 
 
-_PAIR_PROOF = "tests/parity/test_contrastive.py"
+_CONTRASTIVE_PROOF = "tests/parity/test_contrastive.py"
 
 
-def pair_details(model_type: str, table: Support) -> str:
+def contrastive_type_text(model_type: str, table: Support) -> str:
     lines = [
         f"{model_type} (transformers {table.transformers})",
         "",
         "contrastive, on captions with a picture each",
-        f"    ZeRO 0 to 3 over data ranks: proved ({_PAIR_PROOF})",
+        f"    ZeRO 0 to 3 over data ranks: proved ({_CONTRASTIVE_PROOF})",
         "",
         "in a recipe",
         "    zero_stage: 0 to 3",
@@ -105,33 +107,33 @@ def pair_details(model_type: str, table: Support) -> str:
     return "\n".join(lines) + "\n"
 
 
-def pairs_as_json(model_type: str) -> str:
-    proof = {"verdict": "proved", "tests": _PAIR_PROOF}
+def contrastive_type_json(model_type: str) -> str:
+    proof = {"verdict": "proved", "tests": _CONTRASTIVE_PROOF}
     return strict_json({"type": model_type, "task": "contrastive", "zero": proof}) + "\n"
 
 
-def _not_here(text: str, table: Support) -> Refusal:
+def _unknown_type_refusal(text: str, table: Support) -> Refusal:
     from shardwright.models.model_refusals import (
         encoder_decoder,
-        no_causal_lm,
-        no_pictures,
-        unknown_type,
+        not_causal_lm,
+        not_vision_language,
+        unknown_type_error,
     )
     from shardwright.models.model_support import support
 
-    if _sees(table):
+    if _is_vision_language(table):
         causal = support()
         is_known = text in causal.types or text in causal.others
         return Refusal(
-            no_pictures(text, table.types, None)
+            not_vision_language(text, table.types, None)
             if is_known
-            else unknown_type(text, table.types, None)
+            else unknown_type_error(text, table.types, None)
         )
     if text not in table.others:
-        return Refusal(unknown_type(text, table.types, None))
+        return Refusal(unknown_type_error(text, table.types, None))
     if table.others[text] == "encoder-decoder":
         return Refusal(encoder_decoder(text, None, decoder_alone=False))
-    return Refusal(no_causal_lm(text, table.types, None))
+    return Refusal(not_causal_lm(text, table.types, None))
 
 
 def overview(table: Support, *, color: bool) -> str:
@@ -152,7 +154,7 @@ def overview(table: Support, *, color: bool) -> str:
         ]
         lines.append(_row(verdict, width, counts, widths))
     lines.append("")
-    what = IMAGE_TEXT if _sees(table) else "causal-LM"
+    what = IMAGE_TEXT if _is_vision_language(table) else "causal-LM"
     lines.append(
         f"{len(table.types)} {what} types of transformers {table.transformers}, each a tiny "
         "model against"
@@ -192,16 +194,20 @@ def details(model_type: str, table: Support) -> str:
             )
         if cell.sharded and cell.verdict == "proved":
             lines.append(f"    {cell.sharded:.0%} of its layers' matrices is cut")
-    keys = sight_keys(cells) if _sees(table) else [*recipe_keys(cells), _engines(model_type)]
+    keys = (
+        vlm_recipe_lines(cells)
+        if _is_vision_language(table)
+        else [*causal_lm_recipe_lines(cells), _engines(model_type)]
+    )
     lines += ["", "in a recipe", *(f"    {line}" for line in keys)]
     return "\n".join(lines) + "\n"
 
 
-def _sees(table: Support) -> bool:
+def _is_vision_language(table: Support) -> bool:
     return "apart" in table.columns
 
 
-def sight_keys(cells: dict[str, Cell]) -> list[str]:
+def vlm_recipe_lines(cells: dict[str, Cell]) -> list[str]:
     """What the verdicts mean for a recipe that trains a type with pictures."""
     proved = {name for name, cell in cells.items() if cell.verdict == "proved"}
     if not proved:
@@ -231,7 +237,7 @@ def _engines(model_type: str) -> str:
     return f"target: {words} too; each compile proves the configuration at hand"
 
 
-def recipe_keys(cells: dict[str, Cell]) -> list[str]:
+def causal_lm_recipe_lines(cells: dict[str, Cell]) -> list[str]:
     """What the verdicts mean for the keys of `parallelism`."""
     proved = {name for name, cell in cells.items() if cell.verdict == "proved"}
     if not proved:

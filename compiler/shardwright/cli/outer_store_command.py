@@ -24,6 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.diloco.island_processes import serve_islands
+    from shardwright.diloco.island_processes import serve_outer_store
 
-    return serve_islands(args.folder, args.bind)
+    return serve_outer_store(args.folder, args.bind)

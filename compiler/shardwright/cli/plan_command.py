@@ -14,20 +14,20 @@ from shardwright.cli.command_options import add_json, add_overrides, positive
 from shardwright.cli.terminal import error, print_diagnostics, print_refusal
 from shardwright.diagnostics import Refusal
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.weights_location import weights_words
+from shardwright.models.weights_location import weights_summary
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.cli.plan_table import PlanRow
-    from shardwright.layout.layout import Strategy
+    from shardwright.layout.layout import Layout
     from shardwright.layout.layout_estimate import Estimate
     from shardwright.recipe.recipe_types import Recipe
-    from shardwright.search.cluster_sizing import LargerBatch, OtherBatch, Sizing
-    from shardwright.search.layout_comparison import LostRegion
+    from shardwright.search.cluster_sizing import ClusterSizing, LargerBatch, SmallerClusterBatch
+    from shardwright.search.layout_comparison import SlowerRegion
     from shardwright.search.layout_search import SearchResult
     from shardwright.utils.json_types import JsonObject, JsonValue
 
-MOST_LOST = 5  # regions that the page names; --json has them all
+MAX_SLOWER_REGIONS = 5  # regions that the page names; --json has them all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=(
             "tokens per sequence (default: the model's longest, at most "
-            f"{model_recipe.LONGEST_ASSUMED_SEQUENCE})"
+            f"{model_recipe.MAX_ASSUMED_SEQUENCE_LENGTH})"
         ),
     )
     model.add_argument(
@@ -91,14 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit 1 where no layout is feasible; the rejected regions are printed all the same."""
-    from shardwright.cli.measurement_text import plan_lines
-    from shardwright.compile import size_recipe
+    from shardwright.cli.measurement_text import measurement_note_lines
+    from shardwright.compile import resolve_recipe
     from shardwright.recipe.recipe_loader import load_recipe
-    from shardwright.search.cluster_sizing import larger_batch, other_batch
-    from shardwright.search.layout_search import choose, search
+    from shardwright.search.cluster_sizing import larger_batch, smaller_cluster_batch
+    from shardwright.search.layout_search import choose_layout, search
 
-    model = model_recipe.model_of(args)
-    wrong = model_recipe.usage_error(args, model)
+    model = model_recipe.model_source(args)
+    wrong = model_recipe.model_flags_error(args, model)
     if wrong:
         error(wrong)
         return 1
@@ -106,15 +106,17 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         recipe = load_recipe(Path(args.recipe), args.overrides)
     else:
-        text = model_recipe.recipe_text(args, model)
-        recipe = model_recipe.load_text(text, args.overrides, model_recipe.words_of(args, model))
-    problem, sizing = size_recipe(recipe, compares_engines=True)
+        text = model_recipe.draft_yaml(args, model)
+        recipe = model_recipe.load_model_recipe(
+            text, args.overrides, model_recipe.flags_by_recipe_key(args, model)
+        )
+    problem, sizing = resolve_recipe(recipe, prices_other_engines=True)
     recipe = problem.recipe
-    batch = None if sizing is None else other_batch(problem, sizing)
+    batch = None if sizing is None else smaller_cluster_batch(problem, sizing)
     larger = None if sizing is None else larger_batch(problem, sizing)
     result = search(problem)
-    rows = ranked_rows(problem, result, args.top)
-    if args.pin is not None and (wrong := _unpinnable(args, rows)):
+    rows = plan_table_rows(problem, result, args.top)
+    if args.pin is not None and (wrong := _pin_error(args, rows)):
         error(wrong)
         return 1
     if args.json:
@@ -128,16 +130,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         lines = [
             *model_recipe.heading(args, text),
-            *page_lines(problem, rows, result, sizing, batch, larger),
+            *plan_text_lines(problem, rows, result, sizing, batch, larger),
         ]
-        print("\n".join([*lines, *plan_lines(recipe, problem.graph, problem.cluster)]), flush=True)
+        print(
+            "\n".join([*lines, *measurement_note_lines(recipe, problem.graph, problem.cluster)]),
+            flush=True,
+        )
         print_diagnostics(result.ranked[0].diagnostics if result.ranked else (), recipe.source)
     if args.pin is not None:
         _pin(args, recipe, text, rows[args.pin - 1])
     if result.ranked:
         return 0
     try:
-        choose(problem)
+        choose_layout(problem)
     except Refusal as refusal:
         print_refusal(refusal, recipe.source)
     return 1
@@ -145,59 +150,72 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(problem: Problem) -> JsonObject:
     """Where the recipe names a file."""
-    from shardwright.cli.measurement_text import measured_object
+    from shardwright.cli.measurement_text import measurements_json
 
-    found = measured_object(problem.recipe, problem.graph, None)
+    found = measurements_json(problem.recipe, problem.graph, None)
     return {} if found is None else {"measured": found}
 
 
-def ranked_rows(problem: Problem, result: SearchResult, top: int) -> list[PlanRow]:
+def plan_table_rows(problem: Problem, result: SearchResult, top: int) -> list[PlanRow]:
     """The best, and "what you would run today" (pipeline 1, tensor 1, ZeRO-2 and 3): within the
     ranking where the pins allow it, below it otherwise."""
     from shardwright.search.layout_search import baselines
-    from shardwright.search.rejected_faster_layouts import set_aside
+    from shardwright.search.rejected_faster_layouts import rejected_faster_layouts
 
-    today = baselines(problem)
+    is_baseline = baselines(problem)
     place = {estimate.strategy: i for i, estimate in enumerate(result.ranked)}
     chosen = {e.strategy: e for e in result.ranked[:top]}
-    chosen |= {e.strategy: e for e in today if e.strategy in place}
-    aside = {each.strategy for each in set_aside(problem.recipe, result.ranked)}
-    chosen |= {e.strategy: e for e in result.ranked if e.strategy in aside}
+    chosen |= {e.strategy: e for e in is_baseline if e.strategy in place}
+    is_faster_but_rejected = {
+        each.strategy for each in rejected_faster_layouts(problem.recipe, result.ranked)
+    }
+    chosen |= {e.strategy: e for e in result.ranked if e.strategy in is_faster_but_rejected}
     shown = sorted(chosen.values(), key=lambda e: place[e.strategy])
-    of_today = {e.strategy for e in today}
+    baseline_layouts = {e.strategy for e in is_baseline}
     return [
         *(
-            _row(problem, e, today=e.strategy in of_today, ranked=True, aside=e.strategy in aside)
+            _row(
+                problem,
+                e,
+                is_baseline=e.strategy in baseline_layouts,
+                ranked=True,
+                is_faster_but_rejected=e.strategy in is_faster_but_rejected,
+            )
             for e in shown
         ),
         *(
-            _row(problem, e, today=True, ranked=False, aside=False)
-            for e in today
+            _row(problem, e, is_baseline=True, ranked=False, is_faster_but_rejected=False)
+            for e in is_baseline
             if e.strategy not in place
         ),
     ]
 
 
 def _row(
-    problem: Problem, estimate: Estimate, *, today: bool, ranked: bool, aside: bool
+    problem: Problem,
+    estimate: Estimate,
+    *,
+    is_baseline: bool,
+    ranked: bool,
+    is_faster_but_rejected: bool,
 ) -> PlanRow:
-    from shardwright.cli.measurement_text import run_note
+    from shardwright.cli.measurement_text import measured_run_note
     from shardwright.cli.plan_table import PlanRow
 
     s = estimate.strategy
-    notes = [axis.note.format(value) for axis, value in s.beyond_plain() if axis.note]
-    notes += [f"today's ZeRO-{s.zero_stage}"] if today else []
-    notes += ["set aside"] if aside else []
-    notes += [ran] if (ran := run_note(problem.recipe, problem.graph, s)) else []
+    notes = [axis.note.format(value) for axis, value in s.enabled_axes() if axis.note]
+    notes += [f"today's ZeRO-{s.zero_stage}"] if is_baseline else []
+    notes += ["set aside"] if is_faster_but_rejected else []
+    notes += [ran] if (ran := measured_run_note(problem.recipe, problem.graph, s)) else []
     broken = [d.code for d in estimate.diagnostics if d.severity == "error"]
     notes += broken or ([] if ranked or _is_within_pins(problem.recipe, s) else ["not as pinned"])
     return PlanRow(estimate=estimate, note=", ".join(notes), broken=bool(broken))
 
 
-def _is_within_pins(recipe: Recipe, s: Strategy) -> bool:
-    from shardwright.layout.layout import free_axes
+def _is_within_pins(recipe: Recipe, s: Layout) -> bool:
+    from shardwright.layout.layout import auto_by_default_axes
 
-    return all(axis.pin(recipe) in (None, getattr(s, axis.name)) for axis in free_axes())
+    return all(axis.pin(recipe) in (None, getattr(s, axis.name)) for axis in auto_by_default_axes())
 
 
 def _object(
@@ -205,35 +223,48 @@ def _object(
     problem: Problem,
     rows: list[PlanRow],
     result: SearchResult,
-    sizing: Sizing | None,
-    batch: OtherBatch | None,
+    sizing: ClusterSizing | None,
+    batch: SmallerClusterBatch | None,
     larger: LargerBatch | None,
 ) -> dict[str, JsonValue]:
-    from shardwright.cli.estimate_command import estimate_object
-    from shardwright.search.accumulation_dtype_choice import short_sums
+    from shardwright.cli.estimate_command import estimate_json
+    from shardwright.search.accumulation_dtype_choice import low_precision_accumulation
     from shardwright.search.engine_choice import other_engine
     from shardwright.search.kernel_choice import chosen_kernels
-    from shardwright.search.layout_comparison import binding_constraint, lost_regions, pareto_front
-    from shardwright.search.rejected_faster_layouts import set_aside
+    from shardwright.search.layout_comparison import (
+        binding_constraint,
+        pareto_front,
+        slower_regions,
+    )
+    from shardwright.search.rejected_faster_layouts import rejected_faster_layouts
 
-    recipe, sums, kernels = problem.recipe, short_sums(problem), chosen_kernels(problem)
+    recipe, sums, kernels = (
+        problem.recipe,
+        low_precision_accumulation(problem),
+        chosen_kernels(problem),
+    )
     best = result.ranked[0] if result.ranked else None
     other = None if best is None else other_engine(problem, best)
     found: dict[str, JsonValue] = {
         "recipe": path,
-        "plans": [estimate_object(path, row.estimate) for row in rows],
+        "plans": [estimate_json(path, row.estimate) for row in rows],
         "rejected": [dataclasses.asdict(region) for region in result.rejected],
         "not_priced": [
             {"least_seconds": least, **dataclasses.asdict(s)} for least, s in result.slow
         ],
         "lost": [
-            _lost_object(region) for region in lost_regions(recipe, result.ranked, result.slow)
+            _slower_region_json(region)
+            for region in slower_regions(recipe, result.ranked, result.slow)
         ],
-        "pareto": [estimate_object(path, estimate) for estimate in pareto_front(result.ranked)],
-        "binding": None if best is None else binding_constraint(best, result.beyond_memory(best)),
+        "pareto": [estimate_json(path, estimate) for estimate in pareto_front(result.ranked)],
+        "binding": None
+        if best is None
+        else binding_constraint(best, result.fastest_over_memory(best)),
         "measured_error": _measured_error(result),
-        "set_aside": [dataclasses.asdict(each) for each in set_aside(recipe, result.ranked)],
-        "short_sums": None if sums is None else dataclasses.asdict(sums),
+        "rejected_faster_layouts": [
+            dataclasses.asdict(each) for each in rejected_faster_layouts(recipe, result.ranked)
+        ],
+        "low_precision_accumulation": None if sums is None else dataclasses.asdict(sums),
         "kernels": None if kernels is None else dataclasses.asdict(kernels),
         "target": recipe.target,
         "other_engine": None if other is None else dataclasses.asdict(other),
@@ -244,14 +275,14 @@ def _object(
         more = None if larger is None else dataclasses.asdict(larger)
         bound: JsonObject = {
             "bound": _bound(recipe, sizing, batch),
-            "other_batch": nearby,
+            "smaller_cluster_batch": nearby,
             "larger_batch": more,
         }
         found["sizing"] = {**dataclasses.asdict(sizing), **bound}
     return found
 
 
-def _lost_object(region: LostRegion) -> JsonObject:
+def _slower_region_json(region: SlowerRegion) -> JsonObject:
     fields = dataclasses.asdict(region)
     del fields["where"]
     return {**dict(region.where), **fields}
@@ -259,18 +290,18 @@ def _lost_object(region: LostRegion) -> JsonObject:
 
 def _measured_error(result: SearchResult) -> dict[str, JsonValue]:
     """Of the best plan; each plan has its own."""
-    from shardwright.cost.prediction_errors import bench
+    from shardwright.cost.prediction_errors import error_benchmark
 
     best = result.ranked[0].error if result.ranked else None
     return {
         "step_time": None if best is None else best.step_time,
         "memory": None if best is None else best.memory,
-        "runs": bench().time.runs,
-        "projects": bench().projects,
+        "runs": error_benchmark().time.runs,
+        "projects": error_benchmark().projects,
     }
 
 
-def _bound(recipe: Recipe, sizing: Sizing, batch: OtherBatch | None) -> str:
+def _bound(recipe: Recipe, sizing: ClusterSizing, batch: SmallerClusterBatch | None) -> str:
     return (
         sizing.bound()
         if batch is None
@@ -278,43 +309,51 @@ def _bound(recipe: Recipe, sizing: Sizing, batch: OtherBatch | None) -> str:
     )
 
 
-def page_lines(
+def plan_text_lines(
     problem: Problem,
     rows: list[PlanRow],
     result: SearchResult,
-    sizing: Sizing | None = None,
-    batch: OtherBatch | None = None,
+    sizing: ClusterSizing | None = None,
+    batch: SmallerClusterBatch | None = None,
     larger: LargerBatch | None = None,
 ) -> list[str]:
-    """What `plan` prints, without a line end. rows: of ranked_rows; batch: of other_batch; larger:
-    of larger_batch."""
+    """What `plan` prints, without a line end. rows: of plan_table_rows; batch: of
+    smaller_cluster_batch; larger: of larger_batch."""
     from shardwright.cli.estimate_command import islands_rows
     from shardwright.cli.plan_table import error_notes, table
-    from shardwright.search.accumulation_dtype_choice import short_sums
+    from shardwright.search.accumulation_dtype_choice import low_precision_accumulation
     from shardwright.search.engine_choice import other_engine
     from shardwright.search.kernel_choice import chosen_kernels
-    from shardwright.search.layout_comparison import binding_constraint, lost_regions, pareto_front
-    from shardwright.search.rejected_faster_layouts import set_aside, set_aside_words
+    from shardwright.search.layout_comparison import (
+        binding_constraint,
+        pareto_front,
+        slower_regions,
+    )
+    from shardwright.search.rejected_faster_layouts import (
+        rejected_faster_layouts,
+        rejected_faster_text,
+    )
 
     recipe = problem.recipe
     is_cpu = recipe.cluster.gpu == "cpu"
-    lines = [*table(rows, is_cpu=is_cpu), "", weights_words(recipe.model.weights)] if rows else []
+    lines = [*table(rows, is_cpu=is_cpu), "", weights_summary(recipe.model.weights)] if rows else []
     if result.ranked:
         best, front = result.ranked[0], len(pareto_front(result.ranked))
         lines += [
             f"{len(result.ranked)} layouts run, {front} of them on the Pareto front of time and "
             f"memory; searched in {result.seconds:.2f} s",
-            f"bound by {binding_constraint(best, result.beyond_memory(best))}",
+            f"bound by {binding_constraint(best, result.fastest_over_memory(best))}",
             *error_notes([row.estimate for row in rows]),
         ]
-        sums = short_sums(problem)
+        sums = low_precision_accumulation(problem)
         lines += [] if sums is None else [sums.words()]
         kernels = chosen_kernels(problem)
         lines += [] if kernels is None else [kernels.words()]
         other = other_engine(problem, best)
         lines += [] if other is None else [other.words()]
         lines += [
-            f"set aside: {set_aside_words(each)}" for each in set_aside(recipe, result.ranked)
+            f"set aside: {rejected_faster_text(each)}"
+            for each in rejected_faster_layouts(recipe, result.ranked)
         ]
         told = islands_rows(recipe, problem.graph, best)
         lines += [f"{name or ' ' * 7}  {words}" for name, words in told]
@@ -324,14 +363,18 @@ def page_lines(
             f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}"
         )
         lines += [] if larger is None else [larger.words()]
-    lost = lost_regions(recipe, result.ranked, result.slow)
+    lost = slower_regions(recipe, result.ranked, result.slow)
     if lost:
         lines.append("lost to row 1:")
         lines += [
-            f"  {region.words():38} {region.slower_words():>9}  {region.because}"
-            for region in lost[:MOST_LOST]
+            f"  {region.words():38} {region.slower_text():>9}  {region.because}"
+            for region in lost[:MAX_SLOWER_REGIONS]
         ]
-        lines += [f"  and {len(lost) - MOST_LOST} more (--json)"] if len(lost) > MOST_LOST else []
+        lines += (
+            [f"  and {len(lost) - MAX_SLOWER_REGIONS} more (--json)"]
+            if len(lost) > MAX_SLOWER_REGIONS
+            else []
+        )
     if result.slow:
         least = result.slow[0][0] / result.ranked[0].time.step_seconds - 1
         lines.append(
@@ -345,7 +388,7 @@ def page_lines(
     return lines
 
 
-def _unpinnable(args: argparse.Namespace, rows: list[PlanRow]) -> str:
+def _pin_error(args: argparse.Namespace, rows: list[PlanRow]) -> str:
     """Why --pin cannot write, or ""."""
     if args.pin > len(rows):
         return f"--pin {args.pin}: the table has {len(rows)} rows"
@@ -370,17 +413,17 @@ def _pinned_file(args: argparse.Namespace) -> Path:
         return Path(args.output)
     return (
         Path(args.recipe)
-        if model_recipe.model_of(args) is None
+        if model_recipe.model_source(args) is None
         else Path(f"{Path(args.recipe).name}.yaml")
     )
 
 
 def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> None:
-    from shardwright.cli.recipe_pins import pin_recipe
+    from shardwright.cli.recipe_pins import write_pinned_recipe
 
     source = text or recipe.source.texts[recipe.source.file]
     target = _pinned_file(args)
-    pin_recipe(source, target, row.estimate.strategy, recipe)
+    write_pinned_recipe(source, target, row.estimate.strategy, recipe)
     print(
         f"row {args.pin} is pinned in {target}: {row.estimate.strategy.describe()}", file=sys.stderr
     )

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.cli.terminal_tables import table_lines
-from shardwright.cost.prediction_errors import flops_words, source, unmeasured
+from shardwright.cost.prediction_errors import flops_source_text, not_calibrated_text, source
 from shardwright.layout.axes import AXES, Axis
 from shardwright.layout.layout_estimate import Estimate, Memory
-from shardwright.utils.number_format import device, number
+from shardwright.utils.number_format import format_number, rank_or_gpu
 
 GIB = 2**30
 
@@ -34,13 +34,15 @@ TEXT_COLUMNS = ("checkpointing", "")  # the others are numbers, and stand on the
 
 def table(rows: Sequence[PlanRow], *, is_cpu: bool) -> list[str]:
     """Lines without a line end. Δ: step time against row 1."""
-    axes = [axis for axis in AXES if axis.short and (axis.is_free or _is_had(axis, rows))]
+    axes = [
+        axis for axis in AXES if axis.short and (axis.is_auto_by_default or _is_had(axis, rows))
+    ]
     cells = [
         _cells(place, row, rows[0].estimate, axes, is_cpu=is_cpu)
         for place, row in enumerate(rows, start=1)
     ]
     text = [i for i, name in enumerate(HEADER) if name in TEXT_COLUMNS]
-    header = [name.replace("/GPU", f"/{device(is_cpu=is_cpu)}") for name in HEADER]
+    header = [name.replace("/GPU", f"/{rank_or_gpu(is_cpu=is_cpu)}") for name in HEADER]
     header[HEADER.index(DEGREES)] = " x ".join(axis.short for axis in axes)
     return table_lines(header, cells, text=text, bold=() if rows[0].broken else (0,))
 
@@ -55,8 +57,8 @@ def _cells(
     e, s = row.estimate, row.estimate.strategy
     peak, capacity, step = e.memory.peak_bytes, e.memory.capacity_bytes, e.time.step_seconds
     training = e.training
-    days = number(training.days) if training.steps else "-"
-    hours = f"{number(training.gpu_hours)} {device(is_cpu=is_cpu)}-h"
+    days = format_number(training.days) if training.steps else "-"
+    hours = f"{format_number(training.gpu_hours)} {rank_or_gpu(is_cpu=is_cpu)}-h"
     cost = f"{training.cost:,.0f}" if training.cost is not None else hours
     return (
         str(place),
@@ -64,7 +66,7 @@ def _cells(
         str(s.zero_stage),
         f"{s.micro_batch_size} x {s.gradient_accumulation_steps}",
         str(s.activation_checkpointing),
-        f"{peak / GIB:.1f} / {capacity / GIB:.1f} {room_words(e.memory)}",
+        f"{peak / GIB:.1f} / {capacity / GIB:.1f} {free_memory_text(e.memory)}",
         f"{step:.3g}" + ("" if e.error.step_time is None else f" ± {step * e.error.step_time:.2g}"),
         f"{e.time.tokens_per_second_per_gpu:,.0f}",
         f"{e.time.mfu:.1%}",
@@ -75,7 +77,7 @@ def _cells(
     )
 
 
-def room_words(memory: Memory) -> str:
+def free_memory_text(memory: Memory) -> str:
     """The share of a device that is left, or how often the peak would fill it."""
     times = memory.peak_bytes / memory.capacity_bytes
     return (
@@ -103,8 +105,8 @@ def error_notes(estimates: Sequence[Estimate]) -> list[str]:
             if len(rows) == len(estimates)
             else f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: "
         )
-        notes.append(which + unmeasured(reason))
-    flops = flops_words(estimates[0].flops_source) if estimates else ""
+        notes.append(which + not_calibrated_text(reason))
+    flops = flops_source_text(estimates[0].flops_source) if estimates else ""
     return [*notes, *([f"FLOPs are {flops}"] if flops else [])]
 
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.command_options import add_json, positive
-from shardwright.cli.terminal import print_diagnostics, shell_word, use_color
+from shardwright.cli.terminal import print_diagnostics, shell_quoted, use_color
 from shardwright.cli.terminal_tables import table_lines
-from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.data.data_summary import PartSummary, TextSpan
+    from shardwright.data.data_summary import SampleSpan, SourceSummary
     from shardwright.data.dataset import Dataset
-    from shardwright.data.image_throughput import PictureRate
+    from shardwright.data.image_throughput import ImageThroughput
     from shardwright.plan.plan import Plan
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwright.data.data_preparation import prepare
     from shardwright.data.data_summary import samples, summarize, summarize_validation
     from shardwright.data.dataset import resolve
-    from shardwright.data.image_throughput import picture_rate
+    from shardwright.data.image_throughput import image_throughput
     from shardwright.plan.island_plans import island_folders
     from shardwright.plan.plan_json import load_plan
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         if island.is_dir():
             prepare(load_plan(island), island, limit_bytes=None)
     prepare(plan, folder, limit_bytes=None)
-    plan, data = resolve(plan, folder, check_all=True)
+    plan, data = resolve(plan, folder, check_all_ids=True)
     report = DataReport(
         plan=plan,
         folder=folder,
@@ -66,13 +66,13 @@ def run(args: argparse.Namespace) -> int:
         parts=summarize(plan, folder),
         validation=summarize_validation(plan, folder),
         samples=samples(plan, folder, data),
-        rate=picture_rate(plan, folder) if plan.model.sees else None,
+        rate=image_throughput(plan, folder) if plan.model.is_vision_language else None,
     )
     print(report_json(report) if args.json else report_text(report))
     return 0
 
 
-def _run_check(subject: Path, most_records: int, *, as_json: bool) -> int:
+def _run_check(subject: Path, max_records: int, *, as_json: bool) -> int:
     """Reports on the first records of each source. Raises Refusal (SW6153): more of them are bad
     than the recipe lets go, once the report is printed."""
     from shardwright.data.data_preparation import prepared_sample
@@ -84,11 +84,11 @@ def _run_check(subject: Path, most_records: int, *, as_json: bool) -> int:
         if subject.is_file():
             _compile_into(folder, subject)
         plan = load_plan(folder)
-        with prepared_sample(plan, folder, most_records) as (tolerant, copy):
+        with prepared_sample(plan, folder, max_records) as (tolerant, copy):
             report = DataReport(
                 plan=plan,
                 folder=subject,
-                checked=most_records,
+                checked=max_records,
                 data=None,
                 parts=summarize(tolerant, copy),
                 validation=summarize_validation(tolerant, copy),
@@ -115,14 +115,14 @@ def _check_shares(plan: Plan, tolerant: Plan, copy: Path) -> None:
     """Raises Refusal (SW6153). plan: with the recipe's shares; tolerant, copy: as they were
     prepared."""
     from shardwright.data.data_preparation import prepared_folder
-    from shardwright.data.data_sources import prepared_parts
-    from shardwright.data.image_files import read_counts
-    from shardwright.data.record_counts import read_report
+    from shardwright.data.data_sources import tokenized_sections
+    from shardwright.data.image_files import read_image_counts
+    from shardwright.data.record_counts import read_record_counts
 
-    for part, prepared in zip(prepared_parts(plan), prepared_parts(tolerant), strict=True):
+    for part, prepared in zip(tokenized_sections(plan), tokenized_sections(tolerant), strict=True):
         here = prepared_folder(prepared, copy)
-        counts = read_counts(here)
-        read_report(here).check(part.skip_damaged, counts.damaged, counts.told)
+        counts = read_image_counts(here)
+        read_record_counts(here).check(part.skip_damaged, counts.damaged, counts.told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +135,10 @@ class DataReport:
     folder: Path
     checked: int | None
     data: Dataset | None
-    parts: tuple[PartSummary, ...]
-    validation: tuple[PartSummary, ...]
-    samples: list[list[TextSpan]]
-    rate: PictureRate | None
+    parts: tuple[SourceSummary, ...]
+    validation: tuple[SourceSummary, ...]
+    samples: list[list[SampleSpan]]
+    rate: ImageThroughput | None
 
 
 def report_json(report: DataReport) -> str:
@@ -190,15 +190,15 @@ def report_text(report: DataReport) -> str:
         shown = "in green" if use_color(sys.stdout) else "in [[ ]]"
         lines += ["", f"sample {number} of {len(report.samples)}, labels {shown}:", _marked(pieces)]
     if report.data is not None:
-        lines += ["", f"next: shardwright run {shell_word(str(report.folder))}"]
+        lines += ["", f"next: shardwright run {shell_quoted(str(report.folder))}"]
     return "\n".join(lines)
 
 
-def _name(part: PartSummary) -> str:
-    return visible(part.kind if part.path is None else f"{part.kind} {part.path}")
+def _name(part: SourceSummary) -> str:
+    return escape_control_characters(part.kind if part.path is None else f"{part.kind} {part.path}")
 
 
-def _table(named: Sequence[tuple[str, PartSummary]]) -> list[str]:
+def _table(named: Sequence[tuple[str, SourceSummary]]) -> list[str]:
     header = ("source", "sequences", "tokens", "trained on", "no end", "left out")
     rows = [
         (
@@ -208,7 +208,7 @@ def _table(named: Sequence[tuple[str, PartSummary]]) -> list[str]:
             "-"
             if p.pictures and p.kind != "chat"
             else f"{p.trained_tokens / max(1, p.tokens):.1%}",
-            f"{p.without_end:,}" if p.kind == "chat" else "-",
+            f"{p.unclosed_conversations:,}" if p.kind == "chat" else "-",
             f"{sum(count for count, _, _ in _left_out(p)):,}" if p.records else "-",
         )
         for name, p in named
@@ -219,7 +219,7 @@ def _table(named: Sequence[tuple[str, PartSummary]]) -> list[str]:
     return [*table_lines(header, rows, text=(0,)), *_wrapped(legend)]
 
 
-def _left_out(p: PartSummary) -> Iterator[tuple[int, str, Sequence[str]]]:
+def _left_out(p: SourceSummary) -> Iterator[tuple[int, str, Sequence[str]]]:
     """Yields (records, why they are left out, messages of the first ones)."""
     from shardwright.diagnostics.code_registry import CODES
 
@@ -227,7 +227,7 @@ def _left_out(p: PartSummary) -> Iterator[tuple[int, str, Sequence[str]]]:
         yield count, f"{CODES[code]} ({code})", p.examples.get(code, ())
     for count, why, code in (
         (p.damaged, "a damaged image (SW6134)", "SW6134"),
-        (p.crowded, "more images than data.images.per_row", ""),
+        (p.too_many_images, "more images than data.images.per_row", ""),
         (p.too_long, "longer than training.sequence_length, which would cut an image", ""),
         (p.left_out, "no label within training.sequence_length", ""),
         (p.empty, "empty", ""),
@@ -236,7 +236,7 @@ def _left_out(p: PartSummary) -> Iterator[tuple[int, str, Sequence[str]]]:
             yield count, why, p.examples.get(code, ())
 
 
-def _notes(p: PartSummary, length: int) -> Iterator[str]:
+def _notes(p: SourceSummary, length: int) -> Iterator[str]:
     """Yields what there is to say of a source beside its row of the table, a sentence each."""
     if p.kind in ("tokens", "megatron"):
         yield "holds token ids, all of which are read"
@@ -246,16 +246,16 @@ def _notes(p: PartSummary, length: int) -> Iterator[str]:
     text = f"{p.documents:,} {what}"
     if p.pictures:
         text += f" with {p.pictures:,} images"
-    alone = "" if what == "captions" else f", {p.padding_alone:.1%} with one of them per sequence"
+    alone = (
+        "" if what == "captions" else f", {p.unpacked_padding:.1%} with one of them per sequence"
+    )
     yield f"{text}; {p.padding:.1%} padding{alone}"
     if p.begin is not None:
-        yield (
-            "each document begins with "
-            f"{visible(p.begin) if p.begin else 'no token of its own (data.add_bos_token)'}"
-        )
+        first = escape_control_characters(p.begin) or "no token of its own (data.add_bos_token)"
+        yield f"each document begins with {first}"
     for count, why in (
         (p.cut, f"are cut at {length:,} tokens"),
-        (p.without_reasoning, "have reasoning that the chat template does not write"),
+        (p.reasoning_not_rendered, "have reasoning that the chat template does not write"),
         (p.replaced, "had half of a surrogate pair, which is U+FFFD now"),
     ):
         if count:
@@ -264,7 +264,7 @@ def _notes(p: PartSummary, length: int) -> Iterator[str]:
         yield f"left out, of {p.records:,} records:"
         for count, why, first in reasons:
             yield f"  {count:,}: {why}"
-            yield from (f"     {visible(message)}" for message in first)
+            yield from (f"     {escape_control_characters(message)}" for message in first)
 
 
 def _training(report: DataReport) -> Iterator[tuple[str, str]]:
@@ -276,11 +276,14 @@ def _training(report: DataReport) -> Iterator[tuple[str, str]]:
     if data.validation is not None:
         yield "held out", f"{len(data.validation):,} for validation"
     if (r := report.rate) is not None:
-        per_core, wanted = (f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (r.per_core, r.wanted))
+        images_per_core_second, wanted = (
+            f"{x:,.0f}" if x >= 10 else f"{x:.2g}" for x in (r.images_per_core_second, r.wanted)
+        )
         cores = f"{r.cores:,} {'core' if r.cores == 1 else 'cores'} in all"
         yield (
             "images",
-            f"a core of this machine decodes and prepares {per_core} a second, the planned steps "
+            f"a core of this machine decodes and prepares {images_per_core_second} a second, the "
+            "planned steps "
             f"take {wanted}: {cores}, for {r.ranks:,} ranks of the first pipeline stage",
         )
 
@@ -302,13 +305,13 @@ def _wrapped(text: str, indent: str = "", hanging: int = 2) -> list[str]:
     )
 
 
-def _marked(pieces: Sequence[TextSpan]) -> str:
+def _marked(pieces: Sequence[SampleSpan]) -> str:
     """Joins a sample, with its labels marked. Line ends stay; what would move the cursor or change
     colours does not."""
-    from shardwright.data.data_summary import TextSpan, marked
+    from shardwright.data.data_summary import SampleSpan, marked
 
     clean = [
-        TextSpan(text="".join(map(_printable, piece.text)), trained=piece.trained)
+        SampleSpan(text="".join(map(_printable, piece.text)), trained=piece.trained)
         for piece in pieces
     ]
     if not use_color(sys.stdout):

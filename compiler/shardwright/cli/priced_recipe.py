@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.utils.json_records import carried
+from shardwright.utils.json_records import copy_shared_fields
 
 if TYPE_CHECKING:
     from shardwright.cluster.cluster_types import Cluster
     from shardwright.layout.layout_estimate import Estimate
     from shardwright.models.model_graph import ModelGraph
-    from shardwright.monitor.run_files import MeasuredSaves
+    from shardwright.monitor.run_files import SaveStatistics
     from shardwright.plan.plan import Plan
     from shardwright.recipe.recipe_types import Recipe
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedRecipe:
     """estimate: of the chosen layout, by this version's cost model. plan: where it is a compiled
-    folder. is_predicted_anew: the plan's own prediction is another one. saves: of the folder's
+    folder. has_stale_prediction: the plan's own prediction is another one. saves: of the folder's
     run."""
 
     name: str
@@ -32,29 +32,29 @@ class PricedRecipe:
     cluster: Cluster
     estimate: Estimate
     plan: Plan | None
-    is_predicted_anew: bool
-    saves: MeasuredSaves | None = None
+    has_stale_prediction: bool
+    saves: SaveStatistics | None = None
 
 
-def read_subject(name: str, overrides: Sequence[str] = ()) -> PricedRecipe:
+def read_priced_recipe(name: str, overrides: Sequence[str] = ()) -> PricedRecipe:
     """Raises Refusal: read_folder's, and all that a recipe can be refused for."""
     if os.path.isdir(name):
         from shardwright.compiled_folder import read_folder
-        from shardwright.monitor.run_files import read_saves
+        from shardwright.monitor.run_files import read_save_statistics
 
-        return carried(
-            PricedRecipe, read_folder(Path(name)), name=name, saves=read_saves(Path(name))
+        return copy_shared_fields(
+            PricedRecipe, read_folder(Path(name)), name=name, saves=read_save_statistics(Path(name))
         )
     from shardwright.compile import estimate_recipe
     from shardwright.recipe.recipe_loader import load_recipe
 
     problem, estimate = estimate_recipe(load_recipe(Path(name), overrides))
-    return carried(
+    return copy_shared_fields(
         PricedRecipe,
         problem,
         name=name,
         estimate=estimate,
         plan=None,
-        is_predicted_anew=False,
+        has_stale_prediction=False,
         saves=None,
     )

@@ -11,19 +11,23 @@ from typing import TYPE_CHECKING, Any
 from shardwright.utils.atomic_write import write_atomically
 
 if TYPE_CHECKING:
-    from shardwright.layout.layout import Strategy
+    from shardwright.layout.layout import Layout
     from shardwright.recipe.recipe_types import Recipe
 
 WIDE = 4096  # columns: ruamel.yaml would fold the user's long lines
 
 
-def pin_recipe(text: str, target: Path, strategy: Strategy, recipe: Recipe) -> None:
+def write_pinned_recipe(text: str, target: Path, strategy: Layout, recipe: Recipe) -> None:
     """Writes `text`, a recipe that was read as `recipe`, with the pins in it; a file there is
     replaced whole."""
-    write_atomically(target, pinned_text(text, strategy, recipe, as_json=target.suffix == ".json"))
+    write_atomically(
+        target, recipe_text_with_pins(text, strategy, recipe, as_json=target.suffix == ".json")
+    )
 
 
-def pinned_text(text: str, strategy: Strategy, recipe: Recipe, *, as_json: bool = False) -> str:
+def recipe_text_with_pins(
+    text: str, strategy: Layout, recipe: Recipe, *, as_json: bool = False
+) -> str:
     """Pins stand in the file that was asked about, also where `auto` came from one that it
     extends."""
     if as_json:
@@ -42,7 +46,7 @@ def pinned_text(text: str, strategy: Strategy, recipe: Recipe, *, as_json: bool 
     return out.getvalue()
 
 
-def _pin(document: dict[str, Any], strategy: Strategy, recipe: Recipe) -> None:
+def _pin(document: dict[str, Any], strategy: Layout, recipe: Recipe) -> None:
     _section(document, "parallelism").update(strategy.pins())
     training: Any = recipe.document["training"]
     if training["days_at_most"] is not None:  # the deadline has chosen the number of nodes

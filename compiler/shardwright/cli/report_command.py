@@ -7,8 +7,8 @@ import argparse
 from pathlib import Path
 
 from shardwright.cli.command_options import add_json
-from shardwright.diagnostics.diagnostic_rendering import visible
-from shardwright.utils.number_format import file_size
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
+from shardwright.utils.number_format import format_bytes
 from shardwright.utils.strict_json import strict_json
 
 
@@ -37,5 +37,5 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     for path, size in written:
-        print(f"written   {visible(str(path))} ({file_size(size)})")
+        print(f"written   {escape_control_characters(str(path))} ({format_bytes(size)})")
     return 0

@@ -6,33 +6,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from shardwright.checkpoint.checkpoint_compatibility import (
-    PLACEMENT,
-    CheckpointFacts,
-    CheckpointFit,
-    fit,
+    SHARDING_KEYS,
+    Compatibility,
+    ResumeRequirements,
+    compare_requirements,
 )
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.zero_hpz_key import HPZ
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_types import JsonObject
 
 BIT_FOR_BIT, SAME_RANKS, CONVERTED, NO = "bit for bit", "same ranks", "converted", "no"
 # Keys that change when bytes move, and no number.
-_TRAFFIC = ("hpz_partition_size",)
+_TRAFFIC_ONLY_KEYS = ("hpz_partition_size",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumable:
+class ResumeSide:
     """attention: as the model runs it. versions: what it is compiled with."""
 
     recipe: Recipe
-    facts: CheckpointFacts
+    facts: ResumeRequirements
     attention: str
     versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
+class ResumeVerdict:
     """verdict: bit for bit (the run goes on as if nothing had happened), same ranks (each rank
     loads its own files), converted (the state is cut anew as it is loaded, by itself), no. notes:
     what else the resumed run would notice."""
@@ -42,11 +42,11 @@ class Resume:
     notes: tuple[str, ...]
 
 
-def resume_under(a: Resumable, b: Resumable) -> Resume:
+def resume_verdict_of(a: ResumeSide, b: ResumeSide) -> ResumeVerdict:
     """Of a checkpoint that `a` wrote, under `b`."""
-    answer = fit(a.facts, b.facts)
+    answer = compare_requirements(a.facts, b.facts)
     if answer.refused:
-        return Resume(
+        return ResumeVerdict(
             verdict=NO, how=f"{_refused(answer)}; `shardwright export` gives its weights", notes=()
         )
     notes = (*_islands(a.recipe, b.recipe), *_samples(answer), *_settings(a.recipe, b.recipe))
@@ -56,7 +56,7 @@ def resume_under(a: Resumable, b: Resumable) -> Resume:
             "`run` cuts weights and optimizer states anew as it loads them, by itself; what "
             f"differs: {changed}"
         )
-        return Resume(verdict=CONVERTED, how=how, notes=notes)
+        return ResumeVerdict(verdict=CONVERTED, how=how, notes=notes)
     ours, theirs = a.facts.strategy, b.facts.strategy
     order = [k for k in _compute_keys(ours) if getattr(ours, k) != getattr(theirs, k)]
     order += ["attention"] * (a.attention != b.attention) + ["extra"] * (
@@ -65,21 +65,23 @@ def resume_under(a: Resumable, b: Resumable) -> Resume:
     if order or notes or a.versions != b.versions:
         why = ", ".join(order) or ("what is noted" if notes else "the versions")
         how = f"each rank loads its own files; sums may round differently ({why})"
-        return Resume(verdict=SAME_RANKS, how=how, notes=notes)
-    return Resume(
+        return ResumeVerdict(verdict=SAME_RANKS, how=how, notes=notes)
+    return ResumeVerdict(
         verdict=BIT_FOR_BIT, how="the layout is the same: each rank loads its own files", notes=()
     )
 
 
-def _refused(answer: CheckpointFit) -> str:
+def _refused(answer: Compatibility) -> str:
     if answer.refused == "adapters":
         return answer.why
     return f"the {answer.refused} is another one ({answer.why})"
 
 
-def _compute_keys(strategy: Strategy) -> tuple[str, ...]:
+def _compute_keys(strategy: Layout) -> tuple[str, ...]:
     return tuple(
-        field.name for field in fields(strategy) if field.name not in (*PLACEMENT, *_TRAFFIC)
+        field.name
+        for field in fields(strategy)
+        if field.name not in (*SHARDING_KEYS, *_TRAFFIC_ONLY_KEYS)
     )
 
 
@@ -104,7 +106,7 @@ def _islands(a: Recipe, b: Recipe) -> tuple[str, ...]:
     return (f"with --resume PATH: {which}; without it `run` names it and stops (SW6218)",)
 
 
-def _samples(answer: CheckpointFit) -> tuple[str, ...]:
+def _samples(answer: Compatibility) -> tuple[str, ...]:
     if not answer.samples:
         return ()
     changed = ", ".join(each.key for each in answer.samples)

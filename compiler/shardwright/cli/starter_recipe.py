@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-GPUS_PER_NODE = 8
-LONGEST_SEQUENCE = 4096
+STARTER_GPUS_PER_NODE = 8
+MAX_STARTER_SEQUENCE_LENGTH = 4096
 CPU_SEQUENCE = 128
 # A step's tokens for each GPU, so that it is busy; and at most, what models of 7 B to 400 B are
 # pre-trained with (Llama 2 and 3: 4 M to 16 M).
@@ -16,7 +16,7 @@ CPU_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class StarterSettings:
     """What the command line says. model: as the recipe shall name it. has_weights: it is a folder
     with some in it."""
 
@@ -28,18 +28,20 @@ class Choice:
     gpus_per_node: int
 
 
-def recipe_text(choice: Choice, source: str) -> str:
+def draft_yaml(settings: StarterSettings, source: str) -> str:
     """YAML with a comment for each decision. source: the model's absolute folder, or its hub id. An
     unknown GPU or model gets a recipe too, which names it: the check that follows says what is
     wrong with it."""
-    from shardwright.cli.model_recipe import longest_sequence
+    from shardwright.cli.model_recipe import model_max_sequence_length
     from shardwright.cluster.gpu_catalogue import catalogue
 
-    entry = catalogue()["gpus"].get(choice.gpu)
+    entry = catalogue()["gpus"].get(settings.gpu)
     peaks = entry["peak_tflops"] if entry is not None else {"bf16": 1.0}
-    is_cpu = choice.gpu == "cpu"
-    length = min(CPU_SEQUENCE if is_cpu else LONGEST_SEQUENCE, longest_sequence(source))
-    world = max(1, choice.nodes * choice.gpus_per_node)
+    is_cpu = settings.gpu == "cpu"
+    length = min(
+        CPU_SEQUENCE if is_cpu else MAX_STARTER_SEQUENCE_LENGTH, model_max_sequence_length(source)
+    )
+    world = max(1, settings.nodes * settings.gpus_per_node)
     tokens = min(MOST_TOKENS, world * (CPU_TOKENS if is_cpu else TOKENS_PER_GPU))
     batch = max(1, round(tokens / length / world)) * world
     precision = "fp32" if is_cpu else "bf16" if "bf16" in peaks else "fp16"
@@ -53,20 +55,20 @@ def recipe_text(choice: Choice, source: str) -> str:
         )
     )
     return _TEXT.format(
-        name=choice.name,
-        model=quote(choice.model),
-        nodes=choice.nodes,
-        gpus_per_node=choice.gpus_per_node,
-        gpu=quote(choice.gpu),
+        name=settings.name,
+        model=quote(settings.model),
+        nodes=settings.nodes,
+        gpus_per_node=settings.gpus_per_node,
+        gpu=quote(settings.gpu),
         links=links,
-        islands=_ISLANDS if choice.nodes > 1 else "",
+        islands=_ISLANDS if settings.nodes > 1 else "",
         length=length,
         batch=batch,
         step_tokens=f"{batch * length:,}",
         precision=precision,
         precisions=", ".join(peaks),
-        weights=_PRETRAINED if choice.has_weights else _RANDOM,
-        lr=_FINE_TUNING if choice.has_weights else _FROM_SCRATCH,
+        weights=_PRETRAINED if settings.has_weights else _RANDOM,
+        lr=_FINE_TUNING if settings.has_weights else _FROM_SCRATCH,
     )
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.command_options import add_json
-from shardwright.cli.terminal import shell_word
-from shardwright.diagnostics.diagnostic_rendering import visible
-from shardwright.utils.number_format import number
+from shardwright.cli.terminal import shell_quoted
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
+from shardwright.utils.number_format import format_number
 from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.launch.run_state import RunState
-    from shardwright.monitor.run_files import MeasuredSaves
+    from shardwright.monitor.run_files import SaveStatistics
     from shardwright.plan.plan import Plan
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         from shardwright.cli import islands_status
 
         return islands_status.run(plan, args.folder, islands, as_json=args.json)
-    state, predicted = state_of(plan, args.folder)
+    state, predicted = read_run_state_and_save_seconds(plan, args.folder)
     print(
         strict_json(_object(state, predicted))
         if args.json
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def state_of(plan: Plan, folder: Path) -> tuple[RunState, float | None]:
+def read_run_state_and_save_seconds(plan: Plan, folder: Path) -> tuple[RunState, float | None]:
     """And the seconds that a save is predicted to take."""
     from shardwright.launch.run_state import read_state
 
@@ -58,10 +58,10 @@ def _object(state: RunState, predicted: float | None) -> dict[str, Any]:
 
 def last_outer_step(folder: Path) -> dict[str, Any] | None:
     """The last line of run/outer.jsonl; None where there is none."""
-    from shardwright.monitor.run_files import OUTER_STEPS
+    from shardwright.monitor.run_files import OUTER_STEPS_FILE
 
     try:
-        lines = (folder / OUTER_STEPS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / OUTER_STEPS_FILE).read_text(encoding="utf-8").splitlines()
         return dict(json.loads(lines[-1]))
     except (OSError, ValueError, IndexError):
         return None
@@ -73,19 +73,19 @@ def _predicted_save_seconds(folder: Path) -> float | None:
     from shardwright.cost.goodput import goodput
     from shardwright.diagnostics import Refusal
     from shardwright.layout.planning_problem import Problem
-    from shardwright.utils.json_records import carried
+    from shardwright.utils.json_records import copy_shared_fields
 
     try:
         subject = read_folder(folder)
     except Refusal:
         return None
-    expected = goodput(carried(Problem, subject), subject.estimate)
+    expected = goodput(copy_shared_fields(Problem, subject), subject.estimate)
     return None if expected is None else expected.save_seconds
 
 
 def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None = None) -> str:
     from shardwright.checkpoint.step_folders import step_name
-    from shardwright.monitor.gradient_noise_scale import words
+    from shardwright.monitor.gradient_noise_scale import noise_scale_text
 
     rows = [
         (
@@ -99,27 +99,30 @@ def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None 
         rows.append(("loss", f"{state.loss:.4f}"))
         rows.append(("speed", f"{state.tokens_per_second:,.0f} tokens/s"))
     if state.noise_scale is not None:
-        rows.append(("noise", words(state.noise_scale)))
+        rows.append(("noise", noise_scale_text(state.noise_scale)))
     if state.saves is not None:
         rows.append(("saves", _saves(state.saves, predicted_save_seconds)))
     if state.eta_seconds is not None:
-        rows.append(("left", duration(state.eta_seconds)))
+        rows.append(("left", remaining_time_text(state.eta_seconds)))
     if state.stalled:
-        rows.append(("stalled", visible(state.stalled)))
+        rows.append(("stalled", escape_control_characters(state.stalled)))
     if state.status == "failed":
         if state.rank is not None:
             rows.append(
                 (
                     "where",
-                    f"rank {state.rank}, stage {state.stage}, host {visible(str(state.host))}",
+                    (
+                        f"rank {state.rank}, stage {state.stage}, host "
+                        f"{escape_control_characters(str(state.host))}"
+                    ),
                 )
             )
         elif state.host is not None:
-            rows.append(("where", f"host {visible(state.host)}"))
-        rows.append(("cause", visible(str(state.cause))))
+            rows.append(("where", f"host {escape_control_characters(state.host)}"))
+        rows.append(("cause", escape_control_characters(str(state.cause))))
         if state.help:
-            rows.append(("help", visible(state.help)))
-    place = shell_word(str(folder))
+            rows.append(("help", escape_control_characters(state.help)))
+    place = shell_quoted(str(folder))
     rank = "" if state.rank is None else f" --rank {state.rank}"
     after = {
         "not started": f"shardwright run {place}",
@@ -131,15 +134,16 @@ def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None 
     return "\n".join(f"{name:<9}{text}" for name, text in rows)
 
 
-def _saves(saves: MeasuredSaves, predicted_seconds: float | None) -> str:
-    plan = "" if predicted_seconds is None else f" (predicted {number(predicted_seconds)})"
+def _saves(saves: SaveStatistics, predicted_seconds: float | None) -> str:
+    plan = "" if predicted_seconds is None else f" (predicted {format_number(predicted_seconds)})"
     return (
-        f"{saves.count}, {number(saves.seconds)} s each{plan}, {number(saves.gbytes_per_second)} "
+        f"{saves.count}, {format_number(saves.seconds)} s each{plan}, "
+        f"{format_number(saves.gbytes_per_second)} "
         "GB/s a node"
     )
 
 
-def duration(seconds: float) -> str:
+def remaining_time_text(seconds: float) -> str:
     """3 d 04 h, 2 h 05 min, 7 min, 40 s."""
     minutes, hours, days = round(seconds / 60), round(seconds / 3600), seconds / 86400
     if seconds < 90:

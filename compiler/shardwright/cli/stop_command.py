@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwright.plan.plan import Plan
 
 POLL_SECONDS = 0.5
-PLAIN_SECONDS = 10.0
+PROGRESS_SECONDS = 10.0
 NOT_FINISHED, DETACHED = 3, 130
 
 
@@ -61,14 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _wait(plan: Plan, folder: Path) -> RunState:
     from shardwright.launch.run_state import read_state
-    from shardwright.utils.run_lease import holds_lock
+    from shardwright.utils.run_lease import is_locked_by_run
 
-    said = 0.0
+    reported_at = 0.0
     while True:
         state = read_state(plan, folder)
-        if state.ended and not holds_lock(folder):  # the next `run` shall find it free
+        if state.is_final and not is_locked_by_run(folder):  # the next `run` shall find it free
             return state
-        if time.monotonic() - said > PLAIN_SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - reported_at > PROGRESS_SECONDS:
+            reported_at = time.monotonic()
             print(f"{state.status}, step {state.step} of {state.steps}", flush=True)
         time.sleep(POLL_SECONDS)

@@ -22,10 +22,10 @@ def print_diagnostics(
     diagnostics: Iterable[Diagnostic], source: Source | None, stream: TextIO | None = None
 ) -> None:
     """To stderr unless told otherwise."""
-    from shardwright.diagnostics.diagnostic_rendering import render
+    from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
 
     stream = stream or sys.stderr
-    text = render(diagnostics, source, color=use_color(stream))
+    text = render_diagnostics(diagnostics, source, color=use_color(stream))
     if text:
         stream.write(text)
         stream.flush()
@@ -35,7 +35,7 @@ def print_refusal(refusal: Refusal, source: Source | None = None) -> None:
     print_diagnostics(refusal.diagnostics, refusal.source or source)
 
 
-def shell_word(path: str) -> str:
+def shell_quoted(path: str) -> str:
     """`path` as one word to paste into a shell: nothing in it is run, and nothing reaches the
     terminal raw."""
     import shlex
@@ -49,6 +49,6 @@ def shell_word(path: str) -> str:
 
 def error(message: str) -> None:
     """One line without a code: usage, not a recipe. `message` may hold the user's own text."""
-    from shardwright.diagnostics.diagnostic_rendering import visible
+    from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 
-    print(f"shardwright: {visible(message)}", file=sys.stderr)
+    print(f"shardwright: {escape_control_characters(message)}", file=sys.stderr)

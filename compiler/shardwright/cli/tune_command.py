@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.command_options import add_json, add_overrides, positive
-from shardwright.cli.terminal import error, shell_word
+from shardwright.cli.terminal import error, shell_quoted
 
 if TYPE_CHECKING:
-    from shardwright.calibrate.layout_trials import Tried, Tuned
+    from shardwright.calibrate.layout_trials import LayoutTrial, TuningResult
     from shardwright.utils.json_types import JsonObject
 
 FILE = "tuned.json"
@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
 
     from shardwright.calibrate.layout_trials import tune
     from shardwright.utils.atomic_write import write_atomically
-    from shardwright.utils.sigterm_interrupt import ended_as_interrupted
+    from shardwright.utils.sigterm_interrupt import sigterm_as_interrupt
     from shardwright.utils.strict_json import strict_json
 
     parent = None if args.folder is None else args.folder.resolve()
-    with ended_as_interrupted():
+    with sigterm_as_interrupt():
         done = tune(
             recipe,
             args.top,
@@ -85,20 +85,20 @@ def run(args: argparse.Namespace) -> int:
                 {
                     "recipe": str(args.recipe),
                     "file": str(args.output),
-                    "runs": [_object(t) for t in done.tried],
+                    "runs": [_object(t) for t in done.trials],
                 }
             )
         )
     else:
         print("\n".join([*table(done), "", f"written      {args.output}"]))
         print(
-            f"next         cluster.measured: {shell_word(str(args.output))} in the recipe, then "
+            f"next         cluster.measured: {shell_quoted(str(args.output))} in the recipe, then "
             "`shardwright plan`"
         )
     if args.pin:
-        from shardwright.cli.recipe_pins import pin_recipe
+        from shardwright.cli.recipe_pins import write_pinned_recipe
 
-        pin_recipe(
+        write_pinned_recipe(
             recipe.source.texts[recipe.source.file],
             args.recipe,
             done.winner.strategy,
@@ -123,20 +123,20 @@ def _usage_error(args: argparse.Namespace) -> str:
     return ""
 
 
-def table(done: Tuned) -> list[str]:
+def table(done: TuningResult) -> list[str]:
     """Measured beside predicted, the fastest one marked."""
     from shardwright.cli.terminal_tables import table_lines
 
     rows = [
-        _cells(place, each, each is done.winner) for place, each in enumerate(done.tried, start=1)
+        _cells(place, each, each is done.winner) for place, each in enumerate(done.trials, start=1)
     ]
     header = ("#", "layout", "predicted s", "measured s", "off", "n", "spread", "")
-    fastest = [i for i, each in enumerate(done.tried) if each is done.winner]
+    fastest = [i for i, each in enumerate(done.trials) if each is done.winner]
     return table_lines(header, rows, text=(1, 7), bold=fastest)
 
 
-def _cells(place: int, each: Tried, fastest: bool) -> tuple[str, ...]:
-    notes = ["fastest"] * fastest + [f"today's ZeRO-{each.strategy.zero_stage}"] * each.today
+def _cells(place: int, each: LayoutTrial, fastest: bool) -> tuple[str, ...]:
+    notes = ["fastest"] * fastest + [f"today's ZeRO-{each.strategy.zero_stage}"] * each.is_baseline
     run, predicted = each.run, each.predicted_seconds
     figures = ("-", "-", "-", "-")
     if run is not None:
@@ -151,13 +151,13 @@ def _cells(place: int, each: Tried, fastest: bool) -> tuple[str, ...]:
     return (str(place), each.strategy.describe(), f"{predicted:.4g}", *figures, ", ".join(told))
 
 
-def _object(each: Tried) -> JsonObject:
+def _object(each: LayoutTrial) -> JsonObject:
     from dataclasses import asdict
 
     return {
         "strategy": asdict(each.strategy),
         "predicted_step_seconds": each.predicted_seconds,
         "measured": None if each.run is None else asdict(each.run),
-        "today": each.today,
+        "today": each.is_baseline,
         "why_not": each.why or None,
     }

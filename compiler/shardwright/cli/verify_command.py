@@ -16,7 +16,7 @@ from shardwright.cli.terminal import print_diagnostics
 from shardwright.diagnostics import Diagnostic, Refusal, found
 
 if TYPE_CHECKING:
-    from shardwright.verify.verification_result import Comparison, Verdict
+    from shardwright.verify.verification_result import Comparison, VerificationResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     except Refusal as refusal:
         raise Refusal(*refusal.diagnostics, source=refusal.source or recipe.source) from None
     print(_as_json(str(args.recipe), verdict) if args.json else _as_text(recipe.name, verdict))
-    if verdict.same:
+    if verdict.matches:
         return 0
     print_diagnostics((_mismatch(verdict),), None)
     return 1
 
 
-def _mismatch(verdict: Verdict) -> Diagnostic:
+def _mismatch(verdict: VerificationResult) -> Diagnostic:
     wrong = [check for check in verdict.checks if not check.passed]
     off = ", ".join(
         f"{check.name} off by {check.worst:.2g} (limit {check.limit:g})" for check in wrong
@@ -61,14 +61,14 @@ def _mismatch(verdict: Verdict) -> Diagnostic:
     )
 
 
-def _as_json(path: str, verdict: Verdict) -> str:
+def _as_json(path: str, verdict: VerificationResult) -> str:
     checks = [
         {**dataclasses.asdict(check), "worst": _number(check.worst), "passed": check.passed}
         for check in verdict.checks
     ]
     document = {
         "recipe": path,
-        "same": verdict.same,
+        "same": verdict.matches,
         **dataclasses.asdict(verdict),
         "checks": checks,
     }
@@ -80,7 +80,7 @@ def _number(worst: float) -> float | None:
     return worst if math.isfinite(worst) else None
 
 
-def _as_text(name: str, verdict: Verdict) -> str:
+def _as_text(name: str, verdict: VerificationResult) -> str:
     rows = [
         ("recipe", name),
         ("layout", verdict.layout),
@@ -90,7 +90,7 @@ def _as_text(name: str, verdict: Verdict) -> str:
         (
             "verdict",
             (
-                f"{'the same as one process' if verdict.same else 'NOT the same'}, in "
+                f"{'the matches as one process' if verdict.matches else 'NOT the matches'}, in "
                 f"{verdict.seconds:.0f} s"
             ),
         ),

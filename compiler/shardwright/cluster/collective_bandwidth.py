@@ -13,13 +13,13 @@ from typing import Literal, TypedDict
 from shardwright.recipe.literal_types import Fabric
 
 Collective = Literal["all_reduce", "all_gather"]
-MOST = 2.0  # that the size of a message changes a share by
+LARGEST_SIZE_FACTOR = 2.0  # that the size of a message changes a share by
 RANKS_PER_NODE = 8  # of the measured rings
 
 
-class Curve(TypedDict):
+class BandwidthCurve(TypedDict):
     """Shares of the adapters' rate at so many ranks, eight a node, for messages of adapter_bytes
-    over each adapter. node_weight: see share_of_links."""
+    over each adapter. node_weight: see bandwidth_share."""
 
     ranks: list[int]
     all_reduce: list[float]
@@ -31,18 +31,18 @@ class Curve(TypedDict):
 
 
 @functools.cache
-def fabrics() -> dict[Fabric, Curve]:
+def fabrics() -> dict[Fabric, BandwidthCurve]:
     """Those that a curve was measured of."""
     text = (
         resources.files("shardwright.cluster")
         .joinpath("collective_bandwidth.json")
         .read_text("utf-8")
     )
-    curves: dict[Fabric, Curve] = json.loads(text)["fabrics"]
+    curves: dict[Fabric, BandwidthCurve] = json.loads(text)["fabrics"]
     return curves
 
 
-def share_of_links(
+def bandwidth_share(
     fabric: Fabric, collective: Collective, ranks: int, nodes: int, adapter_bytes: float
 ) -> float | None:
     """Of `ranks` ranks on so many nodes; adapter_bytes: of the message, over each adapter. None
@@ -58,11 +58,15 @@ def share_of_links(
     size = math.pow(max(1.0, adapter_bytes) / curve["adapter_bytes"], curve["size_exponent"])
     weight = curve["node_weight"]
     alike = math.pow(ranks, 1 - weight) * math.pow(RANKS_PER_NODE * nodes, weight)
-    return min(1.0, _share(fabric, collective, alike) * min(MOST, max(1 / MOST, size)))
+    return min(
+        1.0,
+        _interpolated_share(fabric, collective, alike)
+        * min(LARGEST_SIZE_FACTOR, max(1 / LARGEST_SIZE_FACTOR, size)),
+    )
 
 
 @functools.cache
-def _share(fabric: Fabric, collective: Collective, ranks: float) -> float:
+def _interpolated_share(fabric: Fabric, collective: Collective, ranks: float) -> float:
     """Between two measured numbers of ranks on a line of logarithms; beyond them the nearest
     one's."""
     curve = fabrics()[fabric]

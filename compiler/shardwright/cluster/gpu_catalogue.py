@@ -17,7 +17,7 @@ from shardwright.recipe.literal_types import Fabric
 from shardwright.recipe.recipe_types import ClusterSection
 
 
-class InlineDefaults(TypedDict):
+class InlineGpuDefaults(TypedDict):
     """What an inline GPU does not say. sources: of each number."""
 
     cache_mib: float
@@ -32,15 +32,15 @@ class InlineDefaults(TypedDict):
     sources: dict[str, str]
 
 
-class CatalogueEntry(InlineDefaults):
+class CatalogueGpu(InlineGpuDefaults):
     memory_gib: float
     hbm_gbytes_per_second: float
     peak_tflops: dict[str, float]
 
 
 class Catalogue(TypedDict):
-    gpus: dict[str, CatalogueEntry]
-    inline_gpu: InlineDefaults
+    gpus: dict[str, CatalogueGpu]
+    inline_gpu: InlineGpuDefaults
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def resolve_cluster(section: ClusterSection) -> Cluster:
     """
     if errors := gpu_errors(section):
         raise Refusal(*errors)
-    chip: CatalogueEntry
+    chip: CatalogueGpu
     if isinstance(section.gpu, str):
         name, chip = section.gpu, catalogue()["gpus"][section.gpu]
     else:

@@ -14,29 +14,35 @@ from typing import Literal
 from shardwright.cluster.cluster_types import Cluster
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Time
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
-from shardwright.recipe.measurements import EngineFigures, LayerFigures, Measurements, RunFigures
+from shardwright.recipe.measurements import (
+    EngineMeasurement,
+    LayerMeasurement,
+    Measurements,
+    RunMeasurement,
+)
 from shardwright.recipe.recipe_types import Recipe
 
 KEY = ("cluster", "measured")
 Part = Literal["forward_seconds", "backward_seconds", "kept_bytes"]
 
 
-def constants_of(recipe: Recipe) -> Constants:
-    """The model's own, with the measured ones in their place. Raises Refusal as check_measured."""
+def calibrated_constants(recipe: Recipe) -> Constants:
+    """The model's own, with the measured ones in their place. Raises Refusal as
+    check_calibration."""
     measured = recipe.cluster.measured
     if measured is None:
         return default_constants()
-    check_measured(recipe)
+    check_calibration(recipe)
     return dataclasses.replace(
         default_constants(), **{n: f.value for n, f in measured.found.constants.items()}
     )
 
 
-def measured_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
+def calibration_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """SW1303: measurements that cannot stand for this recipe's machines."""
     measured = recipe.cluster.measured
     if measured is None:
@@ -75,13 +81,13 @@ def measured_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
     )
 
 
-def check_measured(recipe: Recipe) -> None:
+def check_calibration(recipe: Recipe) -> None:
     """Raises Refusal: SW1303."""
-    if wrong := measured_errors(recipe):
+    if wrong := calibration_errors(recipe):
         raise Refusal(*wrong, source=recipe.source)
 
 
-def figures_of(recipe: Recipe, graph: ModelGraph) -> Measurements | None:
+def calibration_for(recipe: Recipe, graph: ModelGraph) -> Measurements | None:
     """Those that speak of this very model; None where there are none."""
     measured = recipe.cluster.measured
     if measured is None or recipe.assume.mfu is not None or recipe.assume.kernels != "auto":
@@ -98,8 +104,8 @@ def figures_of(recipe: Recipe, graph: ModelGraph) -> Measurements | None:
 Seconds = tuple[float, float, float]
 
 
-def measured_seconds(
-    recipe: Recipe, graph: ModelGraph, s: Strategy, place: int, counted: Seconds
+def measured_layer_seconds(
+    recipe: Recipe, graph: ModelGraph, s: Layout, place: int, counted: Seconds
 ) -> Seconds:
     """Forward, backward and what is run again of one micro-batch through the layer at this place.
     counted: the same by the formulas, which stand where nothing was measured of the layer at this
@@ -114,15 +120,15 @@ def measured_seconds(
     return forward, backward, counted[2] * forward / counted[0] if counted[0] else counted[2]
 
 
-def measured_kept_bytes(
-    recipe: Recipe, graph: ModelGraph, s: Strategy, place: int, checkpointing: Checkpointing
+def measured_activation_bytes(
+    recipe: Recipe, graph: ModelGraph, s: Layout, place: int, checkpointing: Checkpointing
 ) -> float | None:
     """What a decoder layer keeps of one micro-batch on a rank; None where nothing was measured of
     it."""
     return _measured(recipe, graph, s, place, checkpointing, "kept_bytes")
 
 
-def first_of_kind(kind_of: Sequence[int]) -> tuple[int, ...]:
+def representative_layers(kind_of: Sequence[int]) -> tuple[int, ...]:
     """kind_of: as ModelShapes has it. For each layer the place whose figures are its own too."""
     first: dict[int, int] = {}
     return tuple(
@@ -131,10 +137,10 @@ def first_of_kind(kind_of: Sequence[int]) -> tuple[int, ...]:
 
 
 def _measured(
-    recipe: Recipe, graph: ModelGraph, s: Strategy, place: int, checkpointing: str, part: Part
+    recipe: Recipe, graph: ModelGraph, s: Layout, place: int, checkpointing: str, part: Part
 ) -> float | None:
     """Between two measured micro-batches and beyond them on a straight line."""
-    found = figures_of(recipe, graph)
+    found = calibration_for(recipe, graph)
     if found is None or s.sequence_parallel or s.expert > 1 or s.context > 1:
         return None
     rows = [row for row in found.layers if row.place == place and row.tensor == s.tensor]
@@ -142,7 +148,7 @@ def _measured(
     return _between(rows, s.micro_batch_size, part) if rows else None
 
 
-def _between(rows: Sequence[LayerFigures], micro_batch: int, part: Part) -> float:
+def _between(rows: Sequence[LayerMeasurement], micro_batch: int, part: Part) -> float:
     points = sorted((row.micro_batch_size, float(getattr(row, part).value)) for row in rows)
     if len(points) == 1:
         return points[0][1] * micro_batch / points[0][0]
@@ -151,15 +157,15 @@ def _between(rows: Sequence[LayerFigures], micro_batch: int, part: Part) -> floa
     return max(0.0, y0 + (y1 - y0) * (micro_batch - x0) / (x1 - x0))
 
 
-ZERO3_FORWARD_HOOKS = 0.4
+ZERO3_FORWARD_HOOK_SHARE = 0.4
 """Of what ZeRO-3 adds to a layer: its modules' hooks of the forward pass, which a repeated pass has
 once more. Measured on a CPU with full recomputation: 2.2 ms more a layer than without ZeRO, where
 ZeRO-3 adds 5.6 ms to both passes."""
 
 
-def host_seconds(recipe: Recipe, graph: ModelGraph, s: Strategy, otherwise: float) -> float:
+def host_overhead_seconds(recipe: Recipe, graph: ModelGraph, s: Layout, otherwise: float) -> float:
     """What a micro-batch costs on a rank beyond its layers."""
-    own = engine_figures(recipe, graph, s)
+    own = engine_overheads(recipe, graph, s)
     if own is None:
         return otherwise
     layers = sum(layer.kind == "decoder" for layer in graph.layers) / s.pipeline
@@ -168,14 +174,14 @@ def host_seconds(recipe: Recipe, graph: ModelGraph, s: Strategy, otherwise: floa
         again = min(layers, choice.full)
     elif choice == "full":
         again = layers
-    hooked = layers + ZERO3_FORWARD_HOOKS * again * (s.zero_stage == 3)
+    hooked = layers + ZERO3_FORWARD_HOOK_SHARE * again * (s.zero_stage == 3)
     return own.micro_batch_seconds.value + hooked * own.layer_seconds.value
 
 
-def engine_figures(recipe: Recipe, graph: ModelGraph, s: Strategy) -> EngineFigures | None:
+def engine_overheads(recipe: Recipe, graph: ModelGraph, s: Layout) -> EngineMeasurement | None:
     """Of the ZeRO stage; a pipeline's are of ZeRO-1's engine, the nearest that one process can
     run."""
-    found = figures_of(recipe, graph)
+    found = calibration_for(recipe, graph)
     return (
         None
         if found is None
@@ -183,25 +189,25 @@ def engine_figures(recipe: Recipe, graph: ModelGraph, s: Strategy) -> EngineFigu
     )
 
 
-def run_of(recipe: Recipe, graph: ModelGraph, s: Strategy) -> RunFigures | None:
+def measured_run_of(recipe: Recipe, graph: ModelGraph, s: Layout) -> RunMeasurement | None:
     """The run of this very layout."""
-    found, pins = figures_of(recipe, graph), s.pins()
+    found, pins = calibration_for(recipe, graph), s.pins()
     return (
         None if found is None else next((run for run in found.runs if dict(run.pins) == pins), None)
     )
 
 
-def run_factor(recipe: Recipe, graph: ModelGraph, s: Strategy) -> float:
+def measured_over_predicted(recipe: Recipe, graph: ModelGraph, s: Layout) -> float:
     """Measured over predicted: the layout's own where it ran, else the median of those that ran, so
     that a layout that ran is compared with one that did not on equal terms. 1 where none ran."""
-    found = figures_of(recipe, graph)
+    found = calibration_for(recipe, graph)
     if found is None or not found.runs:
         return 1.0
-    own = run_of(recipe, graph, s)
+    own = measured_run_of(recipe, graph, s)
     return own.factor if own is not None else statistics.median(run.factor for run in found.runs)
 
 
-def scaled(time: Time, factor: float) -> Time:
+def scale_time(time: Time, factor: float) -> Time:
     """Every second of it, and what is a rate the other way round."""
     if factor == 1:
         return time
@@ -216,7 +222,7 @@ def scaled(time: Time, factor: float) -> Time:
     )
 
 
-def ranks_a_core(recipe: Recipe, cluster: Cluster) -> float:
+def ranks_per_core(recipe: Recipe, cluster: Cluster) -> float:
     """Above 1 where the ranks of a CPU's node share its cores, as far as anybody has counted
     these."""
     measured = recipe.cluster.measured
@@ -225,7 +231,7 @@ def ranks_a_core(recipe: Recipe, cluster: Cluster) -> float:
     return max(1.0, cluster.gpus_per_node / measured.found.machine.cores)
 
 
-def shared_step_seconds(
+def shared_cores_step_seconds(
     recipe: Recipe,
     cluster: Cluster,
     alone_seconds: float,
@@ -239,7 +245,7 @@ def shared_step_seconds(
     The sequences: of each pipeline rank, of which there are equally many of each. A pipeline's
     messages hide: another rank computes.
     """
-    share = ranks_a_core(recipe, cluster)
+    share = ranks_per_core(recipe, cluster)
     if share == 1:
         return alone_seconds
     ranks = len(computing_seconds)

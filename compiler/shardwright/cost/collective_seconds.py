@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.cluster.cluster_types import Cluster
-from shardwright.cluster.collective_bandwidth import Collective, share_of_links
+from shardwright.cluster.collective_bandwidth import Collective, bandwidth_share
 from shardwright.cost.cost_constants import Constants
 from shardwright.recipe.literal_types import Fabric
 
@@ -61,7 +61,7 @@ def bytes_per_second(
     if not group.spans_nodes:
         return inside
     each = message_bytes / group.ranks_per_node
-    measured = share_of_links(group.fabric, collective, group.ranks, group.nodes, each)
+    measured = bandwidth_share(group.fabric, collective, group.ranks, group.nodes, each)
     share = c.inter_node_efficiency if measured is None else measured
     across = cluster.inter_node_bytes_per_second * share * group.ranks_per_node
     return min(inside, across) if group.ranks_per_node > 1 else across

@@ -13,15 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.cost.expert_parallel_costs import rows_bytes
+from shardwright.cost.expert_parallel_costs import routed_token_bytes
 from shardwright.cost.layer_shapes import LayerShape
-from shardwright.cost.layer_times import stops_early
-from shardwright.cost.priced_layout import Layout
-from shardwright.cost.zero3_gathers import gathered_again
+from shardwright.cost.layer_times import recompute_stops_early
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.cost.zero3_gathers import backward_gather_fraction
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
 
 
-class Reductions(NamedTuple):
+class LayerAllReduces(NamedTuple):
     """All-reduces of tensor parallelism in a decoder layer: in its forward pass, as many of its
     gradients in the backward pass, and those that recomputation runs again."""
 
@@ -29,39 +29,39 @@ class Reductions(NamedTuple):
     again: int
 
 
-def layer_reductions(layout: Layout) -> Reductions:
+def layer_all_reduces(layout: PricedLayout) -> LayerAllReduces:
     """One for each half whose features are cut (arXiv 1909.08053). The attention module has one of
     them; Megatron's "selective" repeats none."""
     s, shapes = layout.strategy, layout.shapes
     if s.tensor == 1:
-        return Reductions(0, 0)
+        return LayerAllReduces(0, 0)
     attention, feed_forward = shapes.attention_degree > 1, shapes.feed_forward_degree > 1
     again_attention, again_feed_forward = {"none": (0, 0), "selective": (1, 0), "full": (1, 1)}[
         s.checkpointing
     ]
-    if s.checkpointing == "selective" and not layout.traits.selective_repeats_projections:
+    if s.checkpointing == "selective" and not layout.traits.selective_recomputes_projections:
         again_attention = 0
-    elif stops_early(
+    elif recompute_stops_early(
         layout.graph, layout.recipe.assume.kernels
     ):  # the last product's reduction is left out with it
         again_attention, again_feed_forward = {"none": (0, 0), "selective": (0, 0), "full": (1, 0)}[
             s.checkpointing
         ]
     again = again_attention * attention + again_feed_forward * feed_forward
-    return Reductions(attention + feed_forward, again)
+    return LayerAllReduces(attention + feed_forward, again)
 
 
-def hidden_bytes(layout: Layout) -> int:
+def hidden_state_bytes(layout: PricedLayout) -> int:
     """The hidden states of a micro-batch on one rank."""
     return layout.tokens * layout.graph.hidden_size * layout.element_bytes
 
 
-def traded_bytes(layout: Layout) -> float:
+def context_exchange_bytes(layout: PricedLayout) -> float:
     """Of a layer's four trades around attention forward: queries and output, keys and values. Keys'
     heads that the context ranks do not divide are repeated. Or the keys and values of the whole
     row, gathered."""
     graph, degree, s = layout.graph, layout.shapes.attention_degree, layout.strategy
-    if layout.traits.gathers_keys:
+    if layout.traits.context_gathers_kv:
         kept = 2 * max(1, graph.key_value_heads // degree) * graph.head_dim * layout.element_bytes
         return s.context * layout.tokens * kept
     key_value_heads = math.lcm(max(1, graph.key_value_heads // degree), s.context)
@@ -69,20 +69,20 @@ def traded_bytes(layout: Layout) -> float:
     return layout.tokens * heads * graph.head_dim * layout.element_bytes
 
 
-def messages(layout: Layout, rank: int) -> int:
+def pipeline_sends(layout: PricedLayout, rank: int) -> int:
     """That a pipeline rank sends for a micro-batch, activations and gradients; as many arrive.
     DualPipeV goes through the ranks twice, there and back; under interleaving every part has both
     neighbours."""
     s = layout.strategy
     if s.pipeline == 1:
         return 0
-    if s.interleaves:
+    if s.is_interleaved:
         return 2 * s.virtual_stages
     neighbours = (rank > 0) + (rank < s.pipeline - 1)
     return neighbours * (2 if s.schedule == "dualpipev" else 1)
 
 
-class Reduced(NamedTuple):
+class GradientReduction(NamedTuple):
     """How often a step reduces a rank's gradients over the ranks that hold the same parameters, and
     the bytes of an element."""
 
@@ -90,18 +90,18 @@ class Reduced(NamedTuple):
     element_bytes: int
 
 
-def reduced_gradients(layout: Layout) -> Reduced:
+def gradient_reduction(layout: PricedLayout) -> GradientReduction:
     """ZeRO-2 and 3 keep no gradient of other ranks' parameters, so that each micro-batch's are
     reduced (arXiv
     1910.02054)."""
     s = layout.strategy
     if s.zero_stage >= 2:
-        return Reduced(s.gradient_accumulation_steps, layout.element_bytes)
-    return Reduced(1, ELEMENT_BYTES[layout.accumulation_dtype])
+        return GradientReduction(s.gradient_accumulation_steps, layout.element_bytes)
+    return GradientReduction(1, ELEMENT_BYTES[layout.accumulation_dtype])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class StepTraffic:
     """Bytes of a step on one device of a pipeline rank.
 
     rows: of tokens on their way to the ranks of their experts and back, on the mean rank of an
@@ -112,20 +112,20 @@ class Traffic:
     """
 
     rows: float
-    trades: float
+    context_all_to_all: float
     activations: float
-    joined: float
+    tensor_all_gather: float
     sent: float
     tied: float
     reduced: float
     gathered: float
 
 
-def step_traffic(layout: Layout, rank: int) -> Traffic:
+def step_traffic(layout: PricedLayout, rank: int) -> StepTraffic:
     """layout: placed. hpZ's gathers are counted as any others of ZeRO-3, though most of them stay
     inside a node."""
     s, blocks, shapes = layout.strategy, layout.ranks[rank], layout.shapes
-    m, partial = s.gradient_accumulation_steps, layout.checkpointed is not None
+    m, partial = s.gradient_accumulation_steps, layout.checkpointed_activations is not None
 
     def of(spans: list[tuple[int, int]]) -> list[LayerShape]:
         kinds = [kind for start, stop in spans for kind in shapes.kind_of[start:stop]]
@@ -135,40 +135,49 @@ def step_traffic(layout: Layout, rank: int) -> Traffic:
     again = layers if s.checkpointing != "none" else []
     if partial:
         again = of([(b.start, layout.checkpointed_stop(b.start, b.stop)) for b in blocks])
-    reductions, hidden, ends = layer_reductions(layout), hidden_bytes(layout), _ends(layout, rank)
+    reductions, hidden, ends = (
+        layer_all_reduces(layout),
+        hidden_state_bytes(layout),
+        _ends(layout, rank),
+    )
     inputs = sum((kind.gathered_features - kind.gathered_outputs) // 2 for kind in layers)
     outputs = sum(kind.gathered_outputs for kind in layers)
     count, sends = (
         len(layers) * 2 * reductions.forward + len(again) * reductions.again + ends,
-        messages(layout, rank),
+        pipeline_sends(layout, rank),
     )
     shares = 1 if s.schedule == "dualpipev" else s.tensor
     travelling = [*layers, *layers, *(again if s.checkpointing == "full" else [])]
     sharers = s.tensor if s.sequence_parallel else 1
-    return Traffic(
-        rows=m * sum(2 * rows_bytes(layout, kind) for kind in travelling) / sharers
+    return StepTraffic(
+        rows=m * sum(2 * routed_token_bytes(layout, kind) for kind in travelling) / sharers
         if s.expert > 1
         else 0.0,
-        trades=m * (2 * len(layers) + len(again)) * traded_bytes(layout) if s.context > 1 else 0.0,
+        context_all_to_all=m * (2 * len(layers) + len(again)) * context_exchange_bytes(layout)
+        if s.context > 1
+        else 0.0,
         activations=m * (count * hidden + inputs * layout.tokens * layout.element_bytes)
         if s.tensor > 1
         else 0.0,
-        joined=m
-        * (_joined(layout, rank) * hidden + outputs * layout.tokens * layout.element_bytes),
+        tensor_all_gather=m
+        * (
+            _pipeline_gathers(layout, rank) * hidden
+            + outputs * layout.tokens * layout.element_bytes
+        ),
         sent=m * sends * hidden / shares,
         tied=_tied_bytes(layout, rank),
-        **_over_data_ranks(layout, rank),
+        **_data_parallel_bytes(layout, rank),
     )
 
 
-def _ends(layout: Layout, rank: int) -> int:
+def _ends(layout: PricedLayout, rank: int) -> int:
     """All-reduces of a whole micro-batch's hidden states beside the layers': the rows that were
     looked up, and the gradient behind the head."""
     blocks = layout.ranks[rank]
     return (blocks[0].start == 0) + layout.has_head(blocks)
 
 
-def _joined(layout: Layout, rank: int) -> int:
+def _pipeline_gathers(layout: PricedLayout, rank: int) -> int:
     """Messages that tensor ranks sent shares of, made whole again: an activation and a gradient
     that arrive, and DeepSpeed's own output, of which it keeps a share until its backward pass
     (pipe/engine.py, _exec_backward_pass)."""
@@ -178,29 +187,29 @@ def _joined(layout: Layout, rank: int) -> int:
     return (rank > 0) + 2 * (rank < s.pipeline - 1)
 
 
-def _tied_bytes(layout: Layout, rank: int) -> float:
+def _tied_bytes(layout: PricedLayout, rank: int) -> float:
     s = layout.strategy
     if s.pipeline == 1 or s.schedule == "dualpipev" or rank not in (0, s.pipeline - 1):
         return 0.0
     return float(layout.shapes.shared_numel * ELEMENT_BYTES[layout.accumulation_dtype])
 
 
-def _over_data_ranks(layout: Layout, rank: int) -> dict[str, float]:
+def _data_parallel_bytes(layout: PricedLayout, rank: int) -> dict[str, float]:
     s = layout.strategy
     blocks = layout.ranks[rank]
-    experts, trained = layout.experts_of(blocks), layout.trained_of(blocks)
+    experts, trained = layout.expert_numel_of(blocks), layout.trainable_numel_of(blocks)
     reduced = gathered = 0.0
-    times, gradient = reduced_gradients(layout)
+    times, gradient = gradient_reduction(layout)
     gathers, held = float(s.zero_stage > 0), trained
     if s.zero_stage == 3 and s.shards > 1:
         gathers, held = (
-            s.gradient_accumulation_steps * (1 + gathered_again(layout, blocks)),
+            s.gradient_accumulation_steps * (1 + backward_gather_fraction(layout, blocks)),
             layout.numel(rank),
         )
-    own = experts / s.expert_parts
+    own = experts / s.expert_shard_ratio
     for of_trained, of_held, ranks in (
         (trained - experts, held - experts, s.shards),
-        (own, own, s.expert_copies),  # over the ranks that hold the same experts
+        (own, own, s.expert_replicas),  # over the ranks that hold the same experts
     ):
         if ranks > 1:
             reduced += times * gradient * of_trained

@@ -10,7 +10,7 @@ from __future__ import annotations
 from shardwright.cost.collective_seconds import all_reduce_seconds, gather_seconds
 from shardwright.cost.cost_constants import Constants
 from shardwright.cost.kernel_seconds import Device, traffic_seconds
-from shardwright.cost.priced_layout import Layout
+from shardwright.cost.priced_layout import PricedLayout
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_types import Recipe
 
@@ -28,13 +28,13 @@ _PASSES = {"softmax": (6, 6), "sigmoid": (10, 8)}
 """Reads and writes of each, forward and backward, beside the product."""
 
 
-def similarity_flops(recipe: Recipe, graph: ModelGraph) -> int:
+def contrastive_loss_flops(recipe: Recipe, graph: ModelGraph) -> int:
     """Forward, of a step: one matrix N x N, whatever each rank computes of it a second time."""
     pairs = recipe.training.global_batch_size
     return 2 * pairs * pairs * graph.features if graph.contrastive else 0
 
 
-def comparing_seconds(
+def contrastive_loss_seconds(
     recipe: Recipe, graph: ModelGraph, rows: int, device: Device, fp32_flops: float, c: Constants
 ) -> tuple[float, float]:
     """Forward and backward of a rank with so many pairs. fp32_flops: its peak."""
@@ -50,7 +50,7 @@ def comparing_seconds(
     return product + read, 2 * product + back
 
 
-def comparing_bytes(layout: Layout) -> float:
+def contrastive_loss_bytes(layout: PricedLayout) -> float:
     """Of a rank, while the loss is computed."""
     loss, pairs = layout.graph.cut.loss, layout.recipe.training.global_batch_size
     matrices = HELD[loss] * layout.strategy.micro_batch_size * pairs
@@ -59,7 +59,7 @@ def comparing_bytes(layout: Layout) -> float:
     return float(_FP32 * (matrices + features))
 
 
-def exchange_seconds(layout: Layout) -> float:
+def feature_gather_seconds(layout: PricedLayout) -> float:
     """Features of all ranks gathered, and their gradients summed. Nothing hides it: it stands
     between the forward and the backward pass."""
     s = layout.strategy

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from shardwright.cost.calibrated_costs import run_factor, scaled
-from shardwright.cost.communication_bytes import Traffic, step_traffic
+from shardwright.cost.calibrated_costs import measured_over_predicted, scale_time
+from shardwright.cost.communication_bytes import StepTraffic, step_traffic
 from shardwright.cost.data_parallel_times import data_comm_seconds
-from shardwright.cost.diloco_costs import inner_seconds
+from shardwright.cost.diloco_costs import inner_step_seconds
 from shardwright.cost.layer_times import layer_seconds
-from shardwright.cost.micro_batch_times import again_seconds, passes
+from shardwright.cost.micro_batch_times import partial_recompute_seconds, pass_times
 from shardwright.cost.offload_times import host_transfer_seconds
-from shardwright.cost.peak_memory import RankBytes, framework_bytes
-from shardwright.cost.priced_layout import Layout
+from shardwright.cost.peak_memory import RankMemoryModel, framework_bytes
+from shardwright.cost.priced_layout import PricedLayout
 from shardwright.cost.step_time import (
     StageSeconds,
     optimizer_seconds,
@@ -24,7 +24,7 @@ from shardwright.layout.layout_estimate import Estimate, StageMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepParts:
+class StepTimeBreakdown:
     """Seconds of one optimizer step, exposed time only; the sum is the step.
 
     recompute: what activation checkpointing and a chunked loss run again. accumulate: adding each
@@ -54,7 +54,7 @@ class StepParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
+class RankMemoryBreakdown:
     """Bytes on the fullest device of one pipeline rank; the sum is `StageMemory.peak_bytes`
     (workspace = working + framework + allocator).
 
@@ -83,33 +83,36 @@ class RankBreakdown:
     pipeline_rank: int
     layers: tuple[tuple[int, int], ...]
     in_flight: tuple[float, ...]
-    memory: RankMemory
-    time: StepParts
-    traffic: Traffic
+    memory: RankMemoryBreakdown
+    time: StepTimeBreakdown
+    traffic: StepTraffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
     """step: of the slowest pipeline rank, as `Time` has it. fullest, slowest: pipeline ranks."""
 
-    step: StepParts
-    fullest: int
-    slowest: int
+    step: StepTimeBreakdown
+    peak_memory_rank: int
+    slowest_rank: int
     ranks: tuple[RankBreakdown, ...]
 
 
-def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
+def break_down(layout: PricedLayout, estimate: Estimate) -> Breakdown:
     """estimate: of this layout."""
-    s, factor = layout.strategy, run_factor(layout.recipe, layout.graph, layout.strategy)
+    s, factor = (
+        layout.strategy,
+        measured_over_predicted(layout.recipe, layout.graph, layout.strategy),
+    )
     outer = estimate.time.outer_comm_seconds
     inner = replace(
-        estimate.time, step_seconds=inner_seconds(estimate.time), outer_comm_seconds=0.0
+        estimate.time, step_seconds=inner_step_seconds(estimate.time), outer_comm_seconds=0.0
     )
-    time = scaled(inner, 1 / factor)
-    found = passes(layout)
+    time = scale_time(inner, 1 / factor)
+    found = pass_times(layout)
     stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
     schedule = schedule_seconds(layout, found, stages)
-    held, framework = RankBytes(layout), round(framework_bytes(layout))
+    held, framework = RankMemoryModel(layout), round(framework_bytes(layout))
     ranks = tuple(
         RankBreakdown(
             pipeline_rank=rank,
@@ -128,23 +131,25 @@ def break_down(layout: Layout, estimate: Estimate) -> Breakdown:
         )
         for rank in range(s.pipeline)
     )
-    slowest = max(range(s.pipeline), key=lambda rank: stages[rank].total)
+    slowest_rank = max(range(s.pipeline), key=lambda rank: stages[rank].total)
     step = _parts(
         layout,
-        slowest,
+        slowest_rank,
         pipeline_comm=time.pipeline_comm_seconds,
         data_comm=time.data_comm_seconds,
         optimizer=time.optimizer_seconds,
         total=time.step_seconds,
     )
-    fullest = max(estimate.memory.stages, key=lambda stage: stage.peak_bytes).stage
+    peak_memory_rank = max(estimate.memory.stages, key=lambda stage: stage.peak_bytes).stage
     whole = replace(_scaled(step, factor), outer_comm_seconds=outer)
-    return Breakdown(step=whole, fullest=fullest, slowest=slowest, ranks=ranks)
+    return Breakdown(
+        step=whole, peak_memory_rank=peak_memory_rank, slowest_rank=slowest_rank, ranks=ranks
+    )
 
 
-def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemory:
+def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemoryBreakdown:
     """live: where the allocator has no room to keep anything in."""
-    return RankMemory(
+    return RankMemoryBreakdown(
         parameters_bytes=held.parameters_bytes,
         gradients_bytes=held.gradients_bytes,
         optimizer_bytes=held.optimizer_bytes,
@@ -155,18 +160,18 @@ def _memory(live: StageMemory, held: StageMemory, framework: int) -> RankMemory:
     )
 
 
-def _scaled(parts: StepParts, factor: float) -> StepParts:
+def _scaled(parts: StepTimeBreakdown, factor: float) -> StepTimeBreakdown:
     """By what runs of this recipe took longer than predicted."""
     return (
         parts
         if factor == 1
-        else StepParts(**{f.name: getattr(parts, f.name) * factor for f in fields(parts)})
+        else StepTimeBreakdown(**{f.name: getattr(parts, f.name) * factor for f in fields(parts)})
     )
 
 
 def _rank_parts(
-    layout: Layout, step_seconds: float, rank: int, schedule: float, stage: StageSeconds
-) -> StepParts:
+    layout: PricedLayout, step_seconds: float, rank: int, schedule: float, stage: StageSeconds
+) -> StepTimeBreakdown:
     m = layout.strategy.gradient_accumulation_steps
     data_comm = data_comm_seconds(layout, rank, stage.compute)
     if layout.strategy.offload != "none":  # another link, at the same time
@@ -184,16 +189,16 @@ def _rank_parts(
 
 
 def _parts(
-    layout: Layout,
+    layout: PricedLayout,
     rank: int,
     *,
     pipeline_comm: float,
     data_comm: float,
     optimizer: float,
     total: float,
-) -> StepParts:
+) -> StepTimeBreakdown:
     """idle: what is left of the total."""
-    s, found, blocks = layout.strategy, passes(layout), layout.ranks[rank]
+    s, found, blocks = layout.strategy, pass_times(layout), layout.ranks[rank]
     m = s.gradient_accumulation_steps
     layers = layer_seconds(layout.recipe, layout.graph, layout.cluster.gpu, s, layout.constants)
 
@@ -202,13 +207,16 @@ def _parts(
 
     # What a backward pass runs again on all layers alike, and on those that partial checkpointing
     # picks.
-    backward, again = over(layers.backward), over(layers.again) - over(found.again_compute)
-    partly, partly_comm = again_seconds(layout, found, blocks)
-    parts = StepParts(
+    backward, recompute = (
+        over(layers.backward),
+        over(layers.recompute) - over(found.partial_recompute_compute),
+    )
+    partly, partly_comm = partial_recompute_seconds(layout, found, blocks)
+    parts = StepTimeBreakdown(
         forward_seconds=over(layers.forward),
         backward_seconds=backward,
-        recompute_seconds=again + m * partly,
-        accumulate_seconds=_no_noise(over(found.backward_compute) - backward - again, backward),
+        recompute_seconds=recompute + m * partly,
+        accumulate_seconds=_no_noise(over(found.backward_compute) - backward - recompute, backward),
         host_seconds=m * found.per_rank_seconds,
         tensor_forward_seconds=over(found.forward_comm),
         tensor_backward_seconds=over(found.backward_comm) + m * partly_comm,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TypedDict
 
-from shardwright.engines.kernel_traffic import KERNELS
+from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
 
 
 class ConstantEntry(TypedDict):
@@ -86,13 +86,13 @@ class Constants:
     memory_headroom: float
 
     def score_passes(self, kernels: str) -> float:
-        return self._of(KERNELS[kernels].constants, "score_passes")
+        return self._of(KERNEL_TRAFFIC[kernels].constants, "score_passes")
 
     def logit_traffic_bytes(self, kernels: str) -> float:
-        return self._of(KERNELS[kernels].constants, "logit_traffic_bytes")
+        return self._of(KERNEL_TRAFFIC[kernels].constants, "logit_traffic_bytes")
 
     def kernels_per_layer(self, kernels: str) -> float:
-        return self._of(KERNELS[kernels].constants, "kernels_per_layer")
+        return self._of(KERNEL_TRAFFIC[kernels].constants, "kernels_per_layer")
 
     def logit_bytes(self, kernels: str) -> float:
         return self._of(kernels, "logit_bytes")

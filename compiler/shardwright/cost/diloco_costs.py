@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwright.layout.layout_estimate import Time
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe
-from shardwright.utils.number_format import SECONDS_PER_DAY, duration, file_size
+from shardwright.utils.number_format import SECONDS_PER_DAY, format_bytes, format_days
 
 ISLANDS, DATA_PARALLEL = "islands", "data parallel"
 
@@ -44,8 +44,8 @@ class IslandsCost:
     take: str
 
 
-def islands_cost(recipe: Recipe, parameters: int, inner_seconds: float) -> IslandsCost | None:
-    """parameters: of the whole model. inner_seconds: of a step inside an island. None without
+def islands_cost(recipe: Recipe, parameters: int, inner_step_seconds: float) -> IslandsCost | None:
+    """parameters: of the whole model. inner_step_seconds: of a step inside an island. None without
     islands.
 
     The store adds the deltas up, beside one of the islands: its link carries those of the n - 1
@@ -61,10 +61,13 @@ def islands_cost(recipe: Recipe, parameters: int, inner_seconds: float) -> Islan
     n, link = cluster.islands, rate * 1e9 / 8
     sent = (n - 1) * parameters * ELEMENT_BYTES[outer.precision]
     seconds = sent / link
-    exposed = max(0.0, seconds - outer.overlap_steps * inner_seconds)
+    exposed = max(0.0, seconds - outer.overlap_steps * inner_step_seconds)
     gradients = 2 * (n - 1) / n * parameters * ELEMENT_BYTES["bf16"]
-    step, plain = inner_seconds + exposed / outer.every_steps, max(inner_seconds, gradients / link)
-    steps = recipe.training.known_steps
+    step, plain = (
+        inner_step_seconds + exposed / outer.every_steps,
+        max(inner_step_seconds, gradients / link),
+    )
+    steps = recipe.training.step_count_or_zero
     return IslandsCost(
         islands=n,
         every_steps=outer.every_steps,
@@ -72,12 +75,12 @@ def islands_cost(recipe: Recipe, parameters: int, inner_seconds: float) -> Islan
         sent_bytes=float(sent),
         outer_seconds=seconds,
         exposed_seconds=exposed,
-        exposed_share=exposed / (outer.every_steps * inner_seconds),
+        exposed_share=exposed / (outer.every_steps * inner_step_seconds),
         step_seconds=step,
         gradient_bytes=gradients,
         gradient_seconds=gradients / link,
         data_parallel_step_seconds=plain,
-        data_parallel_longest_seconds=inner_seconds + gradients / link,
+        data_parallel_longest_seconds=inner_step_seconds + gradients / link,
         days=steps * step / SECONDS_PER_DAY if steps else None,
         data_parallel_days=steps * plain / SECONDS_PER_DAY if steps else None,
         take=DATA_PARALLEL if plain <= step else ISLANDS,
@@ -99,7 +102,7 @@ def with_outer_step(time: Time, recipe: Recipe, graph: ModelGraph) -> Time:
     )
 
 
-def inner_seconds(time: Time) -> float:
+def inner_step_seconds(time: Time) -> float:
     """Of a step without its share of the outer step."""
     return time.step_seconds - time.outer_comm_seconds
 
@@ -112,14 +115,14 @@ _PENALTIES = {
 _THEIRS = "arXiv 2503.09799: theirs, tuned, an outer step every 30; not this run's"
 
 
-def penalty_words(islands: int) -> str:
+def loss_penalty_line(islands: int) -> str:
     """What the papers say that islands cost in loss."""
     told = {islands: _PENALTIES[islands]} if islands in _PENALTIES else _PENALTIES
     said = "; ".join(f"{n} islands {figures}" for n, figures in told.items())
     return f"loss beside data parallelism: {said} ({_THEIRS})"
 
 
-def islands_words(found: IslandsCost) -> list[str]:
+def islands_cost_lines(found: IslandsCost) -> list[str]:
     """Lines for `estimate`, `plan`, `explain` and the report."""
     waits = (
         f"training waits {found.exposed_seconds:.3g} s of it, {found.exposed_share:.1%} of "
@@ -135,14 +138,14 @@ def islands_words(found: IslandsCost) -> list[str]:
         f"{found.data_parallel_step_seconds:.4g} s where the gradients hide behind it, "
         f"{found.data_parallel_longest_seconds:.4g} s where none do",
         _taken(found),
-        penalty_words(found.islands),
+        loss_penalty_line(found.islands),
     ]
 
 
 def _taken(found: IslandsCost) -> str:
     days = ""
     if found.days is not None and found.data_parallel_days is not None:
-        other, this = duration(found.data_parallel_days), duration(found.days)
+        other, this = format_days(found.data_parallel_days), format_days(found.days)
         days = (
             f": {this} against {other} at best"
             if found.take == ISLANDS
@@ -157,4 +160,4 @@ def _taken(found: IslandsCost) -> str:
 
 
 def _size(count: float) -> str:
-    return file_size(round(count))
+    return format_bytes(round(count))

@@ -18,24 +18,24 @@ from importlib import resources
 
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layout_costs import SECONDS_PER_DAY
-from shardwright.cost.priced_layout import Layout, lay_out, placed
+from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.frozen_parameters import frozen_names
+from shardwright.models.frozen_parameters import frozen_parameter_names
 from shardwright.models.model_graph import ModelGraph
-from shardwright.utils.memoize import remembered
-from shardwright.utils.number_format import duration, number
+from shardwright.utils.memoize import memoize
+from shardwright.utils.number_format import format_days, format_number
 
 STATE_BYTES = 12
 """Of a trained element: fp32 master and Adam's two fp32 moments, in every precision
 (checkpoint/checkpoint_manifest.py)."""
-HOPELESS, NEXT_TO_ALL = 1e-3, 0.9995
+MIN_GOODPUT, NEARLY_FULL_GOODPUT = 1e-3, 0.9995
 """Of the time that trains: below the one nobody waits for the end, above the other nothing is worth
 saying."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disturbances:
+class FailureModel:
     """mtbf_seconds: M, of the whole cluster. save_seconds: d, that training waits for a save.
     restart_seconds: R, from a failure until training goes on from the last save."""
 
@@ -45,7 +45,7 @@ class Disturbances:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class ExpectedTime:
     """Expected seconds. lost: work done again, and saves and steps that a failure cut off."""
 
     trained: float
@@ -97,7 +97,7 @@ def goodput_constants() -> dict[str, float]:
     return {name: entry["value"] for name, entry in json.loads(text)["constants"].items()}
 
 
-def young_daly_seconds(d: Disturbances) -> float:
+def young_daly_seconds(d: FailureModel) -> float:
     """The work between two saves that makes the expected time least, by Daly's higher-order
     estimate, whose first term is Young's: sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d for d <
     2M, else M."""
@@ -110,14 +110,16 @@ def young_daly_seconds(d: Disturbances) -> float:
     )
 
 
-def auto_interval(d: Disturbances, step_seconds: float, steps: int) -> int:
+def auto_interval(d: FailureModel, step_seconds: float, steps: int) -> int:
     """`checkpoint.every_steps: auto`: at least a step, at most all of them. steps: 0 = not known
     yet."""
     interval = max(1, round(young_daly_seconds(d) / step_seconds))
     return min(interval, steps) if steps else interval
 
 
-def expected_seconds(d: Disturbances, step_seconds: float, steps: int, interval: int) -> Spent:
+def expected_seconds(
+    d: FailureModel, step_seconds: float, steps: int, interval: int
+) -> ExpectedTime:
     """Of a training with a save every `interval` steps, and after the last one.
 
     A stretch of w seconds (steps and their save) that failures interrupt takes M (e^(w/M) - 1) and
@@ -135,7 +137,7 @@ def expected_seconds(d: Disturbances, step_seconds: float, steps: int, interval:
             lost += count * max(0.0, mtbf * again - seconds)
             restarts += count * again * mtbf * _expm1(d.restart_seconds / mtbf)
     saves = sum(count for count, _ in stretches) * d.save_seconds
-    return Spent(trained=steps * step_seconds, saves=saves, lost=lost, restarts=restarts)
+    return ExpectedTime(trained=steps * step_seconds, saves=saves, lost=lost, restarts=restarts)
 
 
 def _expm1(exponent: float) -> float:
@@ -158,7 +160,7 @@ def goodput(
     span = steps or interval or 0
     if not span:
         return None
-    faster = Disturbances(
+    faster = FailureModel(
         mtbf_seconds=disturbances.mtbf_seconds,
         save_seconds=disturbances.save_seconds / 2,
         restart_seconds=disturbances.restart_seconds,
@@ -200,7 +202,7 @@ def goodput(
 
 def _disturbances(
     problem: Problem, estimate: Estimate, measured: float | None
-) -> tuple[Disturbances, list[float], tuple[float, str]]:
+) -> tuple[FailureModel, list[float], tuple[float, str]]:
     """Beside it the bytes of a checkpoint by node, and the speed of a node with where that is from.
 
     A restart is the constant's seconds, one host's check of every byte
@@ -215,11 +217,13 @@ def _disturbances(
         speed = measured, "measured"
     else:
         speed = constants["checkpoint_gbytes_per_second"], "default"
-    layout = placed(lay_out(problem, estimate.strategy, default_constants()), estimate.boundaries)
+    layout = with_boundaries(
+        build_priced_layout(problem, estimate.strategy, default_constants()), estimate.boundaries
+    )
     nodes = node_checkpoint_bytes(layout)
     save = max(nodes) / (speed[0] * 1e9)
     check = sum(nodes) / (constants["check_gbytes_per_second"] * 1e9)
-    found = Disturbances(
+    found = FailureModel(
         mtbf_seconds=hours * 3600 / problem.cluster.nodes,
         save_seconds=save,
         restart_seconds=constants["restart_seconds"] + check + save,
@@ -227,12 +231,12 @@ def _disturbances(
     return found, nodes, speed
 
 
-@remembered(lambda graph: graph.identity)
+@memoize(lambda graph: graph.identity)
 def _numel_by_name(graph: ModelGraph) -> dict[str, int]:
     return {p.name: p.numel for layer in graph.layers for p in layer.parameters}
 
 
-def node_checkpoint_bytes(layout: Layout) -> list[float]:
+def node_checkpoint_bytes(layout: PricedLayout) -> list[float]:
     """Bytes that each node writes of a checkpoint's tensors, in the order of the ranks
     (checkpoint/checkpoint_saver.py).
 
@@ -242,16 +246,20 @@ def node_checkpoint_bytes(layout: Layout) -> list[float]:
     and of a tied parameter's two stages, one writes: the ranks' parts are scaled to the whole.
     """
     s, graph = layout.strategy, layout.graph
-    names = frozen_names(graph, layout.recipe.model.freeze)
+    names = frozen_parameter_names(graph, layout.recipe.model.freeze)
     whole = _numel_by_name(graph)
     total = sum(whole.values())
-    left = 0 if layout.adapters else total - sum(whole[name] for name in names)
-    trained = STATE_BYTES * (layout.adapters[-1] if layout.adapters else left)
+    left = 0 if layout.adapter_sizes else total - sum(whole[name] for name in names)
+    trained = STATE_BYTES * (layout.adapter_sizes[-1] if layout.adapter_sizes else left)
     frozen = layout.element_bytes * (total - left)
-    parts = [(trained, s.zero_stage >= 1, layout.trained_of)]
+    parts = [(trained, s.zero_stage >= 1, layout.trainable_numel_of)]
     if frozen:
         parts.append(
-            (frozen, s.zero_stage == 3, layout.numel_of if layout.adapters else layout.frozen_of)
+            (
+                frozen,
+                s.zero_stage == 3,
+                layout.numel_of_chunks if layout.adapter_sizes else layout.frozen_numel_of,
+            )
         )
     nodes = [0.0] * layout.cluster.nodes
     for size, shared, elements in parts:
@@ -264,14 +272,14 @@ def node_checkpoint_bytes(layout: Layout) -> list[float]:
     return nodes
 
 
-def _ranks(layout: Layout) -> Iterator[tuple[int, int]]:
+def _ranks(layout: PricedLayout) -> Iterator[tuple[int, int]]:
     """(rank, pipeline rank): the pipeline is the slowest axis, then data, context and tensor
     (plan/rank_map.py)."""
     a_stage = layout.strategy.tensor * layout.strategy.shards
     return ((rank, rank // a_stage) for rank in range(layout.strategy.world_size))
 
 
-def goodput_words(g: Goodput) -> list[str]:
+def goodput_lines(g: Goodput) -> list[str]:
     """What is expected; where that is not next to all of the time, what it is lost to and what
     would be better."""
     each = f"a failure every {_time(g.cluster_mtbf_hours * 3600)}"
@@ -282,14 +290,18 @@ def goodput_words(g: Goodput) -> list[str]:
     )
     trains = f"{g.fraction:.1%} of the time trains"
     save = f"{_time(g.save_seconds)} {every}"
-    if g.expected_days is None or g.fraction < HOPELESS:
-        ends = f"less than {HOPELESS:.1%} of the time trains" if g.fraction < HOPELESS else trains
+    if g.expected_days is None or g.fraction < MIN_GOODPUT:
+        ends = (
+            f"less than {MIN_GOODPUT:.1%} of the time trains"
+            if g.fraction < MIN_GOODPUT
+            else trains
+        )
         return [f"{ends}: {each}, a save of {save}", *_better(g)]
     expected = (
-        f"{duration(g.expected_days)} with saves, failures and restarts, {trains}; {each}, "
-        f"{number(g.expected_failures or 0)} in all"
+        f"{format_days(g.expected_days)} with saves, failures and restarts, {trains}; {each}, "
+        f"{format_number(g.expected_failures or 0)} in all"
     )
-    if g.fraction > NEXT_TO_ALL:
+    if g.fraction > NEARLY_FULL_GOODPUT:
         return [expected]
     return [
         expected,
@@ -306,10 +318,10 @@ def _better(g: Goodput) -> list[str]:
         parts.append(f"half the save is worth {_days(g.worth_of_half_the_save_days)}")
     is_worth_it = (
         g.auto_expected_days is None
-        or (g.expected_days or math.inf) * NEXT_TO_ALL > g.auto_expected_days
+        or (g.expected_days or math.inf) * NEARLY_FULL_GOODPUT > g.auto_expected_days
     )
     if g.interval_steps != g.auto_interval_steps and is_worth_it:
-        takes = "" if g.auto_expected_days is None else f", {duration(g.auto_expected_days)}"
+        takes = "" if g.auto_expected_days is None else f", {format_days(g.auto_expected_days)}"
         parts.append(
             f"checkpoint.every_steps: auto is every {_steps(g.auto_interval_steps)}{takes}"
         )
@@ -321,8 +333,8 @@ def _steps(count: int) -> str:
 
 
 def _days(days: float | None) -> str:
-    return duration(days or 0.0)
+    return format_days(days or 0.0)
 
 
 def _time(seconds: float) -> str:
-    return duration(seconds / SECONDS_PER_DAY)
+    return format_days(seconds / SECONDS_PER_DAY)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardwright.cluster.cluster_types import Gpu
 from shardwright.cost.cost_constants import Constants
-from shardwright.utils.memoize import remembered, settled
+from shardwright.utils.memoize import hashed_key, memoize
 
 # Output tiles that cuBLAS's kernels take, rows x columns; a product runs with the fastest for its
 # shape.
@@ -32,7 +32,7 @@ TILE_RATE = {
 SPLITS = (1, 2, 4)
 # Of the peak, the fastest product of a board that holds its clock (an A100: the prior of
 # gemm_efficiency).
-BEST_OF_THE_PEAK = 0.86
+MAX_PRODUCT_EFFICIENCY = 0.86
 ALIGNED_WIDTH = 64
 ALIGNED_LOAD = 8
 
@@ -55,7 +55,7 @@ def device_of(gpu: Gpu, flops_per_second: float, element_bytes: int, c: Constant
     """flops_per_second: the dense peak of the precision whose elements have so many bytes."""
     share = sustained_share(c, flops_per_second, gpu.watts)
     if gpu.best_product_flops is not None and element_bytes < 4:
-        share = min(share, gpu.best_product_flops / flops_per_second / BEST_OF_THE_PEAK)
+        share = min(share, gpu.best_product_flops / flops_per_second / MAX_PRODUCT_EFFICIENCY)
     return Device(
         flops_per_second=flops_per_second,
         sustained_share=share,
@@ -68,12 +68,12 @@ def device_of(gpu: Gpu, flops_per_second: float, element_bytes: int, c: Constant
     )
 
 
-@settled
+@hashed_key
 def _of(c: Constants) -> Hashable:
     return c
 
 
-@remembered(lambda device, c, *, m, n, k, batch=1.0: (device, _of(c), m, n, k, batch))
+@memoize(lambda device, c, *, m, n, k, batch=1.0: (device, _of(c), m, n, k, batch))
 def product_seconds(
     device: Device, c: Constants, *, m: float, n: int, k: int, batch: float = 1.0
 ) -> float:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from shardwright.layout.tensor_parallel_map import (
     TRANSPOSED_LINEAR_TYPES,
-    attention_is_cut,
-    feed_forward_is_cut,
+    is_attention_sharded,
+    is_feed_forward_sharded,
     split_parameter,
 )
 from shardwright.models.expert_modules import expert_modules
 from shardwright.models.model_graph import Layer, ModelGraph, Parameter
-from shardwright.models.parameter_name_pattern import pattern
-from shardwright.utils.memoize import remembered
+from shardwright.models.parameter_name_pattern import name_pattern
+from shardwright.utils.memoize import memoize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class LayerShape:
     matmul_flops: forward, per token, of the whole layer; attention_flops: per token and position.
     attention_module_flops: the part of matmul_flops inside the attention module. fused_norms:
     torch's own LayerNorm, one kernel; composed_norms: a weight without a bias, RMSNorm in Python.
-    expert_numel: of numel, what expert ranks can share out; chosen_experts: that each token is
+    expert_numel: of numel, what expert ranks can share out; experts_per_token: that each token is
     routed to; expert_features: widths of all products of an expert, into and out of each. 0 where
     there are none. gathered_products: linears whose whole output every tensor rank gets,
     gathered_outputs wide together;
@@ -62,7 +62,7 @@ class LayerShape:
     gathered_products: int
     gathered_outputs: int = 0
     expert_numel: int = 0
-    chosen_experts: int = 0
+    experts_per_token: int = 0
     expert_features: int = 0
 
 
@@ -119,7 +119,7 @@ class ModelShapes:
         return max((p.n * p.k * batch for p, batch in products), default=0)
 
 
-@remembered(lambda graph, tensor: (graph.identity, tensor))
+@memoize(lambda graph, tensor: (graph.identity, tensor))
 def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
     kinds, kind_of, numel = _split_layers(graph, tensor)
     sources = (layer.flops_source for layer in graph.layers)
@@ -129,7 +129,7 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         return (0, *itertools.accumulate(0 if k < 0 else value(kinds[k]) for k in kind_of))
 
     mapped = (
-        graph.tensor_kind != ""
+        graph.tensor_parallel_kind != ""
     )  # without a map the estimate is of what tensor parallelism usually is
     return ModelShapes(
         kinds=kinds,
@@ -151,8 +151,8 @@ def model_shapes(graph: ModelGraph, tensor: int) -> ModelShapes:
         head_flops=sum(
             layer.matmul_flops_per_token for layer in graph.layers if layer.kind != "decoder"
         ),
-        attention_degree=tensor if attention_is_cut(graph) or not mapped else 1,
-        feed_forward_degree=tensor if feed_forward_is_cut(graph) or not mapped else 1,
+        attention_degree=tensor if is_attention_sharded(graph) or not mapped else 1,
+        feed_forward_degree=tensor if is_feed_forward_sharded(graph) or not mapped else 1,
         matrices=sum(len(kinds[k].products) for k in kind_of if k >= 0),
         shared_numel=_shared_numel(graph, tensor),
         head_width=-(-graph.vocabulary_size // tensor),
@@ -165,10 +165,13 @@ def _split_layers(
     graph: ModelGraph, tensor: int
 ) -> tuple[tuple[LayerShape, ...], tuple[int, ...], tuple[int, ...]]:
     """ModelShapes.kinds and kind_of, and each layer's parameters on one tensor rank."""
-    styles = dict(graph.tensor_styles)
+    styles = dict(graph.tensor_parallel_styles)
     # Layers that differ in their number alone are split once, if no style and no number of heads is
     # one layer's own.
-    alike = all(pattern(path) == path for path, _ in (*graph.tensor_styles, *graph.tensor_heads))
+    alike = all(
+        name_pattern(path) == path
+        for path, _ in (*graph.tensor_parallel_styles, *graph.tensor_parallel_heads)
+    )
     known: dict[tuple[object, ...], tuple[LayerShape | None, int]] = {}
     kinds: dict[LayerShape, int] = {}
     kind_of: list[int] = []
@@ -236,13 +239,13 @@ def _split_layer(
         for p, split in splits
         if split.dimension is not None
         and len(p.shape) == 2
-        and styles.get(pattern(p.name.rpartition(".")[0])) == "colwise_gather_output"
+        and styles.get(name_pattern(p.name.rpartition(".")[0])) == "colwise_gather_output"
     ]
     modules = expert_modules(graph)
     experts = [(p, shape) for p, shape in shards if p.name.rpartition(".")[0] in modules]
     shape = LayerShape(
         expert_numel=sum(_numel(shape) for _, shape in experts),
-        chosen_experts=_chosen(layer, [p for p, _ in experts]),
+        experts_per_token=_chosen(layer, [p for p, _ in experts]),
         expert_features=sum(shape[-1] + shape[-2] for _, shape in experts if len(shape) == 3),
         products=tuple(
             _product(shape, transposed, p.name.startswith(attention))
@@ -276,14 +279,14 @@ def _chosen(layer: Layer, experts: list[Parameter]) -> int:
     return max(1, min(count, round((layer.matmul_flops_per_token / 2 - others) * count / stacked)))
 
 
-def kept_products(products: tuple[Product, ...]) -> tuple[Product, ...]:
+def saved_products(products: tuple[Product, ...]) -> tuple[Product, ...]:
     """The first, the third and so on: those whose results torchtitan's selective checkpointing
     keeps (arXiv 2410.06511, section 2.2.3; its policy counts matrix products in the order of the
     forward pass)."""
     return products[::2]
 
 
-def dropped_products(products: tuple[Product, ...]) -> tuple[Product, ...]:
+def recomputed_products(products: tuple[Product, ...]) -> tuple[Product, ...]:
     """The others."""
     return products[1::2]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from shardwright.cluster.cluster_types import Gpu
-from shardwright.cost.activation_bytes import keeps_products
-from shardwright.cost.calibrated_costs import first_of_kind, measured_seconds
-from shardwright.cost.contrastive_costs import comparing_seconds
+from shardwright.cost.activation_bytes import uses_selective_op
+from shardwright.cost.calibrated_costs import measured_layer_seconds, representative_layers
+from shardwright.cost.contrastive_costs import contrastive_loss_seconds
 from shardwright.cost.cost_constants import Constants
-from shardwright.cost.expert_parallel_costs import UNEVEN
+from shardwright.cost.expert_parallel_costs import EXPERT_IMBALANCE
 from shardwright.cost.kernel_seconds import (
     device_of,
     eager_attention_seconds,
@@ -21,17 +21,17 @@ from shardwright.cost.kernel_seconds import (
     softmax_seconds,
     traffic_seconds,
 )
-from shardwright.cost.layer_shapes import LayerShape, dropped_products, model_shapes
-from shardwright.cost.vision_encoder_costs import tower_seconds
-from shardwright.cost.vision_encoder_flops import largest_row
+from shardwright.cost.layer_shapes import LayerShape, model_shapes, recomputed_products
+from shardwright.cost.vision_encoder_costs import vision_encoder_seconds
+from shardwright.cost.vision_encoder_flops import largest_image_sequence
 from shardwright.engines.engine_table import traits_of
-from shardwright.engines.kernel_traffic import KERNELS
-from shardwright.layout.layout import Strategy
-from shardwright.models.frozen_parameters import decoder_is_frozen
+from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
+from shardwright.layout.layout import Layout
+from shardwright.models.frozen_parameters import is_decoder_frozen
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import Precision
 from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe
-from shardwright.utils.memoize import remembered, settled
+from shardwright.utils.memoize import hashed_key, memoize
 
 # A product has two in its backward pass, each of its own size: the inputs' gradient and the
 # weights'.
@@ -42,13 +42,13 @@ FUSED_BACKWARD_OVER_FORWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerSeconds:
+class LayerTimes:
     """Prefix sums over graph.layers (length layers + 1). again: recomputed, of a layer that is
     checkpointed."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    again: tuple[float, ...]
+    recompute: tuple[float, ...]
 
 
 def peak_flops(gpu: Gpu, precision: Precision) -> float:
@@ -59,7 +59,7 @@ def peak_flops(gpu: Gpu, precision: Precision) -> float:
     )
 
 
-def stops_early(graph: ModelGraph, kernels: str) -> bool:
+def recompute_stops_early(graph: ModelGraph, kernels: str) -> bool:
     """Whether recomputation ends before the last product of what it repeats, because no backward
     pass reads that result: torch's non-reentrant checkpoint
     (torch.utils.checkpoint.set_checkpoint_early_stop; this project's runtime uses it), unless a
@@ -67,8 +67,10 @@ def stops_early(graph: ModelGraph, kernels: str) -> bool:
     return kernels in ("hf", "compiled") or (kernels == "auto" and graph.max_dropout == 0)
 
 
-@settled
-def _of_all_layouts(recipe: Recipe, graph: ModelGraph, gpu: Gpu, c: Constants) -> Hashable:
+@hashed_key
+def _layer_seconds_shared_key(
+    recipe: Recipe, graph: ModelGraph, gpu: Gpu, c: Constants
+) -> Hashable:
     return (
         graph.identity,
         (gpu.hbm_bytes_per_second, gpu.watts, gpu.cache_bytes, gpu.compute_units, gpu.is_cpu),
@@ -83,7 +85,7 @@ def _of_all_layouts(recipe: Recipe, graph: ModelGraph, gpu: Gpu, c: Constants) -
             recipe.assume.mfu,
             recipe.lora is not None,
             recipe.model.freeze,
-            largest_row(recipe, graph),
+            largest_image_sequence(recipe, graph),
             recipe.training.global_batch_size if graph.contrastive else 0,
         ),
         (recipe.cluster.measured and recipe.cluster.measured.sha256, recipe.target),
@@ -91,9 +93,11 @@ def _of_all_layouts(recipe: Recipe, graph: ModelGraph, gpu: Gpu, c: Constants) -
     )
 
 
-def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants) -> Hashable:
+def _layer_seconds_key(
+    recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Layout, c: Constants
+) -> Hashable:
     return (
-        _of_all_layouts(recipe, graph, gpu, c),
+        _layer_seconds_shared_key(recipe, graph, gpu, c),
         traits_of(recipe.target, recipe.assume.kernels, s),
         (
             s.tensor,
@@ -107,47 +111,47 @@ def _depends_on(recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Con
     )
 
 
-@remembered(_depends_on)
+@memoize(_layer_seconds_key)
 def layer_seconds(
-    recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants
-) -> LayerSeconds:
+    recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Layout, c: Constants
+) -> LayerTimes:
     """The same for each pipeline, data degree and ZeRO stage."""
     shapes = model_shapes(graph, s.tensor)
-    model = _Micro(recipe, graph, gpu, s, c)
+    model = _MicroBatchCosts(recipe, graph, gpu, s, c)
     per_kind = [model.decoder(kind) for kind in shapes.kinds]
     ends = {"embedding": model.embedding(), "head": model.head(shapes.head_width)}
     per_layer = [
         ends[layer.kind] if index < 0 else per_kind[index]
         for layer, index in zip(graph.layers, shapes.kind_of, strict=True)
     ]
-    places = first_of_kind(shapes.kind_of)
+    places = representative_layers(shapes.kind_of)
     per_layer = [
-        measured_seconds(recipe, graph, s, at, each)
+        measured_layer_seconds(recipe, graph, s, at, each)
         for at, each in zip(places, per_layer, strict=True)
     ]
 
     def prefix(part: Callable[[tuple[float, float, float]], float]) -> tuple[float, ...]:
         return (0.0, *itertools.accumulate(part(seconds) for seconds in per_layer))
 
-    return LayerSeconds(
+    return LayerTimes(
         forward=prefix(lambda x: x[0]),
         backward=prefix(lambda x: x[1]),
-        again=prefix(lambda x: x[2]),
+        recompute=prefix(lambda x: x[2]),
     )
 
 
-class _Micro:
+class _MicroBatchCosts:
     """One micro-batch on one rank; each method gives (forward, backward, again) of one layer."""
 
     def __init__(
-        self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Strategy, c: Constants
+        self, recipe: Recipe, graph: ModelGraph, gpu: Gpu, s: Layout, c: Constants
     ) -> None:
         precision = recipe.training.precision
         self.recipe, self.graph, self.s, self.c = recipe, graph, s, c
         self.kernels, self.mfu = recipe.assume.kernels, recipe.assume.mfu
         self.traits = traits_of(recipe.target, self.kernels, s)
         # No gradient of a weight; the adapters' own products are a few percent.
-        self.frozen = recipe.lora is not None or decoder_is_frozen(graph, recipe.model.freeze)
+        self.frozen = recipe.lora is not None or is_decoder_frozen(graph, recipe.model.freeze)
         self.length = recipe.training.sequence_length
         self.tokens = s.micro_batch_size * self.length // s.context
         self.is_cpu, self.fp32_flops = gpu.is_cpu, peak_flops(gpu, "fp32")
@@ -159,8 +163,10 @@ class _Micro:
         if self.mfu is not None:
             scores = self._at_mfu(kind.attention_flops * self.length, self.shapes.attention_degree)
             forward = self._at_mfu(kind.matmul_flops, self.s.tensor) + scores
-            again = kind.attention_module_flops if self.traits.selective_repeats_projections else 0
-            inside = self._at_mfu(again, self.s.tensor) + scores
+            recompute = (
+                kind.attention_module_flops if self.traits.selective_recomputes_projections else 0
+            )
+            inside = self._at_mfu(recompute, self.s.tensor) + scores
             back = self._backward_at_mfu(forward)
             return forward, back, {"none": 0.0, "selective": inside, "full": forward}[mode]
         outside, projections = (
@@ -180,9 +186,9 @@ class _Micro:
             self._unread(kind, in_attention=True),
             self._unread(kind, in_attention=False),
         )
-        if not self.traits.selective_repeats_projections:
+        if not self.traits.selective_recomputes_projections:
             selective = scores
-        elif keeps_products(self.graph, self.kernels):
+        elif uses_selective_op(self.graph, self.kernels):
             selective = self._dropped_products(kind) + moved_inside + moved_outside
             selective += scores if self.graph.attention == "eager" else 0.0
         else:
@@ -201,7 +207,7 @@ class _Micro:
         """A lookup: rows read and written; in backward their gradients are added up. And the tower
         of a model that sees."""
         rows = self.s.micro_batch_size
-        tower = tower_seconds(
+        tower = vision_encoder_seconds(
             self.recipe, self.graph, self.s.checkpointing, rows, self.device, self.c
         )
         if self.mfu is not None:
@@ -215,7 +221,7 @@ class _Micro:
         """The last norm, the product with the vocabulary, and the loss (a third of its traffic in
         forward); a chunked loss makes its logits again."""
         if self.graph.contrastive:
-            return self._compared()
+            return self._contrastive_head()
         if self.mfu is not None:
             forward = self._at_mfu(self.graph.layers[-1].matmul_flops_per_token, self.s.tensor)
             return (
@@ -223,21 +229,21 @@ class _Micro:
                 self._backward_at_mfu(forward),
                 forward if self.s.loss == "chunked" else 0.0,
             )
-        multiple = KERNELS[self.kernels].vocabulary_multiple
+        multiple = KERNEL_TRAFFIC[self.kernels].vocabulary_multiple
         width = -(-width // multiple) * multiple
         forward, backward = self._product(self.tokens, width, self.graph.hidden_size, 1)
         logits = self.tokens * width * self.c.logit_traffic_bytes(self.kernels)
         loss = traffic_seconds(self.device, self.c, logits)
         moved = self.tokens * self.graph.layers[-1].activation_elements_per_token * self._element
         norm = traffic_seconds(self.device, self.c, moved)
-        again = forward + loss / 3 if self.s.loss == "chunked" else 0.0
-        return forward + loss / 3 + norm, backward + loss * 2 / 3 + 2 * norm, again
+        recompute = forward + loss / 3 if self.s.loss == "chunked" else 0.0
+        return forward + loss / 3 + norm, backward + loss * 2 / 3 + 2 * norm, recompute
 
-    def _compared(self) -> tuple[float, float, float]:
+    def _contrastive_head(self) -> tuple[float, float, float]:
         """Instead of a vocabulary: the last norm, the projection of each row, and the similarities
         of all pairs."""
         graph, rows = self.graph, self.s.micro_batch_size
-        forward, backward = comparing_seconds(
+        forward, backward = contrastive_loss_seconds(
             self.recipe, graph, rows, self.device, self.fp32_flops, self.c
         )
         if self.mfu is not None:
@@ -285,7 +291,7 @@ class _Micro:
                 # for the fullest rank.
                 rows = max(1.0, self.tokens * min(1.0, routed) * expert)
                 f, b = self._product(rows, p.n, p.k, p.batch / expert)
-                f, b = (f, b) if expert == 1 else (UNEVEN * f, UNEVEN * b)
+                f, b = (f, b) if expert == 1 else (EXPERT_IMBALANCE * f, EXPERT_IMBALANCE * b)
             else:
                 f, b = self._product(max(1.0, self.tokens), p.n, p.k, p.batch)
             forward, backward = forward + f, backward + b
@@ -293,9 +299,9 @@ class _Micro:
 
     def _unread(self, kind: LayerShape, *, in_attention: bool) -> float:
         """Forward seconds of the last product of the attention module, or of the layer, where no
-        recomputation runs it (see stops_early)."""
+        recomputation runs it (see recompute_stops_early)."""
         last = [p for p in kind.products if p.in_attention == in_attention][-1:]
-        if not last or last[0].batch > 1 or not stops_early(self.graph, self.kernels):
+        if not last or last[0].batch > 1 or not recompute_stops_early(self.graph, self.kernels):
             return 0.0
         return self._product(self.tokens, last[0].n, last[0].k, 1)[0]
 
@@ -304,7 +310,7 @@ class _Micro:
         keep."""
         return sum(
             self._product(self.tokens, p.n, p.k, p.batch)[0]
-            for p in dropped_products(kind.products)
+            for p in recomputed_products(kind.products)
         )
 
     @staticmethod
@@ -341,9 +347,9 @@ class _Micro:
     def _moved(self, kind: LayerShape) -> tuple[float, float]:
         """Forward seconds of the kernels that are no products, inside and outside the attention
         module."""
-        passes, hidden, graph = KERNELS[self.kernels], self.graph.hidden_size, self.graph
+        passes, hidden, graph = KERNEL_TRAFFIC[self.kernels], self.graph.hidden_size, self.graph
         dropout = passes.dropout if graph.max_dropout > 0 else 0.0
-        whole = kind.fused_norms * passes.norm + kind.composed_norms * passes.composed_norm
+        whole = kind.fused_norms * passes.norm + kind.composed_norms * passes.eager_rms_norm
         whole = (whole + 2 * (passes.residual + dropout)) * hidden
         kept = 4 * hidden + (hidden if graph.max_dropout > 0 else 0)
         cut = passes.feed_forward * max(0, kind.elements - kind.attention_elements - kept)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from shardwright.cluster.cluster_types import Cluster
-from shardwright.cost.calibrated_costs import run_factor, scaled
+from shardwright.cost.calibrated_costs import measured_over_predicted, scale_time
 from shardwright.cost.diloco_costs import with_outer_step
-from shardwright.cost.peak_memory import is_accepted
+from shardwright.cost.peak_memory import memory_is_accepted
 from shardwright.cost.prediction_errors import prediction_error
-from shardwright.cost.priced_layout import Layout
+from shardwright.cost.priced_layout import PricedLayout
 from shardwright.cost.step_time import estimate_time
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.axes import AXES
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate, Memory, Time, Training
 
 SECONDS_PER_DAY = 86_400
 
 
-def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -> Estimate:
+def price(layout: PricedLayout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -> Estimate:
     """memory: of this layout. diagnostics: what the rules say of it; that it does not fit is
     added."""
-    inner = scaled(estimate_time(layout), run_factor(layout.recipe, layout.graph, layout.strategy))
+    inner = scale_time(
+        estimate_time(layout), measured_over_predicted(layout.recipe, layout.graph, layout.strategy)
+    )
     time = with_outer_step(inner, layout.recipe, layout.graph)
-    if not is_accepted(layout.recipe, memory):
+    if not memory_is_accepted(layout.recipe, memory):
         diagnostics = (
             *diagnostics,
-            does_not_fit(memory, layout.strategy, contrastive=layout.graph.contrastive),
+            over_memory_error(memory, layout.strategy, contrastive=layout.graph.contrastive),
         )
     return Estimate(
         strategy=layout.strategy,
@@ -34,27 +36,30 @@ def price(layout: Layout, memory: Memory, diagnostics: tuple[Diagnostic, ...]) -
         diagnostics=diagnostics,
         memory=memory,
         time=time,
-        training=training_of(
-            layout.recipe.training.known_steps, layout.cluster, time, layout.recipe.cluster.islands
+        training=training_estimate(
+            layout.recipe.training.step_count_or_zero,
+            layout.cluster,
+            time,
+            layout.recipe.cluster.islands,
         ),
         error=prediction_error(layout),
         flops_source=layout.shapes.flops_source,
     )
 
 
-def does_not_fit(memory: Memory, strategy: Strategy, *, contrastive: bool = False) -> Diagnostic:
+def over_memory_error(memory: Memory, strategy: Layout, *, contrastive: bool = False) -> Diagnostic:
     """contrastive: each rank holds its share of the batch at once, and nothing but data ranks makes
     it smaller."""
-    fullest = max(memory.stages, key=lambda stage: stage.peak_bytes)
+    peak_stage = max(memory.stages, key=lambda stage: stage.peak_bytes)
     parts = {
-        "parameters": fullest.parameters_bytes,
-        "gradients": fullest.gradients_bytes,
-        "optimizer": fullest.optimizer_bytes,
-        "activations": fullest.activations_bytes,
-        "workspace": fullest.workspace_bytes,
+        "parameters": peak_stage.parameters_bytes,
+        "gradients": peak_stage.gradients_bytes,
+        "optimizer": peak_stage.optimizer_bytes,
+        "activations": peak_stage.activations_bytes,
+        "workspace": peak_stage.workspace_bytes,
     }
     listed = ", ".join(f"{name} {value / 2**30:.1f}" for name, value in parts.items())
-    cuts = ", ".join(axis.name for axis in AXES if axis.cuts and axis.is_free)
+    cuts = ", ".join(axis.name for axis in AXES if axis.cuts and axis.is_auto_by_default)
     ways = (
         f"A higher {cuts} or zero_stage, a smaller micro_batch_size or activation_checkpointing: "
         "full would lower it."
@@ -68,13 +73,13 @@ def does_not_fit(memory: Memory, strategy: Strategy, *, contrastive: bool = Fals
     return Diagnostic(
         code="SW3201",
         message=f"predicted peak {memory.peak_bytes / 2**30:.1f} GiB does not fit in "
-        f"{memory.capacity_bytes / 2**30:.1f} GiB (pipeline rank {fullest.stage})",
+        f"{memory.capacity_bytes / 2**30:.1f} GiB (pipeline rank {peak_stage.stage})",
         help=f"In GiB: {listed}. {ways}",
         key=("parallelism", "micro_batch_size" if strategy.micro_batch_size > 1 else "tensor"),
     )
 
 
-def training_of(steps: int, cluster: Cluster, time: Time, islands: int = 1) -> Training:
+def training_estimate(steps: int, cluster: Cluster, time: Time, islands: int = 1) -> Training:
     """cluster: of one island."""
     seconds = steps * time.step_seconds
     gpu_hours = seconds / 3600 * cluster.world_size * islands

@@ -13,16 +13,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost.calibrated_costs import host_seconds
+from shardwright.cost.calibrated_costs import host_overhead_seconds
 from shardwright.cost.collective_seconds import all_reduce_seconds, gather_seconds, send_seconds
-from shardwright.cost.communication_bytes import hidden_bytes, layer_reductions, traded_bytes
+from shardwright.cost.communication_bytes import (
+    context_exchange_bytes,
+    hidden_state_bytes,
+    layer_all_reduces,
+)
 from shardwright.cost.cost_constants import Constants
-from shardwright.cost.expert_parallel_costs import exchanged_seconds
+from shardwright.cost.expert_parallel_costs import expert_exchange_seconds
 from shardwright.cost.layer_times import layer_seconds
-from shardwright.cost.priced_layout import Block, Layout
+from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
-from shardwright.utils.memoize import remembered, settled
+from shardwright.utils.memoize import hashed_key, memoize
 
 Floats = NDArray[np.float64]
 
@@ -34,10 +38,10 @@ LAUNCHED_FORWARD, LAUNCHED_BACKWARD = 2 / 3, 4 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class PassTimes:
     """Prefix sums over graph.layers (length layers + 1), seconds; backward includes what is run
     again, but for partial checkpointing: there again_* are what each decoder layer adds where it is
-    among the recomputed (see again_seconds).
+    among the recomputed (see partial_recompute_seconds).
 
     per_rank_seconds: compute beyond the layers, once a pipeline rank. send_seconds: one message
     over one boundary.
@@ -47,15 +51,15 @@ class Passes:
     backward_compute: tuple[float, ...]
     forward_comm: tuple[float, ...]
     backward_comm: tuple[float, ...]
-    again_compute: tuple[float, ...]
-    again_comm: tuple[float, ...]
+    partial_recompute_compute: tuple[float, ...]
+    partial_recompute_comm: tuple[float, ...]
     per_rank_seconds: float
     send_seconds: float
     is_host_bound: bool  # the host's launches bound a layer's forward pass, not the GPU
 
 
-@settled
-def _of_all_layouts(problem: Problem, c: Constants) -> Hashable:
+@hashed_key
+def _pass_times_shared_key(problem: Problem, c: Constants) -> Hashable:
     r, cluster = problem.recipe, problem.cluster
     return (
         (cluster.nodes > 1, cluster.gpus_per_node, cluster.fabric, cluster.fabric_is_given),
@@ -71,16 +75,16 @@ def _of_all_layouts(problem: Problem, c: Constants) -> Hashable:
     )
 
 
-def _depends_on(layout: Layout) -> Hashable:
+def _pass_times_key(layout: PricedLayout) -> Hashable:
     """But for where ranks stand, all that layers' seconds do."""
     s = layout.strategy
     return (
-        _of_all_layouts(layout.problem, layout.constants),
+        _pass_times_shared_key(layout.problem, layout.constants),
         layer_seconds(layout.recipe, layout.graph, layout.cluster.gpu, s, layout.constants),
         (
             layout.element_bytes,
             layout.accumulation_dtype,
-            layout.adapters,
+            layout.adapter_sizes,
             layout.frozen,
             layout.traits,
         ),
@@ -95,38 +99,38 @@ def _depends_on(layout: Layout) -> Hashable:
             s.shards * (s.expert > 1),
         ),
         s.expert_tensor,
-        (s.checkpointing, layout.checkpointed is None, s.sequence_parallel),
+        (s.checkpointing, layout.checkpointed_activations is None, s.sequence_parallel),
     )
 
 
-def passes(layout: Layout) -> Passes:
+def pass_times(layout: PricedLayout) -> PassTimes:
     """Of the layout's model and strategy, wherever its layers are placed. The same for each ZeRO
     stage, unless what the engine adds was measured."""
     return replace(
         _of_layers(layout),
-        per_rank_seconds=rank_seconds(layout),
-        send_seconds=message_seconds(layout),
+        per_rank_seconds=micro_batch_overhead_seconds(layout),
+        send_seconds=pipeline_send_seconds(layout),
     )
 
 
-@remembered(_depends_on)
-def _of_layers(layout: Layout) -> Passes:
+@memoize(_pass_times_key)
+def _of_layers(layout: PricedLayout) -> PassTimes:
     s, c, gpu = layout.strategy, layout.constants, layout.cluster.gpu
     seconds = layer_seconds(layout.recipe, layout.graph, gpu, s, c)
     partly = np.zeros(len(layout.graph.layers))
-    if layout.checkpointed is not None:
-        partly[1:-1] = _each(seconds.again)[
+    if layout.checkpointed_activations is not None:
+        partly[1:-1] = _each(seconds.recompute)[
             1:-1
         ]  # the ends are never checkpointed; a chunked loss stays
-    again = _each(seconds.again) - partly
-    backward = _each(seconds.backward) + again
+    recompute = _each(seconds.recompute) - partly
+    backward = _each(seconds.backward) + recompute
     if layout.recipe.assume.mfu is None:
         backward = backward + _accumulation_seconds(layout)
-    forward_comm, backward_comm, again_comm = _tensor_comm_seconds(
+    forward_comm, backward_comm, partial_recompute_comm = _tensor_comm_seconds(
         layout, _each(seconds.forward), backward, partly
     )
-    is_floor = s.tensor > 1 and layout.traits.tensor_host == "floor"
-    launches = 2 * LAUNCHED_FORWARD * _host_of_collective(layout) if is_floor else 0.0
+    is_floor = s.tensor > 1 and layout.traits.tensor_parallel_launch_cost == "floor"
+    launches = 2 * LAUNCHED_FORWARD * _collective_launch_seconds(layout) if is_floor else 0.0
     # The host is the bound where a layer is as long as its launches.
     is_host_bound = bool(
         len(forward_comm) > 2
@@ -134,34 +138,37 @@ def _of_layers(layout: Layout) -> Passes:
     )
     if s.context > 1 or s.expert > 1:
         exchange = np.array(
-            [_exchange_seconds(layout) * (layer.kind == "decoder") for layer in layout.graph.layers]
+            [
+                _context_exchange_seconds(layout) * (layer.kind == "decoder")
+                for layer in layout.graph.layers
+            ]
         )
-        rows = np.array(exchanged_seconds(layout))
-        partial = layout.checkpointed is not None
+        rows = np.array(expert_exchange_seconds(layout))
+        partial = layout.checkpointed_activations is not None
         repeated = not partial and s.checkpointing != "none"
         whole = not partial and s.checkpointing == "full"  # the attention module has no experts
         forward_comm += exchange + rows
         backward_comm += (1 + repeated) * exchange + (1 + whole) * rows
-        again_comm += (exchange + rows) * partial
-    return Passes(
+        partial_recompute_comm += (exchange + rows) * partial
+    return PassTimes(
         forward_compute=seconds.forward,
         backward_compute=_sums(backward),
         forward_comm=_sums(forward_comm),
         backward_comm=_sums(backward_comm),
-        again_compute=_sums(partly),
-        again_comm=_sums(again_comm),
+        partial_recompute_compute=_sums(partly),
+        partial_recompute_comm=_sums(partial_recompute_comm),
         per_rank_seconds=0.0,
         send_seconds=0.0,
         is_host_bound=is_host_bound,
     )
 
 
-def rank_seconds(layout: Layout) -> float:
+def micro_batch_overhead_seconds(layout: PricedLayout) -> float:
     """Beyond the layers, of a micro-batch on a pipeline rank."""
     if layout.recipe.assume.mfu is not None:
         return 0.0
     otherwise = 0.0 if layout.cluster.gpu.is_cpu else layout.constants.micro_batch_seconds
-    return host_seconds(layout.recipe, layout.graph, layout.strategy, otherwise)
+    return host_overhead_seconds(layout.recipe, layout.graph, layout.strategy, otherwise)
 
 
 def _each(sums: tuple[float, ...] | tuple[int, ...]) -> Floats:
@@ -172,17 +179,17 @@ def _sums(values: Floats) -> tuple[float, ...]:
     return (0.0, *np.cumsum(values).tolist())
 
 
-def _accumulation_seconds(layout: Layout) -> Floats:
+def _accumulation_seconds(layout: PricedLayout) -> Floats:
     """Each micro-batch's gradient is read and added to the accumulated one, in its own type."""
     s = layout.strategy
-    numel = _each(layout.adapters or layout.shapes.numel)
+    numel = _each(layout.adapter_sizes or layout.shapes.numel)
     if layout.traits.fuses_accumulation:
         return np.zeros(len(numel))
     if layout.frozen:
         numel -= _each(layout.frozen)
-    if s.spreads_experts:
-        numel -= _each(layout.shapes.expert_numel) * (1 - 1 / s.expert_parts)
-    if not layout.adapters and (
+    if s.shards_experts:
+        numel -= _each(layout.shapes.expert_numel) * (1 - 1 / s.expert_shard_ratio)
+    if not layout.adapter_sizes and (
         layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev"
     ):
         numel[-1] -= (
@@ -194,12 +201,16 @@ def _accumulation_seconds(layout: Layout) -> Floats:
 
 
 def _tensor_comm_seconds(
-    layout: Layout, ahead_compute: Floats, back_compute: Floats, again_compute: Floats
+    layout: PricedLayout,
+    ahead_compute: Floats,
+    back_compute: Floats,
+    partial_recompute_compute: Floats,
 ) -> tuple[Floats, Floats, Floats]:
     """Per decoder layer, forward, backward, and backward where partial checkpointing recomputes it:
-    all-reduces (see traffic.layer_reductions), and the gathers of the linears whose output is
+    all-reduces (see traffic.layer_all_reduces), and the gathers of the linears whose output is
     whole. The embedding reduces its rows forward, the head its input's gradient backward. The rest:
-    seconds of each layer's compute, beside which the host launches (see _host_of_collective).
+    seconds of each layer's compute, beside which the host launches (see
+    _collective_launch_seconds).
     """
     s, c, cluster, shapes = layout.strategy, layout.constants, layout.cluster, layout.shapes
     layers = len(layout.graph.layers)
@@ -207,9 +218,9 @@ def _tensor_comm_seconds(
         return np.zeros(layers), np.zeros(layers), np.zeros(layers)
     group, message = layout.group(s.tensor, 1), layout.tokens * layout.element_bytes
     reduce = all_reduce_seconds(cluster, c, group, message * layout.graph.hidden_size)
-    ahead, again = layer_reductions(layout)
-    partly = 0 if layout.checkpointed is None else again
-    back = ahead + again - partly
+    ahead, recompute = layer_all_reduces(layout)
+    partly = 0 if layout.checkpointed_activations is None else recompute
+    back = ahead + recompute - partly
     features, gathers = _each(shapes.gathered_features), _each(shapes.gathered_products)
     moved = np.zeros(layers)
     if features.any():
@@ -218,7 +229,10 @@ def _tensor_comm_seconds(
             lambda f, n: gather_seconds(cluster, c, group, f * message / 2, n)
         )
         moved = np.array(list(map(seconds_of, features.tolist(), map(int, gathers.tolist()))))
-    host, added = _host_of_collective(layout), layout.traits.tensor_host == "added"
+    host, added = (
+        _collective_launch_seconds(layout),
+        layout.traits.tensor_parallel_launch_cost == "added",
+    )
 
     def idle(launched: Floats, collectives: Floats, moved: Floats, compute: Floats) -> Floats:
         """Of each layer: how long the GPU waits for the host's launches, which bound both from
@@ -232,7 +246,9 @@ def _tensor_comm_seconds(
     launched_back = LAUNCHED_BACKWARD * launched + LAUNCHED_FORWARD * (back - ahead)
     backward += idle(launched_back, back + gathers, backward, back_compute)
     parts = partly * reduce + np.zeros(layers)
-    parts += idle(LAUNCHED_FORWARD * again_launched, again_launched, parts, again_compute)
+    parts += idle(
+        LAUNCHED_FORWARD * again_launched, again_launched, parts, partial_recompute_compute
+    )
     ends = reduce + (host if added else 0.0)
     forward[0], forward[-1] = ends, 0.0
     backward[0], backward[-1] = 0.0, ends
@@ -240,16 +256,18 @@ def _tensor_comm_seconds(
     return forward, backward, parts
 
 
-def _host_of_collective(layout: Layout) -> float:
+def _collective_launch_seconds(layout: PricedLayout) -> float:
     """The host's seconds for the launches around one tensor-parallel collective."""
     c, s, cluster = layout.constants, layout.strategy, layout.cluster
-    if layout.traits.tensor_host == "hidden" or cluster.gpu.is_cpu:
+    if layout.traits.tensor_parallel_launch_cost == "hidden" or cluster.gpu.is_cpu:
         return 0.0
-    crossing = s.pipeline > 1 and cluster.nodes > 1 and layout.traits.pipeline_slows_host
+    crossing = s.pipeline > 1 and cluster.nodes > 1 and layout.traits.pipeline_raises_launch_cost
     return c.collective_host_seconds + (c.pipeline_host_seconds * s.tensor if crossing else 0.0)
 
 
-def again_seconds(layout: Layout, found: Passes, blocks: Iterable[Block]) -> tuple[float, float]:
+def partial_recompute_seconds(
+    layout: PricedLayout, found: PassTimes, blocks: Iterable[ModelChunk]
+) -> tuple[float, float]:
     """Compute and collectives of a micro-batch's backward pass that partial checkpointing adds on
     these stages."""
     ends = [(block.start, layout.checkpointed_stop(block.start, block.stop)) for block in blocks]
@@ -257,10 +275,10 @@ def again_seconds(layout: Layout, found: Passes, blocks: Iterable[Block]) -> tup
     def over(sums: tuple[float, ...]) -> float:
         return sum(sums[stop] - sums[start] for start, stop in ends)
 
-    return over(found.again_compute), over(found.again_comm)
+    return over(found.partial_recompute_compute), over(found.partial_recompute_comm)
 
 
-def _exchange_seconds(layout: Layout) -> float:
+def _context_exchange_seconds(layout: PricedLayout) -> float:
     """Context ranks trade tokens for heads around each layer's attention (arXiv 2309.14509):
     queries and output, keys and values, each of which leaves (s - 1) / s of itself. Keys' heads
     that s does not divide are repeated. The same backward, and again where attention is recomputed.
@@ -270,11 +288,13 @@ def _exchange_seconds(layout: Layout) -> float:
     if s.context == 1:
         return 0.0
     group = layout.group(s.context, s.tensor)
-    calls = 2 if layout.traits.gathers_keys else 4
-    return gather_seconds(layout.cluster, layout.constants, group, traded_bytes(layout), calls)
+    calls = 2 if layout.traits.context_gathers_kv else 4
+    return gather_seconds(
+        layout.cluster, layout.constants, group, context_exchange_bytes(layout), calls
+    )
 
 
-def message_seconds(layout: Layout) -> float:
+def pipeline_send_seconds(layout: PricedLayout) -> float:
     """An activation or a gradient to the neighbour, which is data x context x tensor ranks away.
     DeepSpeed (pipe_partitioned) and Megatron (scatter-gather, arXiv 2104.04473) send a share from
     each tensor rank and gather it there; DualPipeV sends the whole. Megatron sends both ways at
@@ -282,9 +302,9 @@ def message_seconds(layout: Layout) -> float:
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
     if s.pipeline == 1:
         return 0.0
-    message = hidden_bytes(layout)
+    message = hidden_state_bytes(layout)
     share = 1 if s.schedule == "dualpipev" else s.tensor
     seconds = send_seconds(cluster, c, s.tensor * s.shards, message / share)
     if share > 1 and not s.sequence_parallel:
         seconds += gather_seconds(cluster, c, layout.group(s.tensor, 1), message)
-    return seconds / 2 if layout.traits.duplex_sends and s.virtual_stages == 1 else seconds
+    return seconds / 2 if layout.traits.bidirectional_p2p and s.virtual_stages == 1 else seconds

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from shardwright.cost.priced_layout import Layout
+from shardwright.cost.priced_layout import PricedLayout
 
 # Per updated parameter: master, two moments read and written, gradient read, half-precision copy
 # written.
@@ -13,7 +13,7 @@ HOST_ADAM_BYTES = 6 * 4 + 4 + 2
 FETCHES = 2
 
 
-def host_update_seconds(layout: Layout, numel: float) -> float:
+def cpu_optimizer_seconds(layout: PricedLayout, numel: float) -> float:
     """The update of a rank's share of so many parameters on the CPU (the node's GPUs share its
     memory), and the way back to the GPU. In a pipeline and at ZeRO-1 gradients go to the host once
     a step, after the last backward pass."""
@@ -31,11 +31,11 @@ def host_update_seconds(layout: Layout, numel: float) -> float:
     return adam + copies * updated * layout.element_bytes / c.host_link_bytes_per_second
 
 
-def _once_a_step(layout: Layout) -> bool:
+def _once_a_step(layout: PricedLayout) -> bool:
     return layout.strategy.pipeline > 1 or layout.strategy.zero_stage <= 1
 
 
-def host_transfer_seconds(layout: Layout, rank: int, compute_seconds: float) -> float:
+def host_transfer_seconds(layout: PricedLayout, rank: int, compute_seconds: float) -> float:
     """Exposed, of one step: at each micro-batch gradients go to the host, and parameters come from
     it, behind the compute as far as it reaches."""
     s, c = layout.strategy, layout.constants

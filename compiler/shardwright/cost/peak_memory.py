@@ -10,12 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost.activation_bytes import Activations, Share, own_modules
-from shardwright.cost.contrastive_costs import comparing_bytes
+from shardwright.cost.activation_bytes import ActivationBytes, SavedActivations, runs_hf_modules
+from shardwright.cost.contrastive_costs import contrastive_loss_bytes
 from shardwright.cost.cost_constants import Constants, default_constants
-from shardwright.cost.expert_parallel_costs import sent_bytes, uneven_bytes
-from shardwright.cost.priced_layout import Block, Layout
-from shardwright.cost.zero3_gathers import whole_weights
+from shardwright.cost.expert_parallel_costs import dispatch_buffer_bytes, imbalance_bytes
+from shardwright.cost.priced_layout import ModelChunk, PricedLayout
+from shardwright.cost.zero3_gathers import unsharded_weights
 from shardwright.layout.layout_estimate import Memory, StageMemory
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.zero_buckets import BUCKET_NUMEL, LIVE_NUMEL
@@ -28,9 +28,9 @@ Floats = NDArray[np.float64]
 ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 
-def estimate_memory(layout: Layout) -> Memory:
+def estimate_memory(layout: PricedLayout) -> Memory:
     """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom."""
-    usable, ranks = usable_bytes(layout.problem, layout.constants), RankBytes(layout)
+    usable, ranks = usable_bytes(layout.problem, layout.constants), RankMemoryModel(layout)
     stages = tuple(ranks.of(rank, blocks, usable) for rank, blocks in enumerate(layout.ranks))
     peak = max(stage.peak_bytes for stage in stages)
     return Memory(
@@ -41,7 +41,7 @@ def estimate_memory(layout: Layout) -> Memory:
     )
 
 
-def is_accepted(recipe: Recipe, memory: Memory) -> bool:
+def memory_is_accepted(recipe: Recipe, memory: Memory) -> bool:
     """Whether memory is no reason to refuse the layout: it fits, or the recipe says to ignore
     that."""
     return memory.fits or recipe.assume.ignore_memory
@@ -54,13 +54,13 @@ def usable_bytes(problem: Problem, constants: Constants) -> int:
     return int(problem.cluster.capacity_bytes * (1 - max(driver, headroom)))
 
 
-def cautious_bytes(capacity_bytes: int) -> int:
+def bytes_with_headroom(capacity_bytes: int) -> int:
     """Of a device, as much as leaves free what predictions may fall short by."""
     return int(capacity_bytes * (1 - default_constants().memory_headroom))
 
 
-def states_bytes(
-    layout: Layout, held: float, trained: float | None = None, experts: float = 0.0
+def model_state_bytes(
+    layout: PricedLayout, held: float, trained: float | None = None, experts: float = 0.0
 ) -> tuple[float, float, float]:
     """Parameters, gradients and optimizer states of a rank that holds so many parameters. trained:
     of them, or of LoRA's adapters, which stand beside them; None: all are trained. experts: those
@@ -68,9 +68,9 @@ def states_bytes(
     much with them."""
     s, element = layout.strategy, layout.element_bytes
     numel = held if trained is None else trained
-    if trained is not None and layout.adapters:
+    if trained is not None and layout.adapter_sizes:
         held += trained
-    elsewhere = experts * (1 - 1 / s.expert_parts)
+    elsewhere = experts * (1 - 1 / s.expert_shard_ratio)
     parameters = held * element / s.shards if s.zero_stage >= 3 else (held - elsewhere) * element
     if s.hpz_partition_size > 1:
         # The second copy, in the type of the weights (DeepSpeed partition_parameters.py,
@@ -90,18 +90,18 @@ def states_bytes(
     return parameters, gradients, optimizer
 
 
-def states_of_layers(layout: Layout) -> Floats:
+def states_of_layers(layout: PricedLayout) -> Floats:
     """Bytes for good, prefix sums over the decoder layers, all of whose parameters are trained."""
     numel, experts = (
         np.array(each[1:-1], dtype=np.float64)
         for each in (layout.shapes.numel, layout.shapes.expert_numel)
     )
-    each, expert = (sum(states_bytes(layout, *args)) for args in ((1.0,), (0.0, None, 1.0)))
+    each, expert = (sum(model_state_bytes(layout, *args)) for args in ((1.0,), (0.0, None, 1.0)))
     found: Floats = each * (numel - numel[0])
-    return found + expert * (experts - experts[0]) if layout.strategy.spreads_experts else found
+    return found + expert * (experts - experts[0]) if layout.strategy.shards_experts else found
 
 
-def kept_of_layers(layout: Layout) -> Floats:
+def kept_of_layers(layout: PricedLayout) -> Floats:
     """Bytes of one micro-batch, prefix sums over the decoder layers, all of which are checkpointed
     alike."""
     sums = np.array(_kept_sums(layout, layout.activations, layout.strategy.checkpointing)[1:-1])
@@ -109,33 +109,35 @@ def kept_of_layers(layout: Layout) -> Floats:
     return kept
 
 
-def least_rank_bytes(layout: Layout) -> tuple[float, float]:
+def least_rank_bytes(layout: PricedLayout) -> tuple[float, float]:
     """Of any pipeline rank without layers, and what the head adds to its rank."""
     plain, with_head = (_working_bytes(layout, head, True) for head in (False, True))
     return framework_bytes(layout) + plain, with_head - plain
 
 
-def logits_are_peak(layout: Layout) -> bool:
+def logits_are_peak(layout: PricedLayout) -> bool:
     """Whether the loss is the largest working set of the fullest rank: what chunks of it can
     lower."""
-    ranks = RankBytes(layout)
-    fullest = max(layout.ranks, key=lambda blocks: ranks.peak_bytes(blocks, 0))
-    return layout.has_head(fullest) and ranks.loss_is_largest(fullest)
+    ranks = RankMemoryModel(layout)
+    peak_rank_blocks = max(layout.ranks, key=lambda blocks: ranks.peak_bytes(blocks, 0))
+    return layout.has_head(peak_rank_blocks) and ranks.loss_is_largest(peak_rank_blocks)
 
 
-class RankBytes:
+class RankMemoryModel:
     """What a pipeline rank holds, by the blocks on it. What no partition changes is worked out once
     a layout: a partition is found by asking about thousands of blocks."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: PricedLayout) -> None:
         self._layout = layout
         self._framework = framework_bytes(layout)
-        checkpointing = layout.strategy.checkpointing if layout.checkpointed is None else "none"
+        checkpointing = (
+            layout.strategy.checkpointing if layout.checkpointed_activations is None else "none"
+        )
         self._kept = _kept_sums(layout, layout.activations, checkpointing)
         self._again = (
             self._kept
-            if layout.checkpointed is None
-            else _kept_sums(layout, layout.checkpointed, "full")
+            if layout.checkpointed_activations is None
+            else _kept_sums(layout, layout.checkpointed_activations, "full")
         )
         self._boundary = _boundary_bytes(layout)
         self._gathers = layout.strategy.zero_stage >= 3 and layout.strategy.shards > 1
@@ -143,10 +145,10 @@ class RankBytes:
         self._working = {
             (head, again): _working_bytes(layout, head, again)
             for head in (False, True)
-            for again in ((True,) if layout.checkpointed is None else (False, True))
+            for again in ((True,) if layout.checkpointed_activations is None else (False, True))
         }
 
-    def of(self, rank: int, blocks: tuple[Block, ...], usable: int) -> StageMemory:
+    def of(self, rank: int, blocks: tuple[ModelChunk, ...], usable: int) -> StageMemory:
         """usable: bytes that the allocator may fill with freed blocks."""
         parameters, gradients, optimizer, kept, workspace = self._parts(blocks, usable)
         return StageMemory(
@@ -159,23 +161,23 @@ class RankBytes:
             peak_bytes=parameters + gradients + optimizer + kept + workspace,
         )
 
-    def peak_bytes(self, blocks: tuple[Block, ...], usable: int) -> int:
+    def peak_bytes(self, blocks: tuple[ModelChunk, ...], usable: int) -> int:
         return sum(self._parts(blocks, usable))
 
-    def loss_is_largest(self, blocks: tuple[Block, ...]) -> bool:
+    def loss_is_largest(self, blocks: tuple[ModelChunk, ...]) -> bool:
         """Of a rank with the head."""
-        again = _is_made_again(self._layout, blocks)
-        return self._working[True, again] > self._working[False, again] + _kept_output_bytes(
+        again = _is_recomputed_at_peak(self._layout, blocks)
+        return self._working[True, again] > self._working[False, again] + _retained_output_bytes(
             self._layout
         )
 
-    def _parts(self, blocks: tuple[Block, ...], usable: int) -> tuple[int, int, int, int, int]:
+    def _parts(self, blocks: tuple[ModelChunk, ...], usable: int) -> tuple[int, int, int, int, int]:
         """Parameters, gradients, optimizer states, activations, workspace."""
         layout = self._layout
-        held = layout.numel_of(blocks)
-        numel = layout.trained_of(blocks) if self._frozen else held
-        states = states_bytes(
-            layout, held, numel if self._frozen else None, layout.experts_of(blocks)
+        held = layout.numel_of_chunks(blocks)
+        numel = layout.trainable_numel_of(blocks) if self._frozen else held
+        states = model_state_bytes(
+            layout, held, numel if self._frozen else None, layout.expert_numel_of(blocks)
         )
         activations = sum(
             [(self.kept_bytes(b.start, b.stop) + self._boundary) * b.in_flight for b in blocks]
@@ -184,9 +186,10 @@ class RankBytes:
         # Two phases that never meet: the last backward pass, and the optimizer's step, when no
         # activation is left.
         backward = (
-            activations + self._working[layout.has_head(blocks), _is_made_again(layout, blocks)]
+            activations
+            + self._working[layout.has_head(blocks), _is_recomputed_at_peak(layout, blocks)]
         )
-        backward += _whole_bytes(layout, blocks) if self._gathers else 0.0
+        backward += _unsharded_weight_bytes(layout, blocks) if self._gathers else 0.0
         if layout.strategy.pipeline == 1:
             backward += bucket
         step = bucket + _copied_bytes(layout, numel)
@@ -210,7 +213,7 @@ class RankBytes:
         return self._again[until] - self._again[start] + self._kept[stop] - self._kept[until]
 
 
-def framework_bytes(layout: Layout) -> float:
+def framework_bytes(layout: PricedLayout) -> float:
     """Context and communicators: the world's, and those of each way of being parallel (a pipeline
     has one a side).
 
@@ -233,12 +236,12 @@ def framework_bytes(layout: Layout) -> float:
     return c.context_bytes + groups * channels * c.communicator_bytes
 
 
-def _gradient_bytes(layout: Layout) -> int:
+def _gradient_bytes(layout: PricedLayout) -> int:
     """Per parameter: the gradient itself, and the float32 buffer beside it where half precision
     accumulates in fp32 (BF16_Optimizer at stage 1; stages 2 and 3 accumulate in the partition
     alone)."""
     accumulation = ELEMENT_BYTES[layout.accumulation_dtype]
-    if layout.traits.fuses_accumulation or layout.traits.frees_gradients:
+    if layout.traits.fuses_accumulation or layout.traits.frees_gradients_after_add:
         # products add to the accumulated gradient itself (Megatron-LM's main_grad), or hooks do
         return accumulation
     if accumulation == layout.element_bytes or layout.strategy.zero_stage >= 2:
@@ -246,21 +249,23 @@ def _gradient_bytes(layout: Layout) -> int:
     return layout.element_bytes + accumulation
 
 
-def _kept_sums(layout: Layout, found: Activations, checkpointing: Checkpointing) -> list[float]:
+def _kept_sums(
+    layout: PricedLayout, found: SavedActivations, checkpointing: Checkpointing
+) -> list[float]:
     """What one micro-batch keeps for its backward pass on one rank, prefix sums over
     graph.layers."""
     s, degree = layout.strategy, layout.shapes.attention_degree
-    whole, divided = (
-        np.array(found.whole, dtype=np.float64),
-        np.array(found.divided, dtype=np.float64),
+    replicated, sharded = (
+        np.array(found.replicated, dtype=np.float64),
+        np.array(found.sharded, dtype=np.float64),
     )
     # A context rank has its piece of each row and, in attention, its heads of the whole one: the
     # same share of both.
     rows = s.micro_batch_size / s.context
-    sums = (whole / (degree if s.sequence_parallel else 1) + divided / degree) * rows
+    sums = (replicated / (degree if s.sequence_parallel else 1) + sharded / degree) * rows
     if s.expert > 1 and checkpointing != "full":  # rows of other ranks' tokens
         of_kind = [
-            *(uneven_bytes(layout, kind) for kind in layout.shapes.kinds),
+            *(imbalance_bytes(layout, kind) for kind in layout.shapes.kinds),
             0.0,
         ]  # -1: the ends
         sums[1:] += np.cumsum(np.array(of_kind)[list(layout.shapes.kind_of)])
@@ -268,7 +273,7 @@ def _kept_sums(layout: Layout, found: Activations, checkpointing: Checkpointing)
     return result
 
 
-def _boundary_bytes(layout: Layout) -> float:
+def _boundary_bytes(layout: PricedLayout) -> float:
     """Of a micro-batch: a stage's output, held until the gradient comes back. DeepSpeed's
     pipe_partitioned keeps a share a tensor rank."""
     s = layout.strategy
@@ -280,11 +285,11 @@ def _boundary_bytes(layout: Layout) -> float:
     )
 
 
-def _is_made_again(layout: Layout, blocks: tuple[Block, ...]) -> bool:
+def _is_recomputed_at_peak(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> bool:
     """Whether a layer is recomputed beside all that is kept. Not under partial checkpointing where
     a stage keeps some layers: they go backward before those that it recomputes, and leave their
     room."""
-    if layout.checkpointed is None:
+    if layout.checkpointed_activations is None:
         return True
     ends = ((block, layout.checkpointed_stop(block.start, block.stop)) for block in blocks)
     return any(
@@ -293,48 +298,49 @@ def _is_made_again(layout: Layout, blocks: tuple[Block, ...]) -> bool:
     )
 
 
-def _working_bytes(layout: Layout, with_head: bool, again: bool) -> float:
+def _working_bytes(layout: PricedLayout, with_head: bool, again: bool) -> float:
     """Short-lived: the layer in its backward pass, or the loss over the vocabulary, whichever is
     more (they never meet), beside masks. What a rank's number of parameters decides is not in it.
-    again: see _is_made_again."""
+    again: see _is_recomputed_at_peak."""
     s, c, found = layout.strategy, layout.constants, layout.activations
 
-    def made(share: Share) -> float:
+    def made(share: ActivationBytes) -> float:
         return s.micro_batch_size * share.on_rank(
             layout.shapes.attention_degree, sequence_parallel=s.sequence_parallel
         )
 
-    def held(share: Share) -> float:
+    def held(share: ActivationBytes) -> float:
         return made(share) / s.context
 
-    recomputed = (layout.checkpointed or found).recomputed
+    recomputed = (layout.checkpointed_activations or found).recomputed
     layer = again * held(recomputed) + c.backward_share * held(found.largest)
     # Once as what is made again and once as its gradient.
     exchanged = (
-        2 * uneven_bytes(layout, kind) + sent_bytes(layout, kind) for kind in layout.shapes.kinds
+        2 * imbalance_bytes(layout, kind) + dispatch_buffer_bytes(layout, kind)
+        for kind in layout.shapes.kinds
     )
     layer += max(exchanged, default=0.0)
     loss = 0.0
     if with_head and layout.graph.contrastive:
-        loss = comparing_bytes(layout) + held(found.head)
+        loss = contrastive_loss_bytes(layout) + held(found.head)
     elif with_head:
         kernels = layout.recipe.assume.kernels
         logits = (
-            c.logit_bytes("auto" if own_modules(layout.graph, kernels) else kernels)
+            c.logit_bytes("auto" if runs_hf_modules(layout.graph, kernels) else kernels)
             * layout.shapes.head_width
         )
-        kept = _kept_output_bytes(layout)
+        kept = _retained_output_bytes(layout)
         layer += kept
         loss = (
             layout.logit_tokens * logits + held(found.head) + max(0.0, kept - _output_bytes(layout))
         )
-        if s.loss == "chunked" and not layout.text_is_frozen:
+        if s.loss == "chunked" and not layout.language_model_is_frozen:
             # The chunks' gradients of the head's weight are summed before they reach the parameter.
             loss += layout.shapes.head_width * layout.graph.hidden_size * layout.element_bytes
     return max(layer, loss) + made(found.context)  # masks are of the whole row on each rank
 
 
-def _whole_bytes(layout: Layout, blocks: tuple[Block, ...]) -> float:
+def _unsharded_weight_bytes(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
     """ZeRO-3's gathered weights: the layer in use and the one fetched ahead, as far as DeepSpeed
     lets them live together, or those that stay whole from the forward to the backward pass."""
     s = layout.strategy
@@ -342,11 +348,13 @@ def _whole_bytes(layout: Layout, blocks: tuple[Block, ...]) -> float:
         2 * layout.shapes.largest_layer(s.expert),
         layout.shapes.largest_product(s.expert),
     )
-    kept = 0.0 if layout.traits.gathers_layers else whole_weights(layout, blocks).kept
+    kept = (
+        0.0 if layout.traits.zero3_gathers_flat_layers else unsharded_weights(layout, blocks).kept
+    )
     return max(min(layers, LIVE_NUMEL + widest), kept) * layout.element_bytes
 
 
-def _output_bytes(layout: Layout) -> float:
+def _output_bytes(layout: PricedLayout) -> float:
     """What one micro-batch gives the loss: logits, or the hidden states that chunks of them are
     made of."""
     width = (
@@ -355,17 +363,19 @@ def _output_bytes(layout: Layout) -> float:
     return layout.tokens * width * layout.element_bytes
 
 
-def _kept_output_bytes(layout: Layout) -> float:
+def _retained_output_bytes(layout: PricedLayout) -> float:
     """Under 1F1B DeepSpeed's last stage does not clear a micro-batch's output after its backward
     pass, and has two buffers for them (pipe/engine.py, _exec_backward_pass; pipe/schedule.py,
     TrainSchedule.num_pipe_buffers)."""
     s = layout.strategy
     if s.pipeline == 1 or s.schedule == "dualpipev":
         return 0.0
-    return min(layout.traits.kept_outputs, s.gradient_accumulation_steps) * _output_bytes(layout)
+    return min(layout.traits.saved_stage_outputs, s.gradient_accumulation_steps) * _output_bytes(
+        layout
+    )
 
 
-def _bucket_bytes(layout: Layout, numel: int) -> float:
+def _bucket_bytes(layout: PricedLayout, numel: int) -> float:
     """ZeRO's communication bucket, in the backward pass and in the step. A pipeline makes it when
     the last backward pass is done (DeepSpeed stage_1_and_2.py, reduce_gradients)."""
     s = layout.strategy
@@ -374,7 +384,7 @@ def _bucket_bytes(layout: Layout, numel: int) -> float:
     return min(BUCKET_NUMEL, numel) * layout.element_bytes
 
 
-def _copied_bytes(layout: Layout, numel: int) -> float:
+def _copied_bytes(layout: PricedLayout, numel: int) -> float:
     """A float32 copy, in the optimizer's step, of a rank's share of the gradients where they are
     accumulated in less (DeepSpeed stage_1_and_2.py, step)."""
     s = layout.strategy

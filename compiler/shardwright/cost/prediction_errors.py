@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from importlib import resources
 
 from shardwright.cost.cost_constants import default_constants
-from shardwright.cost.micro_batch_times import passes
-from shardwright.cost.priced_layout import Layout
-from shardwright.engines.engine_table import family_of, title_of
+from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.engines.engine_table import engine_family, engine_title
 from shardwright.layout.layout_estimate import PredictionError
-from shardwright.models.expert_modules import experts_of
+from shardwright.models.expert_modules import experts_per_layer
 from shardwright.utils.json_types import JsonValue
 
 LEAST_RUNS, LEAST_SOURCES = 20, 2
@@ -30,7 +30,7 @@ MANY_NODES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
+class RegimeErrors:
     """half_width: of predicted over measured less 1, the one that holds 80 % of the runs. sources:
     projects that published them. gpus: generation ("Hopper") -> its runs."""
 
@@ -40,13 +40,13 @@ class Band:
     gpus: Mapping[str, int]
 
     @property
-    def tells(self) -> bool:
+    def has_enough_runs(self) -> bool:
         """Whether its runs are enough to say how far a prediction is off."""
         return self.runs >= LEAST_RUNS and self.sources >= LEAST_SOURCES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class PublishedErrors:
     """What was measured, step times or peak memory. error: the mean absolute one over the projects
     as a share, each project's runs predicted with constants fitted to the others. bands: of
     regimes, by their names (see regimes). The rest: values that runs had.
@@ -56,26 +56,26 @@ class Measured:
     runs: int
     precisions: tuple[str, ...]
     schedules: tuple[str, ...]
-    bands: Mapping[str, Band]
+    bands: Mapping[str, RegimeErrors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    time: Measured
-    memory: Measured
+class ErrorBenchmark:
+    time: PublishedErrors
+    memory: PublishedErrors
     projects: int
 
 
 @functools.cache
-def bench() -> Bench:
+def error_benchmark() -> ErrorBenchmark:
     data = json.loads(
         resources.files("shardwright.cost").joinpath("prediction_errors.json").read_text("utf-8")
     )
 
-    def measured(name: str) -> Measured:
+    def measured(name: str) -> PublishedErrors:
         entry = data[name]
-        bands = {regime: Band(**each) for regime, each in entry["bands"].items()}
-        return Measured(
+        bands = {regime: RegimeErrors(**each) for regime, each in entry["bands"].items()}
+        return PublishedErrors(
             error=entry["error"],
             runs=entry["runs"],
             precisions=tuple(entry["precisions"]),
@@ -83,7 +83,9 @@ def bench() -> Bench:
             bands=bands,
         )
 
-    return Bench(time=measured("time"), memory=measured("memory"), projects=data["projects"])
+    return ErrorBenchmark(
+        time=measured("time"), memory=measured("memory"), projects=data["projects"]
+    )
 
 
 # The catalogue's names start with the GPU's.
@@ -102,16 +104,16 @@ def generation_of(gpu: str) -> str:
     return _GENERATIONS.get(first, first)
 
 
-def regimes(layout: Layout) -> tuple[str, ...]:
+def regimes(layout: PricedLayout) -> tuple[str, ...]:
     """Names of what the layout's step belongs to, from the narrowest to all runs of its kind that
     are predicted alike. Each holds the one before it."""
     s, recipe, nodes = layout.strategy, layout.recipe, layout.cluster.nodes
     engine, family = (
-        title_of(recipe.target, recipe.assume.kernels),
-        family_of(recipe.target, recipe.assume.kernels),
+        engine_title(recipe.target, recipe.assume.kernels),
+        engine_family(recipe.target, recipe.assume.kernels),
     )
-    kind = kind_of(layout)
-    bound = ", host-bound" if passes(layout).is_host_bound else ""
+    kind = workload_of(layout)
+    bound = ", host-bound" if pass_times(layout).is_host_bound else ""
     where = (
         "one node"
         if nodes == 1
@@ -130,18 +132,18 @@ def regimes(layout: Layout) -> tuple[str, ...]:
     )
 
 
-def kind_of(layout: Layout) -> str:
+def workload_of(layout: PricedLayout) -> str:
     if layout.strategy.offload != "none":
         return "offload"
-    if experts_of(layout.graph) > 1:
+    if experts_per_layer(layout.graph) > 1:
         return "experts"
     return "long rows" if layout.recipe.training.sequence_length > LONG_TOKENS else "plain"
 
 
-def prediction_error(layout: Layout) -> PredictionError:
+def prediction_error(layout: PricedLayout) -> PredictionError:
     """No share where no published runs stand behind the layout's regime; the reasons say which one
     that is."""
-    time, memory = _error(layout, bench().time), _error(layout, bench().memory)
+    time, memory = _error(layout, error_benchmark().time), _error(layout, error_benchmark().memory)
     return PredictionError(
         step_time=time.share,
         memory=memory.share,
@@ -161,14 +163,14 @@ class _Error:
     regime: str = ""
 
 
-def _error(layout: Layout, runs: Measured) -> _Error:
-    if reason := _unmeasured(layout, runs):
+def _error(layout: PricedLayout, runs: PublishedErrors) -> _Error:
+    if reason := _uncalibrated_reason(layout, runs):
         return _Error(reason=reason)
     generation = generation_of(layout.cluster.gpu.name)
     found = [(name, runs.bands[name]) for name in regimes(layout) if name in runs.bands]
-    found = [(name, band) for name, band in found if band.tells]
-    engine = title_of(layout.recipe.target, layout.recipe.assume.kernels)
-    kind = f"{engine}, {kind_of(layout)}"
+    found = [(name, band) for name, band in found if band.has_enough_runs]
+    engine = engine_title(layout.recipe.target, layout.recipe.assume.kernels)
+    kind = f"{engine}, {workload_of(layout)}"
     if not found:
         return _Error(reason=kind)
     if all(generation not in band.gpus for _, band in found):
@@ -187,21 +189,21 @@ def _error(layout: Layout, runs: Measured) -> _Error:
     return _Error(share=band.half_width, regime=words)
 
 
-def regime_words(error: PredictionError) -> str:
+def regime_text(error: PredictionError) -> str:
     """Of the step time."""
     return error.step_time_regime or f"not calibrated ({error.step_time_reason})"
 
 
-def error_fields(error: PredictionError) -> dict[str, dict[str, JsonValue]]:
+def error_json_fields(error: PredictionError) -> dict[str, dict[str, JsonValue]]:
     """What `--json` says of it beside the figures that it is of: part of an estimate -> keys and
     values. null where no published runs stand behind the layout's regime."""
     return {
-        "time": {"step_error_fraction": error.step_time, "error_regime": regime_words(error)},
+        "time": {"step_error_fraction": error.step_time, "error_regime": regime_text(error)},
         "memory": {"peak_error_fraction": error.memory},
     }
 
 
-def _unmeasured(layout: Layout, runs: Measured) -> str:
+def _uncalibrated_reason(layout: PricedLayout, runs: PublishedErrors) -> str:
     """What the layout is that no run was; "" where runs stand behind it."""
     recipe, gpu, s = layout.recipe, layout.cluster.gpu, layout.strategy
     if gpu.is_cpu:
@@ -219,18 +221,18 @@ def _unmeasured(layout: Layout, runs: Measured) -> str:
     return ""
 
 
-def error_words(error: PredictionError) -> str:
+def error_bar_text(error: PredictionError) -> str:
     """Of one layout."""
     kept = (
         f"memory_headroom: auto keeps {default_constants().memory_headroom:.0%} free, by runs "
         "of other kinds"
     )
     if error.step_time is None and error.step_time_reason == error.memory_reason:
-        return f"{unmeasured(error.step_time_reason)}; {kept}"
+        return f"{not_calibrated_text(error.step_time_reason)}; {kept}"
     parts = [
         f"{words} ± {share:.1%} ({regime})"
         if share is not None
-        else f"{words} {unmeasured(reason)}"
+        else f"{words} {not_calibrated_text(reason)}"
         for words, share, reason, regime in (
             ("the step", error.step_time, error.step_time_reason, error.step_time_regime),
             ("the memory", error.memory, error.memory_reason, error.memory_regime),
@@ -243,7 +245,7 @@ def error_words(error: PredictionError) -> str:
     )
 
 
-def flops_words(source: str) -> str:
+def flops_source_text(source: str) -> str:
     """What is less sure of a prediction whose FLOPs were not traced; "" where they were."""
     if source == "traced":
         return ""
@@ -254,7 +256,7 @@ def flops_words(source: str) -> str:
     )
 
 
-def unmeasured(reason: str) -> str:
+def not_calibrated_text(reason: str) -> str:
     return (
         f"not calibrated ({reason}): fewer than {LEAST_RUNS} published runs of {LEAST_SOURCES} "
         "sources are of that kind"
@@ -264,6 +266,7 @@ def unmeasured(reason: str) -> str:
 def source() -> str:
     """Of the ±."""
     return (
-        f"holds 80 % of the regime's published runs, of {bench().time.runs} of {bench().projects} "
+        f"holds 80 % of the regime's published runs, of {error_benchmark().time.runs} of "
+        f"{error_benchmark().projects} "
         "projects, each predicted from the others (make bench-cost)"
     )

@@ -9,28 +9,32 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwright.cluster.cluster_types import Cluster
-from shardwright.cost.activation_bytes import Activations, activations
-from shardwright.cost.calibrated_costs import figures_of, first_of_kind, measured_kept_bytes
+from shardwright.cost.activation_bytes import SavedActivations, activations
+from shardwright.cost.calibrated_costs import (
+    calibration_for,
+    measured_activation_bytes,
+    representative_layers,
+)
 from shardwright.cost.collective_seconds import Group, group_of
 from shardwright.cost.cost_constants import Constants
 from shardwright.cost.layer_shapes import ModelShapes, model_shapes
-from shardwright.cost.vision_encoder_flops import tower_kept_bytes
-from shardwright.engines.engine_definition import Traits
+from shardwright.cost.vision_encoder_flops import vision_encoder_activation_bytes
+from shardwright.engines.engine_definition import EngineTraits
 from shardwright.engines.engine_table import traits_of
-from shardwright.layout.interleaved_schedule import kept_at_once
-from shardwright.layout.layout import Strategy
+from shardwright.layout.interleaved_schedule import micro_batches_in_flight
+from shardwright.layout.layout import Layout
 from shardwright.layout.loss_chunk_length import chunk_length
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.tensor_parallel_map import split_parameter
-from shardwright.models.frozen_parameters import decoder_is_frozen, frozen_names
-from shardwright.models.lora_targets import adapters, target_modules
+from shardwright.models.frozen_parameters import frozen_parameter_names, is_decoder_frozen
+from shardwright.models.lora_targets import adapted_modules, adapter_sizes
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
 from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe, accumulation_dtype
-from shardwright.utils.memoize import remembered
+from shardwright.utils.memoize import memoize
 
 
-class Block(
+class ModelChunk(
     NamedTuple
 ):  # a search makes tens of thousands; a frozen dataclass takes four times as long
     """Contiguous layers [start, stop) on one pipeline rank; DualPipeV gives a rank two."""
@@ -41,23 +45,25 @@ class Block(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PricedLayout:
     problem: Problem
-    strategy: Strategy
+    strategy: Layout
     constants: Constants
     shapes: ModelShapes
-    activations: Activations
-    traits: Traits
+    activations: SavedActivations
+    traits: EngineTraits
     element_bytes: int
     accumulation_dtype: str
-    checkpointed: Activations | None = (
+    checkpointed_activations: SavedActivations | None = (
         None  # of the first layers of each stage, where those are checkpointed alone
     )
     boundaries: tuple[
         int, ...
     ] = ()  # of the stages, over graph.layers; () until the layers are placed
-    ranks: tuple[tuple[Block, ...], ...] = ()  # per pipeline rank
-    adapters: tuple[int, ...] = ()  # LoRA's elements, prefix sums over graph.layers; () without it
+    ranks: tuple[tuple[ModelChunk, ...], ...] = ()  # per pipeline rank
+    adapter_sizes: tuple[
+        int, ...
+    ] = ()  # LoRA's elements, prefix sums over graph.layers; () without it
     frozen: tuple[
         int, ...
     ] = ()  # local parameters of `model.freeze`, prefix sums; () where there are none
@@ -97,11 +103,11 @@ class Layout:
         micro_batch = self.strategy.micro_batch_size
         return micro_batch * chunk_length(micro_batch, self.length)
 
-    def has_head(self, blocks: tuple[Block, ...]) -> bool:
+    def has_head(self, blocks: tuple[ModelChunk, ...]) -> bool:
         layers = len(self.shapes.kind_of)
         return any(block.start < block.stop == layers for block in blocks)
 
-    def decoder_layers(self, block: Block) -> int:
+    def decoder_layers(self, block: ModelChunk) -> int:
         """Of the block: all its layers but the embedding and the head."""
         ends = (block.start == 0) + (block.stop == len(self.graph.layers))
         return max(0, block.stop - block.start - ends)
@@ -118,36 +124,36 @@ class Layout:
 
     def numel(self, rank: int) -> int:
         """Parameters of one rank of this pipeline rank."""
-        return self.numel_of(self.ranks[rank])
+        return self.numel_of_chunks(self.ranks[rank])
 
-    def trained_of(self, blocks: tuple[Block, ...]) -> int:
-        """Those that have a gradient; LoRA's adapters are not among numel_of."""
-        if self.adapters:
-            return sum(self.adapters[b.stop] - self.adapters[b.start] for b in blocks)
-        return self.numel_of(blocks) - self.frozen_of(blocks)
+    def trainable_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
+        """Those that have a gradient; LoRA's adapters are not among numel_of_chunks."""
+        if self.adapter_sizes:
+            return sum(self.adapter_sizes[b.stop] - self.adapter_sizes[b.start] for b in blocks)
+        return self.numel_of_chunks(blocks) - self.frozen_numel_of(blocks)
 
-    def frozen_of(self, blocks: tuple[Block, ...]) -> int:
+    def frozen_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
         """Those of `model.freeze`."""
         return sum(self.frozen[b.stop] - self.frozen[b.start] for b in blocks) if self.frozen else 0
 
     @property
     def has_frozen(self) -> bool:
         """Whether some of the model's own parameters are not trained."""
-        return bool(self.adapters or self.frozen)
+        return bool(self.adapter_sizes or self.frozen)
 
     @property
-    def text_is_frozen(self) -> bool:
+    def language_model_is_frozen(self) -> bool:
         """Whether no weight of a decoder layer has a gradient."""
-        return bool(self.adapters) or decoder_is_frozen(self.graph, self.recipe.model.freeze)
+        return bool(self.adapter_sizes) or is_decoder_frozen(self.graph, self.recipe.model.freeze)
 
-    def experts_of(self, blocks: tuple[Block, ...]) -> int:
+    def expert_numel_of(self, blocks: tuple[ModelChunk, ...]) -> int:
         """Those of them that are spread over ranks otherwise than the rest; 0 where none are."""
-        if not self.strategy.spreads_experts:
+        if not self.strategy.shards_experts:
             return 0
         numel = self.shapes.expert_numel
         return sum(numel[b.stop] - numel[b.start] for b in blocks)
 
-    def numel_of(self, blocks: tuple[Block, ...]) -> int:
+    def numel_of_chunks(self, blocks: tuple[ModelChunk, ...]) -> int:
         """Parameters of a rank with these blocks, all experts among them; a tied tensor counts
         once."""
         numel = self.shapes.numel
@@ -156,30 +162,30 @@ class Layout:
         return total - (shared if shared and blocks[0].start == 0 and self.has_head(blocks) else 0)
 
 
-def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layout:
+def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants) -> PricedLayout:
     """Its layers are on no stage yet; see `placed`."""
     recipe, graph = problem.recipe, problem.graph
     element_bytes = ELEMENT_BYTES[recipe.training.precision]
     is_partial = isinstance(strategy.activation_checkpointing, PartialCheckpointing)
 
-    def kept(checkpointing: Checkpointing) -> Activations:
+    def kept(checkpointing: Checkpointing) -> SavedActivations:
         length = recipe.training.sequence_length
         traced = activations(graph, length, element_bytes, checkpointing, recipe.assume.kernels)
-        return _with_tower(
+        return _with_vision_encoder(
             problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced)
         )
 
-    return Layout(
+    return PricedLayout(
         problem=problem,
         strategy=strategy,
         constants=constants,
         shapes=model_shapes(graph, strategy.tensor),
         activations=kept("none" if is_partial else strategy.checkpointing),
         traits=traits_of(recipe.target, recipe.assume.kernels, strategy),
-        checkpointed=kept("full") if is_partial else None,
+        checkpointed_activations=kept("full") if is_partial else None,
         element_bytes=element_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),
-        adapters=_adapters(recipe, graph),
+        adapter_sizes=_adapters(recipe, graph),
         frozen=()
         if recipe.lora is not None
         else _frozen(graph, recipe.model.freeze, strategy.tensor),
@@ -187,21 +193,21 @@ def lay_out(problem: Problem, strategy: Strategy, constants: Constants) -> Layou
 
 
 def _as_measured(
-    problem: Problem, s: Strategy, checkpointing: Checkpointing, traced: Activations
-) -> Activations:
+    problem: Problem, s: Layout, checkpointing: Checkpointing, traced: SavedActivations
+) -> SavedActivations:
     """With the bytes that the decoder layers were measured to keep. Bytes beyond what was traced,
     or short of it, are on every tensor rank in the same shares."""
     recipe, graph = problem.recipe, problem.graph
-    if figures_of(recipe, graph) is None:
+    if calibration_for(recipe, graph) is None:
         return traced
     shapes = model_shapes(graph, s.tensor)
     factors = []
-    for at, place in enumerate(first_of_kind(shapes.kind_of)):
+    for at, place in enumerate(representative_layers(shapes.kind_of)):
         share = traced.between(at, at + 1).on_rank(
             shapes.attention_degree, sequence_parallel=s.sequence_parallel
         )
         measured = (
-            measured_kept_bytes(recipe, graph, s, place, checkpointing)
+            measured_activation_bytes(recipe, graph, s, place, checkpointing)
             if shapes.kind_of[at] >= 0
             else None
         )
@@ -215,35 +221,41 @@ def _as_measured(
             ),
         )
 
-    return dataclasses.replace(traced, whole=prefix(traced.whole), divided=prefix(traced.divided))
+    return dataclasses.replace(
+        traced, replicated=prefix(traced.replicated), sharded=prefix(traced.sharded)
+    )
 
 
-def _with_tower(problem: Problem, checkpointing: Checkpointing, found: Activations) -> Activations:
+def _with_vision_encoder(
+    problem: Problem, checkpointing: Checkpointing, found: SavedActivations
+) -> SavedActivations:
     """With what the tower keeps of a row, beside what the embedding does."""
     recipe, graph = problem.recipe, problem.graph
     if graph.vision is None:
         return found
-    kept = tower_kept_bytes(recipe, graph, checkpointing, ELEMENT_BYTES[recipe.training.precision])
+    kept = vision_encoder_activation_bytes(
+        recipe, graph, checkpointing, ELEMENT_BYTES[recipe.training.precision]
+    )
     if not kept:
         return found
     return dataclasses.replace(
-        found, whole=(0, *(bytes_before + kept for bytes_before in found.whole[1:]))
+        found, replicated=(0, *(bytes_before + kept for bytes_before in found.replicated[1:]))
     )
 
 
-def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:
+def with_boundaries(layout: PricedLayout, boundaries: tuple[int, ...]) -> PricedLayout:
     """The layout with its layers on stages. boundaries: over graph.layers, as many as parts and one
     more."""
     s = layout.strategy
 
     def parts(rank: int) -> tuple[int, ...]:
-        if s.interleaves:
+        if s.is_interleaved:
             return tuple(range(rank, s.parts, s.pipeline))
         return (rank, s.stages - 1 - rank)[: s.stages // s.pipeline]
 
     ranks = tuple(
         tuple(
-            Block(start=boundaries[part], stop=boundaries[part + 1], in_flight=flight)
+            ModelChunk(start=boundaries[part], stop=boundaries[part + 1], in_flight=flight)
             for part, flight in zip(parts(rank), in_flight(s, rank), strict=True)
         )
         for rank in range(s.pipeline)
@@ -251,7 +263,7 @@ def placed(layout: Layout, boundaries: tuple[int, ...]) -> Layout:
     return dataclasses.replace(layout, boundaries=boundaries, ranks=ranks)
 
 
-def in_flight(s: Strategy, rank: int) -> tuple[float, ...]:
+def in_flight(s: Layout, rank: int) -> tuple[float, ...]:
     """Micro-batches whose activations each stage of the rank keeps at once: 1F1B min(p - rank, m);
     DualPipeV (arXiv
     2412.19437 and its V-shaped cut) min(2p - rank, m) on the outward half and min(rank + 1, m) on
@@ -259,25 +271,27 @@ def in_flight(s: Strategy, rank: int) -> tuple[float, ...]:
     p, m, v = s.pipeline, s.gradient_accumulation_steps, s.virtual_stages
     if s.schedule == "dualpipev":
         return min(2 * p - rank, m), min(rank + 1, m)
-    return kept_at_once(p, rank, v, m) if s.interleaves else (min(p - rank, m),)
+    return micro_batches_in_flight(p, rank, v, m) if s.is_interleaved else (min(p - rank, m),)
 
 
 def _adapters(recipe: Recipe, graph: ModelGraph) -> tuple[int, ...]:
     lora = recipe.lora
     if lora is None:
         return ()
-    names = target_modules(graph, lora)
+    names = adapted_modules(graph, lora)
     return (
         0,
-        *itertools.accumulate(sum(adapters(layer, names, lora.rank)) for layer in graph.layers),
+        *itertools.accumulate(
+            sum(adapter_sizes(layer, names, lora.rank)) for layer in graph.layers
+        ),
     )
 
 
-@remembered(lambda graph, freeze, tensor: (graph.identity, freeze, tensor))
+@memoize(lambda graph, freeze, tensor: (graph.identity, freeze, tensor))
 def _frozen(graph: ModelGraph, freeze: tuple[str, ...], tensor: int) -> tuple[int, ...]:
     """Elements on one tensor rank, prefix sums over graph.layers; () where none are. A tied tensor
     counts where it is first."""
-    names = frozen_names(graph, freeze)
+    names = frozen_parameter_names(graph, freeze)
     if not names:
         return ()
     counted: set[str] = set()

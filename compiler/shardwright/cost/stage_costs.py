@@ -6,22 +6,27 @@ from __future__ import annotations
 import functools
 import operator
 
-from shardwright.cost.micro_batch_times import FORWARD_SHARE, Passes, passes
-from shardwright.cost.peak_memory import RankBytes, cautious_bytes, states_bytes, usable_bytes
-from shardwright.cost.priced_layout import Block, Layout, in_flight
-from shardwright.cost.step_time import once_a_step_seconds
+from shardwright.cost.micro_batch_times import FORWARD_SHARE, PassTimes, pass_times
+from shardwright.cost.peak_memory import (
+    RankMemoryModel,
+    bytes_with_headroom,
+    model_state_bytes,
+    usable_bytes,
+)
+from shardwright.cost.priced_layout import ModelChunk, PricedLayout, in_flight
+from shardwright.cost.step_time import per_step_seconds_per_parameter
 from shardwright.recipe.literal_types import PartialCheckpointing
 
 
-class PricedStages:
+class StageCosts:
     """Each part is worked out when it is asked for: a layout without a pipeline asks for none.
 
-    forward_seconds, backward_seconds: of one micro-batch, collectives included; after_seconds: once
-    a step. Prefix sums over graph.layers. per_stage_seconds: what a stage takes beyond its layers,
-    forward and backward.
+    forward_seconds, backward_seconds: of one micro-batch, collectives included;
+    once_per_step_seconds: once a step. Prefix sums over graph.layers. per_stage_seconds: what a
+    stage takes beyond its layers, forward and backward.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: PricedLayout) -> None:
         self._layout = layout
 
     @functools.cached_property
@@ -33,8 +38,8 @@ class PricedStages:
         return tuple(map(operator.add, self._passes.backward_compute, self._passes.backward_comm))
 
     @functools.cached_property
-    def after_seconds(self) -> tuple[float, ...]:
-        each = once_a_step_seconds(self._layout)
+    def once_per_step_seconds(self) -> tuple[float, ...]:
+        each = per_step_seconds_per_parameter(self._layout)
         return tuple([each * numel for numel in self._layout.shapes.numel])
 
     @property
@@ -53,7 +58,7 @@ class PricedStages:
             return 0.0
         return (
             choice.full
-            * (found.again_compute[-1] + found.again_comm[-1])
+            * (found.partial_recompute_compute[-1] + found.partial_recompute_comm[-1])
             / self._layout.graph.decoder_layers
         )
 
@@ -66,16 +71,16 @@ class PricedStages:
         return usable_bytes(self._layout.problem, self._layout.constants)
 
     @property
-    def cautious_bytes(self) -> int:
-        return cautious_bytes(self._layout.cluster.capacity_bytes)
+    def bytes_with_headroom(self) -> int:
+        return bytes_with_headroom(self._layout.cluster.capacity_bytes)
 
     @property
     def least_bytes(self) -> float:
         """The states alone, spread evenly: no placing's fullest rank holds less."""
         layout = self._layout
         numel = layout.shapes.numel[-1] - layout.shapes.shared_numel
-        experts = layout.shapes.expert_numel[-1] if layout.strategy.spreads_experts else 0
-        return sum(states_bytes(layout, numel, experts=experts)) / layout.strategy.pipeline
+        experts = layout.shapes.expert_numel[-1] if layout.strategy.shards_experts else 0
+        return sum(model_state_bytes(layout, numel, experts=experts)) / layout.strategy.pipeline
 
     def held(self, start: int, stop: int) -> tuple[float, float]:
         numel = self._layout.shapes.numel
@@ -83,16 +88,16 @@ class PricedStages:
 
     def peak_bytes(self, rank: int, bounds: tuple[int, ...]) -> int:
         """Of a pipeline rank with these layers. bounds: start and stop of each of its stages."""
-        blocks = tuple(map(Block, bounds[::2], bounds[1::2], self._in_flight[rank]))
+        blocks = tuple(map(ModelChunk, bounds[::2], bounds[1::2], self._in_flight[rank]))
         return self._bytes.peak_bytes(blocks, self.usable_bytes)
 
     @functools.cached_property
-    def _passes(self) -> Passes:
-        return passes(self._layout)
+    def _passes(self) -> PassTimes:
+        return pass_times(self._layout)
 
     @functools.cached_property
-    def _bytes(self) -> RankBytes:
-        return RankBytes(self._layout)
+    def _bytes(self) -> RankMemoryModel:
+        return RankMemoryModel(self._layout)
 
     @functools.cached_property
     def _in_flight(self) -> list[tuple[float, ...]]:

@@ -14,22 +14,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.cost.activation_bytes import keeps_products
-from shardwright.cost.calibrated_costs import engine_figures, shared_step_seconds
+from shardwright.cost.activation_bytes import uses_selective_op
+from shardwright.cost.calibrated_costs import engine_overheads, shared_cores_step_seconds
 from shardwright.cost.collective_seconds import Group, all_reduce_seconds, gather_seconds
-from shardwright.cost.communication_bytes import messages
-from shardwright.cost.contrastive_costs import exchange_seconds, similarity_flops
+from shardwright.cost.communication_bytes import pipeline_sends
+from shardwright.cost.contrastive_costs import contrastive_loss_flops, feature_gather_seconds
 from shardwright.cost.data_parallel_times import data_comm_seconds, zero_efficiency
-from shardwright.cost.layer_shapes import ModelShapes, dropped_products, model_shapes
+from shardwright.cost.layer_shapes import ModelShapes, model_shapes, recomputed_products
 from shardwright.cost.layer_times import peak_flops
-from shardwright.cost.micro_batch_times import FORWARD_SHARE, Passes, again_seconds, passes
-from shardwright.cost.offload_times import host_transfer_seconds, host_update_seconds
-from shardwright.cost.priced_layout import Layout
-from shardwright.cost.vision_encoder_flops import tower_flops
+from shardwright.cost.micro_batch_times import (
+    FORWARD_SHARE,
+    PassTimes,
+    partial_recompute_seconds,
+    pass_times,
+)
+from shardwright.cost.offload_times import cpu_optimizer_seconds, host_transfer_seconds
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.cost.vision_encoder_flops import vision_encoder_flops
 from shardwright.layout import interleaved_schedule
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Time
-from shardwright.layout.pipeline_step_time import MOST_SIMULATED_RANKS, step_seconds
+from shardwright.layout.pipeline_step_time import MAX_SIMULATED_DUALPIPEV_RANKS, step_seconds
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
 
 # Forward + backward FLOPs, in forwards; recomputation adds its share on top.
@@ -48,7 +53,7 @@ class StageSeconds(NamedTuple):
         return self.compute + self.tensor_comm + self.pipeline_comm
 
 
-def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) -> float:
+def schedule_seconds(layout: PricedLayout, found: PassTimes, stages: list[StageSeconds]) -> float:
     """From the first forward pass to the last backward pass: the simulation, or closed forms where
     they are exact (one stage, 1F1B), and the bound by the slowest rank where nothing can run it
     (too few micro-batches, or a rest of them under interleaving; a rule says so), or DualPipeV has
@@ -59,8 +64,8 @@ def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) 
         return m * totals[0]
     if not is_simulated(s):
         return m * max(totals) + (sum(totals) - max(totals)) / bubble_divisor(s)
-    forward, backward = stage_passes(layout)
-    if s.interleaves:
+    forward, backward = stage_pass_seconds(layout)
+    if s.is_interleaved:
         # What a rank waits for its messages is a part of its passes: one around each.
         forward, backward = (
             tuple(x + found.send_seconds for x in each) for each in (forward, backward)
@@ -69,11 +74,11 @@ def schedule_seconds(layout: Layout, found: Passes, stages: list[StageSeconds]) 
     return step_seconds(s.schedule, m, forward, backward, found.send_seconds)
 
 
-def stage_passes(layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def stage_pass_seconds(layout: PricedLayout) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of one micro-batch's forward and backward pass over each part of the model in order,
     collectives included: DualPipeV's go from the last rank back to the first. What
     `schedule.events.simulate` and `interleaved` take."""
-    found = passes(layout)
+    found = pass_times(layout)
     blocks = sorted(
         (block for blocks in layout.ranks for block in blocks), key=lambda block: block.start
     )
@@ -89,21 +94,24 @@ def stage_passes(layout: Layout) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
     forward = over(found.forward_compute, found.forward_comm, extra * FORWARD_SHARE)
     backward = over(found.backward_compute, found.backward_comm, extra * (1 - FORWARD_SHARE))
-    if layout.checkpointed is not None:
-        again = [sum(again_seconds(layout, found, [block])) for block in blocks]
+    if layout.checkpointed_activations is not None:
+        again = [sum(partial_recompute_seconds(layout, found, [block])) for block in blocks]
         backward = tuple(map(operator.add, backward, again))
     return forward, backward
 
 
-def is_simulated(s: Strategy) -> bool:
+def is_simulated(s: Layout) -> bool:
     """Whether the step is the simulated one, not a bound by the slowest rank."""
-    enough = s.gradient_accumulation_steps >= 2 * s.pipeline and s.pipeline <= MOST_SIMULATED_RANKS
-    if s.interleaves:
+    enough = (
+        s.gradient_accumulation_steps >= 2 * s.pipeline
+        and s.pipeline <= MAX_SIMULATED_DUALPIPEV_RANKS
+    )
+    if s.is_interleaved:
         return s.gradient_accumulation_steps % s.pipeline == 0
     return s.pipeline == 1 or s.schedule == "1f1b" or enough
 
 
-def bubble_divisor(s: Strategy) -> float:
+def bubble_divisor(s: Layout) -> float:
     """How much shorter fill and drain are than 1F1B's p - 1 forwards and backwards, where stages
     are even.
 
@@ -115,12 +123,12 @@ def bubble_divisor(s: Strategy) -> float:
     return s.virtual_stages
 
 
-def estimate_time(layout: Layout) -> Time:
+def estimate_time(layout: PricedLayout) -> Time:
     """compute, comms, optimizer and bubble are those of the slowest pipeline rank and add up to the
     step."""
     s = layout.strategy
     m = s.gradient_accumulation_steps
-    found = passes(layout)
+    found = pass_times(layout)
     stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
     slowest = max(range(s.pipeline), key=lambda rank: stages[rank].total)
     worst = stages[slowest]
@@ -136,19 +144,20 @@ def estimate_time(layout: Layout) -> Time:
     alone = schedule + data_comm + optimizer
     computing = [m * stage.compute + own for stage, own in zip(stages, optimizers, strict=True)]
     reducing = [m * stage.tensor_comm + data_comm for stage in stages]
-    step = shared_step_seconds(layout.recipe, layout.cluster, alone, computing, reducing)
+    step = shared_cores_step_seconds(layout.recipe, layout.cluster, alone, computing, reducing)
     bubble += step - alone  # it waits for a core
     mean_busy = m * sum(stage.total for stage in stages) / s.pipeline
     world = s.world_size
     length = layout.recipe.training.sequence_length
     tokens = layout.recipe.training.global_batch_size * length
     # No gradient of a frozen weight is computed.
-    forwards = FORWARDS_PER_STEP - layout.text_is_frozen
+    forwards = FORWARDS_PER_STEP - layout.language_model_is_frozen
     model_flops = forwards * forward_flops_per_token(layout.shapes, length) * tokens
     model_flops += (
-        sum(tower_flops(layout.recipe, layout.graph)) * layout.recipe.training.global_batch_size
+        sum(vision_encoder_flops(layout.recipe, layout.graph))
+        * layout.recipe.training.global_batch_size
     )
-    model_flops += FORWARDS_PER_STEP * similarity_flops(layout.recipe, layout.graph)
+    model_flops += FORWARDS_PER_STEP * contrastive_loss_flops(layout.recipe, layout.graph)
     hardware_flops = model_flops + recomputed_flops_per_token(layout) * tokens
     peak = peak_flops(layout.cluster.gpu, layout.recipe.training.precision)
     return Time(
@@ -167,12 +176,14 @@ def estimate_time(layout: Layout) -> Time:
     )
 
 
-def least_interleaved_seconds(layout: Layout) -> float:
+def least_interleaved_seconds(layout: PricedLayout) -> float:
     """Of an interleaved pipeline's step, without its simulation. A rank begins behind the first
     parts of the ranks before it, and ends before they go backward once more."""
-    s, found = layout.strategy, passes(layout)
+    s, found = layout.strategy, pass_times(layout)
     stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
-    parts = [forward + backward for forward, backward in zip(*stage_passes(layout), strict=True)]
+    parts = [
+        forward + backward for forward, backward in zip(*stage_pass_seconds(layout), strict=True)
+    ]
     before = itertools.accumulate(parts[: s.pipeline], initial=0.0)
     busy = (
         s.gradient_accumulation_steps * stage.total + first
@@ -185,9 +196,9 @@ def least_interleaved_seconds(layout: Layout) -> float:
     )
 
 
-def _data_comm_seconds(layout: Layout, stages: Sequence[StageSeconds]) -> float:
+def _data_comm_seconds(layout: PricedLayout, stages: Sequence[StageSeconds]) -> float:
     each = (data_comm_seconds(layout, rank, stages[rank].compute) for rank in _unlike_ranks(layout))
-    return max(each) + exchange_seconds(layout)
+    return max(each) + feature_gather_seconds(layout)
 
 
 def forward_flops_per_token(shapes: ModelShapes, sequence_length: int) -> int:
@@ -197,30 +208,31 @@ def forward_flops_per_token(shapes: ModelShapes, sequence_length: int) -> int:
     return products + scores * sequence_length + shapes.head_flops
 
 
-def recomputed_flops_per_token(layout: Layout) -> int:
+def recomputed_flops_per_token(layout: PricedLayout) -> int:
     """As they are counted: what a checkpoint leaves out of a repeated layer because nobody reads it
     is in the time alone."""
     head = layout.shapes.head_flops if layout.strategy.loss == "chunked" else 0
     return head + _recomputed_in_layers(layout)
 
 
-def _recomputed_in_layers(layout: Layout) -> int:
+def _recomputed_in_layers(layout: PricedLayout) -> int:
     """full: every decoder layer, or the first ones of each stage; selective: the scores and the
     attention module's projections, Megatron's the scores alone, torch's by operator every second
-    product (see keeps_products)."""
+    product (see uses_selective_op)."""
     products, projections, scores = layout.shapes.decoder_flops
     scores *= layout.recipe.training.sequence_length
-    if layout.checkpointed is not None:
+    if layout.checkpointed_activations is not None:
         return _recomputed_in_first_layers(layout)
     match layout.strategy.checkpointing:
         case "full":
             return products + scores
-        case "selective" if not layout.traits.selective_repeats_projections:
+        case "selective" if not layout.traits.selective_recomputes_projections:
             return scores
-        case "selective" if keeps_products(layout.graph, layout.recipe.assume.kernels):
+        case "selective" if uses_selective_op(layout.graph, layout.recipe.assume.kernels):
             whole = model_shapes(layout.graph, 1)
             dropped = [
-                2 * sum(p.n * p.k for p in dropped_products(kind.products)) for kind in whole.kinds
+                2 * sum(p.n * p.k for p in recomputed_products(kind.products))
+                for kind in whole.kinds
             ]
             again = sum(dropped[kind] for kind in whole.kind_of if kind >= 0)
             return again + (scores if layout.graph.attention == "eager" else 0)
@@ -230,7 +242,7 @@ def _recomputed_in_layers(layout: Layout) -> int:
             return 0
 
 
-def _recomputed_in_first_layers(layout: Layout) -> int:
+def _recomputed_in_first_layers(layout: PricedLayout) -> int:
     length, blocks = (
         layout.recipe.training.sequence_length,
         itertools.chain.from_iterable(layout.ranks),
@@ -244,26 +256,27 @@ def _recomputed_in_first_layers(layout: Layout) -> int:
     )
 
 
-def _unlike_ranks(layout: Layout) -> Iterable[int]:
+def _unlike_ranks(layout: PricedLayout) -> Iterable[int]:
     """One each of those whose data-parallel collectives are the same. Pipelines run at ZeRO 0 or 1:
     gradients are reduced when all passes are through, so that their number decides."""
     if layout.strategy.zero_stage > 1:
         return range(layout.strategy.pipeline)
     held = {
-        (layout.trained_of(b), layout.experts_of(b)): rank for rank, b in enumerate(layout.ranks)
+        (layout.trainable_numel_of(b), layout.expert_numel_of(b)): rank
+        for rank, b in enumerate(layout.ranks)
     }
     return held.values()
 
 
-def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
+def stage_seconds(layout: PricedLayout, rank: int, found: PassTimes) -> StageSeconds:
     s, blocks = layout.strategy, layout.ranks[rank]
 
     def over(sums: tuple[float, ...]) -> float:
         return sum(sums[block.stop] - sums[block.start] for block in blocks)
 
-    again = again_seconds(layout, found, blocks)
+    again = partial_recompute_seconds(layout, found, blocks)
     # Those that it sends, and those that it waits for: interleaved, both at once.
-    waits = messages(layout, rank) * (1 if s.interleaves else 2)
+    waits = pipeline_sends(layout, rank) * (1 if s.is_interleaved else 2)
     return StageSeconds(
         compute=over(found.forward_compute)
         + over(found.backward_compute)
@@ -274,12 +287,12 @@ def stage_seconds(layout: Layout, rank: int, found: Passes) -> StageSeconds:
     )
 
 
-def data_seconds(layout: Layout) -> float:
+def data_parallel_seconds(layout: PricedLayout) -> float:
     """Data-parallel collectives of a step, of a layout without a pipeline."""
-    return data_comm_seconds(layout, 0, stage_seconds(layout, 0, passes(layout)).compute)
+    return data_comm_seconds(layout, 0, stage_seconds(layout, 0, pass_times(layout)).compute)
 
 
-def once_a_step_seconds(layout: Layout) -> float:
+def per_step_seconds_per_parameter(layout: PricedLayout) -> float:
     """Per parameter of a pipeline rank at ZeRO 0 or 1 (what pipelines run): its gradient's
     collectives and its update, without the starts of rings. A share of what `data_comm_seconds` and
     `optimizer_seconds` say of a rank."""
@@ -289,39 +302,43 @@ def once_a_step_seconds(layout: Layout) -> float:
     ) / numel + _update_seconds(layout, 1)
 
 
-def least_once_a_step_seconds(layout: Layout, layers: int = 0) -> float:
+def least_once_a_step_seconds(layout: PricedLayout, layers: int = 0) -> float:
     """Of the pipeline rank with the most parameters at ZeRO 0 or 1, wherever layers are placed:
     what a mean rank's gradients and update take. Experts that are spread over ranks are reduced
     over those with the same ones. layers: decoder layers, all of whose parameters are trained, that
     some rank has at least."""
     s, shapes = layout.strategy, layout.shapes
-    numel = layout.adapters[-1] if layout.adapters else shapes.numel[-1] - shapes.shared_numel
+    numel = (
+        layout.adapter_sizes[-1] if layout.adapter_sizes else shapes.numel[-1] - shapes.shared_numel
+    )
     numel -= layout.frozen[-1] if layout.frozen else 0
-    spreads = s.spreads_experts and not layout.has_frozen
+    spreads = s.shards_experts and not layout.has_frozen
     experts = shapes.expert_numel[-1] if spreads else 0
     held = [((numel - experts) / s.pipeline, experts / s.pipeline)]
     if layers:
-        numels, experts_of = (np.diff(each[1:-1]) for each in (shapes.numel, shapes.expert_numel))
-        shared = experts_of * spreads
+        numels, expert_numel_of = (
+            np.diff(each[1:-1]) for each in (shapes.numel, shapes.expert_numel)
+        )
+        shared = expert_numel_of * spreads
         held.append((layers * float((numels - shared).min()), layers * float(shared.min())))
     return max(_least_reduced_seconds(layout, *each) for each in held) + max(
         _update_seconds(layout, sum(each)) for each in held
     )
 
 
-def _least_reduced_seconds(layout: Layout, numel: float, experts: float) -> float:
+def _least_reduced_seconds(layout: PricedLayout, numel: float, experts: float) -> float:
     """numel: without the experts that are spread over ranks."""
     s = layout.strategy
-    if s.shards == 1 and s.expert_copies == 1:
+    if s.shards == 1 and s.expert_replicas == 1:
         return 0.0
     seconds = _reduced_seconds(layout, layout.group(s.shards, s.tensor), numel)
     if experts:
-        over = layout.group(s.expert_copies, s.expert * s.expert_tensor_ranks)
-        seconds += _reduced_seconds(layout, over, experts / s.expert_parts)
+        over = layout.group(s.expert_replicas, s.expert * s.expert_tensor_ranks)
+        seconds += _reduced_seconds(layout, over, experts / s.expert_shard_ratio)
     return seconds
 
 
-def _reduced_seconds(layout: Layout, group: Group, numel: float) -> float:
+def _reduced_seconds(layout: PricedLayout, group: Group, numel: float) -> float:
     """Gradients of so many parameters over the group at ZeRO 0 or 1, without the starts of
     rings."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
@@ -332,22 +349,22 @@ def _reduced_seconds(layout: Layout, group: Group, numel: float) -> float:
     return gather_seconds(cluster, c, group, moved * numel, 0) / zero_efficiency(layout)
 
 
-def optimizer_seconds(layout: Layout, rank: int) -> float:
-    own = engine_figures(layout.recipe, layout.graph, layout.strategy)
+def optimizer_seconds(layout: PricedLayout, rank: int) -> float:
+    own = engine_overheads(layout.recipe, layout.graph, layout.strategy)
     once = own.step_seconds.value if own else 0.0
-    return _update_seconds(layout, layout.trained_of(layout.ranks[rank])) + once
+    return _update_seconds(layout, layout.trainable_numel_of(layout.ranks[rank])) + once
 
 
-def _update_seconds(layout: Layout, numel: float) -> float:
+def _update_seconds(layout: PricedLayout, numel: float) -> float:
     if layout.strategy.offload != "none":
-        return host_update_seconds(layout, numel)
+        return cpu_optimizer_seconds(layout, numel)
     updated = numel / (layout.strategy.shards if layout.strategy.zero_stage >= 1 else 1)
-    if own := engine_figures(layout.recipe, layout.graph, layout.strategy):
+    if own := engine_overheads(layout.recipe, layout.graph, layout.strategy):
         return updated * own.parameter_seconds.value
     return _traffic_seconds(layout, layout.constants.optimizer_traffic_bytes * updated)
 
 
-def _traffic_seconds(layout: Layout, moved_bytes: float) -> float:
+def _traffic_seconds(layout: PricedLayout, moved_bytes: float) -> float:
     return moved_bytes / (
         layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency
     )

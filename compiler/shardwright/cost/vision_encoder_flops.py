@@ -11,76 +11,81 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwright.models.frozen_parameters import frozen_names
+from shardwright.models.frozen_parameters import frozen_parameter_names
 from shardwright.models.model_graph import ModelGraph
-from shardwright.models.vision_encoder_cost import Vision, VisionLayer
+from shardwright.models.vision_encoder_cost import VisionEncoder, VisionLayer
 from shardwright.recipe.literal_types import Checkpointing
 from shardwright.recipe.recipe_types import Recipe
 
-INPUT_GRADIENT = 0.5
+INPUT_GRADIENT_SHARE = 0.5
 """Of a backward pass, where the weights are frozen and what comes before them is not: one product
 of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowOfPictures:
+class SequenceImages:
     """pictures: that the tower sees of a row, each tile of one that is cut; patches: of each."""
 
-    pictures: int
+    image_count: int
     patches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TowerLayer:
+class VisionLayerCost:
     """forward, backward: FLOPs of a row. again: of what is run a second time. kept: bytes."""
 
     layer: VisionLayer
     forward: int
     backward: float
-    again: int
-    kept: int
+    recompute_flops: int
+    activation_bytes: int
 
 
-def largest_row(recipe: Recipe, graph: ModelGraph) -> RowOfPictures | None:
+def largest_image_sequence(recipe: Recipe, graph: ModelGraph) -> SequenceImages | None:
     """As many pictures of the largest size as the contract allows and a row has tokens for; None
     where the tower is not counted."""
-    images = next((part.images for _, part in recipe.data_parts() if part.images is not None), None)
+    images = next(
+        (part.images for _, part in recipe.dataset_sections() if part.images is not None), None
+    )
     vision = graph.vision
     if vision is None or not vision.layers:
         return None
     if graph.contrastive:
-        return RowOfPictures(pictures=1, patches=vision.patches)
+        return SequenceImages(image_count=1, patches=vision.patches)
     if images is None:
         return None
     tiles = vision.tiles if images.tiles else 1
     room = int(recipe.training.sequence_length * vision.patches_per_token)
-    patches = vision.patches_of(images.max_pixels)
+    patches = vision.patches_per_image(images.max_pixels)
     if not vision.patches:
         patches = max(1, min(patches, room))
-    return RowOfPictures(
-        pictures=max(1, min(images.per_row * tiles, room // patches)), patches=patches
+    return SequenceImages(
+        image_count=max(1, min(images.per_row * tiles, room // patches)), patches=patches
     )
 
 
-def tower_flops(recipe: Recipe, graph: ModelGraph) -> tuple[int, int]:
+def vision_encoder_flops(recipe: Recipe, graph: ModelGraph) -> tuple[int, int]:
     """Of a row: (forward, backward)."""
-    layers = list(tower_layers(recipe, graph, "none", 4))
+    layers = list(vision_encoder_layer_costs(recipe, graph, "none", 4))
     return sum(x.forward for x in layers), round(sum(x.backward for x in layers))
 
 
-def tower_kept_bytes(
+def vision_encoder_activation_bytes(
     recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int
 ) -> int:
     """Of a row, from its forward to its backward pass."""
-    return sum(each.kept for each in tower_layers(recipe, graph, checkpointing, element_bytes))
+    return sum(
+        each.activation_bytes
+        for each in vision_encoder_layer_costs(recipe, graph, checkpointing, element_bytes)
+    )
 
 
-def tower_layers(
+def vision_encoder_layer_costs(
     recipe: Recipe, graph: ModelGraph, checkpointing: Checkpointing, element_bytes: int
-) -> Iterator[TowerLayer]:
+) -> Iterator[VisionLayerCost]:
     """A layer has a backward pass where it, or one before it, is trained. Under `full` a block
     keeps its input and runs again; the rest of the tower stays."""
-    row, vision = largest_row(recipe, graph), graph.vision
+    row, vision = largest_image_sequence(recipe, graph), graph.vision
     if row is None or vision is None:
         return
     trained = _trained(recipe, graph, vision)
@@ -88,29 +93,35 @@ def tower_layers(
     for layer in vision.layers:
         mode: Checkpointing = "full" if checkpointing == "full" and layer.name else "none"
         live = live or trained[layer.name] or (not layer.name and trained["projector"])
-        forward = row.pictures * layer.forward.of(row.patches)
+        forward = row.image_count * layer.forward.of(row.patches)
         share = (
-            0.0 if not live else 1.0 if trained[layer.name] or not layer.name else INPUT_GRADIENT
+            0.0
+            if not live
+            else 1.0
+            if trained[layer.name] or not layer.name
+            else INPUT_GRADIENT_SHARE
         )
-        kept = next(
+        activation_bytes = next(
             k for k in layer.kept if (k.checkpointing, k.element_bytes) == (mode, element_bytes)
         )
-        yield TowerLayer(
+        yield VisionLayerCost(
             layer=layer,
             forward=forward,
-            backward=share * row.pictures * layer.backward.of(row.patches),
-            again=forward if live and mode == "full" else 0,
-            kept=row.pictures * kept.bytes.of(row.patches) if live else 0,
+            backward=share * row.image_count * layer.backward.of(row.patches),
+            recompute_flops=forward if live and mode == "full" else 0,
+            activation_bytes=row.image_count * activation_bytes.bytes.of(row.patches)
+            if live
+            else 0,
         )
 
 
-def _trained(recipe: Recipe, graph: ModelGraph, vision: Vision) -> dict[str, bool]:
+def _trained(recipe: Recipe, graph: ModelGraph, vision: VisionEncoder) -> dict[str, bool]:
     """By the name of a layer, whether any parameter of it is: "" the tower's own outside its
     blocks, "projector"."""
     found = dict.fromkeys([*(layer.name for layer in vision.layers), "projector"], False)
     if recipe.lora is not None:
         return found
-    frozen = frozen_names(graph, recipe.model.freeze)
+    frozen = frozen_parameter_names(graph, recipe.model.freeze)
     untrained = frozenset(graph.cut.untrained)
     for parameter in graph.layers[0].parameters:
         part = vision.part(parameter.name)

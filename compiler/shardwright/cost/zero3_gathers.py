@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from shardwright.cost.priced_layout import Block, Layout
+from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.layout.zero_buckets import LIVE_NUMEL
-from shardwright.utils.memoize import remembered
+from shardwright.utils.memoize import memoize
 
 
-class Whole(NamedTuple):
+class UnshardedWeights(NamedTuple):
     """Elements of a rank: those that are gathered again between a micro-batch's forward and
     backward pass, and those that are whole when the forward pass ends."""
 
@@ -24,22 +24,24 @@ class Whole(NamedTuple):
     kept: float
 
 
-def gathered_again(layout: Layout, blocks: tuple[Block, ...]) -> float:
+def backward_gather_fraction(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
     """Of a pipeline rank's parameters the share that is gathered for the backward pass, beside all
     of them for the forward pass. PyTorch's FSDP gathers all of them twice."""
-    if layout.traits.gathers_layers:
+    if layout.traits.zero3_gathers_flat_layers:
         return 1.0
-    held = layout.numel_of(blocks) - layout.experts_of(blocks) * (1 - 1 / layout.strategy.expert)
-    return whole_weights(layout, blocks).again / held if held else 0.0
+    held = layout.numel_of_chunks(blocks) - layout.expert_numel_of(blocks) * (
+        1 - 1 / layout.strategy.expert
+    )
+    return unsharded_weights(layout, blocks).again / held if held else 0.0
 
 
-def _depends_on(layout: Layout, blocks: tuple[Block, ...]) -> Hashable:
+def _depends_on(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> Hashable:
     spans = [(b.start, b.stop, _recomputed_until(layout, b)) for b in blocks]
     return layout.graph.identity, layout.strategy.tensor, layout.strategy.expert, LIVE_NUMEL, *spans
 
 
-@remembered(_depends_on)
-def whole_weights(layout: Layout, blocks: tuple[Block, ...]) -> Whole:
+@memoize(_depends_on)
+def unsharded_weights(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> UnshardedWeights:
     again = kept = between = (
         0.0  # between: elements that come up after a layer's forward pass and before its next use
     )
@@ -63,16 +65,16 @@ def whole_weights(layout: Layout, blocks: tuple[Block, ...]) -> Whole:
                 )
                 behind += numel
             between += (3 if recomputed else 2) * own
-    return Whole(again, kept)
+    return UnshardedWeights(again, kept)
 
 
-def _recomputed_until(layout: Layout, block: Block) -> int:
-    if layout.checkpointed is not None:
+def _recomputed_until(layout: PricedLayout, block: ModelChunk) -> int:
+    if layout.checkpointed_activations is not None:
         return layout.checkpointed_stop(block.start, block.stop)
     return block.stop if layout.strategy.checkpointing == "full" else block.start
 
 
-def _modules(layout: Layout, blocks: tuple[Block, ...], at: int) -> list[float]:
+def _modules(layout: PricedLayout, blocks: tuple[ModelChunk, ...], at: int) -> list[float]:
     """Elements of a layer's matrices on a device, in their order; experts' are one module. The rest
     of its parameters counts with the first."""
     shapes, expert = layout.shapes, layout.strategy.expert

@@ -21,8 +21,8 @@ from shardwright.utils.json_types import JsonValue
 
 Message = dict[str, JsonValue]
 Span = tuple[int, int]
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-STAND_IN = "0Zq7xW4vK"
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SENTINEL = "0Zq7xW4vK"
 """Takes the place of a message's text, of a call's name, arguments or id (Mistral's have nine
 characters)."""
 _ANSWER = "1Yp5uT3sR"
@@ -36,19 +36,19 @@ class TemplateError(Exception):
     """Holds the template's own words, or what its code raises."""
 
 
-class HiddenTurn(Exception):
+class TurnNotFound(Exception):
     """Says that an answer cannot be found in the text. args: its number among the messages, from
     0."""
 
 
-class Renders(Protocol):
+class MessageRenderer(Protocol):
     """Renders messages by a template. Raises TemplateError."""
 
     def __call__(self, messages: list[Message], *, prompt: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateShape:
+class TurnFormat:
     """Says how a template writes turns. prompts: whether add_generation_prompt writes something.
     header: what stands in front of an answer: that, or what the template writes there by itself.
     end: what closes a turn, without the white space behind it; "" where the next role's token does,
@@ -59,34 +59,34 @@ class TemplateShape:
     end: str | None
 
 
-def template_shape(render: Renders) -> TemplateShape:
+def detect_turn_format(render: MessageRenderer) -> TurnFormat:
     """Finds the shape by one question and its answer."""
-    asked: list[Message] = [{"role": "user", "content": STAND_IN}]
+    asked: list[Message] = [{"role": "user", "content": SENTINEL}]
     answered: list[Message] = [*asked, {"role": "assistant", "content": _ANSWER}]
     try:
-        closed, opened = (_behind(render(asked, prompt=prompt)) for prompt in (False, True))
+        closed, opened = (_text_after(render(asked, prompt=prompt)) for prompt in (False, True))
         whole, again = (render(answered, prompt=prompt) for prompt in (False, True))
     except TemplateError:  # it wants a system message, or tools
-        return TemplateShape(prompts=False, header="", end=None)
-    between, tail = _behind(whole), _behind(again, _ANSWER)
+        return TurnFormat(prompts=False, header="", end=None)
+    between, tail = _text_after(whole), _text_after(again, _ANSWER)
     if closed is None or opened is None or between is None or tail is None:
-        return TemplateShape(prompts=False, header="", end=None)
-    header = opened[_common(closed, opened) :]
+        return TurnFormat(prompts=False, header="", end=None)
+    header = opened[_common_prefix_length(closed, opened) :]
     if header:
         end = tail[: -len(header)].rstrip() if tail.endswith(header) else None
-        return TemplateShape(prompts=True, header=header, end=end)
+        return TurnFormat(prompts=True, header=header, end=end)
     between = between[: between.rfind(_ANSWER)]
     own = between[len(opened) :] if between.startswith(opened) else ""
-    return TemplateShape(prompts=False, header=own if own.strip() else "", end=tail.rstrip())
+    return TurnFormat(prompts=False, header=own if own.strip() else "", end=tail.rstrip())
 
 
 def find_turns(
-    render: Renders, messages: list[Message], shape: TemplateShape
+    render: MessageRenderer, messages: list[Message], shape: TurnFormat
 ) -> tuple[str, list[Span]]:
     """Returns the text, and where in it the assistant speaks: a turn's end belongs to it, white
     space behind does not.
 
-    Raises TemplateError, HiddenTurn.
+    Raises TemplateError, TurnNotFound.
     """
     turns = _Turns(render, messages, shape)
     return turns.text, [
@@ -98,17 +98,17 @@ def find_turns(
 
 
 class _Turns:
-    def __init__(self, render: Renders, messages: list[Message], shape: TemplateShape) -> None:
+    def __init__(self, render: MessageRenderer, messages: list[Message], shape: TurnFormat) -> None:
         self.render, self.messages, self.shape = render, messages, shape
         self.text = render(messages, prompt=False)
-        marks = (f"{number}{STAND_IN[1:]}" for number in itertools.count())
+        marks = (f"{number}{SENTINEL[1:]}" for number in itertools.count())
         self.mark = next(mark for mark in marks if mark not in self.text)
         self._others: dict[tuple[int, int], str] = {}
 
-    def _with_stand_in(self, number: int) -> Iterator[tuple[Message, str]]:
+    def _with_sentinel(self, number: int) -> Iterator[tuple[Message, str]]:
         """Yields (the message with the stand-in, the conversation's text with it), for each place
         where it shows."""
-        for place, other in enumerate(_with_stand_in(self.messages[number], self.mark)):
+        for place, other in enumerate(_with_sentinel(self.messages[number], self.mark)):
             if self._contents is not None:
                 first, last = self._contents[number]
                 yield other, self.text[:first] + self.mark + self.text[last:]
@@ -160,15 +160,15 @@ class _Turns:
 
     def of(self, number: int) -> list[Span]:
         """Returns the turn's spans; none where the template leaves it out."""
-        extends = self._extends(number)
+        extends = self._appended_turn(number)
         if extends is not None:
             return [extends]
-        begins = self._first_own(number)
+        begins = self._first_changed_character(number)
         if begins is None:
-            raise HiddenTurn(number)
+            raise TurnNotFound(number)
         first, last = self._begin(number, begins), self._end(number)
         if last is None:
-            raise HiddenTurn(number)
+            raise TurnNotFound(number)
         return self._without_results(number, first, last) if last > first else []
 
     def _without_results(self, number: int, first: int, last: int) -> list[Span]:
@@ -179,20 +179,20 @@ class _Turns:
             behind += 1
         inside = False
         for result in range(number + 1, behind):
-            begins = self._first_own(result)
+            begins = self._first_changed_character(result)
             inside = inside or (begins is not None and first <= begins < last)
         if not inside:
             return [(first, last)]
         others = self._try([*messages[: number + 1], *messages[behind:]], prompt=False)
-        begins = _common(self.text, others)
-        same = _equal_characters(self.text[begins:][::-1], others[begins:][::-1])
+        begins = _common_prefix_length(self.text, others)
+        same = _equal_character_count(self.text[begins:][::-1], others[begins:][::-1])
         return [
             span
             for span in ((first, min(begins, last)), (len(self.text) - same, last))
             if span[1] > span[0]
         ]
 
-    def _extends(self, number: int) -> Span | None:
+    def _appended_turn(self, number: int) -> Span | None:
         """Returns the turn where the text begins with the prompt for it, and goes on with it and
         its end; or None."""
         shape = self.shape
@@ -224,10 +224,10 @@ class _Turns:
         the latest."""
         header = self.shape.header
         start = 0
-        for other, text in self._with_stand_in(number - 1) if number else ():
+        for other, text in self._with_sentinel(number - 1) if number else ():
             after, tail = (
-                _behind(text, self.mark),
-                self._behind([*self.messages[: number - 1], other], prompt=True),
+                _text_after(text, self.mark),
+                self._text_after([*self.messages[: number - 1], other], prompt=True),
             )
             if after is None or tail is None or not self.text.endswith(after):
                 continue
@@ -252,30 +252,32 @@ class _Turns:
                 return start + gap.rindex(header[:size]) + size
         return begins
 
-    def _first_own(self, number: int) -> int | None:
+    def _first_changed_character(self, number: int) -> int | None:
         """Returns the first character that is another one where the message is."""
-        for _, text in self._with_stand_in(number):
+        for _, text in self._with_sentinel(number):
             place = text.find(self.mark)
             return (
-                place if self.text.startswith(text[:place]) else _equal_characters(self.text, text)
+                place
+                if self.text.startswith(text[:place])
+                else _equal_character_count(self.text, text)
             )
         return None
 
     def _end(self, number: int) -> int | None:
         ends = self.messages[number + 1 :] == []
-        for other, text in self._with_stand_in(number):
-            after = _behind(text, self.mark) or ""
+        for other, text in self._with_sentinel(number):
+            after = _text_after(text, self.mark) or ""
             closing = self._closing([*self.messages[:number], other]) or ""
             if after.startswith(closing.rstrip()):
                 size = len(closing.rstrip())
             elif ends:  # the last turn is closed in a way of its own
                 size = len(after.rstrip())
             else:
-                size = len(after[: _common(after, closing)].rstrip())
+                size = len(after[: _common_prefix_length(after, closing)].rstrip())
                 if (
                     not size and self.shape.end
                 ):  # something of its own stands between the text and the turn's end
-                    follows = self._first_own(number + 1)
+                    follows = self._first_changed_character(number + 1)
                     gap = (
                         after[: follows - len(self.text) + len(after)]
                         if follows is not None
@@ -298,22 +300,28 @@ class _Turns:
     def _closing(self, messages: list[Message]) -> str | None:
         """Returns what stands between the last message's text and the prompt for the next
         answer."""
-        tail, header = self._behind(messages, prompt=True), self.shape.header
+        tail, header = self._text_after(messages, prompt=True), self.shape.header
         if tail is None or not self.shape.prompts:
             return tail
         return (
-            tail[: -len(header)] if tail.endswith(header) else self._behind(messages, prompt=False)
+            tail[: -len(header)]
+            if tail.endswith(header)
+            else self._text_after(messages, prompt=False)
         )
 
     def _with_role_token(self, number: int, last: int) -> int:
         """Returns the turn's end with the token of the next role, which ends a turn that has no end
         of its own."""
-        begins = None if self.messages[number]["role"] == "assistant" else self._first_own(number)
+        begins = (
+            None
+            if self.messages[number]["role"] == "assistant"
+            else self._first_changed_character(number)
+        )
         found = _ROLE_TOKEN.match(self.text, last, begins) if begins is not None else None
         return last if found is None else found.end()
 
-    def _behind(self, messages: list[Message], *, prompt: bool) -> str | None:
-        return _behind(self._try(messages, prompt=prompt), self.mark)
+    def _text_after(self, messages: list[Message], *, prompt: bool) -> str | None:
+        return _text_after(self._try(messages, prompt=prompt), self.mark)
 
     def _try(self, messages: list[Message], *, prompt: bool) -> str:
         """Renders the messages; "" where the template does not take them."""
@@ -323,7 +331,7 @@ class _Turns:
             return ""
 
 
-def _with_stand_in(message: Message, mark: str) -> Iterator[Message]:
+def _with_sentinel(message: Message, mark: str) -> Iterator[Message]:
     """Yields the message with another text; with other arguments, and with other names, of all its
     calls."""
     content, calls = message.get("content"), message.get("tool_calls")
@@ -356,12 +364,12 @@ def _with_stand_in(message: Message, mark: str) -> Iterator[Message]:
         yield {**message, "tool_calls": cast(JsonValue, named)}
 
 
-def _behind(text: str, mark: str = STAND_IN) -> str | None:
+def _text_after(text: str, mark: str = SENTINEL) -> str | None:
     place = text.rfind(mark)
     return None if place < 0 else text[place + len(mark) :]
 
 
-def _common(one: str, other: str) -> int:
+def _common_prefix_length(one: str, other: str) -> int:
     """Counts the characters that both begin with, whole units of them."""
     size = 0
     for a, b in zip(_UNIT.finditer(one), _UNIT.finditer(other), strict=False):
@@ -371,7 +379,7 @@ def _common(one: str, other: str) -> int:
     return size
 
 
-def _equal_characters(one: str, other: str) -> int:
+def _equal_character_count(one: str, other: str) -> int:
     return next(
         (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
         min(len(one), len(other)),

@@ -12,29 +12,30 @@ import re
 from dataclasses import dataclass, replace
 from typing import cast
 
-from shardwright.data.chat_format import STAND_IN, Message, Renders, TemplateError
+from shardwright.data.chat_format import SENTINEL, Message, MessageRenderer, TemplateError
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
-_KIMI_CALL = f"<|tool_call_begin|>{STAND_IN}<|tool_call_argument_begin|>"
+_KIMI_CALL = f"<|tool_call_begin|>{SENTINEL}<|tool_call_argument_begin|>"
 """What Kimi K2's template writes of a call with this id: the name is nowhere else, the id is
 functions.NAME:INDEX."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageForm:
+class MessageFormat:
     """Says what a template takes. parts: content as a list of parts, never a string.
-    text_arguments: a call's arguments as JSON text, never an object. kimi_ids: calls named by ids
-    in Kimi K2's form."""
+    arguments_as_text: a call's arguments as JSON text, never an object. kimi_ids: calls named by
+    ids in Kimi K2's form."""
 
     parts: bool = False
-    text_arguments: bool = False
+    arguments_as_text: bool = False
     kimi_ids: bool = False
 
-    def of_conversation(self, messages: list[Message]) -> list[Message]:
-        """Returns the messages in the template's form. messages: as `normal_message` makes them."""
+    def convert_conversation(self, messages: list[Message]) -> list[Message]:
+        """Returns the messages in the template's form. messages: as `normalize_message` makes
+        them."""
         messages = [self.of(message) for message in messages]
         return _with_kimi_ids(messages) if self.kimi_ids else messages
 
@@ -44,16 +45,16 @@ class MessageForm:
         content, calls = message.get("content"), message.get("tool_calls")
         if self.parts and isinstance(content, str):
             message = {**message, "content": [{"type": "text", "text": content}]}
-        if self.text_arguments and isinstance(calls, list):
+        if self.arguments_as_text and isinstance(calls, list):
             message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
         return message
 
 
-def message_form(render: Renders) -> MessageForm:
+def detect_message_format(render: MessageRenderer) -> MessageFormat:
     """Finds the form by what the template writes of a text, and of a call's arguments and id."""
 
     def shows(
-        form: MessageForm, messages: list[Message], printed: str = "", what: str = STAND_IN
+        form: MessageFormat, messages: list[Message], printed: str = "", what: str = SENTINEL
     ) -> bool:
         try:
             text = render([form.of(message) for message in messages], prompt=False)
@@ -61,24 +62,24 @@ def message_form(render: Renders) -> MessageForm:
             return False
         return what in text and not (printed and printed in text)
 
-    asked: Message = {"role": "user", "content": STAND_IN}
-    parts = not shows(MessageForm(), [asked]) and shows(MessageForm(parts=True), [asked])
-    function: JsonValue = {"name": "name", "arguments": {"key": STAND_IN}}
+    asked: Message = {"role": "user", "content": SENTINEL}
+    parts = not shows(MessageFormat(), [asked]) and shows(MessageFormat(parts=True), [asked])
+    function: JsonValue = {"name": "name", "arguments": {"key": SENTINEL}}
     call: Message = {"id": "abcdefghi", "type": "function", "function": function}
     talk: list[Message] = [
         {**asked, "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
-    by_python = str({"key": STAND_IN})
-    as_text = not shows(MessageForm(parts=parts), talk, by_python) and shows(
-        MessageForm(parts=parts, text_arguments=True), talk, by_python
+    by_python = str({"key": SENTINEL})
+    as_text = not shows(MessageFormat(parts=parts), talk, by_python) and shows(
+        MessageFormat(parts=parts, arguments_as_text=True), talk, by_python
     )
-    form = MessageForm(parts=parts, text_arguments=as_text)
-    named: Message = {**talk[1], "tool_calls": [{**call, "id": STAND_IN}]}
+    form = MessageFormat(parts=parts, arguments_as_text=as_text)
+    named: Message = {**talk[1], "tool_calls": [{**call, "id": SENTINEL}]}
     return replace(form, kimi_ids=shows(form, [talk[0], named], what=_KIMI_CALL))
 
 
-def normal_message(message: Message) -> Message:
+def normalize_message(message: Message) -> Message:
     """Returns text as a string where it is text alone, "" for none; each call as {"function":
     {"name", "arguments"}} with arguments as an object where they are one. Keys without a value are
     left out."""
@@ -97,7 +98,7 @@ def normal_message(message: Message) -> Message:
     return message
 
 
-def normal_tools(tools: JsonValue) -> JsonValue:
+def normalize_tools(tools: JsonValue) -> JsonValue:
     """Returns a list of objects, also where they are JSON text, as in many data sets. None for no
     tools."""
     if isinstance(tools, str):
@@ -107,12 +108,12 @@ def normal_tools(tools: JsonValue) -> JsonValue:
     return tools or None
 
 
-def without_nulls(value: JsonValue) -> JsonValue:
+def drop_nulls(value: JsonValue) -> JsonValue:
     """Leaves out keys whose value is null: Arrow makes one struct of all objects in a column, with
     each one's keys."""
     if isinstance(value, dict):
-        return {key: without_nulls(below) for key, below in value.items() if below is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: drop_nulls(below) for key, below in value.items() if below is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _text(content: JsonValue) -> JsonValue:

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwright.data.chat_format import (
-    MARKED,
-    HiddenTurn,
+    GENERATION_MARK,
     Message,
     Span,
     TemplateError,
-    TemplateShape,
+    TurnFormat,
+    TurnNotFound,
+    detect_turn_format,
     find_turns,
-    template_shape,
 )
-from shardwright.data.chat_messages import MessageForm, message_form
+from shardwright.data.chat_messages import MessageFormat, detect_message_format
 
 SECONDS = 10
 """Of computing, for one conversation. Real templates take a millisecond."""
@@ -58,16 +58,16 @@ def _answer(jinja: Callable[..., Any], line: bytes) -> dict[str, Any]:
     """Returns {"text", "spans", "open"}, {"hidden"}: the number of a message, or {"error"}."""
     try:
         text, spans, is_open = _rendered(jinja, **json.loads(line))
-    except HiddenTurn as hidden:
+    except TurnNotFound as hidden:
         return {"hidden": hidden.args[0]}
     except Exception as error:  # TemplateError, or what a conversation of gigabytes does here
         return {"error": str(error) or type(error).__name__}
     return {"text": text, "spans": spans, "open": is_open}
 
 
-_KNOWN: dict[tuple[object, ...], tuple[MessageForm, TemplateShape]] = {}
+_FORMATS: dict[tuple[object, ...], tuple[MessageFormat, TurnFormat]] = {}
 """Remembers of each template what it takes, and what it writes around an answer."""
-_MOST_KNOWN = 64
+_MAX_FORMATS = 64
 
 
 def _rendered(
@@ -101,7 +101,7 @@ def _rendered(
         except (
             Exception
         ) as error:  # whatever a template's code raises, memory and recursion among it
-            raise TemplateError(_in_words(error)) from None
+            raise TemplateError(_template_error_text(error)) from None
         if len(texts[0]) > MOST_CHARACTERS:
             raise TemplateError(f"it writes {len(texts[0]):,} characters")
         return str(texts[0]), places[0] if marks else []
@@ -109,25 +109,27 @@ def _rendered(
     if asks:
         return *run(messages, prompt=True), False
     key = (template, *sorted(special.items()))
-    if key not in _KNOWN:
-        if len(_KNOWN) == _MOST_KNOWN:
-            _KNOWN.clear()
-        form = message_form(lambda given, *, prompt: run(given, prompt=prompt, tools=None)[0])
-        shape = template_shape(
+    if key not in _FORMATS:
+        if len(_FORMATS) == _MAX_FORMATS:
+            _FORMATS.clear()
+        form = detect_message_format(
+            lambda given, *, prompt: run(given, prompt=prompt, tools=None)[0]
+        )
+        shape = detect_turn_format(
             lambda given, *, prompt: run([form.of(m) for m in given], prompt=prompt, tools=None)[0]
         )
-        _KNOWN[key] = form, shape
-    form, shape = _KNOWN[key]
-    messages = form.of_conversation(messages)
+        _FORMATS[key] = form, shape
+    form, shape = _FORMATS[key]
+    messages = form.convert_conversation(messages)
     if not turns:
         return *run(messages, prompt=False), False
-    if MARKED.search(template):
+    if GENERATION_MARK.search(template):
         return *run(messages, prompt=False, marks=True), False
     found = find_turns(lambda given, *, prompt: run(given, prompt=prompt)[0], messages, shape)
     return *found, shape.end == "" and messages[-1]["role"] == "assistant"
 
 
-def _in_words(error: Exception) -> str:
+def _template_error_text(error: Exception) -> str:
     from jinja2 import TemplateError as InTemplate
 
     said = " ".join(str(error).split())[:200]

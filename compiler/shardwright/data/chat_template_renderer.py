@@ -11,16 +11,16 @@ import subprocess
 import sys
 from typing import Any
 
-from shardwright.data.chat_format import HiddenTurn, Message, Span, TemplateError
+from shardwright.data.chat_format import Message, Span, TemplateError, TurnNotFound
 from shardwright.data.chat_template import SECONDS
 from shardwright.utils.json_types import JsonValue
 
 
-class Overrun(Exception):
+class RenderLimitExceeded(Exception):
     """Says that the template took more than it may, and its process ended."""
 
 
-class Renderer:
+class ChatTemplateRenderer:
     """Keeps one process for any number of conversations, and starts a new one after an overrun."""
 
     def __init__(self, seconds: int = SECONDS) -> None:
@@ -40,7 +40,7 @@ class Renderer:
         """Returns the text, and with `turns` where in it the assistant speaks, and whether its last
         turn has no end.
 
-        special: tokens that a template may name. Raises TemplateError, HiddenTurn, Overrun.
+        special: tokens that a template may name. Raises TemplateError, TurnNotFound, Overrun.
         """
         answer = self._ask(
             {
@@ -54,7 +54,7 @@ class Renderer:
         if "error" in answer:
             raise TemplateError(answer["error"])
         if "hidden" in answer:
-            raise HiddenTurn(int(answer["hidden"]))
+            raise TurnNotFound(int(answer["hidden"]))
         spans = [(int(first), int(last)) for first, last in answer["spans"]]
         return str(answer["text"]), spans, bool(answer["open"])
 
@@ -111,7 +111,7 @@ class Renderer:
         if not answer.endswith("\n"):
             process.wait()
             self.close()
-            raise Overrun(self._cause(process.returncode))
+            raise RenderLimitExceeded(self._cause(process.returncode))
         found: dict[str, Any] = json.loads(answer)
         return found
 

@@ -11,17 +11,17 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.chat_format import HiddenTurn, Message, Span, TemplateError
-from shardwright.data.chat_messages import normal_message, normal_tools
-from shardwright.data.chat_template_renderer import Overrun, Renderer
-from shardwright.data.label_check import LostLabels, check_labels
-from shardwright.data.record_counts import ReadReport
+from shardwright.data.chat_format import Message, Span, TemplateError, TurnNotFound
+from shardwright.data.chat_messages import normalize_message, normalize_tools
+from shardwright.data.chat_template_renderer import ChatTemplateRenderer, RenderLimitExceeded
+from shardwright.data.label_check import MissingLabel, check_labels
+from shardwright.data.record_counts import RecordCounts
 from shardwright.data.source_records import Record, missing_field
 from shardwright.data.tokenizers import Ids, Tokenizer
 from shardwright.diagnostics import refusal
 from shardwright.utils.json_types import JsonObject, JsonValue
 
-_RENDERER = Renderer()
+_RENDERER = ChatTemplateRenderer()
 _ANSWER = "8Kd2vN6jF"
 
 
@@ -58,7 +58,7 @@ def conversation(record: Record, key: str) -> Conversation:
                     "assistant, tool."
                 ),
             )
-        messages.append(normal_message(dict(cast(JsonObject, message))))
+        messages.append(normalize_message(dict(cast(JsonObject, message))))
         if message.get("content") is None and not messages[-1].get("tool_calls"):
             raise refusal(
                 "SW6111",
@@ -68,7 +68,9 @@ def conversation(record: Record, key: str) -> Conversation:
                     'written "".'
                 ),
             )
-    return Conversation(messages=messages, tools=normal_tools(document.get("tools")), where=where)
+    return Conversation(
+        messages=messages, tools=normalize_tools(document.get("tools")), where=where
+    )
 
 
 def encode(
@@ -77,7 +79,7 @@ def encode(
     template: str,
     train_on: str,
     expand: Expand | None = None,
-    report: ReadReport | None = None,
+    report: RecordCounts | None = None,
 ) -> tuple[Ids, npt.NDArray[np.bool_]]:
     """Returns (ids, which of them are labels).
 
@@ -96,7 +98,7 @@ def encode(
         text, spans, is_open = _RENDERER.render(
             template, talk.messages, talk.tools, tokenizer.special(), turns=turns
         )
-    except HiddenTurn as hidden:
+    except TurnNotFound as hidden:
         raise refusal(
             "SW6113",
             (
@@ -114,7 +116,7 @@ def encode(
             "Correct the record (a template without a system role wants its text in the first user "
             "message), or give another template as data.template.",
         ) from None
-    except Overrun as error:
+    except RenderLimitExceeded as error:
         raise refusal(
             "SW6112",
             f"{talk.where}: {whose} was ended: {error}",
@@ -125,8 +127,8 @@ def encode(
         ) from None
     try:
         if turns and not check_labels(talk.messages, text, spans) and report is not None:
-            report.without_reasoning += 1
-    except LostLabels as lost:
+            report.reasoning_not_rendered += 1
+    except MissingLabel as lost:
         raise refusal(
             "SW6124",
             f"{talk.where}: {lost.args[0]}",
@@ -135,13 +137,13 @@ def encode(
             "them.",
         ) from None
     if turns and report is not None:
-        report.without_end += is_open
+        report.unclosed_conversations += is_open
     if expand is not None:
         text, spans = expand(text, spans)
     if not turns:
         ids = tokenizer.encode([text])[0]
         return ids, np.ones(len(ids), dtype=np.bool_)
-    encoded = tokenizer.encode_with_places(text)
+    encoded = tokenizer.encode_with_offsets(text)
     trained = np.zeros(len(encoded.ids), dtype=np.bool_)
     for first, last in spans:
         # Whatever holds a character of the turn: "▁Yes" begins with the space in front of the
@@ -153,7 +155,7 @@ def encode(
     return encoded.ids, trained
 
 
-def template_of(tokenizer: Tokenizer, given: str | None) -> str:
+def resolve_chat_template(tokenizer: Tokenizer, given: str | None) -> str:
     """Returns the recipe's template, or the tokenizer's own. Errors: SW6112."""
     template = given or tokenizer.template
     if not isinstance(template, str):
@@ -168,7 +170,7 @@ def template_of(tokenizer: Tokenizer, given: str | None) -> str:
     return template
 
 
-def end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
+def end_of_turn_id(tokenizer: Tokenizer, template: str) -> int | None:
     """The id of the token that ends an answer and is trained with it: <|im_end|>, <|eot_id|>, often
     the tokenizer's eos_token. None where the answer's end is no token of its own, or the template
     leaves it out of what is trained."""
@@ -178,9 +180,9 @@ def end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
                 template, messages, None, tokenizer.special(), turns=True
             )
         except (
-            HiddenTurn,
+            TurnNotFound,
             TemplateError,
-            Overrun,
+            RenderLimitExceeded,
         ):  # a template may want a system message, or parts for the content
             continue
         place = text.rfind(_ANSWER)
@@ -190,7 +192,9 @@ def end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
         )
         tokens = [int(token) for token in tokenizer.encode([tail])[0]] if tail else []
         if (
-            end := next((token for token in reversed(tokens) if tokenizer.is_control(token)), None)
+            end := next(
+                (token for token in reversed(tokens) if tokenizer.is_special_token(token)), None
+            )
         ) is not None:
             return end
     return None

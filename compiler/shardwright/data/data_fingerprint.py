@@ -7,23 +7,23 @@ import hashlib
 from pathlib import Path
 
 from shardwright.data.data_preparation import prepared_folder
-from shardwright.data.data_sources import every_part
-from shardwright.data.image_files import BYTES_FILE, INDEX_FILE
+from shardwright.data.data_sources import all_data_sections
+from shardwright.data.image_files import IMAGE_BYTES_FILE, IMAGE_INDEX_FILE
 from shardwright.data.indexed_dataset import MANIFEST
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import DataSection
 
-_PREPARED = ("tokens.bin", "documents.bin", "trained.bin", BYTES_FILE, INDEX_FILE)
+_PREPARED = ("tokens.bin", "documents.bin", "trained.bin", IMAGE_BYTES_FILE, IMAGE_INDEX_FILE)
 BLOCK_BYTES, BLOCKS = 2**16, 1024
 """Of a larger file its size and this many blocks, from its first to its last bytes: terabytes are
 not read. What was prepared has a digest of all its tokens in its manifest."""
 
 
-def fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
+def data_fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
     """Returns data.path -> digest (hex) of each part that is read from files. It was prepared.
     Raises OSError."""
     found: dict[str, str] = {}
-    for part in every_part(plan):
+    for part in all_data_sections(plan):
         total = hashlib.sha256()
         for path in _files(part, folder):
             total.update(f"{path.name}\0{path.stat().st_size}\0".encode())

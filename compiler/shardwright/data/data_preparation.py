@@ -25,24 +25,33 @@ from pathlib import Path
 import numpy as np
 
 from shardwright.data import conversations
-from shardwright.data.data_sources import DataSource, locate, prepared_parts, shapes_folder
-from shardwright.data.document_packing import store_table
-from shardwright.data.image_captions import PairReader, PairSight, is_of_pairs
-from shardwright.data.image_conversations import SeenReader
-from shardwright.data.image_files import Counts, PictureWriter
-from shardwright.data.image_inputs import Sight
-from shardwright.data.indexed_dataset import TokenManifest, Writer, open_documents, read_manifest
+from shardwright.data.data_sources import DataSource, find_source, shapes_folder, tokenized_sections
+from shardwright.data.document_packing import write_packing_table
+from shardwright.data.image_captions import (
+    ContrastiveProcessor,
+    ImageCaptionReader,
+    has_image_captions,
+)
+from shardwright.data.image_conversations import ImageConversationReader
+from shardwright.data.image_files import ImageCounts, ImageWriter
+from shardwright.data.image_inputs import ImageProcessor
+from shardwright.data.indexed_dataset import (
+    DocumentWriter,
+    TokenManifest,
+    open_documents,
+    read_manifest,
+)
 from shardwright.data.reading_progress import ReadingProgress
-from shardwright.data.record_counts import ReadReport
+from shardwright.data.record_counts import RecordCounts
 from shardwright.data.shapes_dataset import draw_shapes
-from shardwright.data.source_records import records, text_pieces, texts
-from shardwright.data.tokenizers import Tokenizer, begin_of_document, load_tokenizer
+from shardwright.data.source_records import records, text_chunks, texts
+from shardwright.data.tokenizers import Tokenizer, document_prefix, load_tokenizer
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import DRAWN, DataSection
+from shardwright.recipe.recipe_types import DRAWN_SHAPES_DATASET, DataSection
 from shardwright.utils.atomic_write import write_atomically
 
-LARGEST_UNPREPARED_BYTES = 64 * 2**20
+MAX_UNPREPARED_BYTES = 64 * 2**20
 """Of sources that `run` tokenizes by itself: about a minute for a slow tokenizer, while the GPUs
 wait."""
 
@@ -57,21 +66,21 @@ def data_folder(folder: Path) -> Path:
 
 
 def prepare(
-    plan: Plan, folder: Path, *, limit_bytes: int | None, most_records: int | None = None
+    plan: Plan, folder: Path, *, limit_bytes: int | None, max_records: int | None = None
 ) -> None:
     """Tokenizes the sources that are not tokenized yet.
 
-    limit_bytes: SW6106 where more than that is to be read; None: however much it is. most_records:
+    limit_bytes: SW6106 where more than that is to be read; None: however much it is. max_records:
     of each source; None is all. Several processes may call it at once, on several hosts: one works,
     the others wait for it.
     """
     at = data_folder(folder)
-    if any(part.path == DRAWN for part in prepared_parts(plan)):
-        with writing(at):
+    if any(part.path == DRAWN_SHAPES_DATASET for part in tokenized_sections(plan)):
+        with explain_disk_errors(at):
             draw_shapes(shapes_folder(folder))
-    sources = [locate(part, folder) for part in prepared_parts(plan)]
-    missing = [s for s in sources if s.files and _found(at, s) is None]
-    gone = [s for s in sources if not s.files and _remembered(at, s.settings) is None]
+    sources = [find_source(part, folder) for part in tokenized_sections(plan)]
+    missing = [s for s in sources if s.files and _finished_manifest(at, s) is None]
+    gone = [s for s in sources if not s.files and _current_key(at, s.settings) is None]
     if gone:
         raise refusal(
             "SW6101",
@@ -89,17 +98,17 @@ def prepare(
         )
     if not sources:
         return
-    with writing(at):
+    with explain_disk_errors(at):
         at.mkdir(parents=True, exist_ok=True)
-        with _alone(at):
+        with _exclusive_lock(at):
             for source in sources:
-                if source.files and _found(at, source) is None:
-                    _build(plan, folder, at, source, most_records)
-            _remember(at, sources)
+                if source.files and _finished_manifest(at, source) is None:
+                    _tokenize_source(plan, folder, at, source, max_records)
+            _record_current_keys(at, sources)
             for source in sources:
                 if source.part.kind == "chat":
-                    here = at / str(_remembered(at, source.settings))
-                    store_table(
+                    here = at / str(_current_key(at, source.settings))
+                    write_packing_table(
                         here,
                         open_documents(here),
                         plan.training.sequence_length,
@@ -108,7 +117,7 @@ def prepare(
 
 
 @contextlib.contextmanager
-def prepared_sample(plan: Plan, folder: Path, most_records: int) -> Iterator[tuple[Plan, Path]]:
+def prepared_sample(plan: Plan, folder: Path, max_records: int) -> Iterator[tuple[Plan, Path]]:
     """Prepares the first records of each source in a temporary copy of the compiled folder.
 
     Yields the plan and the copy, which goes with the context. Every record that cannot be used is
@@ -127,7 +136,7 @@ def prepared_sample(plan: Plan, folder: Path, most_records: int) -> Iterator[tup
         for path in folder.iterdir():
             if path.name != "run":
                 (copy / path.name).symlink_to(path.absolute())
-        prepare(plan, copy, limit_bytes=None, most_records=most_records)
+        prepare(plan, copy, limit_bytes=None, max_records=max_records)
         yield plan, copy
 
 
@@ -135,7 +144,7 @@ def prepared_folder(part: DataSection, folder: Path) -> Path:
     """Returns where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made
     here."""
     at = data_folder(folder)
-    name = _remembered(at, locate(part, folder, look=False).settings)
+    name = _current_key(at, find_source(part, folder, look=False).settings)
     if name is None:
         raise refusal(
             "SW6120",
@@ -145,11 +154,11 @@ def prepared_folder(part: DataSection, folder: Path) -> Path:
     return at / name
 
 
-def _found(at: Path, source: DataSource) -> TokenManifest | None:
+def _finished_manifest(at: Path, source: DataSource) -> TokenManifest | None:
     return read_manifest(at / source.key)
 
 
-def _remembered(at: Path, settings: str) -> str | None:
+def _current_key(at: Path, settings: str) -> str | None:
     """Returns the KEY that was current for these settings, where it is whole."""
     try:
         name = str(json.loads((at / CURRENT).read_text(encoding="utf-8"))[settings])
@@ -158,7 +167,7 @@ def _remembered(at: Path, settings: str) -> str | None:
     return name if read_manifest(at / name) is not None else None
 
 
-def _remember(at: Path, sources: Iterable[DataSource]) -> None:
+def _record_current_keys(at: Path, sources: Iterable[DataSource]) -> None:
     try:
         known = json.loads((at / CURRENT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -169,7 +178,7 @@ def _remember(at: Path, sources: Iterable[DataSource]) -> None:
 
 
 @contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def explain_disk_errors(folder: Path) -> Iterator[None]:
     """Turns what the disk says into a diagnostic: SW6114 full, SW6115 not writable."""
     try:
         yield
@@ -194,7 +203,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(at: Path) -> Iterator[None]:
+def _exclusive_lock(at: Path) -> Iterator[None]:
     """Lets one writer work at a time, and clears away what a killed one left."""
     with (at / ".lock").open("w") as file:
         try:
@@ -211,8 +220,8 @@ def _alone(at: Path) -> Iterator[None]:
         yield
 
 
-def _build(
-    plan: Plan, folder: Path, at: Path, source: DataSource, most_records: int | None
+def _tokenize_source(
+    plan: Plan, folder: Path, at: Path, source: DataSource, max_records: int | None
 ) -> None:
     """Writes a source under a name of its own, then publishes it by one rename. Locks do not hold
     across hosts on every file system: a second writer there finds the folder taken, with the same
@@ -221,16 +230,16 @@ def _build(
     partial = at / f".partial-{source.key}-{socket.gethostname()}-{os.getpid()}"
     writer, pictures = None, None
     try:
-        writer = Writer(partial, tokenizer.dtype, masked=source.part.kind == "chat")
-        pictures = None if source.part.images is None else PictureWriter(partial)
+        writer = DocumentWriter(partial, tokenizer.dtype, masked=source.part.kind == "chat")
+        pictures = None if source.part.images is None else ImageWriter(partial)
         progress = ReadingProgress(
-            f"tokenizing {source.part.path}", source.size_bytes, shown=most_records is None
+            f"tokenizing {source.part.path}", source.size_bytes, shown=max_records is None
         )
         with contextlib.closing(progress) as shown:
-            report = ReadReport(share=source.part.skip_damaged, most=most_records)
-            for _ in _reading(source, folder, tokenizer, writer, pictures, shown, report):
+            report = RecordCounts(share=source.part.skip_damaged, most=max_records)
+            for _ in _read_source(source, folder, tokenizer, writer, pictures, shown, report):
                 _check_ids(plan, tokenizer, writer)
-            counts = Counts(told=[]) if pictures is None else pictures.counts
+            counts = ImageCounts(told=[]) if pictures is None else pictures.counts
             report.check(report.share, counts.damaged, counts.told)
             report.write(partial)
         if not writer.documents and (report.left_out or counts.damaged):
@@ -268,7 +277,7 @@ def _build(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: Writer) -> None:
+def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: DocumentWriter) -> None:
     """Refuses ids outside of the vocabulary at once, not after hours (SW6105)."""
     if writer.largest_id >= plan.model.vocabulary_size:
         raise refusal(
@@ -279,37 +288,43 @@ def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: Writer) -> None:
         )
 
 
-def _reading(
+def _read_source(
     source: DataSource,
     folder: Path,
     tokenizer: Tokenizer,
-    writer: Writer,
-    pictures: PictureWriter | None,
+    writer: DocumentWriter,
+    pictures: ImageWriter | None,
     shown: ReadingProgress,
-    report: ReadReport,
+    report: RecordCounts,
 ) -> Iterator[None]:
     part = source.part
     if pictures is None or part.images is None:
-        return _read(part, source.files, tokenizer, writer, shown, report)
-    if is_of_pairs(part):
-        return PairReader(
-            part, PairSight(folder / str(part.tokenizer), part.images), writer, pictures, report
+        return _read_text_or_chat(part, source.files, tokenizer, writer, shown, report)
+    if has_image_captions(part):
+        return ImageCaptionReader(
+            part,
+            ContrastiveProcessor(folder / str(part.tokenizer), part.images),
+            writer,
+            pictures,
+            report,
         ).read(source.files, shown)
-    sight = Sight(folder / str(part.tokenizer), part.images)
-    return SeenReader(part, tokenizer, sight, writer, pictures, report).read(source.files, shown)
+    image_processor = ImageProcessor(folder / str(part.tokenizer), part.images)
+    return ImageConversationReader(part, tokenizer, image_processor, writer, pictures, report).read(
+        source.files, shown
+    )
 
 
-def _read(
+def _read_text_or_chat(
     part: DataSection,
     files: tuple[str, ...],
     tokenizer: Tokenizer,
-    writer: Writer,
+    writer: DocumentWriter,
     shown: ReadingProgress,
-    report: ReadReport,
+    report: RecordCounts,
 ) -> Iterator[None]:
     """Yields after each batch that is written."""
     if part.kind == "chat":
-        template = conversations.template_of(tokenizer, part.template)
+        template = conversations.resolve_chat_template(tokenizer, part.template)
         for name in files:
             for record in records(name, report):
                 shown.add(record[2])
@@ -321,10 +336,10 @@ def _read(
                         )
                     )
                 except Refusal as problem:
-                    report.leave_out(problem)
+                    report.skip_record(problem)
                 yield
     else:
-        begin = begin_of_document(tokenizer, part.add_bos_token)
+        begin = document_prefix(tokenizer, part.add_bos_token)
         batch: list[Piece] = []
         size = 0
         for piece in _pieces(part, files, report):
@@ -342,7 +357,7 @@ Piece = tuple[str, int, bool]
 """(text, bytes of the source, whether its document ends with it)."""
 
 
-def _pieces(part: DataSection, files: tuple[str, ...], report: ReadReport) -> Iterator[Piece]:
+def _pieces(part: DataSection, files: tuple[str, ...], report: RecordCounts) -> Iterator[Piece]:
     """Yields text files in pieces, each file one document, however large; of the other kinds their
     records.
 
@@ -353,7 +368,7 @@ def _pieces(part: DataSection, files: tuple[str, ...], report: ReadReport) -> It
             if report.is_full:
                 return
             report.records += 1
-            for text, size in text_pieces(name):
+            for text, size in text_chunks(name):
                 yield text, size, False
                 if report.most is not None:
                     break
@@ -367,7 +382,7 @@ def _flush(
     batch: list[Piece],
     tokenizer: Tokenizer,
     begin: list[int],
-    writer: Writer,
+    writer: DocumentWriter,
     shown: ReadingProgress,
 ) -> None:
     encoded = tokenizer.encode([text for text, _, _ in batch])

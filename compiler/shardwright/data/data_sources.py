@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardwright.data.indexed_dataset import FORMAT
+from shardwright.data.indexed_dataset import PREPARED_FORMAT
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import written_images
+from shardwright.plan.plan_json import images_without_defaults
 from shardwright.recipe.recipe_types import (
     DOCUMENT_KINDS,
-    DRAWN,
-    STDLIB,
+    DRAWN_SHAPES_DATASET,
+    PYTHON_STDLIB_DATASET,
     TOKENIZED_KINDS,
     DataSection,
 )
@@ -43,34 +43,34 @@ class DataSource:
     key: str
 
 
-def parts_of(data: DataSection) -> tuple[DataSection, ...]:
+def data_sections(data: DataSection) -> tuple[DataSection, ...]:
     return data.mixture or (data,)
 
 
-def every_part(plan: Plan) -> Iterator[DataSection]:
+def all_data_sections(plan: Plan) -> Iterator[DataSection]:
     """Yields the parts of the training and of the validation data."""
     held_out = None if plan.validation is None else plan.validation.data
     for data in (plan.data, held_out):
-        yield from () if data is None else parts_of(data)
+        yield from () if data is None else data_sections(data)
 
 
-def prepared_parts(plan: Plan) -> Iterator[DataSection]:
+def tokenized_sections(plan: Plan) -> Iterator[DataSection]:
     """Yields those that are tokenized; the others are memory-mapped as they lie."""
-    return (part for part in every_part(plan) if part.kind in TOKENIZED_KINDS)
+    return (part for part in all_data_sections(plan) if part.kind in TOKENIZED_KINDS)
 
 
-def packs(plan: Plan) -> bool:
+def uses_packing(plan: Plan) -> bool:
     """Says whether documents that share a row are kept apart, in any part."""
-    return any(part.packing and part.kind in DOCUMENT_KINDS for part in every_part(plan))
+    return any(part.packing and part.kind in DOCUMENT_KINDS for part in all_data_sections(plan))
 
 
-def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
+def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
     """Finds a source. folder: the compiled one, which holds the tokenizer. look: for the files,
     too."""
-    files = tuple(files_behind(str(part.path), folder)) if look else ()
+    files = tuple(matching_files(str(part.path), folder)) if look else ()
     settings = _digest(
         [
-            FORMAT,
+            PREPARED_FORMAT,
             part.kind,
             part.path,
             part.tokenizer
@@ -83,7 +83,7 @@ def locate(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
             *(
                 []
                 if part.images is None
-                else [written_images(asdict(part.images)), part.skip_damaged]
+                else [images_without_defaults(asdict(part.images)), part.skip_damaged]
             ),
             *([part.skip_damaged] if part.images is None and part.skip_damaged else []),
             *([] if part.add_bos_token == "auto" else [f"add_bos_token {part.add_bos_token}"]),
@@ -112,12 +112,12 @@ def shapes_folder(folder: Path) -> Path:
     return folder / "run" / "data" / "shapes"
 
 
-def files_behind(path: str, folder: Path) -> list[str]:
+def matching_files(path: str, folder: Path) -> list[str]:
     """Lists the files that data.path names, in a fixed order. folder: the compiled one."""
-    if path == DRAWN:
+    if path == DRAWN_SHAPES_DATASET:
         path = str(shapes_folder(folder).absolute() / "data.jsonl")
         return [path] if os.path.isfile(path) else []
-    if path == STDLIB:
+    if path == PYTHON_STDLIB_DATASET:
         root = Path(sysconfig.get_path("stdlib"))
         files = [
             f

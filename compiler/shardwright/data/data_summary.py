@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.data_preparation import prepared_folder
-from shardwright.data.data_sources import parts_of
-from shardwright.data.dataset import Dataset, open_rows
-from shardwright.data.document_packing import whole_rows
-from shardwright.data.image_captions import is_of_pairs
-from shardwright.data.image_files import Counts, open_pictures, read_counts
+from shardwright.data.data_sources import data_sections
+from shardwright.data.dataset import Dataset, open_sequences
+from shardwright.data.document_packing import open_document_sequences
+from shardwright.data.image_captions import has_image_captions
+from shardwright.data.image_files import ImageCounts, open_images, read_image_counts
 from shardwright.data.indexed_dataset import Documents, open_documents, read_manifest
 from shardwright.data.megatron_indexed_dataset import open_megatron
-from shardwright.data.record_counts import ReadReport, read_report
-from shardwright.data.sequences import PADDING_ID, TokenBlock
-from shardwright.data.tokenizers import Ids, begin_of_document, load_tokenizer
+from shardwright.data.record_counts import RecordCounts, read_record_counts
+from shardwright.data.sequences import PADDING_ID, SequenceBatch
+from shardwright.data.tokenizers import Ids, document_prefix, load_tokenizer
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import DOCUMENT_KINDS, TOKENIZED_KINDS, DataSection
 
@@ -29,12 +29,12 @@ SAMPLES = 3
 EDGE_TOKENS = 60
 """Limits what is shown of a stretch of labels, or of other tokens, in a sample: so many tokens at
 either end."""
-MOST_STRETCHES = 7
+MAX_SPANS = 7
 """Limits the stretches of a sample: three answers and what stands around them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartSummary:
+class SourceSummary:
     """Counts what one source gives. Of a source without documents (tokens, synthetic), sequences
     and tokens alone.
 
@@ -48,12 +48,13 @@ class PartSummary:
 
     records: read; unusable: code of a diagnostic -> records left out for it; examples: code ->
     messages of the first ones, damaged images among them (SW6134). replaced: records in which half
-    of a surrogate pair became U+FFFD. without_reasoning: conversations whose reasoning the template
-    does not write; without_end: those whose last answer it does not close.
+    of a surrogate pair became U+FFFD. reasoning_not_rendered: conversations whose reasoning the
+    template does not write; unclosed_conversations: those whose last answer it does not close.
 
     begin: what each document of text begins with; None for conversations and captions.
 
-    padding_alone: share of padding with each document in rows of its own; padding: as the rows are.
+    unpacked_padding: share of padding with each document in rows of its own; padding: as the rows
+    are.
     """
 
     kind: str
@@ -65,48 +66,50 @@ class PartSummary:
     left_out: int = 0
     cut: int = 0
     empty: int = 0
-    padding_alone: float = 0.0
+    unpacked_padding: float = 0.0
     padding: float = 0.0
     pictures: int = 0
     too_long: int = 0
-    crowded: int = 0
+    too_many_images: int = 0
     damaged: int = 0
     records: int = 0
     unusable: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     replaced: int = 0
-    without_reasoning: int = 0
-    without_end: int = 0
+    reasoning_not_rendered: int = 0
+    unclosed_conversations: int = 0
     begin: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSpan:
+class SampleSpan:
     """Holds a stretch of a sample: its text, and whether the model learns to write it."""
 
     text: str
     trained: bool
 
 
-def summarize(plan: Plan, folder: Path) -> tuple[PartSummary, ...]:
+def summarize(plan: Plan, folder: Path) -> tuple[SourceSummary, ...]:
     """Counts the sources of the training data. folder: the compiled one, prepared."""
-    return tuple(_part(plan, part, folder) for part in parts_of(plan.data))
+    return tuple(_part(plan, part, folder) for part in data_sections(plan.data))
 
 
-def summarize_validation(plan: Plan, folder: Path) -> tuple[PartSummary, ...]:
+def summarize_validation(plan: Plan, folder: Path) -> tuple[SourceSummary, ...]:
     """Counts the sources of validation data of its own; () where there are none."""
     held_out = None if plan.validation is None else plan.validation.data
     return (
-        () if held_out is None else tuple(_part(plan, part, folder) for part in parts_of(held_out))
+        ()
+        if held_out is None
+        else tuple(_part(plan, part, folder) for part in data_sections(held_out))
     )
 
 
-def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
+def _part(plan: Plan, part: DataSection, folder: Path) -> SourceSummary:
     length = plan.training.sequence_length
-    sequences = len(open_rows(plan, part, folder, 1))
+    sequences = len(open_sequences(plan, part, folder, 1))
     if part.kind not in DOCUMENT_KINDS:
         tokens = sequences * length
-        return PartSummary(
+        return SourceSummary(
             kind=part.kind,
             path=part.path,
             sequences=sequences,
@@ -117,25 +120,25 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
     documents = open_megatron(str(part.path)) if here is None else open_documents(here)
     manifest = None if here is None else read_manifest(here)
     left_out, cut, padding, too_long = 0, 0, 0.0, 0
-    pictures = None if here is None else open_pictures(here)
-    counts = Counts(told=[]) if here is None or pictures is None else read_counts(here)
+    pictures = None if here is None else open_images(here)
+    counts = ImageCounts(told=[]) if here is None or pictures is None else read_image_counts(here)
     lengths = documents.lengths
-    trained = _trained(documents, part)
+    trained = _label_count(documents, part)
     if part.kind == "chat" and here is not None:
-        rows = whole_rows(here, documents, length, packed=part.packing)
+        rows = open_document_sequences(here, documents, length, packed=part.packing)
         too_long = 0 if pictures is None else int((lengths > length).sum())
         left_out, lengths = len(lengths) - len(rows.members) - too_long, lengths[rows.members]
         cut = int((lengths > length).sum())
         lengths = np.minimum(lengths, length)
         trained = _labels(documents, np.asarray(rows.members), lengths)
         padding = 1 - int(lengths.sum()) / max(1, len(rows) * length)
-    if is_of_pairs(part):
+    if has_image_captions(part):
         cut, lengths = int((lengths > length).sum()), np.minimum(lengths, length)
         padding = 1 - int(lengths.sum()) / max(1, len(lengths) * length)
-    report = ReadReport() if here is None else read_report(here)
+    report = RecordCounts() if here is None else read_record_counts(here)
     tokens = int(lengths.sum())
     alone = int((-(-lengths // length)).sum()) * length
-    return PartSummary(
+    return SourceSummary(
         kind=part.kind,
         path=part.path,
         sequences=sequences,
@@ -145,34 +148,34 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> PartSummary:
         left_out=left_out,
         cut=cut,
         empty=0 if manifest is None else manifest.empty,
-        padding_alone=1 - tokens / max(1, alone),
+        unpacked_padding=1 - tokens / max(1, alone),
         padding=padding,
         pictures=0 if pictures is None else len(pictures.index),
         too_long=too_long,
-        crowded=counts.crowded,
+        too_many_images=counts.too_many_images,
         damaged=counts.damaged,
         records=report.records,
         unusable=report.left_out,
         examples=report.first | ({"SW6134": counts.told} if counts.damaged else {}),
         replaced=report.replaced,
-        without_reasoning=report.without_reasoning,
-        without_end=report.without_end,
-        begin=begin_text(part, folder),
+        reasoning_not_rendered=report.reasoning_not_rendered,
+        unclosed_conversations=report.unclosed_conversations,
+        begin=document_prefix_text(part, folder),
     )
 
 
-def begin_text(part: DataSection, folder: Path) -> str | None:
+def document_prefix_text(part: DataSection, folder: Path) -> str | None:
     """Returns the text of the ids in front of each document; None where another rule counts."""
-    if part.kind not in ("text", "jsonl", "parquet") or is_of_pairs(part):
+    if part.kind not in ("text", "jsonl", "parquet") or has_image_captions(part):
         return None
     tokenizer = load_tokenizer(str(part.tokenizer), folder)
-    begin = begin_of_document(tokenizer, part.add_bos_token)
+    begin = document_prefix(tokenizer, part.add_bos_token)
     return tokenizer.decode(np.asarray(begin, dtype=np.int32)) if begin else ""
 
 
-def _trained(documents: Documents, part: DataSection) -> int:
+def _label_count(documents: Documents, part: DataSection) -> int:
     """Counts the labels of text: a first token cannot be predicted, and of a caption nothing is."""
-    if is_of_pairs(part):
+    if has_image_captions(part):
         return 0
     return len(documents.tokens) - (len(documents.ends) if part.packing else 1)
 
@@ -188,7 +191,7 @@ def _labels(
     return sum(int(np.count_nonzero(documents.trained[a:b])) for a, b in spans)
 
 
-def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[TextSpan]]:
+def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[SampleSpan]]:
     """Reads the first sequences of the training, around their labels; of a packed one its first
     document."""
     text = _decoder(plan, folder)
@@ -196,14 +199,14 @@ def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[TextSpan]]:
     return [_row_spans(data.train.read(rows[n : n + 1]), text) for n in range(len(rows))]
 
 
-def record_samples(plan: Plan, folder: Path) -> list[list[TextSpan]]:
+def record_samples(plan: Plan, folder: Path) -> list[list[SampleSpan]]:
     """Reads the first documents of the training's sources in turn, around their labels, whether a
     sequence is full or not; of a source without documents its first sequences."""
     text, length = _decoder(plan, folder), plan.training.sequence_length
 
-    def of_part(part: DataSection) -> Iterator[list[TextSpan]]:
+    def of_part(part: DataSection) -> Iterator[list[SampleSpan]]:
         if part.kind not in TOKENIZED_KINDS:
-            rows = open_rows(plan, part, folder, 1)
+            rows = open_sequences(plan, part, folder, 1)
             yield from (
                 _row_spans(rows.read(np.asarray([n])), text) for n in range(min(SAMPLES, len(rows)))
             )
@@ -213,25 +216,25 @@ def record_samples(plan: Plan, folder: Path) -> list[list[TextSpan]]:
             last = min(last, first + length)
             trained = np.ones(last - first, dtype=np.bool_)
             trained[:] = (
-                not is_of_pairs(part)
+                not has_image_captions(part)
                 if documents.trained is None
                 else documents.trained[first:last]
             )
             yield _spans(documents.tokens[first:last], trained, text)
 
-    turns = itertools.zip_longest(*(of_part(part) for part in parts_of(plan.data)))
+    turns = itertools.zip_longest(*(of_part(part) for part in data_sections(plan.data)))
     return [found for turn in turns for found in turn if found is not None][:SAMPLES]
 
 
 def _decoder(plan: Plan, folder: Path) -> Callable[[Ids], str]:
     """Returns what makes text of ids; the numbers themselves where the data has no tokenizer."""
-    names = [part.tokenizer for part in parts_of(plan.data) if part.tokenizer]
+    names = [part.tokenizer for part in data_sections(plan.data) if part.tokenizer]
     if names:
         return load_tokenizer(names[0], folder).decode
     return lambda ids: " ".join(map(str, ids.tolist())) + " "
 
 
-def _row_spans(block: TokenBlock, text: Callable[[Ids], str]) -> list[TextSpan]:
+def _row_spans(block: SequenceBatch, text: Callable[[Ids], str]) -> list[SampleSpan]:
     """Reads the first document of a row, without the padding behind it."""
     ids = block.tokens[0]
     # A caption is no label: pairs have images, and no marks.
@@ -248,15 +251,17 @@ def _row_spans(block: TokenBlock, text: Callable[[Ids], str]) -> list[TextSpan]:
     return _spans(ids[:stop], trained[:stop], text)
 
 
-def _spans(ids: Ids, trained: npt.NDArray[np.bool_], text: Callable[[Ids], str]) -> list[TextSpan]:
+def _spans(
+    ids: Ids, trained: npt.NDArray[np.bool_], text: Callable[[Ids], str]
+) -> list[SampleSpan]:
     """Cuts a document around its labels: each stretch is shown by its begin and its end, which for
     an answer is how the turn ends; of what stands in front of the first answer the end alone, of
     what stands behind the last the begin."""
     trained[0] = False
     borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     stretches = list(itertools.pairwise(borders))
-    found: list[TextSpan] = []
-    for number, (first, last) in enumerate(stretches[:MOST_STRETCHES]):
+    found: list[SampleSpan] = []
+    for number, (first, last) in enumerate(stretches[:MAX_SPANS]):
         is_label, is_last = bool(trained[first]), number == len(stretches) - 1
         if last - first <= 2 * EDGE_TOKENS:
             shown = text(ids[first:last])
@@ -269,12 +274,10 @@ def _spans(ids: Ids, trained: npt.NDArray[np.bool_], text: Callable[[Ids], str])
                 f"{text(ids[first : first + EDGE_TOKENS])} ... "
                 f"{text(ids[last - EDGE_TOKENS : last])}"
             )
-        found.append(TextSpan(text=shown, trained=is_label))
-    return (
-        [*found, TextSpan(text=" ...", trained=False)] if len(stretches) > MOST_STRETCHES else found
-    )
+        found.append(SampleSpan(text=shown, trained=is_label))
+    return [*found, SampleSpan(text=" ...", trained=False)] if len(stretches) > MAX_SPANS else found
 
 
-def marked(pieces: Sequence[TextSpan], begin: str, end: str) -> str:
+def marked(pieces: Sequence[SampleSpan], begin: str, end: str) -> str:
     """Joins a sample to one text, with what is trained between the two marks."""
     return "".join(f"{begin}{p.text}{end}" if p.trained else p.text for p in pieces)

@@ -10,25 +10,32 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.data_preparation import data_folder, prepared_folder, writing
-from shardwright.data.data_sources import parts_of
-from shardwright.data.document_packing import whole_rows
-from shardwright.data.image_captions import is_of_pairs, pair_rows
-from shardwright.data.image_files import open_pictures
+from shardwright.data.data_preparation import data_folder, explain_disk_errors, prepared_folder
+from shardwright.data.data_sources import data_sections
+from shardwright.data.document_packing import open_document_sequences
+from shardwright.data.image_captions import has_image_captions, open_caption_sequences
+from shardwright.data.image_files import open_images
 from shardwright.data.indexed_dataset import open_documents, read_manifest
 from shardwright.data.megatron_indexed_dataset import open_megatron
-from shardwright.data.samplers import EpochOrder, MixtureOrder, Order
-from shardwright.data.sequences import ArrayRows, Indices, JoinedRows, Rows, SomeRows, StreamRows
+from shardwright.data.samplers import EpochSampler, MixtureSampler, Sampler
+from shardwright.data.sequences import (
+    ArraySequences,
+    ChunkedSequences,
+    ConcatSequences,
+    Indices,
+    SequenceDataset,
+    SubsetSequences,
+)
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import DataSection
 from shardwright.utils.atomic_write import write_atomically
 
-SAMPLED_TOKENS = 2**26
+CHECKED_TOKENS = 2**26
 """Of an array that was not made by `prepare`: a full pass over terabytes would idle the GPUs."""
 
-STEPS = "steps.json"
-_HELD_OUT = 0x76616C
+STEPS_FILE = "steps.json"
+_VALIDATION_SEED = 0x76616C
 """Beside the seed, for the choice of held-out rows."""
 
 
@@ -37,30 +44,33 @@ class Dataset:
     """Holds opened data. steps: of the training, epochs resolved. parts: rows of each part of a
     mixture, which with the seed make the order."""
 
-    train: Rows
-    order: Order
+    train: SequenceDataset
+    order: Sampler
     parts: tuple[int, ...]
-    validation: Rows | None
+    validation: SequenceDataset | None
     steps: int
 
 
-def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Dataset:
+def open_dataset(plan: Plan, folder: Path, *, check_all_ids: bool = False) -> Dataset:
     """Opens the data of a plan whose sources were prepared. Raises Refusal where it does not fit
     the plan.
 
-    check_all: every token id is looked at, not the first SAMPLED_TOKENS alone.
+    check_all_ids: every token id is looked at, not the first CHECKED_TOKENS alone.
     """
     t = plan.training
-    limit = None if check_all else SAMPLED_TOKENS
-    parts = [open_rows(plan, part, folder, limit) for part in parts_of(plan.data)]
-    held_out: list[Rows] = []
+    limit = None if check_all_ids else CHECKED_TOKENS
+    parts = [open_sequences(plan, part, folder, limit) for part in data_sections(plan.data)]
+    held_out: list[SequenceDataset] = []
     if plan.validation is not None and plan.validation.fraction is not None:
         split = [_split(rows, plan.validation.fraction, t.seed, n) for n, rows in enumerate(parts)]
         parts, held_out = [s[0] for s in split], [s[1] for s in split]
     elif plan.validation is not None and plan.validation.data is not None:
-        held_out = [open_rows(plan, part, folder, limit) for part in parts_of(plan.validation.data)]
+        held_out = [
+            open_sequences(plan, part, folder, limit)
+            for part in data_sections(plan.validation.data)
+        ]
     counts = [len(rows) for rows in parts]
-    if sum(counts) < plan.rows_a_step or not all(counts):
+    if sum(counts) < plan.sequences_per_step or not all(counts):
         raise _too_little(plan, counts)
     if held_out and not sum(map(len, held_out)):
         raise refusal(
@@ -68,51 +78,55 @@ def open_dataset(plan: Plan, folder: Path, *, check_all: bool = False) -> Datase
             f"the validation data gives no whole sequence of {t.sequence_length} tokens",
             "Give more of it, or a larger validation.fraction.",
         )
-    order: Order
+    order: Sampler
     if plan.data.mixture:
         weights = [part.weight for part in plan.data.mixture]
-        order = MixtureOrder(counts, weights, plan.rows_a_step, t.seed, shuffle=plan.data.shuffle)
+        order = MixtureSampler(
+            counts, weights, plan.sequences_per_step, t.seed, shuffle=plan.data.shuffle
+        )
     else:
-        order = EpochOrder(counts[0], plan.rows_a_step, t.seed, shuffle=plan.data.shuffle)
+        order = EpochSampler(counts[0], plan.sequences_per_step, t.seed, shuffle=plan.data.shuffle)
     return Dataset(
         train=_joined(parts),
         order=order,
         parts=tuple(counts),
         validation=_joined(held_out) if held_out else None,
-        steps=t.steps if t.epochs is None else steps_of_epochs(t.epochs, order.steps_per_epoch),
+        steps=t.steps if t.epochs is None else epochs_to_steps(t.epochs, order.steps_per_epoch),
     )
 
 
-def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
+def epochs_to_steps(epochs: float, steps_per_epoch: int) -> int:
     """Counts steps; the last begun one counts as a whole one. 1e-9 is for what a decimal fraction
     is off."""
     return max(1, math.ceil(epochs * steps_per_epoch - 1e-9))
 
 
-def resolve(plan: Plan, folder: Path, *, check_all: bool = False) -> tuple[Plan, Dataset]:
+def resolve(plan: Plan, folder: Path, *, check_all_ids: bool = False) -> tuple[Plan, Dataset]:
     """Returns the plan with its epochs counted in steps, which are noted for `status`, and its
     data. Raises Refusal."""
-    data = open_dataset(plan, folder, check_all=check_all)
+    data = open_dataset(plan, folder, check_all_ids=check_all_ids)
     if plan.training.epochs is None:
         return plan, data
-    resolved = with_steps(plan, data.steps)
-    with writing(data_folder(folder)):
+    resolved = with_resolved_epochs(plan, data.steps)
+    with explain_disk_errors(data_folder(folder)):
         data_folder(folder).mkdir(parents=True, exist_ok=True)
-        write_atomically(data_folder(folder) / STEPS, json.dumps({"steps": data.steps}))
+        write_atomically(data_folder(folder) / STEPS_FILE, json.dumps({"steps": data.steps}))
     return resolved, data
 
 
-def noted_steps(plan: Plan, folder: Path) -> int:
+def recorded_step_count(plan: Plan, folder: Path) -> int:
     """Returns the steps of the training; 0 where epochs have not been counted yet."""
     if plan.training.epochs is None:
         return plan.training.steps
     try:
-        return int(json.loads((data_folder(folder) / STEPS).read_text(encoding="utf-8"))["steps"])
+        return int(
+            json.loads((data_folder(folder) / STEPS_FILE).read_text(encoding="utf-8"))["steps"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
-def with_steps(plan: Plan, steps: int) -> Plan:
+def with_resolved_epochs(plan: Plan, steps: int) -> Plan:
     """Returns the plan with epochs resolved. Raises Refusal (SW6122) where the learning rate
     schedule does not fit."""
     s = plan.scheduler
@@ -135,49 +149,53 @@ def with_steps(plan: Plan, steps: int) -> Plan:
     )
 
 
-def _joined(parts: list[Rows]) -> Rows:
-    return parts[0] if len(parts) == 1 else JoinedRows(tuple(parts))
+def _joined(parts: list[SequenceDataset]) -> SequenceDataset:
+    return parts[0] if len(parts) == 1 else ConcatSequences(tuple(parts))
 
 
-def open_rows(plan: Plan, part: DataSection, folder: Path, limit: int | None) -> Rows:
+def open_sequences(
+    plan: Plan, part: DataSection, folder: Path, limit: int | None
+) -> SequenceDataset:
     """Opens the sequences of one prepared source. limit: token ids of an array that are looked at;
     None is all."""
     length, vocabulary = plan.training.sequence_length, plan.model.vocabulary_size
     if part.kind == "synthetic":
         # Learnable and the same everywhere: arithmetic sequences modulo the vocabulary.
         random = np.random.default_rng(plan.training.seed)
-        n = max(1024, plan.rows_a_step)
+        n = max(1024, plan.sequences_per_step)
         first, step = random.integers(0, vocabulary, (n, 1)), random.integers(1, 8, (n, 1))
-        return ArrayRows((first + step * np.arange(length)) % vocabulary)
+        return ArraySequences((first + step * np.arange(length)) % vocabulary)
     if part.kind == "tokens":
         tokens = _load_tokens(str(part.path), length)
         _check_range(part, tokens[: None if limit is None else max(1, limit // length)], vocabulary)
-        return ArrayRows(tokens)
+        return ArraySequences(tokens)
     if part.kind == "megatron":
         documents = open_megatron(str(part.path))
         _check_range(part, documents.tokens[:limit], vocabulary)
-        return StreamRows(documents, length, part.packing)
+        return ChunkedSequences(documents, length, part.packing)
     here = prepared_folder(part, folder)
     manifest = read_manifest(here)
     if manifest is not None and manifest.largest_id >= vocabulary:
         raise _outside(part, manifest.largest_id, vocabulary)
     if part.kind == "chat":
-        return whole_rows(here, open_documents(here), length, packed=part.packing)
-    if is_of_pairs(part):
-        pictures = open_pictures(here)
+        return open_document_sequences(here, open_documents(here), length, packed=part.packing)
+    if has_image_captions(part):
+        pictures = open_images(here)
         assert pictures is not None, "its folder was prepared with them"
-        return pair_rows(here, open_documents(here), length, pictures)
-    return StreamRows(open_documents(here), length, part.packing)
+        return open_caption_sequences(here, open_documents(here), length, pictures)
+    return ChunkedSequences(open_documents(here), length, part.packing)
 
 
-def _split(rows: Rows, fraction: float, seed: int, part: int) -> tuple[Rows, Rows]:
+def _split(
+    rows: SequenceDataset, fraction: float, seed: int, part: int
+) -> tuple[SequenceDataset, SequenceDataset]:
     """Returns (to train on, held out): rows drawn by the seed, both in their own order; at least
     one is held out."""
     count = max(1, round(fraction * len(rows))) if len(rows) else 0
-    chosen = np.random.default_rng([seed, _HELD_OUT, part]).permutation(len(rows))[:count]
+    chosen = np.random.default_rng([seed, _VALIDATION_SEED, part]).permutation(len(rows))[:count]
     out = np.zeros(len(rows), dtype=np.bool_)
     out[chosen] = True
-    return SomeRows(rows, np.flatnonzero(~out)), SomeRows(rows, np.flatnonzero(out))
+    return SubsetSequences(rows, np.flatnonzero(~out)), SubsetSequences(rows, np.flatnonzero(out))
 
 
 def _load_tokens(path: str, length: int) -> npt.NDArray[np.integer]:
@@ -225,7 +243,7 @@ def _outside(part: DataSection, token: int, vocabulary: int) -> Exception:
 def _too_little(plan: Plan, counts: list[int]) -> Exception:
     t = plan.training
     # Of a mixture the part that has nothing, if there is one.
-    empty = [part.path for part, n in zip(parts_of(plan.data), counts, strict=True) if not n]
+    empty = [part.path for part, n in zip(data_sections(plan.data), counts, strict=True) if not n]
     name, count = (empty[0], 0) if empty else (plan.data.path or "the mixture", sum(counts))
     held = (
         ", apart from those held out for validation"
@@ -235,7 +253,7 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
     return refusal(
         "SW6104",
         f"{name!r} gives {count} sequences of {t.sequence_length}{held}, fewer than "
-        f"{'one' if empty else f'one global batch of {plan.rows_a_step}'}",
+        f"{'one' if empty else f'one global batch of {plan.sequences_per_step}'}",
         _more_sequences(plan, sum(counts)),
     )
 
@@ -243,11 +261,11 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
 def _more_sequences(plan: Plan, count: int) -> str:
     """Says what gives more rows of this kind of data: conversations are not cut from a stream as
     other text is."""
-    kinds = {part.kind for part in parts_of(plan.data)}
+    kinds = {part.kind for part in data_sections(plan.data)}
     ways = ["add text", "lower training.sequence_length"]
     if kinds == {"tokens"}:
         ways = ["add rows"]
-    elif all(is_of_pairs(part) for part in parts_of(plan.data)):
+    elif all(has_image_captions(part) for part in data_sections(plan.data)):
         ways = ["add pairs"]
     elif kinds == {"chat"}:
         ways = ["add conversations"]
@@ -255,7 +273,7 @@ def _more_sequences(plan: Plan, count: int) -> str:
             ways.append(
                 "raise training.sequence_length (one counts where an answer begins within it)"
             )
-        elif any(part.packing for part in parts_of(plan.data)):
+        elif any(part.packing for part in data_sections(plan.data)):
             ways.append("write `packing: false` for a row a conversation")
     if plan.validation is not None and plan.validation.fraction is not None:
         ways.append("lower validation.fraction")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwright.data.image_files import open_pictures
+from shardwright.data.image_files import open_images
 from shardwright.data.indexed_dataset import Documents
-from shardwright.data.sequences import DocumentRows, Indices
+from shardwright.data.sequences import DocumentSequences, Indices
 
 
 def _paths(folder: Path, length: int, packed: bool) -> tuple[Path, Path]:
@@ -17,25 +17,27 @@ def _paths(folder: Path, length: int, packed: bool) -> tuple[Path, Path]:
     return folder / f"members-{name}.npy", folder / f"bounds-{name}.npy"
 
 
-def store_table(folder: Path, documents: Documents, length: int, *, packed: bool) -> None:
+def write_packing_table(folder: Path, documents: Documents, length: int, *, packed: bool) -> None:
     paths = _paths(folder, length, packed)
     if all(path.exists() for path in paths):
         return
-    sees = open_pictures(folder) is not None
+    is_vision_language = open_images(folder) is not None
     for path, array in zip(
-        paths, _table(documents, length, packed=packed, whole=sees), strict=True
+        paths, _table(documents, length, packed=packed, whole=is_vision_language), strict=True
     ):
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
         np.save(temporary, array)
         os.replace(temporary, path)
 
 
-def whole_rows(folder: Path, documents: Documents, length: int, *, packed: bool) -> DocumentRows:
+def open_document_sequences(
+    folder: Path, documents: Documents, length: int, *, packed: bool
+) -> DocumentSequences:
     paths = _paths(folder, length, packed)
     if not all(path.exists() for path in paths):
-        store_table(folder, documents, length, packed=packed)
+        write_packing_table(folder, documents, length, packed=packed)
     members, bounds = (np.load(path, mmap_mode="r") for path in paths)
-    return DocumentRows(documents, length, packed, members, bounds, open_pictures(folder))
+    return DocumentSequences(documents, length, packed, members, bounds, open_images(folder))
 
 
 def _table(
@@ -57,15 +59,15 @@ def _table(
     return kept, np.arange(len(kept) + 1, dtype=np.int64)
 
 
-def pack(lengths: Indices, documents: Indices, room: int) -> tuple[Indices, Indices]:
-    """Returns (members, bounds) of rows.DocumentRows. lengths: of `documents`, each 1 to room.
+def pack(lengths: Indices, documents: Indices, sequence_length: int) -> tuple[Indices, Indices]:
+    """Returns (members, bounds) of rows.DocumentSequences. lengths: of `documents`, each 1 to room.
 
     Best fit decreasing, as in arXiv 2404.10830 (Fewer Truncations Improve Language Modeling): the
     longest first, each into the fullest row that still has room for it. Rows stand in the order of
     their first document, and documents in their own order within a row.
     """
     rows: list[list[int]] = []
-    by_space: list[list[int]] = [[] for _ in range(room + 1)]  # free tokens -> rows
+    by_space: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # free tokens -> rows
     spaces = 0  # bit i: some row has i tokens free
     for place in np.argsort(-lengths, kind="stable"):
         size = int(lengths[place])
@@ -76,7 +78,7 @@ def pack(lengths: Indices, documents: Indices, room: int) -> tuple[Indices, Indi
             if not by_space[space]:
                 spaces &= ~(1 << space)
         else:
-            space, row = room, len(rows)
+            space, row = sequence_length, len(rows)
             rows.append([])
         rows[row].append(int(documents[place]))
         left = space - size

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.image_decoder import Decoders
+from shardwright.data.image_decoder import ImageDecoders
 from shardwright.data.image_files import (
-    Damaged,
-    Picture,
-    PictureTable,
-    PictureWriter,
+    DamagedImage,
+    ImageSource,
+    ImageTable,
+    ImageWriter,
     decode,
-    locate_picture,
+    inspect_image,
 )
-from shardwright.data.image_inputs import loaded
-from shardwright.data.indexed_dataset import Documents, Writer
+from shardwright.data.image_inputs import load_or_refuse
+from shardwright.data.indexed_dataset import Documents, DocumentWriter
 from shardwright.data.reading_progress import ReadingProgress
-from shardwright.data.record_counts import ReadReport
-from shardwright.data.sequences import Indices, TokenBlock
-from shardwright.data.source_records import records, text_of
+from shardwright.data.record_counts import RecordCounts
+from shardwright.data.sequences import Indices, SequenceBatch
+from shardwright.data.source_records import record_text, records
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.recipe.recipe_types import DataSection, ImagesSection
 from shardwright.utils.json_types import JsonObject
@@ -40,15 +40,15 @@ from shardwright.utils.json_types import JsonObject
 if TYPE_CHECKING:
     import torch
 
-PICTURE = "image"
+IMAGE_KEY = "image"
 """Key of a record."""
 PADDING_FILE = "pairs.json"
-_AT_ONCE = 256
+_CAPTION_BATCH = 256
 """Captions that go to the tokenizer together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Padding:
+class CaptionPadding:
     """Holds what is put around a caption. fill: id behind it; closing: ids at the end of each that
     are the tokenizer's own."""
 
@@ -56,7 +56,7 @@ class Padding:
     closing: int
 
 
-class PairSight:
+class ContrastiveProcessor:
     """Holds the tokenizer and the image processor in `folder`. decoders: where pictures are
     decoded; None is here.
 
@@ -64,11 +64,11 @@ class PairSight:
     """
 
     def __init__(
-        self, folder: Path, images: ImagesSection, *, decoders: Decoders | None = None
+        self, folder: Path, images: ImagesSection, *, decoders: ImageDecoders | None = None
     ) -> None:
-        from shardwright.models.pair_processor import load_sides
+        from shardwright.models.pair_processor import load_pair_processor
 
-        self._tokenizer, self._images = loaded(load_sides, folder)
+        self._tokenizer, self._images = load_or_refuse(load_pair_processor, folder)
         self.images, self.decoders = images, decoders
 
     @property
@@ -84,19 +84,19 @@ class PairSight:
         return found
 
     @property
-    def padding(self) -> Padding:
+    def padding(self) -> CaptionPadding:
         special, ids = set(self._tokenizer.all_special_ids), self.ids(["a"])[0]
         closing = next(
             (n for n, token in enumerate(reversed(ids)) if token not in special), len(ids)
         )
         fill = self._tokenizer.pad_token_id
-        return Padding(fill=ids[-1] if fill is None else int(fill), closing=closing)
+        return CaptionPadding(fill=ids[-1] if fill is None else int(fill), closing=closing)
 
     def inputs(
         self,
         tokens: npt.NDArray[np.int64],
         trained: npt.NDArray[np.bool_] | None,
-        rows: Sequence[Sequence[Picture]],
+        rows: Sequence[Sequence[ImageSource]],
     ) -> dict[str, torch.Tensor]:
         """Returns what the forward takes beside the ids (B, S). Errors: SW6132."""
         most, flat = self.images.max_pixels, [picture for row in rows for picture in row]
@@ -108,21 +108,21 @@ class PairSight:
         return {"pixel_values": self._images(images=seen, return_tensors="pt")["pixel_values"]}
 
 
-class PairReader:
+class ImageCaptionReader:
     """Reads one source. writer, pictures: of the same folder. Errors: SW6110, SW6134, SW6135,
     SW6138."""
 
     def __init__(
         self,
         part: DataSection,
-        sight: PairSight,
-        writer: Writer,
-        pictures: PictureWriter,
-        report: ReadReport,
+        processor: ContrastiveProcessor,
+        writer: DocumentWriter,
+        pictures: ImageWriter,
+        report: RecordCounts,
     ) -> None:
-        self.part, self.sight, self.writer, self.pictures, self.report = (
+        self.part, self.processor, self.writer, self.pictures, self.report = (
             part,
-            sight,
+            processor,
             writer,
             pictures,
             report,
@@ -131,54 +131,55 @@ class PairReader:
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
         """Yields after each batch that is written."""
-        batch: list[tuple[str, Picture]] = []
+        batch: list[tuple[str, ImageSource]] = []
         for name in files:
             for record, where, size in records(name, self.report):
                 self._records += 1
                 found = None
                 try:
                     found = self._pair(
-                        record, where, Path(self.sight.images.folder or Path(name).parent)
+                        record, where, Path(self.processor.images.folder or Path(name).parent)
                     )
                 except Refusal as problem:
-                    self.report.leave_out(problem)
+                    self.report.skip_record(problem)
                 if found is not None:
                     batch.append(found)
                 shown.add(size)
-                if len(batch) == _AT_ONCE:
+                if len(batch) == _CAPTION_BATCH:
                     self._write(batch)
                     batch = []
                     yield
         self._write(batch)
         (self.writer.folder / PADDING_FILE).write_text(
-            json.dumps(asdict(self.sight.padding)), encoding="utf-8"
+            json.dumps(asdict(self.processor.padding)), encoding="utf-8"
         )
         yield
         self._check_damage()
 
-    def _pair(self, record: JsonObject, where: str, folder: Path) -> tuple[str, Picture] | None:
+    def _pair(self, record: JsonObject, where: str, folder: Path) -> tuple[str, ImageSource] | None:
         """Returns (caption, image); None where the image is damaged."""
-        caption, source = text_of(record, where, self.part.field), record.get(PICTURE)
+        caption, source = record_text(record, where, self.part.field), record.get(IMAGE_KEY)
         if source is None:
             raise refusal(
                 "SW6138",
-                f"{where}: there is no picture under {PICTURE!r}",
+                f"{where}: there is no picture under {IMAGE_KEY!r}",
                 (
-                    f"As {PICTURE!r} write a path relative to the file's folder, or an object with "
+                    f"As {IMAGE_KEY!r} write a path relative to the file's folder, or an "
+                    "object with "
                     "`bytes`."
                 ),
             )
         try:
-            return caption, locate_picture(source, folder)
-        except Damaged as why:
+            return caption, inspect_image(source, folder)
+        except DamagedImage as why:
             self.pictures.damaged(f"{where}: {why}")
             if not self.part.skip_damaged:
                 self._check_damage()
             return None
 
-    def _write(self, batch: list[tuple[str, Picture]]) -> None:
+    def _write(self, batch: list[tuple[str, ImageSource]]) -> None:
         for ids, (_, picture) in zip(
-            self.sight.ids([c for c, _ in batch]) if batch else [], batch, strict=True
+            self.processor.ids([c for c, _ in batch]) if batch else [], batch, strict=True
         ):
             number = self.writer.documents
             self.writer.add(np.asarray(ids, dtype=np.int32))
@@ -200,19 +201,19 @@ class PairReader:
 
 
 @dataclass(frozen=True, slots=True)
-class PairRows:
+class CaptionSequences:
     """Reads a caption a row: cut at S in front of what closes it, or filled up. pictures: one a
     caption."""
 
     documents: Documents
     length: int
-    padding: Padding
-    pictures: PictureTable
+    padding: CaptionPadding
+    pictures: ImageTable
 
     def __len__(self) -> int:
         return len(self.documents.ends)
 
-    def read(self, indices: Indices) -> TokenBlock:
+    def read(self, indices: Indices) -> SequenceBatch:
         d, closing = self.documents, self.padding.closing
         tokens = np.full((len(indices), self.length), self.padding.fill, dtype=np.int64)
         for row, i in enumerate(indices):
@@ -222,20 +223,22 @@ class PairRows:
             if size < len(ids) and closing:
                 tokens[row, size - closing :] = ids[len(ids) - closing :]
         pictures = tuple(self.pictures.of(int(i)) for i in indices)
-        return TokenBlock(tokens=tokens, starts=None, trained=None, pictures=pictures)
+        return SequenceBatch(tokens=tokens, starts=None, trained=None, pictures=pictures)
 
 
-def pair_rows(folder: Path, documents: Documents, length: int, pictures: PictureTable) -> PairRows:
+def open_caption_sequences(
+    folder: Path, documents: Documents, length: int, pictures: ImageTable
+) -> CaptionSequences:
     """Opens the rows of a prepared source. folder: its own."""
-    return PairRows(documents, length, read_padding(folder), pictures)
+    return CaptionSequences(documents, length, read_caption_padding(folder), pictures)
 
 
-def read_padding(folder: Path) -> Padding:
+def read_caption_padding(folder: Path) -> CaptionPadding:
     document: Any = json.loads((folder / PADDING_FILE).read_text("utf-8"))
-    return Padding(**document)
+    return CaptionPadding(**document)
 
 
-def is_of_pairs(part: DataSection) -> bool:
+def has_image_captions(part: DataSection) -> bool:
     """Says whether a source holds captions with an image each; conversations with images are of
     kind chat."""
     return part.images is not None and part.kind != "chat"

@@ -10,23 +10,23 @@ from pathlib import Path
 from shardwright.data import conversations
 from shardwright.data.chat_format import Span
 from shardwright.data.image_files import (
-    Damaged,
-    Picture,
-    PictureWriter,
-    locate_picture,
-    take_pictures,
+    DamagedImage,
+    ImageSource,
+    ImageWriter,
+    extract_images,
+    inspect_image,
 )
-from shardwright.data.image_inputs import Sight
-from shardwright.data.indexed_dataset import Writer
+from shardwright.data.image_inputs import ImageProcessor
+from shardwright.data.indexed_dataset import DocumentWriter
 from shardwright.data.reading_progress import ReadingProgress
-from shardwright.data.record_counts import ReadReport
+from shardwright.data.record_counts import RecordCounts
 from shardwright.data.source_records import records
 from shardwright.data.tokenizers import Tokenizer
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.recipe.recipe_types import DataSection
 
 
-class SeenReader:
+class ImageConversationReader:
     """Reads one source. writer, pictures: of the same folder. Errors: SW6130 to SW6134, and those
     of conversations."""
 
@@ -34,15 +34,20 @@ class SeenReader:
         self,
         part: DataSection,
         tokenizer: Tokenizer,
-        sight: Sight,
-        writer: Writer,
-        pictures: PictureWriter,
-        report: ReadReport,
+        image_processor: ImageProcessor,
+        writer: DocumentWriter,
+        pictures: ImageWriter,
+        report: RecordCounts,
     ) -> None:
         assert part.images is not None
-        self.part, self.images, self.tokenizer, self.sight = part, part.images, tokenizer, sight
+        self.part, self.images, self.tokenizer, self.image_processor = (
+            part,
+            part.images,
+            tokenizer,
+            image_processor,
+        )
         self.writer, self.pictures, self.report = writer, pictures, report
-        self._template = conversations.template_of(tokenizer, part.template)
+        self._template = conversations.resolve_chat_template(tokenizer, part.template)
         self._records = 0
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
@@ -55,7 +60,7 @@ class SeenReader:
                     talk = conversations.conversation(record, self.part.messages)
                     self._take(talk, record[0].get("images"), self._folder(name))
                 except Refusal as problem:
-                    self.report.leave_out(problem)
+                    self.report.skip_record(problem)
                 yield
         self._check_damage()
 
@@ -63,20 +68,20 @@ class SeenReader:
         return Path(self.images.folder or Path(name).parent)
 
     def _take(self, talk: conversations.Conversation, images: object, folder: Path) -> None:
-        messages, sources = take_pictures(images, talk.messages, talk.where)
+        messages, sources = extract_images(images, talk.messages, talk.where)
         if len(sources) > self.images.per_row:
-            self.pictures.counts.crowded += 1
+            self.pictures.counts.too_many_images += 1
             return
         try:
-            found = [locate_picture(source, folder) for source in sources]
-        except Damaged as why:
+            found = [inspect_image(source, folder) for source in sources]
+        except DamagedImage as why:
             self.pictures.damaged(f"{talk.where}: {why}")
             if not self.part.skip_damaged:
                 self._check_damage()
             return
 
         def expand(text: str, spans: list[Span]) -> tuple[str, list[Span]]:
-            return self._written_out(talk.where, text, spans, found)
+            return self._expand_placeholders(talk.where, text, spans, found)
 
         talk = replace(talk, messages=messages)
         ids, trained = conversations.encode(
@@ -87,10 +92,10 @@ class SeenReader:
         if self.writer.documents > number:
             self.pictures.add(number, found)
 
-    def _written_out(
-        self, where: str, text: str, spans: list[Span], found: list[Picture]
+    def _expand_placeholders(
+        self, where: str, text: str, spans: list[Span], found: list[ImageSource]
     ) -> tuple[str, list[Span]]:
-        if self.sight.touches(text):
+        if self.image_processor.has_adjacent_images(text):
             raise refusal(
                 "SW6136",
                 f"{where}: two pictures follow each other without a token between them, and this "
@@ -100,13 +105,14 @@ class SeenReader:
                     "template does."
                 ),
             )
-        written = self.sight.expand(text, spans, found)
+        written = self.image_processor.expand(text, spans, found)
         if written is None:
             raise refusal(
                 "SW6131",
-                f"{where}: the chat template writes {self.sight.token!r} "
-                f"{text.count(self.sight.token)} times for {len(found)} pictures",
-                f"For each part of the type `image` a template writes {self.sight.token!r} once, "
+                f"{where}: the chat template writes {self.image_processor.token!r} "
+                f"{text.count(self.image_processor.token)} times for {len(found)} pictures",
+                "For each part of the type `image` a template writes "
+                f"{self.image_processor.token!r} once, "
                 "and no text holds it. Correct data.template, or the record.",
             )
         return written

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, cast
 
-from shardwright.data.image_files import Picture, decode
+from shardwright.data.image_files import ImageSource, decode
 from shardwright.diagnostics import Refusal, refusal
 
 MOST_PROCESSES = 8
@@ -27,11 +27,11 @@ def main() -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
     while True:
         try:
-            picture, most_pixels = pickle.load(sys.stdin.buffer)
+            picture, max_pixels = pickle.load(sys.stdin.buffer)
         except EOFError:
             return 0
         try:
-            image = decode(picture, most_pixels)
+            image = decode(picture, max_pixels)
             answer: Any = image.size, image.tobytes()
         except Refusal as refused:
             answer = refused.diagnostics
@@ -39,7 +39,7 @@ def main() -> int:
         answers.flush()
 
 
-class Decoders:
+class ImageDecoders:
     """Decodes in so many processes at once; they start with the first image, and end with this
     process."""
 
@@ -47,11 +47,11 @@ class Decoders:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="decode")
         self._own = threading.local()
 
-    def decode(self, pictures: Sequence[Picture], most_pixels: int) -> list[Any]:
+    def decode(self, pictures: Sequence[ImageSource], max_pixels: int) -> list[Any]:
         """Returns Pillow's RGB images, in order. Errors: SW6132, SW6137."""
-        return list(self._threads.map(lambda picture: self._one(picture, most_pixels), pictures))
+        return list(self._threads.map(lambda picture: self._one(picture, max_pixels), pictures))
 
-    def _one(self, picture: Picture, most_pixels: int) -> Any:
+    def _one(self, picture: ImageSource, max_pixels: int) -> Any:
         from PIL import Image
 
         process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
@@ -60,7 +60,7 @@ class Decoders:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self._own.process = process
         try:
-            pickle.dump((picture, most_pixels), cast(BinaryIO, process.stdin))
+            pickle.dump((picture, max_pixels), cast(BinaryIO, process.stdin))
             cast(BinaryIO, process.stdin).flush()
             answer = pickle.load(cast(BinaryIO, process.stdout))
         except (OSError, EOFError, pickle.UnpicklingError):
@@ -77,7 +77,7 @@ class Decoders:
         raise Refusal(*answer)
 
 
-def processes_of_a_rank(ranks: int) -> int:
+def decoder_processes_per_rank(ranks: int) -> int:
     """Returns how many processes one rank starts. ranks: of this host, which share its cores."""
     return max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // max(1, ranks)))
 

@@ -24,28 +24,32 @@ import numpy.typing as npt
 
 from shardwright.data.chat_format import Message
 from shardwright.diagnostics import refusal
-from shardwright.utils.bounded_read import read_regular
+from shardwright.utils.bounded_read import read_regular_file
 from shardwright.utils.json_types import JsonObject, JsonValue
 
-BYTES_FILE, INDEX_FILE, COUNTS_FILE = "pictures.bin", "pictures.npy", "pictures.json"
-MOST_PIXELS = 2**26
+IMAGE_BYTES_FILE, IMAGE_INDEX_FILE, IMAGE_COUNTS_FILE = (
+    "pictures.bin",
+    "pictures.npy",
+    "pictures.json",
+)
+MAX_IMAGE_PIXELS = 2**26
 """Of a picture that is opened at all: a small file can hold gigabytes of one colour."""
-MOST_FILE_BYTES = 2**29
-PLACEHOLDER = "<image>"
+MAX_IMAGE_BYTES = 2**29
+IMAGE_PLACEHOLDER = "<image>"
 """Stands for the next of a record's `images` in a message that is plain text."""
-MOST_TOLD = 5
+MAX_POD_PATCH_ERRORS = 5
 
 _SOURCE_KEYS = ("path", "image", "url")
-_TURNED = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
+_TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 
 
-class Damaged(Exception):
+class DamagedImage(Exception):
     """Says in one line which image cannot be used, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class ImageSource:
     """Says where an image's bytes are: path or data. width, height: in pixels, as it is seen (its
     EXIF orientation applied)."""
 
@@ -56,16 +60,16 @@ class Picture:
 
 
 @dataclass(slots=True, kw_only=True)
-class Counts:
+class ImageCounts:
     """Counts conversations. damaged: left out because a picture is; crowded: because they hold more
     than images.per_row. told: the first damaged pictures, and why."""
 
     damaged: int = 0
-    crowded: int = 0
+    too_many_images: int = 0
     told: list[str]
 
 
-def take_pictures(
+def extract_images(
     given: object, messages: list[Message], where: str
 ) -> tuple[list[Message], list[JsonValue]]:
     """Returns (messages as a template takes them, what the record says of each picture, in order of
@@ -127,10 +131,10 @@ def _parts(content: JsonValue, *, text_alone: bool) -> list[JsonObject] | None:
         return [
             part if isinstance(part, dict) else {"type": type(part).__name__} for part in content
         ]
-    if not isinstance(content, str) or text_alone or PLACEHOLDER not in content:
+    if not isinstance(content, str) or text_alone or IMAGE_PLACEHOLDER not in content:
         return None
     parts: list[JsonObject] = []
-    for number, text in enumerate(content.split(PLACEHOLDER)):
+    for number, text in enumerate(content.split(IMAGE_PLACEHOLDER)):
         parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
     return parts
 
@@ -147,7 +151,7 @@ def _unmatched(where: str, why: str) -> Exception:
     )
 
 
-def locate_picture(source: JsonValue, folder: Path) -> Picture:
+def inspect_image(source: JsonValue, folder: Path) -> ImageSource:
     """Looks at an image's header. source: a path relative to `folder`, or an object with `path` or
     `bytes`.
 
@@ -157,12 +161,12 @@ def locate_picture(source: JsonValue, folder: Path) -> Picture:
     if isinstance(source, dict):
         data = source.get("bytes")
         if isinstance(data, bytes) and data:
-            return _looked_at(str(source.get("path") or "a picture in the record"), None, data)
+            return _read_header(str(source.get("path") or "a picture in the record"), None, data)
         source = next((source[key] for key in _SOURCE_KEYS if source.get(key)), None)
     if isinstance(source, str) and source[:5].lower() == "data:":
-        return _looked_at("a picture in the record", None, _data_of_uri(source))
+        return _read_header("a picture in the record", None, _data_of_uri(source))
     if not isinstance(source, str) or "://" in source:
-        raise Damaged(
+        raise DamagedImage(
             f"{str(source)[:120]!r} is no file: pictures lie in files or in the record, and none "
             "is fetched"
         )
@@ -183,11 +187,11 @@ def locate_picture(source: JsonValue, folder: Path) -> Picture:
             ),
         )
     try:
-        data = read_regular(path, MOST_FILE_BYTES)
+        data = read_regular_file(path, MAX_IMAGE_BYTES)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is no regular file, or too large"
-        raise Damaged(f"{_short(path)} cannot be read: {why}") from None
-    return _looked_at(_short(path), path, data)
+        raise DamagedImage(f"{_short(path)} cannot be read: {why}") from None
+    return _read_header(_short(path), path, data)
 
 
 def _data_of_uri(uri: str) -> bytes:
@@ -198,22 +202,24 @@ def _data_of_uri(uri: str) -> bytes:
             raise ValueError
         return base64.b64decode("".join(text.split()) + "=" * (-len(text) % 4), validate=True)
     except ValueError:
-        raise Damaged(f"{head[:60]!r} is followed by no base64 text") from None
+        raise DamagedImage(f"{head[:60]!r} is followed by no base64 text") from None
 
 
 def _short(path: str) -> str:
     return repr(path if len(path) <= 300 else f"{path[:120]}... ({len(path):,} characters)")
 
 
-def _looked_at(name: str, path: str | None, data: bytes) -> Picture:
+def _read_header(name: str, path: str | None, data: bytes) -> ImageSource:
     with _opened(name, data) as image:
         if getattr(image, "n_frames", 1) > 1:
-            raise Damaged(f"{name} is animated ({image.n_frames} frames)")
+            raise DamagedImage(f"{name} is animated ({image.n_frames} frames)")
         width, height = image.size
-        if width * height > MOST_PIXELS:
-            raise Damaged(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+        if width * height > MAX_IMAGE_PIXELS:
+            raise DamagedImage(
+                f"{name} has {width} x {height} pixels, more than {MAX_IMAGE_PIXELS:,}"
+            )
         if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
-            raise Damaged(
+            raise DamagedImage(
                 f"{name} has 32 bits a pixel (Pillow's mode {image.mode}), and nothing says what "
                 "is white"
             )
@@ -221,10 +227,10 @@ def _looked_at(name: str, path: str | None, data: bytes) -> Picture:
         if end is None:
             _load(name, image)
         elif end not in data[-4096:]:
-            raise Damaged(f"{name} is cut off")
-        if image.getexif().get(0x0112) in _TURNED:
+            raise DamagedImage(f"{name} is cut off")
+        if image.getexif().get(0x0112) in _TRANSPOSED_ORIENTATIONS:
             width, height = height, width
-    return Picture(path=path, data=None if path else data, width=width, height=height)
+    return ImageSource(path=path, data=None if path else data, width=width, height=height)
 
 
 @contextlib.contextmanager
@@ -236,38 +242,42 @@ def _opened(name: str, data: bytes) -> Iterator[Any]:
             warnings.simplefilter("ignore")  # of its own size limit: ours is lower
             with Image.open(io.BytesIO(data)) as image:
                 yield image
-    except Damaged:
+    except DamagedImage:
         raise
     except Exception as error:  # of any of Pillow's decoders
         why = _first_line(error)
         if "cannot identify" in why:  # Pillow names its own object
             why = f"Pillow does not know its format (it begins with {data[:8]!r})"
-        raise Damaged(f"{name} is no picture that can be opened: {why}") from None
+        raise DamagedImage(f"{name} is no picture that can be opened: {why}") from None
 
 
 def _load(name: str, image: Any) -> None:
     try:
         image.load()
     except Exception as error:
-        raise Damaged(f"{name} cannot be decoded: {_first_line(error)}") from None
+        raise DamagedImage(f"{name} cannot be decoded: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
-def decode(picture: Picture, most_pixels: int) -> Any:
+def decode(picture: ImageSource, max_pixels: int) -> Any:
     """Returns Pillow's RGB image, its orientation applied, and made smaller where it is too large.
     Errors: SW6132."""
     from PIL import ImageOps
 
     name = "a picture in the data" if picture.path is None else repr(picture.path)
     try:
-        data = picture.data if picture.path is None else read_regular(picture.path, MOST_FILE_BYTES)
+        data = (
+            picture.data
+            if picture.path is None
+            else read_regular_file(picture.path, MAX_IMAGE_BYTES)
+        )
         with _opened(name, data or b"") as image:
             _load(name, image)
             seen = _rgb(ImageOps.exif_transpose(image))
-    except (OSError, Damaged) as error:
+    except (OSError, DamagedImage) as error:
         raise refusal(
             "SW6132",
             f"a picture that `prepare` has counted cannot be used: {error}",
@@ -283,7 +293,7 @@ def decode(picture: Picture, most_pixels: int) -> Any:
             f"{picture.height} when it was prepared",
             "Let no other program change the pictures, and prepare again.",
         )
-    size = size_within(picture.width, picture.height, most_pixels)
+    size = fit_within_pixels(picture.width, picture.height, max_pixels)
     return seen if size == seen.size else seen.resize(size)
 
 
@@ -299,26 +309,26 @@ def _rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def size_within(width: int, height: int, most_pixels: int) -> tuple[int, int]:
+def fit_within_pixels(width: int, height: int, max_pixels: int) -> tuple[int, int]:
     """Returns a size of at most so many pixels, in the same proportions; 1 pixel is the least
     side."""
-    if width * height <= most_pixels:
+    if width * height <= max_pixels:
         return width, height
-    scale = math.sqrt(most_pixels / (width * height))
-    low = min(max(1, int(height * scale)), most_pixels)
-    return max(1, min(int(width * scale), most_pixels // low)), low
+    scale = math.sqrt(max_pixels / (width * height))
+    low = min(max(1, int(height * scale)), max_pixels)
+    return max(1, min(int(width * scale), max_pixels // low)), low
 
 
-class PictureWriter:
+class ImageWriter:
     """Writes images beside store.Writer, in the same folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.counts = folder, Counts(told=[])
-        self._bytes = (folder / BYTES_FILE).open("wb")
+        self.folder, self.counts = folder, ImageCounts(told=[])
+        self._bytes = (folder / IMAGE_BYTES_FILE).open("wb")
         self._rows: list[tuple[int, ...]] = []
         self._at = 0
 
-    def add(self, document: int, pictures: list[Picture]) -> None:
+    def add(self, document: int, pictures: list[ImageSource]) -> None:
         for picture in pictures:
             data = (
                 picture.data if picture.path is None else os.fsencode(os.path.abspath(picture.path))
@@ -340,54 +350,58 @@ class PictureWriter:
 
     def damaged(self, why: str) -> None:
         self.counts.damaged += 1
-        if len(self.counts.told) < MOST_TOLD:
+        if len(self.counts.told) < MAX_POD_PATCH_ERRORS:
             self.counts.told.append(why)
 
     def finish(self) -> None:
         self._bytes.flush()
         os.fsync(self._bytes.fileno())
         self._bytes.close()
-        np.save(self.folder / INDEX_FILE, np.asarray(self._rows, dtype=np.int64).reshape(-1, 6))
-        (self.folder / COUNTS_FILE).write_text(json.dumps(asdict(self.counts)), encoding="utf-8")
+        np.save(
+            self.folder / IMAGE_INDEX_FILE, np.asarray(self._rows, dtype=np.int64).reshape(-1, 6)
+        )
+        (self.folder / IMAGE_COUNTS_FILE).write_text(
+            json.dumps(asdict(self.counts)), encoding="utf-8"
+        )
 
     def close(self) -> None:
         self._bytes.close()
 
 
 @dataclass(frozen=True, slots=True)
-class PictureTable:
+class ImageTable:
     """Reads the images of a prepared source. data: pictures.bin; index: pictures.npy."""
 
     data: npt.NDArray[np.uint8]
     index: npt.NDArray[np.int64]
 
-    def of(self, document: int) -> tuple[Picture, ...]:
+    def of(self, document: int) -> tuple[ImageSource, ...]:
         first, stop = np.searchsorted(self.index[:, 0], (document, document + 1))
         return tuple(self._picture(*row) for row in self.index[first:stop].tolist())
 
     def _picture(
         self, _: int, first: int, end: int, is_path: int, width: int, height: int
-    ) -> Picture:
+    ) -> ImageSource:
         data = self.data[first:end].tobytes()
         path = os.fsdecode(data) if is_path else None
-        return Picture(path=path, data=None if is_path else data, width=width, height=height)
+        return ImageSource(path=path, data=None if is_path else data, width=width, height=height)
 
 
-def open_pictures(folder: Path) -> PictureTable | None:
+def open_images(folder: Path) -> ImageTable | None:
     """Opens a prepared source's images; None where the data has none."""
-    if not (folder / INDEX_FILE).is_file():
+    if not (folder / IMAGE_INDEX_FILE).is_file():
         return None
-    path = folder / BYTES_FILE
+    path = folder / IMAGE_BYTES_FILE
     data = (
         np.memmap(path, dtype=np.uint8, mode="r")
         if path.stat().st_size
         else np.empty(0, dtype=np.uint8)
     )
-    return PictureTable(data, np.load(folder / INDEX_FILE, mmap_mode="r"))
+    return ImageTable(data, np.load(folder / IMAGE_INDEX_FILE, mmap_mode="r"))
 
 
-def read_counts(folder: Path) -> Counts:
+def read_image_counts(folder: Path) -> ImageCounts:
     try:
-        return Counts(**json.loads((folder / COUNTS_FILE).read_text("utf-8")))
+        return ImageCounts(**json.loads((folder / IMAGE_COUNTS_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
-        return Counts(told=[])
+        return ImageCounts(told=[])

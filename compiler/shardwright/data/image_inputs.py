@@ -15,28 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.chat_format import Span
-from shardwright.data.image_decoder import Decoders
-from shardwright.data.image_files import Picture, decode, size_within
+from shardwright.data.image_decoder import ImageDecoders
+from shardwright.data.image_files import ImageSource, decode, fit_within_pixels
 from shardwright.diagnostics import refusal
 from shardwright.recipe.recipe_types import ImagesSection
 
 if TYPE_CHECKING:
     import torch
 
-BLANK_SIDE = 32
+DUMMY_IMAGE_SIDE = 32
 """Pixels of the blank picture's side, which a micro-batch without pictures shows the tower."""
 
 
 T = TypeVar("T")
 
 
-def loaded(load: Callable[[Path], T], folder: Path) -> T:
+def load_or_refuse(load: Callable[[Path], T], folder: Path) -> T:
     """Returns what the files of a processor in `folder` make. Raises Refusal: SW6133."""
-    from shardwright.models.image_processor import NoProcessor
+    from shardwright.models.image_processor import ProcessorUnavailable
 
     try:
         return load(folder)
-    except NoProcessor as error:
+    except ProcessorUnavailable as error:
         raise refusal(
             "SW6133",
             f"the processor in {str(folder)!r} cannot be used: {error}",
@@ -47,12 +47,12 @@ def loaded(load: Callable[[Path], T], folder: Path) -> T:
         ) from None
 
 
-class Sight:
+class ImageProcessor:
     """Holds the processor in `folder`. takes: names that the model's forward has; None where only
     texts are asked for. token: the text that stands for a picture. template: the processor's own
     chat template.
 
-    integers_alone: the pictures' values do not matter, and nothing is decoded: a later stage asks
+    skip_decoding: the pictures' values do not matter, and nothing is decoded: a later stage asks
     for sizes and places. decoders: where pictures are decoded; None is here.
 
     Raises Refusal: SW6133.
@@ -64,26 +64,28 @@ class Sight:
         images: ImagesSection,
         takes: frozenset[str] | None = None,
         *,
-        integers_alone: bool = False,
-        decoders: Decoders | None = None,
+        skip_decoding: bool = False,
+        decoders: ImageDecoders | None = None,
     ) -> None:
-        from shardwright.models.image_processor import load_processor, options_of
+        from shardwright.models.image_processor import image_processor_arguments, load_processor
 
-        self._processor = loaded(load_processor, folder)
-        self._options = loaded(lambda _: options_of(self._processor, tiles=images.tiles), folder)
+        self._processor = load_or_refuse(load_processor, folder)
+        self._options = load_or_refuse(
+            lambda _: image_processor_arguments(self._processor, tiles=images.tiles), folder
+        )
         self.images, self._takes = images, takes
-        self.integers_alone, self.decoders = integers_alone, decoders
+        self.skip_decoding, self.decoders = skip_decoding, decoders
         self.token: str = self._processor.image_token
         self.template: str | None = getattr(self._processor, "chat_template", None)
-        self._stands = functools.lru_cache(maxsize=4096)(self._text_of_size)
+        self._placeholder_text = functools.lru_cache(maxsize=4096)(self._text_of_size)
         # Of a type that cuts a picture into tiles where it is alone in its row, and leaves several
         # whole.
-        self._by_rows = "batch_num_images" in getattr(
+        self._tiles_per_sequence = "batch_num_images" in getattr(
             self._processor.image_processor, "model_input_names", ()
         )
 
     def expand(
-        self, text: str, spans: list[Span], pictures: Sequence[Picture]
+        self, text: str, spans: list[Span], pictures: Sequence[ImageSource]
     ) -> tuple[str, list[Span]] | None:
         """Returns the text with each placeholder written out for its picture, and where the spans
         stand then; None where there are more or fewer placeholders than pictures."""
@@ -92,14 +94,14 @@ class Sight:
             return None
         out, moves, at = [pieces[0]], [], len(pieces[0])
         for piece, picture in zip(pieces[1:], pictures, strict=True):
-            size = size_within(picture.width, picture.height, self.images.max_pixels)
-            written = self._stands(*size, self._by_rows and len(pictures) > 1)
+            size = fit_within_pixels(picture.width, picture.height, self.images.max_pixels)
+            written = self._placeholder_text(*size, self._tiles_per_sequence and len(pictures) > 1)
             out += [written, piece]
             moves.append((at + len(self.token), len(written) - len(self.token)))
             at += len(self.token) + len(piece)
         return "".join(out), [(_moved(first, moves), _moved(last, moves)) for first, last in spans]
 
-    def touches(self, text: str) -> bool:
+    def has_adjacent_images(self, text: str) -> bool:
         """Says whether two images stand side by side in it and are one to the type: it finds
         positions (grids of patches) by runs of placeholders."""
         names = getattr(self._processor.image_processor, "model_input_names", ())
@@ -109,7 +111,7 @@ class Sight:
         self,
         tokens: npt.NDArray[np.int64],
         trained: npt.NDArray[np.bool_] | None,
-        rows: Sequence[Sequence[Picture]],
+        rows: Sequence[Sequence[ImageSource]],
     ) -> dict[str, torch.Tensor]:
         """Returns what the forward takes beside the ids (B, S). Errors: SW6132."""
         import torch
@@ -123,23 +125,23 @@ class Sight:
                 marks = name == "mm_token_type_ids" or getattr(
                     self._processor, "return_mm_token_type_ids", False
                 )
-                found[name] = places if marks else torch.from_numpy(_suffix(tokens, trained))
+                found[name] = places if marks else torch.from_numpy(_answer_mask(tokens, trained))
         return found
 
-    def ready(self, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
+    def ready(self, rows: Sequence[Sequence[ImageSource]]) -> dict[str, torch.Tensor]:
         """Returns the tensors of the rows' images, decoded. Errors: SW6132."""
         images = self._decoded([picture for row in rows for picture in row])
-        if not self._by_rows:
+        if not self._tiles_per_sequence:
             return self._of_images(images)
         left = iter(images)
         return self._of_images([[next(left) for _ in row] for row in rows if row])
 
-    def _decoded(self, pictures: list[Picture]) -> list[Any]:
+    def _decoded(self, pictures: list[ImageSource]) -> list[Any]:
         from PIL import Image
 
         most = self.images.max_pixels
-        if self.integers_alone:
-            return [Image.new("RGB", size_within(p.width, p.height, most)) for p in pictures]
+        if self.skip_decoding:
+            return [Image.new("RGB", fit_within_pixels(p.width, p.height, most)) for p in pictures]
         return (
             [decode(p, most) for p in pictures]
             if self.decoders is None
@@ -151,7 +153,7 @@ class Sight:
         """Returns the tensors of a small image of one colour."""
         from PIL import Image
 
-        return self._of_images([Image.new("RGB", (BLANK_SIDE, BLANK_SIDE))])
+        return self._of_images([Image.new("RGB", (DUMMY_IMAGE_SIDE, DUMMY_IMAGE_SIDE))])
 
     def _text_of_size(self, width: int, height: int, among_others: bool) -> str:
         from PIL import Image
@@ -173,7 +175,7 @@ class Sight:
         return found
 
 
-def _suffix(
+def _answer_mask(
     tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None
 ) -> npt.NDArray[np.int64]:
     """Returns (B, S): 1 from the first token that is learned on. What stands behind an answer has

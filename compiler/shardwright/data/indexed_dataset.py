@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.diagnostics import refusal
-from shardwright.utils.json_records import carried
+from shardwright.utils.json_records import copy_shared_fields
 
 MANIFEST = "manifest.json"
 BUFFER_BYTES = 8 * 2**20
@@ -59,7 +59,7 @@ class Documents:
         return np.diff(self.ends, prepend=0)
 
 
-class Writer:
+class DocumentWriter:
     """Appends documents to a folder that nobody reads yet."""
 
     def __init__(self, folder: Path, dtype: str, *, masked: bool) -> None:
@@ -119,10 +119,10 @@ class Writer:
     def finish(self, *, settings: str, kind: str, source_bytes: int) -> TokenManifest:
         """Writes everything to disk, the manifest last."""
         self.close(sync=True)
-        manifest = carried(
+        manifest = copy_shared_fields(
             TokenManifest,
             self,
-            format=FORMAT,
+            format=PREPARED_FORMAT,
             settings=settings,
             kind=kind,
             dtype=self.dtype.name,
@@ -152,7 +152,7 @@ def read_manifest(folder: Path) -> TokenManifest | None:
         found = TokenManifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    return found if found.format == FORMAT else None
+    return found if found.format == PREPARED_FORMAT else None
 
 
 def open_documents(folder: Path) -> Documents:
@@ -190,5 +190,5 @@ def _damaged(folder: Path, why: str) -> Exception:
     )
 
 
-FORMAT = 2
+PREPARED_FORMAT = 2
 """Of the prepared files; another number is another key."""

@@ -11,12 +11,12 @@ from shardwright.utils.json_types import JsonObject, JsonValue
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
-Said = tuple[str, str, tuple[str, ...]]
+ExpectedLabel = tuple[str, str, tuple[str, ...]]
 """Holds what a model has to learn: (the reason that it is counted under where it is lost, in words,
 how it may be written)."""
 
 
-class LostLabels(Exception):
+class MissingLabel(Exception):
     """Says that a part of the conversation is no label. args: which, in words; the reason that it
     is counted under."""
 
@@ -24,16 +24,16 @@ class LostLabels(Exception):
 def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> bool:
     """Says whether all reasoning is a label, too.
 
-    Raises LostLabels where an answer or a call is no label, or is written as Python prints it.
+    Raises MissingLabel where an answer or a call is no label, or is written as Python prints it.
     """
     for number, message in enumerate(messages, 1):
         content = message.get("content")
         if content and isinstance(content, list | dict) and str(content) in text:
-            raise LostLabels(
+            raise MissingLabel(
                 f"message {number}: the chat template writes the content as Python prints it",
                 "printed",
             )
-    said = [
+    answers = [
         (number, message)
         for number, message in enumerate(messages, 1)
         if message["role"] == "assistant"
@@ -41,18 +41,18 @@ def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> b
     turns = [text[first:last] for first, last in spans]
     trained, at = "\n".join(turns), 0
     try:
-        for number, message in said:
+        for number, message in answers:
             at = _find_message(number, message, trained, at)
-    except LostLabels:
+    except MissingLabel:
         if len(turns) == len(
-            said
+            answers
         ):  # a later turn that holds the same words has stood in for the one that lacks them
-            for (number, message), turn in zip(said, turns, strict=True):
+            for (number, message), turn in zip(answers, turns, strict=True):
                 _find_message(number, message, turn, 0)
         raise
     reasoning = [
         value
-        for _, message in said
+        for _, message in answers
         for key in REASONING
         if isinstance(value := message.get(key), str)
     ]
@@ -61,13 +61,13 @@ def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> b
 
 def _find_message(number: int, message: Message, trained: str, at: int) -> int:
     """Returns where the message ends in `trained`, which has it at `at` or later. Raises
-    LostLabels.
+    MissingLabel.
 
     The text stands beside the calls, and each call's name by itself: a text that speaks of the
     weather is no call of `weather`. Long ones have the first choice.
     """
     taken: list[tuple[str, int, int]] = []
-    for reason, words, forms in sorted(_said(message), key=_by_length):
+    for reason, words, forms in sorted(_expected_labels(message), key=_by_length):
         others = [
             (a, b)
             for other, a, b in taken
@@ -84,7 +84,7 @@ def _find_message(number: int, message: Message, trained: str, at: int) -> int:
             by_id = (
                 "" if found is None else f": it names a call by its id alone, here {_short(found)}"
             )
-            raise LostLabels(
+            raise MissingLabel(
                 f"message {number}: the chat template does not write {words} as a label{by_id}",
                 reason,
             )
@@ -99,13 +99,13 @@ def _find_message(number: int, message: Message, trained: str, at: int) -> int:
             and printed not in str(message.get("content"))
         ):
             words = "the chat template writes a call's arguments as Python prints them"
-            raise LostLabels(f"message {number}: {words}", "printed")
+            raise MissingLabel(f"message {number}: {words}", "printed")
     return max((last for _, _, last in taken), default=at)
 
 
-def _by_length(said: Said) -> tuple[int, bool]:
+def _by_length(answers: ExpectedLabel) -> tuple[int, bool]:
     """Sorts the longest first, and of equal ones the text last."""
-    return -max(map(len, said[2]), default=0), said[0] == "text"
+    return -max(map(len, answers[2]), default=0), answers[0] == "text"
 
 
 def _find(trained: str, forms: tuple[str, ...], at: int, others: list[Span]) -> Span:
@@ -121,7 +121,7 @@ def _find(trained: str, forms: tuple[str, ...], at: int, others: list[Span]) -> 
     return -1, 0
 
 
-def _said(message: Message) -> Iterator[Said]:
+def _expected_labels(message: Message) -> Iterator[ExpectedLabel]:
     """Yields each thing that the model has to learn of a message."""
     for content in _texts(message.get("content")):
         # Reasoning in front of the answer may be left out, and the white space around both.

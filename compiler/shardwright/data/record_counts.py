@@ -12,8 +12,8 @@ from typing import Any
 from shardwright.diagnostics import Refusal, refusal
 
 REPORT_FILE = "records.json"
-MOST_EXAMPLES = 3
-_OF_ONE_RECORD = frozenset(
+MAX_EXAMPLES = 3
+_SINGLE_RECORD_CODES = frozenset(
     [
         "SW6107",
         "SW6109",
@@ -32,14 +32,14 @@ _OF_ONE_RECORD = frozenset(
 
 
 @dataclass(slots=True, kw_only=True)
-class ReadReport:
+class RecordCounts:
     """Counts the records of one source.
 
     share: of the records that may be left out; 0: the first bad record is refused. most: records
     that are read; None: all. records: read so far; left_out: code of the diagnostic -> records;
     first: code -> messages of the first ones; replaced: records in which half of a surrogate pair
-    became U+FFFD. Of conversations: without_reasoning: those whose reasoning the template does not
-    write; without_end: those whose last turn ends without a token that says so.
+    became U+FFFD. Of conversations: reasoning_not_rendered: those whose reasoning the template does
+    not write; unclosed_conversations: those whose last turn ends without a token that says so.
     """
 
     share: float = 0.0
@@ -48,23 +48,23 @@ class ReadReport:
     left_out: dict[str, int] = field(default_factory=dict)
     first: dict[str, list[str]] = field(default_factory=dict)
     replaced: int = 0
-    without_reasoning: int = 0
-    without_end: int = 0
+    reasoning_not_rendered: int = 0
+    unclosed_conversations: int = 0
 
     @property
     def is_full(self) -> bool:
         """Says whether as many records were read as may be."""
         return self.records == self.most
 
-    def leave_out(self, problem: Refusal) -> None:
+    def skip_record(self, problem: Refusal) -> None:
         """Counts a record that has no use. Raises `problem` where none may be left out, or it
         speaks of all of them."""
         first = problem.diagnostics[0]
-        if not self.share or first.code not in _OF_ONE_RECORD:
+        if not self.share or first.code not in _SINGLE_RECORD_CODES:
             raise problem
         self.left_out[first.code] = self.left_out.get(first.code, 0) + 1
         messages = self.first.setdefault(first.code, [])
-        if len(messages) < MOST_EXAMPLES:
+        if len(messages) < MAX_EXAMPLES:
             messages.append(first.message)
 
     def check(self, share: float, damaged: int = 0, told: Sequence[str] = ()) -> None:
@@ -87,17 +87,17 @@ class ReadReport:
         """Returns the first messages of what was left out, in one line. told: of records left out
         for an image."""
         messages = [message for found in self.first.values() for message in found]
-        return "; ".join([*messages, *told][:MOST_EXAMPLES])
+        return "; ".join([*messages, *told][:MAX_EXAMPLES])
 
     def write(self, folder: Path) -> None:
         (folder / REPORT_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-def read_report(folder: Path) -> ReadReport:
+def read_record_counts(folder: Path) -> RecordCounts:
     """Returns the counts in a folder of prepared data; empty ones for what an earlier version
     made."""
     try:
         document: Any = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
-        return ReadReport(**document)
+        return RecordCounts(**document)
     except (OSError, ValueError, TypeError):
-        return ReadReport()
+        return RecordCounts()

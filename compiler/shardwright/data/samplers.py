@@ -10,7 +10,7 @@ import numpy as np
 from shardwright.data.sequences import Indices
 
 
-class Shuffle:
+class EpochShuffle:
     """Puts the rows of one part in an order of its own each epoch; without shuffle it is the
     file's."""
 
@@ -28,12 +28,12 @@ class Shuffle:
         return self._order[1]
 
 
-class EpochOrder:
+class EpochSampler:
     """Step k of an epoch takes the k-th block of global_batch_size rows; the remainder of an epoch
     is dropped."""
 
     def __init__(self, count: int, batch: int, seed: int, *, shuffle: bool) -> None:
-        self._shuffle, self.batch = Shuffle(count, [seed], shuffle=shuffle), batch
+        self._shuffle, self.batch = EpochShuffle(count, [seed], shuffle=shuffle), batch
         self.steps_per_epoch = count // batch
 
     def indices(self, step: int) -> Indices:
@@ -42,7 +42,7 @@ class EpochOrder:
         return self._shuffle.epoch(epoch)[position * self.batch : (position + 1) * self.batch]
 
 
-class MixtureOrder:
+class MixtureSampler:
     """Takes row by row from the part that is owed most, so that every stretch of rows has the
     weights' shares, to a row.
 
@@ -66,11 +66,13 @@ class MixtureOrder:
         # against the rest of it.
         rests = np.cumsum(np.asarray(weights, dtype=np.float64)[::-1])[::-1]
         self.shares = [w / rest for w, rest in zip(weights, rests, strict=True)]
-        self._parts = [Shuffle(n, [seed, part], shuffle=shuffle) for part, n in enumerate(counts)]
+        self._parts = [
+            EpochShuffle(n, [seed, part], shuffle=shuffle) for part, n in enumerate(counts)
+        ]
         self.steps_per_epoch = sum(counts) // batch
 
     def indices(self, step: int) -> Indices:
-        """Returns what EpochOrder's does."""
+        """Returns what EpochSampler's does."""
         rest = np.arange((step - 1) * self.batch, step * self.batch, dtype=np.int64)
         out, places = np.empty(self.batch, dtype=np.int64), np.arange(self.batch)
         for part, share in enumerate(self.shares):
@@ -94,4 +96,4 @@ class MixtureOrder:
         return out
 
 
-Order = EpochOrder | MixtureOrder
+Sampler = EpochSampler | MixtureSampler

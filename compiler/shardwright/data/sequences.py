@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.image_files import Picture, PictureTable
+from shardwright.data.image_files import ImageSource, ImageTable
 from shardwright.data.indexed_dataset import Documents
 
 Indices = npt.NDArray[np.int64]
@@ -19,7 +19,7 @@ packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBlock:
+class SequenceBatch:
     """Holds rows. tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where
     rows are whole.
 
@@ -31,18 +31,18 @@ class TokenBlock:
     tokens: npt.NDArray[np.integer]
     starts: npt.NDArray[np.bool_] | None
     trained: npt.NDArray[np.bool_] | None
-    pictures: tuple[tuple[Picture, ...], ...] = ()
+    pictures: tuple[tuple[ImageSource, ...], ...] = ()
     lengths: npt.NDArray[np.int64] | None = None
 
 
-class Rows(Protocol):
+class SequenceDataset(Protocol):
     def __len__(self) -> int: ...
 
-    def read(self, indices: Indices) -> TokenBlock: ...
+    def read(self, indices: Indices) -> SequenceBatch: ...
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayRows:
+class ArraySequences:
     """Reads rows of an array. tokens: (n, S)."""
 
     tokens: npt.NDArray[np.integer]
@@ -50,12 +50,12 @@ class ArrayRows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def read(self, indices: Indices) -> TokenBlock:
-        return TokenBlock(tokens=self.tokens[indices], starts=None, trained=None)
+    def read(self, indices: Indices) -> SequenceBatch:
+        return SequenceBatch(tokens=self.tokens[indices], starts=None, trained=None)
 
 
 @dataclass(frozen=True, slots=True)
-class StreamRows:
+class ChunkedSequences:
     """Cuts one stream of documents every S tokens; the rest behind the last whole row is left out.
 
     packed: a document's parts on two rows are documents of their own.
@@ -68,21 +68,21 @@ class StreamRows:
     def __len__(self) -> int:
         return len(self.documents.tokens) // self.length
 
-    def read(self, indices: Indices) -> TokenBlock:
+    def read(self, indices: Indices) -> SequenceBatch:
         size, tokens, ends = self.length, self.documents.tokens, self.documents.ends
         cut = np.stack([tokens[i * size : (i + 1) * size] for i in indices])
         if not self.packed:
-            return TokenBlock(tokens=cut, starts=None, trained=None)
+            return SequenceBatch(tokens=cut, starts=None, trained=None)
         starts = np.zeros(cut.shape, dtype=np.bool_)
         for row, i in enumerate(indices):
             first, last = np.searchsorted(ends, (i * size, (i + 1) * size))
             starts[row, ends[first:last] - i * size] = True  # where one ends, the next begins
             starts[row, 0] |= i == 0
-        return TokenBlock(tokens=cut, starts=starts, trained=None)
+        return SequenceBatch(tokens=cut, starts=starts, trained=None)
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentRows:
+class DocumentSequences:
     """Reads whole documents, several a row where they are packed, padded behind and cut at S.
 
     members: numbers of the documents, row by row; bounds: (n + 1,) where each row begins in them.
@@ -94,12 +94,12 @@ class DocumentRows:
     packed: bool
     members: Indices
     bounds: Indices
-    pictures: PictureTable | None = None
+    pictures: ImageTable | None = None
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
-    def read(self, indices: Indices) -> TokenBlock:
+    def read(self, indices: Indices) -> SequenceBatch:
         d, shape = self.documents, (len(indices), self.length)
         tokens = np.full(shape, PADDING_ID, dtype=d.tokens.dtype)
         starts, trained = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
@@ -118,7 +118,7 @@ class DocumentRows:
             lengths[row] = at
             if at < self.length:
                 starts[row, at] = True  # the padding sees itself alone
-        return TokenBlock(
+        return SequenceBatch(
             tokens=tokens,
             starts=starts if self.packed else None,
             trained=trained,
@@ -126,7 +126,7 @@ class DocumentRows:
             lengths=lengths,
         )
 
-    def _pictures(self, indices: Indices) -> tuple[tuple[Picture, ...], ...]:
+    def _pictures(self, indices: Indices) -> tuple[tuple[ImageSource, ...], ...]:
         table = self.pictures
         if table is None:
             return ()
@@ -135,29 +135,29 @@ class DocumentRows:
 
 
 @dataclass(frozen=True, slots=True)
-class SomeRows:
+class SubsetSequences:
     """Reads those of `rows` whose numbers are in `chosen`."""
 
-    rows: Rows
+    rows: SequenceDataset
     chosen: Indices
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def read(self, indices: Indices) -> TokenBlock:
+    def read(self, indices: Indices) -> SequenceBatch:
         return self.rows.read(self.chosen[indices])
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedRows:
+class ConcatSequences:
     """Reads the rows of several parts, numbered one part behind the other."""
 
-    parts: Sequence[Rows]
+    parts: Sequence[SequenceDataset]
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)
 
-    def read(self, indices: Indices) -> TokenBlock:
+    def read(self, indices: Indices) -> SequenceBatch:
         firsts = np.cumsum([0, *(len(part) for part in self.parts)])
         owner = np.searchsorted(firsts, indices, side="right") - 1
         blocks = [
@@ -167,7 +167,7 @@ class JoinedRows:
         shape = (len(indices), blocks[0][1].tokens.shape[1])
         tokens = np.empty(shape, dtype=np.int64)
         starts, trained = np.zeros(shape, dtype=np.bool_), np.ones(shape, dtype=np.bool_)
-        pictures: list[tuple[Picture, ...]] = [()] * len(indices)
+        pictures: list[tuple[ImageSource, ...]] = [()] * len(indices)
         lengths = np.full(len(indices), shape[1], dtype=np.int64)
         for where, block in blocks:
             for row, own in zip(np.flatnonzero(where), block.pictures, strict=bool(block.pictures)):
@@ -182,7 +182,7 @@ class JoinedRows:
         packed = any(block.starts is not None for _, block in blocks)
         masked = any(block.trained is not None for _, block in blocks)
         shown = tuple(pictures) if any(block.pictures for _, block in blocks) else ()
-        return TokenBlock(
+        return SequenceBatch(
             tokens=tokens,
             starts=starts if packed else None,
             trained=trained if masked else None,

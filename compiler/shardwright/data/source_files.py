@@ -77,7 +77,7 @@ class SourceFile:
         """Returns at least one byte, where there is one; `size` at most."""
         return cast(bytes, self._guarded(self._file.peek, size))[:size]
 
-    def taken(self) -> int:
+    def bytes_consumed(self) -> int:
         """Returns the bytes of the file on disk that were read since the last call: of a compressed
         file, in steps."""
         last, self._taken = self._taken, self._raw.tell()

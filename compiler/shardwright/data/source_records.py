@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from shardwright.data.chat_messages import without_nulls
-from shardwright.data.record_counts import ReadReport
+from shardwright.data.chat_messages import drop_nulls
+from shardwright.data.record_counts import RecordCounts
 from shardwright.data.source_files import SourceFile
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.utils.json_types import JsonObject, JsonValue
@@ -28,7 +28,7 @@ Record = tuple[JsonObject, str, int]
 """(the record, where it stands, bytes of the source that it took)."""
 
 
-def text_pieces(name: str) -> Iterator[tuple[str, int]]:
+def text_chunks(name: str) -> Iterator[tuple[str, int]]:
     """Yields (text, bytes of the file) of a UTF-8 file, in order. Raises Refusal (SW6107)."""
     offset, rest = 0, b""
     with SourceFile(name) as file:
@@ -37,10 +37,10 @@ def text_pieces(name: str) -> Iterator[tuple[str, int]]:
             cut = whole.rfind(b"\n") + 1
             if not cut:  # no line ends at all
                 cut = _before_last_character(whole)
-            yield _decode(whole[:cut], name, offset), file.taken()
+            yield _decode(whole[:cut], name, offset), file.bytes_consumed()
             offset, rest = offset + cut, whole[cut:]
         if rest:
-            yield _decode(rest, name, offset), file.taken()
+            yield _decode(rest, name, offset), file.bytes_consumed()
 
 
 def _before_last_character(data: bytes) -> int:
@@ -66,7 +66,7 @@ def _decode(data: bytes, name: str, offset: int, where: str = "") -> str:
         ) from None
 
 
-def records(name: str, report: ReadReport) -> Iterator[Record]:
+def records(name: str, report: RecordCounts) -> Iterator[Record]:
     """Yields the records of a parquet file, of JSON Lines, or of one JSON array, whatever its name.
     Raises Refusal."""
     return _parquet(name, None, report) if _is_parquet(name) else json_records(name, report)
@@ -80,7 +80,7 @@ def _is_parquet(name: str) -> bool:
         return False  # told where it is opened
 
 
-def json_records(name: str, report: ReadReport) -> Iterator[Record]:
+def json_records(name: str, report: RecordCounts) -> Iterator[Record]:
     """Yields one JSON object a line, empty lines skipped, or the objects of an array. Errors:
     SW6107 to SW6109."""
     with SourceFile(name) as file:
@@ -94,10 +94,10 @@ def json_records(name: str, report: ReadReport) -> Iterator[Record]:
                 return
             report.records += 1
             if isinstance(value, Refusal):
-                report.leave_out(value)
+                report.skip_record(value)
                 continue
             if not isinstance(value, dict):
-                report.leave_out(
+                report.skip_record(
                     refusal(
                         "SW6109",
                         f"{where}: this record is not a JSON object: {json.dumps(value)[:40]}",
@@ -111,7 +111,7 @@ def json_records(name: str, report: ReadReport) -> Iterator[Record]:
 
 
 def _lines(
-    name: str, file: SourceFile, report: ReadReport
+    name: str, file: SourceFile, report: RecordCounts
 ) -> Iterator[tuple[JsonValue | Refusal, str, int]]:
     """Yields the value of each line; a Refusal in its place for a line that cannot be read."""
     offset = number = 0
@@ -127,14 +127,16 @@ def _lines(
             text = _decode(line, name, offset - len(line), f":{number}").lstrip(
                 "\ufeff"
             )  # files that were joined
-            yield json.loads(text), where, file.taken()
+            yield json.loads(text), where, file.bytes_consumed()
         except Refusal as problem:
-            yield problem, where, file.taken()
+            yield problem, where, file.bytes_consumed()
         except (ValueError, RecursionError) as error:
             yield (
-                _no_json(f"{where}: this line", error, f", column {getattr(error, 'colno', 0)}"),
+                _invalid_json(
+                    f"{where}: this line", error, f", column {getattr(error, 'colno', 0)}"
+                ),
                 where,
-                file.taken(),
+                file.bytes_consumed(),
             )
 
 
@@ -186,7 +188,7 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
         elif found == "]" and wanted != "entry":
             at += 1
             if next_character():
-                raise _no_json(
+                raise _invalid_json(
                     f"{name}:{line}: what stands behind the array", ValueError("Extra data")
                 )
             return
@@ -201,23 +203,23 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
                 except (ValueError, RecursionError) as error:
                     size = len(text) - at
                     if ended or isinstance(error, RecursionError):
-                        raise _no_json(f"{where}: this entry of the array", error) from None
+                        raise _invalid_json(f"{where}: this entry of the array", error) from None
                     if size > LONGEST_LINE_BYTES:
                         raise _too_long(where, "entry of the array") from None
                     more(max(PIECE_BYTES, size))
             line += text.count("\n", at, stop)
             at, wanted = stop, ", or ]"
-            yield value, where, file.taken()
+            yield value, where, file.bytes_consumed()
         else:
             cause = (
                 f"{found!r} stands where {wanted} belongs"
                 if found
                 else "the file ends inside of it"
             )
-            raise _no_json(f"{where}: this array", ValueError(cause))
+            raise _invalid_json(f"{where}: this array", ValueError(cause))
 
 
-def _no_json(what: str, error: Exception, place: str = "") -> Refusal:
+def _invalid_json(what: str, error: Exception, place: str = "") -> Refusal:
     deep = isinstance(error, RecursionError)
     cause = "it is nested too deeply" if deep else getattr(error, "msg", None) or str(error)
     return refusal(
@@ -260,7 +262,7 @@ def _without_surrogates(value: Any) -> Any:
     return value
 
 
-def _parquet(name: str, column: str | None, report: ReadReport) -> Iterator[Record]:
+def _parquet(name: str, column: str | None, report: RecordCounts) -> Iterator[Record]:
     """Yields records, read from row groups in batches. Errors: SW6117 no parquet file, SW6118
     pyarrow is missing."""
     try:
@@ -286,7 +288,7 @@ def _parquet(name: str, column: str | None, report: ReadReport) -> Iterator[Reco
                     return
                 row += 1
                 report.records += 1
-                record = {key: without_nulls(value) for key, value in record.items()}
+                record = {key: drop_nulls(value) for key, value in record.items()}
                 yield record, f"{name}, row {row}", int(share)
     # ValueError: text in it that is not UTF-8; KeyError: a map with the same key twice.
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
@@ -297,20 +299,20 @@ def _parquet(name: str, column: str | None, report: ReadReport) -> Iterator[Reco
         ) from None
 
 
-def texts(name: str, kind: str, key: str, report: ReadReport) -> Iterator[tuple[str, int]]:
+def texts(name: str, kind: str, key: str, report: RecordCounts) -> Iterator[tuple[str, int]]:
     """Yields (text, bytes) of each record's `key`. Errors: those above, SW6110."""
     for record, where, size in (
         _parquet(name, key, report) if kind == "parquet" else json_records(name, report)
     ):
         try:
-            text = text_of(record, where, key)
+            text = record_text(record, where, key)
         except Refusal as problem:
-            report.leave_out(problem)
+            report.skip_record(problem)
             continue
         yield text, size
 
 
-def text_of(record: JsonObject, where: str, key: str) -> str:
+def record_text(record: JsonObject, where: str, key: str) -> str:
     """Returns the text under `key`. Errors: SW6110."""
     if key not in record:
         raise missing_field(where, key, record)

@@ -53,7 +53,7 @@ class ByteTokenizer:
             for text in texts
         ]
 
-    def encode_with_places(self, text: str) -> Encoded:
+    def encode_with_offsets(self, text: str) -> Encoded:
         text = without_surrogates(text)
         sizes = [len(character.encode("utf-8")) for character in text]
         places = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
@@ -65,11 +65,11 @@ class ByteTokenizer:
     def special(self) -> dict[str, str]:
         return {}
 
-    def is_control(self, token: int) -> bool:
+    def is_special_token(self, token: int) -> bool:
         return False
 
 
-class HubTokenizer:
+class TransformersTokenizer:
     """Reads one of transformers' tokenizers from a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -105,7 +105,7 @@ class HubTokenizer:
         found = self._encoding(texts)["input_ids"] if texts else []
         return [np.asarray(ids, dtype=np.int32) for ids in found]
 
-    def encode_with_places(self, text: str) -> Encoded:
+    def encode_with_offsets(self, text: str) -> Encoded:
         if not self._hf.is_fast:
             raise refusal(
                 "SW6113",
@@ -147,7 +147,7 @@ class HubTokenizer:
         """Returns what a chat template may name: bos_token and the like."""
         return special_tokens(self._hf)
 
-    def is_control(self, token: int) -> bool:
+    def is_special_token(self, token: int) -> bool:
         """Whether the id stands for a token such as <|im_end|>, and not for a piece of text."""
         known = token in self._hf.all_special_ids or token in self._hf.added_tokens_decoder
         return known or bool(_CONTROL.fullmatch(self.decode(np.asarray([token])).strip()))
@@ -162,13 +162,13 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
     }
 
 
-Tokenizer = ByteTokenizer | HubTokenizer
+Tokenizer = ByteTokenizer | TransformersTokenizer
 """begin, end: the ids in front of and behind each document; bos, pad: the ids of its bos_token and
 pad_token, None for none; dtype: the smallest that holds every id; template: Jinja2, None for
 none."""
 
 
-def begin_of_document(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[int]:
+def document_prefix(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[int]:
     """Returns the ids in front of each document. add_bos_token: of the recipe. Raises Refusal
     (SW6152)."""
     if add_bos_token == "auto" or (add_bos_token and tokenizer.begin):
@@ -191,7 +191,7 @@ def load_tokenizer(name: str, folder: Path) -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     try:
-        return HubTokenizer(folder / name)
+        return TransformersTokenizer(folder / name)
     except Exception as error:  # whatever a broken file makes the tokenizer's code raise
         raise _unusable(folder / name, error) from None
 

@@ -30,13 +30,13 @@ class CodeExplanation:
 
 
 @functools.cache
-def texts() -> Mapping[str, CodeExplanation]:
+def ds_config_explanations() -> Mapping[str, CodeExplanation]:
     """Of every code about a ds_config that has more than the registry's line."""
     return _read("ds_config_codes.toml")
 
 
 @functools.cache
-def argument_texts() -> Mapping[str, CodeExplanation]:
+def megatron_args_explanations() -> Mapping[str, CodeExplanation]:
     """The same of Megatron-LM's arguments."""
     return _read("megatron_args_codes.toml")
 
@@ -52,8 +52,8 @@ def explanation(code: str) -> CodeExplanation | None:
     if code not in CODES:
         return None
     return (
-        texts().get(code)
-        or argument_texts().get(code)
+        ds_config_explanations().get(code)
+        or megatron_args_explanations().get(code)
         or CodeExplanation(code=code, title=CODES[code])
     )
 

@@ -35,13 +35,15 @@ Paint = Callable[[str, str], str]
 """(escape sequence, text) -> text"""
 
 
-def render(diagnostics: Iterable[Diagnostic], source: Source | None, *, color: bool) -> str:
+def render_diagnostics(
+    diagnostics: Iterable[Diagnostic], source: Source | None, *, color: bool
+) -> str:
     """One block a diagnostic, a blank line between; ends with a newline unless there is none."""
     paint = _colored if color else _plain
     return "\n".join(_block(diagnostic, source, paint) for diagnostic in diagnostics)
 
 
-def locate(diagnostic: Diagnostic, source: Source | None) -> Location | None:
+def location_of(diagnostic: Diagnostic, source: Source | None) -> Location | None:
     """The place to show: the diagnostic's own, or its key's, or that of the nearest section that
     the recipe has."""
     if diagnostic.location is not None or source is None:
@@ -62,10 +64,12 @@ def locate(diagnostic: Diagnostic, source: Source | None) -> Location | None:
     return Location(file=source.file, line=0, column=0) if source.file else None
 
 
-def to_json(diagnostic: Diagnostic, source: Source | None = None) -> dict[str, str | int | None]:
+def diagnostic_to_json(
+    diagnostic: Diagnostic, source: Source | None = None
+) -> dict[str, str | int | None]:
     """file, line and column are None where the diagnostic has no place; line and column 0 mean the
     file as a whole."""
-    place = locate(diagnostic, source)
+    place = location_of(diagnostic, source)
     return {
         "code": diagnostic.code,
         "severity": diagnostic.severity,
@@ -77,7 +81,7 @@ def to_json(diagnostic: Diagnostic, source: Source | None = None) -> dict[str, s
     }
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Text that cannot move the cursor, switch colours or reorder what stands beside it."""
     if text.isascii() and text.isprintable():
         return text
@@ -109,13 +113,18 @@ def _width(character: str) -> int:
 def _block(diagnostic: Diagnostic, source: Source | None, paint: Paint) -> str:
     tone = _TONES[diagnostic.severity]
     severity = paint(tone, f"{diagnostic.severity}[{diagnostic.code}]")
-    head = severity + paint(_BOLD, ": " + visible(diagnostic.message))
-    lines = [head, *_excerpt(locate(diagnostic, source), source, tone, paint)]
+    head = severity + paint(_BOLD, ": " + escape_control_characters(diagnostic.message))
+    lines = [head, *_excerpt(location_of(diagnostic, source), source, tone, paint)]
     help = diagnostic.help
     for index, line in enumerate(help.splitlines()):
-        lines.append(f"  {paint(_CYAN, '= help:' if index == 0 else '       ')} {visible(line)}")
+        lines.append(
+            f"  {paint(_CYAN, '= help:' if index == 0 else '       ')} "
+            f"{escape_control_characters(line)}"
+        )
     if diagnostic.valid and not any(value.rpartition(".")[2] in help for value in diagnostic.valid):
-        lines.append(f"  {paint(_CYAN, '= valid:')} {visible(', '.join(diagnostic.valid))}")
+        lines.append(
+            f"  {paint(_CYAN, '= valid:')} {escape_control_characters(', '.join(diagnostic.valid))}"
+        )
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -124,10 +133,10 @@ def _excerpt(place: Location | None, source: Source | None, tone: str, paint: Pa
         return []
     arrow = paint(_BLUE, "-->")
     if place.line < 1:
-        return [f" {arrow} {visible(place.file)}"]
+        return [f" {arrow} {escape_control_characters(place.file)}"]
     number = str(place.line)
     margin = " " * len(number)
-    found = [f"{margin}{arrow} {visible(place.file)}:{place.line}:{place.column}"]
+    found = [f"{margin}{arrow} {escape_control_characters(place.file)}:{place.line}:{place.column}"]
     text = source.texts.get(place.file) if source else None
     lines = () if text is None else _lines(text)
     if place.line <= len(lines):
@@ -167,7 +176,7 @@ def _cut(line: str, place: Location) -> tuple[str, int, int]:
 
 
 def _expand(text: str) -> str:
-    return visible(text.replace("\t", TAB))
+    return escape_control_characters(text.replace("\t", TAB))
 
 
 def _shorten(text: str, columns: int, *, keep_end: bool) -> str:

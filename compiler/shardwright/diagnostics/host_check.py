@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, found
 
-SLOW = 0.7
+MIN_BANDWIDTH_FRACTION = 0.7
 """Of the assumed bandwidth: below it the plan's step time does not hold. A good fabric gives 0.8
 and more."""
 
@@ -26,5 +26,5 @@ def red(code: str, message: str, help_text: str) -> Diagnostic:
     return found(code, None, message, help_text)
 
 
-def unchecked(name: str, told: str) -> HostCheck:
+def skipped_check(name: str, told: str) -> HostCheck:
     return HostCheck(name=name, told=told, checked=False)

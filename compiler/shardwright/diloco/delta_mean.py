@@ -9,40 +9,40 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-WINDOW = 8
+WINDOW_CHUNKS = 8
 """Chunks that a rank may send ahead of the means that it has got back, and get ahead of the slowest
 member."""
-_NAN = np.uint16(0x7FC0)
+_BF16_NAN = np.uint16(0x7FC0)
 
 
-class Aborted(Exception):
+class RoundAborted(Exception):
     """The round has lost a member."""
 
 
-def decoded(payload: bytes | bytearray, precision: str) -> npt.NDArray[np.float32]:
+def decode_chunk(payload: bytes | bytearray, precision: str) -> npt.NDArray[np.float32]:
     if precision == "fp32":
         return np.frombuffer(payload, dtype="<f4")
     return (np.frombuffer(payload, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def encoded(values: npt.NDArray[np.float32], precision: str) -> bytes:
+def encode_chunk(values: npt.NDArray[np.float32], precision: str) -> bytes:
     """bf16: rounded to the nearest, ties to even; what is no number stays none."""
     if precision == "fp32":
         return values.astype("<f4", copy=False).tobytes()
     bits = values.view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), _NAN, rounded).astype("<u2").tobytes()
+    return np.where(np.isnan(values), _BF16_NAN, rounded).astype("<u2").tobytes()
 
 
 def mean(parts: Sequence[bytes | bytearray], precision: str) -> bytes:
     """Of equally long payloads: added in fp32 in their order, divided once."""
-    total = decoded(parts[0], precision).copy()
+    total = decode_chunk(parts[0], precision).copy()
     for part in parts[1:]:
-        total += decoded(part, precision)
-    return encoded(total / np.float32(len(parts)), precision)
+        total += decode_chunk(part, precision)
+    return encode_chunk(total / np.float32(len(parts)), precision)
 
 
-class ChunkSums:
+class ChunkMeans:
     """What the ranks of one number, one in each member, send in a round."""
 
     def __init__(self, members: Sequence[int], sizes: Sequence[int], precision: str) -> None:
@@ -70,7 +70,7 @@ class ChunkSums:
             if number != self._deposited[member] or len(payload) != self.sizes[number]:
                 raise ValueError(f"chunk {number} of {len(payload)} bytes")
             if self._aborted:
-                raise Aborted
+                raise RoundAborted
             parts = self._parts.setdefault(number, {})
             parts[member] = payload
             self._deposited[member] = number + 1
@@ -87,21 +87,21 @@ class ChunkSums:
         not after so long. Raises Aborted."""
 
         def is_due() -> bool:
-            return number in self._means and number < min(self._sent.values()) + WINDOW
+            return number in self._means and number < min(self._sent.values()) + WINDOW_CHUNKS
 
         with self._change:
             due = self._change.wait_for(lambda: self._aborted or is_due(), seconds)
             if self._aborted:
-                raise Aborted
+                raise RoundAborted
             return self._means[number] if due else None
 
-    def laggards(self) -> set[int]:
+    def lagging_members(self) -> set[int]:
         """Members that could bring a chunk now."""
         with self._change:
             return {
                 m
                 for m, n in self._deposited.items()
-                if n < min(len(self.sizes), self._sent[m] + WINDOW)
+                if n < min(len(self.sizes), self._sent[m] + WINDOW_CHUNKS)
             }
 
     def sent(self, member: int, number: int) -> None:

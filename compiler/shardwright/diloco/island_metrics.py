@@ -13,7 +13,7 @@ from shardwright.monitor.run_files import number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeStep:
+class MergedStep:
     """islands: whose rows count. loss: their mean, weighted by `tokens`; tokens: of all of them.
     NaN where one is."""
 
@@ -23,9 +23,9 @@ class WholeStep:
     tokens: int
 
 
-def whole_steps(
+def merged_steps(
     folders: Mapping[int, Path], rounds: Sequence[Mapping[str, Any]], every_steps: int
-) -> list[WholeStep]:
+) -> list[MergedStep]:
     """folders: of the islands that are here. rounds: those that stand. Where it is known who took
     part in the outer step that closed a step, the others' rows are left out: nothing of the result
     was trained on them. Without a round every island that has made the step counts."""
@@ -39,7 +39,7 @@ def whole_steps(
         tokens = sum(count for _, count in told)
         if tokens:
             loss = sum(loss * count for loss, count in told) / tokens
-            found.append(WholeStep(step=step, islands=tuple(here), loss=loss, tokens=tokens))
+            found.append(MergedStep(step=step, islands=tuple(here), loss=loss, tokens=tokens))
     return found
 
 

@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.diloco.outer_store_secret import share_secret
+from shardwright.diloco.outer_store_secret import distribute_secret
 from shardwright.diloco.outer_store_server import OuterStore
-from shardwright.diloco.round_log import ROUNDS, RoundsFile
+from shardwright.diloco.round_log import ROUNDS_FILE, RoundLog
 from shardwright.diloco.round_membership import Membership
 from shardwright.plan.island_plans import island_folders, plan_digest
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import load_plan
-from shardwright.utils.programs import own_command
+from shardwright.utils.programs import shardwright_command
 
 POLL_SECONDS = 0.2
 INTERRUPTED, NOT_FINISHED = 130, 3
 _BACKLOG = 1024
 
 
-def serve_islands(folder: Path, bind: str | None) -> int:
+def serve_outer_store(folder: Path, bind: str | None) -> int:
     """Until an island has trained to the last step and all have left: 0; or an interrupt: 130.
     Every committed outer step is a line of run/rounds.jsonl. bind: None is the plan's address.
     Raises Refusal: SW6321 where that file cannot be written."""
@@ -38,15 +38,15 @@ def serve_islands(folder: Path, bind: str | None) -> int:
     if outer is None or not folders:
         help = "Give the compiled folder of a recipe with cluster.islands, not one island's."
         raise refusal("SW6014", f"{str(folder)!r} is of no islands", help)
-    secret = share_secret(folder, folders)
-    listener = _listening(bind or str(plan.launch.outer_store))
+    secret = distribute_secret(folder, folders)
+    listener = _listen(bind or str(plan.launch.outer_store))
     members = Membership(
         outer.islands, plan.strategy.world_size, outer.deadline_seconds, outer.precision
     )
     try:
-        rounds = RoundsFile(folder)
+        rounds = RoundLog(folder)
     except OSError as error:
-        raise _not_recorded(folder, error, "no outer step is made") from None
+        raise _rounds_file_refusal(folder, error, "no outer step is made") from None
     store = OuterStore(members, secret, plan_digest(plan), _print_line, rounds.write)
     _print_line(
         f"listening at {':'.join(map(str, listener.getsockname()[:2]))} for {outer.islands} islands"
@@ -55,15 +55,15 @@ def serve_islands(folder: Path, bind: str | None) -> int:
         code = _serve(store, listener)
     finally:
         rounds.close()
-        _give_up_output()
+        _discard_output()
     if store.failure is not None:
-        raise _not_recorded(
+        raise _rounds_file_refusal(
             folder, store.failure, "the outer step that was on its way is not made"
         ) from None
     return code
 
 
-def _not_recorded(folder: Path, error: Exception, what: str) -> Refusal:
+def _rounds_file_refusal(folder: Path, error: Exception, what: str) -> Refusal:
     why = (
         error.strerror
         if isinstance(error, OSError) and error.strerror
@@ -71,7 +71,7 @@ def _not_recorded(folder: Path, error: Exception, what: str) -> Refusal:
     )
     return refusal(
         "SW6321",
-        f"{str(folder / ROUNDS)!r} cannot be written: {why}; {what}, and the store stops",
+        f"{str(folder / ROUNDS_FILE)!r} cannot be written: {why}; {what}, and the store stops",
         "Make room there and start `shardwright outer-store` again. Every island waits for it as "
         "long as outer.deadline_seconds says, then saves a checkpoint and stops: `shardwright run` "
         "goes on from there.",
@@ -85,7 +85,7 @@ def _print_line(line: str) -> None:
         print(line, flush=True)
 
 
-def _give_up_output() -> None:
+def _discard_output() -> None:
     """What could not be printed shall not turn the store's exit code into an error."""
     try:
         sys.stdout.flush()
@@ -114,7 +114,7 @@ def _serve(store: OuterStore, listener: socket.socket) -> int:
             signal.signal(number, handler)
 
 
-def _listening(address: str) -> socket.socket:
+def _listen(address: str) -> socket.socket:
     """Raises Refusal: SW6318."""
     host, _, port = address.rpartition(":")
     try:
@@ -145,7 +145,7 @@ def run_all_islands(folder: Path, resume: str) -> int:
             f"--island all: the plan of {str(folder)!r} {why}",
             "Start each island by itself.",
         )
-    share_secret(folder, folders)
+    distribute_secret(folder, folders)
     with _processes(plan, folder, resume) as (store, islands):
         codes = [process.wait() for process in islands]
         if not any(codes):
@@ -182,7 +182,7 @@ def _processes(
         with (logs / f"{name}.log").open("wb") as log:
             out = None if shown else log
             process = subprocess.Popen(
-                own_command(*words), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                shardwright_command(*words), stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
         started.append(process)
         return process

@@ -17,30 +17,30 @@ from torch import distributed as dist
 
 from shardwright.checkpoint.checkpoint_loader import read_states
 from shardwright.checkpoint.checkpoint_manifest import read_manifest
-from shardwright.engines.trainer_protocol import LiveFragment, Trainer
+from shardwright.engines.trainer_protocol import OwnedShard, Trainer
 from shardwright.plan.plan import Plan
 
 MASTER = "fp32"
 
 
-class Ranges:
+class MasterShard:
     """1-D tensors, fp32, on the host. own: what this rank sends. whole: its own ranges and all of
     the shared ones."""
 
     def __init__(self, plan: Plan, trainer: Trainer, rank: int) -> None:
         """Collective."""
         self._plan, self._trainer, self._rank = plan, trainer, rank
-        self._replicas = _replicas(plan, rank)
+        self._replica_group = _replica_group(plan, rank)
 
     def own(self, state: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """A copy; in `out`, where given, which becomes as large."""
-        if self._replicas is None:
+        if self._replica_group is None:
             return self._gathered(state, out)
-        return self._own_of(self._gathered(state), out)
+        return self._owned_part(self._gathered(state), out)
 
     def write(self, state: str, own: torch.Tensor) -> None:
         """Collective. The way back from `own`."""
-        whole, at = self._whole(own), 0
+        whole, at = self._gather_replicated(own), 0
         alone, shared = self._fragments()
         for f in (*alone, *shared):
             values = f.states[state]
@@ -56,10 +56,11 @@ class Ranges:
 
     # In a checkpoint, beside the trainer's own states.
 
-    def saved(self, states: dict[str, torch.Tensor]) -> Trainer:
+    def trainer_with_states(self, states: dict[str, torch.Tensor]) -> Trainer:
         """Collective. The trainer with these states, of which each is this rank's own."""
-        return _with(
-            self._trainer, {name: self._whole(own).clone() for name, own in states.items()}
+        return _with_states(
+            self._trainer,
+            {name: self._gather_replicated(own).clone() for name, own in states.items()},
         )
 
     def load(self, names: tuple[str, ...], checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -70,10 +71,10 @@ class Ranges:
             for state in tensor.states
         }
         wholes = {name: torch.zeros_like(self._gathered(MASTER)) for name in names if name in held}
-        read_states(self._plan, _with(self._trainer, wholes), checkpoint, tuple(wholes))
-        return {name: self._own_of(whole) for name, whole in wholes.items()}
+        read_states(self._plan, _with_states(self._trainer, wholes), checkpoint, tuple(wholes))
+        return {name: self._owned_part(whole) for name, whole in wholes.items()}
 
-    def _fragments(self) -> tuple[list[LiveFragment], list[LiveFragment]]:
+    def _fragments(self) -> tuple[list[OwnedShard], list[OwnedShard]]:
         """(those that this data rank alone has, those that others have too)."""
         trained = [f for f in self._trainer.owned() if MASTER in f.states]
         return [f for f in trained if f.partitioned], [f for f in trained if not f.partitioned]
@@ -90,42 +91,42 @@ class Ranges:
         counts = [sum(f.states[MASTER].numel() for f in each) for each in (own, shared)]
         return counts[0], counts[1], -(-counts[1] // self._plan.strategy.shards)
 
-    def _own_of(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if self._replicas is None:
+    def _owned_part(self, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self._replica_group is None:
             return whole
         alone, shared, each = self._bounds()
-        first = min(shared, each * self._place_among_replicas())
+        first = min(shared, each * self._replica_index())
         return torch.cat(
             [whole[:alone], whole[alone + first : alone + min(shared, first + each)]], out=out
         )
 
-    def _place_among_replicas(self) -> int:
+    def _replica_index(self) -> int:
         at = self._plan.ranks[self._rank]
         return at.data * self._plan.strategy.context + at.context
 
-    def _whole(self, own: torch.Tensor) -> torch.Tensor:
+    def _gather_replicated(self, own: torch.Tensor) -> torch.Tensor:
         """Collective. `own` itself, not a copy, where that is all."""
         alone, shared, each = self._bounds()
-        if self._replicas is None or shared == 0:
+        if self._replica_group is None or shared == 0:
             return own
         mine = torch.zeros(each)
         mine[: own.numel() - alone] = own[alone:]
         found = [torch.zeros(each) for _ in range(self._plan.strategy.shards)]
-        dist.all_gather(found, mine, group=self._replicas)
+        dist.all_gather(found, mine, group=self._replica_group)
         return torch.cat([own[:alone], torch.cat(found)[:shared]])
 
 
-class _Saved:
+class _TrainerWithExtraStates:
     """A trainer whose trained fragments have more states. wholes: state -> the values, in the order
     of `_gathered`."""
 
     def __init__(self, trainer: Trainer, wholes: dict[str, torch.Tensor]) -> None:
-        self._trainer, self._wholes = trainer, wholes
+        self._trainer, self._rank_states = trainer, wholes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def owned(self) -> Iterator[LiveFragment]:
+    def owned(self) -> Iterator[OwnedShard]:
         fragments = list(self._trainer.owned())
         trained = [f for f in fragments if MASTER in f.states]
         at = {True: 0, False: sum(f.states[MASTER].numel() for f in trained if f.partitioned)}
@@ -135,15 +136,17 @@ class _Saved:
                 continue
             start, count = at[f.partitioned], f.states[MASTER].numel()
             at[f.partitioned] += count
-            more = {name: values[start : start + count] for name, values in self._wholes.items()}
+            more = {
+                name: values[start : start + count] for name, values in self._rank_states.items()
+            }
             yield replace(f, states={**f.states, **more})
 
 
-def _with(trainer: Trainer, wholes: dict[str, torch.Tensor]) -> Trainer:
-    return cast(Trainer, _Saved(trainer, wholes))
+def _with_states(trainer: Trainer, wholes: dict[str, torch.Tensor]) -> Trainer:
+    return cast(Trainer, _TrainerWithExtraStates(trainer, wholes))
 
 
-def _replicas(plan: Plan, rank: int) -> Any:
+def _replica_group(plan: Plan, rank: int) -> Any:
     """Collective: each rank makes all of the groups. The data ranks that have the same masters as
     this one; None where each has its own."""
     if plan.strategy.zero_stage > 0 or plan.strategy.shards == 1:

@@ -22,11 +22,11 @@ from torch import distributed as dist
 
 from shardwright.checkpoint.checkpoint_manifest import OUTER_ANCHOR
 from shardwright.diagnostics import refusal
-from shardwright.diloco.master_shard import MASTER, Ranges
-from shardwright.diloco.outer_store_channel import Broken, FrameKind
-from shardwright.diloco.outer_store_client import Answer, Link
-from shardwright.diloco.store_connections import StoreLinks, Unreached
-from shardwright.engines.trainer_protocol import Counters, Trainer
+from shardwright.diloco.master_shard import MASTER, MasterShard
+from shardwright.diloco.outer_store_channel import ChannelError, FrameKind
+from shardwright.diloco.outer_store_client import Link, RoundReply
+from shardwright.diloco.store_connections import OuterStoreConnections, OuterStoreUnreachable
+from shardwright.engines.trainer_protocol import OptimizerCounters, Trainer
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import read_plan
 
@@ -37,7 +37,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OuterResult:
+class OuterStepResult:
     """What came of the outer step after `step`. done: the step that the weights are at now.
     members: () where another island's state was taken. seconds: that training waited. sent_bytes:
     by this rank, without copies."""
@@ -49,7 +49,7 @@ class OuterResult:
     sent_bytes: int
 
 
-class Outer:
+class DiLoCoOuterStep:
     """base: the step of the last outer step that the anchor has."""
 
     def __init__(
@@ -60,40 +60,44 @@ class Outer:
         assert plan.outer is not None and plan.outer.island is not None, "asked for before"
         self.plan, self.outer = plan, plan.outer
         self._trainer = trainer
-        self._store = StoreLinks(plan, folder, rank, attempt, data_digest)
-        self._ranges = Ranges(plan, trainer, rank)
+        self._connections = OuterStoreConnections(plan, folder, rank, attempt, data_digest)
+        self._master_shard = MasterShard(plan, trainer, rank)
         self.base = 0
-        self._flight: _Flight | None = None
+        self._overlapped_round: _OverlappedRound | None = None
         self._receivers: list[
             int
         ] = []  # islands that take this one's state, once the weights are there
-        self._mix_at: int | None = None  # the step after which the last round's result is mixed in
+        self._mixing_step: int | None = (
+            None  # the step after which the last round's result is mixed in
+        )
         # Of one round, taken in before the next one begins. What is written for the first time
         # takes as long as sending a part of it.
         self._own, self._sent, self._means = (torch.zeros(0) for _ in range(3))
-        self._anchor = self._ranges.own(MASTER)
+        self._anchor = self._master_shard.own(MASTER)
         self._momentum = (
             torch.zeros_like(self._anchor) if plan.outer.optimizer == "nesterov" else None
         )
 
-    def begin(self, done: int, checkpoint: Path | None) -> list[OuterResult]:
+    def begin(self, done: int, checkpoint: Path | None) -> list[OuterStepResult]:
         """Collective. Meets the other islands before the first step. done: the step that
         `checkpoint` closed. Returns the outer steps that were made up for: after the last one this
         island goes on from its `done`, which is another island's where this one is behind.
 
         Raises Refusal: SW6314 where the store is not reached, and for what the store refuses.
         """
-        self.base, self._anchor = done, self._ranges.own(MASTER)
+        self.base, self._anchor = done, self._master_shard.own(MASTER)
         owed = None if checkpoint is None else self._load(done, checkpoint)
         try:
-            outcome = self._agreed(*(owed or (done, None)))
-            made = [self._taken_in(outcome, done)] if outcome.answer.kind != FrameKind.GO else []
+            outcome = self._exchange(*(owed or (done, None)))
+            made = (
+                [self._apply_exchange(outcome, done)] if outcome.answer.kind != FrameKind.GO else []
+            )
             done = made[-1].done if made else done
-            if self._mix_at is not None and done >= self._mix_at:
+            if self._mixing_step is not None and done >= self._mixing_step:
                 self._mix(done)
             if done == self._last and self.base != done:  # the round before the last was on its way
-                made.append(self._meet(done))
-        except Unreached as error:
+                made.append(self._run_outer_step(done))
+        except OuterStoreUnreachable as error:
             raise refusal(
                 "SW6314",
                 f"the outer store was not reached for {self.outer.deadline_seconds:g} s: {error}",
@@ -102,19 +106,19 @@ class Outer:
             ) from None
         return made
 
-    def after(self, step: int) -> Iterator[OuterResult]:
+    def after(self, step: int) -> Iterator[OuterStepResult]:
         """Collective. The outer steps that end with this inner one. Raises Unreached on every rank,
         and Refusal."""
-        if step == self._mix_at:
-            landed = self._land(step)
+        if step == self._mixing_step:
+            landed = self._finish_overlapped_round(step)
             if landed is not None:
                 yield landed
                 step = landed.done
         if self.outer.is_due(step, self._last) and self.base != step:
             if self._overlaps(step):
-                self._depart(step)
+                self._start_overlapped_round(step)
             else:
-                yield self._meet(step)
+                yield self._run_outer_step(step)
 
     @property
     def _last(self) -> int:
@@ -125,43 +129,47 @@ class Outer:
         it has nothing to."""
         return self.outer.overlap_steps > 0 and step != self._last
 
-    def _landing(self, step: int) -> int:
+    def _overlap_end_step(self, step: int) -> int:
         """The step after which the weights have the outer step of `step`."""
         return min(step + self.outer.overlap_steps, self._last)
 
-    def _meet(self, step: int) -> OuterResult:
+    def _run_outer_step(self, step: int) -> OuterStepResult:
         """Collective. An outer step that training waits for."""
         began = time.monotonic()
-        result = self._taken_in(self._agreed(step, self._deltas()), step)
+        result = self._apply_exchange(self._exchange(step, self._deltas()), step)
         return replace(result, seconds=time.monotonic() - began)
 
-    def _depart(self, step: int) -> None:
+    def _start_overlapped_round(self, step: int) -> None:
         """Collective. Begins a round that goes on by itself."""
         began = time.monotonic()
         deltas, names = self._deltas(), self._state_names()
-        future = self._store.begun(lambda link: self._try(link, step, deltas, names))
-        self._mix_at = self._landing(step)
-        self._flight = _Flight(
+        future = self._connections.start_in_thread(
+            lambda link: self._exchange_on_this_rank(link, step, deltas, names)
+        )
+        self._mixing_step = self._overlap_end_step(step)
+        self._overlapped_round = _OverlappedRound(
             step=step, deltas=deltas, future=future, seconds=time.monotonic() - began
         )
 
-    def _land(self, step: int) -> OuterResult | None:
+    def _finish_overlapped_round(self, step: int) -> OuterStepResult | None:
         """Collective. Waits for the round that is on its way, and mixes its result in. None where
         `arrived` told of it already."""
-        began, flight, result = time.monotonic(), self._flight, None
+        began, flight, result = time.monotonic(), self._overlapped_round, None
         if flight is not None:
-            outcome = self._store.ended(flight.future) or self._agreed(flight.step, flight.deltas)
-            result = self._taken_in(outcome, step)
-        if self._mix_at is not None:
+            outcome = self._connections.wait_for_thread(flight.future) or self._exchange(
+                flight.step, flight.deltas
+            )
+            result = self._apply_exchange(outcome, step)
+        if self._mixing_step is not None:
             self._mix(step)
         if flight is None or result is None:
             return None
         return replace(result, seconds=flight.seconds + time.monotonic() - began)
 
-    def arrived(self, step: int) -> OuterResult | None:
+    def arrived(self, step: int) -> OuterStepResult | None:
         """Collective. Takes the round in that is on its way, where it is there already, so that
         what is saved now has it; it is mixed in when it is due."""
-        flight = self._flight
+        flight = self._overlapped_round
         if flight is None:
             return None
         future = flight.future
@@ -174,47 +182,49 @@ class Outer:
         dist.all_gather_object(everyone, is_made)
         if not all(everyone):
             return None
-        return replace(self._taken_in(future.result(), step), seconds=flight.seconds)
+        return replace(self._apply_exchange(future.result(), step), seconds=flight.seconds)
 
-    def _taken_in(self, outcome: _Outcome, step: int) -> OuterResult:
+    def _apply_exchange(self, outcome: _ExchangeResult, step: int) -> OuterStepResult:
         """Collective. step: that the weights are at."""
-        answer, self._flight = outcome.answer, None
+        answer, self._overlapped_round = outcome.answer, None
         if answer.kind == FrameKind.RECEIVE:
             self._use_state(answer.step, outcome.updates, outcome.taken)
-            step = self._landing(answer.step)
+            step = self._overlap_end_step(answer.step)
         else:
             self._move_anchor(outcome.means)
             self.base, self._receivers = answer.step, outcome.receivers
-            self._mix_at = self._landing(answer.step) if self._overlaps(answer.step) else None
-            if self._mix_at is None:
+            self._mixing_step = (
+                self._overlap_end_step(answer.step) if self._overlaps(answer.step) else None
+            )
+            if self._mixing_step is None:
                 self._set(self._anchor, step)
         sent = _bytes(outcome.means).nbytes
-        return OuterResult(
+        return OuterStepResult(
             step=self.base, done=step, members=answer.members, seconds=0.0, sent_bytes=sent
         )
 
     def leave(self, *, done: bool) -> None:
         """After every rank's last word. done: trained to the last step."""
-        self._store.leave(done=done)
+        self._connections.leave(done=done)
 
     # What a checkpoint holds beside the trainer's own.
 
-    def saved(self, step: int) -> Trainer:
+    def trainer_with_states(self, step: int) -> Trainer:
         """Collective. The trainer with the outer momentum, and with the anchor where the weights
         are not it."""
         states = {} if self._momentum is None else {MOMENTUM: self._momentum}
-        if self._flight is not None and step != self._flight.step:
-            states[SENT] = self._flight.deltas.float()
+        if self._overlapped_round is not None and step != self._overlapped_round.step:
+            states[SENT] = self._overlapped_round.deltas.float()
         if self.base != step:
             states[ANCHOR] = self._anchor
-        elif self._mix_at is not None:
+        elif self._mixing_step is not None:
             states[ARRIVED] = self._anchor
-        return self._ranges.saved(states)
+        return self._master_shard.trainer_with_states(states)
 
     def _load(self, done: int, checkpoint: Path) -> tuple[int, torch.Tensor] | None:
         """Collective. Returns the outer step that is still to be made, and its deltas. Raises
         Refusal: SW6218 where one was on its way under other keys of training.outer."""
-        states = self._ranges.load((ANCHOR, ARRIVED, SENT, MOMENTUM), checkpoint)
+        states = self._master_shard.load((ANCHOR, ARRIVED, SENT, MOMENTUM), checkpoint)
         if self._momentum is not None:
             self._momentum = states.get(MOMENTUM, self._momentum)
         if not states.keys() & {ANCHOR, ARRIVED}:
@@ -231,8 +241,8 @@ class Outer:
         if SENT in states:
             self.base = newest - self.outer.every_steps
             return newest, states[SENT].to(_DTYPES[self.outer.precision])
-        if newest and self._overlaps(newest) and done < self._landing(newest):
-            self._mix_at = self._landing(newest)
+        if newest and self._overlaps(newest) and done < self._overlap_end_step(newest):
+            self._mixing_step = self._overlap_end_step(newest)
         is_due = ARRIVED not in states and self.outer.is_due(done, self._last)
         return (done, self._deltas()) if is_due else None
 
@@ -259,10 +269,10 @@ class Outer:
     def _deltas(self) -> torch.Tensor:
         """Of this rank, as they are sent. Raises Refusal on every rank where one is no finite
         number: SW6317."""
-        own = self._ranges.own(MASTER, self._own)
+        own = self._master_shard.own(MASTER, self._own)
         deltas = torch.sub(self._anchor, own, out=own)
         if self.outer.precision == "bf16":
-            self._sent = _as_large(self._sent, deltas.numel(), torch.bfloat16)
+            self._sent = _buffer_like(self._sent, deltas.numel(), torch.bfloat16)
             deltas = self._sent.copy_(deltas)
         flags: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(flags, _is_finite(deltas))
@@ -289,14 +299,14 @@ class Outer:
         """Collective. What the islands made of the weights before the overlap, into what this one
         has made since."""
         assert self.outer.mixing is not None, "a plan with overlap has it"
-        self._mix_at = None
-        own = self._ranges.own(MASTER, self._own)
+        self._mixing_step = None
+        own = self._master_shard.own(MASTER, self._own)
         self._set(torch.lerp(own, self._anchor, self.outer.mixing, out=own), step)
 
     def _set(self, own: torch.Tensor, step: int) -> None:
         """Collective. The weights; and who waits for this island's state gets it."""
-        self._ranges.write(MASTER, own)
-        self._trainer.restored(step, self._trainer.counters())
+        self._master_shard.write(MASTER, own)
+        self._trainer.finish_restore(step, self._trainer.counters())
         if self._receivers:
             self._give_state()
         self._receivers = []
@@ -306,7 +316,7 @@ class Outer:
     def _state_names(self) -> list[str]:
         """The same on every rank and island: the master first."""
         more = {ANCHOR: self.outer.overlap_steps > 0, MOMENTUM: self._momentum is not None}
-        return [*self._ranges.state_names(), *(name for name, has in more.items() if has)]
+        return [*self._master_shard.state_names(), *(name for name, has in more.items() if has)]
 
     def _give_state(self) -> None:
         """To islands that are behind. A connection that breaks here is found broken at the next
@@ -315,10 +325,11 @@ class Outer:
             {} if self._momentum is None else {MOMENTUM: self._momentum}
         )
         parts = (
-            kept[name] if name in kept else self._ranges.own(name) for name in self._state_names()
+            kept[name] if name in kept else self._master_shard.own(name)
+            for name in self._state_names()
         )
-        with contextlib.suppress(Broken):
-            self._store.link.give_state(
+        with contextlib.suppress(ChannelError):
+            self._connections.link.send_state(
                 (_bytes(part) for part in parts), self._trainer.counters().updates
             )
 
@@ -327,27 +338,31 @@ class Outer:
         overlap it."""
         self._anchor, self._momentum = taken.pop(ANCHOR, taken[MASTER]), taken.pop(MOMENTUM, None)
         for state, own in taken.items():
-            self._ranges.write(state, own)
-        self._trainer.restored(self._landing(step), Counters(updates=updates, loss_scale=None))
-        self.base, self._mix_at = step, None
+            self._master_shard.write(state, own)
+        self._trainer.finish_restore(
+            self._overlap_end_step(step), OptimizerCounters(updates=updates, loss_scale=None)
+        )
+        self.base, self._mixing_step = step, None
 
     # The store.
 
-    def _agreed(self, step: int, deltas: torch.Tensor | None) -> _Outcome:
+    def _exchange(self, step: int, deltas: torch.Tensor | None) -> _ExchangeResult:
         """Collective. What comes of the outer step after `step`, however often it has to be begun;
         without deltas only says that the island is there. Raises Unreached on every rank, and
         Refusal."""
         names = self._state_names()
-        return self._store.agreed(step, lambda link: self._try(link, step, deltas, names))
+        return self._connections.run_on_all_ranks(
+            step, lambda link: self._exchange_on_this_rank(link, step, deltas, names)
+        )
 
-    def _try(
+    def _exchange_on_this_rank(
         self, link: Link, step: int, deltas: torch.Tensor | None, names: list[str]
-    ) -> _Outcome:
+    ) -> _ExchangeResult:
         """This rank's part; maybe in a thread of its own, so that it leaves the trainer alone.
         Raises Broken."""
         sent = torch.zeros(0) if deltas is None else deltas
-        self._means = _as_large(self._means, sent.numel(), sent.dtype)
-        found = _Outcome(means=self._means)
+        self._means = _buffer_like(self._means, sent.numel(), sent.dtype)
+        found = _ExchangeResult(means=self._means)
         check, size = (
             int(self._anchor.view(torch.int32).sum(dtype=torch.int64)),
             _bytes(sent).nbytes,
@@ -360,7 +375,7 @@ class Outer:
                 return found
             if found.answer.kind == FrameKind.RECEIVE:
                 found.taken = {name: torch.empty_like(self._anchor) for name in names}
-                found.updates = link.take_state(_bytes(part) for part in found.taken.values())
+                found.updates = link.receive_state(_bytes(part) for part in found.taken.values())
                 return found
             receivers = link.exchange(found.answer.attempt, _bytes(sent), _bytes(found.means))
             if receivers is not None:
@@ -368,7 +383,7 @@ class Outer:
                 return found
 
 
-def _as_large(buffer: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _buffer_like(buffer: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """The buffer, or another one where it is not."""
     return (
         buffer
@@ -383,24 +398,24 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Outcome:
+class _ExchangeResult:
     """What a rank's part of an outer step gave it. taken: of an island whose state it takes."""
 
     means: torch.Tensor
-    answer: Answer = field(default_factory=lambda: Answer(kind=FrameKind.GO))
+    answer: RoundReply = field(default_factory=lambda: RoundReply(kind=FrameKind.GO))
     receivers: list[int] = field(default_factory=list)
     taken: dict[str, torch.Tensor] = field(default_factory=dict)
     updates: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Flight:
+class _OverlappedRound:
     """A round that is on its way while training goes on. seconds: that training has waited for
     it."""
 
     step: int
     deltas: torch.Tensor
-    future: Future[_Outcome]
+    future: Future[_ExchangeResult]
     seconds: float
 
 

@@ -21,13 +21,13 @@ from collections.abc import Callable
 from typing import Any
 
 MAGIC = b"shardwright-outer-2\n"
-NONCE = 32
+NONCE_BYTES = 32
 HANDSHAKE_SECONDS = 10.0
 """For all that is said before a connection is authenticated; each side needs milliseconds for
 it."""
 CHUNK_BYTES = 2**20
 """Of a frame's payload, at most."""
-_LARGEST = 4 * CHUNK_BYTES
+_MAX_FRAME_BYTES = 4 * CHUNK_BYTES
 _HEADER = struct.Struct(">BIQ")
 
 
@@ -54,15 +54,15 @@ class FrameKind(enum.IntEnum):
     PROBED = 17
 
 
-class Broken(Exception):
+class ChannelError(Exception):
     """The connection ended, or what came over it is not of this protocol."""
 
 
-class WrongSecret(Broken):
+class WrongSecret(ChannelError):
     """The other side does not know the secret."""
 
 
-class Channel:
+class AuthenticatedChannel:
     """One authenticated connection. Frames may be sent by several threads, and are received by one
     at a time. heard: when the last bytes came, by the monotonic clock."""
 
@@ -87,7 +87,7 @@ class Channel:
                 self._push(header + mac)
                 self._push(payload)
             except OSError as error:
-                raise Broken(str(error)) from None
+                raise ChannelError(str(error)) from None
 
     def _push(self, payload: bytes | bytearray | memoryview) -> None:
         """As sendall, whose timeout is one of the whole: a slow link takes longer than one that is
@@ -96,7 +96,7 @@ class Channel:
         while rest:
             rest = rest[self._socket.send(rest) :]
 
-    def say(self, kind: FrameKind, document: dict[str, Any], tag: int = 0) -> None:
+    def send_document(self, kind: FrameKind, document: dict[str, Any], tag: int = 0) -> None:
         self.send(kind, tag, json.dumps(document).encode("utf-8"))
 
     def receive(self, until: float | None = None) -> tuple[FrameKind, int, bytearray]:
@@ -105,16 +105,16 @@ class Channel:
         head = self._read(_HEADER.size + hashlib.sha256().digest_size, until)
         header, mac = bytes(head[: _HEADER.size]), bytes(head[_HEADER.size :])
         kind, tag, length = _HEADER.unpack(header)
-        if length > _LARGEST:
-            raise Broken(f"a frame of {length:,} bytes")
+        if length > _MAX_FRAME_BYTES:
+            raise ChannelError(f"a frame of {length:,} bytes")
         payload = self._read(length, until)
         if not hmac.compare_digest(mac, self._mac("receive", self._received, header, payload)):
-            raise Broken("a frame that is not what was sent")
+            raise ChannelError("a frame that is not what was sent")
         self._received += 1
         try:
             return FrameKind(kind), tag, payload
         except ValueError:
-            raise Broken(f"a frame of an unknown kind, {kind}") from None
+            raise ChannelError(f"a frame of an unknown kind, {kind}") from None
 
     def _read(self, count: int, until: float | None = None) -> bytearray:
         def heard() -> None:
@@ -122,13 +122,13 @@ class Channel:
 
         return read_exactly(self._socket, count, heard, until)
 
-    def patience(self, seconds: float | None) -> None:
+    def set_timeout(self, seconds: float | None) -> None:
         """How long the other side may be silent; None: for ever. Raises Broken where it is closed
         already."""
         try:
             self._socket.settimeout(seconds)
         except OSError as error:
-            raise Broken(str(error)) from None
+            raise ChannelError(str(error)) from None
 
     def close(self) -> None:
         """Heard by a thread that waits in `receive` or `send`, too."""
@@ -153,7 +153,7 @@ def document_of(payload: bytes | bytearray) -> dict[str, Any]:
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise Broken("a frame that is not a JSON object")
+        raise ChannelError("a frame that is not a JSON object")
     return document
 
 
@@ -173,30 +173,30 @@ def read_exactly(
                 connection.settimeout(max(until - time.monotonic(), 0.001))
             got = connection.recv_into(view[at:])
         except OSError as error:  # a timeout is one
-            raise Broken(str(error) or type(error).__name__) from None
+            raise ChannelError(str(error) or type(error).__name__) from None
         if got == 0:
-            raise Broken("the connection was closed")
+            raise ChannelError("the connection was closed")
         at += got
         heard()
     return buffer
 
 
-def meet(
+def authenticate(
     connection: socket.socket, secret: bytes, *, as_store: bool, within: float = HANDSHAKE_SECONDS
-) -> Channel:
+) -> AuthenticatedChannel:
     """Proves to the other side that this one knows the secret, and has it proved. within: seconds
     for all of it. Leaves the socket's timeout as it was. Raises WrongSecret, or Broken."""
     before, until = connection.gettimeout(), time.monotonic() + within
-    mine = secrets.token_bytes(NONCE)
+    mine = secrets.token_bytes(NONCE_BYTES)
     try:
         keep_alive(connection)
         connection.sendall(MAGIC + mine)
-        theirs = bytes(read_exactly(connection, len(MAGIC) + NONCE, until=until))
+        theirs = bytes(read_exactly(connection, len(MAGIC) + NONCE_BYTES, until=until))
         if not theirs.startswith(MAGIC):
-            raise Broken("the other side is no outer store, or of another version")
+            raise ChannelError("the other side is no outer store, or of another version")
         theirs = theirs[len(MAGIC) :]
         store, rank = (mine, theirs) if as_store else (theirs, mine)
-        proofs = {name: _keyed(secret, name, store, rank) for name in (b"store", b"rank")}
+        proofs = {name: _derived_key(secret, name, store, rank) for name in (b"store", b"rank")}
         own, other = (b"store", b"rank") if as_store else (b"rank", b"store")
         if not as_store:  # who comes shows its proof first
             connection.sendall(proofs[own])
@@ -206,31 +206,33 @@ def meet(
             connection.sendall(proofs[own])
         connection.settimeout(before)
     except OSError as error:
-        raise Broken(str(error)) from None
-    return Channel(connection, _keyed(secret, b"frames", store, rank), own, other)
+        raise ChannelError(str(error)) from None
+    return AuthenticatedChannel(
+        connection, _derived_key(secret, b"frames", store, rank), own, other
+    )
 
 
 def _proof(connection: socket.socket, until: float, *, is_rank: bool) -> bytes:
     """Of the other side. A store ends the connection at a proof that is none."""
     try:
         return bytes(read_exactly(connection, hashlib.sha256().digest_size, until=until))
-    except Broken:
+    except ChannelError:
         if is_rank:
             raise WrongSecret("the secrets differ") from None
         raise
 
 
-def _keyed(secret: bytes, what: bytes, store: bytes, rank: bytes) -> bytes:
+def _derived_key(secret: bytes, what: bytes, store: bytes, rank: bytes) -> bytes:
     return hmac.digest(secret, what + store + rank, "sha256")
 
 
-def grace(deadline_seconds: float) -> float:
+def silence_limit_seconds(deadline_seconds: float) -> float:
     """How long a member of an outer step that is under way may be silent: the others stand
     still."""
     return deadline_seconds / 4
 
 
-def give_up_after(connection: socket.socket, seconds: float) -> None:
+def set_unacknowledged_timeout(connection: socket.socket, seconds: float) -> None:
     """What was sent and is not acknowledged for so long ends the connection: a route that swallows
     it is noticed. Where nothing is sent, the kernel asks at least every half minute."""
     times = {

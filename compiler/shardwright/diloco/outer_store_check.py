@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal, found
-from shardwright.diagnostics.host_check import SLOW, HostCheck, red
+from shardwright.diagnostics.host_check import MIN_BANDWIDTH_FRACTION, HostCheck, red
 from shardwright.diloco.link_probe import MeasuredLink, measure_link
-from shardwright.diloco.outer_store_channel import Broken, WrongSecret
+from shardwright.diloco.outer_store_channel import ChannelError, WrongSecret
 from shardwright.diloco.outer_store_secret import read_secret
 from shardwright.plan.island_plans import plan_digest
 from shardwright.plan.plan import Plan
@@ -26,7 +26,7 @@ class PlannedLink:
     between_seconds: float
 
 
-def check_store(plan: Plan, folder: Path, planned: PlannedLink) -> HostCheck:
+def check_outer_store_link(plan: Plan, folder: Path, planned: PlannedLink) -> HostCheck:
     """From this host. folder: an island's."""
     address = str(plan.launch.outer_store)
     try:
@@ -41,7 +41,7 @@ def check_store(plan: Plan, folder: Path, planned: PlannedLink) -> HostCheck:
             "same place here."
         )
         return _failed(red("SW6313", f"the outer store at {address} has another secret", help))
-    except Broken as broken:
+    except ChannelError as broken:
         help = (
             f"Start `shardwright outer-store DIR` where {address} leads to, on the compiled folder "
             "of all islands, and see that this host reaches that port (launch.outer_store)."
@@ -54,14 +54,14 @@ def check_store(plan: Plan, folder: Path, planned: PlannedLink) -> HostCheck:
         return _failed(
             red("SW6316", f"the outer store at {address} was started for another plan", help)
         )
-    return _beside_the_recipe(str(plan.launch.outer_store), measured, planned)
+    return _compare_with_recipe(str(plan.launch.outer_store), measured, planned)
 
 
 def _failed(*problems: Diagnostic) -> HostCheck:
     return HostCheck(name=NAME, told="", problems=problems)
 
 
-def _beside_the_recipe(address: str, measured: MeasuredLink, planned: PlannedLink) -> HostCheck:
+def _compare_with_recipe(address: str, measured: MeasuredLink, planned: PlannedLink) -> HostCheck:
     slowest = min(measured.up_bytes_per_second, measured.down_bytes_per_second) * 8 / 1e9
     up, down = (
         _gbits(rate) for rate in (measured.up_bytes_per_second, measured.down_bytes_per_second)
@@ -71,9 +71,9 @@ def _beside_the_recipe(address: str, measured: MeasuredLink, planned: PlannedLin
         f"{address} answers in {measured.round_trip_seconds * 1e3:.3g} ms; {up} Gbit/s up, {down} "
         f"down, {planned.gbits_per_second:g} planned; an outer step takes {seconds:.3g} s, "
         f"{planned.outer_seconds:.3g} planned, every {planned.between_seconds:.3g} s; islands "
-        f"there: {', '.join(map(str, measured.here)) or 'none'}"
+        f"there: {', '.join(map(str, measured.connected_islands)) or 'none'}"
     )
-    if slowest >= SLOW * planned.gbits_per_second:
+    if slowest >= MIN_BANDWIDTH_FRACTION * planned.gbits_per_second:
         return HostCheck(name=NAME, told=told)
     message = (
         f"the link to the outer store at {address} gives {slowest:.3g} Gbit/s, the recipe says "

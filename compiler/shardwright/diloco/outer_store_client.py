@@ -8,25 +8,25 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwright.diloco.delta_mean import WINDOW
+from shardwright.diloco.delta_mean import WINDOW_CHUNKS
 from shardwright.diloco.outer_store_channel import (
     CHUNK_BYTES,
     HANDSHAKE_SECONDS,
-    Broken,
-    Channel,
+    AuthenticatedChannel,
+    ChannelError,
     FrameKind,
     WrongSecret,
+    authenticate,
     document_of,
-    give_up_after,
-    grace,
-    meet,
+    set_unacknowledged_timeout,
+    silence_limit_seconds,
 )
 from shardwright.diloco.round_membership import chunk_sizes
 
 CONNECT_SECONDS = 10.0
 
 
-class Refused(Exception):
+class RefusedByStore(Exception):
     """The store does not take this rank. code: of the diagnostic."""
 
     def __init__(self, code: str, why: str) -> None:
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class IslandRank:
     """Who is calling. attempt: of the island's folder, which counts each start. run: a random word
     of this start. connection: how often its ranks have connected since. plan, data: digests that
     all islands share."""
@@ -51,7 +51,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class RoundReply:
     """kind: GO, EXCHANGE or RECEIVE. members, attempt: of an exchange. step: of it, or of the state
     to be taken."""
 
@@ -70,7 +70,7 @@ class Link:
         self,
         address: str,
         secret: bytes,
-        place: Place,
+        place: IslandRank,
         deadline_seconds: float,
         within: float = CONNECT_SECONDS,
     ) -> None:
@@ -80,20 +80,22 @@ class Link:
         try:
             connection = socket.create_connection((host, int(port)), min(CONNECT_SECONDS, within))
         except OSError as error:
-            raise Broken(f"{address}: {error}") from None
-        silent = 2 * grace(deadline_seconds)
-        give_up_after(connection, silent)
+            raise ChannelError(f"{address}: {error}") from None
+        silent = 2 * silence_limit_seconds(deadline_seconds)
+        set_unacknowledged_timeout(connection, silent)
         try:
-            self._channel = self._welcomed(
+            self._channel = self._authenticate(
                 connection, secret, place, min(within, HANDSHAKE_SECONDS)
             )
         except WrongSecret:
             connection.close()
-            raise Refused("SW6313", f"the outer store at {address} has another secret") from None
+            raise RefusedByStore(
+                "SW6313", f"the outer store at {address} has another secret"
+            ) from None
         except BaseException:
             connection.close()
             raise
-        self._channel.patience(silent)
+        self._channel.set_timeout(silent)
 
     @property
     def heard(self) -> float:
@@ -101,41 +103,43 @@ class Link:
         return self._channel.heard
 
     @staticmethod
-    def _welcomed(connection: socket.socket, secret: bytes, place: Place, within: float) -> Channel:
-        channel = meet(connection, secret, as_store=False, within=within)
+    def _authenticate(
+        connection: socket.socket, secret: bytes, place: IslandRank, within: float
+    ) -> AuthenticatedChannel:
+        channel = authenticate(connection, secret, as_store=False, within=within)
         names = ("island", "rank", "world", "attempt", "run", "connection", "plan", "data")
-        channel.say(FrameKind.HELLO, {name: getattr(place, name) for name in names})
+        channel.send_document(FrameKind.HELLO, {name: getattr(place, name) for name in names})
         kind, _, payload = channel.receive()
         if kind == FrameKind.REFUSED:
             raise _refused(payload)
         if kind != FrameKind.WELCOME:
-            raise Broken(f"an unexpected {kind.name}")
+            raise ChannelError(f"an unexpected {kind.name}")
         return channel
 
-    def arrive(self, *, base: int, step: int, is_due: bool, size: int, check: int) -> Answer:
+    def arrive(self, *, base: int, step: int, is_due: bool, size: int, check: int) -> RoundReply:
         """Waits as long as the store says that it is to."""
         told = {"base": base, "step": step, "is_due": is_due, "size": size, "check": check}
-        self._channel.say(FrameKind.ARRIVE, told)
+        self._channel.send_document(FrameKind.ARRIVE, told)
         while True:
             kind, attempt, payload = self._channel.receive()
             if kind == FrameKind.GO:
-                return Answer(kind=kind)
+                return RoundReply(kind=kind)
             if kind in (FrameKind.EXCHANGE, FrameKind.RECEIVE):
                 document = document_of(payload)
                 members = tuple(int(number) for number in document.get("members", ()))
-                return Answer(
+                return RoundReply(
                     kind=kind, members=members, attempt=attempt, step=int(document["step"])
                 )
             if kind == FrameKind.REFUSED:
                 raise _refused(payload)
             if kind not in (FrameKind.WAIT, FrameKind.RETRY):
-                raise Broken(f"an unexpected {kind.name}")
+                raise ChannelError(f"an unexpected {kind.name}")
 
     def exchange(self, attempt: int, deltas: memoryview, means: memoryview) -> list[int] | None:
         """Sends the deltas and fills in the means, as many bytes. Returns the islands that are to
         take this one's state now, or None where a member was lost: then nothing counts, and the
         rank arrives again."""
-        ended, ahead = threading.Event(), threading.Semaphore(WINDOW)
+        ended, ahead = threading.Event(), threading.Semaphore(WINDOW_CHUNKS)
 
         def send() -> None:
             at = 0
@@ -146,14 +150,14 @@ class Link:
                         return
                     self._channel.send(FrameKind.DELTA, attempt, deltas[at : at + size])
                     at += size
-            except Broken:
+            except ChannelError:
                 self._channel.close()  # the receiver hears of it
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
         try:
-            return self._take_means(attempt, means, ahead)
-        except Broken:
+            return self._receive_means(attempt, means, ahead)
+        except ChannelError:
             self._channel.close()  # the sender hears of it
             raise
         finally:
@@ -161,7 +165,7 @@ class Link:
             ahead.release()
             sender.join()
 
-    def _take_means(
+    def _receive_means(
         self, attempt: int, means: memoryview, ahead: threading.Semaphore
     ) -> list[int] | None:
         sizes, at, number = chunk_sizes(len(means)), 0, 0
@@ -176,19 +180,19 @@ class Link:
             if kind == FrameKind.COMMIT and number == len(sizes):
                 return [int(each) for each in document_of(payload)["receivers"]]
             if kind != FrameKind.MEAN or number == len(sizes) or len(payload) != sizes[number]:
-                raise Broken(f"an unexpected {kind.name}")
+                raise ChannelError(f"an unexpected {kind.name}")
             means[at : at + len(payload)] = payload
             at, number = at + len(payload), number + 1
             ahead.release()
 
-    def give_state(self, parts: Iterator[memoryview], updates: int) -> None:
+    def send_state(self, parts: Iterator[memoryview], updates: int) -> None:
         """To the islands that a commit named."""
         for part in parts:
             for start in range(0, len(part), CHUNK_BYTES):
                 self._channel.send(FrameKind.STATE, 0, part[start : start + CHUNK_BYTES])
-        self._channel.say(FrameKind.STATE_END, {"updates": updates})
+        self._channel.send_document(FrameKind.STATE_END, {"updates": updates})
 
-    def take_state(self, parts: Iterator[memoryview]) -> int:
+    def receive_state(self, parts: Iterator[memoryview]) -> int:
         """Fills the parts in, one behind the other. Returns `updates`."""
         for part in parts:
             at = 0
@@ -197,7 +201,7 @@ class Link:
                 if kind == FrameKind.WAIT:
                     continue
                 if kind != FrameKind.STATE or at + len(payload) > len(part):
-                    raise Broken(f"an unexpected {kind.name}")
+                    raise ChannelError(f"an unexpected {kind.name}")
                 part[at : at + len(payload)] = payload
                 at += len(payload)
         while True:
@@ -205,18 +209,18 @@ class Link:
             if kind == FrameKind.STATE_END:
                 return int(document_of(payload)["updates"])
             if kind != FrameKind.WAIT:
-                raise Broken(f"an unexpected {kind.name}")
+                raise ChannelError(f"an unexpected {kind.name}")
 
     def leave(self, *, done: bool) -> None:
         """The others do not wait for it any more. done: it is trained to the last step."""
-        with contextlib.suppress(Broken):
-            self._channel.say(FrameKind.BYE, {"done": done})
+        with contextlib.suppress(ChannelError):
+            self._channel.send_document(FrameKind.BYE, {"done": done})
         self._channel.close()
 
     def close(self) -> None:
         self._channel.close()
 
 
-def _refused(payload: bytes | bytearray) -> Refused:
+def _refused(payload: bytes | bytearray) -> RefusedByStore:
     code, _, why = str(document_of(payload).get("why")).partition(" ")
-    return Refused(code, why)
+    return RefusedByStore(code, why)

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from shardwright.diagnostics import refusal
 
-SECRET = "run/outer.secret"
-_SHORTEST = 16
+SECRET_FILE = "run/outer.secret"
+_MIN_SECRET_CHARACTERS = 16
 
 
 def read_secret(folder: Path) -> bytes:
     """folder: an island's. Raises Refusal: SW6313."""
-    path = folder / SECRET
+    path = folder / SECRET_FILE
     try:
         secret = path.read_bytes().strip()
     except OSError as error:
         why = f"{str(path)!r} cannot be read: {error.strerror}"
     else:
-        if len(secret) >= _SHORTEST:
+        if len(secret) >= _MIN_SECRET_CHARACTERS:
             return secret
-        why = f"{str(path)!r} has {len(secret)} characters, fewer than {_SHORTEST}"
+        why = f"{str(path)!r} has {len(secret)} characters, fewer than {_MIN_SECRET_CHARACTERS}"
     raise refusal(
         "SW6313",
         f"no secret for the outer store: {why}",
@@ -32,16 +32,16 @@ def read_secret(folder: Path) -> bytes:
     )
 
 
-def share_secret(folder: Path, islands: list[Path]) -> bytes:
+def distribute_secret(folder: Path, islands: list[Path]) -> bytes:
     """The compiled folder's, made where it has none, and put into each island's folder that is
     here. Raises Refusal: SW6313, SW6322."""
-    path = folder / SECRET
+    path = folder / SECRET_FILE
     if not path.exists():
         _write(path, secrets.token_hex(32).encode("ascii"))
     secret = read_secret(folder)
     for island in islands:
         if island.is_dir():
-            _write(island / SECRET, secret)
+            _write(island / SECRET_FILE, secret)
     return secret
 
 

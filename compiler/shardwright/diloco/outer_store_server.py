@@ -11,37 +11,44 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.diloco.delta_mean import Aborted
+from shardwright.diloco.delta_mean import RoundAborted
 from shardwright.diloco.link_probe import answer_probe
 from shardwright.diloco.outer_store_channel import (
     HANDSHAKE_SECONDS,
-    Broken,
-    Channel,
+    AuthenticatedChannel,
+    ChannelError,
     FrameKind,
     WrongSecret,
+    authenticate,
     document_of,
-    give_up_after,
-    grace,
-    meet,
+    set_unacknowledged_timeout,
+    silence_limit_seconds,
 )
-from shardwright.diloco.round_membership import Arrival, Decision, Island, Membership, Round, Start
+from shardwright.diloco.round_membership import (
+    Island,
+    IslandStart,
+    Membership,
+    OuterRound,
+    RankArrival,
+    RoundDecision,
+)
 from shardwright.utils.unauthenticated_connections import (
-    Unauthenticated,
-    is_exhausted,
+    UnauthenticatedConnections,
+    is_out_of_descriptors,
     raise_descriptor_limit,
-    shut,
+    shutdown_connection,
 )
 
-OTHER_CONNECTIONS = 256
+MAX_UNAUTHENTICATED_CONNECTIONS = 256
 """Unauthenticated connections at once, beside one for each rank."""
 MOST_LINES_OF_AN_ADDRESS, MOST_ADDRESSES = 10, 256
 """Lines about connections that were turned away, and addresses that they are counted for."""
-TURN_SECONDS, AGAIN_SECONDS = 0.5, 0.05
+TURN_SECONDS, RETRY_SECONDS = 0.5, 0.05
 MOST_WAIT_SECONDS = 5.0
 """Between two signs of life to a rank that waits."""
 
 
-class _Late(Exception):
+class _TrainingIsOver(Exception):
     """The others are done."""
 
 
@@ -64,10 +71,12 @@ class OuterStore:
         self._log_line, self._record = log, record
         self.failure: Exception | None = None
         ranks = membership.count * membership.world
-        self._unauthenticated: Unauthenticated[socket.socket] = Unauthenticated(
-            ranks, OTHER_CONNECTIONS, raise_descriptor_limit()
+        self._unauthenticated: UnauthenticatedConnections[socket.socket] = (
+            UnauthenticatedConnections(
+                ranks, MAX_UNAUTHENTICATED_CONNECTIONS, raise_descriptor_limit()
+            )
         )
-        self._turned_away: Counter[str] = Counter()
+        self._rejected_connections: Counter[str] = Counter()
         self._data_digest: str | None = None
         self._done: set[int] = set()
         self._change = threading.Condition()
@@ -84,19 +93,19 @@ class OuterStore:
         with contextlib.suppress(Exception):
             self._log_line(line)
 
-    def _log_turned_away(self, address: str, line: str) -> None:
+    def _log_rejected(self, address: str, line: str) -> None:
         """A few lines for each address: whoever finds the port shall not fill a disk."""
-        self._turned_away[address] += 1
-        count = self._turned_away[address]
-        if count <= MOST_LINES_OF_AN_ADDRESS and len(self._turned_away) <= MOST_ADDRESSES:
+        self._rejected_connections[address] += 1
+        count = self._rejected_connections[address]
+        if count <= MOST_LINES_OF_AN_ADDRESS and len(self._rejected_connections) <= MOST_ADDRESSES:
             more = (
                 "; nothing more is printed about this address"
                 if count == MOST_LINES_OF_AN_ADDRESS
                 else ""
             )
             self._log(line + more)
-        elif len(self._turned_away) > MOST_ADDRESSES:
-            self._turned_away.pop(address, None)
+        elif len(self._rejected_connections) > MOST_ADDRESSES:
+            self._rejected_connections.pop(address, None)
 
     def serve(self, listener: socket.socket) -> None:
         """Accepts connections until the listener is closed, whatever fails meanwhile."""
@@ -112,59 +121,57 @@ class OuterStore:
                 self._make_room(error)
                 continue
             for crowded_out in self._unauthenticated.add(connection, address[0]):
-                shut(crowded_out)
+                shutdown_connection(crowded_out)
             try:
                 threading.Thread(
-                    target=self._greet, args=(connection, address), daemon=True
+                    target=self._authenticate, args=(connection, address), daemon=True
                 ).start()
             except RuntimeError as error:  # the system allows no more threads
                 self._unauthenticated.remove(connection)
                 connection.close()
-                self._log_turned_away("", f"a connection of {address[0]} is turned away: {error}")
-                time.sleep(AGAIN_SECONDS)
+                self._log_rejected("", f"a connection of {address[0]} is turned away: {error}")
+                time.sleep(RETRY_SECONDS)
 
     def _make_room(self, error: OSError) -> None:
         """After accept() has failed. Errors of one connection, such as a peer that is gone already,
         end nothing."""
-        if is_exhausted(error) and (oldest := self._unauthenticated.pop()) is not None:
-            shut(oldest)
-        self._log_turned_away("", f"warning: cannot take a connection: {error}")
-        time.sleep(AGAIN_SECONDS)
+        if is_out_of_descriptors(error) and (oldest := self._unauthenticated.pop()) is not None:
+            shutdown_connection(oldest)
+        self._log_rejected("", f"warning: cannot take a connection: {error}")
+        time.sleep(RETRY_SECONDS)
 
-    def _greet(self, connection: socket.socket, address: tuple[str, int]) -> None:
+    def _authenticate(self, connection: socket.socket, address: tuple[str, int]) -> None:
         until = time.monotonic() + HANDSHAKE_SECONDS
         try:
             connection.settimeout(HANDSHAKE_SECONDS)
-            give_up_after(connection, grace(self.membership.deadline))
-            link = meet(connection, self._secret, as_store=True)
+            set_unacknowledged_timeout(connection, silence_limit_seconds(self.membership.deadline))
+            link = authenticate(connection, self._secret, as_store=True)
             self._unauthenticated.remove(connection)
             kind, _, payload = link.receive(until)
             if kind == FrameKind.PROBE:
                 asked = document_of(payload)
                 if asked.get("is_first") is True:
                     self._log(f"{address[0]} measures its link")
-                answer_probe(link, asked, self._digest, self._here)
+                answer_probe(link, asked, self._digest, self._connected_islands)
                 link.close()
                 return
             if kind != FrameKind.HELLO:
-                raise Broken("it did not say who it is")
+                raise ChannelError("it did not say who it is")
             self._admit(link, document_of(payload))
         except WrongSecret:
             line = f"warning[SW6313]: {address[0]} came with another secret, and was turned away"
-            self._log_turned_away(address[0], line)
-        except (Broken, OSError) as error:
-            self._log_turned_away(
-                address[0], f"{address[0]} left before it said who it is: {error}"
-            )
+            self._log_rejected(address[0], line)
+        except (ChannelError, OSError) as error:
+            self._log_rejected(address[0], f"{address[0]} left before it said who it is: {error}")
         finally:
             self._unauthenticated.remove(connection)
             connection.close()
 
-    def _here(self) -> list[int]:
+    def _connected_islands(self) -> list[int]:
         with self._change:
             return sorted(self.membership.islands)
 
-    def _admit(self, link: Channel, hello: dict[str, Any]) -> None:
+    def _admit(self, link: AuthenticatedChannel, hello: dict[str, Any]) -> None:
         try:
             number, rank, world = int(hello["island"]), int(hello["rank"]), int(hello["world"])
             attempt, run, connection = (
@@ -174,34 +181,34 @@ class OuterStore:
             )
             plan, data = str(hello["plan"]), str(hello["data"])
         except (KeyError, TypeError, ValueError):
-            raise Broken("it did not say who it is") from None
+            raise ChannelError("it did not say who it is") from None
         why = self._refused(number, rank, world, plan, data)
         island = None
         if not why:
-            start = Start(attempt=attempt, run=run, connection=connection)
+            start = IslandStart(attempt=attempt, run=run, connection=connection)
             with self._change:
                 if self.failure is not None:
-                    raise Broken("the store stops")
+                    raise ChannelError("the store stops")
                 island = self.membership.join(number, start, rank, link)
                 self._change.notify_all()
             why = "" if island else "SW6319 another run of this island has started since"
         if island is None:
-            link.say(FrameKind.REFUSED, {"why": why})
+            link.send_document(FrameKind.REFUSED, {"why": why})
             link.close()
             self._log(f"island {number} rank {rank} was refused: {why}")
             return
         if len(island.links) == self.membership.world:
             self._log(f"island {number} is here")
         try:
-            link.say(FrameKind.WELCOME, {})
-            link.patience(None)
+            link.send_document(FrameKind.WELCOME, {})
+            link.set_timeout(None)
             self._serve(link, island, rank)
             why = ""
-        except _Late as late:
+        except _TrainingIsOver as late:
             why = str(late)
-            with contextlib.suppress(Broken):
-                link.say(FrameKind.REFUSED, {"why": f"SW6320 {why}"})
-        except Broken as error:
+            with contextlib.suppress(ChannelError):
+                link.send_document(FrameKind.REFUSED, {"why": f"SW6320 {why}"})
+        except ChannelError as error:
             why = f"rank {rank} is gone ({error})"
         except Exception as error:  # a thread that ends in silence would leave the others waiting
             why = f"rank {rank}: {type(error).__name__}: {error}"
@@ -233,7 +240,7 @@ class OuterStore:
         if why and not known:
             self._log(f"island {island.number} is lost: {why}")
 
-    def _serve(self, link: Channel, island: Island, rank: int) -> None:
+    def _serve(self, link: AuthenticatedChannel, island: Island, rank: int) -> None:
         """Raises Broken where the rank is lost, or the island with it."""
         while True:
             kind, tag, payload = link.receive()
@@ -245,14 +252,14 @@ class OuterStore:
                 self._await_last_rank(island, rank)
                 return
             if kind == FrameKind.ARRIVE:
-                decision = self._decided(link, island, rank, document_of(payload))
-                self._act(link, island, rank, decision)
+                decision = self._wait_for_decision(link, island, rank, document_of(payload))
+                self._send_decision(link, island, rank, decision)
             elif kind == FrameKind.STATE or kind == FrameKind.STATE_END:
-                self._pass_on(island, rank, kind, payload)
+                self._forward_state(island, rank, kind, payload)
             elif kind == FrameKind.DELTA:
                 self._deposit(island, rank, tag, payload)
             else:
-                raise Broken(f"an unexpected {kind.name}")
+                raise ChannelError(f"an unexpected {kind.name}")
 
     def _await_last_rank(self, island: Island, rank: int) -> None:
         """Until the island has left with every rank: what one of them still passes on is not cut
@@ -264,9 +271,11 @@ class OuterStore:
                 lambda: len(island.left) == self.membership.world or bool(island.dropped)
             )
 
-    def _decided(self, link: Channel, island: Island, rank: int, told: dict[str, Any]) -> Decision:
+    def _wait_for_decision(
+        self, link: AuthenticatedChannel, island: Island, rank: int, told: dict[str, Any]
+    ) -> RoundDecision:
         try:
-            arrival = Arrival(
+            arrival = RankArrival(
                 base=int(told["base"]),
                 step=int(told["step"]),
                 is_due=bool(told["is_due"]),
@@ -274,7 +283,7 @@ class OuterStore:
                 check=int(told["check"]),
             )
         except (KeyError, TypeError, ValueError):
-            raise Broken("an arrival without its step") from None
+            raise ChannelError("an arrival without its step") from None
         with self._change:
             self.membership.arrive(island, rank, arrival)
             self._change.notify_all()
@@ -285,15 +294,15 @@ class OuterStore:
                 if gone:
                     self._change.notify_all()
                 if island.dropped:
-                    raise Broken(island.dropped)
+                    raise ChannelError(island.dropped)
                 if self.membership.is_late(island):
                     done = ", ".join(map(str, sorted(self._done)))
-                    raise _Late(
+                    raise _TrainingIsOver(
                         f"island {done} has trained to step {self.membership.final}, and this "
                         "one has not"
                     )
                 behind = not noted and self.membership.is_behind(island)
-                if (decision := self.membership.taken(island, rank)) is not None:
+                if (decision := self.membership.take_decision(island, rank)) is not None:
                     self._change.notify_all()
                 elif not gone and not behind:
                     self._change.wait(self._wait_seconds)
@@ -319,22 +328,26 @@ class OuterStore:
         """Drops members that hold a round up. Runs in a thread of its own, until `ended`."""
         while not ended.wait(self._wait_seconds):
             with self._change:
-                gone = self.membership.stuck()
+                gone = self.membership.stalled_members()
             for island, why in gone:
                 self._drop(island, why)
 
-    def _act(self, link: Channel, island: Island, rank: int, decision: Decision) -> None:
+    def _send_decision(
+        self, link: AuthenticatedChannel, island: Island, rank: int, decision: RoundDecision
+    ) -> None:
         found = decision.round
         if decision.kind == FrameKind.GO or found is None:
             link.send(FrameKind.GO)
         elif decision.kind == FrameKind.EXCHANGE:
             members = [i.number for i in found.members]
-            link.say(FrameKind.EXCHANGE, {"members": members, "step": found.step}, found.attempt)
+            link.send_document(
+                FrameKind.EXCHANGE, {"members": members, "step": found.step}, found.attempt
+            )
             threading.Thread(
                 target=self._send_means, args=(link, island, rank, found), daemon=True
             ).start()
         else:
-            self._hold_for_state(link, island, rank, found)
+            self._wait_for_state(link, island, rank, found)
 
     def _deposit(self, island: Island, rank: int, attempt: int, payload: bytearray) -> None:
         found = self.membership.round
@@ -345,16 +358,16 @@ class OuterStore:
             or found.outcome
         ):
             return  # of a round that was given up
-        cell = found.cells[rank]
+        cell = found.chunk_means[rank]
         try:
             cell.deposit(island.number, cell.deposited(island.number), payload)
-        except Aborted:
+        except RoundAborted:
             return
         except (ValueError, IndexError) as error:
-            raise Broken(f"deltas of another size: {error}") from None
-        self._commit_if_whole(found)
+            raise ChannelError(f"deltas of another size: {error}") from None
+        self._commit_if_complete(found)
 
-    def _commit_if_whole(self, found: Round) -> None:
+    def _commit_if_complete(self, found: OuterRound) -> None:
         line: dict[str, Any] | None = None
         with self._change:
             if self.failure is None:
@@ -375,9 +388,11 @@ class OuterStore:
                 f"s{joined}"
             )
 
-    def _send_means(self, link: Channel, island: Island, rank: int, found: Round) -> None:
+    def _send_means(
+        self, link: AuthenticatedChannel, island: Island, rank: int, found: OuterRound
+    ) -> None:
         """A thread of its own: averages go down while deltas come up."""
-        cell = found.cells[rank]
+        cell = found.chunk_means[rank]
         try:
             try:
                 for number in range(len(cell.sizes)):
@@ -385,42 +400,46 @@ class OuterStore:
                         link.send(FrameKind.WAIT)
                     link.send(FrameKind.MEAN, found.attempt, found_mean)
                     cell.sent(island.number, number)
-            except Aborted:
+            except RoundAborted:
                 pass
-            self._commit_if_whole(found)  # where there was nothing to bring
+            self._commit_if_complete(found)  # where there was nothing to bring
             while not self._wait_for(lambda: bool(found.outcome)):
                 link.send(FrameKind.WAIT)
             if found.outcome == "committed":
                 receivers = (
                     [i.number for i in found.receivers] if found.members[0] is island else []
                 )
-                link.say(FrameKind.COMMIT, {"receivers": receivers}, found.attempt)
+                link.send_document(FrameKind.COMMIT, {"receivers": receivers}, found.attempt)
             else:
                 link.send(FrameKind.RETRY, found.attempt)
-        except Broken as error:
+        except ChannelError as error:
             self._drop(island, f"rank {rank} is gone ({error})")
 
-    def _hold_for_state(self, link: Channel, island: Island, rank: int, found: Round) -> None:
+    def _wait_for_state(
+        self, link: AuthenticatedChannel, island: Island, rank: int, found: OuterRound
+    ) -> None:
         """The provider's thread sends; this one waits until it has."""
         provider = found.members[0]
-        link.say(FrameKind.RECEIVE, {"step": found.step, "provider": provider.number})
+        link.send_document(FrameKind.RECEIVE, {"step": found.step, "provider": provider.number})
         with self._change:
             found.expecting.add((island.number, rank))
             self._change.notify_all()
         while not self._wait_for(
-            lambda: bool(rank in found.passed or provider.dropped or island.dropped)
+            lambda: bool(rank in found.forwarded_ranks or provider.dropped or island.dropped)
         ):
             link.send(FrameKind.WAIT)
-        if rank not in found.passed:
-            raise Broken("the island whose state it was to take is lost")
+        if rank not in found.forwarded_ranks:
+            raise ChannelError("the island whose state it was to take is lost")
 
-    def _await_receiver(self, found: Round, receiver: Island, rank: int) -> None:
+    def _await_receiver(self, found: OuterRound, receiver: Island, rank: int) -> None:
         """Until its rank has been told what comes."""
         told = (receiver.number, rank)
         with self._change:
             self._change.wait_for(lambda: told in found.expecting or bool(receiver.dropped))
 
-    def _pass_on(self, island: Island, rank: int, kind: FrameKind, payload: bytearray) -> None:
+    def _forward_state(
+        self, island: Island, rank: int, kind: FrameKind, payload: bytearray
+    ) -> None:
         found = self.membership.round
         if found is None or not found.members or found.members[0] is not island:
             return
@@ -430,12 +449,12 @@ class OuterStore:
                 continue
             try:
                 receiver.links[rank].send(kind, found.attempt, payload)
-            except Broken as error:
+            except ChannelError as error:
                 self._drop(receiver, f"rank {rank} is gone ({error})")
         if kind == FrameKind.STATE_END:
             with self._change:
-                found.passed.add(rank)
-                if len(found.passed) == self.membership.world:
+                found.forwarded_ranks.add(rank)
+                if len(found.forwarded_ranks) == self.membership.world:
                     for receiver in found.receivers:
                         receiver.current = not receiver.dropped
                 self._change.notify_all()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROUNDS = "run/rounds.jsonl"
+ROUNDS_FILE = "run/rounds.jsonl"
 
 
 def read_rounds(folder: Path) -> list[dict[str, Any]]:
@@ -18,7 +18,7 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
     counted), `bytes` and `seconds`. A line that was cut short by the end of its store is left out.
     [] where nothing was written."""
     try:
-        lines = (folder / ROUNDS).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (folder / ROUNDS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
     found = []
@@ -30,12 +30,12 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-class RoundsFile:
+class RoundLog:
     """run/rounds.jsonl, open for one start of the store. Every method raises OSError where the disk
     does."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / ROUNDS
+        path = folder / ROUNDS_FILE
         starts = [line.get("store") for line in read_rounds(folder)]
         self.store = 1 + max((number for number in starts if isinstance(number, int)), default=0)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -65,7 +65,7 @@ class RoundsFile:
             raise
 
 
-def standing(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def effective_rounds(rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those that the weights of today come from. Islands that resume from an older checkpoint make
     its later outer steps again: a line undoes the ones before it of the same step and of later
     ones."""

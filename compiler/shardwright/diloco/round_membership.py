@@ -12,14 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.diloco.delta_mean import ChunkSums
-from shardwright.diloco.outer_store_channel import CHUNK_BYTES, Channel, FrameKind, grace
+from shardwright.diloco.delta_mean import ChunkMeans
+from shardwright.diloco.outer_store_channel import (
+    CHUNK_BYTES,
+    AuthenticatedChannel,
+    FrameKind,
+    silence_limit_seconds,
+)
 
 _SMALLEST_CHUNK, _CHUNKS = 2**16, 64
 
 
 @dataclass(slots=True, kw_only=True)
-class Arrival:
+class RankArrival:
     """One rank's. base: the step of the last outer step that its weights have. step: where it is.
     is_due: it comes for an outer step. size: bytes of its deltas. check: a sum over its anchor's
     bits."""
@@ -32,7 +37,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class IslandStart:
     """One start of an island. attempt: its folder's count of starts. run: a random word of this
     one, for two copies of a folder count alike. connection: how often its ranks have connected
     since. No clock takes part."""
@@ -47,18 +52,18 @@ class Island:
     """A connected one. current: see above."""
 
     number: int
-    start: Start
-    links: dict[int, Channel] = field(default_factory=dict)
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    start: IslandStart
+    links: dict[int, AuthenticatedChannel] = field(default_factory=dict)
+    arrivals: dict[int, RankArrival] = field(default_factory=dict)
     since: float = 0.0  # of its first arrival
-    decision: Decision | None = None
+    decision: RoundDecision | None = None
     told: set[int] = field(default_factory=set)  # the ranks that have heard it
     current: bool = False
     left: set[int] = field(default_factory=set)  # the ranks that have said goodbye
     dropped: str = ""
 
     @property
-    def first(self) -> Arrival:
+    def first(self) -> RankArrival:
         return self.arrivals[0]
 
     @property
@@ -72,36 +77,36 @@ class Island:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Round:
+class OuterRound:
     """cells: a rank's number -> what the members' ranks of that number send. receivers: who takes a
     member's state after the commit; the provider is the first member."""
 
     attempt: int
     step: int
     members: tuple[Island, ...]
-    cells: dict[int, ChunkSums]
+    chunk_means: dict[int, ChunkMeans]
     began: float
     outcome: str = ""  # committed | aborted
     receivers: tuple[Island, ...] = ()
     expecting: set[tuple[int, int]] = field(
         default_factory=set
     )  # (receiver, rank) that has been told
-    passed: set[int] = field(
+    forwarded_ranks: set[int] = field(
         default_factory=set
     )  # the provider's ranks whose state has been passed on
 
     def abort(self) -> None:
         self.outcome = self.outcome or "aborted"
-        for cell in self.cells.values():
+        for cell in self.chunk_means.values():
             cell.abort()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Decision:
+class RoundDecision:
     """kind: GO, EXCHANGE or RECEIVE; round: of the last two."""
 
     kind: FrameKind
-    round: Round | None = None
+    round: OuterRound | None = None
 
 
 class Membership:
@@ -117,20 +122,22 @@ class Membership:
         )
         self.base: int | None = None
         self.islands: dict[int, Island] = {}
-        self.newest: dict[int, Start] = {}
-        self.replaced: dict[
+        self.newest: dict[int, IslandStart] = {}
+        self.superseded_runs: dict[
             int, set[str]
         ] = {}  # island -> runs of it that a later start took the place of
         self.attempts = 0
-        self.round: Round | None = None
+        self.round: OuterRound | None = None
         self.rounds: list[dict[str, Any]] = []
         self.final: int | None = None  # the last step, once an island is trained to it
         self._meeting_since: float | None = None
         self._due_since: float | None = None  # the first arrival for the outer step that comes next
 
-    def join(self, number: int, start: Start, rank: int, link: Channel) -> Island | None:
+    def join(
+        self, number: int, start: IslandStart, rank: int, link: AuthenticatedChannel
+    ) -> Island | None:
         """None for a start that a later one has taken the place of."""
-        if self._is_replaced(number, start):
+        if self._is_superseded(number, start):
             return None
         island = self.islands.get(number)
         if island is None or island.start != start:
@@ -138,13 +145,13 @@ class Membership:
                 self.drop(island, "it was started again")
             newest = self.newest.get(number, start)
             if newest.run != start.run:
-                self.replaced.setdefault(number, set()).add(newest.run)
+                self.superseded_runs.setdefault(number, set()).add(newest.run)
             island = self.islands[number] = Island(number=number, start=start)
             self.newest[number] = start
         island.links[rank] = link
         return island
 
-    def _is_replaced(self, number: int, start: Start) -> bool:
+    def _is_superseded(self, number: int, start: IslandStart) -> bool:
         """A folder that was made anew counts its starts from 1 again: it is taken where nobody else
         is the island."""
         newest = self.newest.get(number, start)
@@ -153,9 +160,9 @@ class Membership:
         if start.attempt > newest.attempt:
             return False
         is_older_beside_another = start.attempt < newest.attempt and number in self.islands
-        return is_older_beside_another or start.run in self.replaced.get(number, ())
+        return is_older_beside_another or start.run in self.superseded_runs.get(number, ())
 
-    def drop(self, island: Island, why: str) -> list[Channel]:
+    def drop(self, island: Island, why: str) -> list[AuthenticatedChannel]:
         """The links to be closed. The round that it is in begins again without it."""
         if island.dropped:
             return []
@@ -187,12 +194,12 @@ class Membership:
         arrived = len(island.arrivals) == self.world and island.decision is None
         return arrived and self.base is not None and not island.current
 
-    def arrive(self, island: Island, rank: int, arrival: Arrival) -> None:
+    def arrive(self, island: Island, rank: int, arrival: RankArrival) -> None:
         if not island.arrivals:
             island.since = time.monotonic()
         island.arrivals[rank] = arrival
 
-    def taken(self, island: Island, rank: int) -> Decision | None:
+    def take_decision(self, island: Island, rank: int) -> RoundDecision | None:
         """The decision about it, heard by this rank; None where there is none yet, or this rank has
         heard it already: it has come again, before its neighbours heard of the first time."""
         found = island.decision
@@ -218,11 +225,11 @@ class Membership:
             return []
         if self.base is None and self.final is not None:
             self.base = self.final  # who comes back to what is trained has nobody to meet
-        if self.base is None and not self._met(ready):
+        if self.base is None and not self._first_meeting_is_over(ready):
             return []
         for island in ready:
             if island.first.base == self.base and not island.first.is_due:
-                island.current, island.decision = True, Decision(kind=FrameKind.GO)
+                island.current, island.decision = True, RoundDecision(kind=FrameKind.GO)
         return self._begin_round(
             [i for i in ready if i.decision is None and i.first.base == self.base]
         )
@@ -230,7 +237,7 @@ class Membership:
     def _in_order(self) -> list[Island]:
         return [self.islands[number] for number in sorted(self.islands)]
 
-    def _met(self, ready: list[Island]) -> bool:
+    def _first_meeting_is_over(self, ready: list[Island]) -> bool:
         """The first meeting waits for every island, at most the deadline: the one that is furthest
         decides."""
         now = time.monotonic()
@@ -251,7 +258,7 @@ class Membership:
         self._due_since = first if self._due_since is None else self._due_since
         # A round that begins again waits for what is left of the deadline, and for who was told so
         # a moment ago.
-        late = max(self._due_since + self.deadline, first + grace(self.deadline))
+        late = max(self._due_since + self.deadline, first + silence_limit_seconds(self.deadline))
         if waited and time.monotonic() < late:
             return []
         reference = next((i for i in callers if i.current), callers[0])
@@ -270,28 +277,28 @@ class Membership:
 
     def _start(self, members: list[Island]) -> None:
         sizes = {rank: a.size for rank, a in members[0].arrivals.items()}
-        cells = {
-            rank: ChunkSums([i.number for i in members], chunk_sizes(size), self.precision)
+        chunk_means = {
+            rank: ChunkMeans([i.number for i in members], chunk_sizes(size), self.precision)
             for rank, size in sizes.items()
         }
         self.attempts += 1
-        self.round = Round(
+        self.round = OuterRound(
             attempt=self.attempts,
             step=members[0].first.step,
             members=tuple(members),
-            cells=cells,
+            chunk_means=chunk_means,
             began=time.monotonic(),
         )
         for island in members:
-            island.decision = Decision(kind=FrameKind.EXCHANGE, round=self.round)
+            island.decision = RoundDecision(kind=FrameKind.EXCHANGE, round=self.round)
 
-    def stuck(self) -> list[tuple[Island, str]]:
+    def stalled_members(self) -> list[tuple[Island, str]]:
         """Members of the round that bring nothing any more, and hold the others up."""
         found, now = self.round, time.monotonic()
         if found is None or found.outcome:
             return []
-        late = {number for cell in found.cells.values() for number in cell.laggards()}
-        silent = grace(self.deadline)
+        late = {number for cell in found.chunk_means.values() for number in cell.lagging_members()}
+        silent = silence_limit_seconds(self.deadline)
         gone = [
             i
             for i in found.members
@@ -300,7 +307,7 @@ class Membership:
         return [(i, f"nothing came from it for {silent:g} s of an outer step") for i in gone]
 
     def try_commit(
-        self, found: Round, record: Callable[[dict[str, Any]], None]
+        self, found: OuterRound, record: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any] | None:
         """Commits the round once every rank of every member has brought everything. Returns its
         line, or None.
@@ -308,7 +315,7 @@ class Membership:
         record: writes the line to where it lasts. What it raises leaves the round without an
         outcome: no island applies an outer step that is not on record.
         """
-        if found.outcome or not all(cell.complete for cell in found.cells.values()):
+        if found.outcome or not all(cell.complete for cell in found.chunk_means.values()):
             return None
         waiting = [
             i for i in self._in_order() if len(i.arrivals) == self.world and i.decision is None
@@ -321,14 +328,14 @@ class Membership:
             "members": [i.number for i in found.members],
             "joined": [i.number for i in receivers],
             "attempt": found.attempt,
-            "bytes": sum(sum(cell.sizes) for cell in found.cells.values()),
+            "bytes": sum(sum(cell.sizes) for cell in found.chunk_means.values()),
             "seconds": time.monotonic() - found.began,
         }
         record(line)
         found.outcome, self.base, self._due_since = "committed", found.step, None
         found.receivers = receivers
         for island in receivers:
-            island.decision = Decision(kind=FrameKind.RECEIVE, round=found)
+            island.decision = RoundDecision(kind=FrameKind.RECEIVE, round=found)
         self.rounds.append(line)
         return line
 

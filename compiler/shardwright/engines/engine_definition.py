@@ -11,52 +11,53 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.layout.layout_rule import Candidate, Rule
 from shardwright.models.model_graph import ModelGraph
 from shardwright.plan.plan import Plan
-from shardwright.recipe.literal_types import Choice, Fabric
+from shardwright.recipe.literal_types import AutoSwitch, Fabric
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_types import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class EngineTraits:
     """What sets the engine's steps and memory apart; the cost model reads it instead of a name.
 
-    selective_repeats_projections: "selective" recomputes the attention module's products, not the S
-    x S ones alone. fuses_accumulation: a product adds its gradient to the accumulated one itself.
-    frees_gradients: each gradient goes as it is added to the accumulated one. tensor_host: what the
-    host's launches around a tensor-parallel collective cost: "hidden"; "floor": a layer takes no
+    selective_recomputes_projections: "selective" recomputes the attention module's products, not
+    the S x S ones alone. fuses_accumulation: a product adds its gradient to the accumulated one
+    itself. frees_gradients_after_add: each gradient goes as it is added to the accumulated one.
+    tensor_parallel_launch_cost: what the host's launches around a tensor-parallel collective cost:
+    "hidden"; "floor": a layer takes no
         less than they do; "added": they drain the launch queue, and show each time.
-    duplex_sends: an activation and a gradient cross a boundary between stages at once.
-    kept_outputs: micro-batches whose output the last stage of 1F1B keeps after their backward pass,
-    at most. bucketed_zero: ZeRO copies in and out of buckets slice by slice, and reaches a share of
-    the links' rate. bucketed_pipeline: so do a pipeline's gradients at ZeRO-1. traffic: whose
-    constants say how much of the data-parallel traffic hides behind compute (cost.constants,
-    overlap_). zero_1_overlaps: ZeRO-1 reduces gradients behind the last backward pass, not after
-    it. gathers_layers: ZeRO-3 gathers a layer at once from one flat buffer, without a hook at each
-    module. places_by_products: a pipeline's stages have equal shares of the products, the head's
-    among them, whatever the host
+    bidirectional_p2p: an activation and a gradient cross a boundary between stages at once.
+    saved_stage_outputs: micro-batches whose output the last stage of 1F1B keeps after their
+    backward pass, at most. bucketed_zero: ZeRO copies in and out of buckets slice by slice, and
+    reaches a share of the links' rate. bucketed_pipeline: so do a pipeline's gradients at ZeRO-1.
+    traffic: whose constants say how much of the data-parallel traffic hides behind compute
+    (cost.constants, overlap_). zero_1_overlaps: ZeRO-1 reduces gradients behind the last backward
+    pass, not after it. zero3_gathers_flat_layers: ZeRO-3 gathers a layer at once from one flat
+    buffer, without a hook at each module. balances_stages_by_matmul_flops: a pipeline's stages have
+    equal shares of the products, the head's among them, whatever the host
         and the links add.
-    pipeline_slows_host: that cost grows with the tensor ranks where a pipeline crosses nodes.
-    fabric: of the published runs that stand behind these traits, where the recipe names none.
-    gathers_keys: context ranks gather keys and values, where others trade tokens for heads.
-    chunked_loss, hpz: whether it can be asked for them.
+    pipeline_raises_launch_cost: that cost grows with the tensor ranks where a pipeline crosses
+    nodes. fabric: of the published runs that stand behind these traits, where the recipe names
+    none. context_gathers_kv: context ranks gather keys and values, where others trade tokens for
+    heads. chunked_loss, hpz: whether it can be asked for them.
     """
 
-    selective_repeats_projections: bool
+    selective_recomputes_projections: bool
     fuses_accumulation: bool
-    tensor_host: Literal["hidden", "floor", "added"]
-    duplex_sends: bool
-    kept_outputs: int
+    tensor_parallel_launch_cost: Literal["hidden", "floor", "added"]
+    bidirectional_p2p: bool
+    saved_stage_outputs: int
     bucketed_zero: bool
     bucketed_pipeline: bool
     traffic: str
     zero_1_overlaps: bool
-    gathers_layers: bool
+    zero3_gathers_flat_layers: bool
     chunked_loss: bool
     hpz: bool
-    gathers_keys: bool = False
-    frees_gradients: bool = False
-    places_by_products: bool = False
-    pipeline_slows_host: bool = False
+    context_gathers_kv: bool = False
+    frees_gradients_after_add: bool = False
+    balances_stages_by_matmul_flops: bool = False
+    pipeline_raises_launch_cost: bool = False
     fabric: Fabric | None = None
 
 
@@ -74,22 +75,22 @@ class Engine:
     top of the compiled folder; a folder ends with a slash. inputs: those files that a
         run reads as data.
     rules: code -> what it does not run. lifts: codes of rules about modules of this project that it
-    does without. check_extra: what it does not take of the recipe's `extra`. axes: keys of a
-    layout, beyond those of every engine, that it has. compiles_layers: whether it runs
+    does without. sbatch_option_errors: what it does not take of the recipe's `extra`. axes: keys of
+    a layout, beyond those of every engine, that it has. compiles_layers: whether it runs
     `model.kernels: compile`. transformer_engine: whether its ranks take layers of Transformer
     Engine in a layout; None where it has none. sees: whether it trains models on rows with
     pictures. compares: whether on pairs of a picture and a caption. types: those of models that it
     has modules of its own for; None where Hugging Face's own run. islands: whether it trains
-    islands. measures_noise: whether it has the gradient noise scale. pads_vocabulary: to a multiple
-    of the tensor ranks; the last ones have fewer tokens. automatic: `target: auto` may take it.
-    lacks: what it does not train of a model, as far as its graph says; "" where
+    islands. measures_noise_scale: whether it has the gradient noise scale. pads_vocabulary: to a
+    multiple of the tensor ranks; the last ones have fewer tokens. automatic: `target: auto` may
+    take it. lacks: what it does not train of a model, as far as its graph says; "" where
         it may train it.
     """
 
     name: str
     title: str
     runtime: str
-    traits: Traits
+    traits: EngineTraits
     lowering: str
     program: str
     reads_hosts: bool = True
@@ -98,25 +99,25 @@ class Engine:
     artifacts: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    lifts: frozenset[str] = frozenset()
-    check_extra: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
+    waived_rules: frozenset[str] = frozenset()
+    sbatch_option_errors: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
     compiles_layers: bool = False
-    transformer_engine: Callable[[Candidate], Choice] | None = None
-    sees: bool = False
+    transformer_engine: Callable[[Candidate], AutoSwitch] | None = None
+    is_vision_language: bool = False
     compares: bool = False
     types: frozenset[str] | None = None
     islands: bool = False
-    measures_noise: bool = False
+    measures_noise_scale: bool = False
     pads_vocabulary: bool = False
     automatic: bool = True
-    lacks: Callable[[ModelGraph], str] = lambda graph: ""
+    unsupported_reason: Callable[[ModelGraph], str] = lambda graph: ""
 
 
 class Lowering(Protocol):
     """From a plan to the engine's files."""
 
-    def plan_section(self, plan: Plan) -> JsonObject:
+    def zero_settings(self, plan: Plan) -> JsonObject:
         """The plan's `zero`: how the engine shares out states. plan: whole but for it."""
         ...
 

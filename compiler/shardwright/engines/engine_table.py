@@ -10,45 +10,45 @@ from typing import Any, Literal, cast
 
 from shardwright.diagnostics import Diagnostic, found, refusal
 from shardwright.engines.deepspeed.deepspeed_capabilities import DEEPSPEED
-from shardwright.engines.engine_definition import Engine, Lowering, Traits
-from shardwright.engines.kernel_traffic import KERNELS
+from shardwright.engines.engine_definition import Engine, EngineTraits, Lowering
+from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
 from shardwright.engines.megatron.megatron_capabilities import MEGATRON
 from shardwright.engines.reference.reference_capabilities import REFERENCE
 from shardwright.layout.axes import AXES, Axis
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import Fabric
 from shardwright.recipe.recipe_types import Recipe
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (DEEPSPEED, REFERENCE, MEGATRON)}
-DEFAULT = DEEPSPEED.name
-AUTO = "auto"
+DEFAULT_TARGET = DEEPSPEED.name
+AUTO_TARGET = "auto"
 """Of `target`: the engine whose best plan is the better one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class PublishedEngine:
     """Whose runs `assume.kernels` asks for beside a target, and the traits of theirs that are not
     the target's. family: see family_of."""
 
     title: str
     family: str
     traffic: str | None = None
-    gathers_layers: bool | None = None
+    zero3_gathers_flat_layers: bool | None = None
     bucketed_zero: bool | None = None
     zero_1_overlaps: bool | None = None
-    tensor_host: Literal["hidden", "floor", "added"] | None = None
-    pipeline_slows_host: bool | None = None
+    tensor_parallel_launch_cost: Literal["hidden", "floor", "added"] | None = None
+    pipeline_raises_launch_cost: bool | None = None
     fuses_accumulation: bool | None = None
-    frees_gradients: bool | None = None
-    places_by_products: bool | None = None
+    frees_gradients_after_add: bool | None = None
+    balances_stages_by_matmul_flops: bool | None = None
     fabric: Fabric | None = None
 
 
 def engine_of(plan: Plan) -> Engine:
     """Raises Refusal: SW6001 for a plan.json that was edited, or that a version with other engines
     wrote."""
-    engine = ENGINES.get(plan.target or DEFAULT)
+    engine = ENGINES.get(plan.target or DEFAULT_TARGET)
     if engine is None:
         names = ", ".join(ENGINES)
         why = (
@@ -66,11 +66,13 @@ def engine_of(plan: Plan) -> Engine:
 def engines_for(target: str) -> tuple[Engine, ...]:
     """The one that a recipe names, or those that `auto` chooses from, the default first."""
     return (
-        tuple(e for e in ENGINES.values() if e.automatic) if target == AUTO else (ENGINES[target],)
+        tuple(e for e in ENGINES.values() if e.automatic)
+        if target == AUTO_TARGET
+        else (ENGINES[target],)
     )
 
 
-def under(recipe: Recipe, engine: Engine) -> Recipe:
+def recipe_for_engine(recipe: Recipe, engine: Engine) -> Recipe:
     """The same recipe for this engine. Of a layout's keys that only some engines have and that
     leave each rank its part of the model, those that stand at their default are left to the search:
     a recipe for any engine does not speak of them."""
@@ -97,7 +99,7 @@ def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    told = []
+    errors = []
     for name, tested in engine.packages.items():
         try:
             version = Version(metadata.version(name)).base_version
@@ -108,69 +110,75 @@ def package_errors(engine: Engine) -> tuple[Diagnostic, ...]:
         have = f"{name} {version} was not tested" if version else f"{name} is not installed"
         wanted = f"shardwright[{engine.extra}]" if engine.extra else "shardwright"
         message = f"target: {engine.name} runs on {name} {tested}: {have}"
-        told.append(
+        errors.append(
             found(
                 "SW1923",
                 "target",
                 message,
-                f"pip install '{wanted}', or write `target: {DEFAULT}`.",
+                f"pip install '{wanted}', or write `target: {DEFAULT_TARGET}`.",
             )
         )
-    return tuple(told)
+    return tuple(errors)
 
 
 def lowering_of(target: str) -> Lowering:
     return cast(Lowering, import_module(ENGINES[target].lowering))
 
 
-PUBLISHED: dict[tuple[str, str], Published] = {
+PUBLISHED_ENGINES: dict[tuple[str, str], PublishedEngine] = {
     # PyTorch gathers a layer from one flat buffer, and hides more of it where torch.compile leaves
     # the host time.
-    ("deepspeed", "hf"): Published(
-        title="PyTorch's FSDP", family="PyTorch's FSDP", traffic="fsdp", gathers_layers=True
+    ("deepspeed", "hf"): PublishedEngine(
+        title="PyTorch's FSDP",
+        family="PyTorch's FSDP",
+        traffic="fsdp",
+        zero3_gathers_flat_layers=True,
     ),
-    ("deepspeed", "compiled"): Published(
-        title="PyTorch's FSDP", family="PyTorch's FSDP", traffic="compiled", gathers_layers=True
+    ("deepspeed", "compiled"): PublishedEngine(
+        title="PyTorch's FSDP",
+        family="PyTorch's FSDP",
+        traffic="compiled",
+        zero3_gathers_flat_layers=True,
     ),
     # BigScience, MT-NLG, SC'21's ZeRO-3: DeepSpeed of 2021 and 2022 (decision 020).
-    ("deepspeed", "megatron"): Published(
+    ("deepspeed", "megatron"): PublishedEngine(
         title="Megatron-DeepSpeed",
         family="DeepSpeed of any age",
         traffic="megatron",
         bucketed_zero=True,
-        tensor_host="added",
+        tensor_parallel_launch_cost="added",
     ),
     # The ultrascale playbook's runs, on AWS.
-    ("megatron", "hf"): Published(
+    ("megatron", "hf"): PublishedEngine(
         title="nanotron",
         family="Megatron's layouts",
         traffic="nanotron",
         zero_1_overlaps=False,
-        tensor_host="floor",
-        pipeline_slows_host=True,
+        tensor_parallel_launch_cost="floor",
+        pipeline_raises_launch_cost=True,
         # FP32GradientAccumulator: a hook adds each gradient to a float32 buffer.
         fuses_accumulation=False,
-        frees_gradients=True,
-        places_by_products=True,
+        frees_gradients_after_add=True,
+        balances_stages_by_matmul_flops=True,
         fabric="efa",
     ),
 }
 """(target, assume.kernels) -> what set those runs apart from the engine itself."""
 
 
-def traits_of(target: str, kernels: str, s: Strategy) -> Traits:
+def traits_of(target: str, kernels: str, s: Layout) -> EngineTraits:
     """kernels: as `assume` says. An engine's own, without ZeRO on one data rank, are that engine
     whatever `target` says: nothing that another would be there for is left."""
-    alone = KERNELS[kernels].engine if s.zero_stage == 0 and s.shards == 1 else None
+    alone = KERNEL_TRAFFIC[kernels].engine if s.zero_stage == 0 and s.shards == 1 else None
     return _traits(alone or target, kernels)
 
 
-_FAMILIES = {"deepspeed": "DeepSpeed of any age", "megatron": "Megatron's layouts"}
+_ENGINE_FAMILIES = {"deepspeed": "DeepSpeed of any age", "megatron": "Megatron's layouts"}
 
 
 @functools.cache
-def _traits(target: str, kernels: str) -> Traits:
-    found, own = PUBLISHED.get((target, kernels)), ENGINES[target].traits
+def _traits(target: str, kernels: str) -> EngineTraits:
+    found, own = PUBLISHED_ENGINES.get((target, kernels)), ENGINES[target].traits
     if found is None:
         return own
     changes = {
@@ -183,13 +191,13 @@ def _traits(target: str, kernels: str) -> Traits:
     )
 
 
-def title_of(target: str, kernels: str) -> str:
+def engine_title(target: str, kernels: str) -> str:
     """Of the engine whose runs are asked for."""
-    found = PUBLISHED.get((target, kernels))
+    found = PUBLISHED_ENGINES.get((target, kernels))
     return found.title if found else ENGINES[target].title
 
 
-def family_of(target: str, kernels: str) -> str:
+def engine_family(target: str, kernels: str) -> str:
     """Engines that are predicted alike, so that runs of one say something of another."""
-    found = PUBLISHED.get((target, kernels))
-    return found.family if found else _FAMILIES.get(target, ENGINES[target].title)
+    found = PUBLISHED_ENGINES.get((target, kernels))
+    return found.family if found else _ENGINE_FAMILIES.get(target, ENGINES[target].title)

@@ -10,15 +10,15 @@ from collections.abc import Iterable
 
 import torch
 
-from shardwright.engines.trainer_protocol import LiveFragment
-from shardwright.parallel.weight_shards import Shards
+from shardwright.engines.trainer_protocol import OwnedShard
+from shardwright.parallel.weight_shards import ShardReader
 
-PIECE_ELEMENTS = 2**24
+CHUNK_ELEMENTS = 2**24
 """Copied at a time: what is made for it stays small beside the weights."""
 
 
 @torch.no_grad()
-def fill_masters(fragments: Iterable[LiveFragment], shards: Shards) -> None:
+def fill_fp32_masters(fragments: Iterable[OwnedShard], shards: ShardReader) -> None:
     """Copies the stored values into every fp32 master whose live weight is their rounding.
 
     Where it is not (an option of `extra` that rearranges masters without telling), the master stays
@@ -36,7 +36,7 @@ def fill_masters(fragments: Iterable[LiveFragment], shards: Shards) -> None:
         if f.name != name:  # an engine may hold a parameter in pieces
             name, shard = f.name, shards.read(f.name).reshape(-1)
         stored = shard.narrow(0, f.start, master.numel())
-        pieces = list(zip(master.split(PIECE_ELEMENTS), stored.split(PIECE_ELEMENTS), strict=True))
+        pieces = list(zip(master.split(CHUNK_ELEMENTS), stored.split(CHUNK_ELEMENTS), strict=True))
         rounds = (
             torch.equal(own.to(f.live.dtype), new.to(own.device).to(f.live.dtype))
             for own, new in pieces

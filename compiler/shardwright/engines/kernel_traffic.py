@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class KernelTraffic:
     """Elements that the kernels which are no products read and write in a forward pass, counted in
     their code.
 
-    Per element of the hidden size: norm (LayerNorm: read, write), composed_norm (RMSNorm in Python:
-    cast, square, mean, scale, cast, weight, some of it in float32), residual (two read, one
+    Per element of the hidden size: norm (LayerNorm: read, write), eager_rms_norm (RMSNorm in
+    Python: cast, square, mean, scale, cast, weight, some of it in float32), residual (two read, one
     written), dropout (with its mask of a byte). rotary: per element of queries and keys.
     feed_forward: per kept element of it (plain: the activation's input and output; gated: gate, up,
     activated gate, product).
 
     constants: how the names of their own constants end (cost/constants.json). engine: the one that
     these are the kernels of; without ZeRO on one data rank it is what ran. vocabulary_multiple: the
-    head's width on a rank is padded to it. even_stages: stages hold as many decoder layers each,
-    whatever the ends hold, where that divides.
+    head's width on a rank is padded to it. equal_layers_per_stage: stages hold as many decoder
+    layers each, whatever the ends hold, where that divides.
     """
 
     norm: float
-    composed_norm: float
+    eager_rms_norm: float
     residual: float
     dropout: float
     rotary: float
@@ -32,13 +32,13 @@ class Kernels:
     constants: str
     engine: str | None = None
     vocabulary_multiple: int = 1
-    even_stages: bool = False
+    equal_layers_per_stage: bool = False
 
 
-KERNELS: dict[str, Kernels] = {
-    "auto": Kernels(
+KERNEL_TRAFFIC: dict[str, KernelTraffic] = {
+    "auto": KernelTraffic(
         norm=2,
-        composed_norm=14,
+        eager_rms_norm=14,
         residual=3,
         dropout=2.5,
         rotary=9,
@@ -46,15 +46,21 @@ KERNELS: dict[str, Kernels] = {
         constants="hf",
     ),
     # As published runs do it: no dropout (see cost.activations).
-    "hf": Kernels(
-        norm=2, composed_norm=14, residual=3, dropout=0, rotary=9, feed_forward=1.25, constants="hf"
+    "hf": KernelTraffic(
+        norm=2,
+        eager_rms_norm=14,
+        residual=3,
+        dropout=0,
+        rotary=9,
+        feed_forward=1.25,
+        constants="hf",
     ),
     # Bias, dropout and residual in one kernel, bias and activation in another (arXiv 2104.04473,
     # section 4.2). It pads the vocabulary to a multiple of 128 x t, and gives each stage as many
     # decoder layers.
-    "megatron": Kernels(
+    "megatron": KernelTraffic(
         norm=2,
-        composed_norm=2,
+        eager_rms_norm=2,
         residual=3,
         dropout=0.5,
         rotary=2,
@@ -62,12 +68,12 @@ KERNELS: dict[str, Kernels] = {
         constants="megatron",
         engine="megatron",
         vocabulary_multiple=128,
-        even_stages=True,
+        equal_layers_per_stage=True,
     ),
     # Each chain of elementwise operators is one kernel, the norm with the residual before it.
-    "compiled": Kernels(
+    "compiled": KernelTraffic(
         norm=2,
-        composed_norm=2,
+        eager_rms_norm=2,
         residual=2,
         dropout=0,
         rotary=2,

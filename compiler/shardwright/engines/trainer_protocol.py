@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shardwright.parallel.micro_batches import HeldOut, MicroBatch
+    from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveFragment:
+class OwnedShard:
     """A range of one parameter's (or persistent buffer's) tensor-parallel shard, flattened, that
     this rank has. All tensors are views: copying into them restores.
 
@@ -53,7 +53,7 @@ class LiveFragment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldParameter:
+class ParameterShard:
     """shape: of this rank's part, before any flattening over data ranks. resident_bytes: what is in
     memory of it, in the type that the model computes with. is_trained: whether it gets
     gradients."""
@@ -64,7 +64,7 @@ class HeldParameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
+class OptimizerCounters:
     """What an optimizer counts beside its tensors. updates: those made so far. loss_scale: fp16's,
     by the engine's own names; None in other precisions."""
 
@@ -82,28 +82,28 @@ class Trainer(Protocol):
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult: ...
 
-    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+    def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]:
         """(loss over all predicted tokens of every rank, their number)."""
         ...
 
-    def owned(self) -> Iterator[LiveFragment]:
+    def owned(self) -> Iterator[OwnedShard]:
         """Of every parameter, trained or not, and every persistent buffer, in an order that does
         not change."""
         ...
 
-    def held(self) -> dict[str, HeldParameter]:
+    def held(self) -> dict[str, ParameterShard]:
         """By Hugging Face name."""
         ...
 
-    def counters(self) -> Counters: ...
+    def counters(self) -> OptimizerCounters: ...
 
-    def restored(self, step: int, counters: Counters) -> None:
+    def finish_restore(self, step: int, counters: OptimizerCounters) -> None:
         """Collective. What `owned` gives holds a checkpoint's values by now: the model computes
         with them from here."""
         ...
 
 
-class MeasuredTrainer(Trainer, Protocol):
+class NoiseScaleTrainer(Trainer, Protocol):
     """Of an engine that measures the gradient noise scale."""
 
     def counted(self) -> Iterator[nn.Parameter]:
@@ -112,11 +112,12 @@ class MeasuredTrainer(Trainer, Protocol):
         ...
 
 
-class Runtime(Protocol):
+class EngineRuntime(Protocol):
     """The module of an engine that its ranks call, in this order."""
 
-    def prepare_process(self, plan: Plan, *, own_loop: bool) -> None:
-        """Before anything of the engine is imported. own_loop: the process runs a user's script."""
+    def prepare_process(self, plan: Plan, *, user_training_loop: bool) -> None:
+        """Before anything of the engine is imported. user_training_loop: the process runs a user's
+        script."""
         ...
 
     def open_groups(self, plan: Plan) -> None: ...
@@ -128,5 +129,5 @@ class Runtime(Protocol):
     def close_groups(self) -> None: ...
 
 
-def runtime_of(plan: Plan) -> Runtime:
-    return cast(Runtime, import_module(engine_of(plan).runtime))
+def engine_runtime(plan: Plan) -> EngineRuntime:
+    return cast(EngineRuntime, import_module(engine_of(plan).runtime))

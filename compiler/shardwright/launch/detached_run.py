@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from shardwright.launch.launcher_process import another_is_alive
+from shardwright.launch.launcher_process import run_alive_refusal
 from shardwright.launch.run_state import is_alive
 from shardwright.monitor.run_files import read_attempt_record
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import load_plan
-from shardwright.utils.programs import own_command
+from shardwright.utils.programs import shardwright_command
 
 POLL_SECONDS = 0.2
 
@@ -23,13 +23,13 @@ def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
     """Returns once the run has passed its checks: 0, or the exit code of one that did not."""
     plan, before = load_plan(folder), _attempt(folder)
     if is_alive(folder):
-        raise another_is_alive(folder)
+        raise run_alive_refusal(folder)
     log = folder / "run" / "logs" / "run.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     hosts = ["--hostfile", str(hostfile)] if hostfile else []
     with log.open("w") as file:
         process = subprocess.Popen(
-            own_command("run", str(folder), "--resume", resume, *hosts),
+            shardwright_command("run", str(folder), "--resume", resume, *hosts),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -40,7 +40,7 @@ def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
     if code is not None:
         print(log.read_text(errors="replace"), end="", file=sys.stderr if code else sys.stdout)
         return code
-    print(_told(plan, folder, process.pid, log))
+    print(_started_text(plan, folder, process.pid, log))
     return 0
 
 
@@ -48,7 +48,7 @@ def _attempt(folder: Path) -> int | None:
     return read_attempt_record(folder).number
 
 
-def _told(plan: Plan, folder: Path, pid: int, log: Path) -> str:
+def _started_text(plan: Plan, folder: Path, pid: int, log: Path) -> str:
     place = shlex.quote(str(folder))
     return (
         f"running    {plan.name}, process {pid}, detached\n"

@@ -16,11 +16,11 @@ import psutil
 
 from shardwright.plan.plan import Plan
 
-SETTLED_SECONDS = 600.0
+STALE_LOCK_AGE_SECONDS = 600.0
 """A younger lock may be of a host that shares the folder."""
 
 
-def compiles_optimizer(plan: Plan) -> bool:
+def compiles_cpu_adam(plan: Plan) -> bool:
     """Whether DeepSpeed compiles CPUAdam when a run starts (ds_config.json's torch_adam)."""
     return plan.strategy.offload != "none" and not plan.is_cpu
 
@@ -32,13 +32,13 @@ def extensions_root() -> Path:
     return Path(given) if given else Path(cache) / "torch_extensions"
 
 
-def stale_locks(root: Path | None = None) -> tuple[Path, ...]:
+def stale_build_locks(root: Path | None = None) -> tuple[Path, ...]:
     """Lock files that no process of this host has open, and that were made some time ago."""
     root = extensions_root() if root is None else root
     now, locks = time.time(), []
     for path in sorted((*root.glob("*/lock"), *root.glob("*/*/lock"))):
         with contextlib.suppress(OSError):
-            if now - path.stat().st_mtime > SETTLED_SECONDS:
+            if now - path.stat().st_mtime > STALE_LOCK_AGE_SECONDS:
                 locks.append(path)
     held = _open_files() if locks else set()
     return tuple(path for path in locks if str(path.resolve()) not in held)

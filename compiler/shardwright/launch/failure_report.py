@@ -9,14 +9,14 @@ from pathlib import Path
 from shardwright.checkpoint.step_folders import published_steps
 from shardwright.engines.engine_table import engine_of
 from shardwright.layout.axes import ZERO_STAGES
-from shardwright.monitor.rank_events import RankFailed, RankLost, first_cause, read_events
+from shardwright.monitor.rank_events import RankFailed, RankLost, first_failure, read_events
 from shardwright.monitor.run_files import PROGRESS, write_status
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import CHECKPOINTING
 
 _LAUNCHER_CODE = re.compile(r"exits with return code = (-\d+)")
 # pdsh's own word, and that of DeepSpeed's launcher, which tries the first host by itself.
-_SSH_LOST = re.compile(
+_SSH_FAILED = re.compile(
     r"^pdsh@\S+: (\S+): ssh exited with exit code 255|but host=(\S+) was not reachable via ssh",
     re.MULTILINE,
 )
@@ -28,7 +28,7 @@ _SIGNALS = {
     -11: "segmentation fault (signal 11)",
     -15: "ended by signal 15: somebody, or a scheduler, told it to end",
 }
-DID_NOT_FINISH = (
+UNFINISHED_RUN_CODES = (
     "SW6301",
     "SW6205",
     "SW6208",
@@ -40,7 +40,7 @@ DID_NOT_FINISH = (
     "SW6317",
 )
 """Causes that end a training run; other codes refuse to start one."""
-LOST = "gone without a word: killed, or its host lost power or network"
+RANK_LOST_CAUSE = "gone without a word: killed, or its host lost power or network"
 
 
 def port_was_taken(plan: Plan, run: Path) -> bool:
@@ -49,7 +49,7 @@ def port_was_taken(plan: Plan, run: Path) -> bool:
     log = run / "launcher.log"
     if plan.launch.master_port is not None or not log.is_file():
         return False
-    first = first_cause(read_events(log.read_text(errors="replace").splitlines()))
+    first = first_failure(read_events(log.read_text(errors="replace").splitlines()))
     return isinstance(first, RankFailed) and first.code == "SW6302" and first.rank == 0
 
 
@@ -63,21 +63,21 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
         else ""
     )
     events = read_events(log.splitlines())
-    first = first_cause(events)
+    first = first_failure(events)
     if first is None:
-        return _report_silence(plan, folder, attempt, log, launcher_code)
+        return _report_without_cause(plan, folder, attempt, log, launcher_code)
     rank = first.rank
     where: dict[str, str | int | None] = {"host": first.host, "stage": first.stage}
     named = f"rank {rank} (stage {first.stage}, host {first.host}): "
     if isinstance(first, RankLost):
-        cause = _signal_of(log) or LOST
+        cause = _signal_of(log) or RANK_LOST_CAUSE
         _print_error("SW6301", named + cause, _next_steps(plan, run, rank, str(first.host)))
         write_status(folder, "failed", attempt, rank=rank, **where, code="SW6301", cause=cause)
         return 3
     code, cause = first.code, first.cause
     if code == "SW6301":
         frames = _last_frames(first.traceback)
-        notes = (frames, _less_memory(plan, cause), _next_steps(plan, run, rank, str(first.host)))
+        notes = (frames, _memory_advice(plan, cause), _next_steps(plan, run, rank, str(first.host)))
         _print_error(code, named + cause, "\n".join(note for note in notes if note))
         others = sum(isinstance(e, RankFailed) for e in events) - 1
         if others:
@@ -87,13 +87,15 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
         where["help"] = first.help
     if code != "SW6006":  # else the folder, and its status, are another run's
         write_status(folder, "failed", attempt, rank=rank, **where, code=code, cause=cause)
-    return 3 if code in DID_NOT_FINISH else 1
+    return 3 if code in UNFINISHED_RUN_CODES else 1
 
 
-def _report_silence(plan: Plan, folder: Path, attempt: int, log: str, launcher_code: int) -> int:
+def _report_without_cause(
+    plan: Plan, folder: Path, attempt: int, log: str, launcher_code: int
+) -> int:
     """No rank could speak: a host that ssh does not reach, or a rank that ended before it was
     connected."""
-    lost, ended = _SSH_LOST.search(log), _SSH_ENDED.search(log)
+    lost, ended = _SSH_FAILED.search(log), _SSH_ENDED.search(log)
     host = (lost[1] or lost[2]) if lost else ended[1] if ended else None
     if lost:
         cause = f"host {host}: no ssh to it, or the connection broke"
@@ -134,7 +136,7 @@ def _next_steps(plan: Plan, run: Path, rank: int, host: str) -> str:
     return f"its output: {log}{there}\nwhen that is mended: `shardwright run {run.parent}` {resume}"
 
 
-def _less_memory(plan: Plan, cause: str) -> str:
+def _memory_advice(plan: Plan, cause: str) -> str:
     """What was predicted, and the nearest layout that needs less; empty where the cause is
     another."""
     if "out of memory" not in cause.lower() and "OutOfMemory" not in cause:

@@ -15,19 +15,19 @@ from shardwright.checkpoint.resume_checkpoint import checkpoint_root
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.host_check import HostCheck, red
 from shardwright.engines.engine_table import engine_of
-from shardwright.launch.extension_build_locks import compiles_optimizer
+from shardwright.launch.extension_build_locks import compiles_cpu_adam
 from shardwright.launch.host_probe import digest
 from shardwright.launch.preflight_checks import tested_versions
 from shardwright.launch.probe_messages import ProbeRequest
 from shardwright.launch.remote_probe import LIMIT_SECONDS, Probe, ProbedHost
-from shardwright.launch.rendezvous_check import Assumed, meet
-from shardwright.layout.zero_offload_memory import has_room, offloaded_bytes
+from shardwright.launch.rendezvous_check import PlannedBandwidth, check_rendezvous
+from shardwright.layout.zero_offload_memory import fits_in_host_memory, offloaded_bytes
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import ELEMENT_BYTES, FLASH, MADE_HERE
+from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, ELEMENT_BYTES, FLASH_ATTENTION_2
 
 FACTS_SECONDS = 10.0
 """For ssh and the facts; the rest of the limit is the meeting's."""
-MOST_SKEW_SECONDS = 10.0
+MAX_CLOCK_SKEW_SECONDS = 10.0
 FORWARDED = ("NCCL", "UCX")
 """DeepSpeed hands names with these beginnings to every host (launcher/runner.py)."""
 NETWORK = (
@@ -44,7 +44,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examined:
+class HostCheckInput:
     """What the checks look at. answers: of the hosts that answered, in the hostfile's order."""
 
     plan: Plan
@@ -54,8 +54,14 @@ class Examined:
     digest: str | None
 
 
-def examine(
-    plan: Plan, folder: Path, hosts: Sequence[str], assumed: Assumed, *, reach: str, shared: bool
+def check_hosts(
+    plan: Plan,
+    folder: Path,
+    hosts: Sequence[str],
+    assumed: PlannedBandwidth,
+    *,
+    reach: str,
+    shared: bool,
 ) -> tuple[HostCheck, ...]:
     """Every check on every host, all at once; the hosts meet where they are all of the plan's.
 
@@ -77,11 +83,11 @@ def examine(
     probes = [Probe(host, reach=reach) for host in hosts]
     try:
         for probe in probes:
-            probe.ask(_request(plan, folder, mark))
+            probe.ask(_probe_request(plan, folder, mark))
         for probe in probes:
             probe.wait("facts", end - LIMIT_SECONDS + FACTS_SECONDS)
         answered = [probe for probe in probes if probe.result.received]
-        x = Examined(
+        x = HostCheckInput(
             plan=plan,
             folder=folder,
             shared=shared,
@@ -89,14 +95,17 @@ def examine(
             digest=digest(folder, plan.checkpoint.directory),
         )
         silent = [probe.result for probe in probes if not probe.result.received]
-        checks = [_reached(silent, len(probes), reach)]
+        checks = [_reachability(silent, len(probes), reach)]
         if answered:  # of hosts that say nothing nothing is well
             checks.extend(
-                check(x) for check in (*CHECKS, *([_builds] if compiles_optimizer(x.plan) else []))
+                check(x)
+                for check in (*CHECKS, *([_build_tools] if compiles_cpu_adam(x.plan) else []))
             )
         if len(probes) == plan.nodes:
             able = [p for p in answered if not _missing_interfaces(plan, p.result)]
-            checks.extend(meet(plan, able, assumed, whole=len(able) == len(probes), end=end))
+            checks.extend(
+                check_rendezvous(plan, able, assumed, whole=len(able) == len(probes), end=end)
+            )
         return tuple(checks)
     finally:
         (folder / "run" / mark).unlink(missing_ok=True)
@@ -115,8 +124,11 @@ def _environment(plan: Plan) -> dict[str, str]:
     }
 
 
-def _request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
-    inputs = [plan.model.weights_path, None if plan.data.path in MADE_HERE else plan.data.path]
+def _probe_request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
+    inputs = [
+        plan.model.weights_path,
+        None if plan.data.path in BUILT_IN_DATASETS else plan.data.path,
+    ]
     return ProbeRequest(
         folder=str(folder.resolve()),
         checkpoints=plan.checkpoint.directory,
@@ -125,11 +137,11 @@ def _request(plan: Plan, folder: Path, mark: str) -> ProbeRequest:
         inputs=tuple(path for path in inputs if path is not None),
         port=plan.launch.master_port,
         environment=_environment(plan),
-        builds=compiles_optimizer(plan),
+        builds=compiles_cpu_adam(plan),
     )
 
 
-def _engine(x: Examined) -> HostCheck:
+def _engine(x: HostCheckInput) -> HostCheck:
     """What nobody has tried says so before it starts."""
     named = engine_of(x.plan)
     untried = not x.plan.is_cpu and "SW3168" in named.rules
@@ -144,7 +156,7 @@ def _engine(x: Examined) -> HostCheck:
     return HostCheck(name="engine", told=told, checked=not untried)
 
 
-def _reached(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
+def _reachability(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
     command = {"ssh": "ssh {} true", "srun": "srun --overlap --nodelist={} true"}.get(reach, "")
     problems = tuple(
         red(
@@ -165,9 +177,12 @@ def _reached(silent: Sequence[ProbedHost], count: int, reach: str) -> HostCheck:
     return HostCheck(name=name, told=f"{count} of {count} hosts answer", problems=problems)
 
 
-def _versions(x: Examined) -> HostCheck:
+def _versions(x: HostCheckInput) -> HostCheck:
     planned = {name: x.plan.versions[name] for name in (*tested_versions(x.plan), "shardwright")}
-    optional = {"peft": x.plan.lora is not None, "flash_attn": x.plan.model.attention == FLASH}
+    optional = {
+        "peft": x.plan.lora is not None,
+        "flash_attn": x.plan.model.attention == FLASH_ATTENTION_2,
+    }
     ours = platform.python_version()
     problems = []
     for probed in x.answers:
@@ -200,7 +215,7 @@ def _versions(x: Examined) -> HostCheck:
     return HostCheck(name="versions", told=f"Python {ours}, {told}", problems=tuple(problems))
 
 
-def _differs(x: Examined, name: str, version: str, planned: str) -> bool:
+def _differs(x: HostCheckInput, name: str, version: str, planned: str) -> bool:
     """Whether `version` is not the plan's; one in the tested range that all hosts have will do, as
     for `run`."""
     from packaging.specifiers import SpecifierSet
@@ -214,10 +229,10 @@ def _differs(x: Examined, name: str, version: str, planned: str) -> bool:
     return len(everywhere) > 1 or tested is None or not SpecifierSet(tested).contains(base)
 
 
-def _folder(x: Examined) -> HostCheck:
+def _folder(x: HostCheckInput) -> HostCheck:
     problems = []
     for probed in x.answers:
-        found, sees_mark = probed.facts.digest, probed.facts.sees_mark
+        found, sees_marker = probed.facts.digest, probed.facts.sees_marker
         path = x.folder.resolve()
         if found is None:
             text = f"{probed.host}: there is no compiled folder {str(path)!r}"
@@ -233,7 +248,7 @@ def _folder(x: Examined) -> HostCheck:
             problems.append(
                 red("SW5303", text, "Copy the folder there anew: every rank reads its own host's.")
             )
-        elif x.shared and not sees_mark:
+        elif x.shared and not sees_marker:
             text = f"{probed.host}: {str(path)!r} is a copy, and cluster.shared_filesystem is true"
             problems.append(
                 red(
@@ -246,7 +261,7 @@ def _folder(x: Examined) -> HostCheck:
     return HostCheck(name="folder", told=told, problems=tuple(problems))
 
 
-def _inputs(x: Examined) -> HostCheck:
+def _inputs(x: HostCheckInput) -> HostCheck:
     problems = tuple(
         red(
             "SW5311",
@@ -259,7 +274,7 @@ def _inputs(x: Examined) -> HostCheck:
     return HostCheck(name="inputs", told="weights and data are there", problems=problems)
 
 
-def _devices(x: Examined) -> HostCheck:
+def _devices(x: HostCheckInput) -> HostCheck:
     what, slots = "cores" if x.plan.is_cpu else "GPUs", x.plan.gpus_per_node
     problems = tuple(
         red(
@@ -289,7 +304,7 @@ def _devices(x: Examined) -> HostCheck:
     )
 
 
-def _disk(x: Examined) -> HostCheck:
+def _disk(x: HostCheckInput) -> HostCheck:
     needed = _checkpoint_bytes(x.plan)
     problems = []
     for probed in x.answers:
@@ -320,7 +335,7 @@ def _checkpoint_bytes(plan: Plan) -> int:
     return plan.model.total_parameters * (ELEMENT_BYTES[plan.training.precision] + 12)
 
 
-def _clocks(x: Examined) -> HostCheck:
+def _clocks(x: HostCheckInput) -> HostCheck:
     skews = {probed.host: probed.facts.time - probed.received for probed in x.answers}
     problems = tuple(
         red(
@@ -329,13 +344,13 @@ def _clocks(x: Examined) -> HostCheck:
             f"Set the time of {host} (chrony, ntp).",
         )
         for host, skew in skews.items()
-        if abs(skew) > MOST_SKEW_SECONDS
+        if abs(skew) > MAX_CLOCK_SKEW_SECONDS
     )
     worst = max((abs(skew) for skew in skews.values()), default=0.0)
     return HostCheck(name="clocks", told=f"at most {worst:.1f} s apart", problems=problems)
 
 
-def _interfaces(x: Examined) -> HostCheck:
+def _interfaces(x: HostCheckInput) -> HostCheck:
     problems = tuple(
         red(
             "SW5307",
@@ -348,13 +363,13 @@ def _interfaces(x: Examined) -> HostCheck:
         for probed in x.answers
         for name, value in _missing_interfaces(x.plan, probed)
     )
-    wanted = [f"{name}={value}" for name, value in _wanted_interfaces(x.plan)]
+    wanted = [f"{name}={value}" for name, value in _pinned_interfaces(x.plan)]
     return HostCheck(
         name="network", told=", ".join(wanted) or "no interface is pinned", problems=problems
     )
 
 
-def _wanted_interfaces(plan: Plan) -> list[tuple[str, str]]:
+def _pinned_interfaces(plan: Plan) -> list[tuple[str, str]]:
     environment = _environment(plan)
     return [(name, environment[name]) for name in INTERFACE_NAMES if environment.get(name)]
 
@@ -364,7 +379,7 @@ def _missing_interfaces(plan: Plan, probed: ProbedHost) -> list[tuple[str, str]]
     (^)."""
     there = probed.facts.interfaces
     missing = []
-    for variable, value in _wanted_interfaces(plan):
+    for variable, value in _pinned_interfaces(plan):
         for name in value.split(","):
             exact = variable.startswith("GLOO") or name.startswith("=")
             plain = name.lstrip("=")
@@ -374,7 +389,7 @@ def _missing_interfaces(plan: Plan, probed: ProbedHost) -> list[tuple[str, str]]
     return missing
 
 
-def _memory(x: Examined) -> HostCheck:
+def _memory(x: HostCheckInput) -> HostCheck:
     if x.plan.strategy.offload == "none":
         return HostCheck(name="host memory", told="nothing is offloaded")
     needed = offloaded_bytes(x.plan.strategy.offload, x.plan.model.total_parameters, x.plan.nodes)
@@ -386,7 +401,7 @@ def _memory(x: Examined) -> HostCheck:
             "Use more nodes, or compile with parallelism.offload: none.",
         )
         for probed in x.answers
-        if not has_room(probed.facts.memory_bytes, needed)
+        if not fits_in_host_memory(probed.facts.memory_bytes, needed)
     )
     return HostCheck(
         name="host memory",
@@ -395,7 +410,7 @@ def _memory(x: Examined) -> HostCheck:
     )
 
 
-def _builds(x: Examined) -> HostCheck:
+def _build_tools(x: HostCheckInput) -> HostCheck:
     problems = [
         red(
             "SW5317",
@@ -409,7 +424,7 @@ def _builds(x: Examined) -> HostCheck:
             ),
         )
         for probed in x.answers
-        for tool in probed.facts.no_tools
+        for tool in probed.facts.missing_tools
     ]
     problems += [
         red(
@@ -421,7 +436,7 @@ def _builds(x: Examined) -> HostCheck:
             f"Where no other host builds in that folder: `rm {path}` on {probed.host}.",
         )
         for probed in x.answers
-        for path in probed.facts.stale_locks
+        for path in probed.facts.stale_build_locks
     ]
     return HostCheck(name="builds", told="DeepSpeed can compile CPUAdam", problems=tuple(problems))
 

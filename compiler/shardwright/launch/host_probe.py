@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shardwright.engines.engine_table import ENGINES
 from shardwright.launch import probe_messages
-from shardwright.launch.extension_build_locks import stale_locks
+from shardwright.launch.extension_build_locks import stale_build_locks
 from shardwright.utils.json_types import JsonObject
 
 _ENGINES = (name for engine in ENGINES.values() for name in engine.packages)
@@ -31,33 +31,39 @@ PACKAGES = tuple(
     dict.fromkeys(("torch", *_ENGINES, "transformers", "shardwright", "peft", "flash_attn"))
 )
 MEASURING_SECONDS = 3.0
-FREE_SHARE = 0.9
+MIN_FREE_FRACTION = 0.9
 """Of a GPU's memory: what less is free of, somebody else holds."""
 WRITTEN_BY_RUNS = ("run", "checkpoints")
-MARK = "@shardwright-probe "
+ANSWER_PREFIX = "@shardwright-probe "
 """Before each answer: a host's own greeting may stand on the same output."""
 
 
 def main() -> int:
-    request = probe_messages.message_of(
+    request = probe_messages.message_from_json(
         probe_messages.ProbeRequest, json.loads(sys.stdin.readline())
     )
     os.environ.update(request.environment)
-    _answer(probe_messages.facts_object(_facts(request)))
+    _answer(probe_messages.host_facts_to_json(_facts(request)))
     for line in sys.stdin:
-        meeting = probe_messages.message_of(probe_messages.MeetingRequest, json.loads(line))
+        meeting = probe_messages.message_from_json(
+            probe_messages.RendezvousRequest, json.loads(line)
+        )
         try:
-            _answer(probe_messages.met_object(_meet(meeting)))
+            _answer(probe_messages.rendezvous_result_to_json(_rendezvous(meeting)))
         except Exception as error:  # whatever gloo raises is the answer
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            _answer(probe_messages.met_object(probe_messages.Met(error=text)))
+            _answer(
+                probe_messages.rendezvous_result_to_json(
+                    probe_messages.RendezvousResult(error=text)
+                )
+            )
         sys.stdout.flush()
         os._exit(0)  # gloo's threads may wait for peers that are not there
     return 0
 
 
 def _answer(message: JsonObject) -> None:
-    print(MARK + json.dumps(message), flush=True)
+    print(ANSWER_PREFIX + json.dumps(message), flush=True)
 
 
 def _facts(request: probe_messages.ProbeRequest) -> probe_messages.HostFacts:
@@ -69,18 +75,18 @@ def _facts(request: probe_messages.ProbeRequest) -> probe_messages.HostFacts:
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
         digest=digest(folder, request.checkpoints),
-        sees_mark=(folder / "run" / request.mark).exists(),
+        sees_marker=(folder / "run" / request.mark).exists(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         address=_first_address(),
         devices=_devices(cpu=request.cpu),
-        busy=() if request.cpu else tuple(_busy()),
+        busy=() if request.cpu else tuple(_gpus_in_use()),
         free_bytes=_free_bytes(checkpoints),
         writable=_writable(checkpoints),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         absent=tuple(path for path in request.inputs if not glob.glob(path)),
         free_port=_free_port(request.port),
-        no_tools=_missing_tools() if request.builds else (),
-        stale_locks=tuple(map(str, stale_locks())) if request.builds else (),
+        missing_tools=_missing_tools() if request.builds else (),
+        stale_build_locks=tuple(map(str, stale_build_locks())) if request.builds else (),
     )
 
 
@@ -151,7 +157,7 @@ def _devices(*, cpu: bool) -> int:
     return torch.cuda.device_count()
 
 
-def _busy() -> list[str]:
+def _gpus_in_use() -> list[str]:
     """GPUs that somebody holds memory of, as `nvidia-smi` tells; nothing where it is not there
     (AMD, say)."""
     query = [
@@ -173,7 +179,7 @@ def _busy() -> list[str]:
         if len(row) == 4
         and row[2].isdigit()
         and row[3].isdigit()
-        and int(row[2]) > (1 - FREE_SHARE) * int(row[3])
+        and int(row[2]) > (1 - MIN_FREE_FRACTION) * int(row[3])
     ]
 
 
@@ -200,7 +206,7 @@ def _free_port(port: int | None) -> int | None:
         return int(s.getsockname()[1])
 
 
-def _meet(meeting: probe_messages.MeetingRequest) -> probe_messages.Met:
+def _rendezvous(meeting: probe_messages.RendezvousRequest) -> probe_messages.RendezvousResult:
     """A TCP connection to the master's port, then an all-reduce over all hosts, as training would
     open it."""
     from datetime import timedelta
@@ -214,7 +220,7 @@ def _meet(meeting: probe_messages.MeetingRequest) -> probe_messages.Met:
     rank, world, limit = meeting.rank, meeting.world, meeting.seconds
     end = time.monotonic() + limit
     if rank and (why := _cannot_connect(meeting.address, meeting.port, limit)):
-        return probe_messages.Met(unreachable=why)
+        return probe_messages.RendezvousResult(unreachable=why)
     left = timedelta(seconds=limit)
     store = TCPStore(
         meeting.address,
@@ -233,7 +239,7 @@ def _meet(meeting: probe_messages.MeetingRequest) -> probe_messages.Met:
     links = measure(
         rank, world, device, min(MEASURING_SECONDS, max(0.0, end - time.monotonic() - 2))
     )
-    return probe_messages.Met(sum=int(total.item()), links=links)
+    return probe_messages.RendezvousResult(sum=int(total.item()), links=links)
 
 
 def _cannot_connect(address: str, port: int, limit: float) -> str | None:

@@ -22,24 +22,24 @@ import psutil
 
 from shardwright.checkpoint.checkpoint_manifest import OUTER_ANCHOR, read_manifest
 from shardwright.checkpoint.checkpoint_store import CheckpointStore
-from shardwright.checkpoint.resume_checkpoint import choose_checkpoint, tell
-from shardwright.data.data_preparation import LARGEST_UNPREPARED_BYTES, prepare
+from shardwright.checkpoint.resume_checkpoint import choose_checkpoint, print_resume_notes
+from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.launch.failure_report import port_was_taken, report_failure
 from shardwright.launch.launchers.job_submission import submit
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
-from shardwright.launch.preflight_checks import check_machine, check_versions
+from shardwright.launch.preflight_checks import check_preflight, check_versions
 from shardwright.launch.training_progress import TrainingProgress
-from shardwright.models.weights_location import weights_words
-from shardwright.monitor.rank_events import RunNote, RunStalled, parse_event
+from shardwright.models.weights_location import weights_summary
+from shardwright.monitor.rank_events import RunNotice, RunStalled, parse_event
 from shardwright.monitor.run_files import PROGRESS, evaluated_step, read_status, write_status
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import load_plan
-from shardwright.train.host_consistency import check_unchanged
-from shardwright.train.lease_ownership import held_by_run
+from shardwright.train.host_consistency import check_folder_digests
+from shardwright.train.lease_ownership import hold_run_lease
 from shardwright.train.run_attempt import begin_attempt
-from shardwright.train.secret_environment import blotter
+from shardwright.train.secret_environment import secret_redactor
 from shardwright.utils.programs import free_port, program_path
 
 INTERRUPT_GRACE_SECONDS = 10.0
@@ -47,16 +47,16 @@ HOST_GRACE_SECONDS = 15.0
 """From the end of one host's ranks to the end of all: they have long ended themselves, unless they
 never met."""
 
-ABSENT_CODES = ("SW6101", "SW6102", "SW6119")
+MISSING_DATA_CODES = ("SW6101", "SW6102", "SW6119")
 """Data that is not where the plan says."""
 
 SSH_OPTIONS = "-oBatchMode=yes -oConnectTimeout=10 -oServerAliveInterval=5 -oServerAliveCountMax=3"
 """Never a question, and a host that went away is noticed. The user's own options stand first, and
 so win."""
 
-_HOST_ENDED = re.compile(r"pdsh@\S+: \S+: ssh exited with exit code [1-9]")
+_HOST_FAILED = re.compile(r"pdsh@\S+: \S+: ssh exited with exit code [1-9]")
 
-_CHATTER = re.compile(
+_LAUNCHER_NOISE = re.compile(
     r"(\S+: )?("  # pdsh's prefix, the host
     + "|".join(
         (
@@ -73,7 +73,7 @@ _CHATTER = re.compile(
 """What DeepSpeed and torch say in passing: in run/launcher.log, not on the terminal."""
 
 
-PORTS = 3
+MAX_PORT_ATTEMPTS = 3
 """Starts with `launch.master_port: auto`, each with a port that is free at that moment."""
 
 
@@ -83,19 +83,19 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
     plan = load_plan(folder)
     for warning in check_versions(plan):
         print(warning, file=sys.stderr)
-    check_machine(plan, folder, hostfile)
-    check_unchanged(plan, folder)
+    check_preflight(plan, folder, hostfile)
+    check_folder_digests(plan, folder)
     (folder / "run").mkdir(exist_ok=True)
     plan = _prepare_data(plan, folder)
     if LAUNCHERS[plan.launch.launcher].submits:
         return submit(plan, folder, resume)
-    with _lock(folder) as lock, held_by_run(plan, folder) as lease:
+    with _lock(folder) as lock, hold_run_lease(plan, folder) as lease:
         chosen = choose_checkpoint(plan, folder, resume)
-        tell(chosen)
+        print_resume_notes(chosen)
         if chosen is None:
-            print(f"starts from {weights_words(plan.model.weights)}")
+            print(f"starts from {weights_summary(plan.model.weights)}")
         owes = chosen is not None and (
-            _owes_evaluation(plan, folder) or _owes_outer_step(plan, chosen.path)
+            _lacks_last_evaluation(plan, folder) or _lacks_last_outer_step(plan, chosen.path)
         )
         if chosen and chosen.step >= plan.training.steps and not owes:
             print(
@@ -107,12 +107,12 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
             ).copy_missing(chosen.path):
                 print(f"copied       {chosen.path.name} to {plan.checkpoint.upload_to}")
             return 0
-        for port in range(1, PORTS + 1):
+        for port in range(1, MAX_PORT_ATTEMPTS + 1):
             attempt = begin_attempt(
                 plan, folder, chosen, fresh=resume == "never", lease=lease.owner.token
             ).number
             code = _launch(plan, folder, hostfile, attempt, lock)
-            if port == PORTS or not port_was_taken(plan, folder / "run"):
+            if port == MAX_PORT_ATTEMPTS or not port_was_taken(plan, folder / "run"):
                 break
             print(
                 "another process took the port that was free a moment ago: starting again with "
@@ -121,12 +121,12 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         return _conclude(plan, folder, attempt, code)
 
 
-def _owes_evaluation(plan: Plan, folder: Path) -> bool:
+def _lacks_last_evaluation(plan: Plan, folder: Path) -> bool:
     """Whether the last step was saved, and its validation then failed."""
     return plan.validation is not None and evaluated_step(folder) < plan.training.steps
 
 
-def _owes_outer_step(plan: Plan, checkpoint: Path) -> bool:
+def _lacks_last_outer_step(plan: Plan, checkpoint: Path) -> bool:
     """Whether the last step was saved, and its outer step was not made: the outer store was not
     reached."""
     return plan.outer is not None and any(
@@ -138,15 +138,15 @@ def _prepare_data(plan: Plan, folder: Path) -> Plan:
     """Before anything that costs GPU time is started; the plan with its epochs counted. Raises
     Refusal."""
     launcher = LAUNCHERS[plan.launch.launcher]
-    if launcher.own_files:
+    if launcher.has_separate_filesystem:
         return plan  # the pods have volumes of their own
     try:
-        prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
+        prepare(plan, folder, limit_bytes=MAX_UNPREPARED_BYTES)
         return resolve(plan, folder)[0]
     except Refusal as refusal:
         # Where the ranks run elsewhere, the data may be there alone; they look for themselves.
         elsewhere = plan.nodes > 1 or launcher.submits
-        if elsewhere and all(d.code in ABSENT_CODES for d in refusal.diagnostics):
+        if elsewhere and all(d.code in MISSING_DATA_CODES for d in refusal.diagnostics):
             return plan
         raise
 
@@ -159,11 +159,11 @@ def _lock(folder: Path) -> Iterator[int]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise another_is_alive(folder) from None
+            raise run_alive_refusal(folder) from None
         yield file.fileno()
 
 
-def another_is_alive(folder: Path) -> Refusal:
+def run_alive_refusal(folder: Path) -> Refusal:
     return refusal(
         "SW6006",
         f"another `shardwright run` of {str(folder)!r} is alive",
@@ -239,33 +239,33 @@ def _launch(plan: Plan, folder: Path, hostfile: Path | None, attempt: int, lock:
 def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
     """Everything into run/launcher.log, what a person wants to see to the terminal."""
     assert process.stdout is not None
-    ender: threading.Timer | None = None
-    blot = blotter(plan.launch.env_from)
+    kill_timer: threading.Timer | None = None
+    blot = secret_redactor(plan.launch.env_from)
     with (
-        _private(folder / "run" / "launcher.log") as file,
+        _open_private(folder / "run" / "launcher.log") as file,
         TrainingProgress(plan.training.steps) as progress,
     ):
         for text in map(blot, process.stdout):
             file.write(text)
             file.flush()
-            if _HOST_ENDED.match(text) and ender is None:
+            if _HOST_FAILED.match(text) and kill_timer is None:
                 # Its ranks told the others, unless they never met.
-                ender = threading.Timer(HOST_GRACE_SECONDS, _kill, [process])
-                ender.daemon = True
-                ender.start()
+                kill_timer = threading.Timer(HOST_GRACE_SECONDS, _kill, [process])
+                kill_timer.daemon = True
+                kill_timer.start()
             event = parse_event(text)
             if PROGRESS in text:
                 progress.show(text.split(PROGRESS, 1)[1])
             elif event is not None:
-                if isinstance(event, RunStalled | RunNote) and event.text:
+                if isinstance(event, RunStalled | RunNotice) and event.text:
                     progress.note(f"warning[SW6303]: {event.text}")
-            elif text.strip() and not _CHATTER.match(text):
+            elif text.strip() and not _LAUNCHER_NOISE.match(text):
                 progress.note(text.rstrip())
-    if ender is not None:
-        ender.cancel()
+    if kill_timer is not None:
+        kill_timer.cancel()
 
 
-def _private(path: Path) -> TextIO:
+def _open_private(path: Path) -> TextIO:
     """Empty and open for writing, readable by this user alone, also where an earlier version left
     it to all."""
     path.unlink(missing_ok=True)
@@ -275,7 +275,7 @@ def _private(path: Path) -> TextIO:
 def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:
     """Ends every rank: here the launcher does it; under pdsh the ranks, once their output has no
     reader."""
-    if LAUNCHERS[plan.launch.launcher].outlived:
+    if LAUNCHERS[plan.launch.launcher].ranks_outlive_launcher:
         _kill(process)
     else:
         with contextlib.suppress(ProcessLookupError):

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.engines.engine_table import engine_of
-from shardwright.launch.extension_build_locks import compiles_optimizer, stale_locks
+from shardwright.launch.extension_build_locks import compiles_cpu_adam, stale_build_locks
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
-from shardwright.plan.hostfile import SAFE_UNQUOTED, read_hosts
+from shardwright.plan.hostfile import SHELL_SAFE, read_hostfile
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import FLASH
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from shardwright.train.experiment_trackers import missing_trackers
-from shardwright.utils.bounded_read import read_regular_text
+from shardwright.utils.bounded_read import read_regular_text_file
 from shardwright.utils.optional_packages import (
     missing_compiler,
     missing_flash_attention,
@@ -63,16 +63,16 @@ def check_versions(plan: Plan) -> list[str]:
     return warnings
 
 
-def check_machine(plan: Plan, folder: Path, hostfile: Path | None) -> None:
+def check_preflight(plan: Plan, folder: Path, hostfile: Path | None) -> None:
     """Raises Refusal with every obstacle at once."""
-    if obstacles := tuple(_obstacles(plan, folder, hostfile)):
+    if obstacles := tuple(_preflight_errors(plan, folder, hostfile)):
         raise Refusal(*obstacles)
 
 
-def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+def _preflight_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
     if plan.lora is not None and (absent := missing_peft()):
         yield absent
-    if plan.model.attention == FLASH and (absent := missing_flash_attention()):
+    if plan.model.attention == FLASH_ATTENTION_2 and (absent := missing_flash_attention()):
         yield absent
     if plan.model.kernels == "compile" and (absent := missing_compiler(is_cpu=plan.is_cpu)):
         yield absent
@@ -90,7 +90,7 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
     weights = plan.model.weights_path
     launcher = LAUNCHERS[plan.launch.launcher]
     # Pods have a volume of their own, which need not be mounted here.
-    if weights is not None and not launcher.own_files and not Path(weights).is_dir():
+    if weights is not None and not launcher.has_separate_filesystem and not Path(weights).is_dir():
         help = (
             "Bring them back (the plan names their revision where they came from the hub), or "
             "compile again."
@@ -105,8 +105,8 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
             "launch.sh"
         )
         yield found("SW6005", None, message, help)
-    if launcher.name == "local" and compiles_optimizer(plan):
-        for path in stale_locks():
+    if launcher.name == "local" and compiles_cpu_adam(plan):
+        for path in stale_build_locks():
             text = (
                 f"DeepSpeed would wait for ever for the build lock {str(path)!r}, which no "
                 "process here holds"
@@ -114,11 +114,11 @@ def _obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diag
             yield found(
                 "SW5318", None, text, f"Where no other host builds in that folder: `rm {path}`."
             )
-    yield from scheduler_obstacles(plan)
-    yield from host_obstacles(plan, folder, hostfile)
+    yield from scheduler_errors(plan)
+    yield from hostfile_errors(plan, folder, hostfile)
 
 
-def scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
+def scheduler_errors(plan: Plan) -> Iterator[Diagnostic]:
     launcher = LAUNCHERS[plan.launch.launcher]
     name, program = launcher.name, launcher.program
     if program is not None and shutil.which(program, path=program_path()) is None:
@@ -132,7 +132,11 @@ def scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
             f"launch.launcher is {name}, and there is no `{program}` command here",
             help,
         )
-    nodes = None if launcher.allocated_nodes is None else os.environ.get(launcher.allocated_nodes)
+    nodes = (
+        None
+        if launcher.allocated_nodes_variable is None
+        else os.environ.get(launcher.allocated_nodes_variable)
+    )
     if nodes is not None and nodes != str(plan.nodes):
         message = (
             f"the {name.capitalize()} allocation has {nodes} nodes, the plan is for {plan.nodes}"
@@ -144,15 +148,15 @@ def scheduler_obstacles(plan: Plan) -> Iterator[Diagnostic]:
         yield found("SW6003", None, message, help)
 
 
-def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
+def hostfile_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[Diagnostic]:
     """The hosts of a hostfile against the plan's rank map."""
     launcher, compiled = LAUNCHERS[plan.launch.launcher], folder / "launch" / "hostfile"
-    if not launcher.needs_hosts:
+    if not launcher.uses_hostfile:
         if hostfile is not None:
-            reaching = "` or `".join(row.name for row in LAUNCHERS.values() if row.needs_hosts)
+            reaching = "` or `".join(row.name for row in LAUNCHERS.values() if row.uses_hostfile)
             where = (
                 f"given by {launcher.name}"
-                if launcher.several_nodes
+                if launcher.is_multi_node
                 else "the machine that `run` is started on"
             )
             help = f"Leave --hostfile out, or compile with `launcher: {reaching}`."
@@ -161,18 +165,18 @@ def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[
             )
         return
     if hostfile is None and not compiled.is_file():
-        yield no_hostfile(plan)
+        yield missing_hostfile(plan)
         return
     path = hostfile or compiled
     try:
-        read_hosts(str(path), read_regular_text(path), plan.nodes, plan.gpus_per_node)
+        read_hostfile(str(path), read_regular_text_file(path), plan.nodes, plan.gpus_per_node)
     except Refusal as refusal:
         yield from refusal.diagnostics
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         message = f"the hostfile {str(path)!r} cannot be read: {cause}"
         yield found("SW6003", None, message, "Lines `name slots=N`, one a node.")
-    if launcher.unquoted and not SAFE_UNQUOTED.fullmatch(str(folder.resolve())):
+    if launcher.passes_path_unquoted and not SHELL_SAFE.fullmatch(str(folder.resolve())):
         message = (
             f"{launcher.name} cannot pass the folder's path {str(folder.resolve())!r}: it "
             "does not quote"
@@ -184,7 +188,7 @@ def host_obstacles(plan: Plan, folder: Path, hostfile: Path | None) -> Iterator[
         yield found("SW6005", None, message, help)
 
 
-def no_hostfile(plan: Plan) -> Diagnostic:
+def missing_hostfile(plan: Plan) -> Diagnostic:
     message = f"the plan is for {plan.nodes} nodes and no hostfile says which"
     return found(
         "SW6003", None, message, "Give `--hostfile FILE` with a line `name slots=N` for each node."

@@ -33,17 +33,17 @@ class ProbeRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
     """time: of the host's clock, seconds. digest: of the compiled files, None where there is no
-    plan. sees_mark: whether the folder is the one that doctor looks at. busy: a sentence for each
+    plan. sees_marker: whether the folder is the one that doctor looks at. busy: a sentence for each
     GPU that somebody holds. absent: of the inputs. free_port: None where something listens on the
-    master's. no_tools: what a build needs and is not there. stale_locks: that builds left
-    behind."""
+    master's. missing_tools: what a build needs and is not there. stale_build_locks: that builds
+    left behind."""
 
     time: float = 0.0
     hostname: str = ""
     python: str = ""
     versions: Mapping[str, str | None] = field(default_factory=dict)
     digest: str | None = None
-    sees_mark: bool = False
+    sees_marker: bool = False
     interfaces: tuple[str, ...] = ()
     address: str | None = None
     devices: int = 0
@@ -53,12 +53,12 @@ class HostFacts:
     memory_bytes: int = 0
     absent: tuple[str, ...] = ()
     free_port: int | None = None
-    no_tools: tuple[str, ...] = ()
-    stale_locks: tuple[str, ...] = ()
+    missing_tools: tuple[str, ...] = ()
+    stale_build_locks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeetingRequest:
+class RendezvousRequest:
     """address, port: of the first host. seconds: what it may take."""
 
     rank: int
@@ -79,7 +79,7 @@ class LinkRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
+class RendezvousResult:
     """How the meeting went: unreachable, an error, or a sum over all hosts and the links."""
 
     unreachable: str | None = None
@@ -88,24 +88,25 @@ class Met:
     links: LinkRates = LinkRates()
 
 
-def facts_object(facts: HostFacts) -> JsonObject:
+def host_facts_to_json(facts: HostFacts) -> JsonObject:
     return {"kind": "facts", **asdict(facts)}
 
 
-def met_object(met: Met) -> JsonObject:
+def rendezvous_result_to_json(met: RendezvousResult) -> JsonObject:
     told = {name: value for name, value in asdict(met).items() if value is not None}
     if met.sum is None:
         del told["links"]
     return {"kind": "met", **told}
 
 
-def message_of(kind: type[M], document: Mapping[str, Any]) -> M:
+def message_from_json(kind: type[M], document: Mapping[str, Any]) -> M:
     """A request, or HostFacts; a list becomes a tuple."""
     values = {f.name: document[f.name] for f in fields(kind) if f.name in document}  # type: ignore[arg-type]
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 
-def met_of(document: Mapping[str, Any]) -> Met:
-    return message_of(
-        Met, {**document, "links": message_of(LinkRates, document.get("links") or {})}
+def rendezvous_result_from_json(document: Mapping[str, Any]) -> RendezvousResult:
+    return message_from_json(
+        RendezvousResult,
+        {**document, "links": message_from_json(LinkRates, document.get("links") or {})},
     )

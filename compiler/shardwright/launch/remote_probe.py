@@ -12,20 +12,20 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 
-from shardwright.launch.host_probe import MARK
+from shardwright.launch.host_probe import ANSWER_PREFIX
 from shardwright.launch.probe_messages import (
     HostFacts,
-    MeetingRequest,
-    Met,
     ProbeRequest,
-    message_of,
-    met_of,
+    RendezvousRequest,
+    RendezvousResult,
+    message_from_json,
+    rendezvous_result_from_json,
 )
 
 LIMIT_SECONDS = 18.0
 """From the first ssh to the last answer."""
 CONNECT_SECONDS = 5
-_NOISE = re.compile(r"Warning: Permanently added|^\s*$")
+_SSH_NOISE = re.compile(r"Warning: Permanently added|^\s*$")
 
 
 @dataclass(slots=True)
@@ -36,11 +36,11 @@ class ProbedHost:
     host: str
     facts: HostFacts = field(default_factory=HostFacts)
     received: float = 0.0
-    met: Met = field(default_factory=Met)
+    met: RendezvousResult = field(default_factory=RendezvousResult)
     problem: str = ""
 
 
-REACHES = ("local", "ssh", "srun")
+TRANSPORTS = ("local", "ssh", "srun")
 """How a host is reached: local is this machine, srun a node of the Slurm allocation that this
 process is in."""
 
@@ -86,7 +86,7 @@ class Probe:
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._read_errors, daemon=True).start()
 
-    def ask(self, message: ProbeRequest | MeetingRequest) -> None:
+    def ask(self, message: ProbeRequest | RendezvousRequest) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(asdict(message)) + "\n")
@@ -102,28 +102,30 @@ class Probe:
                 timeout=max(0.0, deadline - time.monotonic()),
             )
         if not self._has(kind) and not self.result.problem:
-            self.result.problem = self._why() if self._ended else "no answer within the limit"
+            self.result.problem = self._end_cause() if self._ended else "no answer within the limit"
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
 
     def _has(self, kind: str) -> bool:
-        return self.result.received > 0 if kind == "facts" else self.result.met != Met()
+        return (
+            self.result.received > 0 if kind == "facts" else self.result.met != RendezvousResult()
+        )
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith(MARK):
-                message = json.loads(line.removeprefix(MARK))
+            if line.startswith(ANSWER_PREFIX):
+                message = json.loads(line.removeprefix(ANSWER_PREFIX))
                 with self._answered:
                     if message["kind"] == "facts":
                         self.result.facts, self.result.received = (
-                            message_of(HostFacts, message),
+                            message_from_json(HostFacts, message),
                             time.time(),
                         )
                     else:
-                        self.result.met = met_of(message)
+                        self.result.met = rendezvous_result_from_json(message)
                     self._answered.notify_all()
         self._process.wait()
         time.sleep(0.1)  # what it says last on standard error
@@ -134,8 +136,8 @@ class Probe:
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         self._errors.extend(
-            line.rstrip() for line in self._process.stderr if not _NOISE.search(line)
+            line.rstrip() for line in self._process.stderr if not _SSH_NOISE.search(line)
         )
 
-    def _why(self) -> str:
+    def _end_cause(self) -> str:
         return self._errors[-1] if self._errors else f"ended with code {self._process.returncode}"

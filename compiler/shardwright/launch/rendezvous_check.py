@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.diagnostics.host_check import SLOW, HostCheck, red
+from shardwright.diagnostics.host_check import MIN_BANDWIDTH_FRACTION, HostCheck, red
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
-from shardwright.launch.probe_messages import MeetingRequest
+from shardwright.launch.probe_messages import RendezvousRequest
 from shardwright.launch.remote_probe import Probe, ProbedHost
 from shardwright.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assumed:
+class PlannedBandwidth:
     """What the plan was made with, per GPU and one way; nothing is held against a CPU's links."""
 
     intra_node_bytes_per_second: float
@@ -24,8 +24,8 @@ class Assumed:
     is_cpu: bool
 
 
-def meet(
-    plan: Plan, probes: Sequence[Probe], assumed: Assumed, *, whole: bool, end: float
+def check_rendezvous(
+    plan: Plan, probes: Sequence[Probe], assumed: PlannedBandwidth, *, whole: bool, end: float
 ) -> list[HostCheck]:
     """The master's address and port from every host, an all-reduce over all of them, and how fast
     their links are."""
@@ -33,7 +33,7 @@ def meet(
         return []
     first = probes[0].result
     own = (
-        None if LAUNCHERS[plan.launch.launcher].named_hosts else first.facts.address
+        None if LAUNCHERS[plan.launch.launcher].meets_by_host_name else first.facts.address
     )  # as launch.sh has it
     found = "127.0.0.1" if plan.nodes == 1 else own or first.host
     address = plan.launch.master_addr or found
@@ -51,7 +51,7 @@ def meet(
     for rank, probe in enumerate(probes):
         world, cpu = len(probes), plan.is_cpu
         probe.ask(
-            MeetingRequest(
+            RendezvousRequest(
                 rank=rank, world=world, address=address, port=port, seconds=seconds, cpu=cpu
             )
         )
@@ -99,7 +99,7 @@ def meet(
     return checks if wrong else [*checks, links(met, assumed)]
 
 
-def links(met: Sequence[ProbedHost], assumed: Assumed) -> HostCheck:
+def links(met: Sequence[ProbedHost], assumed: PlannedBandwidth) -> HostCheck:
     """The slowest link between two hosts, and between two GPUs of one, beside what the plan
     assumes."""
     told, problems = [], []
@@ -115,7 +115,7 @@ def links(met: Sequence[ProbedHost], assumed: Assumed) -> HostCheck:
         told.append(f"{_gbits(between[0])} Gb/s between hosts ({between[1]} is the slowest)")
         if not assumed.is_cpu:
             told[-1] += f", {_gbits(assumed.inter_node_bytes_per_second)} planned"
-            if between[0] < SLOW * assumed.inter_node_bytes_per_second:
+            if between[0] < MIN_BANDWIDTH_FRACTION * assumed.inter_node_bytes_per_second:
                 key = f"cluster.inter_node_gbits_per_second={_gbits(between[0])}"
                 problems.append(
                     _slow(between[1], between[0], assumed.inter_node_bytes_per_second, key)
@@ -127,7 +127,7 @@ def links(met: Sequence[ProbedHost], assumed: Assumed) -> HostCheck:
         told.append(
             f"{inside[0] / 1e9:.0f} GB/s between GPUs ({inside[1]}), {planned / 1e9:.0f} planned"
         )
-        if inside[0] < SLOW * planned:
+        if inside[0] < MIN_BANDWIDTH_FRACTION * planned:
             key = f"cluster.intra_node_gbytes_per_second={inside[0] / 1e9:.0f}"
             problems.append(_slow(f"GPU 0 -> GPU 1 of {inside[1]}", inside[0], planned, key))
     return HostCheck(

@@ -9,26 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.step_folders import step_of
-from shardwright.data.dataset import noted_steps
-from shardwright.monitor.gradient_noise_scale import NoiseScale, measured_noise
+from shardwright.data.dataset import recorded_step_count
+from shardwright.monitor.gradient_noise_scale import NoiseScale, run_noise_scale
 from shardwright.monitor.run_files import (
     AttemptRecord,
-    MeasuredSaves,
+    SaveStatistics,
     number,
     read_attempt_record,
-    read_saves,
+    read_save_statistics,
     read_status,
 )
 from shardwright.plan.plan import Plan
-from shardwright.utils.json_records import carried
-from shardwright.utils.run_lease import holds_lock
+from shardwright.utils.json_records import copy_shared_fields
+from shardwright.utils.run_lease import is_locked_by_run
 
 HEARTBEAT_LOST_SECONDS = 60.0
 """Rank 0 touches run/heartbeat every 5 s; clocks of two hosts may differ by some."""
 RECENT_STEPS = 20
 """The pace is that of the last steps."""
-ENDED = ("done", "preempted", "failed")
-GONE = "it ended without a word: the machine went down, or its processes were killed"
+FINAL_STATUSES = ("done", "preempted", "failed")
+LOST_RUN_CAUSE = "it ended without a word: the machine went down, or its processes were killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +56,20 @@ class RunState:
     cause: str | None
     help: str | None
     stalled: str | None
-    saves: MeasuredSaves | None = None
+    saves: SaveStatistics | None = None
     noise_scale: NoiseScale | None = None
 
     @property
-    def ended(self) -> bool:
-        return self.status in ENDED
+    def is_final(self) -> bool:
+        return self.status in FINAL_STATUSES
 
 
 def is_alive(folder: Path) -> bool:
     """Whether the lock is held, or a rank 0 that was started otherwise was here a moment ago and
     has not ended."""
-    if holds_lock(folder):
+    if is_locked_by_run(folder):
         return True
-    if read_status(folder).status in ENDED:
+    if read_status(folder).status in FINAL_STATUSES:
         return False
     try:
         return time.time() - (folder / "run" / "heartbeat").stat().st_mtime < HEARTBEAT_LOST_SECONDS
@@ -83,10 +83,10 @@ def read_state(plan: Plan, folder: Path) -> RunState:
     if not name:
         name = "not started" if begun.number is None else "starting"
     if name in ("starting", "running") and not is_alive(folder):
-        name, cause = "failed", GONE
+        name, cause = "failed", LOST_RUN_CAUSE
     step, loss, rate, pace = _last_steps(folder / "run" / "metrics.jsonl", begun)
-    steps = begun.steps or noted_steps(plan, folder)
-    return carried(
+    steps = begun.steps or recorded_step_count(plan, folder)
+    return copy_shared_fields(
         RunState,
         status,
         status=name,
@@ -99,8 +99,8 @@ def read_state(plan: Plan, folder: Path) -> RunState:
         cause=cause,
         help=status.help if name == "failed" else None,
         stalled=status.stalled if name == "running" else None,
-        saves=read_saves(folder),
-        noise_scale=measured_noise(folder, plan.training.global_batch_size),
+        saves=read_save_statistics(folder),
+        noise_scale=run_noise_scale(folder, plan.training.global_batch_size),
     )
 
 

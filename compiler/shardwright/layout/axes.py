@@ -66,17 +66,17 @@ class Axis:
     cuts: bool = False
     inside: bool = False
     values: Callable[[Problem, Degrees], Iterable[Value]] | None = None
-    admits: Callable[[Problem, Degrees, Value], bool] | None = None
-    yields: bool = False
+    is_allowed: Callable[[Problem, Degrees, Value], bool] | None = None
+    off_when_world_pinned: bool = False
     priced: bool = True
     runs: bool = True
     region: bool = False
     short: str = ""
     note: str = ""
-    machinery: str = ""
+    feature: str = ""
 
     @property
-    def is_free(self) -> bool:
+    def is_auto_by_default(self) -> bool:
         """A search settles it in a recipe that does not speak of it, under every engine."""
         return self.values is not None and self.default is None and self.runs
 
@@ -101,7 +101,7 @@ AXES: tuple[Axis, ...] = (
         ),  # a group stands inside a node
         region=True,
         short="TP",
-        machinery="tensor parallelism",
+        feature="tensor parallelism",
     ),
     Axis(
         name="pipeline",
@@ -112,7 +112,7 @@ AXES: tuple[Axis, ...] = (
         values=lambda problem, degrees: range(1, len(problem.graph.layers) + 1),
         region=True,
         short="PP",
-        machinery="a pipeline",
+        feature="a pipeline",
     ),
     Axis(
         name="context",
@@ -123,10 +123,10 @@ AXES: tuple[Axis, ...] = (
         values=lambda problem, degrees: context_degrees(
             problem.recipe.training.sequence_length, problem.cluster.gpus_per_node
         ),
-        yields=True,
+        off_when_world_pinned=True,
         runs=False,
         short="CP",
-        machinery="context parallelism",
+        feature="context parallelism",
     ),
     Axis(
         name="data",
@@ -144,10 +144,10 @@ AXES: tuple[Axis, ...] = (
         values=lambda problem, degrees: expert_degrees(
             problem.graph, _expert_ranks(problem, degrees)
         ),
-        yields=True,
+        off_when_world_pinned=True,
         runs=False,
         short="EP",
-        machinery="expert parallelism",
+        feature="expert parallelism",
     ),
     Axis(
         name="expert_tensor",
@@ -159,10 +159,10 @@ AXES: tuple[Axis, ...] = (
             if degrees["tensor"] > 1 and expert_modules(problem.graph)
             else ("tensor",)
         ),
-        yields=True,
+        off_when_world_pinned=True,
         runs=False,
         note="expert-tensor {}",
-        machinery="expert-tensor ranks",
+        feature="expert-tensor ranks",
     ),
     Axis(
         name="virtual_stages",
@@ -171,20 +171,20 @@ AXES: tuple[Axis, ...] = (
         values=lambda problem, degrees: virtual_stages(
             len(problem.graph.layers), degrees["pipeline"]
         ),
-        yields=True,
+        off_when_world_pinned=True,
         runs=False,
         note="{} virtual stages",
-        machinery="virtual stages",
+        feature="virtual stages",
     ),
     Axis(
         name="sequence_parallel",
         plain=False,
         default=False,
         values=lambda problem, degrees: (False, True) if degrees["tensor"] > 1 else (False,),
-        yields=True,
+        off_when_world_pinned=True,
         runs=False,
         note="sequence parallel",
-        machinery="sequence parallelism",
+        feature="sequence parallelism",
     ),
     Axis(
         name="zero_stage",
@@ -202,7 +202,7 @@ AXES: tuple[Axis, ...] = (
             OFFLOAD if problem.cluster.host_memory_bytes else OFFLOAD[:1]
         ),
         note="offload {}",
-        machinery="offload",
+        feature="offload",
     ),
     Axis(
         name="schedule",
@@ -210,7 +210,7 @@ AXES: tuple[Axis, ...] = (
         holds=True,
         values=lambda problem, degrees: SCHEDULES if degrees["pipeline"] > 1 else SCHEDULES[:1],
         note="{}",
-        machinery="{}",
+        feature="{}",
     ),
     Axis(
         name="activation_checkpointing",
@@ -222,8 +222,8 @@ AXES: tuple[Axis, ...] = (
     Axis(
         name="micro_batch_size",
         values=lambda problem, degrees: micro_batches(problem, degrees),
-        admits=lambda problem, degrees, micro_batch: (
-            problem.recipe.training.global_batch_size % (degrees["data"] * whole(micro_batch)) == 0
+        is_allowed=lambda problem, degrees, micro_batch: (
+            problem.recipe.training.global_batch_size % (degrees["data"] * as_int(micro_batch)) == 0
         ),
     ),
     Axis(name="gradient_accumulation_steps", section=""),
@@ -251,13 +251,13 @@ def virtual_stages(layers: int, pipeline: int) -> range:
     return range(1, 1 + (min(MOST_VIRTUAL_STAGES, layers // pipeline) if pipeline > 1 else 1))
 
 
-def whole(value: Value | None) -> int:
+def as_int(value: Value | None) -> int:
     """A degree or a count, which the schema has checked."""
     assert isinstance(value, int)
     return value
 
 
-def axis_of(name: str) -> Axis:
+def axis_named(name: str) -> Axis:
     return next(axis for axis in AXES if axis.name == name)
 
 
@@ -266,26 +266,28 @@ def rank_axes() -> tuple[Axis, ...]:
     return tuple(axis for axis in AXES if axis.ranks)
 
 
-def placed_axes() -> tuple[Axis, ...]:
+def rank_order_axes() -> tuple[Axis, ...]:
     """Those that tell ranks apart; neighbouring ranks differ in the last."""
     return tuple(sorted((axis for axis in AXES if axis.order), key=lambda axis: axis.order))
 
 
-def coordinates(degrees: Degrees) -> Iterator[dict[str, int]]:
-    """Of every rank, in order, along each of placed_axes()."""
-    names = [axis.name for axis in placed_axes()]
+def rank_coordinates(degrees: Degrees) -> Iterator[dict[str, int]]:
+    """Of every rank, in order, along each of rank_order_axes()."""
+    names = [axis.name for axis in rank_order_axes()]
     for at in itertools.product(*(range(degrees[name]) for name in names)):
         yield dict(zip(names, at, strict=True))
 
 
-def world_of(degrees: Degrees) -> int:
+def world_size_of(degrees: Degrees) -> int:
     return math.prod(degrees[axis.name] for axis in rank_axes())
 
 
-def pins_fill_the_world(problem: Problem) -> bool:
+def is_world_pinned(problem: Problem) -> bool:
     """Whether the recipe itself says how tensor, pipeline and data share out all of the GPUs."""
-    pins = [axis.pin(problem.recipe) for axis in AXES if axis.ranks and not axis.yields]
-    return None not in pins and math.prod(map(whole, pins)) == problem.cluster.world_size
+    pins = [
+        axis.pin(problem.recipe) for axis in AXES if axis.ranks and not axis.off_when_world_pinned
+    ]
+    return None not in pins and math.prod(map(as_int, pins)) == problem.cluster.world_size
 
 
 def choices(axis: Axis, problem: Problem, degrees: Degrees) -> tuple[Value, ...]:
@@ -299,18 +301,20 @@ def choices(axis: Axis, problem: Problem, degrees: Degrees) -> tuple[Value, ...]
     pin = axis.pin(problem.recipe)
     if pin is not None:
         found: Iterable[Value] = (pin,)
-    elif axis.values is None or (axis.yields and pins_fill_the_world(problem)):
+    elif axis.values is None or (axis.off_when_world_pinned and is_world_pinned(problem)):
         found = (axis.plain,)
     else:
         found = axis.values(problem, degrees)
-    return tuple(v for v in found if axis.admits is None or axis.admits(problem, degrees, v))
+    return tuple(
+        v for v in found if axis.is_allowed is None or axis.is_allowed(problem, degrees, v)
+    )
 
 
-def degrees_that_fill(problem: Problem) -> Iterator[dict[str, int]]:
+def world_factorizations(problem: Problem) -> Iterator[dict[str, int]]:
     """Every choice of the degrees whose product is the world, pins respected."""
 
     def below(place: int, left: int, settled: dict[str, int]) -> Iterator[dict[str, int]]:
-        axis, found = axes[place], [whole(v) for v in choices(axes[place], problem, {})]
+        axis, found = axes[place], [as_int(v) for v in choices(axes[place], problem, {})]
         if place == len(axes) - 1:
             found = [left] if left in found else []
         for degree in found:
@@ -325,15 +329,15 @@ def degrees_that_fill(problem: Problem) -> Iterator[dict[str, int]]:
     return below(0, problem.cluster.world_size, {})
 
 
-def worlds(problem: Problem) -> set[int]:
+def reachable_world_sizes(problem: Problem) -> set[int]:
     """Every number of GPUs that some degrees make up."""
     found = {1}
     for axis in rank_axes():
-        found = {world * whole(degree) for world in found for degree in choices(axis, problem, {})}
+        found = {world * as_int(degree) for world in found for degree in choices(axis, problem, {})}
     return found
 
 
-MOST_EXPERT_RANKS = 64
+MAX_EXPERT_RANKS = 64
 """That a search tries; DeepSeek-V3's (arXiv 2412.19437), the most that a published training run
 had. A pin may more."""
 
@@ -343,7 +347,7 @@ def expert_degrees(graph: ModelGraph, ranks: int) -> tuple[int, ...]:
     taken."""
     counts = expert_modules(graph).values()
     return (
-        tuple(e for e in divisors(math.gcd(*counts, ranks)) if e <= MOST_EXPERT_RANKS)
+        tuple(e for e in divisors(math.gcd(*counts, ranks)) if e <= MAX_EXPERT_RANKS)
         if counts
         else (1,)
     )

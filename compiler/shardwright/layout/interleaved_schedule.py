@@ -15,24 +15,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.layout.pipeline_instructions import BACKWARD, FORWARD
-from shardwright.layout.pipeline_simulation import Exchange, Interval, Timeline
+from shardwright.layout.pipeline_simulation import ComputeInterval, MessageWait, PipelineTimeline
 
-LEAST_GROUPS = 4
-PASSES = 6000
-"""So many are simulated, in LEAST_GROUPS groups of p micro-batches at least; the groups after them
-go on as the last one did. Of parts that differ by 5 % the step is within 1 % of the whole
-simulation."""
+MIN_SIMULATED_GROUPS = 4
+MAX_SIMULATED_PASSES = 6000
+"""So many are simulated, in MIN_SIMULATED_GROUPS groups of p micro-batches at least; the groups
+after them go on as the last one did. Of parts that differ by 5 % the step is within 1 % of the
+whole simulation."""
 
 
-def first_forwards(ranks: int, rank: int, chunks: int, micro_batches: int) -> int:
+def warmup_forward_passes(ranks: int, rank: int, chunks: int, micro_batches: int) -> int:
     """Forward passes of a rank before its first backward pass, one in steady state not counted."""
     return min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, micro_batches * chunks)
 
 
-def kept_at_once(ranks: int, rank: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
+def micro_batches_in_flight(
+    ranks: int, rank: int, chunks: int, micro_batches: int
+) -> tuple[int, ...]:
     """Micro-batches whose activations each chunk of the rank keeps when its first backward pass
     begins."""
-    passes = min(first_forwards(ranks, rank, chunks, micro_batches) + 1, micro_batches * chunks)
+    passes = min(
+        warmup_forward_passes(ranks, rank, chunks, micro_batches) + 1, micro_batches * chunks
+    )
     rounds, rest = divmod(passes, ranks * chunks)
     return tuple(
         rounds * ranks + min(ranks, max(0, rest - chunk * ranks)) for chunk in range(chunks)
@@ -49,7 +53,10 @@ def step_seconds(
     """From the first forward pass to the last backward pass. forward, backward: of one micro-batch,
     a part of the model each, messages included. micro_batches: a multiple of the ranks."""
     passes_a_group = 2 * ranks * len(forward_seconds)
-    groups, all_groups = max(LEAST_GROUPS, PASSES // passes_a_group), micro_batches // ranks
+    groups, all_groups = (
+        max(MIN_SIMULATED_GROUPS, MAX_SIMULATED_PASSES // passes_a_group),
+        micro_batches // ranks,
+    )
     if all_groups <= groups:
         return _makespan(ranks, micro_batches, forward_seconds, backward_seconds)
     shorter, seconds = (
@@ -66,7 +73,7 @@ def simulate(
     forward: Sequence[float],
     backward: Sequence[float],
     send_seconds: float,
-) -> Timeline:
+) -> PipelineTimeline:
     """As events.simulate, of all micro-batches. forward, backward: without messages; each pass is
     followed by one."""
     with_send = (
@@ -75,7 +82,7 @@ def simulate(
     )
     program = _run(ranks, micro_batches, *with_send)
     each = [rank.passes() for rank in program]
-    return Timeline(
+    return PipelineTimeline(
         seconds=max(rank.now for rank in program),
         ranks=tuple(
             tuple(
@@ -86,7 +93,7 @@ def simulate(
         ),
         exchanges=tuple(
             tuple(
-                Exchange(
+                MessageWait(
                     ready_seconds=end - send_seconds,
                     start_seconds=end - send_seconds,
                     stop_seconds=end,
@@ -106,10 +113,10 @@ def _makespan(
 
 def _run(
     ranks: int, micro_batches: int, forward: Sequence[float], backward: Sequence[float]
-) -> list[_RingRank]:
+) -> list[_InterleavedRank]:
     """As long as passes that are ready are found, rank by rank."""
     program = [
-        _RingRank(
+        _InterleavedRank(
             number=rank,
             ranks=ranks,
             micro_batches=micro_batches,
@@ -126,7 +133,7 @@ def _run(
     return program
 
 
-class _RingRank:
+class _InterleavedRank:
     """ahead, back: when its forward passes, and its backward passes, were through, in the order of
     the table."""
 
@@ -144,7 +151,7 @@ class _RingRank:
         self.ahead: list[float] = []
         self.back: list[float] = []
         self._ranks, self._chunks, self._total = ranks, chunks, micro_batches * chunks
-        self._first = first_forwards(ranks, number, chunks, micro_batches)
+        self._first = warmup_forward_passes(ranks, number, chunks, micro_batches)
         self._forward, self._backward = forward[number::ranks], backward[number::ranks]
         self._number, self._leads, self._ends = number, number == 0, number == ranks - 1
 
@@ -183,13 +190,13 @@ class _RingRank:
                 back.append(now)
         self.now = now
 
-    def passes(self) -> list[Interval]:
+    def passes(self) -> list[ComputeInterval]:
         """In the order of time."""
 
-        def interval(k: int, end: float, *, is_forward: bool) -> Interval:
+        def interval(k: int, end: float, *, is_forward: bool) -> ComputeInterval:
             turn, p = k // self._ranks, self._ranks
             chunk = turn % self._chunks if is_forward else self._chunks - 1 - turn % self._chunks
-            return Interval(
+            return ComputeInterval(
                 name=FORWARD if is_forward else BACKWARD,
                 stage=chunk * p + self._number,
                 micro_batch=turn // self._chunks * p + k % p,

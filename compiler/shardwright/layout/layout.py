@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 from shardwright.layout import axes
-from shardwright.layout.axes import Axis, Value, rank_axes, world_of
+from shardwright.layout.axes import Axis, Value, rank_axes, world_size_of
 from shardwright.recipe.literal_types import (
     Checkpointing,
     Loss,
@@ -20,7 +20,7 @@ from shardwright.utils.json_types import JsonValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strategy:
+class Layout:
     """A value for each row of the table (layout/axes.py), in the order in which they are printed.
 
     hpz_partition_size: ranks of a node that share a second copy of the weights at ZeRO-3; 1 = none.
@@ -45,7 +45,7 @@ class Strategy:
 
     @property
     def world_size(self) -> int:
-        return world_of(self.degrees())
+        return world_size_of(self.degrees())
 
     @property
     def shards(self) -> int:
@@ -59,18 +59,18 @@ class Strategy:
         return self.tensor if self.expert_tensor == "tensor" else self.expert_tensor
 
     @property
-    def spreads_experts(self) -> bool:
+    def shards_experts(self) -> bool:
         """Whether ranks hold other parts of experts than of everything else."""
         return self.expert > 1 or self.expert_tensor_ranks != self.tensor
 
     @property
-    def expert_parts(self) -> float:
+    def expert_shard_ratio(self) -> float:
         """What a rank would have of experts, were they cut over tensor ranks alone, over what it
         has."""
         return self.expert * self.expert_tensor_ranks / self.tensor
 
     @property
-    def expert_copies(self) -> int:
+    def expert_replicas(self) -> int:
         """Ranks of a stage that hold the same part of the experts; 1 too where a layout that no
         rule lets through has fewer ranks than parts."""
         return max(1, self.shards * self.tensor // (self.expert * self.expert_tensor_ranks))
@@ -83,18 +83,18 @@ class Strategy:
     @property
     def parts(self) -> int:
         """What the layers are cut into, virtual stages counted."""
-        return self.stages * self.virtual_stages if self.interleaves else self.stages
+        return self.stages * self.virtual_stages if self.is_interleaved else self.stages
 
     @property
-    def interleaves(self) -> bool:
+    def is_interleaved(self) -> bool:
         """Pipeline ranks hold several parts of the model and take them in turns. What a rule
         refuses does not."""
         return self.virtual_stages > 1 and self.schedule == "1f1b"
 
     @property
-    def is_whole(self) -> bool:
+    def has_full_model_per_rank(self) -> bool:
         """Whether each rank has the whole model (its ZeRO shards gathered)."""
-        return not any(axis.cuts for axis, _ in self.beyond_plain())
+        return not any(axis.cuts for axis, _ in self.enabled_axes())
 
     @property
     def checkpointing(self) -> Checkpointing:
@@ -107,9 +107,9 @@ class Strategy:
 
     def values(self) -> Mapping[Axis, Value]:
         """Of every row, in the order in which they are printed."""
-        return {axis: getattr(self, axis.name) for axis in printed_axes(type(self))}
+        return {axis: getattr(self, axis.name) for axis in axes_in_print_order(type(self))}
 
-    def beyond_plain(self) -> tuple[tuple[Axis, Value], ...]:
+    def enabled_axes(self) -> tuple[tuple[Axis, Value], ...]:
         """What the layout has, and its value."""
         return tuple((axis, value) for axis, value in self.values().items() if value != axis.plain)
 
@@ -130,11 +130,11 @@ class Strategy:
         return " ".join(
             f"{axis.name}={value}"
             for axis, value in self.values().items()
-            if axis.name in pins and (axis.is_free or value != axis.plain)
+            if axis.name in pins and (axis.is_auto_by_default or value != axis.plain)
         )
 
 
-def printed_axes(strategy: type[Strategy] = Strategy) -> tuple[Axis, ...]:
+def axes_in_print_order(strategy: type[Layout] = Layout) -> tuple[Axis, ...]:
     rows = {axis.name: axis for axis in axes.AXES}
     return tuple(rows[field.name] for field in fields(strategy))
 
@@ -142,32 +142,32 @@ def printed_axes(strategy: type[Strategy] = Strategy) -> tuple[Axis, ...]:
 def layout_axes() -> tuple[Axis, ...]:
     """Those that a search settles under every engine where the recipe says auto, as they are
     printed."""
-    return tuple(axis for axis in printed_axes() if axis.values is not None and axis.runs)
+    return tuple(axis for axis in axes_in_print_order() if axis.values is not None and axis.runs)
 
 
 def searched_axes(recipe: Recipe) -> tuple[Axis, ...]:
     """layout_axes, and what else the recipe leaves to the search."""
     return tuple(
         axis
-        for axis in printed_axes()
+        for axis in axes_in_print_order()
         if axis in layout_axes()
         or (axis.section and axis.values is not None and axis.pin(recipe) is None)
     )
 
 
-def inside_axes(*strategies: Strategy) -> tuple[str, ...]:
+def in_layer_axes(*strategies: Layout) -> tuple[str, ...]:
     """Names of those whose collectives a layer of any of these layouts waits for; tensor where
     there are none."""
-    rows = [axis for axis in printed_axes() if axis.inside]
+    rows = [axis for axis in axes_in_print_order() if axis.inside]
     found = [
         axis.name for axis in rows if any(getattr(s, axis.name) != axis.plain for s in strategies)
     ]
     return tuple(found) or ("tensor",)
 
 
-def inside_words(*strategies: Strategy) -> str:
+def in_layer_collectives_text(*strategies: Layout) -> str:
     """Of their collectives: "tensor-parallel", "tensor- and expert-parallel"."""
-    *others, last = inside_axes(*strategies)
+    *others, last = in_layer_axes(*strategies)
     return (
         f"{', '.join(f'{name}-' for name in others)} and {last}-parallel"
         if others
@@ -175,7 +175,7 @@ def inside_words(*strategies: Strategy) -> str:
     )
 
 
-def free_axes() -> tuple[Axis, ...]:
+def auto_by_default_axes() -> tuple[Axis, ...]:
     """Those of them whose default is auto. A search that was not asked to does not offload states
     to the host."""
-    return tuple(axis for axis in layout_axes() if axis.is_free)
+    return tuple(axis for axis in layout_axes() if axis.is_auto_by_default)

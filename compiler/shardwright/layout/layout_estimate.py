@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Estimate:
     predictions were off where they could be compared. flops_source: of the model's layers, see
     Layer; one that could not be traced says why."""
 
-    strategy: Strategy
+    strategy: Layout
     boundaries: tuple[int, ...]
     feasible: bool
     diagnostics: tuple[Diagnostic, ...]

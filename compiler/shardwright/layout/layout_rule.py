@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 
 
@@ -14,7 +14,7 @@ from shardwright.layout.planning_problem import Problem
 class Candidate(Problem):
     """What a rule looks at: a strategy for a problem."""
 
-    strategy: Strategy
+    strategy: Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

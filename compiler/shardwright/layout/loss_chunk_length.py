@@ -3,12 +3,12 @@ counts."""
 
 from __future__ import annotations
 
-LARGEST_TOKENS = 1024
+MAX_CHUNK_TOKENS = 1024
 """Enough rows for a matrix product over the vocabulary to run at its rate."""
-FEWEST_CHUNKS = 8
+MIN_CHUNKS = 8
 
 
 def chunk_length(micro_batch_size: int, sequence_length: int) -> int:
-    """Positions of every row whose logits exist at a time: at most LARGEST_TOKENS tokens, and at
+    """Positions of every row whose logits exist at a time: at most MAX_CHUNK_TOKENS tokens, and at
     most an eighth."""
-    return max(1, min(LARGEST_TOKENS // micro_batch_size, -(-sequence_length // FEWEST_CHUNKS)))
+    return max(1, min(MAX_CHUNK_TOKENS // micro_batch_size, -(-sequence_length // MIN_CHUNKS)))

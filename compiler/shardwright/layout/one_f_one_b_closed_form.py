@@ -93,8 +93,8 @@ def _fill(forward: Floats, before: Floats, behind: Floats) -> Floats:
     ranks = forward.shape[1]
     stage = np.arange(ranks)
     passes = forward + before
-    again = np.maximum.accumulate(passes + behind, axis=1)
-    reached = np.cumsum(passes, axis=1) + (ranks - 1 - stage) * again
+    slowest = np.maximum.accumulate(passes + behind, axis=1)
+    reached = np.cumsum(passes, axis=1) + (ranks - 1 - stage) * slowest
     # From h back to c: the empty places of c + 1 to h.
     empty = np.cumsum(behind)
     return _largest_behind(reached + empty) - empty

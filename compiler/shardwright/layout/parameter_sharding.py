@@ -11,7 +11,7 @@ from shardwright.recipe.literal_types import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePartition:
+class LayerStages:
     """boundaries: len = stages + 1; stage s holds layers[boundaries[s]:boundaries[s+1]] of
     ModelGraph.layers.
 
@@ -55,7 +55,7 @@ def padded_shard_sizes(total: int, degree: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSplit:
+class ParameterSharding:
     """How one parameter (in HF's own layout) is cut over tensor ranks.
 
     dimension: the cut one, or None where every tensor rank holds the whole. blocks: sizes along
@@ -85,15 +85,15 @@ class ParameterSplit:
     def pieces(self, tensor_rank: int) -> tuple[tuple[int, int], ...]:
         """(start, length) along `dimension` in the full parameter, in the order in which the rank
         holds them."""
-        shards, mine = len(self.sizes) // self.copies, tensor_rank // self.copies
+        shards, shard_index = len(self.sizes) // self.copies, tensor_rank // self.copies
         if len(self.blocks) == 1:  # as uneven as `sizes` says
             distinct = self.sizes[:: self.copies]
-            return ((sum(distinct[:mine]), distinct[mine]),)
+            return ((sum(distinct[:shard_index]), distinct[shard_index]),)
         found: list[tuple[int, int]] = []
         offset = 0
         for block in self.blocks:
             sizes = shard_sizes(block, shards)
-            found.append((offset + sum(sizes[:mine]), sizes[mine]))
+            found.append((offset + sum(sizes[:shard_index]), sizes[shard_index]))
             offset += block
         return tuple(found)
 
@@ -107,8 +107,8 @@ class ParameterSplit:
         ):
             raise ValueError(f"{self.name}: no cut of {self.shape} at dimension {self.dimension}")
         full = self.shape[self.dimension]
-        whole = sum(self.sizes) == self.copies * full and sum(self.blocks) == full
-        if not whole or any(
+        covers_all = sum(self.sizes) == self.copies * full and sum(self.blocks) == full
+        if not covers_all or any(
             sum(n for _, n in self.pieces(r)) != size for r, size in enumerate(self.sizes)
         ):
             raise ValueError(
@@ -117,7 +117,7 @@ class ParameterSplit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleSplit:
+class ModuleSharding:
     """What one module communicates (`style`), and how each parameter that it owns is cut.
 
     style: one of transformers' (colwise, rowwise, moe_tp_experts...), or one of ours:
@@ -128,7 +128,7 @@ class ModuleSplit:
 
     module: str  # dotted HF path, "model.layers.0.self_attn.q_proj"
     style: str
-    parameters: tuple[ParameterSplit, ...]
+    parameters: tuple[ParameterSharding, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class TensorParallelMap:
     kind: str
     sharded_fraction: float
     vocabulary_sizes: tuple[int, ...]
-    modules: tuple[ModuleSplit, ...]
+    modules: tuple[ModuleSharding, ...]
 
     def verify(self) -> None:
         for module in self.modules:

@@ -27,7 +27,9 @@ class Instruction(NamedTuple):
     phase: int = 0
 
 
-def stream(schedule: str, ranks: int, rank: int, micro_batches: int) -> tuple[Instruction, ...]:
+def instruction_stream(
+    schedule: str, ranks: int, rank: int, micro_batches: int
+) -> tuple[Instruction, ...]:
     """What one pipeline rank executes, loading and the optimizer left out. DualPipeV needs m >= 2
     p."""
     generate = _dualpipev if schedule == "dualpipev" else _one_forward_one_backward

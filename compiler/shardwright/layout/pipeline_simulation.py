@@ -21,7 +21,7 @@ from shardwright.layout.pipeline_instructions import (
     SEND_ACTIVATION,
     SEND_GRADIENT,
     Instruction,
-    stream,
+    instruction_stream,
 )
 
 Link = tuple[int, int]
@@ -29,7 +29,7 @@ Link = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class ComputeInterval:
     """One pass of one micro-batch over one stage's layers. name: ForwardPass | BackwardPass."""
 
     name: str
@@ -40,7 +40,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class MessageWait:
     """Messages that a rank waits for together: it comes at ready, they move from start to stop."""
 
     ready_seconds: float
@@ -49,13 +49,13 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class PipelineTimeline:
     """ranks: what each pipeline rank computes, in order; exchanges: its messages. It waits in the
     gaps."""
 
     seconds: float
-    ranks: tuple[tuple[Interval, ...], ...]
-    exchanges: tuple[tuple[Exchange, ...], ...]
+    ranks: tuple[tuple[ComputeInterval, ...], ...]
+    exchanges: tuple[tuple[MessageWait, ...], ...]
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ def simulate(
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     send_seconds: Sequence[float],
-) -> Timeline:
+) -> PipelineTimeline:
     """forward, backward: per stage, one micro-batch, recomputation included; send: per boundary
     between pipeline ranks, one message. Stages are p for 1f1b and 2 p for dualpipev, whose rank r
     holds r and 2 p - 1 - r."""
@@ -84,7 +84,9 @@ def simulate(
     ranks = [
         _Rank(
             number=rank,
-            program=grouped(stream(schedule, count, rank, micro_batches), schedule),
+            program=message_groups(
+                instruction_stream(schedule, count, rank, micro_batches), schedule
+            ),
             seconds={FORWARD: forward_seconds, BACKWARD: backward_seconds},
             stages=(rank, stages - 1 - rank),
         )
@@ -100,7 +102,7 @@ def simulate(
         raise ValueError(
             f"{schedule} over {count} ranks and {micro_batches} micro-batches waits for itself"
         )
-    return Timeline(
+    return PipelineTimeline(
         seconds=max(rank.now for rank in ranks),
         ranks=tuple(tuple(rank.done) for rank in ranks),
         exchanges=tuple(tuple(rank.exchanged) for rank in ranks),
@@ -117,7 +119,7 @@ class _Links:
 
     def post(self, rank: int, now: float, instruction: Instruction) -> _Message:
         """The message, which the rank has come to now; it starts where the other end has, too."""
-        link, end = link_of(instruction, rank)
+        link, end = link_and_end(instruction, rank)
         number, messages = self._posted[link, end], self._messages[link]
         self._posted[link, end] += 1
         if number == len(messages):
@@ -145,8 +147,8 @@ class _Rank:
     now: float = 0.0
     at: int = 0
     waiting: list[_Message] | None = None
-    done: list[Interval] = field(default_factory=list)
-    exchanged: list[Exchange] = field(default_factory=list)
+    done: list[ComputeInterval] = field(default_factory=list)
+    exchanged: list[MessageWait] = field(default_factory=list)
 
     def advance(self, links: _Links) -> bool:
         """One instruction (or one group of messages) further; False where the rank has to wait, or
@@ -172,7 +174,7 @@ class _Rank:
         if pending:
             started = min(m.started for m in pending if m.started is not None)
             self.exchanged.append(
-                Exchange(
+                MessageWait(
                     ready_seconds=self.now, start_seconds=max(self.now, started), stop_seconds=stop
                 )
             )
@@ -183,7 +185,7 @@ class _Rank:
         start, stage = self.now, self.stages[step.phase]
         self.now += self.seconds[step.name][stage]
         self.done.append(
-            Interval(
+            ComputeInterval(
                 name=step.name,
                 stage=stage,
                 micro_batch=step.micro_batch,
@@ -193,7 +195,7 @@ class _Rank:
         )
 
 
-def grouped(
+def message_groups(
     instructions: tuple[Instruction, ...], schedule: str
 ) -> list[Instruction | tuple[Instruction, ...]]:
     """Passes as they are; messages in the groups that are waited for together: one by one, or up to
@@ -213,7 +215,7 @@ def grouped(
     return out
 
 
-def link_of(instruction: Instruction, rank: int) -> tuple[Link, int]:
+def link_and_end(instruction: Instruction, rank: int) -> tuple[Link, int]:
     """The link of a message, and which end of it this rank is: 0 sends, 1 receives."""
     # Activations go to the next rank in phase 0 and back in phase 1, gradients the other way.
     towards_next = instruction.name in (SEND_ACTIVATION, RECV_GRADIENT)

@@ -12,10 +12,10 @@ from shardwright.layout.vectorized_pipeline_simulation import Floats
 
 # DualPipeV over more ranks is bounded by its slowest one: reading so many instruction streams takes
 # half a second.
-MOST_SIMULATED_RANKS = 16
+MAX_SIMULATED_DUALPIPEV_RANKS = 16
 
 
-def steps_seconds(
+def step_seconds_of_partitions(
     schedule: str,
     micro_batches: int,
     forward_seconds: Floats,
@@ -30,7 +30,7 @@ def steps_seconds(
         return one_f_one_b_closed_form.step_seconds(
             micro_batches, forward_seconds, backward_seconds, send_seconds
         )
-    return vectorized_pipeline_simulation.makespans(
+    return vectorized_pipeline_simulation.simulated_step_seconds(
         schedule, micro_batches, forward_seconds, backward_seconds, send_seconds
     )
 
@@ -45,4 +45,6 @@ def step_seconds(
 ) -> float:
     """Of one partition."""
     forward, backward = np.array([forward_seconds]), np.array([backward_seconds])
-    return float(steps_seconds(schedule, micro_batches, forward, backward, send_seconds)[0])
+    return float(
+        step_seconds_of_partitions(schedule, micro_batches, forward, backward, send_seconds)[0]
+    )

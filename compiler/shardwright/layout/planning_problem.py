@@ -14,10 +14,10 @@ class Problem:
     """The recipe (its pins included), the model's graph and the cluster that stages 1 to 3 made of
     it.
 
-    experts_apart: each matrix of an expert is a module of its own, as transformers 4 had it; not
-    where the runs are this project's, but of published ones."""
+    expert_matrices_are_modules: each matrix of an expert is a module of its own, as transformers 4
+    had it; not where the runs are this project's, but of published ones."""
 
     recipe: Recipe
     graph: ModelGraph
     cluster: Cluster
-    experts_apart: bool = False
+    expert_matrices_are_modules: bool = False

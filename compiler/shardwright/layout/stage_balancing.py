@@ -15,13 +15,15 @@ import itertools
 from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import Schedule
-from shardwright.utils.memoize import remembered
+from shardwright.utils.memoize import memoize
 
 
-def layer_costs(graph: ModelGraph, sequence_length: int, tower: int = 0) -> tuple[int, ...]:
+def layer_flops_per_token(
+    graph: ModelGraph, sequence_length: int, vision_encoder_flops_per_token: int = 0
+) -> tuple[int, ...]:
     """Forward FLOPs per token of each layer at this sequence length; at least 1, so that no cut is
     free. tower: what the first layer does beside the lookup."""
     first, *others = (
@@ -32,47 +34,62 @@ def layer_costs(graph: ModelGraph, sequence_length: int, tower: int = 0) -> tupl
         )
         for layer in graph.layers
     )
-    return first + tower, *others
+    return first + vision_encoder_flops_per_token, *others
 
 
-def most_stages(graph: ModelGraph) -> int:
+def max_stages(graph: ModelGraph) -> int:
     return len(graph.cut.blocks(graph.decoder_layers))
 
 
-@remembered(
-    lambda graph, sequence_length, tower: (graph.identity, graph.cut, sequence_length, tower)
+@memoize(
+    lambda graph, sequence_length, vision_encoder_flops_per_token: (
+        graph.identity,
+        graph.cut,
+        sequence_length,
+        vision_encoder_flops_per_token,
+    )
 )
-def _block_costs(graph: ModelGraph, sequence_length: int, tower: int) -> tuple[int, ...]:
-    costs = iter(layer_costs(graph, sequence_length, tower))
+def _block_costs(
+    graph: ModelGraph, sequence_length: int, vision_encoder_flops_per_token: int
+) -> tuple[int, ...]:
+    costs = iter(layer_flops_per_token(graph, sequence_length, vision_encoder_flops_per_token))
     return tuple(
         sum(itertools.islice(costs, size)) for size in graph.cut.blocks(graph.decoder_layers)
     )
 
 
-def least_slowest_cut(
-    graph: ModelGraph, sequence_length: int, stages: int, schedule: Schedule, tower: int = 0
+def balanced_boundaries(
+    graph: ModelGraph,
+    sequence_length: int,
+    stages: int,
+    schedule: Schedule,
+    vision_encoder_flops_per_token: int = 0,
 ) -> tuple[int, ...]:
     """Boundaries, counted in the blocks that have to stay together; there are enough of them.
     tower: as layer_costs takes it."""
-    costs = _block_costs(graph, sequence_length, tower)
-    return (cut_mirrored if schedule == "dualpipev" else cut_evenly)(costs, stages)
+    costs = _block_costs(graph, sequence_length, vision_encoder_flops_per_token)
+    return (
+        balanced_dualpipev_boundaries if schedule == "dualpipev" else balanced_contiguous_boundaries
+    )(costs, stages)
 
 
-@remembered(lambda graph, sequence_length, parts: (graph.identity, sequence_length, parts))
-def interleaved_cut(graph: ModelGraph, sequence_length: int, parts: int) -> tuple[int, ...]:
+@memoize(lambda graph, sequence_length, parts: (graph.identity, sequence_length, parts))
+def balanced_interleaved_boundaries(
+    graph: ModelGraph, sequence_length: int, parts: int
+) -> tuple[int, ...]:
     """Boundaries, in layers, of the parts that pipeline ranks hold in turns: an interleaved
     schedule goes at the pace of the slowest part. There are enough layers, none of which has to
     stay beside another."""
-    return cut_evenly(layer_costs(graph, sequence_length), parts)
+    return balanced_contiguous_boundaries(layer_flops_per_token(graph, sequence_length), parts)
 
 
-def layers_of_a_part(graph: ModelGraph, strategy: Strategy) -> int:
+def max_decoder_layers_per_stage(graph: ModelGraph, strategy: Layout) -> int:
     """Decoder layers of the larger parts where they are spread evenly."""
     return -(-graph.decoder_layers // strategy.parts)
 
 
-def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:
-    blocks = most_stages(graph)
+def too_few_layers_error(graph: ModelGraph, strategy: Layout) -> Diagnostic:
+    blocks = max_stages(graph)
     most = blocks // (2 if strategy.schedule == "dualpipev" else 1)
     layers = f"{len(graph.layers)} layers to put on them"
     shared = ", ".join(f"{first} to {last}" for first, last in graph.cut.together)
@@ -93,7 +110,7 @@ def too_few_layers(graph: ModelGraph, strategy: Strategy) -> Diagnostic:
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_evenly(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
+def balanced_contiguous_boundaries(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
     """Contiguous non-empty stages with the least slowest stage.
 
     Of all such cuts the one with the least sum of squares is taken (the evenest), then the earliest
@@ -144,7 +161,7 @@ def _least_slowest(costs: tuple[int, ...], stages: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
+def balanced_dualpipev_boundaries(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
     """DualPipeV: rank r holds stages r and stages-1-r; non-empty stages with the least slowest
     rank.
 
@@ -153,7 +170,7 @@ def cut_mirrored(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
     kept.
     """
     sums = [0, *itertools.accumulate(costs)]
-    even = cut_evenly(costs, stages)
+    even = balanced_contiguous_boundaries(costs, stages)
     loads = [sums[stop] - sums[start] for start, stop in itertools.pairwise(even)]
     low, high = (
         max(-(-sums[-1] * 2 // stages), *costs),

@@ -13,25 +13,25 @@ from dataclasses import dataclass, replace
 
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.layout.parameter_sharding import (
-    ModuleSplit,
-    ParameterSplit,
+    ModuleSharding,
+    ParameterSharding,
     TensorParallelMap,
     padded_shard_sizes,
     shard_sizes,
 )
 from shardwright.models.expert_modules import expert_modules
 from shardwright.models.model_graph import ModelGraph, Parameter
-from shardwright.models.parameter_name_pattern import pattern
+from shardwright.models.parameter_name_pattern import name_pattern
 from shardwright.models.tensor_parallel_style_names import (
     COLUMN_STYLES,
     FUSED_QKV,
     GROUPED_QKV,
     MULTI_QUERY,
-    OPTIONAL_STYLES,
     ROW_STYLES,
+    STYLES_THAT_MAY_STAY_UNSHARDED,
     VOCABULARY_STYLES,
 )
-from shardwright.utils.memoize import remembered
+from shardwright.utils.memoize import memoize
 
 # Model types whose linears are Conv1D, weight (in, out); everything else is nn.Linear, weight (out,
 # in).
@@ -50,30 +50,30 @@ def tensor_parallel_map(
     that the rules know). padded: the vocabulary is cut as an engine does that pads it to a multiple
     of the ranks.
     """
-    refused = indivisible(graph, degree)
+    refused = divisibility_errors(graph, degree)
     if refused:
         raise Refusal(refused[0])
-    styles = dict(graph.tensor_styles) if degree > 1 else {}
+    styles = dict(graph.tensor_parallel_styles) if degree > 1 else {}
     modules = _owners(graph)
-    splits: list[ModuleSplit] = []
+    splits: list[ModuleSharding] = []
     for module, parameters in modules.items():
         cut = tuple(split_parameter(graph, p, degree, padded=padded) for p in parameters)
         splits.append(
-            ModuleSplit(module=module, style=_module_style(styles, module, cut), parameters=cut)
+            ModuleSharding(module=module, style=_module_style(styles, module, cut), parameters=cut)
         )
     splits += _containers(styles, modules)
-    splits = _copying(splits)
+    splits = _with_local_heads(splits)
     # A tied table or head has its tensor in another module's list.
     listed = {s.module for s in splits}
     owned = {p.name for m in splits for p in m.parameters}
     splits += [
-        ModuleSplit(module=name, style=style, parameters=())
+        ModuleSharding(module=name, style=style, parameters=())
         for name, style in styles.items()
         if style in VOCABULARY_STYLES and name not in listed and name not in owned
     ]
     result = TensorParallelMap(
         degree=degree,
-        kind=graph.tensor_kind if degree > 1 else "none",
+        kind=graph.tensor_parallel_kind if degree > 1 else "none",
         modules=tuple(splits),
         vocabulary_sizes=_vocabulary(graph.vocabulary_size, degree, padded)
         if "vocabulary_head" in styles.values()
@@ -84,11 +84,11 @@ def tensor_parallel_map(
     return result
 
 
-def with_whole_experts(graph: ModelGraph, found: TensorParallelMap) -> TensorParallelMap:
+def with_unsplit_experts(graph: ModelGraph, found: TensorParallelMap) -> TensorParallelMap:
     """The same where tensor ranks hold experts whole."""
     experts = expert_modules(graph)
     modules = [
-        replace(m, style="replicated", parameters=tuple(_whole(p) for p in m.parameters))
+        replace(m, style="replicated", parameters=tuple(_unsplit(p) for p in m.parameters))
         if m.module in experts
         else m
         for m in found.modules
@@ -98,8 +98,10 @@ def with_whole_experts(graph: ModelGraph, found: TensorParallelMap) -> TensorPar
     )
 
 
-def _whole(split: ParameterSplit) -> ParameterSplit:
-    return ParameterSplit(name=split.name, shape=split.shape, dimension=None, blocks=(), sizes=())
+def _unsplit(split: ParameterSharding) -> ParameterSharding:
+    return ParameterSharding(
+        name=split.name, shape=split.shape, dimension=None, blocks=(), sizes=()
+    )
 
 
 def _owners(graph: ModelGraph) -> dict[str, list[Parameter]]:
@@ -114,7 +116,7 @@ def _owners(graph: ModelGraph) -> dict[str, list[Parameter]]:
     return modules
 
 
-def _sharded_fraction(graph: ModelGraph, splits: list[ModuleSplit]) -> float:
+def _sharded_fraction(graph: ModelGraph, splits: list[ModuleSharding]) -> float:
     decoder = {
         p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters
     }
@@ -124,12 +126,12 @@ def _sharded_fraction(graph: ModelGraph, splits: list[ModuleSplit]) -> float:
 
 
 def _module_style(
-    styles: dict[str, str], module: str, parameters: tuple[ParameterSplit, ...]
+    styles: dict[str, str], module: str, parameters: tuple[ParameterSharding, ...]
 ) -> str:
     """What the module communicates. A linear that stays whole at this degree is a plain one."""
-    style = styles.get(pattern(module), "replicated")
+    style = styles.get(name_pattern(module), "replicated")
     if (
-        style in OPTIONAL_STYLES
+        style in STYLES_THAT_MAY_STAY_UNSHARDED
         and style != "mla_kv_a_proj"
         and all(p.dimension is None for p in parameters)
     ):
@@ -139,39 +141,47 @@ def _module_style(
     return {FUSED_QKV: "packed_colwise", GROUPED_QKV: "colwise"}.get(style, style)
 
 
-def _containers(styles: dict[str, str], modules: dict[str, list[Parameter]]) -> list[ModuleSplit]:
+def _containers(
+    styles: dict[str, str], modules: dict[str, list[Parameter]]
+) -> list[ModuleSharding]:
     """Modules that own no parameters and still communicate: an attention module with head counts,
     an experts' list."""
-    silent = (*COLUMN_STYLES, *ROW_STYLES, *VOCABULARY_STYLES, "local_params", "replicated")
-    asking = {p: s for p, s in styles.items() if s not in silent}
+    without_communication = (
+        *COLUMN_STYLES,
+        *ROW_STYLES,
+        *VOCABULARY_STYLES,
+        "local_params",
+        "replicated",
+    )
+    with_communication = {p: s for p, s in styles.items() if s not in without_communication}
     paths = dict.fromkeys(
         ".".join(module.split(".")[:length])
         for module in modules
         for length in range(1, module.count(".") + 2)
     )
-    found: list[ModuleSplit] = []
+    found: list[ModuleSharding] = []
     for path in paths:
-        for wanted, style in asking.items():
+        for wanted, style in with_communication.items():
             parent, _, leaf = wanted.rpartition(".")
-            if path not in modules and pattern(path) == wanted:
-                found.append(ModuleSplit(module=path, style=style, parameters=()))
-            elif style == "moe_identity_expert" and pattern(path) == parent:
-                found.append(ModuleSplit(module=f"{path}.{leaf}", style=style, parameters=()))
+            if path not in modules and name_pattern(path) == wanted:
+                found.append(ModuleSharding(module=path, style=style, parameters=()))
+            elif style == "moe_identity_expert" and name_pattern(path) == parent:
+                found.append(ModuleSharding(module=f"{path}.{leaf}", style=style, parameters=()))
     return found
 
 
-def _copying(splits: list[ModuleSplit]) -> list[ModuleSplit]:
+def _with_local_heads(splits: list[ModuleSharding]) -> list[ModuleSharding]:
     """Attention modules whose key/value heads have copies: their query heads share them in smaller
     groups."""
-    copied = dict.fromkeys(
+    allows_replicas = dict.fromkeys(
         s.module.rpartition(".")[0]
         for s in splits
         if any(p.copies > 1 for p in s.parameters if len(p.shape) > 1)
     )
     listed = {s.module: s for s in splits}
-    attention = [path for path in copied if any(m.startswith(path + ".") for m in listed)]
+    attention = [path for path in allows_replicas if any(m.startswith(path + ".") for m in listed)]
     for path in attention:
-        split = listed.get(path, ModuleSplit(module=path, style="local_heads", parameters=()))
+        split = listed.get(path, ModuleSharding(module=path, style="local_heads", parameters=()))
         listed[path] = replace(split, style="local_heads")
     return list(listed.values())
 
@@ -182,20 +192,22 @@ def _vocabulary(total: int, degree: int, padded: bool) -> tuple[int, ...]:
 
 def split_parameter(
     graph: ModelGraph, parameter: Parameter, degree: int, *, padded: bool = False
-) -> ParameterSplit:
+) -> ParameterSharding:
     """One parameter, cut over `degree` ranks; near-evenly where it does not divide (`indivisible`
     says so). padded: as tensor_parallel_map takes it."""
     styles, units = _tables(graph)
     module = parameter.name.rpartition(".")[0]
-    style = styles.get(pattern(parameter.name)) or styles.get(pattern(module), "replicated")
+    style = styles.get(name_pattern(parameter.name)) or styles.get(
+        name_pattern(module), "replicated"
+    )
     dimension = _dimension(graph, parameter, style) if degree > 1 else None
-    whole = ParameterSplit(
+    whole = ParameterSharding(
         name=parameter.name, shape=parameter.shape, dimension=None, blocks=(), sizes=()
     )
     if dimension is None:
         return whole
     full = parameter.shape[dimension]
-    if style in OPTIONAL_STYLES and full % degree:
+    if style in STYLES_THAT_MAY_STAY_UNSHARDED and full % degree:
         return whole
     blocks = _blocks(graph, style, full)
     heads = _heads_of(units, parameter.name) or degree
@@ -205,7 +217,7 @@ def split_parameter(
     sizes = tuple(
         sum(parts[b][rank // copies] for b in range(len(blocks))) for rank in range(degree)
     )
-    return ParameterSplit(
+    return ParameterSharding(
         name=parameter.name,
         shape=parameter.shape,
         dimension=dimension,
@@ -215,16 +227,20 @@ def split_parameter(
     )
 
 
-@remembered(lambda graph: (graph.tensor_styles, graph.tensor_heads))
+@memoize(lambda graph: (graph.tensor_parallel_styles, graph.tensor_parallel_heads))
 def _tables(graph: ModelGraph) -> tuple[dict[str, str], dict[str, int]]:
-    return dict(graph.tensor_styles), dict(graph.tensor_heads)
+    return dict(graph.tensor_parallel_styles), dict(graph.tensor_parallel_heads)
 
 
 def _heads_of(units: dict[str, int], name: str) -> int | None:
     """Of a parameter, by its own path or its module's, each with or without the layer's number."""
     module = name.rpartition(".")[0]
     return next(
-        (units[path] for path in (name, pattern(name), module, pattern(module)) if path in units),
+        (
+            units[path]
+            for path in (name, name_pattern(name), module, name_pattern(module))
+            if path in units
+        ),
         None,
     )
 
@@ -253,49 +269,51 @@ def _dimension(graph: ModelGraph, parameter: Parameter, style: str) -> int | Non
     return None
 
 
-def attention_is_cut(graph: ModelGraph) -> bool:
+def is_attention_sharded(graph: ModelGraph) -> bool:
     """Whether each tensor rank computes its own heads only, and not all of them."""
     return any(
-        graph.attention_module in p.split(".") for p, s in graph.tensor_styles if s == "rowwise"
-    ) or any(s == "local_heads" for _, s in graph.tensor_styles)
+        graph.attention_module in p.split(".")
+        for p, s in graph.tensor_parallel_styles
+        if s == "rowwise"
+    ) or any(s == "local_heads" for _, s in graph.tensor_parallel_styles)
 
 
-def feed_forward_is_cut(graph: ModelGraph) -> bool:
+def is_feed_forward_sharded(graph: ModelGraph) -> bool:
     """Whether a tensor rank keeps its own share of the feed-forward's inner features only."""
     return any(
         s == "moe_tp_experts" or (s == "rowwise" and graph.attention_module not in p.split("."))
-        for p, s in graph.tensor_styles
+        for p, s in graph.tensor_parallel_styles
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
+class DivisibilityConstraint:
     """A number that the tensor degree must divide; `copied`: or be a multiple of."""
 
     code: str
     name: str
     count: int
-    copied: bool = False
+    allows_replicas: bool = False
 
     def allows(self, degree: int) -> bool:
-        return self.count % degree == 0 or (self.copied and degree % self.count == 0)
+        return self.count % degree == 0 or (self.allows_replicas and degree % self.count == 0)
 
 
-def indivisible(graph: ModelGraph, degree: int) -> tuple[Diagnostic, ...]:
+def divisibility_errors(graph: ModelGraph, degree: int) -> tuple[Diagnostic, ...]:
     """Why the model's dimensions forbid this degree: SW3103 heads, SW3104 key/value heads, SW3105
     feed-forward, SW3126 experts; one a code, with the degrees that are valid."""
     counts = _counts(graph)
-    told: dict[str, Diagnostic] = {}
+    errors: dict[str, Diagnostic] = {}
     for c in counts:
-        if not c.allows(degree) and c.code not in told:
+        if not c.allows(degree) and c.code not in errors:
             message = f"tensor {degree} does not divide the model's {c.count} {c.name}"
-            told[c.code] = found(
+            errors[c.code] = found(
                 c.code, "parallelism.tensor", message, _HELP[c.code], _nearest_valid(counts, degree)
             )
-    return tuple(told[code] for code in sorted(told))
+    return tuple(errors[code] for code in sorted(errors))
 
 
-def _nearest_valid(counts: tuple[Count, ...], degree: int) -> tuple[str, ...]:
+def _nearest_valid(counts: tuple[DivisibilityConstraint, ...], degree: int) -> tuple[str, ...]:
     valid = [d for d in range(1, 4 * degree) if all(c.allows(d) for c in counts)]
     return tuple(str(d) for d in sorted(sorted(valid, key=lambda d: abs(d - degree))[:3]))
 
@@ -310,33 +328,60 @@ _HELP = {
 }
 
 
-@remembered(lambda graph: (graph.config_hash, graph.tensor_kind))
-def _counts(graph: ModelGraph) -> tuple[Count, ...]:
+@memoize(lambda graph: (graph.config_hash, graph.tensor_parallel_kind))
+def _counts(graph: ModelGraph) -> tuple[DivisibilityConstraint, ...]:
     styles, units = _tables(graph)
-    found: list[Count] = []
-    if attention_is_cut(graph) and (not units or MULTI_QUERY in styles.values()):
-        found.append(Count(code="SW3103", name="attention heads", count=graph.attention_heads))
+    found: list[DivisibilityConstraint] = []
+    if is_attention_sharded(graph) and (not units or MULTI_QUERY in styles.values()):
+        found.append(
+            DivisibilityConstraint(
+                code="SW3103", name="attention heads", count=graph.attention_heads
+            )
+        )
     for path, heads in units.items():
         if heads >= graph.attention_heads:
-            found.append(Count(code="SW3103", name="attention heads", count=heads))
+            found.append(DivisibilityConstraint(code="SW3103", name="attention heads", count=heads))
         else:
-            copied = styles.get(pattern(path)) == "colwise"
-            found.append(Count(code="SW3104", name="key/value heads", count=heads, copied=copied))
+            allows_replicas = styles.get(name_pattern(path)) == "colwise"
+            found.append(
+                DivisibilityConstraint(
+                    code="SW3104",
+                    name="key/value heads",
+                    count=heads,
+                    allows_replicas=allows_replicas,
+                )
+            )
     for parameter in (
         p for layer in graph.layers for p in layer.parameters if layer.kind == "decoder"
     ):
-        module = pattern(parameter.name.rpartition(".")[0])
-        style = styles.get(pattern(parameter.name)) or styles.get(module, "replicated")
+        module = name_pattern(parameter.name.rpartition(".")[0])
+        style = styles.get(name_pattern(parameter.name)) or styles.get(module, "replicated")
         dimension = _dimension(graph, parameter, style)
-        if dimension is None or style in OPTIONAL_STYLES or _heads_of(units, parameter.name):
+        if (
+            dimension is None
+            or style in STYLES_THAT_MAY_STAY_UNSHARDED
+            or _heads_of(units, parameter.name)
+        ):
             continue
         size = _blocks(graph, style, parameter.shape[dimension])[0]
         if style == FUSED_QKV:
-            found.append(Count(code="SW3104", name="key/value heads", count=graph.key_value_heads))
+            found.append(
+                DivisibilityConstraint(
+                    code="SW3104", name="key/value heads", count=graph.key_value_heads
+                )
+            )
         elif len(parameter.shape) == 3:
-            found.append(Count(code="SW3126", name="features of an expert", count=size))
+            found.append(
+                DivisibilityConstraint(code="SW3126", name="features of an expert", count=size)
+            )
         elif graph.attention_module in module.split("."):
-            found.append(Count(code="SW3103", name="features of the attention", count=size))
+            found.append(
+                DivisibilityConstraint(code="SW3103", name="features of the attention", count=size)
+            )
         else:
-            found.append(Count(code="SW3105", name="features of the feed-forward", count=size))
+            found.append(
+                DivisibilityConstraint(
+                    code="SW3105", name="features of the feed-forward", count=size
+                )
+            )
     return tuple(dict.fromkeys(found))

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.layout.pipeline_instructions import FORWARD, Instruction, stream
-from shardwright.layout.pipeline_simulation import Link, grouped, link_of
+from shardwright.layout.pipeline_instructions import FORWARD, Instruction, instruction_stream
+from shardwright.layout.pipeline_simulation import Link, link_and_end, message_groups
 
 Floats = NDArray[np.float64]
 
 # Rounds add the same to every rank where they differ by less than this share: floating-point noise.
-SAME = 1e-12
+REPEAT_TOLERANCE = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
+class ExchangeLevels:
     """left, right (level, rank): messages one after the other with that neighbour, 0 where there is
     no exchange.
 
@@ -44,7 +44,7 @@ class Levels:
     repeats: int = 0
 
 
-def makespans(
+def simulated_step_seconds(
     schedule: str,
     micro_batches: int,
     forward_seconds: Floats,
@@ -72,7 +72,7 @@ def makespans(
 
 
 @functools.lru_cache(maxsize=512)
-def _levels(schedule: str, ranks: int, micro_batches: int) -> tuple[Levels, Floats, Floats]:
+def _levels(schedule: str, ranks: int, micro_batches: int) -> tuple[ExchangeLevels, Floats, Floats]:
     """The levels, and (level, from, rank): messages behind the left neighbour, the rank itself, the
     right neighbour; and -inf where a rank does not wait for that one, else 0."""
     make = dualpipev_levels if schedule == "dualpipev" else one_forward_one_backward_levels
@@ -83,7 +83,7 @@ def _levels(schedule: str, ranks: int, micro_batches: int) -> tuple[Levels, Floa
     return levels, messages, never
 
 
-def _run(levels: Levels, added: Floats) -> Floats:
+def _run(levels: ExchangeLevels, added: Floats) -> Floats:
     """added (level, from, rank, partition): to the left neighbour's, the own and the right
     neighbour's time."""
     ranks, partitions = added.shape[2:]
@@ -104,7 +104,7 @@ def _run(levels: Levels, added: Floats) -> Floats:
         start = own.copy()
         run(first, after)
         grown = own - start
-        if (grown.max(axis=0) - grown.min(axis=0)).max() <= SAME * own.max():
+        if (grown.max(axis=0) - grown.min(axis=0)).max() <= REPEAT_TOLERANCE * own.max():
             own += grown.mean(axis=0) * (levels.repeats - done - 1)
             break
     run(after, len(added))
@@ -112,7 +112,7 @@ def _run(levels: Levels, added: Floats) -> Floats:
     return result
 
 
-def one_forward_one_backward_levels(ranks: int, micro_batches: int) -> Levels:
+def one_forward_one_backward_levels(ranks: int, micro_batches: int) -> ExchangeLevels:
     """Level t is step t of TrainSchedule: ranks of t's parity go forward after an exchange with the
     rank before, the others backward after one with the rank behind. No round repeats in a step of
     fewer micro-batches than ranks, and longer ones have a closed form."""
@@ -127,10 +127,12 @@ def one_forward_one_backward_levels(ranks: int, micro_batches: int) -> Levels:
     left = (came_back.astype(float) + forward) * (rank > 0)
     right = np.zeros_like(left)
     right[:, :-1] = left[:, 1:]
-    return Levels(left=left, right=right, work=np.stack([forward, backward], axis=2).astype(float))
+    return ExchangeLevels(
+        left=left, right=right, work=np.stack([forward, backward], axis=2).astype(float)
+    )
 
 
-def dualpipev_levels(ranks: int, micro_batches: int) -> Levels:
+def dualpipev_levels(ranks: int, micro_batches: int) -> ExchangeLevels:
     """From the streams of at most 2 p + 2 micro-batches; a round more for each further one."""
     kept = min(micro_batches, 2 * ranks + 2)
     levels = _of_streams(ranks, kept)
@@ -153,10 +155,10 @@ def dualpipev_levels(ranks: int, micro_batches: int) -> Levels:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_streams(ranks: int, micro_batches: int) -> Levels:
+def _of_streams(ranks: int, micro_batches: int) -> ExchangeLevels:
     """Groups of messages that depend on one another, over however many ranks, are one level."""
     events = [_events(ranks, rank, micro_batches) for rank in range(ranks)]
-    together = _Together()
+    together = _UnionFind()
     seen: dict[tuple[Link, int], tuple[int, int]] = {}
     posted: dict[tuple[Link, int], int] = defaultdict(int)
     counts: dict[tuple[int, int], dict[Link, int]] = {}
@@ -166,7 +168,7 @@ def _of_streams(ranks: int, micro_batches: int) -> Levels:
             links: dict[Link, int] = defaultdict(int)
             counts[event] = links
             for instruction in group:
-                link, end = link_of(instruction, rank)
+                link, end = link_and_end(instruction, rank)
                 message = (link, posted[link, end])
                 posted[link, end] += 1
                 links[link] += 1
@@ -182,7 +184,7 @@ def _of_streams(ranks: int, micro_batches: int) -> Levels:
         work[level, rank] = events[rank][number][1]
         for peer, side in ((rank - 1, left), (rank + 1, right)):
             side[level, rank] = max(links.get((rank, peer), 0), links.get((peer, rank), 0))
-    return Levels(left=left, right=right, work=work)
+    return ExchangeLevels(left=left, right=right, work=work)
 
 
 def _events(
@@ -190,7 +192,9 @@ def _events(
 ) -> list[tuple[tuple[Instruction, ...], list[int]]]:
     """Groups of messages, each with the passes after it by kind; the first group is empty."""
     out: list[tuple[tuple[Instruction, ...], list[int]]] = [((), [0, 0, 0, 0])]
-    for step in grouped(stream("dualpipev", ranks, rank, micro_batches), "dualpipev"):
+    for step in message_groups(
+        instruction_stream("dualpipev", ranks, rank, micro_batches), "dualpipev"
+    ):
         if isinstance(step, Instruction):
             out[-1][1][2 * step.phase + (step.name != FORWARD)] += 1
         elif step:
@@ -199,7 +203,7 @@ def _events(
 
 
 def _level_numbers(
-    lengths: list[int], together: _Together, members: dict[tuple[int, int], list[int]]
+    lengths: list[int], together: _UnionFind, members: dict[tuple[int, int], list[int]]
 ) -> tuple[dict[tuple[int, int], int], int]:
     """Level of each event, and how many levels there are: one more than the last of those that it
     waits for."""
@@ -222,7 +226,7 @@ def _level_numbers(
     return level_of, max(next_level)
 
 
-class _Together:
+class _UnionFind:
     """Union of events that exchange messages."""
 
     def __init__(self) -> None:

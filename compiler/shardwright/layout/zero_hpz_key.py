@@ -11,7 +11,7 @@ HPZ = "zero_hpz_partition_size"
 """In DeepSpeed's zero_optimization section: ranks that share one copy; 1 for none."""
 
 
-def asks_for_none(extra: JsonObject) -> bool:
+def disables_hpz(extra: JsonObject) -> bool:
     """Of a recipe's `extra`."""
     section = extra.get("zero_optimization")
     return isinstance(section, Mapping) and section.get(HPZ) == 1

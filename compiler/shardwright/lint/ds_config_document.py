@@ -19,7 +19,7 @@ from typing import cast
 from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source, found
 from shardwright.recipe.json_parser import json_events
 from shardwright.recipe.parse_events import LineOffsets
-from shardwright.utils.bounded_read import is_too_deep, read_regular
+from shardwright.utils.bounded_read import is_nested_too_deeply, read_regular_file
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 STDIN = "<stdin>"
@@ -36,27 +36,27 @@ class Document:
 
     name: str
     text: str
-    bare: str
+    uncommented: str
     config: JsonObject
-    is_json: bool
+    is_plain_json: bool
     keys: Mapping[KeyPath, Span]
     values: Mapping[KeyPath, Span]
     source: Source
 
 
 @dataclass(slots=True)
-class _Places:
+class _Spans:
     keys: dict[KeyPath, Span] = field(default_factory=dict)
     values: dict[KeyPath, Span] = field(default_factory=dict)
-    twice: list[tuple[KeyPath, Span]] = field(default_factory=list)
-    infinite: list[tuple[str, Span]] = field(default_factory=list)
+    duplicate_keys: list[tuple[KeyPath, Span]] = field(default_factory=list)
+    nonfinite_numbers: list[tuple[str, Span]] = field(default_factory=list)
 
 
-def read_file(path: str) -> str:
+def read_ds_config_text(path: str) -> str:
     """ "-" is standard input. Raises Refusal: SW4001, SW4002, SW4003, SW4009."""
     name = STDIN if path == "-" else path
     try:
-        data = _standard_input() if path == "-" else read_regular(path, MOST_BYTES)
+        data = _standard_input() if path == "-" else read_regular_file(path, MOST_BYTES)
     except IsADirectoryError:
         help = "Name the file, such as ds_config.json inside it."
         raise _refused(name, "SW4002", f"{path} is a folder", help) from None
@@ -82,22 +82,22 @@ def _standard_input() -> bytes:
     return data
 
 
-def read_document(name: str, text: str) -> Document:
+def parse_ds_config(name: str, text: str) -> Document:
     """Raises Refusal: SW4004 to SW4007, SW4009."""
     if not text.strip("\ufeff \t\r\n"):
         raise _refused(
             name, "SW4004", f"{name} is empty", 'Write at least {"train_batch_size": 8}.', text
         )
-    bare = _blank(text)
+    uncommented = _blank(text)
     try:
-        config, is_json, placed = _parse(name, text, bare)
-        if is_too_deep(config):
+        config, is_plain_json, placed = _parse(name, text, uncommented)
+        if is_nested_too_deeply(config):
             raise RecursionError
     except RecursionError:
         raise _refused(
             name, "SW4009", f"{name} is nested too deeply", "Is it a ds_config.json?", text
         ) from None
-    places = _places(bare) if placed else _Places()
+    places = _places(uncommented) if placed else _Spans()
     lines = LineOffsets(name, text)
     wrong = [
         Diagnostic(
@@ -107,9 +107,9 @@ def read_document(name: str, text: str) -> Document:
             key=path,
             location=lines.at(*span),
         )
-        for path, span in places.twice
+        for path, span in places.duplicate_keys
     ]
-    for word, (start, end) in places.infinite:
+    for word, (start, end) in places.nonfinite_numbers:
         wrong.append(
             _syntax(lines, start, f"{word} is not a finite number", end, "Write a finite number.")
         )
@@ -122,22 +122,22 @@ def read_document(name: str, text: str) -> Document:
     keys = {path: lines.at(*span) for path, span in places.keys.items()}
     # A section is shown by its key: its value may be many lines.
     shown = {
-        p: keys[p] if p in keys and bare[s[0]] in "{[" else lines.at(*s)
+        p: keys[p] if p in keys and uncommented[s[0]] in "{[" else lines.at(*s)
         for p, s in places.values.items()
     }
     return Document(
         name=name,
         text=text,
-        bare=bare,
+        uncommented=uncommented,
         config=cast(JsonObject, config),
-        is_json=is_json,
+        is_plain_json=is_plain_json,
         keys=places.keys,
         values=places.values,
         source=Source(file=name, locations=shown, key_locations=keys, texts={name: text}),
     )
 
 
-def _parse(name: str, text: str, bare: str) -> tuple[JsonValue, bool, bool]:
+def _parse(name: str, text: str, uncommented: str) -> tuple[JsonValue, bool, bool]:
     """(value, whether it is plain JSON, whether `bare` is JSON and so has places)."""
     try:
         return json.loads(text, parse_constant=_no_constant), True, True
@@ -149,10 +149,10 @@ def _parse(name: str, text: str, bare: str) -> tuple[JsonValue, bool, bool]:
         value = cast(JsonValue, hjson.loads(text.removeprefix("\ufeff")))
     except (ValueError, OverflowError):
         raise Refusal(
-            _not_json(name, text, bare), source=Source(file=name, texts={name: text})
+            _not_json(name, text, uncommented), source=Source(file=name, texts={name: text})
         ) from None
     try:
-        return value, False, json.loads(bare) == value
+        return value, False, json.loads(uncommented) == value
     except ValueError:
         return value, False, False
 
@@ -161,23 +161,23 @@ def _no_constant(word: str) -> None:
     raise ValueError(word)
 
 
-def _not_json(name: str, text: str, bare: str) -> Diagnostic:
+def _not_json(name: str, text: str, uncommented: str) -> Diagnostic:
     lines = LineOffsets(name, text)
     try:
-        json.loads(bare, parse_constant=_no_constant)
+        json.loads(uncommented, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         start = min(error.pos, len(text))
         if error.msg.startswith("Expecting") and "delimiter" in error.msg:
             # Found at the next token; the comma or colon is missing after the one before it.
-            start = max(0, len(bare[:start].rstrip()) - 1)
-        word = re.compile(r"\w*").match(bare, start)
+            start = max(0, len(uncommented[:start].rstrip()) - 1)
+        word = re.compile(r"\w*").match(uncommented, start)
         found = word[0] if word else ""
         if found in _PYTHON:
             help = f"JSON writes {_PYTHON[found]}."
             return _syntax(lines, start, f"not JSON: {found} is Python", start + len(found), help)
         return _syntax(lines, start, f"not JSON: {error.msg[0].lower()}{error.msg[1:]}")
     except ValueError as error:
-        start = bare.find(str(error))
+        start = uncommented.find(str(error))
         if start >= 0:
             end, finite = start + len(str(error)), "Write a finite number."
             return _syntax(lines, start, f"not JSON: {error} is no number of JSON", end, finite)
@@ -210,9 +210,9 @@ def _blank(text: str) -> str:
     return _LAST_COMMA.sub(spaces, _COMMENT.sub(spaces, text.replace("\ufeff", " ")))
 
 
-def _places(bare: str) -> _Places:
+def _places(uncommented: str) -> _Spans:
     """`bare` is valid JSON."""
-    found = _Places()
+    found = _Spans()
     path: list[str | int] = []
     open_at: list[tuple[int, bool]] = []  # start, is a mapping
     key_next = False
@@ -226,7 +226,7 @@ def _places(bare: str) -> _Places:
             path.pop()
             key_next = True
 
-    for event in json_events(bare):
+    for event in json_events(uncommented):
         span = (event.start, event.end)
         if event.kind in ("map", "list"):
             open_at.append((event.start, event.kind == "map"))
@@ -242,7 +242,7 @@ def _places(bare: str) -> _Places:
         elif key_next:
             path.append(event.text)
             if tuple(path) in found.keys:
-                found.twice.append((tuple(path), span))
+                found.duplicate_keys.append((tuple(path), span))
             found.keys.setdefault(tuple(path), span)
             key_next = False
         else:
@@ -251,7 +251,7 @@ def _places(bare: str) -> _Places:
                 and event.text[-1].isdigit()
                 and not math.isfinite(float(event.text[:400]))
             ):
-                found.infinite.append((event.text, span))
+                found.nonfinite_numbers.append((event.text, span))
             done(span)
     return found
 

@@ -13,39 +13,39 @@ import json
 import re
 
 from shardwright.diagnostics import KeyPath
-from shardwright.lint.ds_config_document import Document, read_document
-from shardwright.lint.ds_config_linter import lint, subject_of
-from shardwright.lint.lint_rule import Audience, Edit, Found
+from shardwright.lint.ds_config_document import Document, parse_ds_config
+from shardwright.lint.ds_config_linter import lint, linted_ds_config
+from shardwright.lint.lint_rule import Audience, Edit, LintFinding
 
 MOST_FIXES = 200
 
 
 def fixed(
     document: Document, audience: Audience | None, world_size: int | None
-) -> tuple[Document, tuple[Found, ...]]:
+) -> tuple[Document, tuple[LintFinding, ...]]:
     """The document with every fix applied, and what was mended. Hjson without quotes has no places
     and stays."""
-    mended: list[Found] = []
-    while len(mended) < MOST_FIXES:
-        findings = lint(document, subject_of(document, audience, world_size))
+    applied_fixes: list[LintFinding] = []
+    while len(applied_fixes) < MOST_FIXES:
+        findings = lint(document, linted_ds_config(document, audience, world_size))
         changed = next(
             filter(None, (_apply(document, found) for found in findings if found.fix)), None
         )
         if changed is None:
             break
         document, found = changed
-        mended.append(found)
-    return document, tuple(mended)
+        applied_fixes.append(found)
+    return document, tuple(applied_fixes)
 
 
-def _apply(document: Document, found: Found) -> tuple[Document, Found] | None:
+def _apply(document: Document, found: LintFinding) -> tuple[Document, LintFinding] | None:
     """None where the text has no place for an edit."""
     current = document
     for edit in found.fix:
         text = _edit(current, edit)
         if text is None or text == current.text:
             return None
-        current = read_document(current.name, text)
+        current = parse_ds_config(current.name, text)
     return current, found
 
 
@@ -67,7 +67,7 @@ def _edit(document: Document, edit: Edit) -> str | None:
 def _add(document: Document, path: KeyPath, value: str) -> str | None:
     """As the section's first key, on a line of its own where the first one is."""
     section = document.values.get(path[:-1])
-    if section is None or document.bare[section[0]] != "{":
+    if section is None or document.uncommented[section[0]] != "{":
         return None
     entry = f"{json.dumps(path[-1])}: {value}"
     inside = [span[0] for key, span in document.keys.items() if key[:-1] == path[:-1]]
@@ -81,13 +81,13 @@ def _add(document: Document, path: KeyPath, value: str) -> str | None:
 
 def _remove(document: Document, path: KeyPath) -> str:
     """The entry with one comma, and its line where nothing else stands on it."""
-    text, bare = document.text, document.bare
+    text, uncommented = document.text, document.uncommented
     start, end = document.keys[path][0], document.values[path][1]
-    following = re.compile(r"\s*,").match(bare, end)
+    following = re.compile(r"\s*,").match(uncommented, end)
     if following:
         end = following.end()
     else:
-        before = re.search(r",\s*\Z", bare[:start])
+        before = re.search(r",\s*\Z", uncommented[:start])
         start = before.start() if before else start
         return text[:start] + text[end:]
     line_start = text.rfind("\n", 0, start) + 1

@@ -8,14 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardwright.diagnostics import KeyPath
-from shardwright.engines.deepspeed.ds_config_schema import snapshot
-from shardwright.engines.deepspeed.ds_config_validation import Misfit, is_note, properties
-from shardwright.lint.lint_rule import Edit, Fault, LintedConfig, dotted, rule
+from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
+from shardwright.engines.deepspeed.ds_config_validation import (
+    SchemaMismatch,
+    is_comment_key,
+    properties,
+)
+from shardwright.lint.lint_rule import Edit, LintedDsConfig, RuleViolation, dotted, rule
 from shardwright.utils.json_types import JsonObject
 
 NEAR = 0.8
 """difflib's ratio from which a key is taken for a misspelling."""
-MOST_SEARCHED = 200
+MAX_SUGGESTION_SEARCHES = 200
 """Unknown keys for which a near one is looked for: nobody mistypes more."""
 
 # Names from other libraries and from older DeepSpeed -> the key that does it today.
@@ -33,7 +37,7 @@ SYNONYMS: dict[str, KeyPath] = {
 
 # Sections whose missing `enabled` turns them off, with the keys that such a section may hold all
 # the same.
-SWITCHED = (
+OPT_IN_SECTIONS = (
     *(
         "fp16",
         "bf16",
@@ -49,7 +53,7 @@ SWITCHED = (
 )
 
 # Removed in 0.19.8 -> what to do instead.
-REMOVED: dict[str, str] = {
+REMOVED_KEYS: dict[str, str] = {
     "nebula": (
         "Remove the section; checkpoints are written by torch.save, or by `checkpoint.writer`."
     ),
@@ -78,11 +82,11 @@ REMOVED: dict[str, str] = {
 
 
 @rule("SW4111", at="key")
-def unknown_refused(subject: LintedConfig) -> Iterator[Fault]:
-    for misfit, meant, help, _ in _unknown(subject):
+def unknown_key_refused(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for misfit, meant, help, _ in _unknown(ds_config):
         if misfit.checked:
             fix = _rename(misfit.path, meant) if meant else ()
-            yield Fault(
+            yield RuleViolation(
                 misfit.path,
                 (
                     f"unknown key `{misfit.path[-1]}` in `{dotted(misfit.path[:-1])}`: DeepSpeed "
@@ -94,10 +98,10 @@ def unknown_refused(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4112", at="key")
-def misspelt(subject: LintedConfig) -> Iterator[Fault]:
-    for misfit, meant, help, _ in _unknown(subject):
+def misspelled_key(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for misfit, meant, help, _ in _unknown(ds_config):
         if not misfit.checked and meant:
-            yield Fault(
+            yield RuleViolation(
                 misfit.path,
                 (
                     f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it "
@@ -109,13 +113,13 @@ def misspelt(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4114", at="key")
-def misplaced(subject: LintedConfig) -> Iterator[Fault]:
-    for misfit, meant, _, home in _unknown(subject):
+def misplaced_key(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for misfit, meant, _, home in _unknown(ds_config):
         if home is not None and not misfit.checked and not meant:
-            taken = subject.has(*map(str, home))
-            there = isinstance(subject.get(*map(str, home[:-1])), Mapping)
+            taken = ds_config.has(*map(str, home))
+            there = isinstance(ds_config.get(*map(str, home[:-1])), Mapping)
             move = _move(misfit, home) if there and not taken else ()
-            yield Fault(
+            yield RuleViolation(
                 misfit.path,
                 f"`{dotted(misfit.path)}` is ignored: the key belongs "
                 + (f"under `{dotted(home[:-1])}`" if home[:-1] else "at the top")
@@ -128,10 +132,10 @@ def misplaced(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4113", "warning", at="key")
-def unknown_ignored(subject: LintedConfig) -> Iterator[Fault]:
-    for misfit, meant, help, home in _unknown(subject):
+def unknown_key_ignored(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for misfit, meant, help, home in _unknown(ds_config):
         if not misfit.checked and not meant and home is None:
-            yield Fault(
+            yield RuleViolation(
                 misfit.path,
                 (
                     f"`{dotted(misfit.path)}` is not a key of DeepSpeed, which ignores it "
@@ -142,40 +146,44 @@ def unknown_ignored(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4121", at="key")
-def removed(subject: LintedConfig) -> Iterator[Fault]:
-    for name in subject.snapshot.removed:
+def removed(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for name in ds_config.ds_config_schema.removed:
         path = tuple(name.split("."))
-        if subject.has(*path):
-            value = subject.get(*path)
+        if ds_config.has(*path):
+            value = ds_config.get(*path)
             off = value in (False, None) or (
                 isinstance(value, Mapping) and value.get("enabled") is False
             )
-            yield Fault(
+            yield RuleViolation(
                 path,
                 (
-                    f"`{name}` is gone from DeepSpeed {subject.snapshot.version}, which refuses "
+                    f"`{name}` is gone from DeepSpeed {ds_config.ds_config_schema.version}, which "
+                    "refuses "
                     "the file"
                 ),
-                REMOVED[name],
+                REMOVED_KEYS[name],
                 fix=(Edit(kind="remove", path=path),) if off else (),
             )
 
 
 @rule("SW4122", "warning", at="key")
-def deprecated(subject: LintedConfig) -> Iterator[Fault]:
-    for path, new in _deprecated(subject):
-        if not _replacement_given(subject, path, new):
-            value, is_device = subject.get(*path), new.startswith("offload_") and " or " not in new
+def deprecated(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for path, new in _deprecated(ds_config):
+        if not _replacement_given(ds_config, path, new):
+            value, is_device = (
+                ds_config.get(*path),
+                new.startswith("offload_") and " or " not in new,
+            )
             fix: tuple[Edit, ...] = ()
             if is_device and value is True:
                 remove, add = Edit(kind="remove", path=path), (*path[:-1], new)
                 fix = (remove, Edit(kind="add", path=add, value={"device": "cpu"}))
             elif is_device or " or " in new:
                 fix = (Edit(kind="remove", path=path),)
-            elif new in _siblings(subject, path):
-                fix = (Edit(kind="rename", path=path, name=_official(subject, path, new)),)
-            shown = f'{new}: {{"device": "cpu"}}' if is_device else _official(subject, path, new)
-            yield Fault(
+            elif new in _siblings(ds_config, path):
+                fix = (Edit(kind="rename", path=path, name=_official(ds_config, path, new)),)
+            shown = f'{new}: {{"device": "cpu"}}' if is_device else _official(ds_config, path, new)
+            yield RuleViolation(
                 path,
                 f"`{dotted(path)}` is deprecated",
                 f"Write `{shown}` instead." if value is not False else "Remove it.",
@@ -184,23 +192,23 @@ def deprecated(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4123", at="key")
-def deprecated_twice(subject: LintedConfig) -> Iterator[Fault]:
-    for path, new in _deprecated(subject):
-        if path[0] != "bfloat16" and _replacement_given(subject, path, new):
-            yield Fault(
+def deprecated_key_and_replacement(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for path, new in _deprecated(ds_config):
+        if path[0] != "bfloat16" and _replacement_given(ds_config, path, new):
+            yield RuleViolation(
                 path,
                 f"`{dotted(path)}` is deprecated, and cannot stand beside the key that replaces it",
-                f"Remove it; `{_official(subject, path, new)}` is given.",
+                f"Remove it; `{_official(ds_config, path, new)}` is given.",
                 fix=(Edit(kind="remove", path=path),),
             )
 
 
 @rule("SW4124", "warning", at="key")
-def switched_off(subject: LintedConfig) -> Iterator[Fault]:
-    for name in SWITCHED:
-        section = subject.section(name)
-        if any(not is_note(key) for key in section) and "enabled" not in section:
-            yield Fault(
+def section_without_enabled(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for name in OPT_IN_SECTIONS:
+        section = ds_config.section(name)
+        if any(not is_comment_key(key) for key in section) and "enabled" not in section:
+            yield RuleViolation(
                 (name,),
                 f"`{name}` is off: it has no `enabled`",
                 'Add "enabled": true, or remove the section.',
@@ -210,31 +218,36 @@ def switched_off(subject: LintedConfig) -> Iterator[Fault]:
 class _Unknown(NamedTuple):
     """meant: the key of the same section that was meant, or "". home: as _home."""
 
-    misfit: Misfit
+    misfit: SchemaMismatch
     meant: str
     help: str
     home: KeyPath | None
 
 
 @functools.lru_cache(maxsize=1)
-def _unknown(subject: LintedConfig) -> tuple[_Unknown, ...]:
+def _unknown(ds_config: LintedDsConfig) -> tuple[_Unknown, ...]:
     """Four rules ask, of one subject after another."""
     found: list[_Unknown] = []
-    for misfit in subject.misfits:
-        if misfit.kind == "unknown" and dotted(misfit.path) not in subject.snapshot.removed:
-            home = _home(subject, misfit)
-            searched = len(found) < MOST_SEARCHED
-            meant, help = _meant(subject, misfit, home) if searched else ("", "Remove it.")
+    for misfit in ds_config.schema_mismatches:
+        if (
+            misfit.kind == "unknown"
+            and dotted(misfit.path) not in ds_config.ds_config_schema.removed
+        ):
+            home = _home(ds_config, misfit)
+            searched = len(found) < MAX_SUGGESTION_SEARCHES
+            meant, help = _meant(ds_config, misfit, home) if searched else ("", "Remove it.")
             found.append(_Unknown(misfit, meant, help, home))
     return tuple(found)
 
 
-def _meant(subject: LintedConfig, misfit: Misfit, home: KeyPath | None) -> tuple[str, str]:
+def _meant(
+    ds_config: LintedDsConfig, misfit: SchemaMismatch, home: KeyPath | None
+) -> tuple[str, str]:
     """(the key of the same section that was meant, or ""; help)."""
     known = [
         name for name, schema in properties(misfit.schema).items() if "deprecated" not in schema
     ]
-    given = subject.section(*map(str, misfit.path[:-1]))
+    given = ds_config.section(*map(str, misfit.path[:-1]))
     key = str(misfit.path[-1])
     other = properties(misfit.schema).get(key, {}).get("same_as")
     if other is not None:
@@ -270,7 +283,7 @@ _LOSS_SCALE = frozenset(
 )
 
 
-def _home(subject: LintedConfig, misfit: Misfit) -> KeyPath | None:
+def _home(ds_config: LintedDsConfig, misfit: SchemaMismatch) -> KeyPath | None:
     """Where DeepSpeed does read a key of this name: only if that is one place."""
     key = str(misfit.path[-1])
     synonym = SYNONYMS.get(key)
@@ -278,17 +291,19 @@ def _home(subject: LintedConfig, misfit: Misfit) -> KeyPath | None:
         return synonym
     if misfit.path[:-1] in (("optimizer",), ("scheduler",)):
         values = (
-            subject.snapshot.optimizer_values
+            ds_config.ds_config_schema.optimizer_values
             if misfit.path[0] == "optimizer"
-            else subject.snapshot.scheduler_values
+            else ds_config.ds_config_schema.scheduler_values
         )
         if key in values:
             return (misfit.path[0], "params", key)
-    section = properties(subject.snapshot.schema).get(key, {})
+    section = properties(ds_config.ds_config_schema.schema).get(key, {})
     if len(misfit.path) > 1 and "properties" in section:
         return (key,)
     homes = [
-        path for path in _places(subject.snapshot.version).get(key, ()) if path[0] not in _RARE
+        path
+        for path in _places(ds_config.ds_config_schema.version).get(key, ())
+        if path[0] not in _SECTIONS_WITH_COMMON_KEYS
     ]
     return (
         homes[0] if len(homes) == 1 and len(key) > 4 and key not in ("enabled", "device") else None
@@ -296,7 +311,7 @@ def _home(subject: LintedConfig, misfit: Misfit) -> KeyPath | None:
 
 
 # Their keys have everyday names.
-_RARE = frozenset(
+_SECTIONS_WITH_COMMON_KEYS = frozenset(
     {"autotuning", "expert_parallel", "data_efficiency", "comet", "bfloat16", "hybrid_engine"}
 )
 
@@ -305,7 +320,7 @@ _RARE = frozenset(
 def _places(version: str) -> Mapping[str, Sequence[tuple[str, ...]]]:
     """Last part of a key of DeepSpeed's -> its paths."""
     found: dict[str, list[tuple[str, ...]]] = {}
-    for path in _paths(snapshot(version).schema, ()):
+    for path in _paths(ds_config_schema(version).schema, ()):
         found.setdefault(path[-1], []).append(path)
     return found
 
@@ -321,29 +336,29 @@ def _rename(path: KeyPath, name: str) -> tuple[Edit, ...]:
     return (Edit(kind="rename", path=path, name=name),)
 
 
-def _move(misfit: Misfit, home: KeyPath) -> tuple[Edit, ...]:
+def _move(misfit: SchemaMismatch, home: KeyPath) -> tuple[Edit, ...]:
     return (Edit(kind="remove", path=misfit.path), Edit(kind="add", path=home, value=misfit.value))
 
 
-def _deprecated(subject: LintedConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _deprecated(ds_config: LintedDsConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """(path, the key that replaces it) of each deprecated key that is given."""
     for parent in ((), ("zero_optimization",)):
-        for key in subject.section(*parent):
-            schema = _siblings(subject, (*parent, key)).get(key, {})
+        for key in ds_config.section(*parent):
+            schema = _siblings(ds_config, (*parent, key)).get(key, {})
             if "deprecated" in schema:
                 yield (*parent, key), str(schema["deprecated"])
 
 
-def _siblings(subject: LintedConfig, path: tuple[str, ...]) -> Mapping[str, JsonObject]:
-    top = properties(subject.snapshot.schema)
+def _siblings(ds_config: LintedDsConfig, path: tuple[str, ...]) -> Mapping[str, JsonObject]:
+    top = properties(ds_config.ds_config_schema.schema)
     return top if len(path) == 1 else properties(top[path[0]])
 
 
-def _official(subject: LintedConfig, path: tuple[str, ...], new: str) -> str:
+def _official(ds_config: LintedDsConfig, path: tuple[str, ...], new: str) -> str:
     """The name that the documentation has: `gather_...` is `stage3_gather_...` in a file."""
-    return str(_siblings(subject, path).get(new, {}).get("same_as", new))
+    return str(_siblings(ds_config, path).get(new, {}).get("same_as", new))
 
 
-def _replacement_given(subject: LintedConfig, path: tuple[str, ...], new: str) -> bool:
-    given = subject.section(*path[:-1])
-    return any(name in given for name in (new, _official(subject, path, new)))
+def _replacement_given(ds_config: LintedDsConfig, path: tuple[str, ...], new: str) -> bool:
+    given = ds_config.section(*path[:-1])
+    return any(name in given for name in (new, _official(ds_config, path, new)))

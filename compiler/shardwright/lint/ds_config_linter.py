@@ -3,41 +3,41 @@
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, Location
-from shardwright.engines.deepspeed.ds_config_schema import snapshot
-from shardwright.engines.deepspeed.ds_config_validation import misfits
+from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
+from shardwright.engines.deepspeed.ds_config_validation import schema_mismatches
 from shardwright.lint.ds_config_document import Document
 from shardwright.lint.ds_config_rule_table import RULES
-from shardwright.lint.ds_config_value_rules import FILLED
-from shardwright.lint.lint_rule import Audience, Found, LintedConfig, dotted
+from shardwright.lint.ds_config_value_rules import TRAINER_AUTO_KEYS
+from shardwright.lint.lint_rule import Audience, LintedDsConfig, LintFinding, dotted
 
 
-def subject_of(
+def linted_ds_config(
     document: Document, audience: Audience | None = None, world_size: int | None = None
-) -> LintedConfig:
+) -> LintedDsConfig:
     """audience None: the Trainer's where the file holds an "auto" that the Trainer fills in."""
-    known = snapshot()
-    found = misfits(document.config, known)
+    known = ds_config_schema()
+    found = schema_mismatches(document.config, known)
     guessed: Audience = "deepspeed"
-    if any(misfit.kind == "auto" and dotted(misfit.path) in FILLED for misfit in found):
+    if any(misfit.kind == "auto" and dotted(misfit.path) in TRAINER_AUTO_KEYS for misfit in found):
         guessed = "trainer"
-    return LintedConfig(
+    return LintedDsConfig(
         config=document.config,
-        misfits=found,
-        snapshot=known,
+        schema_mismatches=found,
+        ds_config_schema=known,
         audience=audience or guessed,
-        declared=audience is not None,
+        is_audience_given=audience is not None,
         world_size=world_size,
-        is_json=document.is_json,
+        is_plain_json=document.is_plain_json,
     )
 
 
-def lint(document: Document, subject: LintedConfig) -> tuple[Found, ...]:
+def lint(document: Document, ds_config: LintedDsConfig) -> tuple[LintFinding, ...]:
     """By place in the file; at one place errors first."""
-    found = [finding for rule in RULES.values() for finding in rule.check(subject)]
+    found = [finding for rule in RULES.values() for finding in rule.check(ds_config)]
     return tuple(sorted(found, key=lambda f: _order(document, f)))
 
 
-def diagnostic(document: Document, found: Found) -> Diagnostic:
+def diagnostic(document: Document, found: LintFinding) -> Diagnostic:
     return Diagnostic(
         code=found.code,
         message=found.message,
@@ -48,7 +48,7 @@ def diagnostic(document: Document, found: Found) -> Diagnostic:
     )
 
 
-def _location(document: Document, found: Found) -> Location:
+def _location(document: Document, found: LintFinding) -> Location:
     """That of the key or value; of the nearest section that the file has; of its first line."""
     tables = (document.source.key_locations, document.source.locations)
     for table in tables if found.at == "key" else reversed(tables):
@@ -65,6 +65,6 @@ def _location(document: Document, found: Found) -> Location:
     )
 
 
-def _order(document: Document, found: Found) -> tuple[int, int, bool, str]:
+def _order(document: Document, found: LintFinding) -> tuple[int, int, bool, str]:
     place = _location(document, found)
     return place.line, place.column, found.severity != "error", found.code

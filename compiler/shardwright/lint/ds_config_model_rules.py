@@ -11,10 +11,10 @@ from contextlib import suppress
 from importlib import resources
 
 from shardwright.diagnostics import Refusal, Severity
-from shardwright.lint.lint_rule import Found, LintedConfig
+from shardwright.lint.lint_rule import LintedDsConfig, LintFinding
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.hub_files import read_config
-from shardwright.models.model_catalog import shipped_name
+from shardwright.models.model_catalog import match_catalog_id
 from shardwright.recipe.recipe_types import ModelSection
 from shardwright.utils.json_types import JsonObject, JsonValue
 
@@ -22,17 +22,17 @@ SEQUENCE = "sequence_parallel_size"
 AUTOEP = "expert_parallel"
 
 
-def named_model(
-    subject: LintedConfig, model: str, sequence_length: int | None
-) -> tuple[Found, ...]:
+def lint_for_model(
+    ds_config: LintedDsConfig, model: str, sequence_length: int | None
+) -> tuple[LintFinding, ...]:
     """SW4612 to SW4614. sequence_length: tokens of a row, None where it was not given. Raises
     Refusal: SW20xx where the model's configuration cannot be had."""
-    ranks = subject.integer(SEQUENCE) or 1
-    wants_experts = subject.is_on(AUTOEP, "enabled")
+    ranks = ds_config.integer(SEQUENCE) or 1
+    wants_experts = ds_config.is_on(AUTOEP, "enabled")
     if ranks == 1 and not wants_experts:
         return ()
     section = ModelSection(
-        source=os.path.abspath(model) if os.path.isdir(model) else shipped_name(model) or model,
+        source=os.path.abspath(model) if os.path.isdir(model) else match_catalog_id(model) or model,
         config=None,
         revision="main",
         weights="random",
@@ -40,9 +40,9 @@ def named_model(
         loss="auto",
     )
     config, _ = read_config(section)
-    found: list[Found] = []
+    found: list[LintFinding] = []
     if wants_experts:
-        found += _experts(subject, str(config.get("model_type", "")))
+        found += _experts(ds_config, str(config.get("model_type", "")))
     if ranks > 1:
         with suppress(Refusal):  # a type that is not planned here has a configuration all the same
             config = build_model_graph(section).config
@@ -59,12 +59,12 @@ def detected() -> Mapping[str, str]:
     return table
 
 
-def _experts(subject: LintedConfig, kind: str) -> Iterator[Found]:
+def _experts(ds_config: LintedDsConfig, kind: str) -> Iterator[LintFinding]:
     # With either of these DeepSpeed raises where it finds nothing (auto_ep.py,
     # _requires_selected_preset_detection).
     if (
-        subject.get(AUTOEP, "preset_model") is not None
-        or subject.get(AUTOEP, "moe_layer_pattern") is not None
+        ds_config.get(AUTOEP, "preset_model") is not None
+        or ds_config.get(AUTOEP, "moe_layer_pattern") is not None
     ):
         return
     known = detected()
@@ -78,7 +78,7 @@ def _experts(subject: LintedConfig, kind: str) -> Iterator[Found]:
         message = f"AutoEP does not find the experts of {kind}: it trains without expert ranks"
     else:
         message = f"AutoEP finds no experts in {kind or 'this model'}: `{AUTOEP}` has no effect"
-    yield Found(
+    yield LintFinding(
         code="SW4612",
         key=(AUTOEP, "enabled"),
         message=message,
@@ -92,11 +92,11 @@ def _experts(subject: LintedConfig, kind: str) -> Iterator[Found]:
     )
 
 
-def _window(config: JsonObject, ranks: int, sequence_length: int | None) -> Iterator[Found]:
+def _window(config: JsonObject, ranks: int, sequence_length: int | None) -> Iterator[LintFinding]:
     width = window(config)
     if width is None or (sequence_length is not None and sequence_length <= width):
         return
-    yield Found(
+    yield LintFinding(
         code="SW4613",
         key=(SEQUENCE,),
         message=(
@@ -130,7 +130,7 @@ def window(config: JsonObject) -> int | None:
     return None
 
 
-def _heads(config: JsonObject, ranks: int) -> Iterator[Found]:
+def _heads(config: JsonObject, ranks: int) -> Iterator[LintFinding]:
     text = _text(config)
     heads, shared = _whole(text.get("num_attention_heads")), _whole(text.get("num_key_value_heads"))
     message = ""
@@ -142,7 +142,7 @@ def _heads(config: JsonObject, ranks: int) -> Iterator[Found]:
             "sequence ranks"
         )
     if message:
-        yield Found(
+        yield LintFinding(
             code="SW4614",
             key=(SEQUENCE,),
             message=f"{_kind(config)}: {message}",

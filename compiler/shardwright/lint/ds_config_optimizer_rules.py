@@ -7,35 +7,35 @@ from collections.abc import Iterator
 from typing import cast
 
 from shardwright.lint.ds_config_precision_rules import precision
-from shardwright.lint.lint_rule import Edit, Fault, LintedConfig, rule, say
+from shardwright.lint.lint_rule import Edit, LintedDsConfig, RuleViolation, json_snippet, rule
 from shardwright.utils.json_types import JsonObject
 
-LEAST_DECAY = 1e-3
+MIN_NOTICEABLE_WEIGHT_DECAY = 1e-3
 """Below it neither form of weight decay moves the weights noticeably; DeepSpeed's own examples have
 3e-7."""
 
 _REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
 
 
-def optimizer(subject: LintedConfig) -> JsonObject | None:
+def optimizer(ds_config: LintedDsConfig) -> JsonObject | None:
     """Its entry in the snapshot; None where there is none of this name. DeepSpeed's own are matched
     in any case."""
-    name = subject.get("optimizer", "type")
+    name = ds_config.get("optimizer", "type")
     if not isinstance(name, str):
         return None
-    table = subject.snapshot.optimizers
+    table = ds_config.ds_config_schema.optimizers
     return table.get(name.lower()) or table.get(name)
 
 
-def scheduler(subject: LintedConfig) -> JsonObject | None:
-    name = subject.get("scheduler", "type")
-    return subject.snapshot.schedulers.get(name) if isinstance(name, str) else None
+def scheduler(ds_config: LintedDsConfig) -> JsonObject | None:
+    name = ds_config.get("scheduler", "type")
+    return ds_config.ds_config_schema.schedulers.get(name) if isinstance(name, str) else None
 
 
 @rule("SW4501")
-def unknown_optimizer(subject: LintedConfig) -> Iterator[Fault]:
-    name = subject.get("optimizer", "type")
-    if isinstance(name, str) and optimizer(subject) is None and name.lower() not in _REMOVED:
+def unknown_optimizer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    name = ds_config.get("optimizer", "type")
+    if isinstance(name, str) and optimizer(ds_config) is None and name.lower() not in _REMOVED:
         known = [
             "Adam",
             "AdamW",
@@ -43,7 +43,7 @@ def unknown_optimizer(subject: LintedConfig) -> Iterator[Fault]:
             "Lion",
             "Muon",
             "Adagrad",
-            *_capital(subject.snapshot.optimizers),
+            *_capital(ds_config.ds_config_schema.optimizers),
         ]
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         short = name.removeprefix("DeepSpeed").removeprefix("Fused").removeprefix("CPU")
@@ -55,8 +55,10 @@ def unknown_optimizer(subject: LintedConfig) -> Iterator[Fault]:
                 if close
                 else "Write AdamW, or the name of a class of torch.optim."
             )
-        yield Fault(
-            ("optimizer", "type"), f"{say(name)} is no optimizer of DeepSpeed or torch.optim", help
+        yield RuleViolation(
+            ("optimizer", "type"),
+            f"{json_snippet(name)} is no optimizer of DeepSpeed or torch.optim",
+            help,
         )
 
 
@@ -66,51 +68,51 @@ def unknown_optimizer(subject: LintedConfig) -> Iterator[Fault]:
         "Write AdamW or Lamb without the 1-bit parameters; ZeRO++ lowers communication at stage 3."
     ),
 )
-def removed_optimizer(subject: LintedConfig) -> Iterator[Fault]:
-    if subject.text("optimizer", "type") in _REMOVED:
-        yield Fault(
+def removed_optimizer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.text("optimizer", "type") in _REMOVED:
+        yield RuleViolation(
             ("optimizer", "type"),
             (
-                f"{say(subject.get('optimizer', 'type'))} is gone from DeepSpeed "
-                f"{subject.snapshot.version}"
+                f"{json_snippet(ds_config.get('optimizer', 'type'))} is gone from DeepSpeed "
+                f"{ds_config.ds_config_schema.version}"
             ),
         )
 
 
 @rule("SW4503", at="key")
-def max_grad_norm(subject: LintedConfig) -> Iterator[Fault]:
+def max_grad_norm(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     path = ("optimizer", "params", "max_grad_norm")
-    if subject.has(*path):
-        value = subject.get(*path)
+    if ds_config.has(*path):
+        value = ds_config.get(*path)
         fix = [Edit(kind="remove", path=path)]
-        if not subject.has("gradient_clipping") and subject.number(*path) is not None:
+        if not ds_config.has("gradient_clipping") and ds_config.number(*path) is not None:
             fix.append(Edit(kind="add", path=("gradient_clipping",), value=value))
-        yield Fault(
+        yield RuleViolation(
             path,
             "max_grad_norm is no optimizer parameter: DeepSpeed refuses it",
-            f'Write "gradient_clipping": {say(value)} at the top.',
+            f'Write "gradient_clipping": {json_snippet(value)} at the top.',
             fix=tuple(fix),
         )
 
 
 @rule("SW4504", at="key")
-def unknown_parameter(subject: LintedConfig) -> Iterator[Fault]:
-    entry = optimizer(subject)
+def unknown_parameter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = optimizer(ds_config)
     if entry is not None and entry["params"] is not None:
-        yield from _unknown(subject, "optimizer", cast("list[str]", entry["params"]))
+        yield from _unknown(ds_config, "optimizer", cast("list[str]", entry["params"]))
 
 
 @rule("SW4510", at="key")
-def unknown_schedule_parameter(subject: LintedConfig) -> Iterator[Fault]:
-    entry = scheduler(subject)
+def unknown_schedule_parameter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = scheduler(ds_config)
     if entry is not None:
-        yield from _unknown(subject, "scheduler", cast("list[str]", entry["params"]))
+        yield from _unknown(ds_config, "scheduler", cast("list[str]", entry["params"]))
 
 
 @rule("SW4505", at="key", help='Add "type": "AdamW".')
-def no_optimizer_type(subject: LintedConfig) -> Iterator[Fault]:
-    if subject.section("optimizer") and subject.get("optimizer", "type") is None:
-        yield Fault(
+def no_optimizer_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.section("optimizer") and ds_config.get("optimizer", "type") is None:
+        yield RuleViolation(
             ("optimizer",),
             "`optimizer` has no `type`: DeepSpeed ignores the section and makes no optimizer",
         )
@@ -121,18 +123,19 @@ def no_optimizer_type(subject: LintedConfig) -> Iterator[Fault]:
     "warning",
     help='Write AdamW to say so, or add "adam_w_mode": false for L2 regularization.',
 )
-def adam_is_adamw(subject: LintedConfig) -> Iterator[Fault]:
-    decay = subject.get("optimizer", "params", "weight_decay")
+def adam_is_adamw(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    decay = ds_config.get("optimizer", "params", "weight_decay")
     decays = (
         decay == "auto"
-        or (subject.number("optimizer", "params", "weight_decay") or 0) >= LEAST_DECAY
+        or (ds_config.number("optimizer", "params", "weight_decay") or 0)
+        >= MIN_NOTICEABLE_WEIGHT_DECAY
     )
     if (
-        subject.text("optimizer", "type") == "adam"
+        ds_config.text("optimizer", "type") == "adam"
         and decays
-        and not subject.has("optimizer", "params", "adam_w_mode")
+        and not ds_config.has("optimizer", "params", "adam_w_mode")
     ):
-        yield Fault(
+        yield RuleViolation(
             ("optimizer", "type"),
             "DeepSpeed's Adam is AdamW: the weight decay is decoupled",
             fix=(Edit(kind="set", path=("optimizer", "type"), value="AdamW"),),
@@ -140,62 +143,64 @@ def adam_is_adamw(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4507", help="Write loss_scale: 0.")
-def lamb_scale(subject: LintedConfig) -> Iterator[Fault]:
-    if subject.text("optimizer", "type") == "lamb" and subject.number("fp16", "loss_scale"):
-        yield Fault(
+def lamb_scale(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.text("optimizer", "type") == "lamb" and ds_config.number("fp16", "loss_scale"):
+        yield RuleViolation(
             ("fp16", "loss_scale"),
             "Lamb needs dynamic loss scaling: DeepSpeed refuses a fixed loss_scale",
         )
 
 
 @rule("SW4508")
-def unknown_scheduler(subject: LintedConfig) -> Iterator[Fault]:
-    name = subject.get("scheduler", "type")
-    if isinstance(name, str) and scheduler(subject) is None:
-        known = subject.snapshot.schedulers
+def unknown_scheduler(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    name = ds_config.get("scheduler", "type")
+    if isinstance(name, str) and scheduler(ds_config) is None:
+        known = ds_config.ds_config_schema.schedulers
         near = {n.lower(): n for n in known}
         close = [near[n] for n in difflib.get_close_matches(name.lower(), near, n=1, cutoff=0.5)]
         exact = close and close[0].lower() == name.lower()
         own = ", ".join(n for n, entry in known.items() if entry["own"])
-        yield Fault(
+        yield RuleViolation(
             ("scheduler", "type"),
-            f"{say(name)} is no scheduler of DeepSpeed or torch",
+            f"{json_snippet(name)} is no scheduler of DeepSpeed or torch",
             f"Did you mean `{close[0]}`?" if close else f"DeepSpeed's are {own}.",
             fix=(Edit(kind="set", path=("scheduler", "type"), value=close[0]),) if exact else (),
         )
 
 
 @rule("SW4509", at="key", help='Add "params": {}, with what the scheduler needs.')
-def no_scheduler_params(subject: LintedConfig) -> Iterator[Fault]:
+def no_scheduler_params(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     if (
-        isinstance(subject.get("scheduler", "type"), str)
-        and subject.get("scheduler", "params") is None
+        isinstance(ds_config.get("scheduler", "type"), str)
+        and ds_config.get("scheduler", "params") is None
     ):
-        yield Fault(("scheduler",), "`scheduler` has no `params`: DeepSpeed fails on it")
+        yield RuleViolation(("scheduler",), "`scheduler` has no `params`: DeepSpeed fails on it")
 
 
 @rule("SW4511", at="key")
-def missing_schedule_parameter(subject: LintedConfig) -> Iterator[Fault]:
-    entry = scheduler(subject)
-    if entry is None or subject.get("scheduler", "params") is None:
+def missing_schedule_parameter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = scheduler(ds_config)
+    if entry is None or ds_config.get("scheduler", "params") is None:
         return
     missing = [
-        n for n in cast("list[str]", entry["required"]) if not subject.has("scheduler", "params", n)
+        n
+        for n in cast("list[str]", entry["required"])
+        if not ds_config.has("scheduler", "params", n)
     ]
     if missing:
-        yield Fault(
+        yield RuleViolation(
             ("scheduler", "params"),
-            f"{subject.get('scheduler', 'type')} needs {', '.join(missing)}",
+            f"{ds_config.get('scheduler', 'type')} needs {', '.join(missing)}",
             f"Add {', '.join(missing)} to scheduler.params.",
         )
 
 
 @rule("SW4512")
-def warmup_steps(subject: LintedConfig) -> Iterator[Fault]:
+def warmup_steps(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     """A whole float is an integer to Hjson, by which DeepSpeed reads the file; not to the
     Trainer."""
     path = ("scheduler", "params", "warmup_num_steps")
-    value, entry = subject.get(*path), scheduler(subject)
+    value, entry = ds_config.get(*path), scheduler(ds_config)
     if (
         entry is None
         or not entry["own"]
@@ -203,59 +208,64 @@ def warmup_steps(subject: LintedConfig) -> Iterator[Fault]:
         or not isinstance(value, int | float)
     ):
         return
-    whole = subject.integer(*path)
-    if whole is None or whole < 1 or (isinstance(value, float) and subject.audience == "trainer"):
-        yield Fault(
+    whole = ds_config.integer(*path)
+    if whole is None or whole < 1 or (isinstance(value, float) and ds_config.audience == "trainer"):
+        yield RuleViolation(
             path,
-            f"warmup_num_steps {say(value)} is no integer of at least 1: DeepSpeed refuses it",
+            (
+                f"warmup_num_steps {json_snippet(value)} is no integer of at least 1: DeepSpeed "
+                "refuses it"
+            ),
             f"Write {whole or 1}; to warm up not at all, remove the scheduler.",
             fix=(Edit(kind="set", path=path, value=whole),) if whole and whole >= 1 else (),
         )
 
 
 @rule("SW4513", "warning", help="Give fewer warmup_num_steps.")
-def warmup_too_long(subject: LintedConfig) -> Iterator[Fault]:
-    total = subject.integer("scheduler", "params", "total_num_steps")
-    given = subject.integer("scheduler", "params", "warmup_num_steps")
-    unset = not subject.has("scheduler", "params", "warmup_num_steps")
+def warmup_too_long(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    total = ds_config.integer("scheduler", "params", "total_num_steps")
+    given = ds_config.integer("scheduler", "params", "warmup_num_steps")
+    unset = not ds_config.has("scheduler", "params", "warmup_num_steps")
     warmup = 1000 if unset else given
     if (
         total is not None
         and warmup is not None
         and total < warmup
-        and scheduler(subject) is not None
+        and scheduler(ds_config) is not None
     ):
         by_default = " (its default)" if unset else ""
-        yield Fault(
+        yield RuleViolation(
             ("scheduler", "params", "total_num_steps"),
             f"total_num_steps {total} ends before the warm-up of {warmup} steps{by_default} does",
         )
 
 
 @rule("SW4514", "warning", help="Write log or linear.")
-def warmup_type(subject: LintedConfig) -> Iterator[Fault]:
+def warmup_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     path = ("scheduler", "params", "warmup_type")
-    entry, value = scheduler(subject), subject.get(*path)
+    entry, value = scheduler(ds_config), ds_config.get(*path)
     if (
         entry is not None
         and entry["own"]
         and isinstance(value, str)
         and value not in ("log", "linear", "auto")
     ):
-        yield Fault(
-            path, f"warmup_type {say(value)} is unknown, and DeepSpeed takes log in its place"
+        yield RuleViolation(
+            path,
+            f"warmup_type {json_snippet(value)} is unknown, and DeepSpeed takes log in its place",
         )
 
 
 @rule("SW4515")
-def torch_scheduler(subject: LintedConfig) -> Iterator[Fault]:
-    entry = scheduler(subject)
-    wrapped = (subject.stage or 0) > 0 or precision(subject) in ("fp16", "bf16")
+def torch_scheduler(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = scheduler(ds_config)
+    wrapped = (ds_config.stage or 0) > 0 or precision(ds_config) in ("fp16", "bf16")
     if entry is not None and not entry["own"] and wrapped:
-        yield Fault(
+        yield RuleViolation(
             ("scheduler", "type"),
             (
-                f"torch's {subject.get('scheduler', 'type')} refuses the optimizer that ZeRO, fp16 "
+                f"torch's {ds_config.get('scheduler', 'type')} refuses the optimizer that "
+                "ZeRO, fp16 "
                 "or bf16 wraps"
             ),
             (
@@ -266,9 +276,9 @@ def torch_scheduler(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4516", "warning", at="key", help='Add "type": "WarmupLR".')
-def no_scheduler_type(subject: LintedConfig) -> Iterator[Fault]:
-    if subject.section("scheduler") and subject.get("scheduler", "type") is None:
-        yield Fault(
+def no_scheduler_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.section("scheduler") and ds_config.get("scheduler", "type") is None:
+        yield RuleViolation(
             ("scheduler",),
             (
                 "`scheduler` has no `type`: DeepSpeed ignores the section and the learning rate "
@@ -278,51 +288,54 @@ def no_scheduler_type(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4517", help="Write zero_optimization.reduce_scatter: false.")
-def muon_reduce_scatter(subject: LintedConfig) -> Iterator[Fault]:
-    scatters = subject.section("zero_optimization").get("reduce_scatter") is not False
-    if subject.text("optimizer", "type") == "muon" and subject.stage == 3 and scatters:
-        yield Fault(
+def muon_reduce_scatter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    scatters = ds_config.section("zero_optimization").get("reduce_scatter") is not False
+    if ds_config.text("optimizer", "type") == "muon" and ds_config.stage == 3 and scatters:
+        yield RuleViolation(
             ("optimizer", "type"),
             "Muon does not go with reduce_scatter at ZeRO stage 3, which is on by default",
         )
 
 
 @rule("SW4518", help='Add "zero_allow_untested_optimizer": true at the top, or take AdamW.')
-def untested_optimizer(subject: LintedConfig) -> Iterator[Fault]:
-    entry = optimizer(subject)
-    allowed = subject.is_on("zero_allow_untested_optimizer")
-    if entry is not None and not entry["zero"] and (subject.stage or 0) > 0 and not allowed:
-        yield Fault(
+def untested_optimizer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = optimizer(ds_config)
+    allowed = ds_config.is_on("zero_allow_untested_optimizer")
+    if entry is not None and not entry["zero"] and (ds_config.stage or 0) > 0 and not allowed:
+        yield RuleViolation(
             ("optimizer", "type"),
-            f"{subject.get('optimizer', 'type')} under ZeRO needs zero_allow_untested_optimizer",
+            f"{ds_config.get('optimizer', 'type')} under ZeRO needs zero_allow_untested_optimizer",
         )
 
 
 @rule("SW4519", help="Write [0.9, 0.95].")
-def betas(subject: LintedConfig) -> Iterator[Fault]:
-    value = subject.get("optimizer", "params", "betas")
+def betas(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    value = ds_config.get("optimizer", "params", "betas")
     if isinstance(value, list):
         right = len(value) == 2 and all(
             isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in value
         )
         if not right:
-            yield Fault(
+            yield RuleViolation(
                 ("optimizer", "params", "betas"),
-                f"betas {say(value)} are not two numbers in [0, 1)",
+                f"betas {json_snippet(value)} are not two numbers in [0, 1)",
             )
 
 
-def _unknown(subject: LintedConfig, section: str, names: list[str]) -> Iterator[Fault]:
-    params = subject.section(section, "params")
+def _unknown(ds_config: LintedDsConfig, section: str, names: list[str]) -> Iterator[RuleViolation]:
+    params = ds_config.section(section, "params")
     for key in params:
         if key not in names and key != "max_grad_norm":
             close = [
                 n for n in difflib.get_close_matches(key, names, n=1, cutoff=0.8) if n not in params
             ]
             path = (section, "params", key)
-            yield Fault(
+            yield RuleViolation(
                 path,
-                f"{subject.get(section, 'type')} takes no {say(key)}: DeepSpeed fails on it",
+                (
+                    f"{ds_config.get(section, 'type')} takes no {json_snippet(key)}: DeepSpeed "
+                    "fails on it"
+                ),
                 f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}.",
                 fix=(Edit(kind="rename", path=path, name=close[0]),) if close else (),
             )

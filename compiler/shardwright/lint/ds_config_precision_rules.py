@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.lint.lint_rule import Edit, Fault, LintedConfig, rule
+from shardwright.lint.lint_rule import Edit, LintedDsConfig, RuleViolation, rule
 
 _NAMES: dict[str, frozenset[str]] = {
     "fp16": frozenset({"torch.float16", "fp16", "float16", "half"}),
@@ -14,38 +14,38 @@ _NAMES: dict[str, frozenset[str]] = {
 }
 
 
-def precision(subject: LintedConfig) -> str | None:
+def precision(ds_config: LintedDsConfig) -> str | None:
     """fp16, bf16 or fp32; None where it is filled in later. bf16 counts before its old name."""
-    bf16 = "bf16" if subject.get("bf16") is not None else "bfloat16"
-    if "auto" in (subject.get("fp16", "enabled"), subject.get(bf16, "enabled")):
+    bf16 = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
+    if "auto" in (ds_config.get("fp16", "enabled"), ds_config.get(bf16, "enabled")):
         return None
-    if subject.is_on("fp16", "enabled"):
+    if ds_config.is_on("fp16", "enabled"):
         return "fp16"
-    return "bf16" if subject.is_on(bf16, "enabled") else "fp32"
+    return "bf16" if ds_config.is_on(bf16, "enabled") else "fp32"
 
 
-def dtype(subject: LintedConfig, key: str) -> str:
+def dtype(ds_config: LintedDsConfig, key: str) -> str:
     """The precision that a key of data_types names; "" where it is not given or is none."""
-    name = subject.get("data_types", key)
+    name = ds_config.get("data_types", key)
     return next(
         (dtype for dtype, names in _NAMES.items() if isinstance(name, str) and name in names), ""
     )
 
 
 @rule("SW4301", help="Disable one; bf16 where the GPU has it.")
-def both(subject: LintedConfig) -> Iterator[Fault]:
-    name = "bf16" if subject.get("bf16") is not None else "bfloat16"
-    if subject.is_on("fp16", "enabled") and subject.is_on(name, "enabled"):
-        yield Fault(
+def fp16_and_bf16_enabled(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    name = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
+    if ds_config.is_on("fp16", "enabled") and ds_config.is_on(name, "enabled"):
+        yield RuleViolation(
             ("fp16", "enabled"), f"`fp16` and `{name}` are both enabled: DeepSpeed refuses the file"
         )
 
 
 @rule("SW4302")
-def accumulation_without_zero(subject: LintedConfig) -> Iterator[Fault]:
-    model, accumulation = precision(subject), dtype(subject, "grad_accum_dtype")
-    if subject.stage == 0 and model is not None and accumulation not in ("", model):
-        yield Fault(
+def accumulation_without_zero(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    model, accumulation = precision(ds_config), dtype(ds_config, "grad_accum_dtype")
+    if ds_config.stage == 0 and model is not None and accumulation not in ("", model):
+        yield RuleViolation(
             ("data_types", "grad_accum_dtype"),
             f"gradients of {model} parameters cannot be summed in {accumulation} at ZeRO stage 0",
             f"Write {model}, or take zero_optimization.stage: 1.",
@@ -53,31 +53,31 @@ def accumulation_without_zero(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4303", help="Remove the key, or enable the section of this precision.")
-def parameter_type(subject: LintedConfig) -> Iterator[Fault]:
-    model, wanted = precision(subject), dtype(subject, "param_dtype")
-    if model is not None and wanted not in ("", model):
-        yield Fault(
+def parameter_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    model, parameter_dtype = precision(ds_config), dtype(ds_config, "param_dtype")
+    if model is not None and parameter_dtype not in ("", model):
+        yield RuleViolation(
             ("data_types", "param_dtype"),
-            f"param_dtype {wanted} is not the {model} that fp16 and bf16 say",
+            f"param_dtype {parameter_dtype} is not the {model} that fp16 and bf16 say",
         )
 
 
 @rule("SW4304")
-def low_precision_master(subject: LintedConfig) -> Iterator[Fault]:
+def low_precision_master(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     for name in ("fp16", "bf16"):
         key = (name, f"{name}_master_weights_and_grads")
-        if not subject.is_on(*key) or subject.stage is None:
+        if not ds_config.is_on(*key) or ds_config.stage is None:
             continue
-        offloaded = subject.offload("offload_optimizer") != "none"
-        if subject.stage == 0:
+        offloaded = ds_config.offload("offload_optimizer") != "none"
+        if ds_config.stage == 0:
             need = "ZeRO stage 1, 2 or 3"
         elif not offloaded and not (
-            name == "bf16" and subject.is_on("bf16", "bf16_optimizer_states")
+            name == "bf16" and ds_config.is_on("bf16", "bf16_optimizer_states")
         ):
             need = "offload_optimizer" + (" or bf16_optimizer_states" if name == "bf16" else "")
         else:
             continue
-        yield Fault(
+        yield RuleViolation(
             key,
             f"{key[1]} needs {need}",
             f"Add {need}, or remove the key: master weights are fp32 then.",
@@ -85,11 +85,11 @@ def low_precision_master(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4305", help='Add "bf16_master_weights_and_grads": true, or remove the key.')
-def low_precision_states(subject: LintedConfig) -> Iterator[Fault]:
-    if subject.is_on("bf16", "bf16_optimizer_states") and not subject.is_on(
+def low_precision_states(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.is_on("bf16", "bf16_optimizer_states") and not ds_config.is_on(
         "bf16", "bf16_master_weights_and_grads"
     ):
-        yield Fault(
+        yield RuleViolation(
             ("bf16", "bf16_optimizer_states"),
             "bf16_optimizer_states needs bf16_master_weights_and_grads",
         )
@@ -107,29 +107,29 @@ _DYNAMIC = (
 @rule(
     "SW4306", "warning", help="Write loss_scale: 0 for dynamic scaling, or remove the other keys."
 )
-def static_scale(subject: LintedConfig) -> Iterator[Fault]:
-    scale = subject.number("fp16", "loss_scale")
-    ignored = [key for key in _DYNAMIC if subject.has("fp16", key)]
-    if scale and ignored and subject.get("fp16", "enabled") is not False:
-        yield Fault(
+def static_loss_scale_ignores_keys(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    scale = ds_config.number("fp16", "loss_scale")
+    ignored = [key for key in _DYNAMIC if ds_config.has("fp16", key)]
+    if scale and ignored and ds_config.get("fp16", "enabled") is not False:
+        yield RuleViolation(
             ("fp16", "loss_scale"),
             f"a fixed loss_scale of {scale:g} leaves {', '.join(ignored)} without effect",
         )
 
 
 @rule("SW4307")
-def loss_scale_limits(subject: LintedConfig) -> Iterator[Fault]:
+def loss_scale_limits(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
     """fp16's own validators, which no field declares."""
-    dynamic = subject.is_on("fp16", "enabled") and not subject.number("fp16", "loss_scale")
+    dynamic = ds_config.is_on("fp16", "enabled") and not ds_config.number("fp16", "loss_scale")
     limits = [
         ("loss_scale", 0.0, True),
         ("loss_scale_window", 1.0, dynamic),
         ("min_loss_scale", 1.0, dynamic),
     ]
     for key, least, applies in limits:
-        value = subject.number("fp16", key)
+        value = ds_config.number("fp16", key)
         if applies and value is not None and value < least:
-            yield Fault(
+            yield RuleViolation(
                 ("fp16", key),
                 f"fp16.{key}: {value:g} is refused",
                 f"Give at least {least:g}"
@@ -138,9 +138,9 @@ def loss_scale_limits(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4308", "warning", at="key", help="Remove it.")
-def old_and_new_bf16(subject: LintedConfig) -> Iterator[Fault]:
-    if subject.get("bf16") is not None and subject.has("bfloat16"):
-        yield Fault(
+def old_and_new_bf16(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.get("bf16") is not None and ds_config.has("bfloat16"):
+        yield RuleViolation(
             ("bfloat16",),
             "`bfloat16` is ignored: `bf16` is given too",
             fix=(Edit(kind="remove", path=("bfloat16",)),),
@@ -148,17 +148,17 @@ def old_and_new_bf16(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4309", "warning", at="key")
-def pipeline_accumulation(subject: LintedConfig) -> Iterator[Fault]:
-    steps = subject.integer("gradient_accumulation_steps")
+def pipeline_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    steps = ds_config.integer("gradient_accumulation_steps")
     if (
-        not subject.has_pipeline
-        or precision(subject) != "bf16"
+        not ds_config.has_pipeline
+        or precision(ds_config) != "bf16"
         or steps == 1
-        or subject.stage not in (0, 1)
+        or ds_config.stage not in (0, 1)
     ):
         return
-    if dtype(subject, "grad_accum_dtype") in ("", "bf16"):
-        yield Fault(
+    if dtype(ds_config, "grad_accum_dtype") in ("", "bf16"):
+        yield RuleViolation(
             ("bf16",),
             (
                 "gradients of the pipeline's micro-batches are summed in bf16, 8 bits of which are "

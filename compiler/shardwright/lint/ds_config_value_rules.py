@@ -6,14 +6,21 @@ from collections.abc import Iterator
 from typing import cast
 
 from shardwright.diagnostics import Severity
-from shardwright.engines.deepspeed.ds_config_validation import properties, text_value
-from shardwright.lint.lint_rule import Edit, Fault, LintedConfig, dotted, rule, say
-from shardwright.recipe.key_descriptions import near_choices
+from shardwright.engines.deepspeed.ds_config_validation import number_or_bool_from_text, properties
+from shardwright.lint.lint_rule import (
+    Edit,
+    LintedDsConfig,
+    RuleViolation,
+    dotted,
+    json_snippet,
+    rule,
+)
+from shardwright.recipe.key_descriptions import close_choices
 
 # What the Trainer (transformers/integrations/deepspeed.py) and Accelerate (accelerator.py,
 # _prepare_deepspeed; dataclasses.py, DeepSpeedPlugin) fill in. Accelerate refuses every other
 # "auto".
-FILLED = frozenset(
+TRAINER_AUTO_KEYS = frozenset(
     {
         *(
             "train_batch_size",
@@ -56,8 +63,8 @@ _LIMITS: dict[str, str] = {
 
 
 @rule("SW4115")
-def wrong_type(subject: LintedConfig) -> Iterator[Fault]:
-    for misfit in subject.misfits:
+def wrong_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for misfit in ds_config.schema_mismatches:
         if misfit.kind == "type":
             types = cast("list[str]", misfit.schema["type"])
             if types == ["python"]:
@@ -73,21 +80,23 @@ def wrong_type(subject: LintedConfig) -> Iterator[Fault]:
                 and "object" in types
                 and "enabled" in properties(misfit.schema)
             ):
-                help = f'Write {{"enabled": {say(misfit.value)}}}.'
+                help = f'Write {{"enabled": {json_snippet(misfit.value)}}}.'
             elif misfit.value is None:
                 help = "Remove the key; its default is taken then."
-            yield Fault(
+            yield RuleViolation(
                 misfit.path,
-                f"{dotted(misfit.path)}: expected {expected}, got {say(misfit.value)}",
+                f"{dotted(misfit.path)}: expected {expected}, got {json_snippet(misfit.value)}",
                 help,
             )
 
 
 @rule("SW4116")
-def as_text(subject: LintedConfig) -> Iterator[Fault]:
-    for misfit in subject.misfits:
+def quoted_value(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for misfit in ds_config.schema_mismatches:
         if misfit.kind == "text":
-            value = text_value(str(misfit.value), cast("list[str]", misfit.schema["type"]))
+            value = number_or_bool_from_text(
+                str(misfit.value), cast("list[str]", misfit.schema["type"])
+            )
             severity: Severity = "error"
             if misfit.checked and not (isinstance(value, int) and "e" in str(misfit.value).lower()):
                 effect, severity = "DeepSpeed converts it, other readers do not", "warning"
@@ -97,47 +106,52 @@ def as_text(subject: LintedConfig) -> Iterator[Fault]:
                     if isinstance(value, bool)
                     else "DeepSpeed fails on the text"
                 )
-            message = f"{dotted(misfit.path)}: {say(misfit.value)} is text; {effect}"
+            message = f"{dotted(misfit.path)}: {json_snippet(misfit.value)} is text; {effect}"
             fix = (Edit(kind="set", path=misfit.path, value=value),)
-            yield Fault(misfit.path, message, f"Write {say(value)} without quotes.", fix, severity)
+            yield RuleViolation(
+                misfit.path, message, f"Write {json_snippet(value)} without quotes.", fix, severity
+            )
 
 
 @rule("SW4117")
-def not_a_choice(subject: LintedConfig) -> Iterator[Fault]:
-    for misfit in subject.misfits:
+def not_a_choice(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for misfit in ds_config.schema_mismatches:
         if misfit.kind == "choice":
             choices = [str(choice) for choice in cast("list[str]", misfit.schema["enum"])]
-            close = near_choices(str(misfit.value), choices)
-            yield Fault(
+            close = close_choices(str(misfit.value), choices)
+            yield RuleViolation(
                 misfit.path,
-                f"{dotted(misfit.path)}: {say(misfit.value)} is not one of {', '.join(choices)}",
+                (
+                    f"{dotted(misfit.path)}: {json_snippet(misfit.value)} is not one of "
+                    f"{', '.join(choices)}"
+                ),
                 f"Did you mean `{close[0]}`?" if close else f"Write one of {', '.join(choices)}.",
             )
 
 
 @rule("SW4118")
-def out_of_range(subject: LintedConfig) -> Iterator[Fault]:
-    for misfit in subject.misfits:
+def out_of_range(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for misfit in ds_config.schema_mismatches:
         if misfit.kind == "range":
             limits = [
                 f"{words} {misfit.schema[word]}"
                 for word, words in _LIMITS.items()
                 if word in misfit.schema
             ]
-            yield Fault(
+            yield RuleViolation(
                 misfit.path,
-                f"{dotted(misfit.path)}: {say(misfit.value)} is out of range",
+                f"{dotted(misfit.path)}: {json_snippet(misfit.value)} is out of range",
                 f"Give a number {' and '.join(limits)}.",
             )
 
 
 @rule("SW4119")
-def auto_without_trainer(subject: LintedConfig) -> Iterator[Fault]:
-    autos = [misfit for misfit in subject.misfits if misfit.kind == "auto"]
-    if subject.audience == "deepspeed":
+def auto_without_trainer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    autos = [misfit for misfit in ds_config.schema_mismatches if misfit.kind == "auto"]
+    if ds_config.audience == "deepspeed":
         for misfit in autos:
             effect = "takes its default in place of it" if misfit.checked else "fails on the text"
-            yield Fault(
+            yield RuleViolation(
                 misfit.path,
                 (
                     f'{dotted(misfit.path)}: only the HF Trainer fills in "auto"; DeepSpeed itself '
@@ -148,8 +162,8 @@ def auto_without_trainer(subject: LintedConfig) -> Iterator[Fault]:
                     "trainer`)."
                 ),
             )
-    elif autos and not subject.declared:
-        yield Fault(
+    elif autos and not ds_config.is_audience_given:
+        yield RuleViolation(
             autos[0].path,
             'linted as a file for the HF Trainer or Accelerate, for it holds "auto"',
             (
@@ -161,17 +175,19 @@ def auto_without_trainer(subject: LintedConfig) -> Iterator[Fault]:
 
 
 @rule("SW4120")
-def auto_not_filled(subject: LintedConfig) -> Iterator[Fault]:
-    for misfit in subject.misfits:
+def auto_not_filled(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for misfit in ds_config.schema_mismatches:
         if (
             misfit.kind == "auto"
-            and subject.audience == "trainer"
-            and dotted(misfit.path) not in FILLED
+            and ds_config.audience == "trainer"
+            and dotted(misfit.path) not in TRAINER_AUTO_KEYS
         ):
             message = (
                 f'{dotted(misfit.path)}: neither the Trainer nor Accelerate fills in "auto" here'
             )
             # DeepSpeed's own models take the default; it is Accelerate that refuses.
-            severity: Severity = "warning" if misfit.checked and not subject.declared else "error"
+            severity: Severity = (
+                "warning" if misfit.checked and not ds_config.is_audience_given else "error"
+            )
             help = "Write the value, or remove the key for its default."
-            yield Fault(misfit.path, message, help, severity=severity)
+            yield RuleViolation(misfit.path, message, help, severity=severity)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardwright.diagnostics import KeyPath, Severity
-from shardwright.engines.deepspeed.ds_config_schema import Snapshot
-from shardwright.engines.deepspeed.ds_config_validation import TRUE_WORDS, Misfit
+from shardwright.engines.deepspeed.ds_config_schema import DsConfigSchema
+from shardwright.engines.deepspeed.ds_config_validation import TRUE_WORDS, SchemaMismatch
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 Audience = Literal["deepspeed", "trainer"]
@@ -27,7 +27,7 @@ class Edit:
     name: str = ""
 
 
-class Fault(NamedTuple):
+class RuleViolation(NamedTuple):
     """What a rule's function yields. help, severity: "" for the rule's own. fix: edits that mend
     it; () where a person has to decide."""
 
@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LintFinding:
     """A fault under its rule's code. at: whether the key or its value is to be shown."""
 
     code: str
@@ -52,16 +52,16 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LintedConfig:
+class LintedDsConfig:
     """declared: `--for` was given. world_size: ranks, or None. is_json: no Hjson in the file."""
 
     config: JsonObject
-    misfits: tuple[Misfit, ...]
-    snapshot: Snapshot
+    schema_mismatches: tuple[SchemaMismatch, ...]
+    ds_config_schema: DsConfigSchema
     audience: Audience
-    declared: bool
+    is_audience_given: bool
     world_size: int | None
-    is_json: bool
+    is_plain_json: bool
 
     def get(self, *path: str) -> JsonValue:
         """None where there is nothing."""
@@ -127,7 +127,7 @@ class LintedConfig:
         return self.text("zero_optimization", what, "device") or "none"
 
 
-Find = Callable[[LintedConfig], Iterator[Fault]]
+RuleFunction = Callable[[LintedDsConfig], Iterator[RuleViolation]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +136,12 @@ class LintRule:
     severity: Severity
     at: Literal["key", "value"]
     help: str
-    find: Find
+    violations: RuleFunction
 
-    def check(self, subject: LintedConfig) -> Iterator[Found]:
-        for key, message, help, fix, severity in self.find(subject):
+    def check(self, ds_config: LintedDsConfig) -> Iterator[LintFinding]:
+        for key, message, help, fix, severity in self.violations(ds_config):
             severity, help = severity or self.severity, help or self.help
-            yield Found(
+            yield LintFinding(
                 code=self.code,
                 key=key,
                 message=message,
@@ -154,9 +154,11 @@ class LintRule:
 
 def rule(
     code: str, severity: Severity = "error", at: Literal["key", "value"] = "value", help: str = ""
-) -> Callable[[Find], LintRule]:
+) -> Callable[[RuleFunction], LintRule]:
     """help: of faults that bring none of their own."""
-    return lambda find: LintRule(code=code, severity=severity, at=at, help=help, find=find)
+    return lambda violations: LintRule(
+        code=code, severity=severity, at=at, help=help, violations=violations
+    )
 
 
 def dotted(path: KeyPath) -> str:
@@ -165,7 +167,7 @@ def dotted(path: KeyPath) -> str:
     return text.removeprefix(".")
 
 
-def say(value: JsonValue) -> str:
+def json_snippet(value: JsonValue) -> str:
     """A value as JSON, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

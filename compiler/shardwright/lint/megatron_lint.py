@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from shardwright.diagnostics import Diagnostic, Location, Severity, found
-from shardwright.lint.megatron_option_reader import Arguments, GivenOption, options
+from shardwright.lint.megatron_option_reader import Arguments, MegatronOption, options
 
 Check = Callable[[Arguments], Iterator[Diagnostic]]
 TENSOR, PIPELINE, CONTEXT = (
@@ -50,8 +50,10 @@ def wrong_values(a: Arguments) -> Iterator[Diagnostic]:
         known = options().get(given.name)
         if known is None:
             continue
-        wanted = known.values if isinstance(known.values, int) else 1 if known.values == "+" else 0
-        if len(given.values) < wanted:
+        required = (
+            known.values if isinstance(known.values, int) else 1 if known.values == "+" else 0
+        )
+        if len(given.values) < required:
             message = f"`{given.name}` stands without its value"
             yield found("SW4902", given.place, message, "Write one behind it.", known.choices)
             continue
@@ -254,5 +256,7 @@ def _stages(text: str, pipeline: int) -> int:
 
 def _place(a: Arguments, *names: str) -> Location:
     """Of the first option of these that the file has."""
-    given: GivenOption | None = next((g for name in names if (g := a.last(name)) is not None), None)
+    given: MegatronOption | None = next(
+        (g for name in names if (g := a.last(name)) is not None), None
+    )
     return given.place if given else Location(file=a.source.file, line=1, column=1)

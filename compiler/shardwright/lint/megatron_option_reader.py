@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class OptionSpec:
     """values: how many an option takes: a number, "+" or "*". kind: int, float or text. choices: ()
     where any does."""
 
@@ -36,7 +36,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenOption:
+class MegatronOption:
     """values: with None for one that a variable of elsewhere stands for."""
 
     name: str
@@ -48,11 +48,11 @@ class GivenOption:
 class Arguments:
     """given: in the order of the file. source: the text to show."""
 
-    given: tuple[GivenOption, ...]
+    given: tuple[MegatronOption, ...]
     source: Source
     world_size: int | None
 
-    def last(self, name: str) -> GivenOption | None:
+    def last(self, name: str) -> MegatronOption | None:
         """argparse takes the last of several."""
         return next((g for g in reversed(self.given) if g.name == name), None)
 
@@ -69,18 +69,18 @@ class Arguments:
 
 
 @functools.cache
-def options() -> Mapping[str, Known]:
+def options() -> Mapping[str, OptionSpec]:
     """Those of Megatron-LM core_v0.19.0's parser (tools/generate/megatron_argument_parser.py)."""
     text = resources.files("shardwright.lint").joinpath("megatron_options.json").read_text("utf-8")
     return {
-        name: Known(values=values, kind=kind, choices=tuple(map(str, choices)))
+        name: OptionSpec(values=values, kind=kind, choices=tuple(map(str, choices)))
         for name, (values, kind, choices) in json.loads(text)["options"].items()
     }
 
 
 def read_arguments(name: str, text: str, world_size: int | None) -> Arguments:
     lines = LineOffsets(name, text)
-    given: list[GivenOption] = []
+    given: list[MegatronOption] = []
     words = list(_words(text))
     at = 0
     while at < len(words):
@@ -98,7 +98,7 @@ def read_arguments(name: str, text: str, world_size: int | None) -> Arguments:
             known.values, int
         ):  # what follows belongs to something else
             values = values[: known.values]
-        given.append(GivenOption(name=option, values=tuple(values), place=lines.at(start, end)))
+        given.append(MegatronOption(name=option, values=tuple(values), place=lines.at(start, end)))
     return Arguments(
         given=tuple(given), source=Source(file=name, texts={name: text}), world_size=world_size
     )
@@ -110,12 +110,12 @@ def _words(text: str) -> Iterator[tuple[Span, str | None]]:
     variables: dict[str, str] = {}
     offset, continued, skips = 0, False, False
     for line in text.splitlines(keepends=True):
-        bare = _COMMENT.sub("", line.rstrip("\r\n"))
-        words = [m for m in _WORD.finditer(bare) if m[0] != "\\"]
+        uncommented = _COMMENT.sub("", line.rstrip("\r\n"))
+        words = [m for m in _WORD.finditer(uncommented) if m[0] != "\\"]
         if not continued:
-            skips = bool(words) and _starts_program(bare, words[0][0])
-        continued = bare.rstrip().endswith("\\")
-        assigned = _ASSIGNED.match(bare.strip())
+            skips = bool(words) and _starts_program(uncommented, words[0][0])
+        continued = uncommented.rstrip().endswith("\\")
+        assigned = _ASSIGNED.match(uncommented.strip())
         for m in words:
             whole = m[0]
             if assigned and whole.startswith(f"{assigned[1]}") and "=" in whole:

@@ -9,26 +9,26 @@ from dataclasses import replace
 
 from shardwright.diagnostics import Diagnostic, Location, Refusal, Source, found
 from shardwright.recipe.parse_events import LineOffsets
-from shardwright.recipe.recipe_nodes import plain
-from shardwright.recipe.recipe_tree import LONGEST_TEXT, read_text
-from shardwright.utils.bounded_read import read_regular_text
+from shardwright.recipe.recipe_nodes import node_value
+from shardwright.recipe.recipe_tree import MAX_RECIPE_BYTES, parse_recipe_text
+from shardwright.utils.bounded_read import read_regular_text_file
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 SECTION = "deepspeed_config"
 
 
-def read_accelerate(path: str) -> dict[str, str]:
+def read_accelerate_config(path: str) -> dict[str, str]:
     """Option -> value, those of the DeepSpeed section among them. Raises Refusal (SW1452)."""
     try:
-        text = read_regular_text(path, LONGEST_TEXT)
+        text = read_regular_text_file(path, MAX_RECIPE_BYTES)
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise Refusal(_error(path, f"--config_file: {path} cannot be read: {cause}")) from None
-    node, errors = read_text(text, LineOffsets(path, text))
+    node, errors = parse_recipe_text(text, LineOffsets(path, text))
     source = Source(file=path, texts={path: text})
     if errors:
         raise Refusal(*(replace(error, code="SW1452") for error in errors), source=source)
-    document = None if node is None else plain(node)
+    document = None if node is None else node_value(node)
     if not isinstance(document, Mapping):
         raise Refusal(
             _error(path, f"--config_file: {path} holds no keys of Accelerate"), source=source
@@ -53,7 +53,7 @@ def _text(value: JsonValue) -> str:
     return "" if value is None else str(value)
 
 
-def beside(path: str, name: str) -> str:
+def resolve_config_path(path: str, name: str) -> str:
     """A file that the configuration names: relative to the working folder, as Accelerate reads it,
     else to its own."""
     own = os.path.join(os.path.dirname(path), name)

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from shardwright.engines.deepspeed.ds_config_extra import ALLOWED
-from shardwright.engines.deepspeed.ds_config_schema import snapshot
-from shardwright.engines.deepspeed.ds_config_validation import AUTO, is_note, properties
-from shardwright.lint.ds_config_key_rules import REMOVED
-from shardwright.migrate.import_sources import Sources, as_integer, as_switch, as_text
-from shardwright.recipe.recipe_tree import DEEPEST
-from shardwright.utils.bounded_read import is_too_deep
+from shardwright.engines.deepspeed.ds_config_extra import EXTRA_KEYS_ALLOWED
+from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
+from shardwright.engines.deepspeed.ds_config_validation import AUTO, is_comment_key, properties
+from shardwright.lint.ds_config_key_rules import REMOVED_KEYS
+from shardwright.migrate.import_sources import ImportSources, as_integer, as_switch, as_text
+from shardwright.recipe.recipe_tree import MAX_RECIPE_DEPTH
+from shardwright.utils.bounded_read import is_nested_too_deeply
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 ZERO = "zero_optimization"
@@ -30,8 +30,8 @@ _TYPES: dict[str, tuple[str, ...]] = {
 
 _PLAN_WRITES = "compile writes it by the layout"
 _QUANTIZED = "quantized communication changes what is trained"
-_MEAN = "the loss is the mean over all predicted tokens"
-_NO_KEY = "a recipe has no such key"
+_LOSS_IS_MEAN = "the loss is the mean over all predicted tokens"
+_NO_RECIPE_KEY = "a recipe has no such key"
 # Key or section of ds_config -> why it is not carried; the longest that fits counts.
 REASONS: dict[str, str] = {
     **{
@@ -78,7 +78,7 @@ REASONS: dict[str, str] = {
     "hybrid_engine": "it is for generation during training",
     "pipeline": "compile writes the section by the layout",
     **dict.fromkeys(
-        ("gradient_allreduce_op", "gradient_predivide_factor", "prescale_gradients"), _MEAN
+        ("gradient_allreduce_op", "gradient_predivide_factor", "prescale_gradients"), _LOSS_IS_MEAN
     ),
     "seq_parallel_communication_data_type": "sequence parallelism is not part of a run yet",
     "sequence_parallel_size": (
@@ -94,7 +94,7 @@ REASONS: dict[str, str] = {
 }
 
 
-def zero(s: Sources) -> None:
+def zero(s: ImportSources) -> None:
     old = s.get(ZERO)
     if isinstance(old, bool):
         s.draft.put(ZERO_STAGE, int(old), ZERO)
@@ -114,7 +114,7 @@ def zero(s: Sources) -> None:
     _offload(s, stage)
 
 
-def _stage_1(s: Sources) -> None:
+def _stage_1(s: ImportSources) -> None:
     why = (
         "stage 0 sums in half precision and clips a pipeline by part of its norm; stage 1 is the "
         "same, without that"
@@ -127,7 +127,7 @@ def _stage_1(s: Sources) -> None:
         s.draft.note("parallelism", f"zero_stage: {why}")
 
 
-def _offload(s: Sources, stage: int | None) -> None:
+def _offload(s: ImportSources, stage: int | None) -> None:
     device = dict[str, str]()
     for what, words in (
         ("offload_optimizer", "offload_optimizer_device"),
@@ -169,7 +169,7 @@ def _offload(s: Sources, stage: int | None) -> None:
         )
 
 
-def precision(s: Sources) -> None:
+def precision(s: ImportSources) -> None:
     found = None
     for name, section in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
         path = f"{section}.enabled"
@@ -202,7 +202,7 @@ def precision(s: Sources) -> None:
     _accumulation(s, found)
 
 
-def _accumulation(s: Sources, precision: str | None) -> None:
+def _accumulation(s: ImportSources, precision: str | None) -> None:
     path, key = "data_types.grad_accum_dtype", "training.gradient_accumulation_dtype"
     given = next((name for name, words in _TYPES.items() if s.get(path) in words), None)
     allowed = {"bf16": ("fp32", "bf16"), "fp16": ("fp32", "fp16")}.get(precision or "", ("fp32",))
@@ -215,7 +215,7 @@ def _accumulation(s: Sources, precision: str | None) -> None:
         )
 
 
-def recomputation(s: Sources) -> None:
+def recomputation(s: ImportSources) -> None:
     typed = s.word(as_switch, "gradient_checkpointing", "activation_checkpointing")
     interval = s.integer("pipeline.activation_checkpoint_interval")
     section = s.section("activation_checkpointing")
@@ -240,7 +240,7 @@ def recomputation(s: Sources) -> None:
         s.draft.put(RECOMPUTE, "none", "the Trainer's default")
 
 
-def monitors(s: Sources) -> None:
+def monitors(s: ImportSources) -> None:
     if s.has("tensorboard"):
         s.draft.put(
             "tracking.tensorboard",
@@ -259,27 +259,27 @@ def monitors(s: Sources) -> None:
         s.draft.take("wandb.enabled", "tracking.wandb")
 
 
-def free_keys(s: Sources, refused: Mapping[str, str]) -> None:
+def convert_extra_keys(s: ImportSources, refused: Mapping[str, str]) -> None:
     """`extra`, and the comments for the rest. refused: key -> what lint finds wrong with it."""
     extra: dict[str, JsonValue] = {}
     zero_stage = s.draft.values.get(ZERO_STAGE)
-    for path, value in leaves(s.config, ()):
+    for path, value in leaf_keys(s.config, ()):
         dotted = ".".join(path)
         if any(".".join(path[:n]) in s.draft.carried for n in range(1, len(path) + 1)):
             continue
-        allowed = official(path)
+        allowed = documented_key(path)
         why = (
             ""
-            if any(".".join(allowed[:n]) in ALLOWED for n in range(1, len(allowed) + 1))
+            if any(".".join(allowed[:n]) in EXTRA_KEYS_ALLOWED for n in range(1, len(allowed) + 1))
             else reason(path)
         )
-        if is_note(path[-1]):
+        if is_comment_key(path[-1]):
             why = "a comment of the file"
         elif path[0] == "fp16" and s.draft.values.get(PRECISION) != "fp16":
             why = "it scales losses of fp16"
         elif path[0] in ("tensorboard", "wandb"):
             why = REASONS[path[0]]
-        elif is_too_deep(value, DEEPEST - len(path) - 2):
+        elif is_nested_too_deeply(value, MAX_RECIPE_DEPTH - len(path) - 2):
             why = "it is nested deeper than a recipe may be"
         elif value == AUTO:
             why = "the Trainer filled it in; compile sizes it by the layout"
@@ -291,34 +291,34 @@ def free_keys(s: Sources, refused: Mapping[str, str]) -> None:
         place = extra
         for part in allowed[:-1]:
             place = cast("dict[str, JsonValue]", place.setdefault(part, {}))
-        place[allowed[-1]] = whole(value)
+        place[allowed[-1]] = integral_if_exact(value)
         s.draft.take(dotted, "extra." + ".".join(allowed))
     if extra:
         s.draft.values["extra"] = extra
 
 
-def leaves(
+def leaf_keys(
     section: JsonObject, path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], JsonValue]]:
     for key, value in section.items():
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, (*path, key))
+            yield from leaf_keys(value, (*path, key))
         else:
             yield (*path, key), value
 
 
-def official(path: tuple[str, ...]) -> tuple[str, ...]:
+def documented_key(path: tuple[str, ...]) -> tuple[str, ...]:
     """With the documented name of a key that has two."""
     if path[0] != ZERO or len(path) < 2:
         return path
-    known = properties(properties(snapshot().schema)[ZERO]).get(path[1], {})
+    known = properties(properties(ds_config_schema().schema)[ZERO]).get(path[1], {})
     return (ZERO, str(known.get("same_as", path[1])), *path[2:])
 
 
 def reason(path: tuple[str, ...]) -> str:
-    if path[0] in REMOVED:
-        return f"gone from DeepSpeed {snapshot().version}. {REMOVED[path[0]]}"
-    named = (official(path), path)
+    if path[0] in REMOVED_KEYS:
+        return f"gone from DeepSpeed {ds_config_schema().version}. {REMOVED_KEYS[path[0]]}"
+    named = (documented_key(path), path)
     return next(
         (
             REASONS[dotted]
@@ -326,11 +326,11 @@ def reason(path: tuple[str, ...]) -> str:
             for n in range(len(p), 0, -1)
             if (dotted := ".".join(p[:n])) in REASONS
         ),
-        _NO_KEY,
+        _NO_RECIPE_KEY,
     )
 
 
-def whole(value: JsonValue) -> JsonValue:
+def integral_if_exact(value: JsonValue) -> JsonValue:
     """5e8 is an integer to DeepSpeed."""
     return (
         int(value)

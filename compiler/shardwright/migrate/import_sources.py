@@ -10,20 +10,20 @@ from typing import TypeVar
 
 from shardwright.engines.deepspeed.ds_config_validation import AUTO, FALSE_WORDS, TRUE_WORDS
 from shardwright.migrate.launch_command import LaunchCommand
-from shardwright.migrate.recipe_draft import Draft, shown
+from shardwright.migrate.recipe_draft import RecipeDraft, redacted
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 T = TypeVar("T")
-THE_TRAINERS = "the Trainer's default"
+TRAINER_DEFAULT = "the Trainer's default"
 
 
 @dataclass(slots=True)
-class Sources:
+class ImportSources:
     """config: the file's keys, without those that lint finds wrong. is_trainer: the HF Trainer
     reads the file, so that its defaults hold. has_command: --launch was given. world_size: ranks,
     None where nothing says."""
 
-    draft: Draft
+    draft: RecipeDraft
     config: JsonObject
     command: LaunchCommand
     is_trainer: bool
@@ -96,7 +96,7 @@ class Sources:
             self.draft.put(key, _plain(typed[1]), typed[0], typed[0], *self.there(dotted))
             return typed[1]
         if default is not None and self.is_trainer and self.has_command:
-            self.draft.put(key, _plain(default), THE_TRAINERS, *self.there(dotted))
+            self.draft.put(key, _plain(default), TRAINER_DEFAULT, *self.there(dotted))
             return default
         return None
 
@@ -104,7 +104,9 @@ class Sources:
         """A value that the recipe needs and that nothing here says."""
         if dotted and self.has(dotted):
             self.draft.take(dotted, key)
-            what = f"{what}; {shown(dotted, AUTO)} was filled in by the Trainer from its arguments"
+            what = (
+                f"{what}; {redacted(dotted, AUTO)} was filled in by the Trainer from its arguments"
+            )
         self.draft.ask(key, what)
 
 

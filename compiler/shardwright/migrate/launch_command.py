@@ -18,7 +18,7 @@ MOST_WORDS = 4096
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 # Options of the launchers that take no value; every other one takes the word behind it.
-_SWITCHES = frozenset(
+_VALUELESS_OPTIONS = frozenset(
     {
         *(
             "module",
@@ -41,7 +41,7 @@ _SWITCHES = frozenset(
         *("same_network", "quiet", "debug", "use_xpu", "tpu", "ipex"),
     }
 )
-_SHORT: dict[str, str] = {
+_SHORT_OPTIONS: dict[str, str] = {
     "H": "hostfile",
     "i": "include",
     "e": "exclude",
@@ -99,14 +99,14 @@ def read_command(text: str) -> LaunchCommand:
     while words and (variable := _VARIABLE.fullmatch(words[0])):
         environment[variable[1]] = variable[2]
         words = words[1:]
-    launcher, behind = _launcher(words)
+    launcher, after_launcher = _launcher(words)
     if not launcher:
-        begin = " ".join(words[:2]) or text.strip()
+        prefix = " ".join(words[:2]) or text.strip()
         raise _refused(
-            f"--launch begins with {begin!r}, which is none of deepspeed, accelerate launch, "
+            f"--launch begins with {prefix!r}, which is none of deepspeed, accelerate launch, "
             "torchrun, python"
         )
-    options, rest = _options(behind, launcher)
+    options, rest = _options(after_launcher, launcher)
     named, unnamed = _script_words(rest[1:])
     return LaunchCommand(
         launcher=launcher,
@@ -122,9 +122,9 @@ def _launcher(words: list[str]) -> tuple[str, list[str]]:
     plain = (
         [re.sub(r"python[\d.]*", "python", os.path.basename(words[0])), *words[1:]] if words else []
     )
-    for begin in sorted(_LAUNCHERS, key=len, reverse=True):
-        if tuple(plain[: len(begin)]) == begin:
-            return _LAUNCHERS[begin], words[len(begin) :]
+    for prefix in sorted(_LAUNCHERS, key=len, reverse=True):
+        if tuple(plain[: len(prefix)]) == prefix:
+            return _LAUNCHERS[prefix], words[len(prefix) :]
     return "", []
 
 
@@ -135,10 +135,10 @@ def _options(words: list[str], launcher: str) -> tuple[dict[str, str], list[str]
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
         name, equals, value = words[at].lstrip("-").partition("=")
         at += 1
-        name = _SHORT.get(name, name).replace("-", "_")
+        name = _SHORT_OPTIONS.get(name, name).replace("-", "_")
         if name == "":  # `--`: the script follows
             break
-        switch = name in _SWITCHES or (launcher == "python" and name in _PYTHON_SWITCHES)
+        switch = name in _VALUELESS_OPTIONS or (launcher == "python" and name in _PYTHON_SWITCHES)
         if not equals and not switch and at < len(words):
             value, at = words[at], at + 1
         found[name] = value
@@ -162,7 +162,7 @@ def _script_words(words: list[str]) -> tuple[dict[str, tuple[str, ...]], tuple[s
     return named, tuple(unnamed)
 
 
-def hosts_of(text: str) -> Iterator[tuple[str, int]]:
+def hostfile_slots(text: str) -> Iterator[tuple[str, int]]:
     """(name, slots) of a hostfile; what is no such line is left out, and `check` will say so."""
     for line in text.splitlines():
         found = re.fullmatch(r"\s*([^\s#]+)\s+slots=(\d{1,6})\s*(#.*)?", line)
@@ -170,7 +170,7 @@ def hosts_of(text: str) -> Iterator[tuple[str, int]]:
             yield found[1], int(found[2])
 
 
-def included(filter_text: str) -> dict[str, tuple[int, ...] | None]:
+def parse_include_filter(filter_text: str) -> dict[str, tuple[int, ...] | None]:
     """DeepSpeed's `worker-0:0,1@worker-1`: host -> its slots, None for all of them."""
     found: dict[str, tuple[int, ...] | None] = {}
     for part in filter(None, filter_text.split("@")):

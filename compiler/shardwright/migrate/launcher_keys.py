@@ -6,16 +6,18 @@ import os
 import re
 
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
-from shardwright.migrate.import_sources import Sources, as_count, as_text
-from shardwright.migrate.launch_command import hosts_of, included
+from shardwright.migrate.import_sources import ImportSources, as_count, as_text
+from shardwright.migrate.launch_command import hostfile_slots, parse_include_filter
 from shardwright.migrate.recipe_draft import is_secret
-from shardwright.utils.bounded_read import read_regular_text
+from shardwright.utils.bounded_read import read_regular_text_file
 
-_LAUNCHERS = tuple(name for name, row in LAUNCHERS.items() if row.program and not row.own_files)
+_LAUNCHERS = tuple(
+    name for name, row in LAUNCHERS.items() if row.program and not row.has_separate_filesystem
+)
 """Those that `deepspeed --launcher` has too: a program here reaches the nodes."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
 _OWN_PROGRAM = "shardwright run trains by a program of its own"
-_WITHOUT_USE: dict[str, str] = {
+_UNUSED_OPTIONS: dict[str, str] = {
     **dict.fromkeys(("node_rank", "machine_rank"), "each node knows its number"),
     **dict.fromkeys(("module", "m", "no_python", "no_local_rank"), _OWN_PROGRAM),
     "force_multi": "one node or more follows from cluster.nodes",
@@ -33,7 +35,7 @@ _WITHOUT_USE: dict[str, str] = {
 _HOSTFILE = ("hostfile", "deepspeed_hostfile")
 
 
-def cluster(s: Sources, folder: str) -> None:
+def cluster(s: ImportSources, folder: str) -> None:
     """folder: absolute, of the recipe to be, which relative paths start from."""
     _size(s)
     for key, count, what in (
@@ -54,7 +56,7 @@ def cluster(s: Sources, folder: str) -> None:
         )
     _launch(s, folder)
     _environment(s)
-    for name, why in _WITHOUT_USE.items():
+    for name, why in _UNUSED_OPTIONS.items():
         if name in s.command.options:
             s.draft.leave("launch", f"--{name}", s.command.options[name], why)
     for name, value in s.command.options.items():
@@ -67,7 +69,7 @@ def cluster(s: Sources, folder: str) -> None:
             )
 
 
-def _size(s: Sources) -> None:
+def _size(s: ImportSources) -> None:
     """Nodes and GPUs a node, by the first that says so: include, hostfile, counts of the
     launchers."""
     _size_of_hosts(s)
@@ -82,11 +84,11 @@ def _size(s: Sources) -> None:
         s.world_size = s.nodes * s.gpus_per_node
 
 
-def _size_of_hosts(s: Sources) -> None:
+def _size_of_hosts(s: ImportSources) -> None:
     hosts = _hosts(s)
     filtered = s.command.option("include")
     if filtered is not None:
-        chosen = included(filtered[1])
+        chosen = parse_include_filter(filtered[1])
         counts = {
             len(numbers) if numbers is not None else hosts.get(host)
             for host, numbers in chosen.items()
@@ -95,7 +97,7 @@ def _size_of_hosts(s: Sources) -> None:
         s.gpus_per_node = counts.pop() if len(counts) == 1 else None
         s.draft.take("--include", "cluster")
     elif hosts:
-        excluded = included(s.command.options.get("exclude", ""))
+        excluded = parse_include_filter(s.command.options.get("exclude", ""))
         kept = {
             h: n - len(excluded.get(h) or ())
             for h, n in hosts.items()
@@ -106,7 +108,7 @@ def _size_of_hosts(s: Sources) -> None:
         s.draft.take("--exclude", "cluster")
 
 
-def _size_of_counts(s: Sources) -> None:
+def _size_of_counts(s: ImportSources) -> None:
     nodes = s.word(as_count, "num_nodes", "nnodes", "num_machines")
     gpus = s.word(as_count, "num_gpus", "num_accelerators", "nproc_per_node")
     total = s.word(as_count, "num_processes")
@@ -123,17 +125,17 @@ def _size_of_counts(s: Sources) -> None:
         s.gpus_per_node = total[1] // s.nodes
 
 
-def _hosts(s: Sources) -> dict[str, int]:
+def _hosts(s: ImportSources) -> dict[str, int]:
     found = s.command.option(*_HOSTFILE)
     if found is None:
         return {}
     try:
-        return dict(hosts_of(read_regular_text(found[1])))
+        return dict(hostfile_slots(read_regular_text_file(found[1])))
     except (OSError, ValueError):
         return {}
 
 
-def _launch(s: Sources, folder: str) -> None:
+def _launch(s: ImportSources, folder: str) -> None:
     hostfile = s.command.option(*_HOSTFILE)
     if hostfile is not None:
         if os.path.isfile(hostfile[1]):
@@ -151,14 +153,14 @@ def _launch(s: Sources, folder: str) -> None:
     if launcher is not None and launcher[1].lower() in _LAUNCHERS:
         s.draft.put("launch.launcher", launcher[1].lower(), launcher[0])
     elif launcher is not None:
-        several = ", ".join(name for name, row in LAUNCHERS.items() if row.several_nodes)
+        several = ", ".join(name for name, row in LAUNCHERS.items() if row.is_multi_node)
         why = f"this launcher is none of a recipe's: {several}"
         s.draft.leave("launch", launcher[0], launcher[1], why)
     if "no_ssh" in s.command.options:
         s.draft.put("launch.launcher", "no_ssh", "--no_ssh")
 
 
-def _environment(s: Sources) -> None:
+def _environment(s: ImportSources) -> None:
     values = {k: v for k, v in s.command.environment.items() if k not in s.draft.carried}
     secret = sorted(name for name in values if is_secret(name))
     plain = {

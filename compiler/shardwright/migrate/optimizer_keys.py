@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from shardwright.migrate.import_sources import THE_TRAINERS, Sources, as_count, as_number, as_text
+from shardwright.migrate.import_sources import (
+    TRAINER_DEFAULT,
+    ImportSources,
+    as_count,
+    as_number,
+    as_text,
+)
 from shardwright.utils.json_types import JsonValue
 
 SECTION = "training.optimizer"
 _ADAM = frozenset({"adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam"})
-_TRAINERS_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
+_TRAINER_ADAM_NAMES = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw")
 # parameter -> (word, DeepSpeed's default and the Trainer's)
 _NUMBERS: dict[str, tuple[str, float]] = {
     "eps": ("adam_epsilon", 1e-8),
     "weight_decay": ("weight_decay", 0.0),
 }
 BETAS = (0.9, 0.999)
-TRAINERS_RATE = 5e-5
+TRAINER_LEARNING_RATE = 5e-5
 # Parameters of Adam's that choose an implementation, or say what is so anyway.
 _IMPLEMENTATION = frozenset(
     {
@@ -29,10 +35,10 @@ _IMPLEMENTATION = frozenset(
 )
 
 
-def optimizer(s: Sources) -> None:
+def optimizer(s: ImportSources) -> None:
     kind = as_text(s.get("optimizer.type"))
     if kind is not None and kind.lower() not in _ADAM:
-        _other(s, kind)
+        _reject_optimizer(s, kind)
         return
     if kind is not None:
         s.draft.put(f"{SECTION}.name", "adamw", f"optimizer.type: {kind}", "optimizer.type")
@@ -43,12 +49,15 @@ def optimizer(s: Sources) -> None:
             )
             s.draft.leave(SECTION, "optimizer.params.adam_w_mode", False, why)
     typed = s.word(as_text, "optim")
-    if typed is not None and typed[1].lower() in _TRAINERS_ADAM:
+    if typed is not None and typed[1].lower() in _TRAINER_ADAM_NAMES:
         s.draft.put(f"{SECTION}.name", "adamw", typed[0])
     elif typed is not None:
         s.draft.leave(SECTION, typed[0], typed[1], "AdamW is the one optimizer of a recipe")
     key, path = f"{SECTION}.lr", "optimizer.params.lr"
-    if s.settle(key, as_number, "learning_rate", "lr", dotted=path, default=TRAINERS_RATE) is None:
+    if (
+        s.settle(key, as_number, "learning_rate", "lr", dotted=path, default=TRAINER_LEARNING_RATE)
+        is None
+    ):
         s.unanswered(key, path, "the highest learning rate")
     _betas(s)
     for name, (word, default) in _NUMBERS.items():
@@ -73,7 +82,7 @@ def optimizer(s: Sources) -> None:
         s.draft.leave(SECTION, f"optimizer.params.{name}", value, why)
 
 
-def _other(s: Sources, kind: str) -> None:
+def _reject_optimizer(s: ImportSources, kind: str) -> None:
     why = "AdamW is the one optimizer of a recipe; its learning rate is another one"
     s.draft.leave(SECTION, "optimizer.type", kind, why)
     for name, value in s.section("optimizer.params").items():
@@ -81,7 +90,7 @@ def _other(s: Sources, kind: str) -> None:
     s.draft.ask(f"{SECTION}.lr", f"the learning rate for AdamW; the file trains by {kind}")
 
 
-def _betas(s: Sources) -> None:
+def _betas(s: ImportSources) -> None:
     path, given = "optimizer.params.betas", s.get("optimizer.params.betas")
     if (
         isinstance(given, list | tuple)
@@ -93,11 +102,11 @@ def _betas(s: Sources) -> None:
     first, second = s.word(as_number, "adam_beta1"), s.word(as_number, "adam_beta2")
     values: list[JsonValue] = [first[1] if first else BETAS[0], second[1] if second else BETAS[1]]
     sources = tuple(found[0] for found in (first, second) if found)
-    origin = " and ".join(sources) or (THE_TRAINERS if s.is_trainer else "DeepSpeed's default")
+    origin = " and ".join(sources) or (TRAINER_DEFAULT if s.is_trainer else "DeepSpeed's default")
     s.draft.put(f"{SECTION}.betas", values, origin, *sources, *s.there(path))
 
 
-def clipping(s: Sources) -> None:
+def clipping(s: ImportSources) -> None:
     key, name = "training.gradient_clipping", "gradient_clipping"
     if s.settle(key, as_number, "max_grad_norm", name, dotted=name, default=1.0) is None:
         s.draft.put(key, 1.0, "DeepSpeed's and the Trainer's default", *s.there(name))
@@ -105,14 +114,14 @@ def clipping(s: Sources) -> None:
 
 SCHEDULE = "training.scheduler"
 # The Trainer's names -> a recipe's curve.
-_CURVES: dict[str, str] = {
+_TRAINER_SCHEDULES: dict[str, str] = {
     "linear": "linear",
     "cosine": "cosine",
     "constant": "constant",
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
 }
-_DEEPSPEEDS: dict[str, str] = {
+_DEEPSPEED_SCHEDULES: dict[str, str] = {
     "WarmupLR": "constant",
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
@@ -120,26 +129,29 @@ _DEEPSPEEDS: dict[str, str] = {
 _PARAMS = "scheduler.params"
 
 
-def scheduler(s: Sources) -> None:
+def scheduler(s: ImportSources) -> None:
     kind = as_text(s.get("scheduler.type"))
-    if kind in _DEEPSPEEDS:
+    if kind in _DEEPSPEED_SCHEDULES:
         s.draft.put(
-            f"{SCHEDULE}.name", _DEEPSPEEDS[str(kind)], f"scheduler.type: {kind}", "scheduler.type"
+            f"{SCHEDULE}.name",
+            _DEEPSPEED_SCHEDULES[str(kind)],
+            f"scheduler.type: {kind}",
+            "scheduler.type",
         )
-        _deepspeeds(s, str(kind))
+        _convert_deepspeed_schedule(s, str(kind))
     elif kind is not None:
         s.draft.leave(
             SCHEDULE, "scheduler.type", kind, "a recipe's curves are constant, linear, cosine, wsd"
         )
         s.draft.put(f"{SCHEDULE}.name", "constant")
     else:
-        _trainers(s)
+        _convert_trainer_schedule(s)
     typed = s.command.words.get("lr_scheduler_type")
     if kind is not None and typed:
         s.draft.leave(
             SCHEDULE, "--lr_scheduler_type", " ".join(typed), "the file's own scheduler counts"
         )
-    _warmup(s, "" if kind is None else f"{_PARAMS}.warmup_num_steps", kind in _DEEPSPEEDS)
+    _warmup(s, "" if kind is None else f"{_PARAMS}.warmup_num_steps", kind in _DEEPSPEED_SCHEDULES)
     for name, value in s.section(_PARAMS).items():
         s.draft.leave(
             SCHEDULE,
@@ -149,7 +161,7 @@ def scheduler(s: Sources) -> None:
         )
 
 
-def _deepspeeds(s: Sources, kind: str) -> None:
+def _convert_deepspeed_schedule(s: ImportSources, kind: str) -> None:
     top = f"{_PARAMS}.warmup_max_lr"
     rate = as_number(s.get(top))
     if rate is not None and rate > 0:
@@ -185,23 +197,23 @@ def _deepspeeds(s: Sources, kind: str) -> None:
             s.draft.leave(SCHEDULE, curve, s.get(curve), "a recipe warms up along a straight line")
 
 
-def _trainers(s: Sources) -> None:
+def _convert_trainer_schedule(s: ImportSources) -> None:
     typed = s.word(as_text, "lr_scheduler_type")
     name = typed[1].lower() if typed is not None else "linear" if s.is_trainer else "constant"
-    if typed is not None and name in _CURVES:
-        s.draft.put(f"{SCHEDULE}.name", _CURVES[name], typed[0])
+    if typed is not None and name in _TRAINER_SCHEDULES:
+        s.draft.put(f"{SCHEDULE}.name", _TRAINER_SCHEDULES[name], typed[0])
     elif typed is not None:
         s.draft.leave(
             SCHEDULE, typed[0], typed[1], "a recipe's curves are constant, linear, cosine, wsd"
         )
         s.draft.put(f"{SCHEDULE}.name", "constant")
     elif s.is_trainer:
-        s.draft.put(f"{SCHEDULE}.name", "linear", THE_TRAINERS)
+        s.draft.put(f"{SCHEDULE}.name", "linear", TRAINER_DEFAULT)
     else:
         s.draft.put(f"{SCHEDULE}.name", "constant", "no scheduler in the file: the rate stays")
 
 
-def _warmup(s: Sources, path: str, is_deepspeeds: bool) -> None:
+def _warmup(s: ImportSources, path: str, is_deepspeeds: bool) -> None:
     """warmup_steps goes before warmup_ratio, and one below 1 is a ratio, as in the Trainer."""
     given = as_count(s.get(path)) if path else None
     sources = s.there(path)

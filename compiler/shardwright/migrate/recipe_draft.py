@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from shardwright.diagnostics.diagnostic_rendering import visible
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.recipe.key_descriptions import FILL_IN
 from shardwright.utils.json_types import JsonValue
 
@@ -15,7 +15,7 @@ _SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key", re.IGN
 
 
 @dataclass(slots=True)
-class Draft:
+class RecipeDraft:
     """Recipe keys are dotted, and so are the keys of ds_config; a word of the command line has its
     dashes.
 
@@ -70,20 +70,20 @@ class Draft:
         """`source` stays behind; its comment stands in `section`."""
         if source not in self.carried and source not in self.left:
             self.left[source] = why
-            self.behind.setdefault((section, why), []).append(shown(source, value))
+            self.behind.setdefault((section, why), []).append(redacted(source, value))
 
 
 def is_secret(name: str) -> bool:
     return bool(_SECRET.search(name))
 
 
-def shown(source: str, value: JsonValue) -> str:
+def redacted(source: str, value: JsonValue) -> str:
     """`key: value` or `--word value`, cut short; the value of a secret never."""
     joint = " " if source.startswith("-") else "=" if source.isupper() else ": "
     if is_secret(source):
-        return f"{visible(source)}{joint}..."
+        return f"{escape_control_characters(source)}{joint}..."
     text = (
         value if isinstance(value, str) and joint != ": " else json.dumps(value, ensure_ascii=False)
     )
     text = text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
-    return visible(f"{source}{joint}{text}" if text else source)
+    return escape_control_characters(f"{source}{joint}{text}" if text else source)

@@ -7,8 +7,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from shardwright.diagnostics.diagnostic_rendering import visible
-from shardwright.migrate.recipe_draft import Draft
+from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
+from shardwright.migrate.recipe_draft import RecipeDraft
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 SECTIONS = (
@@ -28,7 +28,7 @@ _RESERVED = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "
 _WIDTH = 116
 
 
-def recipe_text(draft: Draft, name: str, heading: list[str]) -> str:
+def draft_yaml(draft: RecipeDraft, name: str, heading: list[str]) -> str:
     tree: dict[str, JsonValue] = {}
     for key, value in draft.values.items():
         *parents, last = key.split(".")
@@ -38,7 +38,12 @@ def recipe_text(draft: Draft, name: str, heading: list[str]) -> str:
             assert isinstance(below, dict)
             place = below
         place[last] = value
-    lines = [*(f"# {visible(line)}" for line in heading), "version: 1", f"name: {scalar(name)}", ""]
+    lines = [
+        *(f"# {escape_control_characters(line)}" for line in heading),
+        "version: 1",
+        f"name: {scalar(name)}",
+        "",
+    ]
     for section in SECTIONS:
         value = tree.get(section)
         found = list(_section(draft, section, value if isinstance(value, Mapping) else {}, 0))
@@ -46,7 +51,7 @@ def recipe_text(draft: Draft, name: str, heading: list[str]) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _section(draft: Draft, path: str, values: JsonObject, depth: int) -> Iterator[str]:
+def _section(draft: RecipeDraft, path: str, values: JsonObject, depth: int) -> Iterator[str]:
     indent = "  " * depth
     inside = "  " * (depth + 1) if values else indent
     if values:
@@ -56,7 +61,7 @@ def _section(draft: Draft, path: str, values: JsonObject, depth: int) -> Iterato
             if isinstance(value, Mapping) and value:
                 yield from _section(draft, below, value, depth + 1)
             else:
-                yield f"{inside}{scalar(key)}: {flow(value)}{_remark(draft, below)}"
+                yield f"{inside}{scalar(key)}: {flow(value)}{_origin_comment(draft, below)}"
     for note in draft.comments(path):
         yield from _comment(note if values else f"{path}: {note}", inside)
     for below in [
@@ -67,14 +72,14 @@ def _section(draft: Draft, path: str, values: JsonObject, depth: int) -> Iterato
         yield from _section(draft, below, {}, depth + 1 if values else depth)
 
 
-def _remark(draft: Draft, key: str) -> str:
+def _origin_comment(draft: RecipeDraft, key: str) -> str:
     text = draft.fill.get(key) or draft.origins.get(key)
-    return f" # {visible(text)}" if text else ""
+    return f" # {escape_control_characters(text)}" if text else ""
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:
     line = ""
-    for word in visible(text).split(" "):
+    for word in escape_control_characters(text).split(" "):
         if line and len(indent) + 2 + len(line) + 1 + len(word) > _WIDTH:
             yield f"{indent}# {line}"
             line = f"  {word}"

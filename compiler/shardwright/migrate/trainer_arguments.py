@@ -7,17 +7,17 @@ import json
 import re
 
 from shardwright.migrate.import_sources import (
-    Sources,
+    ImportSources,
     as_count,
     as_integer,
     as_number,
     as_switch,
     as_text,
 )
-from shardwright.migrate.recipe_draft import LONGEST_VALUE, shown
+from shardwright.migrate.recipe_draft import LONGEST_VALUE, redacted
 
 _ATTENTION = ("sdpa", "eager", "flash_attention_2")
-_DATA_WORDS = (
+_DATA_ARGUMENTS = (
     *(
         "dataset_name",
         "dataset",
@@ -76,7 +76,7 @@ REASONS: dict[str, str] = {
 }
 
 
-def model(s: Sources, named: str | None) -> None:
+def model(s: ImportSources, named: str | None) -> None:
     """named: by --model of the command line."""
     typed = s.word(
         as_text, "model_name_or_path", "model_name", "model_id", "model_path", "base_model", "model"
@@ -100,11 +100,11 @@ def model(s: Sources, named: str | None) -> None:
         s.draft.put("model.attention", attention[1], attention[0])
 
 
-def data(s: Sources) -> None:
+def data(s: ImportSources) -> None:
     words = [
-        (f"--{name}", s.command.words[name]) for name in _DATA_WORDS if name in s.command.words
+        (f"--{name}", s.command.words[name]) for name in _DATA_ARGUMENTS if name in s.command.words
     ]
-    said = "; ".join(shown(word, " ".join(values)) for word, values in words)
+    said = "; ".join(redacted(word, " ".join(values)) for word, values in words)
     s.draft.ask(
         "data.kind",
         "text, jsonl, parquet, chat, tokens or megatron"
@@ -117,7 +117,7 @@ def data(s: Sources) -> None:
     s.settle("data.packing", as_switch, "packing")
 
 
-def rest(s: Sources) -> None:
+def rest(s: ImportSources) -> None:
     seed = s.word(as_integer, "seed")
     if seed is not None and 0 <= seed[1] < 2**32:
         s.draft.put("training.seed", seed[1], seed[0])
@@ -133,7 +133,7 @@ def rest(s: Sources) -> None:
             project = s.command.environment.get("WANDB_PROJECT", "huggingface")
             s.draft.put("tracking.wandb.project", project, "--report_to")
         elif tracker not in ("wandb", "none"):
-            what = shown("--report_to", tracker)
+            what = redacted("--report_to", tracker)
             s.draft.note("tracking", f"not carried, a recipe has tensorboard and wandb: {what}")
     if "report_to" in s.command.words:
         s.draft.take("--report_to", "tracking")
@@ -146,7 +146,7 @@ def rest(s: Sources) -> None:
         s.draft.note("training", f"not carried, a word of the script without a name: {what}")
 
 
-def name_of(s: Sources, fallback: str) -> str:
+def name_of(s: ImportSources, fallback: str) -> str:
     typed = s.word(as_text, "run_name")
     text = re.sub(r"[^A-Za-z0-9._-]+", "-", typed[1] if typed is not None else fallback).strip(
         "-."
@@ -156,7 +156,7 @@ def name_of(s: Sources, fallback: str) -> str:
     return text if _NAME.fullmatch(text) else "imported"
 
 
-def _lora(s: Sources) -> None:
+def _lora(s: ImportSources) -> None:
     rank = s.word(as_count, "lora_r", "lora_rank")
     wanted = s.word(as_switch, "use_peft", "use_lora", "lora", "lora_enable")
     if rank is None and (wanted is None or not wanted[1]):
@@ -179,7 +179,7 @@ def _lora(s: Sources) -> None:
         s.draft.put("lora.target_modules", list(dict.fromkeys(names)), "--lora_target_modules")
 
 
-def kwargs(s: Sources) -> None:
+def kwargs(s: ImportSources) -> None:
     """--lr_scheduler_kwargs, as JSON: the final learning rate of cosine_with_min_lr."""
     values = s.command.words.get("lr_scheduler_kwargs", ())
     try:

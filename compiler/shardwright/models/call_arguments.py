@@ -34,7 +34,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(inner, f"{path}.{key}" if path else str(key))
 
 
-def replaced(arguments: Arguments, values: Mapping[str, Any]) -> Arguments:
+def replace_arguments(arguments: Arguments, values: Mapping[str, Any]) -> Arguments:
     """The same arguments with the values at these paths; containers beside a path are kept as they
     are."""
     args, kwargs = arguments
@@ -60,20 +60,20 @@ def _with(container: Any, parts: list[str], new: Any) -> Any:
     return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
 
 
-def fresh(value: Any, memo: dict[int, Any]) -> Any:
+def copy_containers(value: Any, memo: dict[int, Any]) -> Any:
     """A copy in which every mutable container is new, tensors and all else the same.
 
     memo: by id, so that one container handed to several layers stays one: that is how layers share
     state.
     """
     if isinstance(value, tuple):
-        items = [fresh(v, memo) for v in value]
+        items = [copy_containers(v, memo) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list | MutableMapping):
         if id(value) not in memo:
             new = copy.copy(value)
             memo[id(value)] = new
             for key in range(len(new)) if isinstance(new, list) else list(new):
-                new[key] = fresh(new[key], memo)
+                new[key] = copy_containers(new[key], memo)
         return memo[id(value)]
     return value

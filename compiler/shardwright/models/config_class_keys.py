@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 
 @functools.cache
-def known_keys(config_class: type[PretrainedConfig]) -> frozenset[str]:
+def config_class_keys(config_class: type[PretrainedConfig]) -> frozenset[str]:
     """Return every key that `config_class`, its bases or its modeling code reads; metadata is not
     among them."""
     keys = {field.name for field in dataclasses.fields(config_class)} | set(

@@ -17,13 +17,13 @@ from typing import Any, cast
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.models.model_catalog import published_keys
 from shardwright.models.model_refusals import (
+    config_key_errors,
     encoder_decoder,
-    no_causal_lm,
-    unknown_type,
-    wrong_keys,
+    not_causal_lm,
+    unknown_type_error,
 )
-from shardwright.models.model_support import seeing_types, support
-from shardwright.recipe.literal_types import PAIR_TYPES
+from shardwright.models.model_support import support, vision_language_types
+from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
 from shardwright.utils.json_types import JsonObject, JsonValue
 from shardwright.utils.optional_packages import installed_version
 
@@ -40,7 +40,7 @@ _SIZES = (
     "head_dim",
 )
 # Each layer becomes a module, even on the meta device: ten times the deepest published models.
-MOST_LAYERS = 2048
+MAX_LAYERS = 2048
 ANY_VALUE = "any"
 """In place of kinds: the key takes what it is given."""
 TIED = "tie_word_embeddings"
@@ -100,7 +100,7 @@ def type_keys(model_type: str) -> TypeKeys | None:
     )
 
 
-def is_of_installed() -> bool:
+def matches_installed_transformers() -> bool:
     """Whether the table speaks of the installed transformers. What is not installed cannot
     disagree."""
     return installed_version("transformers") in (None, _table()["transformers"])
@@ -109,12 +109,13 @@ def is_of_installed() -> bool:
 def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagnostic, ...]:
     """SW2003 to SW2007 and SW2017, as far as the table tells. inline: it stands in the recipe at
     `key`."""
-    if not is_of_installed() or (not inline and brings_code(config)):
+    if not matches_installed_transformers() or (not inline and has_remote_code(config)):
         return ()
     model_type = config.get("model_type")
     if (
         isinstance(model_type, str)
-        and model_type in {*seeing_types(), *PAIR_TYPES} - support().types.keys()
+        and model_type
+        in {*vision_language_types(), *CONTRASTIVE_MODEL_CLASSES} - support().types.keys()
     ):
         return tuple(_names(config, model_type, key)) if inline else ()
     if not isinstance(model_type, str) or model_type not in support().types:
@@ -131,25 +132,36 @@ def config_warnings(config: JsonObject) -> tuple[Diagnostic, ...]:
     return tuple(diagnostic for diagnostic in found if diagnostic.severity == "warning")
 
 
-def brings_code(config: JsonObject) -> bool:
+def has_remote_code(config: JsonObject) -> bool:
     """Whether the model runs on Python code of its own: transformers does not have its type."""
-    if "auto_map" not in config or not is_of_installed():
+    if "auto_map" not in config or not matches_installed_transformers():
         return False
     model_type, known = config.get("model_type"), support()
-    return model_type not in {*known.types, *known.others, *seeing_types(), *PAIR_TYPES}
+    return model_type not in {
+        *known.types,
+        *known.others,
+        *vision_language_types(),
+        *CONTRASTIVE_MODEL_CLASSES,
+    }
 
 
 def processor_packages(model_type: str, processor_class: str | None) -> tuple[str, tuple[str, ...]]:
     """(class, packages that it needs beside torch and Pillow) of a processor. processor_class: what
     the model's own files name; None: transformers' class of the type."""
     name = processor_class or _table()["processor_of"].get(model_type, "")
-    return name, tuple(_table()["processors"].get(name, ())) if is_of_installed() else ()
+    return name, tuple(
+        _table()["processors"].get(name, ())
+    ) if matches_installed_transformers() else ()
 
 
 def vocabulary_size(config: JsonObject) -> int | None:
     """None where it is not known without transformers (a part of a configuration in parts)."""
     model_type = config.get("model_type")
-    known = type_keys(model_type) if isinstance(model_type, str) and is_of_installed() else None
+    known = (
+        type_keys(model_type)
+        if isinstance(model_type, str) and matches_installed_transformers()
+        else None
+    )
     if isinstance(config.get("text_config"), Mapping):
         return None
     found = None if known is None else known.size(config, "vocab_size")
@@ -167,17 +179,21 @@ def is_tied(config: JsonObject) -> bool:
     if isinstance(text, dict) and TIED in text:
         return text[TIED] is True
     model_type = config.get("model_type")
-    known = type_keys(model_type) if isinstance(model_type, str) and is_of_installed() else None
+    known = (
+        type_keys(model_type)
+        if isinstance(model_type, str) and matches_installed_transformers()
+        else None
+    )
     return known is not None and known.tied
 
 
 def _no_type(model_type: JsonValue, where: KeyPath) -> Diagnostic:
     table = support()
     if not isinstance(model_type, str) or model_type not in table.others:
-        return unknown_type(model_type, table.types, where)
+        return unknown_type_error(model_type, table.types, where)
     if table.others[model_type] == "encoder-decoder":
         return encoder_decoder(model_type, where, decoder_alone=False)
-    return no_causal_lm(model_type, table.types, where)
+    return not_causal_lm(model_type, table.types, where)
 
 
 def _names(config: JsonObject, model_type: str, key: KeyPath) -> Iterator[Diagnostic]:
@@ -186,7 +202,9 @@ def _names(config: JsonObject, model_type: str, key: KeyPath) -> Iterator[Diagno
     if names is not None:
         known = {*names, *_table()["common"], *published_keys(model_type)}
         takes = f"configuration of a {model_type}"
-        yield from wrong_keys(config, known, lambda name, value: "", key, inline=True, takes=takes)
+        yield from config_key_errors(
+            config, known, lambda name, value: "", key, inline=True, takes=takes
+        )
 
 
 def _values(
@@ -199,7 +217,9 @@ def _values(
         return _kind_problem(value, kinds) or size_problem(common.get(name, name), name, value)
 
     takes = f"configuration of a {model_type}"
-    wrong = list(wrong_keys(config, known.keys.keys(), problem, key, inline=inline, takes=takes))
+    wrong = list(
+        config_key_errors(config, known.keys.keys(), problem, key, inline=inline, takes=takes)
+    )
     yield from wrong
     if all(diagnostic.severity == "warning" for diagnostic in wrong):
         yield from _heads(config, known, key)
@@ -260,8 +280,8 @@ def size_problem(canonical: str, name: str, value: JsonValue) -> str:
         return ""
     if canonical in _SIZES and value < 1:
         return "is not a positive size"
-    if canonical == "num_hidden_layers" and isinstance(value, int) and value > MOST_LAYERS:
-        return f"is beyond {MOST_LAYERS}, the most layers that this version builds"
+    if canonical == "num_hidden_layers" and isinstance(value, int) and value > MAX_LAYERS:
+        return f"is beyond {MAX_LAYERS}, the most layers that this version builds"
     if name.endswith(("dropout", "pdrop")) and not 0 <= value < 1:
         return "is not a probability below 1"
     return ""

@@ -23,7 +23,7 @@ HEAD_ATTRIBUTES: dict[str, str] = {
 heads x head size."""
 
 
-def size_of(owner: nn.Module | PretrainedConfig, *names: str) -> int | None:
+def first_size(owner: nn.Module | PretrainedConfig, *names: str) -> int | None:
     """The first of these that the owner has as one number; some types have one a layer, or none."""
     for name in names:
         try:
@@ -42,9 +42,9 @@ def head_counts(module: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
         kind: [n for n, k in HEAD_ATTRIBUTES.items() if k == kind]
         for kind in HEAD_ATTRIBUTES.values()
     }
-    heads = size_of(module, *names["heads"]) or size_of(config, *names["heads"]) or 1
-    key_value_heads = size_of(module, *names["key_value_heads"])
-    groups = size_of(module, *names["groups"])
+    heads = first_size(module, *names["heads"]) or first_size(config, *names["heads"]) or 1
+    key_value_heads = first_size(module, *names["key_value_heads"])
+    groups = first_size(module, *names["groups"])
     if key_value_heads is None and groups:
         key_value_heads = heads // groups
-    return heads, key_value_heads or size_of(config, *names["key_value_heads"][:1]) or heads
+    return heads, key_value_heads or first_size(config, *names["key_value_heads"][:1]) or heads

@@ -10,21 +10,25 @@ _TAG = "__float__"
 _NAMES = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
-def untagged(value: Any) -> Any:
+def decode_special_floats(value: Any) -> Any:
     """Every tagged float of a JSON document as the number."""
     if isinstance(value, dict):
         if value.keys() == {_TAG} and value[_TAG] in _NAMES:
             return _NAMES[value[_TAG]]
-        return {name: untagged(inner) for name, inner in value.items()}
-    return [untagged(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {name: decode_special_floats(inner) for name, inner in value.items()}
+    return (
+        [decode_special_floats(inner) for inner in value]
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
-def tagged(value: Any) -> Any:
+def encode_special_floats(value: Any) -> Any:
     """The inverse: a document that every JSON reader takes."""
     if isinstance(value, dict):
-        return {name: tagged(inner) for name, inner in value.items()}
+        return {name: encode_special_floats(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [tagged(inner) for inner in value]
+        return [encode_special_floats(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {_TAG: next(name for name, number in _NAMES.items() if str(number) == str(value))}
     return value

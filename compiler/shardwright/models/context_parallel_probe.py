@@ -18,14 +18,14 @@ from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
-from shardwright.models.rotary_embedding import whole_sequences
-from shardwright.utils.numeric_difference import tensor_apart
+from shardwright.models.rotary_embedding import full_sequence_rope
+from shardwright.utils.numeric_difference import max_abs_diff
 
 TOLERANCE = 2e-5
 """Of the largest logit: other shapes of a matrix product sum in another order."""
 
 
-def _of_each_token(
+def _tokenwise_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -49,14 +49,14 @@ def _no_attention() -> Iterator[list[object]]:
 
     def interface(*_: Any, **__: Any) -> Any:
         asked.append(None)
-        return _of_each_token
+        return _tokenwise_attention
 
     with patch.object(AttentionInterface, "get_interface", interface):
         yield asked
 
 
 @contextmanager
-def _masks_of_whole_rows() -> Iterator[None]:
+def _full_sequence_masks() -> Iterator[None]:
     """A half of a row gets the mask of the row, as on a context rank."""
     inner = masking_utils._preprocess_mask_arguments
 
@@ -75,7 +75,7 @@ def _masks_of_whole_rows() -> Iterator[None]:
 
 
 @torch.no_grad()
-def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
+def context_split_blocker(model: nn.Module, input_ids: torch.Tensor) -> str:
     """ "" where nothing but its attention is in the way. model: tiny, nothing random; input_ids:
     (B, S)."""
     length = input_ids.shape[1]
@@ -83,7 +83,7 @@ def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
 
     def logits(ids: torch.Tensor, first: int = 0) -> torch.Tensor:
         own = places[:, first : first + ids.shape[1]]
-        with whole_sequences(model, lambda _: length - 1):
+        with full_sequence_rope(model, lambda _: length - 1):
             return model(input_ids=ids, position_ids=own, use_cache=False).logits  # type: ignore[no-any-return]
 
     def in_halves() -> torch.Tensor:
@@ -103,20 +103,20 @@ def why_no_context(model: nn.Module, input_ids: torch.Tensor) -> str:
         )
         other = model(input_ids=changed, use_cache=False).logits
         others = torch.arange(length) != at
-        if not tensor_apart(other[:, others], plain[:, others]) <= scale:
+        if not max_abs_diff(other[:, others], plain[:, others]) <= scale:
             return "its tokens see each other outside of attention"
         try:
             pieces = in_halves()
         except TypeError:
             return "its forward takes no positions"
-        if not tensor_apart(pieces, plain) <= scale:
+        if not max_abs_diff(pieces, plain) <= scale:
             return "it counts its positions itself"
         try:
-            with _masks_of_whole_rows():
+            with _full_sequence_masks():
                 masked = in_halves()
         except RuntimeError:  # its shapes are those of the half
             masked = torch.full_like(plain, math.nan)
-        if not tensor_apart(masked, plain) <= scale:
+        if not max_abs_diff(masked, plain) <= scale:
             return "it uses the mask outside of attention"
     return ""
 

@@ -6,18 +6,18 @@ from __future__ import annotations
 import re
 
 from shardwright.models.model_graph import Layer, ModelGraph
-from shardwright.utils.memoize import remembered
+from shardwright.utils.memoize import memoize
 
 _NUMBERED = re.compile(r"experts\.(\d+)\.")
 
 
-@remembered(lambda graph: graph.config_hash)  # rules ask for each layout
-def experts_of(graph: ModelGraph) -> int:
+@memoize(lambda graph: graph.config_hash)  # rules ask for each layout
+def experts_per_layer(graph: ModelGraph) -> int:
     """Of the decoder layer that has the most; 0 where the model is dense."""
     return max(map(_of_layer, graph.layers))
 
 
-@remembered(lambda graph: graph.config_hash)
+@memoize(lambda graph: graph.config_hash)
 def expert_modules(graph: ModelGraph) -> dict[str, int]:
     """Modules whose own parameters are stacks of as many experts along the first dimension -> how
     many. By names and shapes; whether expert ranks can share them out is the model's own matter

@@ -85,7 +85,7 @@ def _deepstack_layer(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any
     return torch.cat([out.unsqueeze(-2), hidden[..., 2:, :]], dim=-2)
 
 
-def adapt(model: Any) -> bool:
+def patch_forwards(model: Any) -> bool:
     """Before the model is probed, and before a pipeline is built of it. Whether its type has an
     adapter."""
     adapter = ADAPTERS.get(model.config.model_type)

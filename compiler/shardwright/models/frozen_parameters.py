@@ -9,47 +9,49 @@ from fnmatch import fnmatchcase
 from typing import get_args
 
 from shardwright.models.model_graph import ModelGraph
-from shardwright.models.parameter_name_pattern import pattern
-from shardwright.models.vision_encoder_cost import Part
+from shardwright.models.parameter_name_pattern import name_pattern
+from shardwright.models.vision_encoder_cost import ModelPart
 
-PARTS: tuple[str, ...] = get_args(Part)
+MODEL_PARTS: tuple[str, ...] = get_args(ModelPart)
 
 
-def frozen_names(graph: ModelGraph, freeze: tuple[str, ...]) -> frozenset[str]:
+def frozen_parameter_names(graph: ModelGraph, freeze: tuple[str, ...]) -> frozenset[str]:
     """Of the parameters in graph.layers. freeze: `model.freeze`; a part of a model that does not
     see is "text"."""
     return _frozen(graph, freeze) if freeze else frozenset()
 
 
-def matching(graph: ModelGraph, entry: str) -> frozenset[str]:
+def parameters_matching(graph: ModelGraph, entry: str) -> frozenset[str]:
     """What one entry of `model.freeze` names. A pattern is of parameters, as fnmatch has it (`*`
     stands for dots too); a module's path is all that lies under it."""
     names = dict.fromkeys(p.name for layer in graph.layers for p in layer.parameters)
-    if entry in PARTS:
-        return frozenset(n for n in names if part_of(graph, n) == entry)
+    if entry in MODEL_PARTS:
+        return frozenset(n for n in names if model_part_of(graph, n) == entry)
     return frozenset(n for n in names if fnmatchcase(n, entry) or fnmatchcase(n, f"{entry}.*"))
 
 
-def frozen_patterns(graph: ModelGraph, freeze: tuple[str, ...]) -> tuple[str, ...]:
+def frozen_parameter_patterns(graph: ModelGraph, freeze: tuple[str, ...]) -> tuple[str, ...]:
     """The frozen parameters in the model's order; those that differ in their numbers alone, and are
     all frozen, once, with * for the numbers. A tied one by each of its names."""
-    names = frozen_names(graph, freeze)
+    names = frozen_parameter_names(graph, freeze)
     names |= {n for group in graph.tied if group[0] in names for n in group}
     tied = [n for group in graph.tied for n in group]
     every = dict.fromkeys([*(p.name for layer in graph.layers for p in layer.parameters), *tied])
-    left = {pattern(n) for n in every if n not in names}
+    left = {name_pattern(n) for n in every if n not in names}
     return tuple(
-        dict.fromkeys(n if pattern(n) in left else pattern(n) for n in every if n in names)
+        dict.fromkeys(
+            n if name_pattern(n) in left else name_pattern(n) for n in every if n in names
+        )
     )
 
 
-def part_of(graph: ModelGraph, name: str) -> str:
+def model_part_of(graph: ModelGraph, name: str) -> str:
     return "text" if graph.vision is None else graph.vision.part(name)
 
 
-def decoder_is_frozen(graph: ModelGraph, freeze: tuple[str, ...]) -> bool:
+def is_decoder_frozen(graph: ModelGraph, freeze: tuple[str, ...]) -> bool:
     """Whether no decoder layer has anything to train."""
-    frozen = frozen_names(graph, freeze)
+    frozen = frozen_parameter_names(graph, freeze)
     decoder: Iterable[str] = (
         p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters
     )
@@ -64,6 +66,6 @@ def _frozen(graph: ModelGraph, freeze: tuple[str, ...]) -> frozenset[str]:
     key = (graph.identity, freeze)
     if key not in _KNOWN:
         _KNOWN[key] = functools.reduce(
-            frozenset.union, (matching(graph, entry) for entry in freeze)
+            frozenset.union, (parameters_matching(graph, entry) for entry in freeze)
         )
     return _KNOWN[key]

@@ -7,11 +7,16 @@ import json
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.models.graph_cache import cache_key, cached_graph, is_off, store_graph
-from shardwright.models.hub_files import processor_here, read_config
+from shardwright.models.graph_cache import cache_key, cached_graph, graph_cache_is_off, store_graph
+from shardwright.models.hub_files import local_processor, read_config
 from shardwright.models.model_graph import ModelGraph
-from shardwright.models.popular_graphs import shipped_graph
-from shardwright.models.weights_check import check_weights, own_head_refusal, own_heads, untied
+from shardwright.models.popular_graphs import catalog_graph
+from shardwright.models.weights_check import (
+    check_weights,
+    find_untied_heads,
+    tied_head_error,
+    with_untied_head,
+)
 from shardwright.recipe.recipe_types import ModelSection
 from shardwright.utils.json_types import JsonObject
 
@@ -27,9 +32,9 @@ def build_model_graph(section: ModelSection) -> ModelGraph:
     heads = _own_heads(section, graph)
     if not heads:
         return graph
-    separate = _graph(section, untied(config), inline)
+    separate = _graph(section, with_untied_head(config), inline)
     if _own_heads(section, separate) or len(separate.tied) + 1 != len(graph.tied):
-        raise own_head_refusal([name for pair in heads for name in pair])
+        raise tied_head_error([name for pair in heads for name in pair])
     return separate
 
 
@@ -46,14 +51,14 @@ def _own_heads(section: ModelSection, graph: ModelGraph) -> tuple[tuple[str, str
     source = section.source or ""
     if section.weights != "pretrained" or not graph.tied or not Path(source).is_absolute():
         return ()
-    return own_heads(Path(source), graph.tied)
+    return find_untied_heads(Path(source), graph.tied)
 
 
 def _graph(section: ModelSection, config: JsonObject, inline: bool) -> ModelGraph:
     if section.trust_remote_code is not None and "auto_map" in config:
         return _trace(section, config, inline)  # its code is no part of any key
     text = json.dumps(config, sort_keys=True)
-    processor = None if inline else processor_here(section)
+    processor = None if inline else local_processor(section)
     known = (
         text,
         section.attention,
@@ -76,21 +81,21 @@ def _graph(section: ModelSection, config: JsonObject, inline: bool) -> ModelGrap
 def _with_tiles(graph: ModelGraph, folder: Path, settings: str) -> ModelGraph:
     """As the model's own processor cuts pictures. settings: its files."""
     key = cache_key(f"{graph.config_hash} {graph.task} {settings}", graph.attention, inline=False)
-    found = None if is_off() else cached_graph(key)
+    found = None if graph_cache_is_off() else cached_graph(key)
     if found is None:
-        from shardwright.models.processor_stage import with_own_tiles
+        from shardwright.models.processor_stage import with_processor_tiles
 
-        found = with_own_tiles(graph, folder)
+        found = with_processor_tiles(graph, folder)
         store_graph(key, found)
     return found
 
 
 def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) -> ModelGraph:
-    if is_off():
+    if graph_cache_is_off():
         return _trace(section, config, inline)
     # A recipe's own configuration is checked more strictly than a published one, so it is never
     # looked up as one.
-    graph = None if inline else shipped_graph(text, section.attention)
+    graph = None if inline else catalog_graph(text, section.attention)
     if graph is not None and section.task in ("auto", graph.task):
         return graph
     # One of the models that both tasks know is another graph under each.
@@ -106,8 +111,11 @@ def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) ->
 
 def _trace(section: ModelSection, config: JsonObject, inline: bool) -> ModelGraph:
     from shardwright.models.graph_trace import trace_model_graph
-    from shardwright.models.remote_code import settle
+    from shardwright.models.remote_code import load_remote_code
 
     return trace_model_graph(
-        config if inline else settle(section, config), section.attention, inline, section.task
+        config if inline else load_remote_code(section, config),
+        section.attention,
+        inline,
+        section.task,
     )

@@ -33,7 +33,7 @@ _TRACING = ("models", "recipe", "utils")
 UNREADABLE = (OSError, EOFError, ValueError, zlib.error)
 
 
-def is_off() -> bool:
+def graph_cache_is_off() -> bool:
     return os.environ.get(VARIABLE) == "off"
 
 
@@ -57,7 +57,7 @@ def cache_key(config_text: str, attention: str, inline: bool) -> str:
         GRAPH_VERSION,
         shardwright.__version__,
         versions,
-        source_hash(PACKAGE),
+        tracing_source_hash(PACKAGE),
         config_text,
         attention,
         inline,
@@ -66,7 +66,7 @@ def cache_key(config_text: str, attention: str, inline: bool) -> str:
 
 
 @functools.cache
-def source_hash(package: Path) -> str:
+def tracing_source_hash(package: Path) -> str:
     """sha256 (hex) of the source files that trace and of the tables that they read: an edit is a
     new key."""
     digest = hashlib.sha256()

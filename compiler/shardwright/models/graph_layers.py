@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from shardwright.models.config_sizes import size_of
-from shardwright.models.layer_trace import TracedLayer
+from shardwright.models.config_sizes import first_size
+from shardwright.models.layer_trace import LayerTrace
 from shardwright.models.model_graph import Layer, Parameter
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -26,7 +26,7 @@ _CHOSEN_EXPERTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shapes:
+class TextSizes:
     """Of the text model; heads and sizes are those of the configuration, where it has them as one
     number."""
 
@@ -45,14 +45,14 @@ def make_layer(
     kind: str,
     parameters: list[Parameter],
     config: PretrainedConfig,
-    shapes: Shapes,
-    traced: TracedLayer | str,
+    shapes: TextSizes,
+    traced: LayerTrace | str,
 ) -> Layer:
     """kind: embedding | decoder | head. FLOPs and kept bytes are the traced ones, where there are
     any. traced: the reason where it could not be."""
     matmul, scores, projections = _counted_flops(kind, parameters, config, shapes)
     backward = 2 * matmul, 2 * scores
-    if isinstance(traced, TracedLayer):
+    if isinstance(traced, LayerTrace):
         (matmul, scores), backward, projections = (
             traced.forward,
             traced.backward,
@@ -79,7 +79,7 @@ def make_layer(
 
 
 def _counted_flops(
-    kind: str, parameters: list[Parameter], config: PretrainedConfig, shapes: Shapes
+    kind: str, parameters: list[Parameter], config: PretrainedConfig, shapes: TextSizes
 ) -> tuple[int, int, int]:
     """Forward: (per token, per token and position, the attention module's part of the first)."""
     if kind == "embedding":
@@ -100,12 +100,12 @@ def _matmul_flops(parameter: Parameter, config: PretrainedConfig) -> int:
     flops = 2 * parameter.numel
     config = getattr(config, "ffn_config", config)  # dbrx keeps its experts' numbers there
     if len(parameter.shape) == 3 or ".experts." in parameter.name:
-        experts = size_of(config, *_EXPERTS) or parameter.shape[0]
-        return flops * min(size_of(config, *_CHOSEN_EXPERTS) or experts, experts) // experts
+        experts = first_size(config, *_EXPERTS) or parameter.shape[0]
+        return flops * min(first_size(config, *_CHOSEN_EXPERTS) or experts, experts) // experts
     return flops
 
 
-def _activation_elements(kind: str, shapes: Shapes) -> int:
+def _activation_elements(kind: str, shapes: TextSizes) -> int:
     if kind == "embedding":
         return 0
     if kind == "head":
@@ -124,7 +124,7 @@ def _activation_elements(kind: str, shapes: Shapes) -> int:
     )
 
 
-def _attention_elements(shapes: Shapes) -> int:
+def _attention_elements(shapes: TextSizes) -> int:
     """Per token, inside the attention module: Q, K, V and the output projection's input.
 
     Korthikanti et al. (arXiv 2205.05198) section 4.1, with grouped keys and values, in elements of

@@ -15,34 +15,34 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal
-from shardwright.models.config_sizes import size_of
-from shardwright.models.graph_layers import Shapes, make_layer
+from shardwright.models.config_sizes import first_size
+from shardwright.models.graph_layers import TextSizes, make_layer
 from shardwright.models.hf_config import (
     check_model_type,
+    config_error,
     config_json,
-    contradiction,
     resolve_config,
     text_config,
 )
-from shardwright.models.layer_split import Probed
+from shardwright.models.layer_split import ModelStructure
 from shardwright.models.layer_trace import trace_model
-from shardwright.models.model_graph import ModelGraph, Parameter, hash_of_config
+from shardwright.models.model_graph import ModelGraph, Parameter, config_sha256
 from shardwright.models.model_probe import (
-    flash_error,
+    context_parallel_blocker,
+    expert_parallel_blocker,
+    flash_attention_error,
     probe_config,
-    uncuttable,
-    why_no_context_ranks,
-    why_no_expert_ranks,
+    unsplittable_error,
 )
-from shardwright.models.packed_attention import flash_stand_in
+from shardwright.models.packed_attention import emulate_flash_attention
 from shardwright.models.processor_stage import with_usual_tiles
-from shardwright.models.tasks.contrastive import as_text_side
+from shardwright.models.tasks.contrastive import use_text_encoder
 from shardwright.models.tasks.task_registry import Task, text_attention
-from shardwright.models.tensor_parallel_plan import tensor_styles
-from shardwright.models.vision_encoder_cost import Vision
-from shardwright.models.vision_trace import trace_vision
+from shardwright.models.tensor_parallel_plan import tensor_parallel_styles
+from shardwright.models.vision_encoder_cost import VisionEncoder
+from shardwright.models.vision_trace import trace_vision_encoder
 from shardwright.recipe.literal_types import TaskName
-from shardwright.recipe.recipe_types import FLASH
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from shardwright.utils.json_types import JsonObject
 
 FLASH_TOLERANCE = 1e-4
@@ -65,8 +65,8 @@ def _one_thread() -> Iterator[None]:
 def trace_model_graph(
     config: JsonObject, attention: str, inline: bool, asked: TaskName | Literal["auto"] = "auto"
 ) -> ModelGraph:
-    """`config`: as written, auto_map settled (own_code.py). inline: it stands in the recipe itself.
-    asked: the recipe's task.
+    """`config`: as written, auto_map settled (remote_code.py). inline: it stands in the recipe
+    itself. asked: the recipe's task.
 
     Raises Refusal with SW2xxx where the model cannot be built or split.
     """
@@ -77,34 +77,42 @@ def trace_model_graph(
     model = _on_meta(hf_config, task, None, key)
     check_attention(model, hf_config, attention)
     plain = config_json(hf_config, type(model).__name__)
-    with flash_stand_in() if attention == FLASH else nullcontext():
+    with emulate_flash_attention() if attention == FLASH_ATTENTION_2 else nullcontext():
         probed = probe_config(hf_config, task, attention, key, model)
-        if not task.sees:  # a rule refuses it there
+        if not task.is_vision_language:  # a rule refuses it there
             _check_flash(hf_config, attention)
         if task.contrastive:
-            as_text_side(model)
-    with flash_stand_in(shapes_only=True) if attention == FLASH else nullcontext():
+            use_text_encoder(model)
+    with (
+        emulate_flash_attention(shapes_only=True)
+        if attention == FLASH_ATTENTION_2
+        else nullcontext()
+    ):
         if attention not in ("auto", text_attention(model.config)):
             model = _on_meta(
                 hf_config, task, attention, key
             )  # some types choose their modules by it
             if task.contrastive:
-                as_text_side(model)
+                use_text_encoder(model)
         graph = dataclasses.replace(
             _measure(model, hf_config, task, probed, plain, key), task=task.name
         )
-        if task.sees:
+        if task.is_vision_language:
             graph = dataclasses.replace(graph, vision=_vision(model, probed, task, inline))
-    context, expert = why_no_context_ranks(graph), why_no_expert_ranks(graph)
-    graph = dataclasses.replace(graph, context_ranks=context, expert_ranks=expert)
+    context, expert = context_parallel_blocker(graph), expert_parallel_blocker(graph)
+    graph = dataclasses.replace(
+        graph, context_parallel_reason=context, expert_parallel_reason=expert
+    )
     graph.verify()
     return graph
 
 
-def _vision(model: PreTrainedModel, probed: Probed, task: Task, inline: bool) -> Vision:
+def _vision(
+    model: PreTrainedModel, probed: ModelStructure, task: Task, inline: bool
+) -> VisionEncoder:
     """Of a model that compares features its tower's own last modules are no projector's, and the
     scale is neither's."""
-    vision = trace_vision(model, probed.cut)
+    vision = trace_vision_encoder(model, probed.cut)
     if not task.contrastive:
         return with_usual_tiles(vision, model.config, inline=inline)
     inside = tuple(f"{path}." for path in vision.tower)
@@ -123,11 +131,14 @@ def _on_meta(
             # support here.
             return task.build(hf_config, attention)
     except Exception as error:
-        raise contradiction(error, key) from None
+        raise config_error(error, key) from None
 
 
 def _check_flash(hf_config: PretrainedConfig, attention: str) -> None:
-    if attention == FLASH and not (error := flash_error(hf_config)) <= FLASH_TOLERANCE:
+    if (
+        attention == FLASH_ATTENTION_2
+        and not (error := flash_attention_error(hf_config)) <= FLASH_TOLERANCE
+    ):
         what = (
             f"flash attention leaves out a part of a {hf_config.model_type!r}'s own: a tiny "
             "copy's logits differ"
@@ -150,7 +161,7 @@ def _measure(
     model: PreTrainedModel,
     hf_config: PretrainedConfig,
     task: Task,
-    probed: Probed,
+    probed: ModelStructure,
     plain: JsonObject,
     key: KeyPath,
 ) -> ModelGraph:
@@ -160,11 +171,13 @@ def _measure(
         names.setdefault(id(parameter), []).append(name)
     placed = _placed(model, probed)
     if placed is None:
-        raise uncuttable(hf_config, "its tiny copy does not have all of its parameters", key)
+        raise unsplittable_error(
+            hf_config, "its tiny copy does not have all of its parameters", key
+        )
     text, max_dropout = text_config(hf_config), _largest_dropout(model)
     sizes = _sizes(model, text, placed[1], dropout=max_dropout > 0)
-    tensor = tensor_styles(
-        model, text.model_type if task.sees else hf_config.model_type, stack_path
+    tensor = tensor_parallel_styles(
+        model, text.model_type if task.is_vision_language else hf_config.model_type, stack_path
     )
     chosen = text_attention(model.config)
     traced = trace_model(
@@ -184,31 +197,31 @@ def _measure(
         model_type=hf_config.model_type,
         architecture=type(model).__name__,
         config=plain,
-        config_hash=hash_of_config(plain),
+        config_hash=config_sha256(plain),
         hidden_size=sizes.hidden,
         feed_forward_size=sizes.feed_forward,
         vocabulary_size=sizes.vocabulary,
         attention_heads=sizes.heads,
         key_value_heads=sizes.key_value_heads,
         head_dim=sizes.head_dim,
-        max_positions=size_of(text, "max_position_embeddings"),
+        max_positions=first_size(text, "max_position_embeddings"),
         layers=tuple(layers),
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         cut=probed.cut,
         attention_module=probed.attention,
-        tensor_kind=tensor.kind,
-        tensor_reason=tensor.reason,
-        tensor_styles=tensor.styles,
-        tensor_heads=tensor.heads,
+        tensor_parallel_kind=tensor.kind,
+        tensor_parallel_reason=tensor.reason,
+        tensor_parallel_styles=tensor.styles,
+        tensor_parallel_heads=tensor.heads,
         max_dropout=max_dropout,
         attention=chosen,
         packing=probed.packing,
-        once_a_picture=probed.once_a_picture,
+        modules_run_per_image=probed.modules_run_per_image,
         context=traced.context,
     )
 
 
-def _placed(model: PreTrainedModel, probed: Probed) -> list[list[Parameter]] | None:
+def _placed(model: PreTrainedModel, probed: ModelStructure) -> list[list[Parameter]] | None:
     """The parameters of the embedding, of each decoder layer, and of the head; None where the tiny
     copy lacked some."""
     stack_path = probed.cut.stack
@@ -229,18 +242,18 @@ def _placed(model: PreTrainedModel, probed: Probed) -> list[list[Parameter]] | N
 
 def _sizes(
     model: PreTrainedModel, text: PretrainedConfig, first_layer: list[Parameter], *, dropout: bool
-) -> Shapes:
+) -> TextSizes:
     weight = getattr(model.get_output_embeddings(), "weight", None)  # musicgen has a list of heads
-    hidden = size_of(text, "hidden_size") or 1
-    heads = size_of(text, "num_attention_heads") or 1
+    hidden = first_size(text, "hidden_size") or 1
+    heads = first_size(text, "num_attention_heads") or 1
     widest = max(max(p.shape) for p in first_layer if len(p.shape) >= 2)
-    return Shapes(
+    return TextSizes(
         hidden=hidden,
-        feed_forward=size_of(text, "intermediate_size", "n_inner") or widest,
+        feed_forward=first_size(text, "intermediate_size", "n_inner") or widest,
         vocabulary=int(text.vocab_size if weight is None else weight.shape[0]),
         heads=heads,
-        key_value_heads=size_of(text, "num_key_value_heads") or heads,
-        head_dim=size_of(text, "head_dim") or hidden // heads,
+        key_value_heads=first_size(text, "num_key_value_heads") or heads,
+        head_dim=first_size(text, "head_dim") or hidden // heads,
         gated=any("gate" in p.name for p in first_layer),
         dropout=dropout,
     )
@@ -268,8 +281,8 @@ def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
         wrong.append(
             ("SW2009", "add_cross_attention", message, "Set add_cross_attention to false.")
         )
-    heads = size_of(hf_config, "num_attention_heads")
-    key_value_heads = size_of(hf_config, "num_key_value_heads") or heads
+    heads = first_size(hf_config, "num_attention_heads")
+    key_value_heads = first_size(hf_config, "num_key_value_heads") or heads
     if heads and key_value_heads and heads % key_value_heads:
         message = (
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads "
@@ -296,8 +309,8 @@ def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attenti
         supported.add("sdpa")
     # Some types name the kernels that have what they need, attention sinks for example.
     kernels = getattr(model, "_compatible_flash_implementations", None)
-    if model._supports_flash_attn and (kernels is None or FLASH in kernels):
-        supported.add(FLASH)
+    if model._supports_flash_attn and (kernels is None or FLASH_ATTENTION_2 in kernels):
+        supported.add(FLASH_ATTENTION_2)
     if attention not in supported:
         message = (
             f"attention {attention!r} is not available for model_type {hf_config.model_type!r}"

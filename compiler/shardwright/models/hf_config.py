@@ -1,7 +1,7 @@
 """A configuration as written -> a checked Hugging Face configuration.
 
 config.json is read as data; a model's own code runs only where the recipe trusts it by name
-(own_code.py).
+(remote_code.py).
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shardwright.diagnostics import KeyPath, Refusal, refusal
-from shardwright.models.config_class_keys import known_keys
+from shardwright.models.config_class_keys import config_class_keys
 from shardwright.models.config_schema import size_problem
-from shardwright.models.config_special_floats import tagged, untagged
+from shardwright.models.config_special_floats import decode_special_floats, encode_special_floats
 from shardwright.models.model_catalog import published_keys
 from shardwright.models.model_refusals import (
     METADATA_KEYS,
+    config_key_errors,
     encoder_decoder,
-    no_causal_lm,
-    no_pairs,
-    no_pictures,
-    unknown_type,
-    wrong_keys,
+    not_causal_lm,
+    not_contrastive,
+    not_vision_language,
+    unknown_type_error,
 )
 from shardwright.models.model_support import support
 from shardwright.models.remote_code import FINGERPRINT
@@ -58,14 +58,20 @@ def check_model_type(
     model_type = config.get("model_type")
     where = (*key, "model_type") if inline and model_type is not None else key
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise Refusal(unknown_type(model_type, trained_types(), where))
+        raise Refusal(unknown_type_error(model_type, trained_types(), where))
     if support().others.get(model_type) == "encoder-decoder":
         raise Refusal(encoder_decoder(model_type, where, decoder_alone=False))
     task = task_of_type(model_type) if asked == "auto" else task_named(asked)
     if task is None:
-        raise Refusal(no_causal_lm(model_type, trained_types(), where))
+        raise Refusal(not_causal_lm(model_type, trained_types(), where))
     if model_type not in task.types and not (FINGERPRINT in config and task.trains(model_type)):
-        told = no_pairs if task.contrastive else no_pictures if task.sees else no_causal_lm
+        told = (
+            not_contrastive
+            if task.contrastive
+            else not_vision_language
+            if task.is_vision_language
+            else not_causal_lm
+        )
         raise Refusal(told(model_type, tuple(task.types), where))
     return task
 
@@ -81,12 +87,12 @@ def resolve_config(
     try:
         probe = config_class()
     except Exception as error:  # some types have no defaults that agree with each other
-        raise contradiction(error, key) from None
+        raise config_error(error, key) from None
     own = {*probe.to_dict(), *config_class.attribute_map}
-    known = {*own, *known_keys(config_class), *COMMON_KEYS, *published_keys(model_type)}
-    config = untagged(config)
+    known = {*own, *config_class_keys(config_class), *COMMON_KEYS, *published_keys(model_type)}
+    config = decode_special_floats(config)
     problem, takes = functools.partial(_value_problem, probe, own), config_class.__name__
-    found = wrong_keys(config, known, problem, key, inline=inline, takes=takes)
+    found = config_key_errors(config, known, problem, key, inline=inline, takes=takes)
     if wrong := [diagnostic for diagnostic in found if diagnostic.severity == "error"]:
         raise Refusal(*wrong)
     renamed = {
@@ -99,18 +105,22 @@ def resolve_config(
     try:
         resolved = config_class(**values)
     except Exception as error:
-        raise contradiction(error, key) from None
-    if resolved.is_encoder_decoder and (task.sees or model_type in support().decoders):
+        raise config_error(error, key) from None
+    if resolved.is_encoder_decoder and (
+        task.is_vision_language or model_type in support().decoders
+    ):
         where = (
             (*key, "is_encoder_decoder") if "is_encoder_decoder" in config else (*key, "model_type")
         )
         raise Refusal(
-            encoder_decoder(model_type, where if inline else key, decoder_alone=not task.sees)
+            encoder_decoder(
+                model_type, where if inline else key, decoder_alone=not task.is_vision_language
+            )
         )
     return resolved
 
 
-def contradiction(error: Exception, key: KeyPath) -> Refusal:
+def config_error(error: Exception, key: KeyPath) -> Refusal:
     """Whatever transformers raised while it built the configuration or the model."""
     return refusal(
         "SW2007",
@@ -127,7 +137,9 @@ def config_json(config: PretrainedConfig, architecture: str) -> dict[str, JsonVa
     """The complete configuration: sorted, without the keys that say where it came from."""
     plain = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE_KEYS}
     plain["architectures"] = [architecture]
-    return cast(dict[str, JsonValue], json.loads(json.dumps(tagged(plain), sort_keys=True)))
+    return cast(
+        dict[str, JsonValue], json.loads(json.dumps(encode_special_floats(plain), sort_keys=True))
+    )
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

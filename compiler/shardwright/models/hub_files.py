@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, refusal
-from shardwright.models.model_catalog import nearest_ids, shipped_config
+from shardwright.models.model_catalog import catalog_config, nearest_ids
 from shardwright.recipe.recipe_types import ModelSection
-from shardwright.utils.bounded_read import parse_json, read_regular, read_regular_text
+from shardwright.utils.bounded_read import parse_json, read_regular_file, read_regular_text_file
 from shardwright.utils.json_types import JsonObject
 
 CONFIG_NAME = "config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-_KEY: KeyPath = ("model", "source")
+_SOURCE_KEY: KeyPath = ("model", "source")
 # The hub's own default; the shipped configurations are of this one.
 _MAIN = "main"
 
@@ -43,7 +43,7 @@ def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
     """Errors: SW2001 no network, offline, or the hub's answer is of no use; SW2002 a config.json
     that is no object; SW2010 no such model; SW2011 no such revision; SW2012 gated; SW2013 no
     config.json in the repository; SW2015 not a hub id."""
-    here = config_here(model_id, revision)
+    here = local_config(model_id, revision)
     if here is not None:
         return here
     import huggingface_hub as hub
@@ -52,11 +52,11 @@ def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
     try:
         found = hub.try_to_load_from_cache(model_id, CONFIG_NAME, revision=revision)
     except HFValidationError:
-        raise Refusal(no_id(model_id)) from None
+        raise Refusal(invalid_model_id(model_id)) from None
     if isinstance(found, str):  # should its layout ever change
         return read_config_file(Path(found))
     if hub.is_offline_mode():
-        raise Refusal(_unreachable(model_id, "HF_HUB_OFFLINE is set", revision))
+        raise Refusal(_hub_unreachable(model_id, "HF_HUB_OFFLINE is set", revision))
     try:
         # Asked once, without the retries of a download, which make a machine with no network wait
         # half a minute.
@@ -65,16 +65,16 @@ def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
     except (
         Exception
     ) as error:  # of its HTTP library, the disk, the hub: all mean "no configuration"
-        raise Refusal(hub_problem(error, model_id, revision)) from None
+        raise Refusal(hub_error(error, model_id, revision)) from None
     return read_config_file(Path(path))
 
 
-def config_here(model_id: str, revision: str) -> JsonObject | None:
+def local_config(model_id: str, revision: str) -> JsonObject | None:
     """From the cache, else as shipped; None where only the hub can tell. Error: SW2002."""
     cached = cached_config(model_id, revision)
     if cached is not None:
         return read_config_file(cached)
-    return shipped_config(model_id) if revision == _MAIN else None
+    return catalog_config(model_id) if revision == _MAIN else None
 
 
 def cached_config(model_id: str, revision: str) -> Path | None:
@@ -99,7 +99,7 @@ def cached_config(model_id: str, revision: str) -> Path | None:
     return path if os.path.isfile(path) else None
 
 
-def processor_here(section: ModelSection) -> tuple[Path, str] | None:
+def local_processor(section: ModelSection) -> tuple[Path, str] | None:
     """(the folder of the model's processor, its settings as text) where they are on this
     machine."""
     source = section.source or ""
@@ -112,14 +112,14 @@ def processor_here(section: ModelSection) -> tuple[Path, str] | None:
     found = []
     for name in PROCESSOR_FILES:
         with suppress(OSError, ValueError):
-            found.append(read_regular_text(folder / name))
+            found.append(read_regular_text_file(folder / name))
     return (folder, "\n".join(found)) if found else None
 
 
 def read_config_file(path: Path) -> JsonObject:
     """Error: SW2002, not a readable JSON object."""
     try:
-        config = parse_json(read_regular(path))
+        config = parse_json(read_regular_file(path))
         if not isinstance(config, dict):
             raise ValueError(f"it holds a {type(config).__name__}, not an object")
     except (OSError, ValueError) as error:
@@ -127,11 +127,11 @@ def read_config_file(path: Path) -> JsonObject:
             (error.strerror or "") if isinstance(error, OSError) else " ".join(str(error).split())
         )
         help = "model.source must be a folder written by save_pretrained, with a config.json in it."
-        raise refusal("SW2002", f"cannot read {str(path)!r}: {reason}", help, _KEY) from None
+        raise refusal("SW2002", f"cannot read {str(path)!r}: {reason}", help, _SOURCE_KEY) from None
     return cast(JsonObject, config)
 
 
-def hub_problem(error: Exception, model_id: str, revision: str) -> Diagnostic:
+def hub_error(error: Exception, model_id: str, revision: str) -> Diagnostic:
     """What went wrong on the hub, in the order in which its exceptions derive from each other."""
     from huggingface_hub import errors
 
@@ -176,16 +176,18 @@ def hub_problem(error: Exception, model_id: str, revision: str) -> Diagnostic:
         )
     cause = " ".join(str(error).split())[:200]
     if isinstance(error, errors.HfHubHTTPError):
-        return _unreachable(model_id, f"the hub answered: {cause}", revision)
+        return _hub_unreachable(model_id, f"the hub answered: {cause}", revision)
     if isinstance(error, OSError) and not isinstance(
         error, errors.LocalEntryNotFoundError | ConnectionError
     ):
-        return _unreachable(model_id, f"storing it failed: {cause}", revision)
-    return _unreachable(model_id, f"the hub cannot be reached ({type(error).__name__})", revision)
+        return _hub_unreachable(model_id, f"storing it failed: {cause}", revision)
+    return _hub_unreachable(
+        model_id, f"the hub cannot be reached ({type(error).__name__})", revision
+    )
 
 
-def _unreachable(model_id: str, cause: str, revision: str) -> Diagnostic:
-    near = () if shipped_config(model_id) is not None else nearest_ids(model_id)
+def _hub_unreachable(model_id: str, cause: str, revision: str) -> Diagnostic:
+    near = () if catalog_config(model_id) is not None else nearest_ids(model_id)
     what = f"{model_id!r}" if revision == _MAIN else f"{model_id!r} at revision {revision!r}"
     return _error(
         "SW2001",
@@ -205,7 +207,7 @@ def pinned(revision: str) -> str:
     return "" if revision == _MAIN else f" --revision {revision}"
 
 
-def no_id(model_id: str) -> Diagnostic:
+def invalid_model_id(model_id: str) -> Diagnostic:
     near = nearest_ids(model_id)
     return _error(
         "SW2015",
@@ -220,6 +222,6 @@ def _did_you_mean(near: tuple[str, ...]) -> str:
 
 
 def _error(
-    code: str, message: str, help: str, valid: tuple[str, ...] = (), key: KeyPath = _KEY
+    code: str, message: str, help: str, valid: tuple[str, ...] = (), key: KeyPath = _SOURCE_KEY
 ) -> Diagnostic:
     return Diagnostic(code=code, message=message, help=help, key=key, valid=valid)

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import KeyPath, Refusal, refusal
-from shardwright.models.hub_files import hub_problem, no_id, pinned
-from shardwright.models.weights_location import TOKENIZER_PATTERNS, LocatedWeights
+from shardwright.models.hub_files import hub_error, invalid_model_id, pinned
+from shardwright.models.weights_location import TOKENIZER_PATTERNS, WeightsLocation
 from shardwright.recipe.recipe_types import ModelSection
-from shardwright.utils.bounded_read import parse_json, read_regular
+from shardwright.utils.bounded_read import parse_json, read_regular_file
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_KEY: KeyPath = ("model", "weights")
+_WEIGHTS_KEY: KeyPath = ("model", "weights")
 
 
-def locate_weights(section: ModelSection) -> LocatedWeights | None:
+def locate_weights(section: ModelSection) -> WeightsLocation | None:
     """None where the weights are random. Errors: SW1913 none, or not all of them, and those of the
     hub: SW2010 to SW2012, SW2015."""
     if section.weights != "pretrained" or section.source is None:
@@ -36,21 +36,23 @@ def locate_weights(section: ModelSection) -> LocatedWeights | None:
         ):  # a missing one has been told already
             help = "Give a folder that `save_pretrained` wrote (safetensors), or `weights: random`."
             raise _no_weights(repr(section.source), problem, help)
-        return LocatedWeights(path=section.source, revision=None)
+        return WeightsLocation(path=section.source, revision=None)
     model_id, revision = section.source, section.revision
     folder = _cached(model_id, revision)
     code = ["*.py"] if section.trust_remote_code is not None else []
     problem = "they are not on this machine" if folder is None else _problem(folder, code)
     if problem:
         small = ["config.json", "generation_config.json", INDEX, *TOKENIZER_PATTERNS, *code]
-        folder = _download(model_id, revision, small, problem, _KEY)
+        folder = _download(model_id, revision, small, problem, _WEIGHTS_KEY)
         # By its commit from here on: the branch may move in between.
-        folder = _download(model_id, folder.name, list(_weight_files(folder)), problem, _KEY)
+        folder = _download(
+            model_id, folder.name, list(_weight_files(folder)), problem, _WEIGHTS_KEY
+        )
         problem = weights_problem(folder)
     assert folder is not None
     if problem:
-        raise _unreachable(model_id, revision, problem, _KEY)
-    return LocatedWeights(path=str(folder), revision=folder.name)
+        raise _files_unreachable(model_id, revision, problem, _WEIGHTS_KEY)
+    return WeightsLocation(path=str(folder), revision=folder.name)
 
 
 def _problem(folder: Path, code: list[str]) -> str:
@@ -113,7 +115,7 @@ def _weight_files(folder: Path) -> tuple[str, ...]:
     """As from_pretrained looks for them: one file, else those of the index."""
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
         return (SINGLE,)
-    index: Any = parse_json(read_regular(folder / INDEX))
+    index: Any = parse_json(read_regular_file(folder / INDEX))
     return tuple(sorted({str(name) for name in index["weight_map"].values()}))
 
 
@@ -140,7 +142,7 @@ def _cached(model_id: str, revision: str) -> Path | None:
             )
         )
     except HFValidationError:
-        raise Refusal(no_id(model_id)) from None
+        raise Refusal(invalid_model_id(model_id)) from None
     except Exception:  # the hub library has several names for "not here"
         return None
 
@@ -152,7 +154,7 @@ def _download(
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     if is_offline_mode():
-        raise _unreachable(model_id, revision, f"{problem}, and HF_HUB_OFFLINE is set", key)
+        raise _files_unreachable(model_id, revision, f"{problem}, and HF_HUB_OFFLINE is set", key)
     try:
         # Asked once, without the retries of a download, which make a machine with no network wait
         # half a minute.
@@ -162,9 +164,11 @@ def _download(
             get_hf_file_metadata(hf_hub_url(model_id, "config.json", revision=revision))
         return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
     except Exception as error:  # of its HTTP library, the disk, the hub: all mean "no weights"
-        why = hub_problem(error, model_id, revision)
+        why = hub_error(error, model_id, revision)
         if why.code == "SW2001":
-            raise _unreachable(model_id, revision, f"{problem}, and {_cause(error)}", key) from None
+            raise _files_unreachable(
+                model_id, revision, f"{problem}, and {_cause(error)}", key
+            ) from None
         raise Refusal(why) from None
 
 
@@ -175,9 +179,9 @@ def _cause(error: Exception) -> str:
     return f"the hub cannot be reached ({type(error).__name__})"
 
 
-def _unreachable(model_id: str, revision: str, why: str, key: KeyPath) -> Refusal:
+def _files_unreachable(model_id: str, revision: str, why: str, key: KeyPath) -> Refusal:
     fetch = f"Where there is a network, run `hf download {model_id}{pinned(revision)}`"
-    if key == _KEY:
+    if key == _WEIGHTS_KEY:
         help = (
             "Load it once with transformers, write it with `save_pretrained`, and give that "
             "folder as model.source"
@@ -199,5 +203,8 @@ def _unreachable(model_id: str, revision: str, why: str, key: KeyPath) -> Refusa
 
 def _no_weights(what: str, why: str, help: str) -> Refusal:
     return refusal(
-        "SW1913", f"model.weights: pretrained, but {what} cannot be loaded: {why}", help, _KEY
+        "SW1913",
+        f"model.weights: pretrained, but {what} cannot be loaded: {why}",
+        help,
+        _WEIGHTS_KEY,
     )

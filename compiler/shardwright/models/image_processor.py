@@ -28,8 +28,8 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import requires_backends
 
 from shardwright.models.byte_tokenizer import byte_tokenizer
-from shardwright.models.tasks.vision_language import image_token, tower_config
-from shardwright.utils.exception_summary import first_line
+from shardwright.models.tasks.vision_language import image_token, vision_encoder_config
+from shardwright.utils.exception_summary import exception_summary
 
 _FILE = "processor_config.json"
 _CUTTING = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
@@ -46,11 +46,11 @@ _PLACEHOLDERS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-class NoProcessor(Exception):
+class ProcessorUnavailable(Exception):
     """transformers' processor of the type cannot be made, or not be used: one line, the reason."""
 
 
-class MissingPackage(NoProcessor):
+class MissingPackage(ProcessorUnavailable):
     """transformers' processor of the type needs a package that is not installed."""
 
     def __init__(self, kind: str, package: str) -> None:
@@ -66,7 +66,9 @@ def _class_of(name: str) -> Any:
         requires_backends(kind, getattr(kind, "_backends", []))
     except ImportError as error:
         named = re.search(r"requires the (\S+) library", str(error))
-        raise MissingPackage(name, named[1].lower() if named else first_line(error, 160)) from None
+        raise MissingPackage(
+            name, named[1].lower() if named else exception_summary(error, 160)
+        ) from None
     return kind
 
 
@@ -74,7 +76,7 @@ def load_processor(folder: Path) -> Any:
     """Of a folder with the files of a processor and its tokenizer. A part for videos is left out:
     it needs torchvision.
 
-    Raises NoProcessor.
+    Raises ProcessorUnavailable.
     """
     try:
         document = (
@@ -92,45 +94,45 @@ def load_processor(folder: Path) -> Any:
             folder, local_files_only=True, trust_remote_code=False, backend="pil"
         )
         return _assembled(_class_of(name), images, tokenizer, document)
-    except NoProcessor:
+    except ProcessorUnavailable:
         raise
     except Exception as error:  # whatever the files make a stranger's class raise
-        raise NoProcessor(first_line(error, 160)) from None
+        raise ProcessorUnavailable(exception_summary(error, 160)) from None
 
 
-def inline_processor(config: PretrainedConfig) -> Any:
-    """For a model whose configuration stands in a recipe. Raises NoProcessor."""
+def processor_from_config(config: PretrainedConfig) -> Any:
+    """For a model whose configuration stands in a recipe. Raises ProcessorUnavailable."""
     name, images = _pillow_classes(config)
     try:
         kind = _class_of(name)
         tokenizer = _byte_tokenizer(config, kind)
         made = _image_processor(getattr(transformers, images), config, cut=False)
         return _assembled(kind, made, tokenizer, _own(config))
-    except NoProcessor:
+    except ProcessorUnavailable:
         raise
     except Exception as error:
-        raise NoProcessor(first_line(error, 160)) from None
+        raise ProcessorUnavailable(exception_summary(error, 160)) from None
 
 
-def usual_processor(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
+def default_image_processor(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
     """(what makes tensors of a picture, the options that it is called with) of the type's own
-    defaults, at the sizes of the configuration. Raises NoProcessor."""
+    defaults, at the sizes of the configuration. Raises ProcessorUnavailable."""
     name, images = _pillow_classes(config)
     try:
         made = _image_processor(getattr(transformers, images), config, cut=True)
         return made, dict(getattr(getattr(transformers, name), "images_kwargs", None) or {})
     except Exception as error:
-        raise NoProcessor(first_line(error, 160)) from None
+        raise ProcessorUnavailable(exception_summary(error, 160)) from None
 
 
 def _pillow_classes(config: PretrainedConfig) -> tuple[str, str]:
     """Names of the type's processor, and of the part for pictures that needs Pillow alone. Raises
-    NoProcessor."""
+    ProcessorUnavailable."""
     name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
     classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
     images = classes.get("pil") if isinstance(classes, dict) else None
     if not isinstance(name, str) or images is None:
-        raise NoProcessor(
+        raise ProcessorUnavailable(
             f"transformers has no processor for a {config.model_type} that needs Pillow alone"
         )
     return name, images
@@ -146,9 +148,9 @@ def _assembled(kind: Any, images: Any, tokenizer: Any, own: dict[str, Any]) -> A
     return _without_videos(kind)(**{**values, "image_processor": images, "tokenizer": tokenizer})
 
 
-def options_of(processor: Any, *, tiles: bool = True) -> dict[str, Any]:
+def image_processor_arguments(processor: Any, *, tiles: bool = True) -> dict[str, Any]:
     """That it calls its part for pictures with. tiles: whether it may cut them. Raises
-    NoProcessor."""
+    ProcessorUnavailable."""
     kept = processor.tokenizer.init_kwargs
     found: dict[str, Any] = processor._merge_kwargs(
         tokenizer_init_kwargs=kept, return_tensors="pt"
@@ -156,7 +158,7 @@ def options_of(processor: Any, *, tiles: bool = True) -> dict[str, Any]:
     if tiles:
         return found
     if hasattr(processor.image_processor, "image_grid_pinpoints"):
-        raise NoProcessor(
+        raise ProcessorUnavailable(
             "it cuts every picture into tiles, and has no switch for it (images.tiles: false)"
         )
     return found | {name: False for name in _CUTTING if hasattr(processor.image_processor, name)}
@@ -193,24 +195,24 @@ def processor_files(processor: Any, config: PretrainedConfig) -> dict[str, bytes
 
 def _check(processor: Any) -> None:
     """What it writes for a picture must come back as tokens that stand for one. Raises
-    NoProcessor."""
+    ProcessorUnavailable."""
     from PIL import Image
 
     try:
         _, written = processor._process_images(
-            [Image.new("RGB", (40, 30))], **options_of(processor)
+            [Image.new("RGB", (40, 30))], **image_processor_arguments(processor)
         )
         ids = processor.tokenizer(written[0], add_special_tokens=False)["input_ids"]
     except Exception as error:  # whatever its class raises with these sizes
-        raise NoProcessor(first_line(error, 160)) from None
+        raise ProcessorUnavailable(exception_summary(error, 160)) from None
     if not set(ids) & set(processor.image_token_ids):
-        raise NoProcessor("its tokenizer does not know the text that stands for a picture")
+        raise ProcessorUnavailable("its tokenizer does not know the text that stands for a picture")
 
 
 def _image_processor(kind: Any, config: PretrainedConfig, *, cut: bool) -> Any:
     """cut: into tiles, where the type's own default does it and the model would take a whole
     picture too."""
-    tower = tower_config(config)
+    tower = vision_encoder_config(config)
     side, patch = _number(getattr(tower, "image_size", None)), _number(tower.patch_size)
     default = kind()
     values: dict[str, Any] = {}
@@ -266,7 +268,7 @@ def _number(size: Any) -> int | None:
 
 def _own(config: PretrainedConfig) -> dict[str, Any]:
     """What a processor's class is told of its model, beside its parts."""
-    tower: Any = tower_config(config)
+    tower: Any = vision_encoder_config(config)
     side, patch = _number(getattr(tower, "image_size", None)), _number(tower.patch_size)
     found = {
         "patch_size": patch,
@@ -288,10 +290,10 @@ def _own(config: PretrainedConfig) -> dict[str, Any]:
 
 def _byte_tokenizer(config: PretrainedConfig, kind: Any) -> PreTrainedTokenizerFast:
     """A token a byte, and each placeholder of the configuration under its id. Raises
-    NoProcessor."""
+    ProcessorUnavailable."""
     token = image_token(config)
     if token is None or token < BYTES:
-        raise NoProcessor(
+        raise ProcessorUnavailable(
             f"the token that stands for a picture has the id {token}: the first {BYTES} ids "
             "are bytes"
         )
@@ -301,7 +303,7 @@ def _byte_tokenizer(config: PretrainedConfig, kind: Any) -> PreTrainedTokenizerF
         if value is not None and value >= BYTES:
             names[attribute] = (text, value)
     if len({value for _, value in names.values()}) < len(names):
-        raise NoProcessor("two of its placeholder tokens have one id")
+        raise ProcessorUnavailable("two of its placeholder tokens have one id")
     document = json.loads(byte_tokenizer().to_str())
     settings = {
         "single_word": False,

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.models.parameter_name_pattern import pattern
+from shardwright.models.parameter_name_pattern import name_pattern
 
 LAYERS = 4
 MOST_KINDS = 12
@@ -49,7 +49,7 @@ _COUNTS = (
 _PER_LAYER = "per_layer_config"
 
 
-def kept_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
+def representative_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
     """Numbers of the original layers that stand in the copy, repeated where there are fewer kinds
     than LAYERS."""
     layers = next((document[n] for n in DEPTHS if isinstance(document.get(n), int)), 0)
@@ -65,7 +65,7 @@ def kept_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(kinds[i % len(kinds)] for i in range(depth))
 
 
-def at_depth(document: Mapping[str, Any], kept: tuple[int, ...]) -> dict[str, Any]:
+def truncate_layers(document: Mapping[str, Any], kept: tuple[int, ...]) -> dict[str, Any]:
     """The attributes that speak of layers, for the kept ones only."""
     layers = next((document[n] for n in DEPTHS if isinstance(document.get(n), int)), 0)
     out: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def at_depth(document: Mapping[str, Any], kept: tuple[int, ...]) -> dict[str, An
     return out
 
 
-def keeps_every_kind(model: nn.Module, copy: nn.Module) -> bool:
+def has_every_layer_kind(model: nn.Module, copy: nn.Module) -> bool:
     """Whether each kind of layer of `model` stands in `copy`, too: by the classes of its modules
     and the names of its parameters, whatever the configuration calls it."""
     theirs = _kinds_by_list(copy)
@@ -109,7 +109,7 @@ def _kinds_by_list(model: nn.Module) -> dict[str, frozenset[object]]:
         path: frozenset(
             (
                 frozenset(type(module) for module in layer.modules()),
-                frozenset(pattern(name) for name, _ in layer.named_parameters()),
+                frozenset(name_pattern(name) for name, _ in layer.named_parameters()),
             )
             for layer in layers
         )

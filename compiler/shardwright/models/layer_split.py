@@ -15,33 +15,38 @@ import torch
 from torch import nn
 
 from shardwright.models.call_arguments import Arguments, leaves
-from shardwright.models.model_skeleton import Batch, Skeleton, State, without_pictures
-from shardwright.models.parameter_name_pattern import pattern
-from shardwright.models.pipeline_split import Cut, Range, merged, sharing
+from shardwright.models.model_skeleton import Batch, Skeleton, State, without_images
+from shardwright.models.parameter_name_pattern import name_pattern
+from shardwright.models.pipeline_split import (
+    LayerRange,
+    PipelineSplit,
+    layers_that_share_parameters,
+    merge_overlapping_ranges,
+)
 from shardwright.models.tasks.causal_lm import is_causal, own_loss
 
 
-class NotCuttable(Exception):
+class NotSplittable(Exception):
     """The model has no cut that reproduces it: one line, the reason."""
 
 
 @dataclass(frozen=True)
-class Probed:
+class ModelStructure:
     """What running a tiny copy of the model taught: names are the full model's too.
 
     embedding, head: parameters outside the decoder stack that the piece before and the piece behind
     it use; a tied one
         is in both. attention: the attention module's name inside a decoder layer, "" where the
         layers have none in common. packing: "" where packed documents do not see each other, else
-        the reason. once_a_picture: modules that run as often as there are pictures.
+        the reason. modules_run_per_image: modules that run as often as there are pictures.
     """
 
-    cut: Cut
+    cut: PipelineSplit
     embedding: tuple[str, ...]
     head: tuple[str, ...]
     attention: str
     packing: str = "it was not tried"
-    once_a_picture: tuple[str, ...] = ()
+    modules_run_per_image: tuple[str, ...] = ()
 
     def place(self, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """The embedding's and the head's parameters among the full model's, those of the decoder
@@ -50,77 +55,81 @@ class Probed:
         A tower outside the stack may be deeper than the tiny copy's: a name counts by its pattern,
         numbers aside. None where a name's pattern is not the tiny copy's.
         """
-        before, behind = ({pattern(n) for n in side} for side in (self.embedding, self.head))
+        before, behind = ({name_pattern(n) for n in side} for side in (self.embedding, self.head))
         outside = [n for n in names if not n.startswith(self.cut.stack + ".")]
-        if any(pattern(n) not in before | behind for n in outside):
+        if any(name_pattern(n) not in before | behind for n in outside):
             return None
         return (
-            tuple(n for n in outside if pattern(n) in before),
-            tuple(n for n in outside if pattern(n) in behind),
+            tuple(n for n in outside if name_pattern(n) in before),
+            tuple(n for n in outside if name_pattern(n) in behind),
         )
 
 
-def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None) -> Probed:
-    """`model`: tiny, on the CPU, in training mode without anything random. Raises NotCuttable with
-    the reason.
+def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None) -> ModelStructure:
+    """`model`: tiny, on the CPU, in training mode without anything random. Raises NotSplittable
+    with the reason.
 
     beside: for a model that sees, what its forward takes beside the ids.
     """
     if beside:
-        _check_sight(model, input_ids, beside)
-    cut = find_cut(model, input_ids, beside)
-    cut = replace(cut, together=find_together(model, cut, input_ids, beside))
-    embedding, head = _edges(model, cut, input_ids, beside)
-    check_cut(model, cut, embedding, head, input_ids, beside)
+        _check_image_dependence(model, input_ids, beside)
+    cut = find_layer_split(model, input_ids, beside)
+    cut = replace(cut, together=find_inseparable_layers(model, cut, input_ids, beside))
+    embedding, head = _boundary_parameters(model, cut, input_ids, beside)
+    check_layer_split(model, cut, embedding, head, input_ids, beside)
     loss = own_loss(model, input_ids, beside)
     if loss is None:
-        raise NotCuttable("its logits are not one row a token")
+        raise NotSplittable("its logits are not one row a token")
     untrained, causal = (
         _untrained(model, cut.stack, input_ids, beside),
         is_causal(model, input_ids, beside),
     )
     cut = replace(cut, untrained=untrained, loss=loss, causal=causal)
-    return Probed(cut=cut, embedding=embedding, head=head, attention=attention_module(model, cut))
+    return ModelStructure(
+        cut=cut, embedding=embedding, head=head, attention=attention_module(model, cut)
+    )
 
 
 @torch.no_grad()
-def _check_sight(model: nn.Module, input_ids: torch.Tensor, beside: Batch) -> None:
-    """Raises NotCuttable where the logits are the same with other pictures."""
+def _check_image_dependence(model: nn.Module, input_ids: torch.Tensor, beside: Batch) -> None:
+    """Raises NotSplittable where the logits are the same with other pictures."""
     others = {
         name: value.roll(1, -1) if value.is_floating_point() else value
         for name, value in beside.items()
     }
     if torch.equal(logits_of(model, input_ids, beside), logits_of(model, input_ids, others)):
-        raise NotCuttable("its logits do not depend on the pictures")
+        raise NotSplittable("its logits do not depend on the pictures")
 
 
-def _edges(
-    model: nn.Module, cut: Cut, input_ids: torch.Tensor, beside: Batch | None
+def _boundary_parameters(
+    model: nn.Module, cut: PipelineSplit, input_ids: torch.Tensor, beside: Batch | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """By gradient: what the state before the first layer, and the logits after the last one, depend
     on."""
     outside = {n: p for n, p in model.named_parameters() if not n.startswith(cut.stack + ".")}
     skeleton = Skeleton(model, cut, _tokens(input_ids))
-    with _none_frozen(outside):
+    with _all_trainable(outside):
         state = skeleton.embed(input_ids, None, beside)
-        embedding = reached_from(
+        embedding = parameters_with_gradient(
             [t for t in (state.hidden, *state.payload) if t is not None], outside
         )
-        head = reached_from(
+        head = parameters_with_gradient(
             [skeleton.head(State(hidden=state.hidden.detach(), batch=state.batch))], outside
         )
     # What neither shows by gradient goes with the head, where it is saved; a constant table
     # (sinusoidal positions, looked up without a gradient) shows by what comes of its absence. Of a
     # model that sees these are parts of its tower, which stays in one piece.
     silent = {n: p for n, p in outside.items() if n not in embedding | head}
-    embedding.update(silent if beside else _seen_by_value(skeleton, input_ids, state, silent))
+    embedding.update(
+        silent if beside else _parameters_used_by_value(skeleton, input_ids, state, silent)
+    )
     return tuple(n for n in outside if n in embedding), tuple(
         n for n in outside if n in head or n not in embedding
     )
 
 
 @torch.no_grad()
-def _seen_by_value(
+def _parameters_used_by_value(
     skeleton: Skeleton, input_ids: torch.Tensor, state: State, silent: dict[str, nn.Parameter]
 ) -> list[str]:
     """Which of these parameters the embedding's state depends on; tried one by one only where some
@@ -146,18 +155,18 @@ def _untrained(
     are trained. A tower's parameters by name: a model may take its features from the last block but
     one."""
     named = dict(model.named_parameters())
-    with _none_frozen(named):
-        reached = reached_from([logits_of(model, input_ids, beside)], named)
-    trained = {pattern(n) for n in reached}
+    with _all_trainable(named):
+        reached = parameters_with_gradient([logits_of(model, input_ids, beside)], named)
+    trained = {name_pattern(n) for n in reached}
     outside = [n for n in named if beside and not n.startswith(stack + ".")]
     return (
-        *dict.fromkeys(pattern(n) for n in named if pattern(n) not in trained),
-        *(n for n in outside if n not in reached and pattern(n) in trained),
+        *dict.fromkeys(name_pattern(n) for n in named if name_pattern(n) not in trained),
+        *(n for n in outside if n not in reached and name_pattern(n) in trained),
     )
 
 
 @contextmanager
-def _none_frozen(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+def _all_trainable(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
     """A type may freeze some in one way of building it only."""
     frozen = [p for p in parameters.values() if not p.requires_grad]
     for p in frozen:
@@ -167,14 +176,16 @@ def _none_frozen(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
         p.requires_grad_(False)
 
 
-def reached_from(tensors: list[torch.Tensor], parameters: dict[str, nn.Parameter]) -> set[str]:
+def parameters_with_gradient(
+    tensors: list[torch.Tensor], parameters: dict[str, nn.Parameter]
+) -> set[str]:
     """Names of the parameters that the tensors have a gradient for."""
     total = torch.stack([t.square().sum() for t in tensors if t.requires_grad]).sum()
     gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     return {n for n, g in zip(parameters, gradients, strict=True) if g is not None}
 
 
-def attention_module(model: nn.Module, cut: Cut) -> str:
+def attention_module(model: nn.Module, cut: PipelineSplit) -> str:
     """Its name inside a decoder layer, "" where they have none in common."""
     found = [
         {
@@ -204,10 +215,12 @@ class _Call:
 
 
 @torch.no_grad()
-def find_cut(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None) -> Cut:
+def find_layer_split(
+    model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
+) -> PipelineSplit:
     """The outermost ModuleList whose children each run once, in order, and all that passes through
     them; of a model that sees the one that ran last, which is behind the tower's. Raises
-    NotCuttable.
+    NotSplittable.
     """
     stacks = [
         (path, list(m.children()))
@@ -244,13 +257,13 @@ def find_cut(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = N
         if in_order and 2 * len(ran) >= len(children):
             if hasattr(ours[0].output, "_fields"):
                 kind, fields = type(ours[0].output).__name__, ", ".join(ours[0].output._fields)
-                raise NotCuttable(f"its layers hand on several streams as one {kind}: {fields}")
+                raise NotSplittable(f"its layers hand on several streams as one {kind}: {fields}")
             cut = _slots(path, ours)
             if cut is not None:
                 return _with_payload(
                     model, replace(cut, carried=_carried(ours)), ours, input_ids, beside
                 )
-    raise NotCuttable(_no_stack(calls, stacks))
+    raise NotSplittable(_no_stack(calls, stacks))
 
 
 def _no_stack(calls: list[_Call], stacks: list[tuple[str, list[nn.Module]]]) -> str:
@@ -265,7 +278,7 @@ def _no_stack(calls: list[_Call], stacks: list[tuple[str, list[nn.Module]]]) -> 
     return "no list of layers runs once each, in order, on the hidden states"
 
 
-def _slots(path: str, calls: list[_Call]) -> Cut | None:
+def _slots(path: str, calls: list[_Call]) -> PipelineSplit | None:
     """Where the hidden states enter and leave: the argument that is the previous layer's output."""
     first = calls[0].output
     # Some layers return a list where they mean a tuple; a ModelOutput is neither.
@@ -279,7 +292,9 @@ def _slots(path: str, calls: list[_Call]) -> Cut | None:
             i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.shape == hidden.shape
         ]
         return (
-            Cut(stack=path, hidden_position=same[0], hidden_keyword=None, output_length=length)
+            PipelineSplit(
+                stack=path, hidden_position=same[0], hidden_keyword=None, output_length=length
+            )
             if same
             else None
         )
@@ -289,7 +304,9 @@ def _slots(path: str, calls: list[_Call]) -> Cut | None:
     if position is None and keyword is None:
         return None
     keyword = keyword if position is None else None
-    return Cut(stack=path, hidden_position=position, hidden_keyword=keyword, output_length=length)
+    return PipelineSplit(
+        stack=path, hidden_position=position, hidden_keyword=keyword, output_length=length
+    )
 
 
 def _same(a: Any, b: torch.Tensor) -> bool:
@@ -312,15 +329,19 @@ def _carried(calls: list[_Call]) -> tuple[int, ...]:
 
 
 def _with_payload(
-    model: nn.Module, cut: Cut, calls: list[_Call], input_ids: torch.Tensor, beside: Batch | None
-) -> Cut:
+    model: nn.Module,
+    cut: PipelineSplit,
+    calls: list[_Call],
+    input_ids: torch.Tensor,
+    beside: Batch | None,
+) -> PipelineSplit:
     """The arguments that another stage could not make: they differ on dummy ids, or where the
     embedding is stubs."""
-    skeleton = isolated(
+    skeleton = isolated_copy(
         model, cut, {id(p) for p in model.get_submodule(cut.stack).parameters()}, input_ids
     )
     hidden = dict(leaves(calls[0].arguments))[skeleton._hidden_path]
-    batch = None if beside is None else {"input_ids": input_ids, **without_pictures(beside)}
+    batch = None if beside is None else {"input_ids": input_ids, **without_images(beside)}
     dummy, slots = skeleton._context(hidden, None, batch)
     known = {use for slot in slots for use in slot.uses}
     payload = {
@@ -330,7 +351,8 @@ def _with_payload(
         for path, value in leaves(call.arguments)
         if isinstance(value, torch.Tensor)
         and path
-        in guesses  # else an earlier layer left it in a container: find_together sees to that
+        # else an earlier layer left it in a container: find_inseparable_layers sees to that
+        in guesses
         and path != skeleton._hidden_path
         and (index, path) not in known
         and not _same(guesses[path], value)
@@ -339,28 +361,28 @@ def _with_payload(
 
 
 @torch.no_grad()
-def check_cut(
+def check_layer_split(
     model: nn.Module,
-    cut: Cut,
+    cut: PipelineSplit,
     embedding: tuple[str, ...],
     head: tuple[str, ...],
     input_ids: torch.Tensor,
     beside: Batch | None = None,
 ) -> None:
-    """Raises NotCuttable unless isolated pieces give the plain model's logits, bit for bit.
+    """Raises NotSplittable unless isolated pieces give the plain model's logits, bit for bit.
 
     embedding, head: the parameters that these two own.
     """
     plain = logits_of(model, input_ids, beside)
     before, behind = ({id(model.get_parameter(n)) for n in side} for side in (embedding, head))
-    got = in_pieces(model, cut, before, behind, input_ids, beside=beside)
+    got = run_in_pieces(model, cut, before, behind, input_ids, beside=beside)
     if got.shape != plain.shape or not torch.equal(got, plain):
-        raise NotCuttable("more than the hidden states crosses between its layers")
+        raise NotSplittable("more than the hidden states crosses between its layers")
 
 
-def in_pieces(
+def run_in_pieces(
     model: nn.Module,
-    cut: Cut,
+    cut: PipelineSplit,
     before: set[int],
     behind: set[int],
     input_ids: torch.Tensor,
@@ -374,20 +396,22 @@ def in_pieces(
     micro-batch must find nothing of the first.
     """
     layers = list(model.get_submodule(cut.stack).children())
-    state = isolated(model, cut, before, input_ids).embed(input_ids, positions, beside)
+    state = isolated_copy(model, cut, before, input_ids).embed(input_ids, positions, beside)
     edges = itertools.accumulate(cut.blocks(len(layers))[1:-1], initial=0)
     for first, stop in itertools.pairwise(edges):
         own = {id(p) for layer in layers[first:stop] for p in layer.parameters()}
-        skeleton, entering = isolated(model, cut, own, input_ids), state
+        skeleton, entering = isolated_copy(model, cut, own, input_ids), state
         for _ in range(2):
             skeleton.begin()
             state = entering
             for index in range(first, stop):
                 state = skeleton.decode(index, state)
-    return isolated(model, cut, behind, input_ids).head(state)
+    return isolated_copy(model, cut, behind, input_ids).head(state)
 
 
-def isolated(model: nn.Module, cut: Cut, owned: set[int], input_ids: torch.Tensor) -> Skeleton:
+def isolated_copy(
+    model: nn.Module, cut: PipelineSplit, owned: set[int], input_ids: torch.Tensor
+) -> Skeleton:
     """A copy that owns these parameters of `model` only, by id."""
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(model, memo)
@@ -397,16 +421,16 @@ def isolated(model: nn.Module, cut: Cut, owned: set[int], input_ids: torch.Tenso
 
 
 @torch.no_grad()
-def find_together(
-    model: nn.Module, cut: Cut, input_ids: torch.Tensor, beside: Batch | None = None
-) -> tuple[Range, ...]:
+def find_inseparable_layers(
+    model: nn.Module, cut: PipelineSplit, input_ids: torch.Tensor, beside: Batch | None = None
+) -> tuple[LayerRange, ...]:
     """Decoder layers that share parameters, or state beside what crosses stages: such a layer is
     wrong, or fails, where the layers that it reads from have not run before it in the same stage.
-    Raises NotCuttable."""
+    Raises NotSplittable."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    shared = sharing((tuple(group) for group in names.values()), cut.stack)
+    shared = layers_that_share_parameters((tuple(group) for group in names.values()), cut.stack)
     skeleton = Skeleton(model, cut, _tokens(input_ids))
     states = [skeleton.embed(input_ids, None, beside)]
     skeleton.begin()
@@ -414,7 +438,7 @@ def find_together(
         states.append(skeleton.decode(index, states[-1]))
     plain = logits_of(model, input_ids, beside)
     if not torch.equal(skeleton.head(states[-1]), plain):
-        raise NotCuttable("more than the hidden states crosses between its layers")
+        raise NotSplittable("more than the hidden states crosses between its layers")
     ranges = []
     for last in range(len(skeleton.layers)):
         reach = next(
@@ -422,9 +446,9 @@ def find_together(
             None,
         )
         if reach is None:
-            raise NotCuttable("two runs of it on the same tokens differ")
+            raise NotSplittable("two runs of it on the same tokens differ")
         ranges.append((reach, last))
-    return merged([*shared, *ranges])
+    return merge_overlapping_ranges([*shared, *ranges])
 
 
 def _reproduces(skeleton: Skeleton, states: list[State], first: int, last: int) -> bool:

@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwright.models.call_arguments import Arguments
-from shardwright.models.config_sizes import size_of
-from shardwright.models.model_graph import Kept
+from shardwright.models.config_sizes import first_size
+from shardwright.models.model_graph import SavedActivations
 from shardwright.models.model_skeleton import Skeleton, State
-from shardwright.models.pipeline_split import Cut
-from shardwright.models.trace_meter import Bytes, PieceMeasure, measure, tensors_in
+from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.trace_meter import PieceTrace, ShardedBytes, measure_piece, tensors_in
 from shardwright.recipe.literal_types import CHECKPOINTING, Checkpointing
 
 BASE_LENGTH = 128
@@ -57,29 +57,29 @@ TRACED_DTYPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracedLayer:
+class LayerTrace:
     """FLOPs of a sequence are per_token S + per_pair S^2, forward and backward; the fields of
     ir.model_graph.Layer."""
 
     forward: tuple[int, int]
     attention_module_per_token: int
     backward: tuple[int, int]
-    kept: tuple[Kept, ...]
+    kept: tuple[SavedActivations, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class ModelTrace:
     """layers: embedding, decoder layers, head; the reason where the layer's own code asks for
     values, which fakes lack.
 
     context: what the model hands to its decoder layers, once per micro-batch on each stage.
     """
 
-    layers: tuple[TracedLayer | str, ...]
-    context: tuple[Kept, ...]
+    layers: tuple[LayerTrace | str, ...]
+    context: tuple[SavedActivations, ...]
 
 
-def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str) -> Traced:
+def trace_model(model: PreTrainedModel, cut: PipelineSplit, attention_module: str) -> ModelTrace:
     """`model`: built on the meta device with the attention that will run; it cannot be used
     afterwards.
 
@@ -96,26 +96,28 @@ def trace_model(model: PreTrainedModel, cut: Cut, attention_module: str) -> Trac
                 return _trace(model, cut, attention_module, 2)
     except Exception as error:  # whatever a type's own code raises
         count = len(list(model.get_submodule(cut.stack).children())) + 2
-        return Traced(layers=(reason_of(error),) * count, context=())
+        return ModelTrace(layers=(error_reason(error),) * count, context=())
 
 
-def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int) -> Traced:
+def _trace(
+    model: PreTrainedModel, cut: PipelineSplit, attention_module: str, shorter: int
+) -> ModelTrace:
     """shorter: what the lengths are divided by."""
     model.train()
     text = model.config.get_text_config()
-    own_nothing(model, torch.float32)
+    stub_parameters(model, torch.float32)
     base = (LOOP_LENGTH if _loops(model, cut) else _base_length(text)) // shorter
     window = min((size for name in _WINDOWS if (size := _size(text, name))), default=0)
     # A window bends the mask: it is not there up to that length (sdpa builds none), and beyond it
     # is.
     regimes = ((0, 4 * base), (window + 1, base // 2)) if window else ((0, 0),)
-    first: list[tuple[PieceMeasure | str, PieceMeasure | str]] = []
-    kept: list[list[Kept]] = [
+    first: list[tuple[PieceTrace | str, PieceTrace | str]] = []
+    kept: list[list[SavedActivations]] = [
         [] for _ in range(len(list(model.get_submodule(cut.stack).children())) + 2)
     ]
-    context: list[Kept] = []
+    context: list[SavedActivations] = []
     for element_bytes, dtype in TRACED_DTYPES.items():
-        own_nothing(model, dtype)
+        stub_parameters(model, dtype)
         for from_length, window_here in regimes:
             with _window(text, window_here):
                 short, long = (
@@ -125,16 +127,16 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
             pairs = list(zip(short.pieces, long.pieces, strict=True))
             first = first or pairs
             for entries, (a, b) in zip(kept, pairs, strict=True):
-                if isinstance(a, PieceMeasure) and isinstance(b, PieceMeasure):
+                if isinstance(a, PieceTrace) and isinstance(b, PieceTrace):
                     for mode, (x, y) in zip(
                         CHECKPOINTING, zip(a.kept, b.kept, strict=True), strict=True
                     ):
                         _add(entries, _kept(base, x, y, mode, element_bytes, from_length))
             a_context, b_context = (
-                Bytes(whole=run.context_bytes, divided=0) for run in (short, long)
+                ShardedBytes(whole=run.context_bytes, divided=0) for run in (short, long)
             )
             _add(context, _kept(base, a_context, b_context, "none", element_bytes, from_length))
-    return Traced(
+    return ModelTrace(
         layers=tuple(
             _layer(base, a, b, entries) for (a, b), entries in zip(first, kept, strict=True)
         ),
@@ -142,14 +144,14 @@ def _trace(model: PreTrainedModel, cut: Cut, attention_module: str, shorter: int
     )
 
 
-def _loops(model: PreTrainedModel, cut: Cut) -> bool:
+def _loops(model: PreTrainedModel, cut: PipelineSplit) -> bool:
     """Whether a longer sequence means more operators."""
     short, long = (
         _Run(model, cut, "", length, torch.float32, flops=False)
         for length in (LOOP_LENGTH, 2 * LOOP_LENGTH)
     )
     return any(
-        isinstance(a, PieceMeasure) and isinstance(b, PieceMeasure) and a.saves != b.saves
+        isinstance(a, PieceTrace) and isinstance(b, PieceTrace) and a.saves != b.saves
         for a, b in zip(short.pieces, long.pieces, strict=True)
     )
 
@@ -161,7 +163,7 @@ class _Run:
     def __init__(
         self,
         model: PreTrainedModel,
-        cut: Cut,
+        cut: PipelineSplit,
         attention_module: str,
         length: int,
         dtype: torch.dtype,
@@ -202,14 +204,12 @@ class _Run:
         )
         self.pieces = self._all_pieces()
 
-    def _all_pieces(self) -> list[PieceMeasure | str]:
+    def _all_pieces(self) -> list[PieceTrace | str]:
         layers = self.skeleton.layers
-        pieces: list[PieceMeasure | str] = [
-            self._piece(self.outside, self._embed, None, layer=None)
-        ]
-        known: dict[str, PieceMeasure | str] = {}
+        pieces: list[PieceTrace | str] = [self._piece(self.outside, self._embed, None, layer=None)]
+        known: dict[str, PieceTrace | str] = {}
         for index, layer in enumerate(layers):
-            key = identity(layer, self.contexts.get(index))
+            key = shape_signature(layer, self.contexts.get(index))
             if key not in known:
                 known[key] = self._piece(
                     list(layer.modules()), partial(self._decode, index), self.hidden, layer=layer
@@ -228,7 +228,7 @@ class _Run:
         *,
         layer: nn.Module | None,
         **options: Any,
-    ) -> PieceMeasure | str:
+    ) -> PieceTrace | str:
         """The reason where it cannot be measured."""
         attention = "" if layer is None else self.attention_module
         with fake_parameters(modules, self.fake) as parameters:
@@ -240,11 +240,11 @@ class _Run:
                 "width": width,
             }
             try:
-                return measure(run, given, count_flops=self.flops, **options)
+                return measure_piece(run, given, count_flops=self.flops, **options)
             except (
                 Exception
             ) as error:  # whatever a type's own code raises where a fake tensor has no value
-                return reason_of(error)
+                return error_reason(error)
 
     def _embed(self, given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         state = self.skeleton.embed(self.ids, None)
@@ -256,12 +256,12 @@ class _Run:
             for key in (
                 range(len(shared_state)) if isinstance(shared_state, list) else list(shared_state)
             ):
-                shared_state[key] = pytree.tree_map_only(torch.Tensor, _apart, shared_state[key])
+                shared_state[key] = pytree.tree_map_only(torch.Tensor, _detach, shared_state[key])
         with self.fake:
             after = self.skeleton.decode(index, State(hidden=given, payload=tuple(self.payload)))
         for place, slot in enumerate(self.slots):
             if slot.source and slot.source[0] == index:
-                self.payload[place] = _apart(after.payload[place])
+                self.payload[place] = _detach(after.payload[place])
         return after.hidden
 
     def _head(self, given: torch.Tensor | None) -> torch.Tensor:
@@ -269,18 +269,18 @@ class _Run:
         return self.skeleton.head(State(hidden=given))
 
 
-def reason_of(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """In one short line that is the same each time: no address."""
     lines = str(error).splitlines() or [""]
     return re.sub(r"0x[0-9a-f]+", "0x...", f"{type(error).__name__}: {lines[0]}")[:MOST_CHARACTERS]
 
 
-def _apart(made: torch.Tensor | None) -> torch.Tensor | None:
+def _detach(made: torch.Tensor | None) -> torch.Tensor | None:
     """What one layer hands another, out of its graph, which its own backward pass frees."""
     return made if made is None or made.grad_fn is None else made.detach().requires_grad_()
 
 
-def identity(layer: nn.Module, arguments: Arguments | None) -> str:
+def shape_signature(layer: nn.Module, arguments: Arguments | None) -> str:
     """Equal for layers that compute the same shapes: classes, switches, parameters and what they
     are handed."""
     parts = [
@@ -303,7 +303,7 @@ def identity(layer: nn.Module, arguments: Arguments | None) -> str:
     return repr((parts, leaves))
 
 
-def own_nothing(model: nn.Module, dtype: torch.dtype) -> None:
+def stub_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters become stubs of one element each on the CPU; buffers that were never filled (meta)
     become zeros."""
     for module in model.modules():
@@ -357,7 +357,7 @@ def _base_length(config: PretrainedConfig) -> int:
 
 def _size(config: PretrainedConfig, name: str) -> int:
     """0 where there is none, or none above 0."""
-    return max(0, size_of(config, name) or 0)
+    return max(0, first_size(config, name) or 0)
 
 
 def _fit(base: int, short: int, long: int) -> tuple[int, int]:
@@ -368,39 +368,39 @@ def _fit(base: int, short: int, long: int) -> tuple[int, int]:
 
 def _kept(
     base: int,
-    short: Bytes,
-    long: Bytes,
+    short: ShardedBytes,
+    long: ShardedBytes,
     checkpointing: Checkpointing,
     element_bytes: int,
     from_length: int,
-) -> Kept:
+) -> SavedActivations:
     whole, divided = _fit(base, short.whole, long.whole), _fit(base, short.divided, long.divided)
-    return Kept(
+    return SavedActivations(
         checkpointing=checkpointing,
         element_bytes=element_bytes,
         from_length=from_length,
-        whole_bytes_per_token=whole[0],
-        whole_bytes_per_pair=whole[1],
-        divided_bytes_per_token=divided[0],
-        divided_bytes_per_pair=divided[1],
+        unsharded_bytes_per_token=whole[0],
+        unsharded_bytes_per_token_pair=whole[1],
+        sharded_bytes_per_token=divided[0],
+        sharded_bytes_per_token_pair=divided[1],
     )
 
 
-def _add(entries: list[Kept], entry: Kept) -> None:
+def _add(entries: list[SavedActivations], entry: SavedActivations) -> None:
     """Left out where the shorter regime says the same."""
     if replace(entry, from_length=0) not in entries:
         entries.append(entry)
 
 
 def _layer(
-    base: int, short: PieceMeasure | str, long: PieceMeasure | str, kept: list[Kept]
-) -> TracedLayer | str:
+    base: int, short: PieceTrace | str, long: PieceTrace | str, kept: list[SavedActivations]
+) -> LayerTrace | str:
     if isinstance(short, str):
         return short
     if isinstance(long, str):
         return long
     forward = _fit(base, short.forward_flops, long.forward_flops)
-    return TracedLayer(
+    return LayerTrace(
         forward=forward,
         attention_module_per_token=_fit(
             base, short.attention_forward_flops, long.attention_forward_flops

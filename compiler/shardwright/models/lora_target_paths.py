@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.models.parameter_name_pattern import pattern
+from shardwright.models.parameter_name_pattern import name_pattern
 from shardwright.recipe.recipe_types import LoraSection
-from shardwright.utils.numeric_difference import share_apart
+from shardwright.utils.numeric_difference import relative_error
 
 ADAPTER = "default"
 """peft's name for the only adapter, a part of its parameters' names."""
@@ -37,7 +37,7 @@ def linear_paths(model: nn.Module, stack: str, names: tuple[str, ...]) -> list[s
     ]
 
 
-def inject(model: nn.Module, lora: LoraSection, paths: list[str]) -> None:
+def inject_lora(model: nn.Module, lora: LoraSection, paths: list[str]) -> None:
     """Put adapters into exactly the modules at `paths`, and freeze the rest.
 
     peft rewrites the targets of mixtures of experts by the configuration's `model_type`: paths that
@@ -67,7 +67,7 @@ def adapter_names(module: str) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def why_not_adapted(
+def lora_blocker(
     model: nn.Module,
     stack: str,
     lora: LoraSection,
@@ -81,13 +81,13 @@ def why_not_adapted(
     planned: patterns of the modules that the whole model's plan adapts. logits: runs the model.
     """
     paths = linear_paths(model, stack, names)
-    if other := sorted(planned ^ {pattern(path) for path in paths}):
+    if other := sorted(planned ^ {name_pattern(path) for path in paths}):
         return (
             f"{other[0]} is {'not ' if other[0] in planned else ''}a linear of the model, "
             "unlike in its plan"
         )
     try:
-        inject(model, lora, paths)
+        inject_lora(model, lora, paths)
     except ValueError as error:  # a module that only looks like a linear by its parameters
         return f"peft does not adapt these modules ({str(error).splitlines()[0][:200]})"
     parameters = dict(model.named_parameters())
@@ -113,7 +113,7 @@ def why_not_adapted(
             change.t() if isinstance(base, Conv1D) else change
         )
         b.zero_()
-    share = share_apart(adapted, logits())
+    share = relative_error(adapted, logits())
     if share <= _MOST_SHARE:
         return ""
     return f"its logits are not those of W + alpha / r B A (difference {share:.1e} of the largest)"

@@ -9,13 +9,13 @@ _NOT_LINEAR = ("router", "norm", "embed")
 """In the name of a module whose matrix `auto` leaves alone, as it does a mixture's `gate`."""
 
 
-def target_modules(graph: ModelGraph, lora: LoraSection) -> tuple[str, ...]:
+def adapted_modules(graph: ModelGraph, lora: LoraSection) -> tuple[str, ...]:
     """The last part of each adapted module's path, in the model's order; () where `auto` finds
     none."""
-    return known_modules(graph) if lora.target_modules is None else lora.target_modules
+    return default_target_modules(graph) if lora.target_modules is None else lora.target_modules
 
 
-def known_modules(graph: ModelGraph) -> tuple[str, ...]:
+def default_target_modules(graph: ModelGraph) -> tuple[str, ...]:
     """What `auto` stands for."""
     names = dict.fromkeys(
         _module(p) for layer in graph.layers if layer.kind == "decoder" for p in _matrices(layer)
@@ -23,7 +23,7 @@ def known_modules(graph: ModelGraph) -> tuple[str, ...]:
     return tuple(n for n in names if n != "gate" and not any(part in n for part in _NOT_LINEAR))
 
 
-def adapters(layer: Layer, names: tuple[str, ...], rank: int) -> tuple[int, ...]:
+def adapter_sizes(layer: Layer, names: tuple[str, ...], rank: int) -> tuple[int, ...]:
     """Elements of each adapter tensor on a layer: A (rank, in) and B (out, rank) of every module
     named."""
     if layer.kind != "decoder":

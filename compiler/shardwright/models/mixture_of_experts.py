@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers.integrations import moe
 
-from shardwright.models.model_skeleton import forward_replaced
-from shardwright.models.parameter_name_pattern import pattern
-from shardwright.utils.numeric_difference import tensor_apart
+from shardwright.models.model_skeleton import replace_forward
+from shardwright.models.parameter_name_pattern import name_pattern
+from shardwright.utils.numeric_difference import max_abs_diff
 
 TOLERANCE = 2e-5
 """Of the largest logit: rows are added up in another order."""
@@ -60,19 +60,21 @@ def number_of_experts(module: Any) -> int:
     )
 
 
-def called_by_place(forward: Experts) -> Callable[..., torch.Tensor]:
+def call_positionally(forward: Experts) -> Callable[..., torch.Tensor]:
     """Types name the arguments as they like, and all have them in the same order."""
     return lambda *args, **named: forward(*args, *named.values())
 
 
 @torch.no_grad()
-def why_no_expert_ranks(model: nn.Module, input_ids: torch.Tensor, planned: frozenset[str]) -> str:
+def expert_parallel_blocker(
+    model: nn.Module, input_ids: torch.Tensor, planned: frozenset[str]
+) -> str:
     """ "" where they can be. model: tiny, nothing random; input_ids: (B, S). planned: the patterns
     of the modules that are to be shared out."""
     modules = {path: module for path, module in model.named_modules() if number_of_experts(module)}
     if not modules:
         return "it has no module of experts with transformers' interface"
-    if {pattern(path) for path in modules} != planned:
+    if {name_pattern(path) for path in modules} != planned:
         return "not all of its stacked parameters are those of experts with transformers' interface"
     if any(
         len(names) > 1 and any(n.rpartition(".")[0] in modules for n in names)
@@ -84,9 +86,9 @@ def why_no_expert_ranks(model: nn.Module, input_ids: torch.Tensor, planned: froz
         return "a tiny copy's logits are not finite"
     with ExitStack() as stack:
         for module in modules.values():
-            stack.enter_context(forward_replaced(module, called_by_place(_in_halves(module))))
+            stack.enter_context(replace_forward(module, call_positionally(_in_halves(module))))
         shared = model(input_ids=input_ids, use_cache=False).logits
-    if not tensor_apart(shared, plain) <= TOLERANCE * max(1.0, float(plain.abs().max())):
+    if not max_abs_diff(shared, plain) <= TOLERANCE * max(1.0, float(plain.abs().max())):
         return "experts one by one do not add up to the module that holds them"
     return ""
 

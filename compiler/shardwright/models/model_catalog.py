@@ -22,12 +22,12 @@ from shardwright.utils.json_types import JsonObject
 LIKE = "like"
 
 
-def shipped_ids() -> tuple[str, ...]:
+def catalog_ids() -> tuple[str, ...]:
     """Every hub id, sorted."""
     return tuple(sorted(_entries()))
 
 
-def shipped_config(model_id: str) -> JsonObject | None:
+def catalog_config(model_id: str) -> JsonObject | None:
     """The whole configuration of `model_id` at revision main; None where it is not shipped."""
     entry = _entries().get(model_id)
     if entry is None:
@@ -35,7 +35,7 @@ def shipped_config(model_id: str) -> JsonObject | None:
     own = {key: value for key, value in entry.items() if key != LIKE}
     if LIKE not in entry:
         return own
-    base = shipped_config(str(entry[LIKE]))
+    base = catalog_config(str(entry[LIKE]))
     if base is None:
         raise ValueError(f"{model_id} is like {entry[LIKE]}, which is not shipped")
     return {**base, **own}
@@ -45,20 +45,20 @@ def shipped_config(model_id: str) -> JsonObject | None:
 def published_keys(model_type: str) -> frozenset[str]:
     """Every key of the shipped configurations of this type: modeling code reads some that no class
     lists."""
-    configs = [shipped_config(model_id) or {} for model_id in shipped_ids()]
+    configs = [catalog_config(model_id) or {} for model_id in catalog_ids()]
     return frozenset(
         key for config in configs if config.get("model_type") == model_type for key in config
     )
 
 
-def shipped_name(text: str) -> str | None:
+def match_catalog_id(text: str) -> str | None:
     """The hub id that `text` means: the id itself, or its last part in any case where only one id
     ends in it."""
     if text in _entries():
         return text
     matches = [
         model_id
-        for model_id in shipped_ids()
+        for model_id in catalog_ids()
         if model_id.rpartition("/")[2].lower() == text.lower()
     ]
     return matches[0] if len(matches) == 1 else None
@@ -66,10 +66,10 @@ def shipped_name(text: str) -> str | None:
 
 def nearest_ids(text: str) -> tuple[str, ...]:
     """Up to three ids that look like `text`, whoever publishes them; the nearest first."""
-    short = {model_id.lower(): model_id for model_id in shipped_ids()}
+    short = {model_id.lower(): model_id for model_id in catalog_ids()}
     found = difflib.get_close_matches(text.lower(), short, n=3, cutoff=0.6)
     tails: dict[str, str] = {}
-    for model_id in shipped_ids():
+    for model_id in catalog_ids():
         tails.setdefault(model_id.rpartition("/")[2].lower(), model_id)
     found_tails = difflib.get_close_matches(text.rpartition("/")[2].lower(), tails, n=3, cutoff=0.6)
     return tuple(dict.fromkeys([*(short[f] for f in found), *(tails[t] for t in found_tails)]))[:3]

@@ -13,8 +13,8 @@ from typing import Any
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found
 from shardwright.models.config_schema import (
-    brings_code,
     config_errors,
+    has_remote_code,
     is_tied,
     processor_packages,
     vocabulary_size,
@@ -23,21 +23,21 @@ from shardwright.models.hub_files import (
     CONFIG_NAME,
     PROCESSOR_FILES,
     cached_config,
-    config_here,
-    no_id,
-    processor_here,
+    invalid_model_id,
+    local_config,
+    local_processor,
     read_config_file,
 )
 from shardwright.models.hub_snapshot import locate_weights
-from shardwright.models.model_catalog import nearest_ids, shipped_config
+from shardwright.models.model_catalog import catalog_config, nearest_ids
 from shardwright.models.model_refusals import missing_processor_package
-from shardwright.models.model_support import seeing_types, support
-from shardwright.models.remote_code import untrusted
+from shardwright.models.model_support import support, vision_language_types
+from shardwright.models.remote_code import untrusted_code_error
 from shardwright.models.tokenizer_packages import missing_packages_warning
 from shardwright.models.weights_check import check_headers
 from shardwright.models.weights_location import TOKENIZER_PATTERNS
 from shardwright.recipe.recipe_types import ModelSection, Recipe
-from shardwright.utils.bounded_read import parse_json, read_regular
+from shardwright.utils.bounded_read import parse_json, read_regular_file
 from shardwright.utils.json_types import JsonObject
 
 MOST_TOKENIZER_BYTES = 128 * 2**20
@@ -53,8 +53,8 @@ def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
     wrong = list(told)
     if config is not None:
         inline = recipe.model.config is not None
-        if not inline and recipe.model.trust_remote_code is None and brings_code(config):
-            wrong.append(untrusted(recipe.model.source or "", config.get("model_type")))
+        if not inline and recipe.model.trust_remote_code is None and has_remote_code(config):
+            wrong.append(untrusted_code_error(recipe.model.source or "", config.get("model_type")))
         wrong += config_errors(
             config, ("model", "config") if inline else ("model", "source"), inline
         )
@@ -79,7 +79,7 @@ def _config(section: ModelSection) -> tuple[JsonObject | None, tuple[Diagnostic,
         return (
             read_config_file(path) if path.is_file() else None
         ), ()  # the files' check has told a missing one
-    config = config_here(source, section.revision)
+    config = local_config(source, section.revision)
     return config, () if config is not None else (_unknown(source, ("model", "source")),)
 
 
@@ -87,13 +87,13 @@ def _processor(section: ModelSection, config: JsonObject) -> Iterator[Diagnostic
     """SW2080, of a model that is trained on images. A warning where its own processor is not on
     this machine: `compile` does not look then."""
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in seeing_types():
+    if not isinstance(model_type, str) or model_type not in vision_language_types():
         return
     if section.task != "image-text-to-text" and (
         section.task != "auto" or model_type in support().types
     ):
         return
-    here = None if section.config is not None else processor_here(section)
+    here = None if section.config is not None else local_processor(section)
     name, packages = processor_packages(
         model_type, None if here is None else _processor_class(here[0])
     )
@@ -109,7 +109,7 @@ def _processor_class(folder: Path) -> str | None:
     """The class that the files beside the weights name; None where they name none."""
     for file in PROCESSOR_FILES:
         with suppress(OSError, ValueError):
-            document = parse_json(read_regular(folder / file))
+            document = parse_json(read_regular_file(folder / file))
             if isinstance(document, dict) and isinstance(
                 name := document.get("processor_class"), str
             ):
@@ -125,7 +125,7 @@ def _unknown(name: str, key: KeyPath) -> Diagnostic:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        return no_id(name)
+        return invalid_model_id(name)
     code, near = ("SW2001", nearest_ids(name)) if key == ("model", "source") else ("SW1911", ())
     where = ".".join(map(str, key))
     message = (
@@ -169,7 +169,7 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
         return
     folder = Path(name)
     if not folder.is_absolute():
-        if not own and not _is_cached(name) and shipped_config(name) is None:
+        if not own and not _is_cached(name) and catalog_config(name) is None:
             yield _unknown(name, key)
         return
     if not folder.is_dir():
@@ -205,7 +205,7 @@ def _is_cached(name: str) -> bool:
 def _largest_id(path: Path) -> int | None:
     """Of a tokenizer of the tokenizers library; None where it is another one, or cannot be read."""
     try:
-        document: Any = parse_json(read_regular(path, MOST_TOKENIZER_BYTES))
+        document: Any = parse_json(read_regular_file(path, MOST_TOKENIZER_BYTES))
         table = document["model"]["vocab"]
         ids = table.values() if isinstance(table, dict) else [len(table) - 1]
         added = [token["id"] for token in document.get("added_tokens") or ()]

@@ -10,9 +10,9 @@ import json
 import math
 from dataclasses import dataclass
 
-from shardwright.models.pipeline_split import Cut
-from shardwright.models.vision_encoder_cost import Vision
-from shardwright.recipe.literal_types import SEEING, Checkpointing, TaskName
+from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.vision_encoder_cost import VisionEncoder
+from shardwright.recipe.literal_types import IMAGE_TASKS, Checkpointing, TaskName
 from shardwright.utils.json_types import JsonObject
 
 
@@ -28,13 +28,13 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def hash_of_config(config: JsonObject) -> str:
+def config_sha256(config: JsonObject) -> str:
     """sha256 (hex), whatever the order of the keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SavedActivations:
     """Bytes that one layer keeps for backward, per sequence of S tokens: per_token S + per_pair
     S^2.
 
@@ -49,28 +49,28 @@ class Kept:
     checkpointing: Checkpointing
     element_bytes: int
     from_length: int
-    whole_bytes_per_token: int
-    whole_bytes_per_pair: int
-    divided_bytes_per_token: int
-    divided_bytes_per_pair: int
+    unsharded_bytes_per_token: int
+    unsharded_bytes_per_token_pair: int
+    sharded_bytes_per_token: int
+    sharded_bytes_per_token_pair: int
 
-    def whole_bytes(self, sequence_length: int) -> int:
+    def unsharded_bytes(self, sequence_length: int) -> int:
         return (
-            self.whole_bytes_per_token + self.whole_bytes_per_pair * sequence_length
+            self.unsharded_bytes_per_token + self.unsharded_bytes_per_token_pair * sequence_length
         ) * sequence_length
 
-    def divided_bytes(self, sequence_length: int) -> int:
+    def sharded_bytes(self, sequence_length: int) -> int:
         return (
-            self.divided_bytes_per_token + self.divided_bytes_per_pair * sequence_length
+            self.sharded_bytes_per_token + self.sharded_bytes_per_token_pair * sequence_length
         ) * sequence_length
 
 
-def kept_entry(
-    entries: tuple[Kept, ...],
+def saved_activations_entry(
+    entries: tuple[SavedActivations, ...],
     checkpointing: Checkpointing,
     element_bytes: int,
     sequence_length: int,
-) -> Kept | None:
+) -> SavedActivations | None:
     """The entry that holds at this length; None where there is none: the layer could not be
     traced."""
     kind = (checkpointing, element_bytes)
@@ -118,7 +118,7 @@ class Layer:
     attention_module_flops_per_token: int
     backward_flops_per_token: int
     backward_flops_per_token_per_position: int
-    kept: tuple[Kept, ...]
+    kept: tuple[SavedActivations, ...]
     activation_elements_per_token: int
     attention_activation_elements_per_token: int
     attention_matrix_elements_per_token_per_position: int
@@ -128,7 +128,7 @@ class Layer:
         return sum(p.numel for p in self.parameters)
 
 
-NOT_TRIED = "its graph is of a version that did not try"
+NOT_TESTED = "its graph is of a version that did not try"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,19 +139,19 @@ class ModelGraph:
     layers: embedding, decoder layers in order, head. tied: groups of parameter names that are one
     tensor, the canonical (first) name first. cut: the decoder stack and how hidden states enter and
     leave its layers. attention_module: name of the attention module inside a decoder layer
-    ("self_attn", "attn"). tensor_kind: sharded | fallback (layout/parameter_sharding.py), or ""
-    where tensor_reason says why neither is. tensor_styles: path pattern of a module or a parameter
-    (with
-    * for every number) -> tensor-parallel style. tensor_heads: path or pattern of a module that is
-    cut by heads -> its number of heads. max_dropout: the largest dropout probability in the config.
-    attention: the attention implementation that will run (sdpa, eager...). packing: why documents
-    that share a row would see each other with this attention; "" where they are proved apart.
-    context: bytes of what the model hands to its decoder layers (masks, rotary tables), once per
-    sequence and stage. vision: of a model that sees its tower, which the embedding's layer holds
-    with its projector. context_ranks, expert_ranks: why context ranks cannot share its rows, or
-    expert ranks its experts; "" where a tiny
+    ("self_attn", "attn"). tensor_parallel_kind: sharded | fallback (layout/parameter_sharding.py),
+    or "" where tensor_parallel_reason says why neither is. tensor_parallel_styles: path pattern of
+    a module or a parameter (with
+    * for every number) -> tensor-parallel style. tensor_parallel_heads: path or pattern of a module
+    that is cut by heads -> its number of heads. max_dropout: the largest dropout probability in the
+    config. attention: the attention implementation that will run (sdpa, eager...). packing: why
+    documents that share a row would see each other with this attention; "" where they are proved
+    apart. context: bytes of what the model hands to its decoder layers (masks, rotary tables), once
+    per sequence and stage. vision: of a model that sees its tower, which the embedding's layer
+    holds with its projector. context_parallel_reason, expert_parallel_reason: why context ranks
+    cannot share its rows, or expert ranks its experts; "" where a tiny
         copy of it shows that they can.
-    once_a_picture: modules of a tower that run as often as there are pictures.
+    modules_run_per_image: modules of a tower that run as often as there are pictures.
     """
 
     model_type: str
@@ -167,21 +167,21 @@ class ModelGraph:
     max_positions: int | None
     layers: tuple[Layer, ...]
     tied: tuple[tuple[str, ...], ...]
-    cut: Cut
+    cut: PipelineSplit
     attention_module: str
-    tensor_kind: str
-    tensor_reason: str
-    tensor_styles: tuple[tuple[str, str], ...]
-    tensor_heads: tuple[tuple[str, int], ...]
+    tensor_parallel_kind: str
+    tensor_parallel_reason: str
+    tensor_parallel_styles: tuple[tuple[str, str], ...]
+    tensor_parallel_heads: tuple[tuple[str, int], ...]
     max_dropout: float
     attention: str
     packing: str
-    context: tuple[Kept, ...]
-    context_ranks: str = NOT_TRIED
-    expert_ranks: str = NOT_TRIED
+    context: tuple[SavedActivations, ...]
+    context_parallel_reason: str = NOT_TESTED
+    expert_parallel_reason: str = NOT_TESTED
     task: TaskName = "causal-lm"
-    vision: Vision | None = None
-    once_a_picture: tuple[str, ...] = ()
+    vision: VisionEncoder | None = None
+    modules_run_per_image: tuple[str, ...] = ()
 
     @property
     def identity(self) -> tuple[str, str, str, str, int]:
@@ -189,12 +189,12 @@ class ModelGraph:
         tiles = (
             1 if self.vision is None else self.vision.tiles
         )  # told by the processor, not by the configuration
-        return self.config_hash, self.attention, self.tensor_kind, self.task, tiles
+        return self.config_hash, self.attention, self.tensor_parallel_kind, self.task, tiles
 
     @property
-    def sees(self) -> bool:
+    def is_vision_language(self) -> bool:
         """Whether its rows hold pictures."""
-        return self.task in SEEING
+        return self.task in IMAGE_TASKS
 
     @property
     def contrastive(self) -> bool:

@@ -22,8 +22,8 @@ _NAME = "*"
 def graph_to_json(graph: ModelGraph) -> str:
     """The same graph is the same text."""
     document = dataclasses.asdict(dataclasses.replace(graph, layers=()))
-    if not graph.sees:
-        for name in ("task", "vision", "once_a_picture"):
+    if not graph.is_vision_language:
+        for name in ("task", "vision", "modules_run_per_image"):
             del document[name]  # as it was before there was another task
     kinds: list[dict[str, Any]] = []
     places: list[tuple[str, int]] = []

@@ -16,40 +16,40 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from shardwright.diagnostics import KeyPath, Refusal, refusal
-from shardwright.models.config_special_floats import untagged
-from shardwright.models.context_parallel_probe import why_no_context
+from shardwright.models.config_special_floats import decode_special_floats
+from shardwright.models.context_parallel_probe import context_split_blocker
 from shardwright.models.expert_modules import expert_modules
-from shardwright.models.forward_patches import adapt
-from shardwright.models.layer_kinds import keeps_every_kind
+from shardwright.models.forward_patches import patch_forwards
+from shardwright.models.layer_kinds import has_every_layer_kind
 from shardwright.models.layer_split import (
-    NotCuttable,
-    Probed,
-    find_cut,
-    find_together,
+    ModelStructure,
+    NotSplittable,
+    find_inseparable_layers,
+    find_layer_split,
     logits_of,
     probe,
 )
-from shardwright.models.lora_target_paths import why_not_adapted
-from shardwright.models.lora_targets import target_modules
-from shardwright.models.mixture_of_experts import why_no_expert_ranks as no_expert_ranks
+from shardwright.models.lora_target_paths import lora_blocker
+from shardwright.models.lora_targets import adapted_modules
+from shardwright.models.mixture_of_experts import expert_parallel_blocker as split_experts_blocker
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.model_skeleton import Batch
-from shardwright.models.packing_probe import why_not_packed
-from shardwright.models.parameter_name_pattern import pattern
-from shardwright.models.pipeline_split import Cut, Range
-from shardwright.models.router_aux_loss import NoBalance, affinity_of
-from shardwright.models.tasks.contrastive import probe_pairs
+from shardwright.models.packing_probe import packing_blocker
+from shardwright.models.parameter_name_pattern import name_pattern
+from shardwright.models.pipeline_split import LayerRange, PipelineSplit
+from shardwright.models.router_aux_loss import NoRouterAuxLoss, detect_affinity
+from shardwright.models.tasks.contrastive import probe_contrastive
 from shardwright.models.tasks.task_registry import CAUSAL_LM, Task, task_named
-from shardwright.models.tasks.vision_language import NoPictures, once_a_picture
+from shardwright.models.tasks.vision_language import UnsupportedImages, modules_run_per_image
 from shardwright.models.tiny_config import VOCABULARY, shrink
 from shardwright.recipe.literal_types import TaskName
-from shardwright.recipe.recipe_types import FLASH, LoraSection
-from shardwright.utils.exception_summary import first_line
-from shardwright.utils.numeric_difference import share_apart
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2, LoraSection
+from shardwright.utils.exception_summary import exception_summary
+from shardwright.utils.numeric_difference import relative_error
 from shardwright.utils.optional_packages import missing_peft
 
-WITH_PICTURES = "its rows hold pictures, which is not proved"
-MOST_PARAMETERS = 250_000_000
+IMAGES_NOT_VERIFIED = "its rows hold pictures, which is not proved"
+MAX_PROBE_PARAMETERS = 250_000_000
 """Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in
 its turn."""
 
@@ -60,7 +60,7 @@ def probe_config(
     attention: str,
     key: KeyPath,
     model: PreTrainedModel | None = None,
-) -> Probed:
+) -> ModelStructure:
     """Error: SW2016, this structure cannot be proved to come apart. model: the whole one, on the
     meta device; a shallow copy that lacks one of its kinds of layers is made as deep as it is."""
     document, pinned = config.to_dict(), None if attention == "auto" else attention
@@ -70,42 +70,42 @@ def probe_config(
     ):
         small = _text(task.small(document, depth=False))
     found = _probe(config.model_type, task.name, small, pinned, most_parameters=None)
-    if isinstance(found, _DoesNotRun):
+    if isinstance(found, _TinyCopyFailed):
         # Maybe only because the sizes of the copy do not fit each other: the real ones do.
         as_it_is = _text(task.small(document, widths=False))
         again = _probe(
-            config.model_type, task.name, as_it_is, pinned, most_parameters=MOST_PARAMETERS
+            config.model_type, task.name, as_it_is, pinned, most_parameters=MAX_PROBE_PARAMETERS
         )
-        found = again if isinstance(again, Probed) else found
-    if isinstance(found, Probed) and found.cut.together:
+        found = again if isinstance(again, ModelStructure) else found
+    if isinstance(found, ModelStructure) and found.cut.together:
         # Which layers share is a matter of which layers there are: the copy has fewer.
-        deep = _together(
+        deep = _inseparable_layers(
             config.model_type, task.name, _text(task.small(document, depth=False)), pinned
         )
         if isinstance(deep, str):
-            raise uncuttable(config, deep, key)
+            raise unsplittable_error(config, deep, key)
         found = dataclasses.replace(found, cut=dataclasses.replace(found.cut, together=deep))
     if isinstance(found, str):
-        raise uncuttable(config, found, key)
+        raise unsplittable_error(config, found, key)
     return found
 
 
 def _keeps_every_kind(
     model: PreTrainedModel, model_type: str, task: TaskName, text: str, attention: str | None
 ) -> bool:
-    with _aside(), torch.device("meta"):
+    with _isolated_rng(), torch.device("meta"):
         try:
             copy = _build(model_type, task, text, attention)
         except Exception:  # the probe says what a type's own code raises at this size
             return True
-    return keeps_every_kind(model, copy)
+    return has_every_layer_kind(model, copy)
 
 
 def _text(document: dict[str, object]) -> str:
     return json.dumps(document, sort_keys=True, default=str)
 
 
-def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Refusal:
+def unsplittable_error(config: PretrainedConfig, why: str, key: KeyPath) -> Refusal:
     return refusal(
         "SW2016",
         f"model_type {config.model_type!r} cannot be split into layers: {why}",
@@ -115,7 +115,7 @@ def uncuttable(config: PretrainedConfig, why: str, key: KeyPath) -> Refusal:
     )
 
 
-class _DoesNotRun(str):
+class _TinyCopyFailed(str):
     """A reason that may be the tiny copy's own."""
 
 
@@ -127,9 +127,9 @@ def _probe(
     attention: str | None,
     *,
     most_parameters: int | None,
-) -> Probed | str:
+) -> ModelStructure | str:
     """The reason as text where there is no cut, so that it is cached too."""
-    with _aside():
+    with _isolated_rng():
         try:
             if most_parameters is not None:
                 with torch.device("meta"):
@@ -137,10 +137,10 @@ def _probe(
                         p.numel() for p in _build(model_type, task, text, attention).parameters()
                     )
                 if count > most_parameters:
-                    return _DoesNotRun("it is too large to run as it is")
+                    return _TinyCopyFailed("it is too large to run as it is")
             model = _random_model(model_type, task, text, attention, adapted=False)
             if task_named(task).contrastive:
-                return probe_pairs(model, task_named(task).example(model.config))
+                return probe_contrastive(model, task_named(task).example(model.config))
             tokens, beside = task_named(task).shown(model)
             _check_adapter(model, tokens, beside)
             probed = probe(model, tokens, beside)
@@ -149,79 +149,81 @@ def _probe(
                 texts = (tokens, *(task_named(task).example(model.config) for _ in range(3)))
                 whys = (_why_not_packed(model, probed.cut, text) for text in texts)
                 return dataclasses.replace(probed, packing=next(filter(None, whys), ""))
-            again = once_a_picture(model, VOCABULARY, probed.cut.stack)
-            return dataclasses.replace(probed, packing=WITH_PICTURES, once_a_picture=again)
-        except NoPictures as reason:
-            return _DoesNotRun(reason)
-        except NotCuttable as reason:
+            again = modules_run_per_image(model, VOCABULARY, probed.cut.stack)
+            return dataclasses.replace(
+                probed, packing=IMAGES_NOT_VERIFIED, modules_run_per_image=again
+            )
+        except UnsupportedImages as reason:
+            return _TinyCopyFailed(reason)
+        except NotSplittable as reason:
             return str(reason)
         except Exception as error:  # whatever a type's own code raises at this size
             lines = str(error).strip().splitlines() or [""]
-            return _DoesNotRun(
+            return _TinyCopyFailed(
                 f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})"
             )
 
 
 @torch.no_grad()
 def _check_adapter(model: PreTrainedModel, tokens: torch.Tensor, beside: Batch | None) -> None:
-    """Adapts the model. Raises NotCuttable where it computes other bits then: all that follows
+    """Adapts the model. Raises NotSplittable where it computes other bits then: all that follows
     looks at the adapted one alone."""
     plain = logits_of(model, tokens, beside)
-    if adapt(model) and not torch.equal(logits_of(model, tokens, beside), plain):
-        raise NotCuttable("between its layers more happens than its adapter knows")
+    if patch_forwards(model) and not torch.equal(logits_of(model, tokens, beside), plain):
+        raise NotSplittable("between its layers more happens than its adapter knows")
 
 
-def _why_not_packed(model: PreTrainedModel, cut: Cut, tokens: torch.Tensor) -> str:
+def _why_not_packed(model: PreTrainedModel, cut: PipelineSplit, tokens: torch.Tensor) -> str:
     try:
-        return why_not_packed(model, cut, tokens)
+        return packing_blocker(model, cut, tokens)
     except Exception as error:  # a type whose forward takes no positions, for one
-        return f"a tiny copy does not take packed documents ({first_line(error, 120)})"
+        return f"a tiny copy does not take packed documents ({exception_summary(error, 120)})"
 
 
 @torch.no_grad()
-def flash_error(config: PretrainedConfig) -> float:
+def flash_attention_error(config: PretrainedConfig) -> float:
     """How far a tiny copy's logits are from those with eager attention, as a share of the largest.
     The kernels leave out what they do not have, without a word: attention sinks, biases."""
     text, task = _text(CAUSAL_LM.small(config.to_dict())), CAUSAL_LM
-    with _aside():
-        model = _random_model(config.model_type, task.name, text, FLASH)
+    with _isolated_rng():
+        model = _random_model(config.model_type, task.name, text, FLASH_ATTENTION_2)
         tokens = task.example(model.config)
         plain = _build(config.model_type, task.name, text, "eager")
         plain.load_state_dict(model.state_dict())
-        adapt(plain.train())
+        patch_forwards(plain.train())
         given, wanted = (m(input_ids=tokens, use_cache=False).logits for m in (model, plain))
-    return share_apart(given, wanted)
+    return relative_error(given, wanted)
 
 
 def _narrow(graph: ModelGraph) -> tuple[str, str, str]:
     """Type, configuration and attention of a narrow copy as deep as the model: one layer of another
     kind is enough. flash-attn itself is not run."""
-    attention = "eager" if graph.attention == FLASH else graph.attention
+    attention = "eager" if graph.attention == FLASH_ATTENTION_2 else graph.attention
     return graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention
 
 
-def why_no_context_ranks(graph: ModelGraph) -> str:
+def context_parallel_blocker(graph: ModelGraph) -> str:
     """ "" where rows of this configuration can be cut over ranks."""
-    if graph.sees:
-        return WITH_PICTURES
+    if graph.is_vision_language:
+        return IMAGES_NOT_VERIFIED
     return _why_no_context(*_narrow(graph))
 
 
 @functools.lru_cache(maxsize=256)
 def _why_no_context(model_type: str, text: str, attention: str) -> str:
-    with _aside():
+    with _isolated_rng():
         try:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
-            return why_no_context(model, CAUSAL_LM.example(model.config))
+            return context_split_blocker(model, CAUSAL_LM.example(model.config))
         except Exception as error:  # whatever a type's own code raises on a piece of a row
-            return f"a tiny copy does not run on a piece of a row ({first_line(error, 120)})"
+            return f"a tiny copy does not run on a piece of a row ({exception_summary(error, 120)})"
 
 
-def why_no_expert_ranks(graph: ModelGraph) -> str:
+def expert_parallel_blocker(graph: ModelGraph) -> str:
     """ "" where the experts of this configuration can be shared out over ranks."""
-    if graph.sees:
-        return WITH_PICTURES
-    planned = sorted({pattern(path) for path in expert_modules(graph)})
+    if graph.is_vision_language:
+        return IMAGES_NOT_VERIFIED
+    planned = sorted({name_pattern(path) for path in expert_modules(graph)})
     if not planned:
         return "no parameter of it is a stack of experts"
     return _why_no_experts(*_narrow(graph), tuple(planned))
@@ -229,33 +231,36 @@ def why_no_expert_ranks(graph: ModelGraph) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[str, ...]) -> str:
-    with _aside():
+    with _isolated_rng():
         try:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
-            return no_expert_ranks(model, CAUSAL_LM.example(model.config), frozenset(planned))
+            return split_experts_blocker(model, CAUSAL_LM.example(model.config), frozenset(planned))
         except Exception as error:  # whatever a type's own code raises with some of its experts
-            return f"a tiny copy does not run with some of its experts ({first_line(error, 120)})"
+            return (
+                "a tiny copy does not run with some of its experts "
+                f"({exception_summary(error, 120)})"
+            )
 
 
-def router_affinity(graph: ModelGraph) -> str | NoBalance:
+def router_affinity(graph: ModelGraph) -> str | NoRouterAuxLoss:
     """What makes the routers' logits affinities, a key of hf.balance.AFFINITIES, or why they get no
     balance loss."""
-    if graph.sees:
-        return NoBalance(WITH_PICTURES)
+    if graph.is_vision_language:
+        return NoRouterAuxLoss(IMAGES_NOT_VERIFIED)
     return _router_affinity(*_narrow(graph))
 
 
 @functools.lru_cache(maxsize=256)
-def _router_affinity(model_type: str, text: str, attention: str) -> str | NoBalance:
-    with _aside():
+def _router_affinity(model_type: str, text: str, attention: str) -> str | NoRouterAuxLoss:
+    with _isolated_rng():
         try:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
-            return affinity_of(model, CAUSAL_LM.example(model.config))
+            return detect_affinity(model, CAUSAL_LM.example(model.config))
         except Exception as error:  # whatever a type's own code raises at this size
-            return NoBalance(f"a tiny copy does not run ({first_line(error, 120)})")
+            return NoRouterAuxLoss(f"a tiny copy does not run ({exception_summary(error, 120)})")
 
 
-def check_adapters(graph: ModelGraph, lora: LoraSection) -> None:
+def check_lora_adapters(graph: ModelGraph, lora: LoraSection) -> None:
     """Try the adapters on a tiny copy, before anything is paid for. Raises Refusal: SW3221.
 
     Does nothing where peft is not installed (each rank says so), of a type with code of its own, or
@@ -267,16 +272,16 @@ def check_adapters(graph: ModelGraph, lora: LoraSection) -> None:
         or task_named(graph.task).contrastive
     ):
         return
-    names = target_modules(graph, lora)
+    names = adapted_modules(graph, lora)
     planned = frozenset(
-        pattern(p.name.removesuffix(".weight"))
+        name_pattern(p.name.removesuffix(".weight"))
         for layer in graph.layers
         for p in layer.parameters
         if layer.kind == "decoder"
         and p.name.split(".")[-2:] in [[name, "weight"] for name in names]
     )
     text = _text(task_named(graph.task).small(dict(graph.config), depth=False))
-    attention = "eager" if graph.attention == FLASH else graph.attention
+    attention = "eager" if graph.attention == FLASH_ATTENTION_2 else graph.attention
     why = _why_not_adapted(
         graph.model_type, graph.task, text, attention, graph.cut.stack, lora, names, planned
     )
@@ -300,28 +305,30 @@ def _why_not_adapted(
     names: tuple[str, ...],
     planned: frozenset[str],
 ) -> str:
-    with _aside(), warnings.catch_warnings():
+    with _isolated_rng(), warnings.catch_warnings():
         try:
             model = _random_model(model_type, task, text, attention)
             ids, beside = task_named(task).shown(model)
             warnings.simplefilter("ignore")  # peft says that it turns GPT-2's weights round
-            return why_not_adapted(
+            return lora_blocker(
                 model, stack, lora, names, planned, lambda: logits_of(model, ids, beside)
             )
         except Exception as error:  # whatever a type's own code raises at this size
-            return f"it does not run with them ({first_line(error, 120)})"
+            return f"it does not run with them ({exception_summary(error, 120)})"
 
 
 @functools.lru_cache(maxsize=256)
-def _together(
+def _inseparable_layers(
     model_type: str, task: TaskName, text: str, attention: str | None
-) -> tuple[Range, ...] | str:
+) -> tuple[LayerRange, ...] | str:
     """`Cut.together` of a narrow copy as deep as the model, or the reason why there is none."""
-    with _aside():
+    with _isolated_rng():
         try:
             model = _random_model(model_type, task, text, attention)
             tokens, beside = task_named(task).shown(model)
-            return find_together(model, find_cut(model, tokens, beside), tokens, beside)
+            return find_inseparable_layers(
+                model, find_layer_split(model, tokens, beside), tokens, beside
+            )
         except Exception as error:
             return (
                 "its layers share state, and a narrow copy does not run at its depth "
@@ -331,7 +338,7 @@ def _together(
 
 def _build(model_type: str, task: TaskName, text: str, attention: str | None) -> PreTrainedModel:
     return task_named(task).build(
-        CONFIG_MAPPING[model_type].from_dict(untagged(json.loads(text))), attention
+        CONFIG_MAPPING[model_type].from_dict(decode_special_floats(json.loads(text))), attention
     )
 
 
@@ -342,7 +349,7 @@ def _random_model(
     model = _build(model_type, task, text, attention)
     model.train()
     if adapted:
-        adapt(model)
+        patch_forwards(model)
     with torch.no_grad():
         for parameter in model.parameters():  # no bias all zero, no norm weight all one
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -350,7 +357,7 @@ def _random_model(
 
 
 @contextlib.contextmanager
-def _aside() -> Iterator[None]:
+def _isolated_rng() -> Iterator[None]:
     """Random numbers of its own, and no warnings: they would be about the tiny copy."""
     state, verbosity = torch.get_rng_state(), logging.get_verbosity()
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ _MISSPELT = 0.87
 eight."""
 
 
-def unknown_type(model_type: object, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
+def unknown_type_error(model_type: object, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
     """SW2003. known: the causal-LM types of the installed transformers. model_type: None where none
     is named."""
     message = (
@@ -64,7 +64,7 @@ def unknown_type(model_type: object, known: Iterable[str], key: KeyPath | None) 
     return found("SW2003", key, message, help, nearest_types(str(model_type), known) or POPULAR)
 
 
-def no_causal_lm(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
+def not_causal_lm(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
     """SW2004: transformers has the type, without a causal language model."""
     message = f"model_type {model_type!r} is no causal language model in transformers"
     help = (
@@ -75,7 +75,7 @@ def no_causal_lm(model_type: str, known: Iterable[str], key: KeyPath | None) -> 
     return found("SW2004", key, message, help, nearest_types(model_type, known, cutoff=0.75))
 
 
-def no_pictures(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
+def not_vision_language(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
     """SW2019: transformers has the type, without a model of it that sees."""
     message = f"model_type {model_type!r} takes no pictures in transformers"
     help = (
@@ -85,7 +85,7 @@ def no_pictures(model_type: str, known: Iterable[str], key: KeyPath | None) -> D
     return found("SW2019", key, message, help, nearest_types(model_type, known, cutoff=0.75))
 
 
-def no_pairs(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
+def not_contrastive(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
     """SW2021. known: the types that are trained on pairs."""
     message = f"model_type {model_type!r} is not trained on pairs of a picture and a caption here"
     help = (
@@ -119,7 +119,7 @@ def missing_processor_package(model_type: str, why: str, package: str) -> Diagno
     )
 
 
-def wrong_keys(
+def config_key_errors(
     config: JsonObject,
     known: Set[str],
     problem: Callable[[str, JsonValue], str],

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.models.call_arguments import Arguments, fresh, leaves, replaced
-from shardwright.models.packed_attention import position_keywords
-from shardwright.models.packed_document_masks import documents_apart
-from shardwright.models.pipeline_split import Cut
+from shardwright.models.call_arguments import Arguments, copy_containers, leaves, replace_arguments
+from shardwright.models.packed_attention import packed_attention_arguments
+from shardwright.models.packed_document_masks import packed_document_masks
+from shardwright.models.pipeline_split import PipelineSplit
 
 Batch = Mapping[str, torch.Tensor]
 """What the forward of a model that sees takes, by name: `input_ids` (B, S) and the integers that
@@ -74,7 +74,7 @@ class _Reached(Exception):
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Overrides one instance's forward; attributes and isinstance checks stay intact."""
     had = module.__dict__.get("forward")
     module.forward = forward
@@ -90,17 +90,19 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 class Skeleton:
     """The model of one stage. Not an nn.Module, so that nothing here is registered with an engine.
 
-    lookup_is_collective: the input embedding here is cut over tensor ranks; runs with dummy ids
-    skip its all-reduce. keywords: what the model's forward takes beside the ids. tokens: (B, S) of
-    a micro-batch, or None where the hidden states begin with them.
+    embedding_is_vocabulary_parallel: the input embedding here is cut over tensor ranks; runs with
+    dummy ids skip its all-reduce. keywords: what the model's forward takes beside the ids. tokens:
+    (B, S) of a micro-batch, or None where the hidden states begin with them.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, tokens: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, cut: PipelineSplit, tokens: tuple[int, int] | None = None
+    ) -> None:
         self.model, self.cut, self.tokens = model, cut, tokens
         self.layers: list[nn.Module] = list(model.get_submodule(cut.stack).children())
-        self.lookup_is_collective = False
-        self.keywords: Keywords = lambda attention, input_ids, position_ids: position_keywords(
-            attention, position_ids
+        self.embedding_is_vocabulary_parallel = False
+        self.keywords: Keywords = lambda attention, input_ids, position_ids: (
+            packed_attention_arguments(attention, position_ids)
         )
         self._attention: str | None = getattr(
             getattr(model, "config", None), "_attn_implementation", None
@@ -134,7 +136,7 @@ class Skeleton:
         hidden = self._hidden(*next(iter(calls.values())))
         values = {index: dict(leaves(call)) for index, call in calls.items()}
         payload = tuple(None if s.source else values[s.uses[0][0]][s.uses[0][1]] for s in slots)
-        batch = None if beside is None else {"input_ids": input_ids, **without_pictures(beside)}
+        batch = None if beside is None else {"input_ids": input_ids, **without_images(beside)}
         return State(hidden=hidden, position_ids=position_ids, payload=payload, batch=batch)
 
     def decode(self, index: int, state: State) -> State:
@@ -145,7 +147,7 @@ class Skeleton:
         values: dict[str, Any] = {self._hidden_path: state.hidden}
         for slot, value in zip(slots, state.payload, strict=True):
             values |= {path: value for layer, path in slot.uses if layer == index}
-        args, kwargs = replaced(fresh(contexts[index], self._memo), values)
+        args, kwargs = replace_arguments(copy_containers(contexts[index], self._memo), values)
         output = self.layers[index](*args, **kwargs)
         payload = tuple(
             output[slot.source[1]] if slot.source and slot.source[0] == index else value
@@ -165,7 +167,7 @@ class Skeleton:
             self._skip_collective_lookup(stack)
             for layer in self.layers:
                 stack.enter_context(
-                    forward_replaced(layer, lambda *_, **__: self._output(state.hidden))
+                    replace_forward(layer, lambda *_, **__: self._output(state.hidden))
                 )
             ids, beside = self._shown(state.hidden, state.batch)
             return self._run(ids, state.position_ids, beside).logits  # type: ignore[no-any-return]
@@ -188,7 +190,9 @@ class Skeleton:
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch
     ) -> Any:
         given = self.keywords(self._attention, input_ids, position_ids)
-        with documents_apart(self.model, None if position_ids is None else given["position_ids"]):
+        with packed_document_masks(
+            self.model, None if position_ids is None else given["position_ids"]
+        ):
             return self.model(input_ids=input_ids, use_cache=False, **given, **beside)
 
     @property
@@ -221,7 +225,7 @@ class Skeleton:
         }
 
     def _skip_collective_lookup(self, stack: ExitStack) -> None:
-        if not self.lookup_is_collective:
+        if not self.embedding_is_vocabulary_parallel:
             return
         table: nn.Module = getattr(self.model, "get_input_embeddings")()  # noqa: B009
         weight = table.weight
@@ -232,7 +236,7 @@ class Skeleton:
                 *ids.shape, weight.shape[1], dtype=weight.dtype, device=weight.device
             )
 
-        stack.enter_context(forward_replaced(table, shape_only))
+        stack.enter_context(replace_forward(table, shape_only))
 
     def _context(
         self, hidden: torch.Tensor, position_ids: torch.Tensor | None, batch: Batch | None = None
@@ -287,12 +291,12 @@ class Skeleton:
 
         with ExitStack() as stack, suppress(_Reached):
             for index, layer in enumerate(self.layers):
-                stack.enter_context(forward_replaced(layer, partial(record, index)))
+                stack.enter_context(replace_forward(layer, partial(record, index)))
             self._run(input_ids, position_ids, beside)
         return calls, _slots(calls, markers, self.cut, self._hidden_path)
 
 
-def without_pictures(inputs: Batch) -> dict[str, torch.Tensor]:
+def without_images(inputs: Batch) -> dict[str, torch.Tensor]:
     """Their values are the floating ones, and the embedding's piece alone takes them."""
     return {name: value for name, value in inputs.items() if not value.is_floating_point()}
 
@@ -308,7 +312,10 @@ def _equal_batches(a: Batch | None, b: Batch | None) -> bool:
 
 
 def _slots(
-    calls: dict[int, Arguments], markers: dict[int, tuple[int, int]], cut: Cut, hidden_path: str
+    calls: dict[int, Arguments],
+    markers: dict[int, tuple[int, int]],
+    cut: PipelineSplit,
+    hidden_path: str,
 ) -> tuple[Slot, ...]:
     """One slot a tensor, however many layers take it. The same in every run: it depends on the
     model's code only."""

@@ -20,7 +20,7 @@ COLUMNS: tuple[str, ...] = (
     *("zero", "pipeline", "tensor_sharded", "tensor_fallback", "pipeline_tensor"),
     *("expert", "context"),
 )
-SIGHT_COLUMNS: tuple[str, ...] = ("apart", "pipeline", "zero")
+VLM_COLUMNS: tuple[str, ...] = ("apart", "pipeline", "zero")
 """Of types that see."""
 VERDICTS: tuple[str, ...] = ("proved", "refused", "untested")
 
@@ -98,20 +98,20 @@ def _chunked_types() -> frozenset[str]:
     return frozenset(json.loads(_text("chunked_loss_types.json")))
 
 
-def proved_chunked(model_type: str) -> bool:
+def supports_chunked_loss(model_type: str) -> bool:
     """Whether its head runs chunk by chunk: what tests/zoo/test_chunked.py proved."""
     return model_type in _chunked_types()
 
 
 @functools.cache
-def seeing_types() -> frozenset[str]:
+def vision_language_types() -> frozenset[str]:
     """Those that transformers maps to image-text-to-text. Whether one comes apart is tried when it
     is compiled."""
     return frozenset(json.loads(_text("vlm_types.json")))
 
 
 @functools.cache
-def compiled_types() -> frozenset[str]:
+def torch_compile_types() -> frozenset[str]:
     """Types whose decoder layers train under torch.compile as without:
     tests/parity/test_compiled.py."""
     return frozenset(json.loads(_text("torch_compile_types.json")))

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from shardwright.models.model_skeleton import forward_replaced
+from shardwright.models.model_skeleton import replace_forward
 
 
-class Tail:
+class OutputHead:
     """The model's own forward with its base model's answer put in place, so that no family needs
     code of its own.
 
@@ -54,7 +54,7 @@ class Tail:
         with ExitStack() as stack:
             for base in self._bases:
                 stack.enter_context(
-                    forward_replaced(base, partial(without_tokens, base, base.forward))
+                    replace_forward(base, partial(without_tokens, base, base.forward))
                 )
             run()
         if len(found) != 1:
@@ -65,7 +65,7 @@ class Tail:
         """(B, C, H) -> (B, C, V). Each token's logits depend on its own hidden state alone:
         tests/zoo/chunks.py."""
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with forward_replaced(self._base, lambda *_, **__: self._with(hidden)):
+        with replace_forward(self._base, lambda *_, **__: self._with(hidden)):
             # The class's own: an engine's model may have its instance's forward replaced by what
             # calls this.
             return type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]

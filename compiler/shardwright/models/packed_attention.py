@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as library
 from transformers.integrations import flash_attention
 
-from shardwright.recipe.recipe_types import FLASH
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 
 _LOADED = (
     "_flash_fn",
@@ -34,7 +34,9 @@ _LOADED = (
 """What the library keeps of the kernels that it has loaded."""
 
 
-def position_keywords(attention: str | None, position_ids: torch.Tensor | None) -> dict[str, Any]:
+def packed_attention_arguments(
+    attention: str | None, position_ids: torch.Tensor | None
+) -> dict[str, Any]:
     """What a model's forward takes for packed documents. attention: the implementation that runs.
     position_ids: (B, S), each document counts from 0.
 
@@ -44,7 +46,7 @@ def position_keywords(attention: str | None, position_ids: torch.Tensor | None) 
     """
     if position_ids is None:
         return {}
-    if attention != FLASH:
+    if attention != FLASH_ATTENTION_2:
         return {"position_ids": position_ids}
     flat = position_ids.reshape(-1)
     bounds = F.pad((flat == 0).nonzero().reshape(-1), (0, 1), value=flat.numel()).int()
@@ -59,15 +61,15 @@ def position_keywords(attention: str | None, position_ids: torch.Tensor | None) 
 
 
 @contextmanager
-def flash_stand_in(*, shapes_only: bool = False) -> Iterator[None]:
+def emulate_flash_attention(*, shapes_only: bool = False) -> Iterator[None]:
     """Models with flash attention can be built and run here. shapes_only: windows and soft caps,
     which change no shape and keep no bytes in the kernels, are left out."""
     adjust = PreTrainedModel._check_and_adjust_attn_implementation
 
     def checked(model: PreTrainedModel, name: str | None, **options: Any) -> str:
-        return FLASH if name == FLASH else adjust(model, name, **options)
+        return FLASH_ATTENTION_2 if name == FLASH_ATTENTION_2 else adjust(model, name, **options)
 
-    whole, apart = (partial(f, shapes_only=shapes_only) for f in (_attend, _attend_apart))
+    whole, apart = (partial(f, shapes_only=shapes_only) for f in (_attend, _emulate_flash_varlen))
     functions = (whole, apart, None, library._pad_input, library._unpad_input)
     with ExitStack() as stack:
         for name in _LOADED:
@@ -130,7 +132,7 @@ def _attend(
     return (F.dropout(weights, dropout_p) @ value).transpose(1, 2).contiguous()
 
 
-def _attend_apart(
+def _emulate_flash_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

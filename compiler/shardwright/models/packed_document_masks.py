@@ -31,7 +31,7 @@ _modules: WeakKeyDictionary[nn.Module, list[tuple[ModuleType, str]]] = WeakKeyDi
 
 
 @contextmanager
-def documents_apart(model: nn.Module, positions: torch.Tensor | None) -> Iterator[None]:
+def packed_document_masks(model: nn.Module, positions: torch.Tensor | None) -> Iterator[None]:
     """Give the masks that `model` makes inside the positions (B, S) of packed documents; None
     changes nothing."""
     with ExitStack() as stack:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from shardwright.models.layer_split import in_pieces
-from shardwright.models.packed_attention import position_keywords
-from shardwright.models.packed_document_masks import documents_apart
-from shardwright.models.pipeline_split import Cut
-from shardwright.utils.numeric_difference import tensor_apart
+from shardwright.models.layer_split import run_in_pieces
+from shardwright.models.packed_attention import packed_attention_arguments
+from shardwright.models.packed_document_masks import packed_document_masks
+from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.utils.numeric_difference import max_abs_diff
 
 LENGTHS = ((7, 5, 12), (1, 16, 7))
 """Of the documents in each row of the probe: borders differ between the rows, and one document is a
@@ -25,15 +25,15 @@ def positions() -> torch.Tensor:
 
 
 @torch.no_grad()
-def why_not_packed(model: PreTrainedModel, cut: Cut, input_ids: torch.Tensor) -> str:
+def packing_blocker(model: PreTrainedModel, cut: PipelineSplit, input_ids: torch.Tensor) -> str:
     """ "" where it is proved. model: tiny, nothing random; input_ids: (2, 24).
 
     In one piece, each document's logits must be those of the document alone; in isolated pieces, as
     pipeline stages run, those of one piece.
     """
     place = positions()
-    with documents_apart(model, place):
-        keywords = position_keywords(model.config._attn_implementation, place)
+    with packed_document_masks(model, place):
+        keywords = packed_attention_arguments(model.config._attn_implementation, place)
         whole = model(input_ids=input_ids, use_cache=False, **keywords).logits
     if not whole.isfinite().all():
         return "a tiny copy's logits are not finite"
@@ -44,14 +44,14 @@ def why_not_packed(model: PreTrainedModel, cut: Cut, input_ids: torch.Tensor) ->
             alone = model(
                 input_ids=input_ids[row : row + 1, at : at + length], use_cache=False
             ).logits[0]
-            off = tensor_apart(whole[row, at : at + length], alone)
+            off = max_abs_diff(whole[row, at : at + length], alone)
             if not off <= scale:
                 return f"a packed document's logits differ by {off:.1e} from its own"
             at += length
     outside = {id(p) for p in model.parameters()} - {
         id(p) for p in model.get_submodule(cut.stack).parameters()
     }
-    off = tensor_apart(in_pieces(model, cut, outside, outside, input_ids, place), whole)
+    off = max_abs_diff(run_in_pieces(model, cut, outside, outside, input_ids, place), whole)
     return (
         ""
         if off <= scale

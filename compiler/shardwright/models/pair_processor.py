@@ -21,9 +21,9 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from shardwright.models.byte_tokenizer import byte_tokenizer
-from shardwright.models.image_processor import BYTES, NoProcessor
-from shardwright.models.tasks.image_formats import tower_config
-from shardwright.utils.exception_summary import first_line
+from shardwright.models.image_processor import BYTES, ProcessorUnavailable
+from shardwright.models.tasks.image_formats import vision_encoder_config
+from shardwright.utils.exception_summary import exception_summary
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 _HIGHEST = 2
@@ -33,8 +33,8 @@ _ANYWHERE = ("siglip",)
 """Types that take a text's features at the last place, whatever stands there."""
 
 
-def load_sides(folder: Path) -> tuple[Any, Any]:
-    """(tokenizer, image processor) of a folder with their files. Raises NoProcessor."""
+def load_pair_processor(folder: Path) -> tuple[Any, Any]:
+    """(tokenizer, image processor) of a folder with their files. Raises ProcessorUnavailable."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -43,34 +43,34 @@ def load_sides(folder: Path) -> tuple[Any, Any]:
             folder, local_files_only=True, trust_remote_code=False, backend="pil"
         )
     except Exception as error:  # whatever the files make a stranger's class raise
-        raise NoProcessor(first_line(error, 160)) from None
+        raise ProcessorUnavailable(exception_summary(error, 160)) from None
     return tokenizer, images
 
 
 def pair_processor_files(config: PretrainedConfig) -> dict[str, bytes]:
-    """Name -> content of what load_sides reads, and transformers' AutoProcessor. Raises
-    NoProcessor."""
+    """Name -> content of what load_pair_processor reads, and transformers' AutoProcessor. Raises
+    ProcessorUnavailable."""
     classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
     images = classes.get("pil") if isinstance(classes, dict) else None
     if images is None:
-        raise NoProcessor(
+        raise ProcessorUnavailable(
             f"transformers has no processor for a {config.model_type} that needs Pillow alone"
         )
     with tempfile.TemporaryDirectory() as folder:
-        _byte_tokenizer(config).save_pretrained(folder)
-        _image_processor(getattr(transformers, images), config).save_pretrained(folder)
+        _caption_tokenizer(config).save_pretrained(folder)
+        _pair_image_processor(getattr(transformers, images), config).save_pretrained(folder)
         document = {"processor_class": PROCESSOR_MAPPING_NAMES[config.model_type]}
         Path(folder, "processor_config.json").write_text(
             json.dumps(document, indent=2) + "\n", encoding="utf-8"
         )
-        load_sides(Path(folder))
+        load_pair_processor(Path(folder))
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
-def _image_processor(kind: Any, config: PretrainedConfig) -> Any:
-    side, default = getattr(tower_config(config), "image_size", None), kind()
+def _pair_image_processor(kind: Any, config: PretrainedConfig) -> Any:
+    side, default = getattr(vision_encoder_config(config), "image_size", None), kind()
     if not isinstance(side, int):
-        raise NoProcessor("its tower's pictures have no size of their own")
+        raise ProcessorUnavailable("its tower's pictures have no size of their own")
     values = {
         name: dict.fromkeys((key for key, value in dict(edges).items() if value is not None), side)
         for name in ("size", "crop_size")
@@ -79,9 +79,9 @@ def _image_processor(kind: Any, config: PretrainedConfig) -> Any:
     return kind(**values)
 
 
-def _byte_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
+def _caption_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
     """A token a byte between the configuration's own start and end of a text. Raises
-    NoProcessor."""
+    ProcessorUnavailable."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -120,7 +120,7 @@ def _ends(model_type: str, text: Any) -> tuple[int | None, int]:
     if end == _HIGHEST or (model_type in _ANYWHERE and not _is_free(end, size)):
         start, end = (None if model_type in _ANYWHERE else size - 2), size - 1
     if not _is_free(end, size):
-        raise NoProcessor(
+        raise ProcessorUnavailable(
             f"text_config.eos_token_id {end} is no id from {BYTES} to {size - 1}: the first "
             f"{BYTES} ids are bytes, and the end of a text has one of its own in the vocabulary"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def pattern(path: str) -> str:
+def name_pattern(path: str) -> str:
     """ "model.layers.3.mlp.up_proj" -> "model.layers.*.mlp.up_proj": the same for all layers of a
     kind."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))

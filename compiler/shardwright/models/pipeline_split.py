@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-Range = tuple[int, int]
+LayerRange = tuple[int, int]
 """First and last number of neighbouring decoder layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class PipelineSplit:
     """stack: dotted path of the ModuleList whose children run once each, in order.
 
     hidden_position, hidden_keyword: which argument of a decoder layer is the hidden states; one of
@@ -40,7 +40,7 @@ class Cut:
     output_length: int
     payload: tuple[str, ...] = ()
     carried: tuple[int, ...] = ()
-    together: tuple[Range, ...] = ()
+    together: tuple[LayerRange, ...] = ()
     untrained: tuple[str, ...] = ()
     loss: str = "next_token"
     causal: bool = True
@@ -55,9 +55,9 @@ class Cut:
         return (*sizes, *[1] * (decoder_layers - at), 1)
 
 
-def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+def merge_overlapping_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
     """Ranges that have a layer in common are one; in order."""
-    out: list[Range] = []
+    out: list[LayerRange] = []
     for first, last in sorted(ranges):
         if out and first <= out[-1][1]:
             out[-1] = (out[-1][0], max(last, out[-1][1]))
@@ -66,7 +66,9 @@ def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
     return tuple(out)
 
 
-def sharing(names: Iterable[tuple[str, ...]], stack: str) -> tuple[Range, ...]:
+def layers_that_share_parameters(
+    names: Iterable[tuple[str, ...]], stack: str
+) -> tuple[LayerRange, ...]:
     """Decoder layers that share a parameter. names: per parameter, every name that it has in the
     whole model."""
     prefix = stack + "."
@@ -74,10 +76,10 @@ def sharing(names: Iterable[tuple[str, ...]], stack: str) -> tuple[Range, ...]:
         [int(n[len(prefix) :].split(".")[0]) for n in group if n.startswith(prefix)]
         for group in names
     ]
-    return merged((min(group), max(group)) for group in layers if group)
+    return merge_overlapping_ranges((min(group), max(group)) for group in layers if group)
 
 
-def boundaries_of_blocks(boundaries: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
+def boundaries_in_layers(boundaries: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
     """Stage boundaries counted in blocks -> counted in layers."""
     starts = (0, *itertools.accumulate(blocks))
     return tuple(starts[b] for b in boundaries)

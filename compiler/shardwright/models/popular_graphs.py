@@ -19,7 +19,7 @@ ATTENTION = "auto"
 VERSIONS = "versions.json"
 
 
-def shipped_graph(config_text: str, attention: str) -> ModelGraph | None:
+def catalog_graph(config_text: str, attention: str) -> ModelGraph | None:
     """The graph of exactly this configuration (JSON with sorted keys); None where it is not
     shipped, or not for the installed versions."""
     if attention != ATTENTION:

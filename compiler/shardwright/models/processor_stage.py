@@ -9,51 +9,53 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.models.config_special_floats import untagged
+from shardwright.models.config_special_floats import decode_special_floats
 from shardwright.models.image_processor import (
     MissingPackage,
-    NoProcessor,
-    inline_processor,
+    ProcessorUnavailable,
+    default_image_processor,
     load_processor,
     processor_files,
-    usual_processor,
+    processor_from_config,
 )
-from shardwright.models.image_tiles import cuts, most_tiles
+from shardwright.models.image_tiles import max_tiles, tile_counts
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.model_refusals import missing_processor_package
 from shardwright.models.pair_processor import pair_processor_files
-from shardwright.models.tasks.image_formats import tower_of
-from shardwright.models.vision_encoder_cost import Vision
+from shardwright.models.tasks.image_formats import vision_encoder_shape
+from shardwright.models.vision_encoder_cost import VisionEncoder
 
 
-def with_usual_tiles(vision: Vision, config: PretrainedConfig, *, inline: bool) -> Vision:
+def with_usual_tiles(
+    vision: VisionEncoder, config: PretrainedConfig, *, inline: bool
+) -> VisionEncoder:
     """As the type's own defaults cut a picture, or the processor that a configuration in the recipe
     gets; whole where it has none, or one that needs a package which is not here (compiling
     tells)."""
     if not vision.patches:
         return vision
-    tower = tower_of(config)
+    tower = vision_encoder_shape(config)
     try:
         if inline:
-            return _cut(vision, cuts(inline_processor(config), tower))
-        return dataclasses.replace(vision, tiles=most_tiles(*usual_processor(config), tower))
-    except NoProcessor:
+            return _cut(vision, tile_counts(processor_from_config(config), tower))
+        return dataclasses.replace(vision, tiles=max_tiles(*default_image_processor(config), tower))
+    except ProcessorUnavailable:
         return vision
 
 
-def with_own_tiles(graph: ModelGraph, folder: Path) -> ModelGraph:
+def with_processor_tiles(graph: ModelGraph, folder: Path) -> ModelGraph:
     """As the processor in `folder` cuts. The graph itself where its files cannot be used: preparing
     tells why. Where a package is missing, compiling does (check_processor)."""
     assert graph.vision is not None
-    tower = tower_of(_config(graph))
+    tower = vision_encoder_shape(_config(graph))
     try:
-        found = cuts(load_processor(folder), tower)
-    except NoProcessor:
+        found = tile_counts(load_processor(folder), tower)
+    except ProcessorUnavailable:
         return graph
     return dataclasses.replace(graph, vision=_cut(graph.vision, found))
 
 
-def _cut(vision: Vision, found: list[tuple[int, int]]) -> Vision:
+def _cut(vision: VisionEncoder, found: list[tuple[int, int]]) -> VisionEncoder:
     """found: (tiles, tokens) of pictures of several sizes."""
     per_token = (
         max((tiles / tokens for tiles, tokens in found if tokens), default=0.0) * vision.patches
@@ -65,7 +67,7 @@ def _cut(vision: Vision, found: list[tuple[int, int]]) -> Vision:
 
 
 def _config(graph: ModelGraph) -> PretrainedConfig:
-    document = dict(untagged(dict(graph.config)))
+    document = dict(decode_special_floats(dict(graph.config)))
     return AutoConfig.for_model(str(document.pop("model_type")), **document)
 
 
@@ -76,22 +78,22 @@ def check_processor(graph: ModelGraph, folder: Path) -> None:
         load_processor(folder)
     except MissingPackage as why:
         raise Refusal(missing_processor_package(graph.model_type, str(why), why.package)) from None
-    except NoProcessor:
+    except ProcessorUnavailable:
         return  # preparing tells why
 
 
-def inline_processor_files(graph: ModelGraph) -> dict[str, bytes]:
+def processor_files_from_config(graph: ModelGraph) -> dict[str, bytes]:
     """Name -> content. Errors: SW2020, SW2080."""
     config = _config(graph)
     try:
         return (
             pair_processor_files(config)
             if graph.contrastive
-            else processor_files(inline_processor(config), config)
+            else processor_files(processor_from_config(config), config)
         )
     except MissingPackage as why:
         raise Refusal(missing_processor_package(graph.model_type, str(why), why.package)) from None
-    except NoProcessor as why:
+    except ProcessorUnavailable as why:
         raise refusal(
             "SW2020",
             f"a {graph.model_type!r} of this configuration gets no processor: {why}",

@@ -11,28 +11,28 @@ from pathlib import Path
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found, refusal
 from shardwright.models.hub_files import read_config
 from shardwright.models.hub_snapshot import code_folder
-from shardwright.models.remote_code_files import OwnCode
+from shardwright.models.remote_code_files import RemoteCode
 from shardwright.recipe.recipe_types import ModelSection
 from shardwright.utils.json_types import JsonObject
 
 _KEY: KeyPath = ("model", "source")
-FINGERPRINT = "own_code_sha256"
+FINGERPRINT = "remote_code_sha256"
 """Key of the configuration that makes its hash depend on the code too."""
 
 
-def settle(section: ModelSection, config: JsonObject) -> JsonObject:
+def load_remote_code(section: ModelSection, config: JsonObject) -> JsonObject:
     """`config` without `auto_map`, which names Python files beside the weights; their classes are
     imported where transformers does not have the type itself, and the code's fingerprint is put in
     its place.
 
     Errors: SW2014 not trusted, or no code to run; SW2018 the code does not load.
     """
-    from shardwright.models.remote_code_import import needs_own_code, register
+    from shardwright.models.remote_code_import import needs_remote_code, register
 
     plain = {name: value for name, value in config.items() if name != "auto_map"}
-    if not needs_own_code(config):
+    if not needs_remote_code(config):
         return plain
-    folder, code = find(section, config)
+    folder, code = find_remote_code(section, config)
     try:
         register(folder, code)
     except Exception as error:  # whatever a stranger's module raises on import
@@ -42,30 +42,30 @@ def settle(section: ModelSection, config: JsonObject) -> JsonObject:
     return {**plain, FINGERPRINT: code.fingerprint}
 
 
-def locate_own_code(section: ModelSection) -> tuple[Path, OwnCode] | None:
+def locate_remote_code(section: ModelSection) -> tuple[Path, RemoteCode] | None:
     """Of a model that is trusted and that has code of its own; the compiled folder takes these
     files along."""
     if section.trust_remote_code is None or section.source is None:
         return None
-    from shardwright.models.remote_code_import import needs_own_code
+    from shardwright.models.remote_code_import import needs_remote_code
 
     config, _ = read_config(section)
-    return find(section, config) if needs_own_code(config) else None
+    return find_remote_code(section, config) if needs_remote_code(config) else None
 
 
-def find(section: ModelSection, config: JsonObject) -> tuple[Path, OwnCode]:
+def find_remote_code(section: ModelSection, config: JsonObject) -> tuple[Path, RemoteCode]:
     """The folder of the code and what is in it. Runs nothing. Errors: as settle's."""
-    from shardwright.models.remote_code_import import NoClasses, own_code_in
+    from shardwright.models.remote_code_import import NoRemoteClasses, read_remote_code
 
     source = section.source or ""
     if section.trust_remote_code is None:
-        raise Refusal(untrusted(source, config.get("model_type")))
+        raise Refusal(untrusted_code_error(source, config.get("model_type")))
     try:
         folder = (
             Path(source) if Path(source).is_absolute() else code_folder(source, section.revision)
         )
-        return folder, own_code_in(folder, config)
-    except NoClasses:
+        return folder, read_remote_code(folder, config)
+    except NoRemoteClasses:
         raise refusal(
             "SW2014",
             f"the code of {source!r} has no configuration and causal language model of its own",
@@ -77,7 +77,7 @@ def find(section: ModelSection, config: JsonObject) -> tuple[Path, OwnCode]:
         raise _broken(section, " ".join(str(error).split())[:200]) from None
 
 
-def untrusted(source: str, model_type: object) -> Diagnostic:
+def untrusted_code_error(source: str, model_type: object) -> Diagnostic:
     """SW2014: the model's code would have to run."""
     name = "the folder as model.source has it" if Path(source).is_absolute() else source
     message = f"{source!r} is a {model_type!r}, which runs on Python code of its own"

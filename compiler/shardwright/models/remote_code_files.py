@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnCode:
+class RemoteCode:
     """config_class, model_class: "module.Class", as config.json's auto_map names them
     ("modeling_x.XForCausalLM").
 

@@ -24,28 +24,28 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from shardwright.models.remote_code_files import OwnCode
+from shardwright.models.remote_code_files import RemoteCode
 from shardwright.models.tasks.task_registry import CAUSAL_LM
 from shardwright.utils.json_types import JsonObject
 
 
-class NoClasses(ValueError):
+class NoRemoteClasses(ValueError):
     """auto_map names no two classes beside it: it may name another repository's, or those of
     another task."""
 
 
-def needs_own_code(config: JsonObject) -> bool:
+def needs_remote_code(config: JsonObject) -> bool:
     return "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING_NAMES
 
 
-def own_code_in(folder: Path, config: JsonObject) -> OwnCode:
-    """The classes that config.json names. Reads the files, runs nothing. Raises NoClasses, OSError
-    where a file is missing, ValueError where one lies elsewhere."""
+def read_remote_code(folder: Path, config: JsonObject) -> RemoteCode:
+    """The classes that config.json names. Reads the files, runs nothing. Raises NoRemoteClasses,
+    OSError where a file is missing, ValueError where one lies elsewhere."""
     auto_map, wanted = config.get("auto_map"), CAUSAL_LM.auto_class.__name__
     classes = auto_map if isinstance(auto_map, dict) else {}
     references = [classes.get("AutoConfig"), classes.get(wanted)]
     if not all(isinstance(r, str) and r.count(".") == 1 and "--" not in r for r in references):
-        raise NoClasses(
+        raise NoRemoteClasses(
             f"auto_map in its config.json names no AutoConfig and {wanted} in files beside it"
         )
     config_class, model_class = map(str, references)
@@ -54,7 +54,7 @@ def own_code_in(folder: Path, config: JsonObject) -> OwnCode:
     }
     beside = {Path(path) for module in modules for path in get_relative_import_files(str(module))}
     files = sorted((modules | beside), key=str)
-    return OwnCode(
+    return RemoteCode(
         config_class=config_class,
         model_class=model_class,
         files=tuple(
@@ -63,7 +63,7 @@ def own_code_in(folder: Path, config: JsonObject) -> OwnCode:
     )
 
 
-def register(folder: Path, code: OwnCode) -> None:
+def register(folder: Path, code: RemoteCode) -> None:
     """Imports the two classes and registers them. Raises whatever the files raise; ValueError where
     they are not the ones that `code` describes."""
     package = f"shardwright_own_code_{code.fingerprint[:16]}"

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.models.model_skeleton import forward_replaced
+from shardwright.models.model_skeleton import replace_forward
 
 Last = Callable[[torch.Tensor], int]
 """Positions (B, S/s) of a piece -> the last position of the whole sequences."""
 
 
-def length_dependent(model: nn.Module) -> list[nn.Module]:
+def length_dependent_rope(model: nn.Module) -> list[nn.Module]:
     """Return the rotary embeddings of `model` that choose their frequencies by the length of the
     sequence."""
     return [
@@ -43,16 +43,18 @@ def _depends(kind: str) -> bool:
 
 
 @contextmanager
-def whole_sequences(model: nn.Module, last: Last) -> Iterator[None]:
+def full_sequence_rope(model: nn.Module, last: Last) -> Iterator[None]:
     """Let the length-dependent embeddings of `model` see the last position of the whole sequences
     inside."""
     with ExitStack() as stack:
-        for module in length_dependent(model):
-            stack.enter_context(forward_replaced(module, partial(_of_whole, module.forward, last)))
+        for module in length_dependent_rope(model):
+            stack.enter_context(
+                replace_forward(module, partial(_full_sequence_forward, module.forward, last))
+            )
         yield
 
 
-def _of_whole(
+def _full_sequence_forward(
     inner: Callable[..., Any],
     last: Last,
     x: torch.Tensor,

@@ -34,7 +34,7 @@ PROPORTIONAL = 1e-3
 ratios may be."""
 
 
-def routers_of(model: nn.Module) -> dict[str, nn.Module]:
+def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     """By path, those whose first output transformers records as `router_logits`."""
     recorded = [
         recorder
@@ -59,17 +59,17 @@ def _listed(recorders: Any) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class NoBalance:
+class NoRouterAuxLoss:
     why: str
 
 
 @torch.no_grad()
-def affinity_of(model: nn.Module, input_ids: torch.Tensor) -> str | NoBalance:
+def detect_affinity(model: nn.Module, input_ids: torch.Tensor) -> str | NoRouterAuxLoss:
     """A key of AFFINITIES: the one to which the routing weights of every layer are proportional.
     model: tiny; input_ids: (B, S)."""
-    routers = routers_of(model)
+    routers = find_routers(model)
     if not routers:
-        return NoBalance("transformers records the logits of none of its routers")
+        return NoRouterAuxLoss("transformers records the logits of none of its routers")
     seen: list[tuple[torch.Tensor, ...]] = []
     hooks = [
         m.register_forward_hook(lambda _m, _a, output: seen.append(output))
@@ -83,11 +83,11 @@ def affinity_of(model: nn.Module, input_ids: torch.Tensor) -> str | NoBalance:
     if len(seen) != len(routers) or not all(
         _is_routing(output, input_ids.numel()) for output in seen
     ):
-        return NoBalance(
+        return NoRouterAuxLoss(
             "its routers do not give logits, weights and chosen experts of every token"
         )
     if any(chosen.shape[-1] == 1 for _, _, chosen in seen):
-        return NoBalance(
+        return NoRouterAuxLoss(
             "one expert a token: its routing weights do not tell what they are made of"
         )
     for name, affinities in AFFINITIES.items():
@@ -96,7 +96,9 @@ def affinity_of(model: nn.Module, input_ids: torch.Tensor) -> str | NoBalance:
             for logits, w, chosen in seen
         ):
             return name
-    return NoBalance(f"its routing weights are in proportion to none of {', '.join(AFFINITIES)}")
+    return NoRouterAuxLoss(
+        f"its routing weights are in proportion to none of {', '.join(AFFINITIES)}"
+    )
 
 
 def _is_routing(output: Any, tokens: int) -> bool:
@@ -123,7 +125,7 @@ def _proportional(weights: torch.Tensor, affinities: torch.Tensor) -> bool:
     )
 
 
-class RowLengths:
+class SequenceLengths:
     """Tokens before the padding of each row of the micro-batch that is computed; one a process.
 
     current: (B,), of the whole rows; None where none is padded.
@@ -146,10 +148,10 @@ class RowLengths:
             self.current = before
 
 
-ROW_LENGTHS = RowLengths()
+SEQUENCE_LENGTHS = SequenceLengths()
 
 
-class RouterBalance:
+class RouterAuxLoss:
     """Adds the loss's gradient to those of a model's routers. Its value is in no output: it enters
     the graph beside the routing weights, and so the backward pass of whichever stage and
     micro-batch a layer runs in.
@@ -173,19 +175,19 @@ class RouterBalance:
         self.coefficient, self.affinity, self.summed = coefficient, affinity, summed
         self.pieces, self.piece = pieces, piece
         self.share, self.length = 1.0, 0
-        routers = routers_of(model)
+        routers = find_routers(model)
         self.layers = len(routers)
         for router in routers.values():
-            router.register_forward_hook(self._beside)
+            router.register_forward_hook(self._add_loss)
 
-    def _beside(
+    def _add_loss(
         self, router: nn.Module, _: Any, output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...] | None:
         if not router.training or not torch.is_grad_enabled():
             return None
         logits, weights, chosen = output
         loss, scale = self.of_layer(logits, chosen), self.coefficient * self.share / self.layers
-        return logits, _Beside.apply(weights, loss, scale), chosen  # type: ignore[no-untyped-call]
+        return logits, _AddLossGradient.apply(weights, loss, scale), chosen  # type: ignore[no-untyped-call]
 
     def of_layer(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Mean over rows; of a row that ranks share, this rank's tokens' part, whose sum over the
@@ -195,8 +197,8 @@ class RouterBalance:
             raise RuntimeError(f"{len(logits)} tokens are no rows of {self.length}")
         rows, experts = len(logits) // self.length, logits.shape[1]
         tokens = logits.new_full((rows, 1), self.length * self.pieces, dtype=torch.float32)
-        if ROW_LENGTHS.current is not None:
-            tokens = ROW_LENGTHS.current.to(tokens).view(rows, 1)
+        if SEQUENCE_LENGTHS.current is not None:
+            tokens = SEQUENCE_LENGTHS.current.to(tokens).view(rows, 1)
         places = torch.arange(self.length, device=logits.device) + self.piece * self.length
         real = (places < tokens).float()  # (B, S): 1 for a token, 0 for padding
         affinities = AFFINITIES[self.affinity](logits.float())
@@ -212,7 +214,7 @@ class RouterBalance:
         return (f * share / tokens).sum(dim=1).mean()
 
 
-class _Beside(torch.autograd.Function):
+class _AddLossGradient(torch.autograd.Function):
     """The weights as they are; in the backward pass the loss gets a gradient of its own, the
     scale."""
 

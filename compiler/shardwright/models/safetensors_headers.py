@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardwright.utils.bounded_read import parse_json, read_regular
+from shardwright.utils.bounded_read import parse_json, read_regular_file
 from shardwright.utils.json_types import JsonObject
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _BLOCK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
+class TensorHeader:
     """start, stop: bytes in the file, counted from its begin."""
 
     file: str
@@ -42,7 +42,7 @@ class WeightHeaders:
     none."""
 
     folder: Path
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, TensorHeader]
     problem: str
     total_size: int | None
 
@@ -61,7 +61,7 @@ def weight_file_names(folder: Path) -> tuple[str, ...]:
 
 def read_headers(folder: Path) -> WeightHeaders:
     """Raises OSError and ValueError for a file that is missing, cut off or no safetensors file."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, TensorHeader] = {}
     problems: list[str] = []
     for file in weight_file_names(folder):
         for name, tensor in _read_header(folder, file):
@@ -93,7 +93,7 @@ def same_values(headers: WeightHeaders, first: str, second: str) -> bool:
         )
 
 
-def _values(file: Any, tensor: StoredTensor) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
+def _values(file: Any, tensor: TensorHeader) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
     """float64 blocks of as many elements, whatever the type. bf16 is the upper half of an fp32
     number."""
     import numpy as np
@@ -111,7 +111,7 @@ def _values(file: Any, tensor: StoredTensor) -> Iterator[np.ndarray[Any, np.dtyp
         left -= count
 
 
-def _read_header(folder: Path, file: str) -> Iterator[tuple[str, StoredTensor]]:
+def _read_header(folder: Path, file: str) -> Iterator[tuple[str, TensorHeader]]:
     path = folder / file
     with open(path, "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -127,7 +127,7 @@ def _read_header(folder: Path, file: str) -> Iterator[tuple[str, StoredTensor]]:
             yield name, _stored(file, name, entry, 8 + length, size)
 
 
-def _stored(file: str, name: str, entry: object, begin: int, size: int) -> StoredTensor:
+def _stored(file: str, name: str, entry: object, begin: int, size: int) -> TensorHeader:
     try:
         found = cast("dict[str, Any]", entry)
         start, stop = (begin + int(at) for at in found["data_offsets"])
@@ -137,11 +137,11 @@ def _stored(file: str, name: str, entry: object, begin: int, size: int) -> Store
         raise ValueError(f"{file}: the header's entry of {name} cannot be read") from None
     if not begin <= start <= stop <= size:
         raise ValueError(f"{file} was cut off: {name} ends behind its end")
-    return StoredTensor(file=file, dtype=dtype, shape=shape, start=start, stop=stop)
+    return TensorHeader(file=file, dtype=dtype, shape=shape, start=start, stop=stop)
 
 
 def _index(folder: Path) -> JsonObject:
-    index = parse_json(read_regular(folder / INDEX, MOST_HEADER_BYTES))
+    index = parse_json(read_regular_file(folder / INDEX, MOST_HEADER_BYTES))
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         raise ValueError(f"{INDEX} has no weight_map")
     return index

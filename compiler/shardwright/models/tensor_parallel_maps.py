@@ -40,7 +40,7 @@ def _decoder_layer(
     }
 
 
-OWN_MAPS: dict[str, Mapping[str, str]] = {
+TP_PLANS: dict[str, Mapping[str, str]] = {
     "gpt2": _decoder_layer(
         "h.*", "attn", ("c_attn",), "c_proj", ("mlp.c_fc",), "mlp.c_proj", "fused_qkv_colwise"
     ),
@@ -82,7 +82,7 @@ OWN_MAPS: dict[str, Mapping[str, str]] = {
         "layers.*.mlp.experts.down_proj": "colwise",
     },
 }
-OWN_MAPS["gpt-sw3"] = OWN_MAPS["gpt2"]
+TP_PLANS["gpt-sw3"] = TP_PLANS["gpt2"]
 
 _LATENT_ATTENTION: Mapping[str, str] = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -93,7 +93,7 @@ _LATENT_ATTENTION: Mapping[str, str] = {
 }
 """As transformers' plan of DeepSeek-V2; its plans of later models leave the attention out."""
 
-PLAN_ADDITIONS: dict[str, Mapping[str, str]] = {
+TP_PLAN_ADDITIONS: dict[str, Mapping[str, str]] = {
     # Learned numbers of the activation, which each rank applies to its own features.
     "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
     "axk1": _LATENT_ATTENTION,
@@ -115,6 +115,6 @@ PLAN_ADDITIONS: dict[str, Mapping[str, str]] = {
     },
 }
 
-READ_BY_WEIGHT = ("dt_proj", "classifier")
+WEIGHT_ONLY_LINEARS = ("dt_proj", "classifier")
 """Linears whose owner reads the weight and never calls them (Mamba's, Longcat's router): they stay
 whole."""

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwright.models.config_sizes import head_counts
-from shardwright.models.parameter_name_pattern import pattern
-from shardwright.models.tensor_parallel_maps import OWN_MAPS, PLAN_ADDITIONS, READ_BY_WEIGHT
+from shardwright.models.parameter_name_pattern import name_pattern
+from shardwright.models.tensor_parallel_maps import TP_PLAN_ADDITIONS, TP_PLANS, WEIGHT_ONLY_LINEARS
 from shardwright.models.tensor_parallel_style_names import (
     COLUMN_STYLES,
     GROUPED_QKV,
@@ -28,7 +28,7 @@ from shardwright.models.tensor_parallel_style_names import (
     ROW_STYLES,
 )
 
-LOWERED = frozenset(
+SUPPORTED_STYLES = frozenset(
     {
         *COLUMN_STYLES,
         *ROW_STYLES,
@@ -52,7 +52,7 @@ def proved() -> dict[str, Proved]:
 
 
 @lru_cache(maxsize=1)
-def whole_parameters() -> dict[str, list[str]]:
+def unsplit_parameters() -> dict[str, list[str]]:
     """Model type, sharded -> the decoder-layer parameters that its proof left whole, by their path
     in a layer."""
     return cast("dict[str, list[str]]", _read("tensor_unsplit.json"))
@@ -74,7 +74,7 @@ class TensorStyles:
     heads: tuple[tuple[str, int], ...]
 
 
-def tensor_styles(model: PreTrainedModel, model_type: str, stack: str) -> TensorStyles:
+def tensor_parallel_styles(model: PreTrainedModel, model_type: str, stack: str) -> TensorStyles:
     """`model`: on the meta device; `model_type`: its configuration's, of a model that sees its text
     part's; `stack`: path of its decoder layers. What stands outside of them, a tower too, is whole
     but for the vocabulary."""
@@ -95,15 +95,17 @@ def tensor_styles(model: PreTrainedModel, model_type: str, stack: str) -> Tensor
 def _planned(model: PreTrainedModel, model_type: str, stack: str) -> dict[str, str]:
     """The part of the plan that lies in the decoder stack, by path patterns of the whole model."""
     base = model.base_model_prefix
-    own: Mapping[str, str] = OWN_MAPS.get(model_type, {})
+    own: Mapping[str, str] = TP_PLANS.get(model_type, {})
     plan = {f"{base}.{path}": style for path, style in own.items()} or dict(model.tp_plan or {})
-    plan |= {f"{base}.{path}": style for path, style in PLAN_ADDITIONS.get(model_type, {}).items()}
-    inside = pattern(stack + ".0") + "."
-    known = {pattern(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+    plan |= {
+        f"{base}.{path}": style for path, style in TP_PLAN_ADDITIONS.get(model_type, {}).items()
+    }
+    inside = name_pattern(stack + ".0") + "."
+    known = {name_pattern(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
     styles = {
         path: style
         for path, style in plan.items()
-        if path.startswith(inside) and path in known and style in LOWERED
+        if path.startswith(inside) and path in known and style in SUPPORTED_STYLES
     }
     return {path: _multi_query(model, path, style) for path, style in styles.items()}
 
@@ -113,7 +115,7 @@ def _multi_query(model: PreTrainedModel, path: str, style: str) -> str:
     if style != GROUPED_QKV:
         return style
     attention = next(
-        m for name, m in model.named_modules() if pattern(name) == path.rpartition(".")[0]
+        m for name, m in model.named_modules() if name_pattern(name) == path.rpartition(".")[0]
     )
     heads, key_value_heads = head_counts(attention, model.config.get_text_config())
     return MULTI_QUERY if key_value_heads == 1 < heads else style
@@ -123,12 +125,12 @@ def _gathered(model: PreTrainedModel, stack: str, styles: Mapping[str, str]) -> 
     """Every linear of a decoder layer that has no style: cut by itself, its output gathered."""
     found: dict[str, str] = {}
     for name, module in model.get_submodule(stack).named_modules(prefix=stack):
-        path = pattern(name)
+        path = name_pattern(name)
         plain = type(module).forward in (
             nn.Linear.forward,
             Conv1D.forward,
         )  # a router is a linear by name only
-        if plain and path not in styles and path.rpartition(".")[2] not in READ_BY_WEIGHT:
+        if plain and path not in styles and path.rpartition(".")[2] not in WEIGHT_ONLY_LINEARS:
             found[path] = "colwise_gather_output"
     return found
 
@@ -163,10 +165,10 @@ def _heads(model: PreTrainedModel, styles: Mapping[str, str]) -> tuple[tuple[str
     found: dict[str, dict[str, int]] = {}
     for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]
-        whole_linear = pattern(module) in styles
+        whole_linear = name_pattern(module) in styles
         cut = module if whole_linear else name
-        style = styles.get(pattern(cut))
-        parent = next((p for p in _parents(cut) if pattern(p) in rows), "")
+        style = styles.get(name_pattern(cut))
+        parent = next((p for p in _parents(cut) if name_pattern(p) in rows), "")
         attention = modules[parent]
         latent = hasattr(attention, "kv_lora_rank")  # every head has its own key and value
         if (
@@ -178,7 +180,7 @@ def _heads(model: PreTrainedModel, styles: Mapping[str, str]) -> tuple[tuple[str
         heads, key_value_heads = head_counts(attention, config)
         width = parameter.shape[0] // (getattr(attention, "head_dim", 1) if whole_linear else 1)
         shared = style == GROUPED_QKV or width == key_value_heads or width % heads > 0
-        found.setdefault(pattern(cut), {})[cut] = (
+        found.setdefault(name_pattern(cut), {})[cut] = (
             key_value_heads if shared and not latent else heads
         )
     units: list[tuple[str, int]] = []
@@ -199,9 +201,9 @@ def _unproved(
     """Whether these styles leave something whole that the type's proof did not: a switch of the
     configuration may add a small parameter that works on cut features (a norm over one rank's
     heads), whose gradient is one rank's share."""
-    known = whole_parameters().get(model_type)
-    inside = pattern(stack + ".0") + "."
-    names = {pattern(name) for name, _ in model.named_parameters()}
+    known = unsplit_parameters().get(model_type)
+    inside = name_pattern(stack + ".0") + "."
+    names = {name_pattern(name) for name, _ in model.named_parameters()}
     whole = {
         n.removeprefix(inside) for n in names if n.startswith(inside) and not _named(styles, n)
     }

@@ -23,7 +23,7 @@ COLUMN_STYLES = (
 )
 ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "embedding_colwise")
 VOCABULARY_STYLES = ("vocabulary_embedding", "vocabulary_head")
-OPTIONAL_STYLES = (
+STYLES_THAT_MAY_STAY_UNSHARDED = (
     MULTI_QUERY,
     "colwise_gather_output",
     "mla_kv_a_proj",

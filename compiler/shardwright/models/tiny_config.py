@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwright.models.layer_kinds import at_depth, kept_layers
+from shardwright.models.layer_kinds import representative_layers, truncate_layers
 
 VOCABULARY = 260
 
@@ -126,7 +126,7 @@ def shrink(
     heads = next((document[n] for n in _HEADS if isinstance(document.get(n), int)), 4)
     width = 64 if 64 % min(heads, 4) == 0 else 16 * heads
     if depth:
-        document = {**document, **at_depth(document, kept_layers(document))}
+        document = {**document, **truncate_layers(document, representative_layers(document))}
     ids = iter(range(3, VOCABULARY))
     out: dict[str, Any] = {}
     for name, value in document.items():

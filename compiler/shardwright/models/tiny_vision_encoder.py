@@ -17,7 +17,7 @@ _ENCODER_HEADS = ("encoder_attention_heads", "num_encoder_attention_heads")
 _TOKENS = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens")
 
 
-def small_tower(
+def tiny_vision_encoder(
     document: Mapping[str, Any], real: Mapping[str, Any], text_width: int | None = None
 ) -> dict[str, Any]:
     """document: `real`, a configuration, as shrink() made it tiny. The same with its towers' sizes
@@ -33,7 +33,7 @@ def small_tower(
         elif value is text and isinstance(value, dict):
             out[name] = {**value, **_sections(value, real[name])}
         elif isinstance(value, dict) and "model_type" in value:
-            out[name] = small_tower(value, real[name], width)
+            out[name] = tiny_vision_encoder(value, real[name], width)
         elif name in _TO_TEXT and isinstance(value, int) and width is not None:
             out[name] = width
         elif name in _ENCODER_HEADS and isinstance(value, int):
@@ -45,9 +45,9 @@ def small_tower(
     return {**out, **_of_towers(out, real)}
 
 
-def with_one_width(document: Mapping[str, Any]) -> dict[str, Any]:
-    """document: as small_tower made it, of a model that compares features of texts and pictures:
-    both are as wide."""
+def equalize_encoder_widths(document: Mapping[str, Any]) -> dict[str, Any]:
+    """document: as tiny_vision_encoder made it, of a model that compares features of texts and
+    pictures: both are as wide."""
     sides = {
         name: value for name, value in document.items() if name in _TEXT and isinstance(value, dict)
     }

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bytes:
+class ShardedBytes:
     """Kept for backward: `whole` on every tensor rank, `divided` is what tensor parallelism
     cuts."""
 
@@ -30,7 +30,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceMeasure:
+class PieceTrace:
     """One run.
 
     forward_flops, backward_flops: multiply and add are two; attention_forward_flops: the attention
@@ -42,7 +42,7 @@ class PieceMeasure:
     attention_forward_flops: int
     backward_flops: int
     saves: int
-    kept: tuple[Bytes, Bytes, Bytes]
+    kept: tuple[ShardedBytes, ShardedBytes, ShardedBytes]
 
 
 class GpuKernels(TorchFunctionMode):
@@ -217,19 +217,19 @@ class _Recorder:
         self.note(tensor, outside_block=self.depth == 0, outside_attention=not self.in_attention)
         return tensor
 
-    def total(self, where: set[int]) -> Bytes:
+    def total(self, where: set[int]) -> ShardedBytes:
         """What a block makes for itself, and what is wider than the hidden states, is cut over
         tensor ranks; block inputs and what norms and residuals keep is whole (as in arXiv
         2205.05198, section 4.2.1)."""
         whole = sum(
             n for s, n in self.saved.items() if s in where and s in self.outside_blocks - self.wide
         )
-        return Bytes(
+        return ShardedBytes(
             whole=whole, divided=sum(n for s, n in self.saved.items() if s in where) - whole
         )
 
 
-def measure(
+def measure_piece(
     run: Callable[[torch.Tensor | None], Any],
     hidden: torch.Tensor | None,
     *,
@@ -239,7 +239,7 @@ def measure(
     width: int,
     count_flops: bool,
     starts_after: nn.Module | None = None,
-) -> PieceMeasure:
+) -> PieceTrace:
     """Runs `run(hidden)` once, and backward where FLOPs are counted.
 
     known: tensors that are there anyway (parameters, context). width: elements of the hidden
@@ -282,8 +282,8 @@ def measure(
             roots = [t for t in tensors_in(output) if t.requires_grad]
             torch.autograd.backward(roots, [torch.empty_like(t) for t in roots])
         backward = total() - forward
-    own = Bytes(whole=0 if hidden is None else hidden.untyped_storage().nbytes(), divided=0)
-    return PieceMeasure(
+    own = ShardedBytes(whole=0 if hidden is None else hidden.untyped_storage().nbytes(), divided=0)
+    return PieceTrace(
         forward_flops=forward - counted["before"],
         attention_forward_flops=counted["attention"],
         backward_flops=backward,

@@ -8,32 +8,32 @@ from typing import Literal
 
 from shardwright.recipe.literal_types import Checkpointing
 
-Part = Literal["vision", "projector", "text"]
+ModelPart = Literal["vision", "projector", "text"]
 """Of a model that sees: the tower; what brings its features to the decoder's width; the decoder
 with its embedding and head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """FLOPs, or bytes, of one picture (or tile) of n patches: per_picture + per_patch n + per_pair
+class ImageCost:
+    """FLOPs, or bytes, of one picture (or tile) of n patches: per_image + per_patch n + per_pair
     n^2."""
 
-    per_picture: int = 0
+    per_image: int = 0
     per_patch: int = 0
     per_pair: int = 0
 
     def of(self, patches: int) -> int:
-        return self.per_picture + (self.per_patch + self.per_pair * patches) * patches
+        return self.per_image + (self.per_patch + self.per_pair * patches) * patches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionKept:
+class SavedVisionActivations:
     """Bytes that a layer of the tower keeps for its backward pass; checkpointing and element_bytes
     as in model_graph.Kept."""
 
     checkpointing: Checkpointing
     element_bytes: int
-    bytes: Work
+    bytes: ImageCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,13 @@ class VisionLayer:
 
     name: str  # "model.visual.blocks.0"
     widths: tuple[int, int]
-    forward: Work
-    backward: Work
-    kept: tuple[VisionKept, ...]
+    forward: ImageCost
+    backward: ImageCost
+    kept: tuple[SavedVisionActivations, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vision:
+class VisionEncoder:
     """patch: pixels of a patch's side. patches: of every picture, or tile of one, whatever its
     size; 0 where its size decides. tiles: that a picture is cut into at the most, the whole one
     among them. patches_per_token: that become one token of a row.
@@ -72,11 +72,11 @@ class Vision:
     untraced: str = ""
     tiles: int = 1
 
-    def patches_of(self, pixels: int) -> int:
+    def patches_per_image(self, pixels: int) -> int:
         """Of a picture with so many pixels, or of a tile."""
         return self.patches or max(1, pixels // self.patch**2)
 
-    def part(self, parameter: str) -> Part:
+    def part(self, parameter: str) -> ModelPart:
         if _lies_under(parameter, self.projector):
             return "projector"
         return "vision" if _lies_under(parameter, self.tower) else "text"

@@ -27,24 +27,29 @@ from transformers import PreTrainedModel
 from shardwright.models.call_arguments import Arguments
 from shardwright.models.layer_trace import (
     TRACED_DTYPES,
+    error_reason,
     fake_parameters,
-    identity,
-    own_nothing,
-    reason_of,
+    shape_signature,
+    stub_parameters,
 )
-from shardwright.models.model_skeleton import Batch, forward_replaced
-from shardwright.models.pipeline_split import Cut
+from shardwright.models.model_skeleton import Batch, replace_forward
+from shardwright.models.pipeline_split import PipelineSplit
 from shardwright.models.tasks.image_formats import (
-    Make,
-    NoPictures,
-    Tower,
+    MakeImages,
+    UnsupportedImages,
+    VisionEncoderShape,
     patches,
     shapes,
-    tower_of,
+    vision_encoder_shape,
 )
-from shardwright.models.tasks.vision_language import image_features, input_names
-from shardwright.models.trace_meter import PieceMeasure, measure, tensors_in
-from shardwright.models.vision_encoder_cost import Vision, VisionKept, VisionLayer, Work
+from shardwright.models.tasks.vision_language import forward_input_names, image_features
+from shardwright.models.trace_meter import PieceTrace, measure_piece, tensors_in
+from shardwright.models.vision_encoder_cost import (
+    ImageCost,
+    SavedVisionActivations,
+    VisionEncoder,
+    VisionLayer,
+)
 from shardwright.recipe.literal_types import CHECKPOINTING
 
 SIDE = 16
@@ -55,21 +60,21 @@ _ASIDE = frozenset({"last_hidden_state", "hidden_states", "attentions"})
 """Fields of a tower's output that no decoder takes."""
 
 
-def trace_vision(model: PreTrainedModel, cut: Cut) -> Vision:
+def trace_vision_encoder(model: PreTrainedModel, cut: PipelineSplit) -> VisionEncoder:
     """`model`: on the meta device with the attention that will run; it cannot be used afterwards.
     Its text part does not run."""
     whys = []
     try:
-        tower = tower_of(model.config)
+        tower = vision_encoder_shape(model.config)
         with _quiet():
-            for make in shapes(set(input_names(model))):
+            for make in shapes(set(forward_input_names(model))):
                 try:
                     return _trace(model, cut, tower, make)
                 except (
                     Exception
                 ) as error:  # whatever a type raises on another one's shape, or on fake tensors
-                    whys.append(reason_of(error))
-    except NoPictures as why:
+                    whys.append(error_reason(error))
+    except UnsupportedImages as why:
         whys.append(str(why))
     return _untraced(whys[0])
 
@@ -85,20 +90,22 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-def _untraced(why: str) -> Vision:
-    return Vision(
+def _untraced(why: str) -> VisionEncoder:
+    return VisionEncoder(
         patch=1, patches=0, patches_per_token=1.0, layers=(), tower=(), projector=(), untraced=why
     )
 
 
-def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision:
+def _trace(
+    model: PreTrainedModel, cut: PipelineSplit, tower: VisionEncoderShape, make: MakeImages
+) -> VisionEncoder:
     model.train()
-    own_nothing(model, torch.float32)
-    runs: dict[int, list[_TowerRun]] = {}
+    stub_parameters(model, torch.float32)
+    runs: dict[int, list[_EncoderRun]] = {}
     for element_bytes, dtype in TRACED_DTYPES.items():
-        own_nothing(model, dtype)
+        stub_parameters(model, dtype)
         runs[element_bytes] = [
-            _TowerRun(model, cut, inputs, patches(tower, inputs), flops=element_bytes == 4)
+            _EncoderRun(model, cut, inputs, patches(tower, inputs), flops=element_bytes == 4)
             for inputs in _pictures(tower, make, dtype)
         ]
     first = runs[4]
@@ -107,7 +114,7 @@ def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision
     for index, name in enumerate(first[0].names):
         pieces = [run.pieces[index] for run in first]
         kept = [
-            VisionKept(
+            SavedVisionActivations(
                 checkpointing=mode,
                 element_bytes=element_bytes,
                 bytes=_fit([(r.patches, _whole(r.pieces[index], at)) for r in measured], tiles),
@@ -129,7 +136,7 @@ def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision
                 kept=tuple(kept),
             )
         )
-    return Vision(
+    return VisionEncoder(
         patch=tower.patch,
         patches=first[0].patches // tiles if tiles else 0,
         patches_per_token=first[0].patches / first[0].tokens,
@@ -139,29 +146,29 @@ def _trace(model: PreTrainedModel, cut: Cut, tower: Tower, make: Make) -> Vision
     )
 
 
-def _forward(piece: PieceMeasure) -> int:
+def _forward(piece: PieceTrace) -> int:
     return piece.forward_flops
 
 
-def _backward(piece: PieceMeasure) -> int:
+def _backward(piece: PieceTrace) -> int:
     return piece.backward_flops
 
 
-def _whole(piece: PieceMeasure, mode: int) -> int:
+def _whole(piece: PieceTrace, mode: int) -> int:
     return piece.kept[mode].whole + piece.kept[mode].divided
 
 
-def _fit(points: list[tuple[int, int]], tiles: int) -> Work:
+def _fit(points: list[tuple[int, int]], tiles: int) -> ImageCost:
     """points: (n, value) of one picture, or of two of which one has twice the patches. tiles: that
     one of fixed size was cut into; 0 where its size may be any."""
     if tiles:
-        return Work(per_picture=points[0][1] // tiles)
+        return ImageCost(per_image=points[0][1] // tiles)
     (n, short), (_, long) = points
     per_pair = max(0, round((long - 2 * short) / (2 * n * n)))
-    return Work(per_patch=max(0, round((short - per_pair * n * n) / n)), per_pair=per_pair)
+    return ImageCost(per_patch=max(0, round((short - per_pair * n * n) / n)), per_pair=per_pair)
 
 
-def _pictures(tower: Tower, make: Make, dtype: torch.dtype) -> list[Batch]:
+def _pictures(tower: VisionEncoderShape, make: MakeImages, dtype: torch.dtype) -> list[Batch]:
     """What get_image_features takes of a picture: of two where its size may be any, one twice as
     wide as the other, and else of the tower's own size."""
     large = dataclasses.replace(tower, times=max(1, SIDE // (2 * tower.cell)))
@@ -182,7 +189,7 @@ class _NoBlocks(Exception):
 
 
 @dataclass
-class _TowerBlock:
+class _EncoderBlock:
     """index: of the first block that computes the same shapes; arguments and output of that one."""
 
     index: int
@@ -190,14 +197,20 @@ class _TowerBlock:
     output: Any
 
 
-class _TowerRun:
+class _EncoderRun:
     """The tower on one picture, in one precision. names, widths, pieces: of each block, and of what
     stands around them.
 
     towers, projector: paths, as in Vision."""
 
     def __init__(
-        self, model: PreTrainedModel, cut: Cut, inputs: Batch, patches: int, *, flops: bool
+        self,
+        model: PreTrainedModel,
+        cut: PipelineSplit,
+        inputs: Batch,
+        patches: int,
+        *,
+        flops: bool,
     ) -> None:
         """flops: whether they are counted, and the backward pass run."""
         self.model: Any = model
@@ -235,7 +248,7 @@ class _TowerRun:
         with torch.no_grad():
             return image_features(self.model)(**self.inputs)
 
-    def _capture_of_blocks(self) -> dict[str, _TowerBlock]:
+    def _capture_of_blocks(self) -> dict[str, _EncoderBlock]:
         while True:
             try:
                 return self._capture()
@@ -245,19 +258,19 @@ class _TowerRun:
                 }
                 self._called.clear()
 
-    def _capture(self) -> dict[str, _TowerBlock]:
+    def _capture(self) -> dict[str, _EncoderBlock]:
         """The blocks that ran, in order. Of those that compute the same shapes the first is run."""
-        found: dict[str, _TowerBlock] = {}
+        found: dict[str, _EncoderBlock] = {}
         kinds: dict[str, tuple[int, Any]] = {}
 
         def run(path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             if path in found:
                 raise ValueError(f"{path} ran twice")
-            key = identity(self.blocks[path], (args, kwargs))
+            key = shape_signature(self.blocks[path], (args, kwargs))
             if key not in kinds:
                 kinds[key] = len(found), forward(*args, **kwargs)
             index, output = kinds[key]
-            found[path] = _TowerBlock(index=index, arguments=(args, kwargs), output=output)
+            found[path] = _EncoderBlock(index=index, arguments=(args, kwargs), output=output)
             try:
                 return _passed(output, _hidden_of(args, kwargs, output))
             except ValueError:
@@ -271,21 +284,21 @@ class _TowerRun:
                     hook = partial(self._note, name, found)
                     stack.callback(module.register_forward_hook(hook).remove)
             for path, module in self.blocks.items():
-                stack.enter_context(forward_replaced(module, partial(run, path, module.forward)))
+                stack.enter_context(replace_forward(module, partial(run, path, module.forward)))
             self._features()
         if not found:
             raise ValueError("no list of its modules runs on a picture")
         return found
 
     def _note(
-        self, name: str, found: dict[str, _TowerBlock], module: nn.Module, args: Any, output: Any
+        self, name: str, found: dict[str, _EncoderBlock], module: nn.Module, args: Any, output: Any
     ) -> None:
         if found:
             self._called.append(
                 (name, max((t.shape[-1] for t in tensors_in(output) if t.ndim), default=0))
             )
 
-    def _block(self, path: str, block: _TowerBlock) -> PieceMeasure:
+    def _block(self, path: str, block: _EncoderBlock) -> PieceTrace:
         """A block alone, in the same shapes."""
         module = self.blocks[path]
         args, kwargs = block.arguments
@@ -309,7 +322,7 @@ class _TowerRun:
             ]
             return self._measured(run, given, known, given.numel(), module)
 
-    def _around(self, found: dict[str, _TowerBlock]) -> PieceMeasure:
+    def _around(self, found: dict[str, _EncoderBlock]) -> PieceTrace:
         """All but the blocks."""
 
         def passed(path: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -319,7 +332,7 @@ class _TowerRun:
         def run(_: torch.Tensor | None) -> Any:
             with ExitStack() as stack:
                 for path, module in self.blocks.items():
-                    stack.enter_context(forward_replaced(module, partial(passed, path)))
+                    stack.enter_context(replace_forward(module, partial(passed, path)))
                 output = image_features(self.model)(**self.inputs)
             if isinstance(output, dict):
                 return [value for name, value in output.items() if name not in _ASIDE]
@@ -335,8 +348,8 @@ class _TowerRun:
         known: list[torch.Tensor],
         width: int,
         layer: nn.Module | None,
-    ) -> PieceMeasure:
-        return measure(
+    ) -> PieceTrace:
+        return measure_piece(
             run,
             given,
             layer=layer,
@@ -346,12 +359,12 @@ class _TowerRun:
             count_flops=self.flops,
         )
 
-    def _parts(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _parts(self, cut: PipelineSplit) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Paths of the towers, each the largest module that holds blocks and none of the decoder's;
         and of the projector: modules beside the towers that ran on a picture, and inside them those
         behind the first block that hold a matrix and give features of the decoder's width."""
         stacks = dict.fromkeys(path.rpartition(".")[0] for path in self.blocks)
-        towers = tuple(dict.fromkeys(_apart(path, cut.stack) for path in stacks))
+        towers = tuple(dict.fromkeys(_distinct_prefix(path, cut.stack) for path in stacks))
         holders = {above for tower in towers for above in _above(tower)}
         inner = {above for path in stacks for above in _above(path)} | set(stacks)
         width = self.model.config.get_text_config().hidden_size
@@ -378,7 +391,7 @@ class _TowerRun:
         )
 
 
-def _blocks(model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
+def _blocks(model: nn.Module, cut: PipelineSplit) -> dict[str, nn.Module]:
     """Children of the outermost lists of modules outside the decoder stack, by path: those that may
     be blocks."""
     lists = [
@@ -401,7 +414,7 @@ def _blocks(model: nn.Module, cut: Cut) -> dict[str, nn.Module]:
     }
 
 
-def _apart(path: str, other: str) -> str:
+def _distinct_prefix(path: str, other: str) -> str:
     """The longest beginning of `path` that is no beginning of `other`, cut behind their first
     difference."""
     mine, theirs = path.split("."), other.split(".")

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
-from shardwright.models.weights_location import DEQUANTIZED
+from shardwright.models.weights_location import DEQUANTIZED_METHODS
 from shardwright.utils.json_types import JsonObject
 
 _TYPES = {
@@ -79,7 +79,7 @@ def dequantizer(config: JsonObject) -> HfQuantizer | None:
     loads; None where the configuration says that nothing is quantised, or names a method that needs
     a GPU or calibration. config: as published."""
     section = config.get("quantization_config")
-    if not isinstance(section, dict) or section.get("quant_method") not in DEQUANTIZED:
+    if not isinstance(section, dict) or section.get("quant_method") not in DEQUANTIZED_METHODS:
         return None
     settings: dict[str, Any] = {**section, "dequantize": True}
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)

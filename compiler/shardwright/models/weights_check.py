@@ -17,12 +17,12 @@ from shardwright.models.config_schema import TIED
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.safetensors_headers import (
     FLOATS,
-    StoredTensor,
+    TensorHeader,
     WeightHeaders,
     read_headers,
     same_values,
 )
-from shardwright.models.weights_location import DEQUANTIZED
+from shardwright.models.weights_location import DEQUANTIZED_METHODS
 from shardwright.utils.json_types import JsonObject
 
 _SOURCE: KeyPath = ("model", "source")
@@ -59,13 +59,13 @@ _VISION = re.compile(
 _MTP = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|shared_head)([._]|$)")
 
 
-def named(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """The first few, and how many more there are."""
     shown = ", ".join(names[:FEW])
     return f"{shown} and {len(names) - FEW} more" if len(names) > FEW else shown
 
 
-def count(number: int) -> str:
+def count_tensors(number: int) -> str:
     return f"{number:,} tensor{'' if number == 1 else 's'}"
 
 
@@ -90,7 +90,9 @@ def heads_by_usual_name(headers: WeightHeaders) -> Iterator[tuple[str, str]]:
         yield heads[0], embeddings[0]
 
 
-def own_heads(folder: Path, groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, str], ...]:
+def find_untied_heads(
+    folder: Path, groups: tuple[tuple[str, ...], ...]
+) -> tuple[tuple[str, str], ...]:
     """(head, embedding) of tied groups that stand in the files with different values: transformers
     5 does not tie them, and trains both. groups: names in the model. () where the files cannot be
     read."""
@@ -134,7 +136,7 @@ def _key_of(name: str, keys: Collection[str]) -> str | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def untied(config: JsonObject) -> JsonObject:
+def with_untied_head(config: JsonObject) -> JsonObject:
     """The configuration whose head is a parameter of its own."""
     text = config.get("text_config")
     inner: JsonObject = (
@@ -143,9 +145,11 @@ def untied(config: JsonObject) -> JsonObject:
     return {**config, **inner, TIED: False}
 
 
-def own_head_refusal(names: Sequence[str]) -> Refusal:
+def tied_head_error(names: Sequence[str]) -> Refusal:
     """Of a model that stays tied whatever its configuration says."""
-    message = f"the files hold different values for tensors that this model ties: {named(names)}"
+    message = (
+        f"the files hold different values for tensors that this model ties: {list_names(names)}"
+    )
     help = (
         "Write the folder anew from the model that you mean: load it with transformers, then "
         "save_pretrained."
@@ -216,9 +220,10 @@ def _quantised(headers: WeightHeaders, config: JsonObject) -> Iterator[Diagnosti
     if not stored:
         return
     dtypes = sorted({headers.tensors[name].dtype for name in stored})
-    if method in DEQUANTIZED:
+    if method in DEQUANTIZED_METHODS:
         message = (
-            f"the weights are {method}: {count(len(stored))} ({', '.join(dtypes)}) are turned into "
+            f"the weights are {method}: {count_tensors(len(stored))} ({', '.join(dtypes)}) are "
+            "turned into "
             "numbers of the training precision as they are loaded, as transformers' "
             "dequantize=True does"
         )
@@ -228,8 +233,8 @@ def _quantised(headers: WeightHeaders, config: JsonObject) -> Iterator[Diagnosti
         return
     kind = f"quantised by {method!r}" if method else "quantised, and config.json does not say how"
     message = (
-        f"the weights are {kind}: {count(len(stored))} of types {', '.join(dtypes)} "
-        f"({named(stored)})"
+        f"the weights are {kind}: {count_tensors(len(stored))} of types {', '.join(dtypes)} "
+        f"({list_names(stored)})"
     )
     help = (
         "Train from the model's unquantised weights (the publisher's bf16 repository), or "
@@ -239,7 +244,7 @@ def _quantised(headers: WeightHeaders, config: JsonObject) -> Iterator[Diagnosti
     yield found("SW2025", _WEIGHTS, message, help)
 
 
-def _is_quantised(name: str, tensor: StoredTensor) -> bool:
+def _is_quantised(name: str, tensor: TensorHeader) -> bool:
     small_float = tensor.dtype.startswith(("F8", "F4", "F6"))
     packed = tensor.dtype in ("U8", "I8", "I32") and name.endswith((".weight", "_proj"))
     return small_float or packed or (bool(_QUANTISED_PARTS.search(name)) and tensor.dtype != "BOOL")
@@ -254,7 +259,7 @@ def _foreign(headers: WeightHeaders) -> Iterator[Diagnostic]:
     if prefix is None:
         return
     message = (
-        f"each of the {count(len(names))} in {str(headers.folder)!r} is named {prefix}...: "
+        f"each of the {count_tensors(len(names))} in {str(headers.folder)!r} is named {prefix}...: "
         "no model has such names"
     )
     help = (
@@ -274,7 +279,7 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
     import torch
     from transformers import AutoConfig
 
-    from shardwright.models.config_special_floats import untagged
+    from shardwright.models.config_special_floats import decode_special_floats
     from shardwright.models.tasks.task_registry import task_named
     from shardwright.models.weight_conversion import (
         dequantizer,
@@ -283,7 +288,9 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
         meta_tensor,
     )
 
-    document = untagged({key: value for key, value in graph.config.items() if key != "auto_map"})
+    document = decode_special_floats(
+        {key: value for key, value in graph.config.items() if key != "auto_map"}
+    )
     model_type = str(document.pop("model_type"))
     with torch.device("meta"):
         model = task_named(graph.task).build(AutoConfig.for_model(model_type, **document))
@@ -304,7 +311,8 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
         ) as error:  # of transformers' own operations, on a set of tensors that is not whole
             why = " ".join(str(error).split())[:200]
             message = (
-                f"{conversion.first} cannot be put together from {count(len(conversion.sources))}: "
+                f"{conversion.first} cannot be put together from "
+                f"{count_tensors(len(conversion.sources))}: "
                 f"{why}"
             )
             yield found(
@@ -354,7 +362,7 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
     )
 
 
-def _is_table(key: str, tensor: StoredTensor) -> bool:
+def _is_table(key: str, tensor: TensorHeader) -> bool:
     return bool(_BUFFERS.search(key)) and (
         tensor.dtype not in FLOATS or len(tensor.shape) != 1 or "inv_freq" in key
     )
@@ -381,11 +389,14 @@ def _tied_but_different(
         keys = [direct[name] for name in names if name in direct]
         differing = [key for key in keys[1:] if not same_values(headers, key, keys[0])]
         if differing:
-            yield from own_head_refusal([keys[0], *differing]).diagnostics
+            yield from tied_head_error([keys[0], *differing]).diagnostics
 
 
 def _missing(missing: Sequence[str], of: int, unexpected: Sequence[str]) -> Diagnostic:
-    message = f"{count(len(missing))} of the model's {of:,} are not in the files: {named(missing)}"
+    message = (
+        f"{count_tensors(len(missing))} of the model's {of:,} are not in the files: "
+        f"{list_names(missing)}"
+    )
     help = (
         "Take weights of this configuration. transformers would draw them at random; nothing "
         "here is drawn in silence."
@@ -433,8 +444,8 @@ def _unexpected(keys: Sequence[str], graph: ModelGraph, severity: str) -> Iterat
         what = f" ({kind})" if kind else ""
         are = "is" if len(names) == 1 else "are"
         message = (
-            f"{count(len(names))} of the weights{what} {are} not loaded, trained or "
-            f"exported: {named(names)}"
+            f"{count_tensors(len(names))} of the weights{what} {are} not loaded, trained or "
+            f"exported: {list_names(names)}"
         )
         yield found(
             "SW2023",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocatedWeights:
+class WeightsLocation:
     """path: absolute folder of config.json and safetensors files. revision: its commit, None for a
     local folder."""
 
@@ -14,7 +14,7 @@ class LocatedWeights:
     revision: str | None
 
 
-DEQUANTIZED: tuple[str, ...] = ("fp8", "mxfp4")
+DEQUANTIZED_METHODS: tuple[str, ...] = ("fp8", "mxfp4")
 """`quant_method` of config.json whose weights are read as numbers, as transformers'
 `dequantize=True` does."""
 
@@ -31,7 +31,7 @@ TOKENIZER_PATTERNS: tuple[str, ...] = (
 )
 
 
-def weights_words(weights: str) -> str:
+def weights_summary(weights: str) -> str:
     """`model.weights` as every summary says it: who brings data of his own shall see what is
     trained on it."""
     return "weights pretrained" if weights == "pretrained" else "weights random (from scratch)"

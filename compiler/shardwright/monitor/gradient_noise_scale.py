@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.utils.number_format import number
+from shardwright.utils.number_format import format_number
 
 KEY = "noise_scale"
 """Of a line of run/metrics.jsonl."""
@@ -23,7 +23,7 @@ WINDOW = 40
 """Measured steps that are averaged at most, the newest: the noise scale moves as the loss falls. Of
 32 rows each, five such averages on a tiny model lay within 40 and 66, where every row's gradient
 gave 51 to 63."""
-FEWEST = 4
+MIN_STEPS_FOR_INTERVAL = 4
 """Measured steps below which there is no interval."""
 CONFIDENCE = 0.95
 
@@ -63,7 +63,7 @@ class NoiseScale:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def pooled(steps: Sequence[tuple[int, StepNoise]], batch: int) -> NoiseScale:
+def noise_scale_of_recent_steps(steps: Sequence[tuple[int, StepNoise]], batch: int) -> NoiseScale:
     """steps: number and figures of each measured one, at least one, in order. batch: rows of the
     global batch.
 
@@ -71,16 +71,20 @@ def pooled(steps: Sequence[tuple[int, StepNoise]], batch: int) -> NoiseScale:
     long, and would speak for all the others.
     """
     last, _ = steps[-1]
-    return over([(step, noise) for step, noise in steps[-WINDOW:] if 2 * step > last], batch)
+    return ratio_of_means(
+        [(step, noise) for step, noise in steps[-WINDOW:] if 2 * step > last], batch
+    )
 
 
-def over(steps: Sequence[tuple[int, StepNoise]], batch: int) -> NoiseScale:
+def ratio_of_means(steps: Sequence[tuple[int, StepNoise]], batch: int) -> NoiseScale:
     """Of all of these steps. A ratio of means and not a mean of ratios, which has a bias. The
     interval is Fieller's (J. R. Stat. Soc. B 16, 1954), with Student's t, from the scatter over the
     steps."""
     squares, variances = [n.square for _, n in steps], [n.variance for _, n in steps]
     square, variance = statistics.fmean(squares), statistics.fmean(variances)
-    low, high = (None, None) if len(steps) < FEWEST else _interval(squares, variances)
+    low, high = (
+        (None, None) if len(steps) < MIN_STEPS_FOR_INTERVAL else _interval(squares, variances)
+    )
     last, newest = steps[-1]
     return NoiseScale(
         value=max(0.0, variance) / square if square > 0 else None,
@@ -120,7 +124,7 @@ def _student(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def read_noise(folder: Path) -> list[tuple[int, StepNoise]]:
+def read_step_noise(folder: Path) -> list[tuple[int, StepNoise]]:
     """(step, its figures) of each measured step in run/metrics.jsonl, the newest line of each, in
     order; [] where there are none. folder: the compiled one. A line that is cut short is left
     out."""
@@ -149,34 +153,39 @@ def _read(line: str) -> dict[int, StepNoise]:
         return {}
 
 
-def measured_noise(folder: Path, batch: int) -> NoiseScale | None:
+def run_noise_scale(folder: Path, batch: int) -> NoiseScale | None:
     """Of a run; None where no step was measured. batch: rows of the global batch."""
-    steps = read_noise(folder)
-    return pooled(steps, batch) if steps else None
+    steps = read_step_noise(folder)
+    return noise_scale_of_recent_steps(steps, batch) if steps else None
 
 
-def words(scale: NoiseScale) -> str:
+def noise_scale_text(scale: NoiseScale) -> str:
     """A sentence, with no more in it than was measured: McCandlish et al. name B_simple a proxy of
     the largest batch that is worth it, and arXiv 2505.23971 finds it orders of magnitude below
     that."""
-    over = f"{scale.steps} step{'' if scale.steps == 1 else 's'} of {scale.rows} rows"
+    ratio_of_means = f"{scale.steps} step{'' if scale.steps == 1 else 's'} of {scale.rows} rows"
     if scale.low is None:
-        return f"too few measured steps for a noise scale yet: {over}"
+        return f"too few measured steps for a noise scale yet: {ratio_of_means}"
     if scale.value is None:
-        return f"no noise scale: over {over} the mean gradient does not stand out of the noise"
-    upper = "more" if scale.high is None else number(scale.high)
+        return (
+            f"no noise scale: over {ratio_of_means} the mean gradient does not stand out of "
+            "the noise"
+        )
+    upper = "more" if scale.high is None else format_number(scale.high)
     about = (
-        f"noise scale {number(scale.value)} rows, 95 % interval {number(scale.low)} to "
-        f"{upper}, over {over}"
+        f"noise scale {format_number(scale.value)} rows, 95 % interval "
+        f"{format_number(scale.low)} to "
+        f"{upper}, over {ratio_of_means}"
     )
     return (
-        f"your batch is {_share(scale)} of the noise scale: {about}; a proxy, not the critical "
+        f"your batch is {_batch_fraction_text(scale)} of the noise scale: {about}; a proxy, not "
+        "the critical "
         "batch size"
     )
 
 
-def _share(scale: NoiseScale) -> str:
-    most = f"{number(scale.batch / scale.low, 2)}" if scale.low else "any number"
+def _batch_fraction_text(scale: NoiseScale) -> str:
+    most = f"{format_number(scale.batch / scale.low, 2)}" if scale.low else "any number"
     if not scale.high:
         return f"at most {most}" if scale.low else most
-    return f"{number(scale.batch / scale.high, 2)} to {most}"
+    return f"{format_number(scale.batch / scale.high, 2)} to {most}"

@@ -5,8 +5,8 @@ TCP, one message a line: a JSON object in UTF-8 whose `kind` is one of _KINDS, w
 class's fields.
 
     rank 0 -> peer   challenge  at once, with a nonce peer -> rank 0   hello      within
-    HELLO_SECONDS, in MOST_HELLO_BYTES: who it is, a nonce of its own, its proof rank 0 -> peer
-    welcome    rank 0's proof; from here on the peer is that rank rank -> rank 0   step, stack,
+    HELLO_TIMEOUT_SECONDS, in MAX_HELLO_BYTES: who it is, a nonce of its own, its proof rank 0 ->
+    peer welcome    rank 0's proof; from here on the peer is that rank rank -> rank 0   step, stack,
     failed, bye rank 0 -> rank   dump, end
 
 A proof is HMAC-SHA256 under the run's token (token.py) of both nonces and of all that the hello
@@ -29,14 +29,14 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwright.monitor.stall_diagnosis import Stack
+from shardwright.monitor.stall_diagnosis import RankStack
 from shardwright.utils.bounded_read import parse_json
 from shardwright.utils.json_records import read_record
 
-MOST_LINE_BYTES = 2**18
-MOST_HELLO_BYTES = 2**12
-HELLO_SECONDS = 10.0
-WELCOME_SECONDS = 30.0
+MAX_LINE_BYTES = 2**18
+MAX_HELLO_BYTES = 2**12
+HELLO_TIMEOUT_SECONDS = 10.0
+WELCOME_TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,10 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackTaken:
+class StackReport:
     """The answer to dump."""
 
-    stack: Stack
+    stack: RankStack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +96,13 @@ class End:
     cause: str
 
 
-Message = Challenge | Hello | Welcome | StepDone | StackTaken | Failed | Bye | Dump | End
+Message = Challenge | Hello | Welcome | StepDone | StackReport | Failed | Bye | Dump | End
 _KINDS: dict[str, type[Message]] = {
     "challenge": Challenge,
     "hello": Hello,
     "welcome": Welcome,
     "step": StepDone,
-    "stack": StackTaken,
+    "stack": StackReport,
     "failed": Failed,
     "bye": Bye,
     "dump": Dump,
@@ -127,7 +127,7 @@ def decode(line: bytes) -> Message | None:
         return None
 
 
-def hello_of(token: str, challenge: Challenge, rank: int, host: str, pid: int) -> Hello:
+def make_hello(token: str, challenge: Challenge, rank: int, host: str, pid: int) -> Hello:
     nonce = new_nonce()
     return Hello(
         rank=rank,
@@ -143,7 +143,7 @@ def proves(token: str, challenge: Challenge, hello: Hello) -> bool:
     return hmac.compare_digest(wanted.encode(), hello.proof.encode("utf-8", "replace"))
 
 
-def welcome_to(token: str, challenge: Challenge, hello: Hello) -> Welcome:
+def make_welcome(token: str, challenge: Challenge, hello: Hello) -> Welcome:
     return Welcome(proof=_proof(token, challenge, hello.nonce, "welcome", hello.proof))
 
 
@@ -176,19 +176,21 @@ class LineReader:
         return None if not chunk or too_long else whole
 
 
-def call(address: str, port: int, token: str, rank: int, host: str, pid: int) -> socket.socket:
+def connect_to_server(
+    address: str, port: int, token: str, rank: int, host: str, pid: int
+) -> socket.socket:
     """A rank's line to rank 0, once both have proved that they have the token. Raises OSError:
     PermissionError where one of them has not."""
-    line = socket.create_connection((address, port), timeout=WELCOME_SECONDS)
-    until = time.monotonic() + WELCOME_SECONDS
+    line = socket.create_connection((address, port), timeout=WELCOME_TIMEOUT_SECONDS)
+    until = time.monotonic() + WELCOME_TIMEOUT_SECONDS
     with contextlib.ExitStack() as stack:
         stack.callback(line.close)
         challenge = _next(line, until)
         if not isinstance(challenge, Challenge):
             raise ConnectionError(f"what listens on {address}:{port} is not a rank 0")
-        hello = hello_of(token, challenge, rank, host, pid)
+        hello = make_hello(token, challenge, rank, host, pid)
         line.sendall(encode(hello))
-        if _next(line, until) != welcome_to(token, challenge, hello):
+        if _next(line, until) != make_welcome(token, challenge, hello):
             raise PermissionError(f"rank 0 at {address}:{port} has another token")
         stack.pop_all()
     line.settimeout(None)
@@ -203,7 +205,7 @@ def _next(line: socket.socket, until: float) -> Message | None:
     while not text.endswith(b"\n"):
         line.settimeout(max(until - time.monotonic(), 0.001))
         byte = line.recv(1)
-        if not byte or len(text) > MOST_HELLO_BYTES:
+        if not byte or len(text) > MAX_HELLO_BYTES:
             return None
         text += byte
     return decode(text)

@@ -21,22 +21,22 @@ import traceback
 from pathlib import Path
 
 from shardwright.monitor import monitor_protocol
-from shardwright.monitor.monitor_token import forget_token
+from shardwright.monitor.monitor_token import delete_token
 from shardwright.monitor.rank_events import (
     RankFailed,
     RankLost,
-    RunNote,
+    RunNotice,
     RunStalled,
     emit,
-    first_cause,
+    first_failure,
 )
 from shardwright.monitor.run_files import write_status
-from shardwright.monitor.stall_diagnosis import Stack, culprits, describe
+from shardwright.monitor.stall_diagnosis import RankStack, stall_text, suspect_ranks
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_types import JsonValue
 from shardwright.utils.unauthenticated_connections import (
-    Unauthenticated,
-    is_exhausted,
+    UnauthenticatedConnections,
+    is_out_of_descriptors,
     raise_descriptor_limit,
 )
 
@@ -45,14 +45,14 @@ GRACE_SECONDS = 3.0
 are cut off."""
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 5, 3, 4
 """A host that lost power or network is noticed after 5 + 3 x 4 = 17 seconds."""
-ABSENT_SECONDS = 60.0
+JOIN_WARNING_SECONDS = 60.0
 STALL_SECONDS = float(os.environ.get("SHARDWRIGHT_STALL_SECONDS", "600"))
-STACK_SECONDS = 5.0
+STACK_TIMEOUT_SECONDS = 5.0
 TURN_SECONDS = 0.5
-MOST_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 """Connections at once, beside one for each rank, that have not said who they are; a rank needs
 milliseconds for it."""
-MOST_COMPLAINTS = 20
+MAX_LOGGED_PROBLEMS = 20
 HEARTBEAT_SECONDS = 5.0
 
 
@@ -71,18 +71,18 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class _Peer:
+class _RankConnection:
     """One connection. hello: what it said, once it has proved it."""
 
-    def __init__(self, connection: socket.socket, came: float) -> None:
-        self.connection, self.came = connection, came
-        self.lines = monitor_protocol.LineReader(connection, monitor_protocol.MOST_HELLO_BYTES)
+    def __init__(self, connection: socket.socket, connected_at: float) -> None:
+        self.connection, self.connected_at = connection, connected_at
+        self.lines = monitor_protocol.LineReader(connection, monitor_protocol.MAX_HELLO_BYTES)
         self.challenge = monitor_protocol.Challenge(nonce=monitor_protocol.new_nonce())
         self.hello: monitor_protocol.Hello | None = None
-        self.said_why = False
+        self.explained_its_exit = False
 
 
-class Hub(threading.Thread):
+class MonitorServer(threading.Thread):
     """Serves for as long as the process lives, whatever a peer or a full disk does."""
 
     def __init__(
@@ -93,44 +93,50 @@ class Hub(threading.Thread):
         self._server, self._token = server, token
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._strangers: Unauthenticated[_Peer] = Unauthenticated(
-            len(plan.ranks), MOST_STRANGERS, raise_descriptor_limit()
+        self._unauthenticated_peers: UnauthenticatedConnections[_RankConnection] = (
+            UnauthenticatedConnections(
+                len(plan.ranks), MAX_UNAUTHENTICATED, raise_descriptor_limit()
+            )
         )
-        self._peers: dict[int, _Peer] = {}
-        self._came: set[int] = set()
+        self._peers: dict[int, _RankConnection] = {}
+        self._connected_ranks: set[int] = set()
         self._causes: list[RankFailed | RankLost] = []
-        self._began = self._moved = time.monotonic()
+        self._began = self._last_progress = time.monotonic()
         self._steps: dict[int, int] = {}
-        self._stacks: dict[int, Stack] | None = None
-        self._dumped_at = self._ends_at = self._beat_at = 0.0
-        self._told_absent = False
-        self._complaints = 0
+        self._stacks: dict[int, RankStack] | None = None
+        self._dumped_at = self._ends_at = self._last_heartbeat = 0.0
+        self._warned_missing_ranks = False
+        self._logged_problems = 0
 
     def run(self) -> None:
         self._selector.register(self._server, selectors.EVENT_READ)
         while True:
             try:
-                self._turn()
+                self._poll()
             except Exception:  # of ours, or of the disk's: the ranks are watched all the same
-                self._complain(traceback.format_exc())
+                self._log_problem(traceback.format_exc())
                 time.sleep(TURN_SECONDS)
 
-    def _turn(self) -> None:
+    def _poll(self) -> None:
         for key, _ in self._selector.select(timeout=TURN_SECONDS):
             try:
                 if key.fileobj is self._server:
                     self._accept()
                 else:
-                    self._hear(key.data)
+                    self._read_messages(key.data)
             except Exception:  # whatever one peer brings about, the others are heard
-                self._complain(traceback.format_exc())
+                self._log_problem(traceback.format_exc())
         now = time.monotonic()
-        for peer in [p for p in self._strangers if now - p.came > monitor_protocol.HELLO_SECONDS]:
-            self._forget(peer)
-        self._check_absent(now)
+        for peer in [
+            p
+            for p in self._unauthenticated_peers
+            if now - p.connected_at > monitor_protocol.HELLO_TIMEOUT_SECONDS
+        ]:
+            self._close_connection(peer)
+        self._warn_missing_ranks(now)
         self._check_stall(now)
-        if now - self._beat_at > HEARTBEAT_SECONDS:
-            self._beat_at = now
+        if now - self._last_heartbeat > HEARTBEAT_SECONDS:
+            self._last_heartbeat = now
             with contextlib.suppress(OSError):  # a full disk, say
                 (self.folder / "run" / "heartbeat").touch()
         if self._ends_at and now > self._ends_at:
@@ -139,86 +145,93 @@ class Hub(threading.Thread):
     def _accept(self) -> None:
         """Takes what has come. Where more are unauthenticated than may be at once, the oldest have
         no hello to say."""
-        for _ in range(MOST_STRANGERS // 2):  # then the others are heard
+        for _ in range(MAX_UNAUTHENTICATED // 2):  # then the others are heard
             try:
                 connection, address = self._server.accept()
             except BlockingIOError:
                 return
             except OSError as error:  # most often no descriptor is free
-                self._complain(f"cannot take a connection: {error}")
-                if is_exhausted(error) and (oldest := self._strangers.pop()) is not None:
-                    self._forget(oldest)
+                self._log_problem(f"cannot take a connection: {error}")
+                if (
+                    is_out_of_descriptors(error)
+                    and (oldest := self._unauthenticated_peers.pop()) is not None
+                ):
+                    self._close_connection(oldest)
                 time.sleep(0.05)
                 return
-            peer = _Peer(connection, time.monotonic())
-            for crowded_out in self._strangers.add(peer, address[0]):
-                self._forget(crowded_out)
+            peer = _RankConnection(connection, time.monotonic())
+            for crowded_out in self._unauthenticated_peers.add(peer, address[0]):
+                self._close_connection(crowded_out)
             self._selector.register(connection, selectors.EVENT_READ, peer)
             try:
                 connection.setblocking(False)
                 keep_alive(connection)
                 connection.sendall(monitor_protocol.encode(peer.challenge))
             except OSError:
-                self._forget(peer)
+                self._close_connection(peer)
 
-    def _hear(self, peer: _Peer) -> None:
+    def _read_messages(self, peer: _RankConnection) -> None:
         lines = peer.lines.read()
         for line in lines or ():
             message = monitor_protocol.decode(line)
             if peer.hello is not None:
-                self._take(peer, peer.hello.rank, message)
-            elif not isinstance(message, monitor_protocol.Hello) or not self._admit(peer, message):
-                self._forget(peer)
+                self._handle_message(peer, peer.hello.rank, message)
+            elif not isinstance(message, monitor_protocol.Hello) or not self._authenticate(
+                peer, message
+            ):
+                self._close_connection(peer)
                 return
         if lines is None:
-            self._forget(peer)
-            if peer.hello is not None and not peer.said_why:
-                self._lost(peer.hello)
+            self._close_connection(peer)
+            if peer.hello is not None and not peer.explained_its_exit:
+                self._report_lost_rank(peer.hello)
 
-    def _admit(self, peer: _Peer, hello: monitor_protocol.Hello) -> bool:
+    def _authenticate(self, peer: _RankConnection, hello: monitor_protocol.Hello) -> bool:
         if not monitor_protocol.proves(self._token, peer.challenge, hello):
-            self._complain(
+            self._log_problem(
                 f"a peer that calls itself rank {hello.rank} does not have this run's "
                 "token: dropped"
             )
             return False
-        if not 0 <= hello.rank < len(self.plan.ranks) or hello.rank in self._came:
-            self._complain(
+        if not 0 <= hello.rank < len(self.plan.ranks) or hello.rank in self._connected_ranks:
+            self._log_problem(
                 f"a second peer calls itself rank {hello.rank}, or there is no such rank: dropped"
             )
             return False
         try:
             peer.connection.sendall(
                 monitor_protocol.encode(
-                    monitor_protocol.welcome_to(self._token, peer.challenge, hello)
+                    monitor_protocol.make_welcome(self._token, peer.challenge, hello)
                 )
             )
         except OSError:
             return False
-        self._strangers.remove(peer)
-        peer.hello, peer.lines.most_bytes = hello, monitor_protocol.MOST_LINE_BYTES
+        self._unauthenticated_peers.remove(peer)
+        peer.hello, peer.lines.most_bytes = hello, monitor_protocol.MAX_LINE_BYTES
         self._peers[hello.rank] = peer
-        self._came.add(hello.rank)
-        self._moved = time.monotonic()
-        if len(self._came) == len(self.plan.ranks):
-            forget_token(self.folder)
+        self._connected_ranks.add(hello.rank)
+        self._last_progress = time.monotonic()
+        if len(self._connected_ranks) == len(self.plan.ranks):
+            delete_token(self.folder)
         return True
 
-    def _take(self, peer: _Peer, rank: int, message: monitor_protocol.Message | None) -> None:
+    def _handle_message(
+        self, peer: _RankConnection, rank: int, message: monitor_protocol.Message | None
+    ) -> None:
         """What a rank may not say is passed over: it has proved to be one of ours, and its line is
         its life."""
         match message:
             case monitor_protocol.StepDone(step=step):
                 self._advance(rank, step)
-            case monitor_protocol.StackTaken(stack=stack):
+            case monitor_protocol.StackReport(stack=stack):
                 if self._stacks is not None:
                     self._stacks[rank] = stack
             case monitor_protocol.Failed(cause=cause):
-                peer.said_why = True
+                peer.explained_its_exit = True
                 self._causes.append(self._failed(rank, cause))
-                self._trouble()
+                self._schedule_shutdown()
             case monitor_protocol.Bye():
-                peer.said_why = True
+                peer.explained_its_exit = True
 
     def _failed(self, rank: int, cause: str) -> RankFailed:
         peer = self._peers.get(rank)
@@ -229,34 +242,34 @@ class Hub(threading.Thread):
         before = min(self._steps.values(), default=-1)
         self._steps[rank] = step
         if min(self._steps.values()) > before:
-            self._moved = time.monotonic()
+            self._last_progress = time.monotonic()
             if self._dumped_at:
                 self._dumped_at = 0.0
                 self._write_status("running")
 
-    def _forget(self, peer: _Peer) -> None:
-        self._strangers.remove(peer)
+    def _close_connection(self, peer: _RankConnection) -> None:
+        self._unauthenticated_peers.remove(peer)
         if peer.hello is not None:
             self._peers.pop(peer.hello.rank, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         peer.connection.close()
 
-    def _lost(self, hello: monitor_protocol.Hello) -> None:
+    def _report_lost_rank(self, hello: monitor_protocol.Hello) -> None:
         stage = self.plan.ranks[hello.rank].pipeline
         lost = RankLost(rank=hello.rank, host=hello.host, stage=stage, pid=hello.pid)
         self._causes.append(lost)
         emit(self.output, lost)
-        self._trouble()
+        self._schedule_shutdown()
 
-    def _complain(self, text: str) -> None:
+    def _log_problem(self, text: str) -> None:
         """To rank 0's own output, and not for ever."""
-        self._complaints += 1
-        if self._complaints <= MOST_COMPLAINTS:
+        self._logged_problems += 1
+        if self._logged_problems <= MAX_LOGGED_PROBLEMS:
             with contextlib.suppress(OSError):
                 print(f"hub: {text}", file=sys.stderr, flush=True)
 
-    def _trouble(self) -> None:
+    def _schedule_shutdown(self) -> None:
         if not self._ends_at:
             self._ends_at = time.monotonic() + GRACE_SECONDS
 
@@ -264,43 +277,46 @@ class Hub(threading.Thread):
         """Every rank ends itself; rank 0, in whose process this runs, hears of it as the others
         do."""
         self._ends_at = 0.0
-        first = first_cause(self._causes)
+        first = first_failure(self._causes)
         if first is None:
             return
         cause = (first.cause if isinstance(first, RankFailed) else "") or "went away without a word"
         self._write_status(
             "failed", rank=first.rank, host=first.host, stage=first.stage, cause=cause
         )
-        self._tell_all(monitor_protocol.End(cause=f"rank {first.rank} on {first.host}: {cause}"))
+        self._broadcast(monitor_protocol.End(cause=f"rank {first.rank} on {first.host}: {cause}"))
 
     def _write_status(self, status: str, **more: JsonValue) -> None:
         try:
             write_status(self.folder, status, self.attempt, **more)
         except OSError as error:
-            self._complain(f"run/status.json cannot be written: {error}")
+            self._log_problem(f"run/status.json cannot be written: {error}")
 
-    def _tell_all(self, message: monitor_protocol.Message) -> None:
+    def _broadcast(self, message: monitor_protocol.Message) -> None:
         """A rank that is stopped reads no more; its buffer holds what is ever said to it."""
         for peer in list(self._peers.values()):
             with contextlib.suppress(OSError):  # one that is gone is heard of when its line is read
                 peer.connection.sendall(monitor_protocol.encode(message))
 
-    def _check_absent(self, now: float) -> None:
-        if self._told_absent or now - self._began < ABSENT_SECONDS:
+    def _warn_missing_ranks(self, now: float) -> None:
+        if self._warned_missing_ranks or now - self._began < JOIN_WARNING_SECONDS:
             return
-        self._told_absent = True
-        absent = [r for r in self.plan.ranks if r.rank not in self._came]
+        self._warned_missing_ranks = True
+        absent = [r for r in self.plan.ranks if r.rank not in self._connected_ranks]
         if not absent:
             return
         nodes = sorted({r.node + 1 for r in absent})
         ranks = ", ".join(str(r.rank) for r in absent[:8]) + (", ..." if len(absent) > 8 else "")
         lines = ", ".join(map(str, nodes[:8])) + (", ..." if len(nodes) > 8 else "")
-        text = f"rank {ranks} (host {lines} of the hostfile) not there after {ABSENT_SECONDS:.0f} s"
-        emit(self.output, RunNote(text=f"{text}; `shardwright doctor` tries every host"))
+        text = (
+            f"rank {ranks} (host {lines} of the hostfile) not there after "
+            f"{JOIN_WARNING_SECONDS:.0f} s"
+        )
+        emit(self.output, RunNotice(text=f"{text}; `shardwright doctor` tries every host"))
 
     def _check_stall(self, now: float) -> None:
         if self._stacks is not None and (
-            len(self._stacks) == len(self._peers) or now - self._dumped_at > STACK_SECONDS
+            len(self._stacks) == len(self._peers) or now - self._dumped_at > STACK_TIMEOUT_SECONDS
         ):
             stacks, self._stacks = self._stacks, None
             self._report_stall(stacks)
@@ -308,17 +324,17 @@ class Hub(threading.Thread):
             not self._dumped_at
             and not self._ends_at
             and self._peers
-            and now - self._moved > STALL_SECONDS
+            and now - self._last_progress > STALL_SECONDS
         ):
             self._dumped_at, self._stacks = now, {}
-            self._tell_all(monitor_protocol.Dump())
+            self._broadcast(monitor_protocol.Dump())
 
-    def _report_stall(self, stacks: dict[int, Stack]) -> None:
+    def _report_stall(self, stacks: dict[int, RankStack]) -> None:
         hosts = {
             rank: peer.hello.host for rank, peer in self._peers.items() if peer.hello is not None
         }
-        blamed = culprits(stacks, set(hosts))
-        text = describe(stacks, blamed, hosts, STALL_SECONDS)
+        blamed = suspect_ranks(stacks, set(hosts))
+        text = stall_text(stacks, blamed, hosts, STALL_SECONDS)
         emit(self.output, RunStalled(ranks=tuple(blamed), text=text))
         first = blamed[0] if blamed else None
         self._write_status(

@@ -15,20 +15,20 @@ import secrets
 import time
 from pathlib import Path
 
-VARIABLE = "SHARDWRIGHT_TOKEN"
-IN_ENVIRONMENT = "environment"
-SHARED_SECONDS = 30.0
+TOKEN_VARIABLE = "SHARDWRIGHT_TOKEN"
+TOKEN_IN_ENVIRONMENT = "environment"
+SHARED_FILE_TIMEOUT_SECONDS = 30.0
 """For a file that rank 0 has written to be seen by all nodes of a shared file system."""
 _PREFIX = ".token-"
 
 
 def make_token(folder: Path) -> tuple[str, str]:
-    """Rank 0's: (the token, where the others find it: IN_ENVIRONMENT, or the name of a file in
-    run/)."""
-    if given := os.environ.pop(VARIABLE, ""):
-        return given, IN_ENVIRONMENT
+    """Rank 0's: (the token, where the others find it: TOKEN_IN_ENVIRONMENT, or the name of a file
+    in run/)."""
+    if token_of_environment := os.environ.pop(TOKEN_VARIABLE, ""):
+        return token_of_environment, TOKEN_IN_ENVIRONMENT
     run = folder / "run"
-    forget_token(folder)
+    delete_token(folder)
     token = secrets.token_hex(32)
     # A name of its own for each token: a file system that caches what it looked up has not seen it
     # yet.
@@ -41,12 +41,12 @@ def make_token(folder: Path) -> tuple[str, str]:
 def find_token(folder: Path, where: str) -> str | None:
     """Another rank's. where: what rank 0 said, over a network that anybody may write to. None: it
     has none."""
-    given = os.environ.pop(VARIABLE, "")
-    if where == IN_ENVIRONMENT:
-        return given or None
+    token_of_environment = os.environ.pop(TOKEN_VARIABLE, "")
+    if where == TOKEN_IN_ENVIRONMENT:
+        return token_of_environment or None
     if not where.startswith(_PREFIX) or "/" in where:
         return None
-    end = time.monotonic() + SHARED_SECONDS
+    end = time.monotonic() + SHARED_FILE_TIMEOUT_SECONDS
     while True:
         try:
             token = (folder / "run" / where).read_text(encoding="ascii")
@@ -59,7 +59,7 @@ def find_token(folder: Path, where: str) -> str | None:
         time.sleep(0.2)
 
 
-def forget_token(folder: Path) -> None:
+def delete_token(folder: Path) -> None:
     """Once every rank is there, and what an earlier attempt left."""
     for path in (folder / "run").glob(f"{_PREFIX}*"):
         path.unlink(missing_ok=True)

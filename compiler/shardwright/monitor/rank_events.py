@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 from shardwright.utils.json_types import JsonObject
 
-EVENT = "@shardwright-event "
-MOST_BYTES = 4096
+EVENT_PREFIX = "@shardwright-event "
+MAX_EVENT_BYTES = 4096
 """PIPE_BUF: ranks share a pipe, and a line shall arrive whole."""
-MOST_CHARACTERS = 1000
+MAX_CAUSE_CHARACTERS = 1000
 """Of a cause or a help text."""
 
 
@@ -57,14 +57,14 @@ class RunStalled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunNote:
+class RunNotice:
     """Also for a kind of another version: "" is no news."""
 
     kind: ClassVar[str] = "note"
     text: str
 
 
-Event = RankFailed | RankLost | RunStalled | RunNote
+Event = RankFailed | RankLost | RunStalled | RunNotice
 
 
 def event_object(event: Event) -> JsonObject:
@@ -77,14 +77,14 @@ def event_object(event: Event) -> JsonObject:
 def emit(descriptor: int, event: Event) -> None:
     """Writes `event` to the launcher's output; of a traceback the end is kept, as much as fits."""
     short = {
-        name: v[:MOST_CHARACTERS] if isinstance(v, str) and name != "traceback" else v
+        name: v[:MAX_CAUSE_CHARACTERS] if isinstance(v, str) and name != "traceback" else v
         for name, v in event_object(event).items()
     }
-    line = f"{EVENT}{json.dumps(short)}\n"
-    while len(line) > MOST_BYTES and short.get("traceback"):
+    line = f"{EVENT_PREFIX}{json.dumps(short)}\n"
+    while len(line) > MAX_EVENT_BYTES and short.get("traceback"):
         traceback = str(short["traceback"])
         short["traceback"] = traceback[len(traceback) // 8 + 1 :]
-        line = f"{EVENT}{json.dumps(short)}\n"
+        line = f"{EVENT_PREFIX}{json.dumps(short)}\n"
     with contextlib.suppress(OSError):  # nobody reads any more: the caller is about to end as well
         os.write(descriptor, line.encode())
 
@@ -96,7 +96,7 @@ def read_events(lines: Iterable[str]) -> list[Event]:
 
 def parse_event(line: str) -> Event | None:
     """None where the line holds none, or half of one."""
-    _, marker, text = line.partition(EVENT)
+    _, marker, text = line.partition(EVENT_PREFIX)
     if not marker:
         return None
     try:
@@ -112,7 +112,7 @@ def _event(document: dict[str, Any]) -> Event | None:
     if kind == RunStalled.kind:
         return RunStalled(ranks=tuple(document.get("ranks") or ()), text=text)
     if kind not in (RankFailed.kind, RankLost.kind):
-        return RunNote(text=text)
+        return RunNotice(text=text)
     if not isinstance(rank, int):
         return None
     host, stage = document.get("host"), document.get("stage")
@@ -122,21 +122,23 @@ def _event(document: dict[str, Any]) -> Event | None:
     return RankFailed(rank=rank, host=host, stage=stage, **texts)
 
 
-_ECHOES = (
+_SECONDARY_FAILURE_SIGNS = (
     *("Connection closed by peer", "Connection reset", "Broken pipe"),
     *("DistNetworkError", "DistStoreError", "gloo", "NCCL"),
 )
 
 
-def is_echo(cause: str) -> bool:
+def is_secondary_failure(cause: str) -> bool:
     """Whether an error is what a rank says when its peer went away, and so not the cause."""
-    return any(sign in cause for sign in _ECHOES)
+    return any(sign in cause for sign in _SECONDARY_FAILURE_SIGNS)
 
 
-def first_cause(events: Iterable[Event]) -> RankFailed | RankLost | None:
+def first_failure(events: Iterable[Event]) -> RankFailed | RankLost | None:
     """The earliest error of a rank's own, else the rank that went away first, else the first
     echo."""
     said = [e for e in events if isinstance(e, RankFailed | RankLost)]
     # A stable sort: the first of each kind stays in front.
-    said.sort(key=lambda e: 1 if isinstance(e, RankLost) else 2 if is_echo(e.cause) else 0)
+    said.sort(
+        key=lambda e: 1 if isinstance(e, RankLost) else 2 if is_secondary_failure(e.cause) else 0
+    )
     return said[0] if said else None

@@ -22,20 +22,25 @@ from pathlib import Path
 
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.monitor import monitor_protocol
-from shardwright.monitor.monitor_server import GRACE_SECONDS, Hub, keep_alive, open_server
-from shardwright.monitor.monitor_token import IN_ENVIRONMENT, VARIABLE, find_token, make_token
-from shardwright.monitor.rank_events import MOST_CHARACTERS, RankFailed, RankLost, emit
+from shardwright.monitor.monitor_server import GRACE_SECONDS, MonitorServer, keep_alive, open_server
+from shardwright.monitor.monitor_token import (
+    TOKEN_IN_ENVIRONMENT,
+    TOKEN_VARIABLE,
+    find_token,
+    make_token,
+)
+from shardwright.monitor.rank_events import MAX_CAUSE_CHARACTERS, RankFailed, RankLost, emit
 from shardwright.monitor.run_files import read_status, write_status
-from shardwright.monitor.stall_diagnosis import Stack, place_of
+from shardwright.monitor.stall_diagnosis import RankStack, thread_location
 from shardwright.plan.plan import Plan
 
 RENDEZVOUS_SECONDS = 600.0
-CALLS = 4
+CONNECT_ATTEMPTS = 4
 _ADDRESS = "shardwright/hub"
 _PR_SET_PDEATHSIG = 1
 
 
-class Watch:
+class RankMonitor:
     """One rank's line to the others. output: descriptor of the launcher's output."""
 
     def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, output: int) -> None:
@@ -48,11 +53,11 @@ class Watch:
         )
         self.phase, self.step = "starting", 0
         self._main = threading.get_ident()
-        self._line: socket.socket | None = None
+        self._connection: socket.socket | None = None
         self._send_lock = threading.Lock()
-        self._leaving = False
-        self._hub: Hub | None = None
-        self._hub_host = ""
+        self._is_finished = False
+        self._server: MonitorServer | None = None
+        self._server_host = ""
         # The launcher on this host may be killed where it cannot end its ranks.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         faulthandler.enable()
@@ -76,14 +81,16 @@ class Watch:
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-            token = self._open_hub(address) if self.rank == 0 else None
-            hub_port, where, self._hub_host = self._store.get(_ADDRESS).decode().split()
+            token = self._start_server(address) if self.rank == 0 else None
+            hub_port, where, self._server_host = self._store.get(_ADDRESS).decode().split()
             token = token or find_token(self.folder, where)
             if token is None:
-                raise self._stranger(f"has no token of this run: it is not in {_place(where)}")
+                raise self._authentication_refusal(
+                    f"has no token of this run: it is not in {_token_location(where)}"
+                )
             line = self._call(address, int(hub_port), token)
         except PermissionError as error:
-            raise self._stranger(str(error)) from None
+            raise self._authentication_refusal(str(error)) from None
         except (
             OSError,
             RuntimeError,
@@ -91,22 +98,24 @@ class Watch:
         ) as error:  # torch's network errors are RuntimeErrors
             raise self._unreachable(address, port, error) from None
         keep_alive(line)
-        self._line = line
+        self._connection = line
 
-    def _open_hub(self, address: str) -> str:
+    def _start_server(self, address: str) -> str:
         """Rank 0: its ear, and where it can be found; returns the token."""
         token, where = make_token(self.folder)
         server = open_server(address)
-        self._hub = Hub(self.plan, self.folder, self.attempt, self.output, server, token)
-        self._hub.start()
+        self._server = MonitorServer(
+            self.plan, self.folder, self.attempt, self.output, server, token
+        )
+        self._server.start()
         self._store.set(_ADDRESS, f"{server.getsockname()[1]} {where} {socket.gethostname()}")
         return token
 
     def _call(self, address: str, port: int, token: str) -> socket.socket:
         """Rank 0 drops whom it does not know yet where strangers crowd it: then once more."""
-        for tries_left in range(CALLS - 1, -1, -1):
+        for tries_left in range(CONNECT_ATTEMPTS - 1, -1, -1):
             try:
-                return monitor_protocol.call(
+                return monitor_protocol.connect_to_server(
                     address, port, token, self.rank, socket.gethostname(), os.getpid()
                 )
             except OSError:
@@ -118,14 +127,15 @@ class Watch:
     def begin(self, attempt: int) -> None:
         """Where the ranks themselves count this start."""
         self.attempt = attempt
-        if self._hub is not None:
-            self._hub.attempt = attempt
+        if self._server is not None:
+            self._server.attempt = attempt
 
-    def _stranger(self, why: str) -> Refusal:
+    def _authentication_refusal(self, why: str) -> Refusal:
         return refusal(
             "SW6306",
             f"rank {self.rank} on {socket.gethostname()} {why}",
-            f"Nodes that are started one by one and share no folder need the same {VARIABLE} in "
+            "Nodes that are started one by one and share no folder need the same "
+            f"{TOKEN_VARIABLE} in "
             "their environment: any text that nobody can guess, such as `openssl rand -hex 32` "
             "prints, made for the run.",
         )
@@ -157,23 +167,23 @@ class Watch:
         self.phase = phase
         if step != self.step:
             self.step = step
-            self._say(monitor_protocol.StepDone(step=step))
+            self._send(monitor_protocol.StepDone(step=step))
 
     def failed(self, event: RankFailed) -> None:
         """This rank's own error, to the launcher's output and to rank 0."""
-        self._leaving = True
+        self._is_finished = True
         emit(self.output, event)
-        self._say(monitor_protocol.Failed(cause=event.cause[:MOST_CHARACTERS]))
+        self._send(monitor_protocol.Failed(cause=event.cause[:MAX_CAUSE_CHARACTERS]))
 
     def leave(self) -> None:
         """Training is over for all; the line may break now."""
-        self._leaving = True
-        self._say(monitor_protocol.Bye())
+        self._is_finished = True
+        self._send(monitor_protocol.Bye())
 
-    def _say(self, message: monitor_protocol.Message) -> None:
-        if self._line is not None:
+    def _send(self, message: monitor_protocol.Message) -> None:
+        if self._connection is not None:
             with self._send_lock, contextlib.suppress(OSError):
-                self._line.sendall(monitor_protocol.encode(message))
+                self._connection.sendall(monitor_protocol.encode(message))
 
     def _watch(self) -> None:
         reader = select.poll()
@@ -181,18 +191,18 @@ class Watch:
         lines: monitor_protocol.LineReader | None = None
         while True:
             if any(flags & (select.POLLERR | select.POLLHUP) for _, flags in reader.poll(0)):
-                self._reader_is_gone()
-            if self._line is None:
+                self._on_output_closed()
+            if self._connection is None:
                 time.sleep(0.5)
                 continue
             lines = lines or monitor_protocol.LineReader(
-                self._line, monitor_protocol.MOST_LINE_BYTES
+                self._connection, monitor_protocol.MAX_LINE_BYTES
             )
-            if not select.select([self._line], [], [], 0.5)[0]:
+            if not select.select([self._connection], [], [], 0.5)[0]:
                 continue
             said = lines.read()
             if said is None:
-                self._hub_is_gone()
+                self._on_server_lost()
                 return
             for line in said:
                 match monitor_protocol.decode(line):
@@ -201,7 +211,7 @@ class Watch:
                     case monitor_protocol.Dump():
                         self._dump()
 
-    def _reader_is_gone(self) -> None:
+    def _on_output_closed(self) -> None:
         cause = (
             "nobody reads the launcher's output any more: `run` was killed, or the connection "
             "to it broke"
@@ -212,12 +222,12 @@ class Watch:
             write_status(self.folder, "failed", self.attempt, rank=None, cause=cause)
         self._end(cause)
 
-    def _hub_is_gone(self) -> None:
+    def _on_server_lost(self) -> None:
         """Rank 0 is dead, or about to be: its launcher may just have ended it because of another
         rank."""
-        if self._leaving:
+        if self._is_finished:
             return
-        host, stage = self._hub_host, self.plan.ranks[0].pipeline
+        host, stage = self._server_host, self.plan.ranks[0].pipeline
         emit(self.output, RankLost(rank=0, host=host, stage=stage))
         if self.rank == 1:  # where no `run` watches, somebody has to write it down
             cause = "went away without a word"
@@ -233,12 +243,16 @@ class Watch:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-        where, collective = place_of(self._main)
+        where, collective = thread_location(self._main)
         counts = _collectives_started()
-        stack = Stack(
-            step=self.step, phase=self.phase, where=where, waits_in=collective, counts=counts
+        stack = RankStack(
+            step=self.step,
+            phase=self.phase,
+            where=where,
+            current_collective=collective,
+            counts=counts,
         )
-        self._say(monitor_protocol.StackTaken(stack=stack))
+        self._send(monitor_protocol.StackReport(stack=stack))
 
     def _end(self, cause: str) -> None:
         """Not the interpreter's way out: the main thread may be in a collective for ever."""
@@ -247,10 +261,10 @@ class Watch:
         os._exit(1)
 
 
-def _place(where: str) -> str:
+def _token_location(where: str) -> str:
     return (
-        f"its environment ({VARIABLE})"
-        if where == IN_ENVIRONMENT
+        f"its environment ({TOKEN_VARIABLE})"
+        if where == TOKEN_IN_ENVIRONMENT
         else "run/ of the folder as this host sees it"
     )
 

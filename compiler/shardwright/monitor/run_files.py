@@ -18,8 +18,8 @@ from shardwright.utils.json_types import JsonObject, JsonValue
 from shardwright.utils.strict_json import strict_json
 
 Record = TypeVar("Record")
-OUTER_STEPS = "run/outer.jsonl"
-ATTEMPT = "run/attempt.json"
+OUTER_STEPS_FILE = "run/outer.jsonl"
+ATTEMPT_FILE = "run/attempt.json"
 PROGRESS = "@shardwright "
 """Marks rank 0's progress lines on the launcher's standard output."""
 
@@ -57,13 +57,15 @@ class AttemptRecord:
 
 def read_attempt_record(folder: Path) -> AttemptRecord:
     """folder: the compiled one. A file of an earlier version lacks some."""
-    document = read_json(folder / ATTEMPT)
-    return _lenient(AttemptRecord, {**document, "number": document.get("attempt")})
+    document = read_json(folder / ATTEMPT_FILE)
+    return _record_without_unknown_keys(
+        AttemptRecord, {**document, "number": document.get("attempt")}
+    )
 
 
 def write_attempt_record(folder: Path, record: AttemptRecord) -> None:
     fields = asdict(record)
-    write_json(folder / ATTEMPT, {"attempt": fields.pop("number"), **fields})
+    write_json(folder / ATTEMPT_FILE, {"attempt": fields.pop("number"), **fields})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +85,13 @@ class StatusRecord:
 
 
 def read_status(folder: Path) -> StatusRecord:
-    return _lenient(StatusRecord, read_json(folder / "run" / "status.json"))
+    return _record_without_unknown_keys(StatusRecord, read_json(folder / "run" / "status.json"))
 
 
 _TYPES = {"int | None": int, "str | None": str, "JsonValue": object}
 
 
-def _lenient(kind: type[Record], document: JsonObject) -> Record:
+def _record_without_unknown_keys(kind: type[Record], document: JsonObject) -> Record:
     """Without what `kind` has no field for, or a field of another type."""
     types = {f.name: _TYPES[str(f.type)] for f in fields(cast(Any, kind)) if f.name in document}
     return kind(
@@ -97,19 +99,19 @@ def _lenient(kind: type[Record], document: JsonObject) -> Record:
     )
 
 
-_HALF_WRITTEN = 2**62
+_INCOMPLETE_LINE = 2**62
 """Stands for the step of a line that is none."""
 
-LARGEST_EXPONENT = 700.0
+MAX_EXPONENT = 700.0
 """exp of more is no number that JSON can hold."""
 
 
-class Metrics:
+class MetricsWriter:
     """run/metrics.jsonl: a line per optimizer step, cut back to where an attempt resumes."""
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
         self.attempt = attempt
-        self._file = _open_cut_back(folder / "run" / "metrics.jsonl", resumed_step)
+        self._file = _open_truncated(folder / "run" / "metrics.jsonl", resumed_step)
 
     def write(
         self,
@@ -141,18 +143,18 @@ class Metrics:
         print(PROGRESS + text, flush=True)
 
 
-class Evaluations:
+class EvaluationWriter:
     """run/evaluation.jsonl: a line per evaluation of the held-out data, cut back like the metrics.
     step: the last one that an earlier attempt left."""
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
         self.attempt = attempt
-        self._file = _open_cut_back(folder / "run" / "evaluation.jsonl", resumed_step)
+        self._file = _open_truncated(folder / "run" / "evaluation.jsonl", resumed_step)
         self.step = evaluated_step(folder)
 
     def write(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """loss: over all `tokens`, which are the predicted ones."""
-        perplexity = math.exp(min(loss, LARGEST_EXPONENT)) if math.isfinite(loss) else math.nan
+        perplexity = math.exp(min(loss, MAX_EXPONENT)) if math.isfinite(loss) else math.nan
         figures = {
             "step": step,
             "loss": loss,
@@ -167,12 +169,12 @@ class Evaluations:
         )
 
 
-class OuterSteps:
+class OuterStepWriter:
     """run/outer.jsonl: a line per outer step between islands, cut back like the metrics."""
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
         self.attempt = attempt
-        self._file = _open_cut_back(folder / OUTER_STEPS, resumed_step)
+        self._file = _open_truncated(folder / OUTER_STEPS_FILE, resumed_step)
 
     def write(self, step: int, members: tuple[int, ...], seconds: float, sent_bytes: int) -> None:
         """members: () where another island's state was taken. seconds: that training waited.
@@ -185,12 +187,12 @@ class OuterSteps:
         print(f"outer step at {step}  {what}  {seconds:.3g} s", flush=True)
 
 
-class Saves:
+class SaveWriter:
     """run/saves.jsonl: a line per checkpoint that was written, cut back like the metrics."""
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
         self.attempt = attempt
-        self._file = _open_cut_back(folder / "run" / "saves.jsonl", resumed_step)
+        self._file = _open_truncated(folder / "run" / "saves.jsonl", resumed_step)
 
     def write(self, step: int, seconds: float, size: int, node_size: int) -> None:
         """seconds: that training waited, copies to upload_to included. size: bytes of all ranks'
@@ -206,7 +208,7 @@ class Saves:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSaves:
+class SaveStatistics:
     """Medians: seconds that training waited for a save, GB/s of the node that wrote most."""
 
     count: int
@@ -214,7 +216,7 @@ class MeasuredSaves:
     gbytes_per_second: float
 
 
-def read_saves(folder: Path) -> MeasuredSaves | None:
+def read_save_statistics(folder: Path) -> SaveStatistics | None:
     """folder: the compiled one. None where no save was measured."""
     found: list[tuple[float, float]] = []
     try:
@@ -231,7 +233,7 @@ def read_saves(folder: Path) -> MeasuredSaves | None:
             found.append((seconds, size / seconds / 1e9))
     if not found:
         return None
-    return MeasuredSaves(
+    return SaveStatistics(
         count=len(found),
         seconds=statistics.median(seconds for seconds, _ in found),
         gbytes_per_second=statistics.median(rate for _, rate in found),
@@ -249,10 +251,10 @@ def evaluated_step(folder: Path) -> int:
         lines = (folder / "run" / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
-    return max((step for line in lines if (step := _step_of(line)) < _HALF_WRITTEN), default=0)
+    return max((step for line in lines if (step := _step_of(line)) < _INCOMPLETE_LINE), default=0)
 
 
-def _open_cut_back(path: Path, step: int) -> TextIO:
+def _open_truncated(path: Path, step: int) -> TextIO:
     """For appending, with the lines up to `step`."""
     kept = []
     if step and path.exists():
@@ -265,7 +267,7 @@ def _step_of(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return _HALF_WRITTEN  # a last line
+        return _INCOMPLETE_LINE  # a last line
 
 
 def write_status(folder: Path, status: str, attempt: int, **more: JsonValue) -> None:

@@ -15,21 +15,21 @@ _COLLECTIVES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class RankStack:
     """Where one rank's main thread is.
 
-    waits_in: the collective that it is inside of, or None.
+    current_collective: the collective that it is inside of, or None.
     counts: process group -> collectives that this rank has started in it.
     """
 
     step: int
     phase: str
     where: str
-    waits_in: str | None
+    current_collective: str | None
     counts: Mapping[str, int]
 
 
-def place_of(thread: int) -> tuple[str, str | None]:
+def thread_location(thread: int) -> tuple[str, str | None]:
     """(innermost file:line in function, the collective that the thread is inside of) of the thread
     with this ident."""
     frame: FrameType | None = sys._current_frames().get(thread)
@@ -46,7 +46,7 @@ def place_of(thread: int) -> tuple[str, str | None]:
     return where, collective
 
 
-def culprits(stacks: Mapping[int, Stack], ranks: Collection[int]) -> tuple[int, ...]:
+def suspect_ranks(stacks: Mapping[int, RankStack], ranks: Collection[int]) -> tuple[int, ...]:
     """The ranks that wait for nobody, () where all wait for each other. ranks: those that are
     connected.
 
@@ -57,26 +57,28 @@ def culprits(stacks: Mapping[int, Stack], ranks: Collection[int]) -> tuple[int, 
     silent = tuple(sorted(set(ranks) - set(stacks)))
     if silent:
         return silent
-    outside = tuple(sorted(rank for rank, stack in stacks.items() if stack.waits_in is None))
+    outside = tuple(
+        sorted(rank for rank, stack in stacks.items() if stack.current_collective is None)
+    )
     if len(outside) == 1:
         return outside
     behind = {
         rank
         for rank, stack in stacks.items()
-        if any(_ahead(other, stack) for other in stacks.values())
-        and not any(_ahead(stack, o) for o in stacks.values())
+        if any(_is_ahead(other, stack) for other in stacks.values())
+        and not any(_is_ahead(stack, o) for o in stacks.values())
     }
     return tuple(sorted(behind)) or outside
 
 
-def _ahead(one: Stack, other: Stack) -> bool:
+def _is_ahead(one: RankStack, other: RankStack) -> bool:
     """Whether `one` has started a collective that `other` has not."""
     shared = one.counts.keys() & other.counts.keys()
     return any(one.counts[name] > other.counts[name] for name in shared)
 
 
-def describe(
-    stacks: Mapping[int, Stack],
+def stall_text(
+    stacks: Mapping[int, RankStack],
     blamed: tuple[int, ...],
     hosts: Mapping[int, str],
     stall_seconds: float,
@@ -86,7 +88,8 @@ def describe(
     if not blamed:
         one = next(iter(stacks.values()))
         return (
-            f"{since}every rank waits inside a collective ({one.waits_in} on rank {min(stacks)}), "
+            f"{since}every rank waits inside a collective ({one.current_collective} on rank "
+            f"{min(stacks)}), "
             "so none is to blame: look at the network, and at run/ranks/*.stack"
         )
     parts = []

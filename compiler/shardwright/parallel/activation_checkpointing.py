@@ -14,8 +14,8 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.models.router_aux_loss import ROW_LENGTHS
-from shardwright.parallel.tensor_parallel_rng import TENSOR_RANDOM
+from shardwright.models.router_aux_loss import SEQUENCE_LENGTHS
+from shardwright.parallel.tensor_parallel_rng import TENSOR_PARALLEL_RNG
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
 
@@ -35,16 +35,16 @@ def recompute_forward(module: nn.Module) -> None:
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Called in the forward pass, whose micro-batch the recomputation belongs to."""
-    return nullcontext(), _recomputing(ROW_LENGTHS.recomputing())
+    return nullcontext(), _recomputing(SEQUENCE_LENGTHS.recomputing())
 
 
 @contextmanager
 def _recomputing(row_lengths: AbstractContextManager[None]) -> Iterator[None]:
-    with TENSOR_RANDOM.recomputing(), row_lengths:
+    with TENSOR_PARALLEL_RNG.recomputing(), row_lengths:
         yield
 
 
-def apply_recompute(
+def checkpoint_layers(
     decoder_layers: Iterable[nn.Module], choice: Checkpointing, attention_module: str
 ) -> None:
     """selective: the attention module; full: the whole decoder layer."""
@@ -55,18 +55,18 @@ def apply_recompute(
             recompute_forward(layer.get_submodule(attention_module))
 
 
-def recompute_as_planned(
+def apply_activation_checkpointing(
     model: nn.Module, plan: Plan, layers: Collection[str] | None = None
 ) -> None:
     """To the decoder layers that the plan checkpoints, and under `full` and `{full: N}` to the
     blocks of a tower, which stand in the embedding's piece. layers: to these of them, by their
     paths; None: to all."""
     chosen = [name for name in checkpointed_layers(plan) if layers is None or name in layers]
-    apply_recompute(
+    checkpoint_layers(
         map(model.get_submodule, chosen), plan.strategy.checkpointing, plan.model.attention_module
     )
     if plan.strategy.checkpointing == "full" and (layers is None or "embedding" in layers):
-        apply_recompute(map(model.get_submodule, plan.model.tower_blocks), "full", "")
+        checkpoint_layers(map(model.get_submodule, plan.model.vision_encoder_blocks), "full", "")
 
 
 def checkpointed_layers(plan: Plan) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from shardwright.models.config_sizes import HEAD_ATTRIBUTES, head_counts
 HEAD_ARGUMENTS: dict[str, int] = {"alibi": 0, "position_bias": 0, "attention_mask": 1}
 
 
-def take_own_heads(model: nn.Module, module: nn.Module, rank: int, degree: int) -> None:
+def shard_attention_heads(model: nn.Module, module: nn.Module, rank: int, degree: int) -> None:
     """Edits the attributes in place; arguments that hold a value for every head are cut when they
     come in."""
     config: Any = model.config

@@ -10,14 +10,14 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.parallel.context_all_to_all import exchange
+from shardwright.parallel.context_all_to_all import heads_all_to_all
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 """What transformers' attention interface holds: (module, query (B, H, S, D), key, value (B, K, S,
 D), mask, ...) -> (output (B, S, H, D), weights or None)."""
 
 
-class _WithOwnHeads:
+class _LocalHeadsView:
     """An attention module to the function that reads it, with other values of what depends on the
     number of heads."""
 
@@ -29,7 +29,7 @@ class _WithOwnHeads:
         return getattr(self._module, name)
 
 
-def attend_over_ranks(
+def ulysses_attention(
     inner: Attention,
     group: dist.ProcessGroup,
     module: nn.Module,
@@ -62,7 +62,7 @@ def attend_over_ranks(
         # Keys' heads that the ranks do not divide are repeated: each rank has those that its
         # queries read.
         copies = math.lcm(x.shape[1], ranks) // x.shape[1]
-        return exchange(
+        return heads_all_to_all(
             x.repeat_interleave(copies, dim=1) if copies > 1 else x, split=1, join=2, group=group
         )
 
@@ -75,5 +75,5 @@ def attend_over_ranks(
     if "s_aux" in kwargs:
         kwargs["s_aux"] = of_own_heads(kwargs["s_aux"], 0)
     mask = of_own_heads(attention_mask, 1)
-    output, _ = inner(_WithOwnHeads(module, values), query, key, value, mask, *args, **kwargs)
-    return exchange(output, split=1, join=2, group=group), None
+    output, _ = inner(_LocalHeadsView(module, values), query, key, value, mask, *args, **kwargs)
+    return heads_all_to_all(output, split=1, join=2, group=group), None

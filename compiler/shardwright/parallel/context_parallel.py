@@ -20,12 +20,12 @@ from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
-from shardwright.models.packed_attention import position_keywords
-from shardwright.models.rotary_embedding import whole_sequences
-from shardwright.parallel.context_attention import Attention, attend_over_ranks
+from shardwright.models.packed_attention import packed_attention_arguments
+from shardwright.models.rotary_embedding import full_sequence_rope
+from shardwright.parallel.context_attention import Attention, ulysses_attention
 
 
-class ContextRanks:
+class ContextParallel:
     """One a process, as transformers' functions are."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ContextRanks:
             return
         self._group, self._model = group, model
         if model is not None:
-            self._patches.enter_context(whole_sequences(model, self._last))
+            self._patches.enter_context(full_sequence_rope(model, self._last))
         get, preprocess, pack = (
             AttentionInterface.get_interface,
             masking_utils._preprocess_mask_arguments,
@@ -52,7 +52,7 @@ class ContextRanks:
         )
 
         def interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Attention:
-            return partial(attend_over_ranks, get(self, *args, **kwargs), group)
+            return partial(ulysses_attention, get(self, *args, **kwargs), group)
 
         for owner, name, replacement in (
             (AttentionInterface, "get_interface", interface),
@@ -80,7 +80,7 @@ class ContextRanks:
     ) -> dict[str, Any]:
         """What a model's forward takes beside `input_ids` (B, S/s). positions: (B, S) of the whole
         rows where documents are packed, each counting from 0."""
-        given = position_keywords(attention, positions)
+        given = packed_attention_arguments(attention, positions)
         if self._group is None:
             return given
         self._positions = positions
@@ -131,4 +131,4 @@ class ContextRanks:
         return inner(mask_function, self._positions, packed)
 
 
-CONTEXT = ContextRanks()
+CONTEXT_PARALLEL = ContextParallel()

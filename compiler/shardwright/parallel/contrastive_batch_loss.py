@@ -11,10 +11,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.models.tasks.contrastive import pair_loss
+from shardwright.models.tasks.contrastive import contrastive_loss
 
 
-class GatheredRows(torch.autograd.Function):
+class AllGatherFeatures(torch.autograd.Function):
     """(b, P) -> (N, P), the rows of all ranks of a group in their order. What every rank's loss
     says of this rank's rows is summed on the way back."""
 
@@ -32,11 +32,11 @@ class GatheredRows(torch.autograd.Function):
         return whole.narrow(0, dist.get_rank(ctx.group) * ctx.rows, ctx.rows), None
 
 
-def compute_pair_loss_inside(model: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
+def wrap_contrastive_loss(model: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
     """The model's forward returns this rank's share of the loss: ZeRO-3 gathers the scale, a
     parameter of the outermost module, inside an engine's forward only. The mean over the group is
     the global batch's loss, and so is the mean of gradients, which engines take. kind: as of
-    pair_loss."""
+    contrastive_loss."""
     whole, inner = model, model.forward
 
     def forward(**inputs: torch.Tensor) -> torch.Tensor:
@@ -46,10 +46,10 @@ def compute_pair_loss_inside(model: nn.Module, kind: str, group: dist.ProcessGro
         if dist.get_world_size(group) > 1:
             # Both in one collective: each rank has as many of one as of the other.
             width = own[0].shape[1]
-            gathered = GatheredRows.apply(torch.cat(own, dim=1), group)  # type: ignore[no-untyped-call]
+            gathered = AllGatherFeatures.apply(torch.cat(own, dim=1), group)  # type: ignore[no-untyped-call]
             every = gathered[:, :width], gathered[:, width:]
         first = dist.get_rank(group) * len(own[0])
         scale, bias = whole.logit_scale, getattr(whole, "logit_bias", None)
-        return pair_loss(kind, own, every, scale, bias, first)  # type: ignore[arg-type]
+        return contrastive_loss(kind, own, every, scale, bias, first)  # type: ignore[arg-type]
 
     model.forward = forward

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.layout.loss_chunk_length import chunk_length
-from shardwright.models.output_head import Tail
-from shardwright.models.packed_document_masks import documents_apart
-from shardwright.models.router_aux_loss import ROW_LENGTHS
-from shardwright.models.tasks.causal_lm import IGNORED
-from shardwright.parallel.context_parallel import CONTEXT
-from shardwright.parallel.dummy_images import BlankPicture, on_device
+from shardwright.models.output_head import OutputHead
+from shardwright.models.packed_document_masks import packed_document_masks
+from shardwright.models.router_aux_loss import SEQUENCE_LENGTHS
+from shardwright.models.tasks.causal_lm import IGNORE_INDEX
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.parallel.dummy_images import DummyImage, inputs_on_device
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.parallel.vocabulary_cross_entropy import vocabulary_parallel_cross_entropy
 
@@ -54,9 +54,11 @@ class CausalLoss:
         """The sum over tokens whose label stands at their own place."""
         if self.tensor_group is None:
             rows = logits.float().reshape(-1, logits.shape[-1])
-            return F.cross_entropy(rows, target.reshape(-1), ignore_index=IGNORED, reduction="sum")
+            return F.cross_entropy(
+                rows, target.reshape(-1), ignore_index=IGNORE_INDEX, reduction="sum"
+            )
         return vocabulary_parallel_cross_entropy(
-            logits, target, first=self.first, ignored=IGNORED, group=self.tensor_group
+            logits, target, first=self.first, ignored=IGNORE_INDEX, group=self.tensor_group
         ).sum()
 
 
@@ -68,7 +70,7 @@ class ChunkedLoss(CausalLoss):
     which costs the head's product once more. set `tail` before the first call.
     """
 
-    tail: Tail
+    tail: OutputHead
 
     def __call__(
         self, hidden: torch.Tensor, labels: torch.Tensor | tuple[torch.Tensor, ...]
@@ -88,10 +90,10 @@ class ChunkedLoss(CausalLoss):
         return self.total(self.tail.logits(hidden), target)
 
 
-def compute_loss_inside(model: nn.Module, loss: ChunkedLoss) -> None:
+def wrap_chunked_loss(model: nn.Module, loss: ChunkedLoss) -> None:
     """The model's forward takes `labels` too and returns the loss: ZeRO-3 gathers the head inside
     an engine's forward only."""
-    tail = loss.tail = Tail(model)
+    tail = loss.tail = OutputHead(model)
     inner = model.forward
 
     def forward(labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -107,21 +109,23 @@ def micro_batch_loss(
     attention: str,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    blank: BlankPicture | None = None,
+    blank: DummyImage | None = None,
 ) -> torch.Tensor:
     """model: the whole one, also inside an engine; attention: what its layers run, which decides
     how packed documents are kept apart; dtype: that they compute in; blank: of a model that sees,
     where ranks must do the same."""
     ids, positions = batch.input_ids.to(device), batch.position_ids
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    ROW_LENGTHS.current = None if batch.lengths is None else batch.lengths.to(device)
-    inputs |= CONTEXT.keywords(attention, ids, None if positions is None else positions.to(device))
-    inputs |= on_device(batch.beside, device, dtype) or {}
+    SEQUENCE_LENGTHS.current = None if batch.lengths is None else batch.lengths.to(device)
+    inputs |= CONTEXT_PARALLEL.keywords(
+        attention, ids, None if positions is None else positions.to(device)
+    )
+    inputs |= inputs_on_device(batch.beside, device, dtype) or {}
     labels = batch.labels.to(device)
-    with documents_apart(model, None if positions is None else inputs["position_ids"]):
+    with packed_document_masks(model, None if positions is None else inputs["position_ids"]):
         if isinstance(loss, ChunkedLoss):
             return model(labels=labels, **inputs)  # type: ignore[no-any-return]
         if blank is None:
             return loss(model(**inputs).logits, labels)
-    with blank.shown(on_device(batch.blank, device, dtype)) as picture:
+    with blank.shown(inputs_on_device(batch.blank, device, dtype)) as picture:
         return loss(model(**inputs, **picture).logits, labels)

@@ -19,7 +19,7 @@ from torch import nn
 from shardwright.models.model_skeleton import Batch
 
 
-class BlankPicture:
+class DummyImage:
     """Of `model`, or of one stage of it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,13 +40,13 @@ class BlankPicture:
         features, blank = self._owner.get_image_features, inputs
         taken = {name: value for name, value in blank.items() if name in _names(features)}
 
-        def none_of_it(*_: Any, **given: Any) -> Any:
+        def no_features(*_: Any, **given: Any) -> Any:
             options = {
                 name: value for name, value in given.items() if not isinstance(value, torch.Tensor)
             }
-            return _cut(features(**{**options, **taken}))
+            return _without_rows(features(**{**options, **taken}))
 
-        self._owner.get_image_features = none_of_it
+        self._owner.get_image_features = no_features
         try:
             # Its grids stay here: a forward looks for a picture in the ids for each.
             yield {name: value for name, value in blank.items() if value.is_floating_point()}
@@ -58,23 +58,25 @@ def _names(function: Callable[..., Any] | None) -> frozenset[str]:
     return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
 
 
-def _cut(features: Any) -> Any:
+def _without_rows(features: Any) -> Any:
     """The same without a row: they take no token's place, and what makes them has gradients of
     zero."""
     if isinstance(features, torch.Tensor):
         return features[:0]
     if isinstance(features, dict):
         for name, value in features.items():
-            features[name] = _cut(value)
+            features[name] = _without_rows(value)
         return features
     return (
-        type(features)(_cut(each) for each in features)
+        type(features)(_without_rows(each) for each in features)
         if isinstance(features, tuple | list)
         else features
     )
 
 
-def on_device(inputs: Batch | None, device: torch.device, dtype: torch.dtype) -> Batch | None:
+def inputs_on_device(
+    inputs: Batch | None, device: torch.device, dtype: torch.dtype
+) -> Batch | None:
     """Pictures' values in the compute dtype, as the model's weights are."""
     if inputs is None:
         return None

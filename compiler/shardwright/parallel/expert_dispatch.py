@@ -15,7 +15,7 @@ from torch import distributed as dist
 from shardwright.models.mixture_of_experts import Experts
 
 
-def dispatched(inner: Experts, experts: int, group: dist.ProcessGroup) -> Experts:
+def dispatch_tokens(inner: Experts, experts: int, group: dist.ProcessGroup) -> Experts:
     """inner: the forward of a module that holds this rank's experts, which it numbers from zero.
     Rank r of the group has experts [r E/e, (r + 1) E/e). The routing weights are applied where the
     token is, so that their gradients are.
@@ -32,11 +32,13 @@ def dispatched(inner: Experts, experts: int, group: dist.ProcessGroup) -> Expert
         )  # (e, E/e): of each sender, for each of this rank's experts
         dist.all_to_all_single(arriving, counts, group=group)
         sent, received = (c.view(ranks, local).sum(dim=1).tolist() for c in (counts, arriving))
-        rows = exchange(hidden[tokens], sent, received, group)
+        rows = token_all_to_all(hidden[tokens], sent, received, group)
         numbers = (
             torch.arange(local, device=chosen.device).repeat(ranks).repeat_interleave(arriving)
         )
-        made = exchange(_run(inner, rows, numbers.to(chosen.dtype), weights), received, sent, group)
+        made = token_all_to_all(
+            _run(inner, rows, numbers.to(chosen.dtype), weights), received, sent, group
+        )
         made = (made * weights.reshape(-1)[order, None]).to(hidden.dtype)
         return torch.zeros_like(hidden).index_add(0, tokens, made)
 
@@ -54,15 +56,15 @@ def _run(
     return inner(rows, numbers[:, None], weights.new_ones(len(numbers), 1))[:received]
 
 
-def exchange(
+def token_all_to_all(
     rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """rows: (sum of sent, H), in the order of the ranks that they go to -> (sum of received, H), in
     the order of the ranks that they come from. Collective, in the backward pass too."""
-    return _Exchange.apply(rows, sent, received, group)
+    return _TokenAllToAll.apply(rows, sent, received, group)
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup

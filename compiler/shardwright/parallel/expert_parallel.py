@@ -10,13 +10,13 @@ from typing import Any
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.layout.parameter_sharding import ModuleSplit, ParameterSplit
-from shardwright.models.mixture_of_experts import called_by_place, number_of_experts
-from shardwright.parallel.expert_dispatch import dispatched
+from shardwright.layout.parameter_sharding import ModuleSharding, ParameterSharding
+from shardwright.models.mixture_of_experts import call_positionally, number_of_experts
+from shardwright.parallel.expert_dispatch import dispatch_tokens
 from shardwright.plan.plan import Plan, PlanRank
 
 
-class ExpertSpreader:
+class ExpertSharder:
     """The experts of one model, cut as its layers are built. Before any of them has run: a
     gradient's accumulator keeps the shape that it was made with."""
 
@@ -53,19 +53,21 @@ class ExpertSpreader:
         for path in self.inside(layer):
             assert self.group is not None
             module: Any = self.model.get_submodule(path)
-            module.forward = called_by_place(
-                dispatched(module.forward, self._experts[path], self.group)
+            module.forward = call_positionally(
+                dispatch_tokens(module.forward, self._experts[path], self.group)
             )
 
 
-def own_experts(plan: Plan, rank: PlanRank, parameter: str, experts: int) -> tuple[int, int] | None:
+def local_expert_range(
+    plan: Plan, rank: PlanRank, parameter: str, experts: int
+) -> tuple[int, int] | None:
     """The first of a rank's experts and their number; None of a parameter that is not cut by
     experts."""
-    ranks = plan.expert_cut(parameter)
-    return None if ranks == 1 else (plan.expert_of(rank) * experts // ranks, experts // ranks)
+    ranks = plan.expert_shard_count(parameter)
+    return None if ranks == 1 else (plan.expert_rank_of(rank) * experts // ranks, experts // ranks)
 
 
-def own_splits(plan: Plan) -> tuple[ModuleSplit, ...]:
+def splits_of_local_experts(plan: Plan) -> tuple[ModuleSharding, ...]:
     """How tensor ranks cut what an expert rank has: the plan's map with the shapes of its own
     experts."""
     return tuple(
@@ -79,7 +81,7 @@ def own_splits(plan: Plan) -> tuple[ModuleSplit, ...]:
     )
 
 
-def _of_own_experts(split: ParameterSplit, ranks: int) -> ParameterSplit:
+def _of_own_experts(split: ParameterSharding, ranks: int) -> ParameterSharding:
     return replace(split, shape=(split.shape[0] // ranks, *split.shape[1:]))
 
 

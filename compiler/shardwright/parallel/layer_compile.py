@@ -15,9 +15,9 @@ from torch import nn
 from shardwright.plan.plan import Plan
 
 
-def compile_as_planned(model: nn.Module, plan: Plan, layers: Collection[str] | None = None) -> None:
+def compile_layers(model: nn.Module, plan: Plan, layers: Collection[str] | None = None) -> None:
     """layers: only these of the decoder layers, by their paths; None: all. Before
-    recompute_as_planned, which keeps the inputs of a whole graph."""
+    apply_activation_checkpointing, which keeps the inputs of a whole graph."""
     if plan.model.kernels != "compile":
         return
     decoders = (name for s in plan.stages for name in s.layers if name not in ("embedding", "head"))

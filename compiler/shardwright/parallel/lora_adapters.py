@@ -14,7 +14,7 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.lora_target_paths import (
     ADAPTER,
     adapter_names,
-    inject,
+    inject_lora,
     linear_paths,
     lora_config,
 )
@@ -38,7 +38,7 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
         raise Refusal(absent)
     torch.manual_seed(plan.training.seed)
     try:
-        inject(
+        inject_lora(
             model, plan.lora, linear_paths(model, plan.model.cut.stack, plan.lora.target_modules)
         )
     except ValueError as error:  # a module that only looks like a linear by its parameters
@@ -49,7 +49,7 @@ def add_adapters(model: nn.Module, plan: Plan, transposed: frozenset[str]) -> No
             ("lora", "target_modules"),
         ) from None
     found = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    check_adapters(
+    check_lora_adapters(
         found,
         planned_adapters(plan, transposed),
         rank=dist.get_rank() if dist.is_initialized() else 0,
@@ -75,7 +75,7 @@ def planned_adapters(plan: Plan, transposed: frozenset[str]) -> dict[str, tuple[
     return found
 
 
-def check_adapters(
+def check_lora_adapters(
     found: dict[str, tuple[int, ...]], planned: dict[str, tuple[int, ...]], *, rank: int = 0
 ) -> None:
     """found, planned: trained parameter -> shape. Raises Refusal: SW6256 with the first names that
@@ -104,7 +104,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else "x".join(map(str, shape))
 
 
-def is_rewritten_by_peft(lora: PlanLora, model: nn.Module) -> bool:
+def peft_rewrites_targets(lora: PlanLora, model: nn.Module) -> bool:
     """Whether peft, given the adapter folder, would adapt other modules of this model than the run
     did (models/lora_target_paths.py). Versions without that module rewrite nothing."""
     if missing_peft():
@@ -121,7 +121,7 @@ def is_rewritten_by_peft(lora: PlanLora, model: nn.Module) -> bool:
     return bool(config.target_parameters) or set(config.target_modules) != set(lora.target_modules)
 
 
-def write_config(
+def write_adapter_config(
     lora: PlanLora, task: Task, base: str, folder: Path, *, fan_in_fan_out: bool
 ) -> None:
     """adapter_config.json. base: where the frozen weights are. fan_in_fan_out: these are GPT-2's
@@ -142,7 +142,7 @@ def write_config(
     config.save_pretrained(str(folder))
 
 
-def plain_name(name: str) -> str:
+def hf_parameter_name(name: str) -> str:
     """Hugging Face's name of a parameter that peft moved into its wrapper; adapters keep theirs.
 
     A wrapper around a wrapper keeps the inner one's name, so that no two parameters share one.
@@ -150,16 +150,17 @@ def plain_name(name: str) -> str:
     return name if is_adapter(name) else name.replace(".base_layer.", ".")
 
 
-def unique(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+def unique_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
     """Plain name -> parameter. Raises Refusal: SW6257 where two parameters would be saved by one
     name."""
     found: dict[str, nn.Parameter] = {}
     for name, parameter in named:
-        if found.setdefault(plain_name(name), parameter) is not parameter:
+        if found.setdefault(hf_parameter_name(name), parameter) is not parameter:
             raise refusal(
                 "SW6257",
                 (
-                    f"two parameters of this rank have the name {plain_name(name)!r}: a checkpoint "
+                    f"two parameters of this rank have the name {hf_parameter_name(name)!r}: a "
+                    "checkpoint "
                     "would hold one of them"
                 ),
                 "Nothing was saved. This is a bug of ours: report the model type and the recipe.",
@@ -171,14 +172,14 @@ def is_adapter(name: str) -> bool:
     return name.endswith((f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"))
 
 
-def saved_name(name: str) -> str:
+def peft_saved_name(name: str) -> str:
     """As peft writes and loads it."""
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
-def merged(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: PlanLora, *, turned: bool
+def merge_adapter(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: PlanLora, *, is_transposed: bool
 ) -> torch.Tensor:
     """W + alpha / r * B A (arXiv 2106.09685, section 4.1), in fp32. turned: W is (in, out)."""
     change = (lora.alpha / lora.rank) * (b.float() @ a.float())
-    return weight.float() + (change.t() if turned else change)
+    return weight.float() + (change.t() if is_transposed else change)

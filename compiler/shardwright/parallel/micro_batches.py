@@ -13,14 +13,14 @@ import numpy as np
 import torch
 import transformers
 
-from shardwright.data.data_sources import every_part, packs
+from shardwright.data.data_sources import all_data_sections, uses_packing
 from shardwright.data.dataset import Dataset, validation_batches
-from shardwright.data.image_captions import PairSight
-from shardwright.data.image_decoder import Decoders, processes_of_a_rank
-from shardwright.data.image_inputs import Sight
-from shardwright.data.sequences import Rows, TokenBlock
+from shardwright.data.image_captions import ContrastiveProcessor
+from shardwright.data.image_decoder import ImageDecoders, decoder_processes_per_rank
+from shardwright.data.image_inputs import ImageProcessor
+from shardwright.data.sequences import SequenceBatch, SequenceDataset
 from shardwright.models.model_skeleton import Batch
-from shardwright.models.tasks.causal_lm import IGNORED
+from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.plan.plan import Plan
 
 
@@ -46,15 +46,17 @@ class MicroBatch:
     @property
     def predicted(self) -> int:
         """Number of labels that the loss counts."""
-        return int(((self.labels if self.shifted else self.labels[:, 1:]) != IGNORED).sum())
+        return int(((self.labels if self.shifted else self.labels[:, 1:]) != IGNORE_INDEX).sum())
 
 
-class Batches:
+class TrainingBatches:
     """The rows of the dataset's order, shared out over the islands and the data ranks of each.
 
     waits: steps, the first one left out, whose pictures were not ready when they were asked for."""
 
-    def __init__(self, plan: Plan, data: Dataset, sight: Sight | PairSight | None = None) -> None:
+    def __init__(
+        self, plan: Plan, data: Dataset, sight: ImageProcessor | ContrastiveProcessor | None = None
+    ) -> None:
         self.data, self.sight = data, sight
         self._ahead: tuple[tuple[int, int], Future[list[MicroBatch]]] | None = None
         self._thread = (
@@ -64,7 +66,7 @@ class Batches:
         s = plan.strategy
         self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
         self.island = 0 if plan.outer is None else plan.outer.island or 0
-        self.packed = packs(plan)
+        self.packed = uses_packing(plan)
         self.waits = 0
 
     def micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
@@ -72,17 +74,19 @@ class Batches:
         * B, ... + B) of the island's part of the global batch: the k-th of equal parts is island
         k's."""
         if self._thread is None:
-            return self._made(step, data_rank)
+            return self._build_micro_batches(step, data_rank)
         self.waits += self._ahead is not None and not self.ready(step, data_rank)
         made = (
             self._ahead[1].result() if self._ahead and self._ahead[0] == (step, data_rank) else None
         )
-        found = self._made(step, data_rank) if made is None else made
+        found = self._build_micro_batches(step, data_rank) if made is None else made
         # Pictures of the next step are made ready while this one trains; of no more: they take
         # memory.
         following = (step + 1, data_rank)
         self._ahead = (
-            (following, self._thread.submit(self._made, *following)) if step < self._steps else None
+            (following, self._thread.submit(self._build_micro_batches, *following))
+            if step < self._steps
+            else None
         )
         return found
 
@@ -94,12 +98,12 @@ class Batches:
             and self._ahead[1].done()
         )
 
-    def _made(self, step: int, data_rank: int) -> list[MicroBatch]:
+    def _build_micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         indices = self.data.order.indices(step).reshape(self.shape)[self.island, :, data_rank]
         return [_micro_batch(self.data.train.read(i), self.packed, self.sight) for i in indices]
 
 
-class HeldOut:
+class ValidationBatches:
     """The share of a data rank of all held-out rows: as many micro-batches on each rank, so that
     none waits for another; rows that only fill one up have no labels. Read anew at each pass: they
     may be more than memory holds.
@@ -108,7 +112,11 @@ class HeldOut:
     it."""
 
     def __init__(
-        self, plan: Plan, rows: Rows, data_rank: int, sight: Sight | PairSight | None = None
+        self,
+        plan: Plan,
+        rows: SequenceDataset,
+        data_rank: int,
+        sight: ImageProcessor | ContrastiveProcessor | None = None,
     ) -> None:
         s = plan.strategy
         # DeepSpeed numbers DualPipeV's buffers by the training's micro-batches: as many at once, or
@@ -126,7 +134,7 @@ class HeldOut:
             numbers.reshape(-1, s.data, s.micro_batch_size)[:, data_rank],
         )
         self.at_once = at_once or len(self._numbers)
-        self._packed, self._sight = packs(plan), None
+        self._packed, self._sight = uses_packing(plan), None
         self.predicted = sum(m.predicted for m in self)  # without a look at the pictures
         self._sight = sight
 
@@ -136,40 +144,48 @@ class HeldOut:
     def __iter__(self) -> Iterator[MicroBatch]:
         for numbers in self._numbers:
             batch = _micro_batch(self._rows.read(np.maximum(numbers, 0)), self._packed, self._sight)
-            batch.labels[torch.from_numpy(numbers < 0)] = IGNORED
+            batch.labels[torch.from_numpy(numbers < 0)] = IGNORE_INDEX
             yield batch
 
 
-def sight_of(plan: Plan, folder: Path, rank: int | None = None) -> Sight | PairSight | None:
+def build_image_processor(
+    plan: Plan, folder: Path, rank: int | None = None
+) -> ImageProcessor | ContrastiveProcessor | None:
     """The processor of a model that sees. folder: the compiled one, or a checkpoint. rank: in a
     run; pictures are decoded beside it, and those behind the first stage look at none."""
-    part = next((part for part in every_part(plan) if part.images is not None), None)
-    if not plan.model.sees or part is None or part.images is None:
+    part = next((part for part in all_data_sections(plan) if part.images is not None), None)
+    if not plan.model.is_vision_language or part is None or part.images is None:
         return None
     if plan.model.contrastive:
-        at_work = None if rank is None else Decoders(processes_of_a_rank(plan.gpus_per_node))
-        return PairSight(folder / str(part.tokenizer), part.images, decoders=at_work)
+        at_work = (
+            None if rank is None else ImageDecoders(decoder_processes_per_rank(plan.gpus_per_node))
+        )
+        return ContrastiveProcessor(folder / str(part.tokenizer), part.images, decoders=at_work)
     takes = inspect.signature(getattr(transformers, plan.model.architecture).forward).parameters
     later = rank is not None and plan.ranks[rank].pipeline > 0
-    decoders = None if rank is None or later else Decoders(processes_of_a_rank(plan.gpus_per_node))
-    return Sight(
+    decoders = (
+        None
+        if rank is None or later
+        else ImageDecoders(decoder_processes_per_rank(plan.gpus_per_node))
+    )
+    return ImageProcessor(
         folder / str(part.tokenizer),
         part.images,
         frozenset(takes),
-        integers_alone=later,
+        skip_decoding=later,
         decoders=decoders,
     )
 
 
 def _micro_batch(
-    block: TokenBlock, packed: bool, sight: Sight | PairSight | None = None
+    block: SequenceBatch, packed: bool, sight: ImageProcessor | ContrastiveProcessor | None = None
 ) -> MicroBatch:
     """packed: with position ids, whether this block needs them or not: what crosses stages must not
     change its form."""
     input_ids = torch.from_numpy(block.tokens.astype(np.int64))
     labels = input_ids.clone()
     if block.trained is not None:
-        labels[torch.from_numpy(~block.trained)] = IGNORED
+        labels[torch.from_numpy(~block.trained)] = IGNORE_INDEX
     if sight is not None:
         beside = sight.inputs(block.tokens.astype(np.int64), block.trained, block.pictures)
         blank = None if any(block.pictures) else sight.blank
@@ -182,7 +198,7 @@ def _micro_batch(
     starts = torch.from_numpy(
         np.zeros(block.tokens.shape, dtype=np.bool_) if block.starts is None else block.starts
     )
-    labels[starts] = IGNORED
+    labels[starts] = IGNORE_INDEX
     places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
     begins = torch.where(starts, places, 0).cummax(dim=1).values
     return MicroBatch(

@@ -18,7 +18,7 @@ from shardwright.models.mixture_of_experts import use_grouped_mm_where_it_fits
 from shardwright.models.tasks.task_registry import task_named
 from shardwright.parallel.model_config_loading import load_config
 from shardwright.parallel.weight_files import WeightFiles, Weights
-from shardwright.parallel.weight_loader import DrawnByLayer, NoWeights, empty_model
+from shardwright.parallel.weight_loader import EmptyWeights, LayerSeededWeights, empty_model
 from shardwright.plan.plan import Plan
 
 EXACT_PARAMETERS = 10_000_000_000
@@ -42,7 +42,7 @@ def open_model(plan: Plan, folder: Path, *, resumes: bool) -> tuple[nn.Module, W
         if plan.model.is_frozen(name):
             parameter.requires_grad_(False)
     if resumes:
-        return model, NoWeights(model)
+        return model, EmptyWeights(model)
     weights = (
         _pretrained(plan, config, model)
         if plan.model.weights == "pretrained"
@@ -74,7 +74,7 @@ def _random(plan: Plan, folder: Path, config: PretrainedConfig, model: PreTraine
     """One process a host draws the whole model, as only the whole sequence of draws gives Hugging
     Face's numbers, and the host's other ranks read their slices from its file."""
     if plan.model.total_parameters > EXACT_PARAMETERS:
-        return DrawnByLayer(model, plan.model.cut.stack, plan.training.seed)
+        return LayerSeededWeights(model, plan.model.cut.stack, plan.training.seed)
     mine = plan.ranks[dist.get_rank()]
     drawn = folder / "run" / "initial" / f"node-{mine.node}"
     if mine.slot == 0:
@@ -123,10 +123,10 @@ def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
 
     Returns the names of the weights that it turned round.
     """
-    turned = []
+    transposed_names = []
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
-            turned.append(f"{name}.weight")
+            transposed_names.append(f"{name}.weight")
             with torch.device("meta"):
                 linear = nn.Linear(module.weight.shape[0], module.weight.shape[1])
             # Without its memory yet: materialize.Filler turns round what it reads.
@@ -135,4 +135,4 @@ def conv1d_to_linear(model: nn.Module) -> frozenset[str]:
             )
             linear.bias = module.bias
             model.set_submodule(name, linear)
-    return frozenset(turned)
+    return frozenset(transposed_names)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.parallel.lora_adapters import plain_name, unique
+from shardwright.parallel.lora_adapters import hf_parameter_name, unique_parameters
 from shardwright.plan.plan import Plan
 
 
@@ -23,13 +23,15 @@ def named_parameters(plan: Plan, module: nn.Module) -> dict[str, nn.Parameter]:
     """Of this rank, by one name each: of tied parameters the name that the plan lists, on every
     stage."""
     first = {alias: group[0] for group in plan.model.tied for alias in group}
-    named = unique((name, p) for name, p in module.named_parameters() if not is_padding(p))
+    named = unique_parameters(
+        (name, p) for name, p in module.named_parameters() if not is_padding(p)
+    )
     return {first.get(name, name): parameter for name, parameter in named.items()}
 
 
 def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Persistent ones of this rank, by Hugging Face name."""
-    in_pieces = hasattr(
+    run_in_pieces = hasattr(
         module, "stage_id"
     )  # of a pipeline, whose names begin with the piece's number
     found = {}
@@ -37,5 +39,5 @@ def named_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         for leaf, buffer in owner.named_buffers(recurse=False):
             if leaf not in owner._non_persistent_buffers_set:
                 name = f"{path}.{leaf}" if path else leaf
-                found[name.split(".", 1)[1] if in_pieces else plain_name(name)] = buffer
+                found[name.split(".", 1)[1] if run_in_pieces else hf_parameter_name(name)] = buffer
     return found

@@ -6,13 +6,13 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.models.router_aux_loss import RouterBalance
+from shardwright.models.router_aux_loss import RouterAuxLoss
 from shardwright.plan.plan import Plan
 
 
 def router_balance(
     plan: Plan, model: nn.Module, group: dist.ProcessGroup | None = None
-) -> RouterBalance | None:
+) -> RouterAuxLoss | None:
     """model: the whole one, before any of it is cut. group: the context ranks of this rank's rows,
     or None."""
     balance, context = plan.model.router_aux_loss, plan.strategy.context
@@ -25,12 +25,12 @@ def router_balance(
         return counts
 
     piece = 0 if group is None else dist.get_rank(group)
-    routers = RouterBalance(model, balance.coefficient, balance.affinity, context, piece, summed)
+    routers = RouterAuxLoss(model, balance.coefficient, balance.affinity, context, piece, summed)
     routers.length = plan.training.sequence_length // context
     return routers
 
 
-def share_of_micro_batch(plan: Plan, micro_batches: int) -> float:
+def micro_batch_weight(plan: Plan, micro_batches: int) -> float:
     """Engines average over micro-batches and over data x context ranks; context ranks have a part
     of each row."""
     return plan.strategy.context / micro_batches

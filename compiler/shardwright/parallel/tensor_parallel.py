@@ -6,9 +6,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.layout.parameter_sharding import ModuleSplit, ParameterSplit
-from shardwright.parallel.tensor_parallel_collectives import sum_over_copies
-from shardwright.parallel.tensor_parallel_styles import wrap
+from shardwright.layout.parameter_sharding import ModuleSharding, ParameterSharding
+from shardwright.parallel.tensor_parallel_collectives import all_reduce_gradient_of_copies
+from shardwright.parallel.tensor_parallel_styles import wrap_forward
 
 
 class TensorSplitter:
@@ -17,7 +17,7 @@ class TensorSplitter:
     def __init__(
         self,
         model: nn.Module,
-        modules: tuple[ModuleSplit, ...],
+        modules: tuple[ModuleSharding, ...],
         transposed: frozenset[str],
         group: dist.ProcessGroup,
     ) -> None:
@@ -36,7 +36,7 @@ class TensorSplitter:
                 self._owners.setdefault(id(parameter), []).append(path)
         self._cut_already: set[int] = set()
 
-    def split(self, split: ModuleSplit) -> None:
+    def split(self, split: ModuleSharding) -> None:
         """Raises RuntimeError where the result is not what the plan says: never train on a split
         nobody planned."""
         module = self.model.get_submodule(split.module)
@@ -44,22 +44,22 @@ class TensorSplitter:
         tensors = [p for p in module.parameters(recurse=False) if id(p) in self._planned]
         for parameter in tensors:
             self._cut(parameter, self._planned[id(parameter)])
-        wrap(self.model, split.module, split.style, held, self.group)
+        wrap_forward(self.model, split.module, split.style, held, self.group)
         for path in dict.fromkeys(p for tensor in tensors for p in self._owners[id(tensor)]):
             other = self.model.get_submodule(path)
             if path not in self._listed and type(other) is type(
                 module
             ):  # a twin with the same, cut, tensor
-                wrap(self.model, path, split.style, self._held(other), self.group)
+                wrap_forward(self.model, path, split.style, self._held(other), self.group)
         for planned in split.parameters:
             self._check(self.model.get_parameter(planned.name), planned)
 
-    def _held(self, module: nn.Module) -> dict[str, ParameterSplit]:
+    def _held(self, module: nn.Module) -> dict[str, ParameterSharding]:
         """The module's own parameters: leaf name -> split."""
         own = module.named_parameters(recurse=False)
         return {leaf: self._planned[id(p)] for leaf, p in own if id(p) in self._planned}
 
-    def _cut(self, parameter: nn.Parameter, planned: ParameterSplit) -> None:
+    def _cut(self, parameter: nn.Parameter, planned: ParameterSharding) -> None:
         if planned.dimension is None or id(parameter) in self._cut_already:
             return
         self._cut_already.add(id(parameter))
@@ -73,9 +73,9 @@ class TensorSplitter:
         # rank, and all else on the first. Copies of a shard count once.
         setattr(parameter, "tensor_model_parallel", self._rank % planned.copies == 0)  # noqa: B010
         if planned.copies > 1:
-            sum_over_copies(parameter, planned.copies, self.group)
+            all_reduce_gradient_of_copies(parameter, planned.copies, self.group)
 
-    def _check(self, parameter: nn.Parameter, planned: ParameterSplit) -> None:
+    def _check(self, parameter: nn.Parameter, planned: ParameterSharding) -> None:
         shape, got = planned.shard_shape(self._rank), tuple(parameter.shape)
         if got != (shape[::-1] if planned.name in self.transposed else shape):
             raise RuntimeError(

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from shardwright.parallel.tensor_parallel_rng import TENSOR_RANDOM
+from shardwright.parallel.tensor_parallel_rng import TENSOR_PARALLEL_RNG
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToTensorRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -24,11 +24,11 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _LAST.clear()
+        _LAST_ENTERED.clear()
         return all_reduced(gradient, ctx.group), None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromTensorRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return all_reduced(x, group)
@@ -38,7 +38,7 @@ class _Leave(torch.autograd.Function):
         return gradient, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFromTensorRegion(torch.autograd.Function):
     """The ranks' slices of the last dimension, joined; each rank's gradient is its own slice."""
 
     @staticmethod
@@ -67,7 +67,7 @@ def all_reduced(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
-class _Last(NamedTuple):
+class _EnteredTensor(NamedTuple):
     """versions: of both tensors; a tensor that was written into is another one."""
 
     group: dist.ProcessGroup
@@ -76,55 +76,55 @@ class _Last(NamedTuple):
     versions: tuple[int, int]
 
 
-_LAST: list[_Last] = []
+_LAST_ENTERED: list[_EnteredTensor] = []
 """The tensor that entered a region last, until its backward pass begins."""
 
 
-def enter_column_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def copy_to_tensor_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Identity forward, all-reduce of the gradient backward: one, however many modules take the
     same tensor one after another, as queries, keys and values do. Their gradients are added up
     before it."""
     if not torch.is_grad_enabled():
-        return _Enter.apply(x, group)
-    for last in _LAST:
+        return _CopyToTensorRegion.apply(x, group)
+    for last in _LAST_ENTERED:
         versions = (x._version, last.entered._version)
         if last.x is x and last.group is group and last.versions == versions:
             return last.entered
-    entered: torch.Tensor = _Enter.apply(x, group)
-    _LAST[:] = [_Last(group, x, entered, (x._version, entered._version))]
+    entered: torch.Tensor = _CopyToTensorRegion.apply(x, group)
+    _LAST_ENTERED[:] = [_EnteredTensor(group, x, entered, (x._version, entered._version))]
     return entered
 
 
-def own_features(y: torch.Tensor) -> torch.Tensor:
+def mark_sharded_features(y: torch.Tensor) -> torch.Tensor:
     """y, features that this rank alone holds: dropout draws from the rank's own stream until a row
     region is left."""
-    TENSOR_RANDOM.enter()
+    TENSOR_PARALLEL_RNG.enter()
     return y
 
 
-def leave_row_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_from_tensor_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-reduce forward, identity backward."""
-    TENSOR_RANDOM.leave()
-    return _Leave.apply(x, group)
+    TENSOR_PARALLEL_RNG.leave()
+    return _ReduceFromTensorRegion.apply(x, group)
 
 
-def gather_output(
+def gather_from_tensor_region(
     x: torch.Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """(..., own width) -> (..., sum of sizes) on every rank."""
-    return _Gather.apply(x, sizes, group)
+    return _GatherFromTensorRegion.apply(x, sizes, group)
 
 
-def own_slices(
+def slice_for_rank(
     x: torch.Tensor, pieces: tuple[tuple[int, int], ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """The rank's own (start, length) slices of a tensor that every rank has whole; the whole
     gradient backward."""
-    entered = enter_column_region(x, group)
+    entered = copy_to_tensor_region(x, group)
     return torch.cat([entered.narrow(-1, start, length) for start, length in pieces], dim=-1)
 
 
-def sum_gradient(parameter: torch.nn.Parameter, group: dist.ProcessGroup) -> None:
+def all_reduce_gradient(parameter: torch.nn.Parameter, group: dist.ProcessGroup) -> None:
     """A whole parameter that each rank applies to its own heads: its gradient is the sum over the
     ranks.
 
@@ -135,7 +135,9 @@ def sum_gradient(parameter: torch.nn.Parameter, group: dist.ProcessGroup) -> Non
         parameter.register_hook(lambda gradient: all_reduced(gradient, group))
 
 
-def sum_over_copies(parameter: torch.nn.Parameter, copies: int, group: dist.ProcessGroup) -> None:
+def all_reduce_gradient_of_copies(
+    parameter: torch.nn.Parameter, copies: int, group: dist.ProcessGroup
+) -> None:
     """A shard that `copies` consecutive ranks hold: its gradient is the sum over these.
 
     One all-reduce of all shards in the tensor group, each in its own row: a group of the copies'

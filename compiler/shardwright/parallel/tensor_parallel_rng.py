@@ -18,7 +18,7 @@ import torch
 from shardwright.plan.plan import Plan
 
 
-class TensorRandom:
+class TensorParallelRng:
     """The default generators' switch; one a process, as they are."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class TensorRandom:
             self._shared = before
 
 
-TENSOR_RANDOM = TensorRandom()
+TENSOR_PARALLEL_RNG = TensorParallelRng()
 
 
 def seed_dropout(plan: Plan, rank: int) -> None:

@@ -14,81 +14,92 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.layout.parameter_sharding import ParameterSplit
-from shardwright.parallel.attention_head_shards import take_own_heads
+from shardwright.layout.parameter_sharding import ParameterSharding
+from shardwright.parallel.attention_head_shards import shard_attention_heads
 from shardwright.parallel.tensor_parallel_collectives import (
-    enter_column_region,
-    gather_output,
-    leave_row_region,
-    own_features,
-    own_slices,
-    sum_gradient,
+    all_reduce_gradient,
+    copy_to_tensor_region,
+    gather_from_tensor_region,
+    mark_sharded_features,
+    reduce_from_tensor_region,
+    slice_for_rank,
 )
-from shardwright.parallel.vocabulary_embedding import look_up_own_rows
+from shardwright.parallel.vocabulary_embedding import shard_embedding_lookup
 
 
-def wrap(
+def wrap_forward(
     model: nn.Module,
     path: str,
     style: str,
-    held: dict[str, ParameterSplit],
+    held: dict[str, ParameterSharding],
     group: dist.ProcessGroup,
 ) -> None:
     """held: the module's own parameters. Raises RuntimeError for a style that nobody lowers."""
     module = model.get_submodule(path)
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
 
-    enter, leave = partial(enter_column_region, group=group), partial(leave_row_region, group=group)
+    enter, leave = (
+        partial(copy_to_tensor_region, group=group),
+        partial(reduce_from_tensor_region, group=group),
+    )
 
     def gather(y: torch.Tensor) -> torch.Tensor:
-        return gather_output(y, held["weight"].sizes, group)
+        return gather_from_tensor_region(y, held["weight"].sizes, group)
 
     match style:
         case "colwise" | "packed_colwise":
-            _around(module, enter=enter, leave=own_features)
+            _wrap_inputs_and_output(module, enter=enter, leave=mark_sharded_features)
         case "vocabulary_head":
-            _around(module, enter=enter)
+            _wrap_inputs_and_output(module, enter=enter)
         case "colwise_gather_output":
-            _around(module, enter=enter, leave=gather)
+            _wrap_inputs_and_output(module, enter=enter, leave=gather)
         case "multi_query_colwise":
-            own = _own_queries(model, path, held["weight"].shape[0], rank, degree)
-            _around(
-                module, enter=enter, leave=lambda y: own_features(own_slices(gather(y), own, group))
+            own = _rank_query_slices(model, path, held["weight"].shape[0], rank, degree)
+            _wrap_inputs_and_output(
+                module,
+                enter=enter,
+                leave=lambda y: mark_sharded_features(slice_for_rank(gather(y), own, group)),
             )
         case "embedding_colwise":
-            _around(module, leave=gather)
+            _wrap_inputs_and_output(module, leave=gather)
         case "rowwise":
             _add_bias_once(module, leave)
         case "rowwise_split_input":
-            _around(module, enter=lambda x: own_slices(x, held["weight"].pieces(rank), group))
+            _wrap_inputs_and_output(
+                module, enter=lambda x: slice_for_rank(x, held["weight"].pieces(rank), group)
+            )
             _add_bias_once(module, leave)
         case "moe_tp_experts" | "all_reduce":
-            _share_whole_parameters(module, held, group)
-            _around(module, enter=enter, leave=leave)
+            _divide_replicated_parameters(module, held, group)
+            _wrap_inputs_and_output(module, enter=enter, leave=leave)
         case "moe_identity_expert":
-            _around(module, enter=lambda x: x / degree)
+            _wrap_inputs_and_output(module, enter=lambda x: x / degree)
         case "mla_kv_a_proj":
             rotary = _rotary_width(model, path)
             if held["weight"].dimension is None:
-                _around(module, leave=lambda y: _rotary_enters(y, rotary, group))
+                _wrap_inputs_and_output(
+                    module, leave=lambda y: _copy_rotary_to_region(y, rotary, group)
+                )
             else:
-                _around(
-                    module, enter=enter, leave=lambda y: _rotary_enters(gather(y), rotary, group)
+                _wrap_inputs_and_output(
+                    module,
+                    enter=enter,
+                    leave=lambda y: _copy_rotary_to_region(gather(y), rotary, group),
                 )
         case "replicated_with_grad_allreduce":
             for parameter in module.parameters():
-                sum_gradient(parameter, group)
+                all_reduce_gradient(parameter, group)
         case "local_heads":
-            take_own_heads(model, module, rank, degree)
+            shard_attention_heads(model, module, rank, degree)
         case "vocabulary_embedding":
-            look_up_own_rows(module, held["weight"], group)
+            shard_embedding_lookup(module, held["weight"], group)
         case "packed_rowwise" | "local_params" | "replicated":
             pass  # the parameters' own cuts are all there is
         case unknown:
             raise RuntimeError(f"{path}: no lowering for the tensor-parallel style {unknown!r}")
 
 
-def _around(
+def _wrap_inputs_and_output(
     module: nn.Module,
     *,
     enter: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -128,8 +139,8 @@ def _add_bias_once(module: nn.Module, leave: Callable[[torch.Tensor], torch.Tens
     module.forward = forward
 
 
-def _share_whole_parameters(
-    module: nn.Module, held: dict[str, ParameterSplit], group: dist.ProcessGroup
+def _divide_replicated_parameters(
+    module: nn.Module, held: dict[str, ParameterSharding], group: dist.ProcessGroup
 ) -> None:
     """A whole parameter inside a partial sum (an expert's output bias): each rank adds its share of
     it."""
@@ -141,7 +152,7 @@ def _share_whole_parameters(
     def forward(*args: Any, **kwargs: Any) -> Any:
         parameters = {leaf: module._parameters[leaf] for leaf in whole}
         for leaf, parameter in parameters.items():
-            share: Any = enter_column_region(parameter, group) / degree  # type: ignore[arg-type]
+            share: Any = copy_to_tensor_region(parameter, group) / degree  # type: ignore[arg-type]
             module._parameters[leaf] = share
         try:
             return inner(*args, **kwargs)
@@ -151,7 +162,7 @@ def _share_whole_parameters(
     module.forward = forward
 
 
-def _own_queries(
+def _rank_query_slices(
     model: nn.Module, path: str, features: int, rank: int, degree: int
 ) -> tuple[tuple[int, int], ...]:
     """Fused query heads and one key/value head: the rank's own query heads, and the whole key and
@@ -171,6 +182,6 @@ def _rotary_width(model: nn.Module, path: str) -> int:
     )
 
 
-def _rotary_enters(y: torch.Tensor, rotary: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _copy_rotary_to_region(y: torch.Tensor, rotary: int, group: dist.ProcessGroup) -> torch.Tensor:
     latent, rope = y.split([y.shape[-1] - rotary, rotary], dim=-1)
-    return torch.cat([latent, enter_column_region(rope, group)], dim=-1)
+    return torch.cat([latent, copy_to_tensor_region(rope, group)], dim=-1)

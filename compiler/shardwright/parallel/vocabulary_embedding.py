@@ -8,11 +8,16 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.layout.parameter_sharding import ParameterSplit
-from shardwright.parallel.tensor_parallel_collectives import leave_row_region, sum_gradient
+from shardwright.layout.parameter_sharding import ParameterSharding
+from shardwright.parallel.tensor_parallel_collectives import (
+    all_reduce_gradient,
+    reduce_from_tensor_region,
+)
 
 
-def look_up_own_rows(module: nn.Module, table: ParameterSplit, group: dist.ProcessGroup) -> None:
+def shard_embedding_lookup(
+    module: nn.Module, table: ParameterSharding, group: dist.ProcessGroup
+) -> None:
     """Each rank looks up the ids whose rows it holds, with the embedding's own forward (scale,
     norm); the sum is whole.
 
@@ -25,12 +30,12 @@ def look_up_own_rows(module: nn.Module, table: ParameterSplit, group: dist.Proce
         setattr(module, "padding_idx", local)  # noqa: B010
     for name, parameter in module.named_parameters():
         if name != "weight":  # a norm behind the lookup sees one rank's tokens only
-            sum_gradient(parameter, group)
+            all_reduce_gradient(parameter, group)
     inner = module.forward
 
     def forward(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         elsewhere = (ids < first) | (ids >= first + held)
         own = inner((ids - first).masked_fill(elsewhere, 0), *args, **kwargs)
-        return leave_row_region(own.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
+        return reduce_from_tensor_region(own.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
 
     module.forward = forward

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.safetensors_headers import FLOATS, INDEX, SINGLE, weight_file_names
 from shardwright.models.weight_conversion import Conversion, dequantizer, map_keys, meta_tensor
-from shardwright.utils.bounded_read import parse_json, read_regular
+from shardwright.utils.bounded_read import parse_json, read_regular_file
 from shardwright.utils.json_types import JsonObject
 
 _EXACT_IN = {
@@ -24,7 +24,7 @@ _EXACT_IN = {
 }
 _OTHER_FILES = re.compile(r"(adapter_model|consolidated).*\.safetensors")
 
-Range = tuple[int, int, int]
+SliceRange = tuple[int, int, int]
 """(dimension, start, length)."""
 
 
@@ -33,7 +33,7 @@ class Weights(Protocol):
 
     def names(self) -> Iterable[str]: ...
 
-    def read(self, name: str, range_: Range | None) -> torch.Tensor:
+    def read(self, name: str, range_: SliceRange | None) -> torch.Tensor:
         """A part of the tensor along one dimension, or all of it."""
 
     def may_round(self, name: str, dtype: torch.dtype) -> bool:
@@ -68,7 +68,7 @@ class WeightFiles:
     def names(self) -> Iterable[str]:
         return (*self._direct, *self._converted)
 
-    def read(self, name: str, range_: Range | None) -> torch.Tensor:
+    def read(self, name: str, range_: SliceRange | None) -> torch.Tensor:
         """Raises Refusal: SW6219 for a parameter that is not finite."""
         if name in self._converted:
             whole = self._convert(name)
@@ -138,7 +138,7 @@ class WeightFiles:
                 raise self.refusal(f"{file} is missing or not whole ({error})") from None
         return self._files[file]
 
-    def _slice(self, key: str, range_: Range | None) -> torch.Tensor:
+    def _slice(self, key: str, range_: SliceRange | None) -> torch.Tensor:
         lazy = self._open(self._where[key]).get_slice(key)
         if range_ is None:
             tensor = lazy[:] if lazy.get_shape() else self._open(self._where[key]).get_tensor(key)
@@ -166,7 +166,7 @@ class WeightFiles:
     def _config(self) -> JsonObject:
         """Of the weights themselves: what the plan holds says nothing of how they are stored."""
         try:
-            config = parse_json(read_regular(self.folder / "config.json"))
+            config = parse_json(read_regular_file(self.folder / "config.json"))
         except (OSError, ValueError):
             return {}
         return config if isinstance(config, dict) else {}

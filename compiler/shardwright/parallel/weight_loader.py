@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwright.layout.parameter_sharding import ParameterSplit
+from shardwright.layout.parameter_sharding import ParameterSharding
 from shardwright.models.tasks.task_registry import task_named
-from shardwright.parallel.weight_files import Range, Weights
+from shardwright.parallel.weight_files import SliceRange, Weights
 from shardwright.recipe.literal_types import TaskName
 
 _register = nn.Module.register_parameter
@@ -60,14 +60,14 @@ def empty_model(
     return model
 
 
-class Filler:
+class WeightLoader:
     """Gives parameters their memory and this rank's slices of their values, once each."""
 
     def __init__(
         self,
         model: nn.Module,
         weights: Weights,
-        splits: dict[str, ParameterSplit],
+        splits: dict[str, ParameterSharding],
         transposed: frozenset[str],
         tensor_rank: int,
         experts: Callable[[str, int], tuple[int, int] | None] = lambda name, count: None,
@@ -86,7 +86,7 @@ class Filler:
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         stored = set(weights.names())
         # Of a tied parameter's names the first.
-        self._stored = {
+        self._stored_names = {
             id(p): name for name, p in reversed(self._parameters.items()) if name in stored
         }
         self._split_of = {
@@ -109,7 +109,7 @@ class Filler:
         self._filled.add(id(parameter))
         # A parameter of one element is its own stub; memory that is only reserved costs nothing.
         data = torch.empty(parameter.shape, dtype=parameter.dtype)
-        split, stored = self._split_of.get(id(parameter)), self._stored[id(parameter)]
+        split, stored = self._split_of.get(id(parameter)), self._stored_names[id(parameter)]
         view = data.t() if name in self.transposed else data
         own = self.experts(name, parameter.shape[0] if parameter.ndim else 0)
         view = view if own is None else view.narrow(0, *own)
@@ -121,7 +121,9 @@ class Filler:
                 view.narrow(*piece).copy_(self._read(stored, piece, own))
         parameter.data = data
 
-    def _read(self, stored: str, piece: Range | None, own: tuple[int, int] | None) -> torch.Tensor:
+    def _read(
+        self, stored: str, piece: SliceRange | None, own: tuple[int, int] | None
+    ) -> torch.Tensor:
         """own: experts; no others are read."""
         if own is None:
             return self.weights.read(stored, piece)
@@ -129,7 +131,7 @@ class Filler:
         return values if piece is None or not values.ndim else values.narrow(*piece)
 
 
-class NoWeights:
+class EmptyWeights:
     """For a run that resumes: everything comes out of the checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -145,7 +147,7 @@ class NoWeights:
         return False
 
 
-class DrawnByLayer:
+class LayerSeededWeights:
     """Random weights, seeded per decoder layer (per module outside of them) by its name: the same
     in every layout, and no rank draws what it does not hold. The distributions are the model's own
     `_init_weights`."""

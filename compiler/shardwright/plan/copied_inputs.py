@@ -15,14 +15,16 @@ from shardwright.plan.folder_paths import (
     SETUP_SCRIPT,
     TOKENIZER_DIRECTORY,
 )
-from shardwright.plan.hostfile import read_hosts
+from shardwright.plan.hostfile import read_hostfile
 from shardwright.plan.plan import Plan
 from shardwright.recipe.measurements import MEASURED_FILE
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.utils.bounded_read import read_regular, read_regular_text
+from shardwright.utils.bounded_read import read_regular_file, read_regular_text_file
 
 
-def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> dict[str, bytes]:
+def input_files_to_copy(
+    recipe: Recipe, cluster: Cluster, tokenizer: Path | None
+) -> dict[str, bytes]:
     """Relative path in the compiled folder -> content. tokenizer: the folder that holds it, where
     one is needed.
 
@@ -52,7 +54,7 @@ def copied_inputs(recipe: Recipe, cluster: Cluster, tokenizer: Path | None) -> d
     return files
 
 
-def model_companions(plan: Plan) -> dict[str, bytes]:
+def pretrained_companion_files(plan: Plan) -> dict[str, bytes]:
     """What lies beside pretrained weights and goes into the exported model: how it generates, and
     its tokenizer where the data brings token ids instead of text. {} where there is none."""
     if plan.model.weights_path is None:
@@ -92,7 +94,7 @@ def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
     if path is None:
         return {}
     try:
-        text = read_regular_text(path)
+        text = read_regular_text_file(path)
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise refusal(
@@ -101,7 +103,7 @@ def _hostfile(recipe: Recipe, cluster: Cluster) -> dict[str, bytes]:
             "Give a text file with a line `name slots=N` for each node.",
             ("launch", "hostfile"),
         ) from None
-    hosts = read_hosts(path, text, cluster.nodes, cluster.gpus_per_node)
+    hosts = read_hostfile(path, text, cluster.nodes, cluster.gpus_per_node)
     return {
         HOSTFILE: "".join(f"{host.name} slots={host.slots}\n" for host in hosts).encode("utf-8")
     }
@@ -112,7 +114,7 @@ def _setup_script(recipe: Recipe) -> dict[str, bytes]:
     if path is None:
         return {}
     try:
-        return {SETUP_SCRIPT: read_regular(path)}
+        return {SETUP_SCRIPT: read_regular_file(path)}
     except OSError as error:
         why = f"launch.setup_script: {path!r} cannot be read: {error.strerror}"
         raise refusal(

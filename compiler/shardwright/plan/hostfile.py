@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardwright.diagnostics import Diagnostic, Location, Refusal, found
 
-SAFE_UNQUOTED = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
+SHELL_SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 """What DeepSpeed's multi-node launchers pass on as it is: pdsh hands it to a remote shell unquoted,
 and for the others DeepSpeed puts quotes around the rest that nobody takes off
 (launcher/multinode_runner.py)."""
@@ -30,7 +30,7 @@ class Host:
     place: Location
 
 
-def read_hosts(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Host, ...]:
+def read_hostfile(path: str, text: str, nodes: int, gpus_per_node: int) -> tuple[Host, ...]:
     """The hosts of a hostfile in order: host i is the plan's node i. Raises Refusal with every line
     that is wrong.
 

@@ -14,10 +14,10 @@ PAIR_KINDS = ("jsonl", "parquet")
 _EXAMPLE = "images: {per_row: 4, max_pixels: 1048576}"
 
 
-def picture_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
+def image_data_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
     """SW1403 to SW1408."""
-    parts = recipe.data_parts()
-    if not graph.sees:
+    parts = recipe.dataset_sections()
+    if not graph.is_vision_language:
         for key, part in parts:
             if part.images is not None:
                 what = f"a {graph.model_type!r} is trained for {graph.task}, and takes no pictures"
@@ -40,8 +40,8 @@ def picture_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
                 f"Write `kind: chat` with for example `{_EXAMPLE}`; `task: causal-lm` trains on "
                 "text alone where the type has such a model.",
             )
-        elif _of_rows(part.images) != _of_rows(parts[0][1].images):
-            yield _other_images(key)
+        elif _without_folder(part.images) != _without_folder(parts[0][1].images):
+            yield _different_images_error(key)
     for key, part in parts:
         if part.images is not None and part.tokenizer not in (None, own):
             yield found(
@@ -54,7 +54,7 @@ def picture_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
 
 
 def _pair_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
-    parts = recipe.data_parts()
+    parts = recipe.dataset_sections()
     for key, part in parts:
         if part.kind not in PAIR_KINDS or part.images is None:
             what = (
@@ -78,16 +78,16 @@ def _pair_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
                 "Write `per_row: 1`.",
                 (1,),
             )
-        elif _of_rows(part.images) != _of_rows(parts[0][1].images):
-            yield _other_images(key)
+        elif _without_folder(part.images) != _without_folder(parts[0][1].images):
+            yield _different_images_error(key)
 
 
-def _of_rows(images: ImagesSection | None) -> ImagesSection | None:
+def _without_folder(images: ImagesSection | None) -> ImagesSection | None:
     """Parts may have their pictures in folders of their own."""
     return images and dataclasses.replace(images, folder=None)
 
 
-def _other_images(key: KeyPath) -> Diagnostic:
+def _different_images_error(key: KeyPath) -> Diagnostic:
     help = "Give all parts the largest of each."
     return found(
         "SW1405",

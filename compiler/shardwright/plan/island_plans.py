@@ -18,20 +18,24 @@ def island_name(island: int) -> str:
 def island_plan(plan: Plan, island: int) -> Plan:
     """What this island runs. What several would write to one place gets its name."""
     assert plan.outer is not None, "the plan has islands"
-    checkpoint, own = plan.checkpoint, island_name(island)
+    checkpoint, island_label = plan.checkpoint, island_name(island)
     if checkpoint.directory.startswith("/"):
-        checkpoint = replace(checkpoint, directory=f"{checkpoint.directory.rstrip('/')}/{own}")
+        checkpoint = replace(
+            checkpoint, directory=f"{checkpoint.directory.rstrip('/')}/{island_label}"
+        )
     if checkpoint.upload_to is not None:
-        checkpoint = replace(checkpoint, upload_to=f"{checkpoint.upload_to.rstrip('/')}/{own}")
+        checkpoint = replace(
+            checkpoint, upload_to=f"{checkpoint.upload_to.rstrip('/')}/{island_label}"
+        )
     outer = replace(plan.outer, island=island)
-    return replace(plan, name=f"{plan.name}-{own}", checkpoint=checkpoint, outer=outer)
+    return replace(plan, name=f"{plan.name}-{island_label}", checkpoint=checkpoint, outer=outer)
 
 
 def plan_digest(plan: Plan) -> str:
     """The same on every island of a plan, and of no other: all that decides what is trained. Not
     how and where its ranks are started."""
-    own = {"name", "launch", "checkpoint", "outer", "tracking"}
-    document = {key: value for key, value in asdict(plan).items() if key not in own}
+    island_label = {"name", "launch", "checkpoint", "outer", "tracking"}
+    document = {key: value for key, value in asdict(plan).items() if key not in island_label}
     outer = None if plan.outer is None else asdict(replace(plan.outer, island=None))
     return canonical_hash({**document, "outer": outer})
 
@@ -46,7 +50,7 @@ def island_folders(plan: Plan, folder: Path) -> list[Path]:
     )
 
 
-def of_island(plan: Plan, folder: Path, island: int | None) -> Path:
+def select_island_folder(plan: Plan, folder: Path, island: int | None) -> Path:
     """The folder that `run` and its like take: an island's own where it is asked for. Raises
     Refusal: SW6014 where the plan has islands and none of them is named, or the other way round."""
     folders = island_folders(plan, folder)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwright.layout.axes import coordinates
-from shardwright.layout.layout import Strategy
+from shardwright.layout.axes import rank_coordinates
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Memory, Time, Training
 from shardwright.layout.parameter_sharding import TensorParallelMap
-from shardwright.models.parameter_name_pattern import pattern
-from shardwright.models.pipeline_split import Cut
-from shardwright.models.remote_code_files import OwnCode
-from shardwright.recipe.literal_types import SEEING, Choice, Kernels, Loss, TaskName
+from shardwright.models.parameter_name_pattern import name_pattern
+from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.remote_code_files import RemoteCode
+from shardwright.recipe.literal_types import IMAGE_TASKS, AutoSwitch, Kernels, Loss, TaskName
 from shardwright.recipe.recipe_types import (
     CheckpointSection,
     DataSection,
@@ -25,20 +25,20 @@ from shardwright.recipe.recipe_types import (
     LoraSection,
     OptimizerSection,
     OuterSection,
-    SchedulerRecord,
-    TrainingRecord,
+    SchedulerFields,
+    TrainingFields,
     TrainingSection,
     ValidationSection,
 )
 from shardwright.recipe.tracking_types import TrackingSection
-from shardwright.utils.json_records import carried
+from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.json_types import JsonObject
 
 PLAN_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanBalance:
+class PlanRouterAuxLoss:
     """affinity: what makes a router's logits a token's affinity to each expert
     (models/router_aux_loss.py)."""
 
@@ -58,12 +58,12 @@ class PlanModel:
         hold; a tied head names the embedding's module too. A parameter stands there by its own path
         where its module owns others' too, or holds the stack.
     shared_parameters: those that both hold, by name. dropout: the largest probability in the model;
-    0 where nothing is random. own_code: of a type that transformers lacks; its files lie beside
+    0 where nothing is random. remote_code: of a type that transformers lacks; its files lie beside
     config_file. router_aux_loss: None where routers get no balance loss. frozen: parameters that
-    are not trained, by name, or by pattern with * for numbers where all of them are. tower_blocks:
-    paths of the blocks of a tower, which full checkpointing recomputes as it does decoder layers.
-    transformer_engine: whether GPU ranks take Megatron-Core's layers of it; auto: where it is
-    installed.
+    are not trained, by name, or by pattern with * for numbers where all of them are.
+    vision_encoder_blocks: paths of the blocks of a tower, which full checkpointing recomputes as it
+    does decoder layers. transformer_engine: whether GPU ranks take Megatron-Core's layers of it;
+    auto: where it is installed.
     """
 
     model_type: str
@@ -75,7 +75,7 @@ class PlanModel:
     revision: str | None
     attention: str
     loss: Loss
-    cut: Cut
+    cut: PipelineSplit
     embedding_modules: tuple[str, ...]
     head_modules: tuple[str, ...]
     attention_module: str
@@ -84,24 +84,25 @@ class PlanModel:
     total_parameters: int
     vocabulary_size: int
     dropout: float
-    own_code: OwnCode | None = None
+    remote_code: RemoteCode | None = None
     kernels: Kernels = "hf"
-    router_aux_loss: PlanBalance | None = None
+    router_aux_loss: PlanRouterAuxLoss | None = None
     task: TaskName = "causal-lm"
     frozen: tuple[str, ...] = ()
-    tower_blocks: tuple[str, ...] = ()
-    transformer_engine: Choice = "off"
+    vision_encoder_blocks: tuple[str, ...] = ()
+    transformer_engine: AutoSwitch = "off"
 
     def is_frozen(self, parameter: str) -> bool:
         """By `model.freeze`, or because nothing ever reaches it."""
         return any(
-            name in (*self.frozen, *self.cut.untrained) for name in (parameter, pattern(parameter))
+            name in (*self.frozen, *self.cut.untrained)
+            for name in (parameter, name_pattern(parameter))
         )
 
     @property
-    def sees(self) -> bool:
+    def is_vision_language(self) -> bool:
         """Whether its rows hold pictures."""
-        return self.task in SEEING
+        return self.task in IMAGE_TASKS
 
     @property
     def contrastive(self) -> bool:
@@ -143,7 +144,7 @@ class PlanRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanTraining(TrainingRecord):
+class PlanTraining(TrainingFields):
     """steps: 0 where `epochs` is given: they are counted when the data is prepared."""
 
     steps: int
@@ -151,7 +152,7 @@ class PlanTraining(TrainingRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanScheduler(SchedulerRecord):
+class PlanScheduler(SchedulerFields):
     """Update k (from 1) uses lr * min(1, k / warmup_steps), then `name`'s curve to min_lr at the
     last step.
 
@@ -170,7 +171,7 @@ class PlanCheckpoint(CheckpointSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOuter(OuterSection):
+class PlanDiLoCo(OuterSection):
     """island: which of them this plan is of, from 0; None: of all. The plan's nodes, ranks and
     global batch are those of one island."""
 
@@ -201,7 +202,7 @@ class Plan:
     recipe_hash: str
     versions: Mapping[str, str]
     model: PlanModel
-    strategy: Strategy
+    strategy: Layout
     nodes: int
     gpus_per_node: int
     gpu: str
@@ -223,14 +224,14 @@ class Plan:
     lora: PlanLora | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
-    outer: PlanOuter | None = None
+    outer: PlanDiLoCo | None = None
 
     @property
-    def rows_a_step(self) -> int:
+    def sequences_per_step(self) -> int:
         """Of all islands together."""
         return self.training.global_batch_size * (1 if self.outer is None else self.outer.islands)
 
-    def expert_place(self, rank: PlanRank) -> tuple[int, int]:
+    def expert_coordinates(self, rank: PlanRank) -> tuple[int, int]:
         """(its place among the ranks that share out experts, its place among those that hold the
         same ones). Ranks of a stage, the tensor ranks neighbours, are first those that cut an
         expert, then those that share experts out."""
@@ -239,17 +240,17 @@ class Plan:
         copy, expert = divmod(number // s.expert_tensor_ranks, s.expert)
         return expert, copy
 
-    def expert_of(self, rank: PlanRank) -> int:
-        return self.expert_place(rank)[0]
+    def expert_rank_of(self, rank: PlanRank) -> int:
+        return self.expert_coordinates(rank)[0]
 
-    def holds_experts_apart(self, parameter: str) -> bool:
+    def is_expert_parameter(self, parameter: str) -> bool:
         """Whether other ranks hold it than hold what is not of experts."""
         return parameter.rpartition(".")[0] in self.experts
 
-    def expert_cut(self, parameter: str) -> int:
+    def expert_shard_count(self, parameter: str) -> int:
         """Equal parts of its first dimension, one for each expert rank; 1 where each rank has all
         of it."""
-        return self.strategy.expert if self.holds_experts_apart(parameter) else 1
+        return self.strategy.expert if self.is_expert_parameter(parameter) else 1
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -271,7 +272,7 @@ class Plan:
                 "micro_batch_size x gradient_accumulation_steps x data is not the global batch"
             )
         taken = s.expert * s.expert_tensor_ranks
-        if (s.shards * s.tensor) % taken or s.spreads_experts != bool(self.experts):
+        if (s.shards * s.tensor) % taken or s.shards_experts != bool(self.experts):
             raise ValueError(
                 f"expert {s.expert} over {s.shards} data x context ranks, {len(self.experts)} "
                 "modules"
@@ -285,7 +286,9 @@ class Plan:
             name for name in self.digests if name.startswith("/") or ".." in name.split("/")
         ]:
             raise ValueError(f"{outside[0]!r} is not a file of the folder")
-        for number, (r, at) in enumerate(zip(self.ranks, coordinates(s.degrees()), strict=True)):
+        for number, (r, at) in enumerate(
+            zip(self.ranks, rank_coordinates(s.degrees()), strict=True)
+        ):
             if r.rank != number:
                 raise ValueError(f"rank {r.rank} stands at place {number}")
             if any(getattr(r, axis) != place for axis, place in at.items()):
@@ -302,13 +305,15 @@ def resolve_scheduler(training: TrainingSection, steps: int) -> PlanScheduler:
     warmup = round(s.warmup_ratio * steps) if s.warmup_ratio is not None else s.warmup_steps or 0
     min_lr = s.min_lr_ratio * lr if s.min_lr_ratio is not None else s.min_lr or 0.0
     ratio = s.warmup_ratio if training.epochs is not None else None
-    return carried(PlanScheduler, s, warmup_steps=warmup, min_lr=min_lr, warmup_ratio=ratio)
+    return copy_shared_fields(
+        PlanScheduler, s, warmup_steps=warmup, min_lr=min_lr, warmup_ratio=ratio
+    )
 
 
-def updates_at_rate_zero(training: TrainingSection) -> int:
+def zero_learning_rate_updates(training: TrainingSection) -> int:
     """Counts the updates whose learning rate is 0: the last one, where a curve ends at min_lr 0. A
     run that ends in its warm-up has none."""
-    steps = training.known_steps
+    steps = training.step_count_or_zero
     scheduler = resolve_scheduler(training, steps)
     falls = scheduler.name != "constant" and scheduler.min_lr == 0
     return int(falls and steps > scheduler.warmup_steps)

@@ -10,31 +10,31 @@ from contextlib import suppress
 import shardwright
 from shardwright.cluster.cluster_types import Cluster
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.layout.parameter_sharding import StagePartition, TensorParallelMap
+from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.models.expert_modules import expert_modules
-from shardwright.models.frozen_parameters import frozen_patterns
-from shardwright.models.lora_targets import target_modules
+from shardwright.models.frozen_parameters import frozen_parameter_patterns
+from shardwright.models.lora_targets import adapted_modules
 from shardwright.models.model_graph import Layer, ModelGraph
-from shardwright.models.remote_code_files import OwnCode
-from shardwright.models.weights_location import LocatedWeights
+from shardwright.models.remote_code_files import RemoteCode
+from shardwright.models.weights_location import WeightsLocation
 from shardwright.plan.folder_paths import CONFIG_FILE, TOKENIZER_DIRECTORY
-from shardwright.plan.image_data_checks import picture_errors
+from shardwright.plan.image_data_checks import image_data_errors
 from shardwright.plan.plan import (
     PLAN_VERSION,
     Plan,
-    PlanBalance,
     PlanCheckpoint,
+    PlanDiLoCo,
     PlanLora,
     PlanModel,
-    PlanOuter,
+    PlanRouterAuxLoss,
     PlanStage,
     PlanTraining,
     Predicted,
     resolve_scheduler,
 )
-from shardwright.plan.rank_map import place_ranks
+from shardwright.plan.rank_map import build_rank_map
 from shardwright.recipe.recipe_types import (
     TOKENIZED_KINDS,
     DataSection,
@@ -44,7 +44,7 @@ from shardwright.recipe.recipe_types import (
     ValidationSection,
     accumulation_dtype,
 )
-from shardwright.utils.json_records import carried
+from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.strict_json import canonical_hash
 
 
@@ -65,13 +65,13 @@ def build_plan(
     graph: ModelGraph,
     cluster: Cluster,
     estimate: Estimate,
-    partition: StagePartition,
+    partition: LayerStages,
     tensor_map: TensorParallelMap,
     launch: LaunchSection,
     versions: Mapping[str, str],
-    weights: LocatedWeights | None,
-    own_code: OwnCode | None,
-    balance: PlanBalance | None,
+    weights: WeightsLocation | None,
+    remote_code: RemoteCode | None,
+    balance: PlanRouterAuxLoss | None,
 ) -> Plan:
     """weights: where they are, None for random ones. balance: of the routers, None where there is
     none.
@@ -87,7 +87,7 @@ def build_plan(
         target=recipe.target,
         recipe_hash=canonical_hash(recipe.document),
         versions=versions,
-        model=_model(recipe, graph, strategy, weights, own_code, balance),
+        model=_model(recipe, graph, strategy, weights, remote_code, balance),
         strategy=strategy,
         nodes=cluster.nodes,
         gpus_per_node=cluster.gpus_per_node,
@@ -95,47 +95,47 @@ def build_plan(
         is_cpu=cluster.gpu.is_cpu,
         stages=_stages(graph, partition, strategy),
         tensor_parallel=tensor_map,
-        ranks=place_ranks(graph, cluster, strategy, partition, tensor_map, recipe),
+        ranks=build_rank_map(graph, cluster, strategy, partition, tensor_map, recipe),
         training=plan_training(training),
         optimizer=training.optimizer,
-        scheduler=resolve_scheduler(training, training.known_steps),
-        data=plan_data(recipe.data, sees=graph.sees),
-        checkpoint=carried(PlanCheckpoint, recipe.checkpoint),
+        scheduler=resolve_scheduler(training, training.step_count_or_zero),
+        data=plan_data(recipe.data, is_vision_language=graph.is_vision_language),
+        checkpoint=copy_shared_fields(PlanCheckpoint, recipe.checkpoint),
         launch=launch,
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
         extra=recipe.extra,
         tracking=recipe.tracking,
-        validation=_validation(recipe, sees=graph.sees),
+        validation=_validation(recipe, is_vision_language=graph.is_vision_language),
         lora=plan_lora(recipe, graph),
-        experts=tuple(expert_modules(graph)) if strategy.spreads_experts else (),
+        experts=tuple(expert_modules(graph)) if strategy.shards_experts else (),
         outer=_outer(recipe),
     )
 
 
-def _outer(recipe: Recipe) -> PlanOuter | None:
+def _outer(recipe: Recipe) -> PlanDiLoCo | None:
     """Of all islands."""
     outer = recipe.training.outer
     return (
         None
         if outer is None
-        else carried(PlanOuter, outer, islands=recipe.cluster.islands, island=None)
+        else copy_shared_fields(PlanDiLoCo, outer, islands=recipe.cluster.islands, island=None)
     )
 
 
 def plan_training(training: TrainingSection) -> PlanTraining:
     dtype = accumulation_dtype(training)
-    return carried(
-        PlanTraining, training, steps=training.known_steps, gradient_accumulation_dtype=dtype
+    return copy_shared_fields(
+        PlanTraining, training, steps=training.step_count_or_zero, gradient_accumulation_dtype=dtype
     )
 
 
 def _model(
     recipe: Recipe,
     graph: ModelGraph,
-    strategy: Strategy,
-    weights: LocatedWeights | None,
-    own_code: OwnCode | None,
-    balance: PlanBalance | None,
+    strategy: Layout,
+    weights: WeightsLocation | None,
+    remote_code: RemoteCode | None,
+    balance: PlanRouterAuxLoss | None,
 ) -> PlanModel:
     return PlanModel(
         model_type=graph.model_type,
@@ -159,11 +159,11 @@ def _model(
         total_parameters=graph.total_parameters,
         vocabulary_size=graph.vocabulary_size,
         dropout=max(graph.max_dropout, 0.0 if recipe.lora is None else recipe.lora.dropout),
-        own_code=own_code,
+        remote_code=remote_code,
         router_aux_loss=balance,
         task=graph.task,
-        frozen=frozen_patterns(graph, recipe.model.freeze),
-        tower_blocks=tuple(layer.name for layer in graph.vision.layers if layer.name)
+        frozen=frozen_parameter_patterns(graph, recipe.model.freeze),
+        vision_encoder_blocks=tuple(layer.name for layer in graph.vision.layers if layer.name)
         if graph.vision
         else (),
     )
@@ -195,9 +195,7 @@ def _owner(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
 
 
-def _stages(
-    graph: ModelGraph, partition: StagePartition, strategy: Strategy
-) -> tuple[PlanStage, ...]:
+def _stages(graph: ModelGraph, partition: LayerStages, strategy: Layout) -> tuple[PlanStage, ...]:
     owner = {
         stage: rank
         for rank in range(strategy.pipeline)
@@ -215,42 +213,46 @@ def _stages(
     )
 
 
-def plan_data(data: DataSection, *, sees: bool = False) -> DataSection:
+def plan_data(data: DataSection, *, is_vision_language: bool = False) -> DataSection:
     """sees: of a model with a processor, whose files hold the tokenizer, a byte's too."""
     path = None if data.kind == "synthetic" else data.path
-    parts = tuple(plan_data(part, sees=sees) for part in data.mixture)
-    return dataclasses.replace(data, path=path, tokenizer=_tokenizer(data, sees), mixture=parts)
+    parts = tuple(plan_data(part, is_vision_language=is_vision_language) for part in data.mixture)
+    return dataclasses.replace(
+        data, path=path, tokenizer=_tokenizer(data, is_vision_language), mixture=parts
+    )
 
 
-def _tokenizer(data: DataSection, sees: bool) -> str | None:
+def _tokenizer(data: DataSection, is_vision_language: bool) -> str | None:
     if data.kind not in TOKENIZED_KINDS or data.tokenizer is None:
         return None
-    return "byte" if data.tokenizer == "byte" and not sees else TOKENIZER_DIRECTORY
+    return "byte" if data.tokenizer == "byte" and not is_vision_language else TOKENIZER_DIRECTORY
 
 
 def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
     if recipe.lora is None:
         return None
-    return carried(PlanLora, recipe.lora, target_modules=target_modules(graph, recipe.lora))
+    return copy_shared_fields(
+        PlanLora, recipe.lora, target_modules=adapted_modules(graph, recipe.lora)
+    )
 
 
-def _validation(recipe: Recipe, *, sees: bool) -> ValidationSection | None:
+def _validation(recipe: Recipe, *, is_vision_language: bool) -> ValidationSection | None:
     v = recipe.validation
     return (
         v
         if v is None or v.data is None
-        else dataclasses.replace(v, data=plan_data(v.data, sees=sees))
+        else dataclasses.replace(v, data=plan_data(v.data, is_vision_language=is_vision_language))
     )
 
 
-def data_errors(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
+def check_training_data(recipe: Recipe, graph: ModelGraph) -> tuple[Diagnostic, ...]:
     data = recipe.data
     if data is None:
         return (
             Diagnostic(code="SW1910", message="the recipe has no `data` section", key=("data",)),
         )
     return (
-        *picture_errors(recipe, graph),
+        *image_data_errors(recipe, graph),
         *tuple(
             found(
                 "SW1912",

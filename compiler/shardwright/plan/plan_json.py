@@ -34,8 +34,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["model"]["kernels"]
     if plan.model.router_aux_loss is None:
         del document["model"]["router_aux_loss"]
-    if not plan.model.sees:
-        del document["model"]["task"], document["model"]["tower_blocks"]
+    if not plan.model.is_vision_language:
+        del document["model"]["task"], document["model"]["vision_encoder_blocks"]
     if plan.model.transformer_engine == "off":
         del document["model"]["transformer_engine"]
     if not plan.model.frozen:
@@ -62,12 +62,12 @@ def _leave_out_defaults(data: dict[str, Any]) -> None:
         if not data["skip_damaged"]:
             del data["skip_damaged"]
     else:
-        data["images"] = written_images(data["images"])
+        data["images"] = images_without_defaults(data["images"])
     for part in data["mixture"]:
         _leave_out_defaults(part)
 
 
-def written_images(images: dict[str, Any]) -> dict[str, Any]:
+def images_without_defaults(images: dict[str, Any]) -> dict[str, Any]:
     """Without what is not said: as it was written before it could be."""
     return {
         name: value

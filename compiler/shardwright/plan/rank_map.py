@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from shardwright.cluster.cluster_types import Cluster
-from shardwright.layout.axes import coordinates
-from shardwright.layout.layout import Strategy
-from shardwright.layout.parameter_sharding import StagePartition, TensorParallelMap
+from shardwright.layout.axes import rank_coordinates
+from shardwright.layout.layout import Layout
+from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.models.expert_modules import expert_modules
-from shardwright.models.lora_targets import adapters, target_modules
+from shardwright.models.lora_targets import adapted_modules, adapter_sizes
 from shardwright.models.model_graph import ModelGraph
 from shardwright.plan.plan import PlanRank
 from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe
 
 
-def place_ranks(
+def build_rank_map(
     graph: ModelGraph,
     cluster: Cluster,
-    strategy: Strategy,
-    partition: StagePartition,
+    strategy: Layout,
+    partition: LayerStages,
     tensor_map: TensorParallelMap,
     recipe: Recipe,
 ) -> tuple[PlanRank, ...]:
@@ -30,7 +30,7 @@ def place_ranks(
         for tensor in range(strategy.tensor)
     }
     ranks = []
-    for rank, at in enumerate(coordinates(strategy.degrees())):
+    for rank, at in enumerate(rank_coordinates(strategy.degrees())):
         node, slot = divmod(rank, cluster.gpus_per_node)
         held = bytes_held[at["pipeline"], at["tensor"]]
         ranks.append(PlanRank(rank=rank, node=node, slot=slot, **at, parameter_bytes=held))
@@ -39,8 +39,8 @@ def place_ranks(
 
 def _parameter_bytes(
     graph: ModelGraph,
-    strategy: Strategy,
-    partition: StagePartition,
+    strategy: Layout,
+    partition: LayerStages,
     tensor_map: TensorParallelMap,
     recipe: Recipe,
     pipeline: int,
@@ -51,7 +51,7 @@ def _parameter_bytes(
     ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter; of an expert's, which
     `expert` ranks cut before, as many ranks fewer share each part.
     """
-    experts = expert_modules(graph) if strategy.spreads_experts else {}
+    experts = expert_modules(graph) if strategy.shards_experts else {}
     shard_numel = {
         p.name: p.shard_numel(tensor) for module in tensor_map.modules for p in module.parameters
     }
@@ -65,11 +65,11 @@ def _parameter_bytes(
         (shard_numel[n], strategy.expert if n.rpartition(".")[0] in experts else 1) for n in names
     ]
     if recipe.lora is not None:
-        modules = target_modules(graph, recipe.lora)
+        modules = adapted_modules(graph, recipe.lora)
         held += [
             (numel, 1)
             for layer in graph.layers
-            for numel in adapters(layer, modules, recipe.lora.rank)
+            for numel in adapter_sizes(layer, modules, recipe.lora.rank)
         ]
     shares = strategy.shards if strategy.zero_stage == 3 else 1
 

@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import cast
 
 from shardwright.diagnostics import Refusal, Source
-from shardwright.recipe.island_keys import of_one_island, with_outer
-from shardwright.recipe.measurements import MeasuredFile
-from shardwright.recipe.measurements_reader import document_entry, read_measured
-from shardwright.recipe.recipe_paths import absolute, absolute_data_path, is_folder
-from shardwright.recipe.recipe_types import Recipe, with_kernels
-from shardwright.recipe.sbatch_options import words
+from shardwright.recipe.island_keys import single_island_document, with_outer_defaults
+from shardwright.recipe.measurements import MeasurementsFile
+from shardwright.recipe.measurements_reader import measurements_entry, read_measured
+from shardwright.recipe.recipe_paths import absolute_dataset_path, absolute_path, is_folder
+from shardwright.recipe.recipe_types import Recipe, with_resolved_kernels
+from shardwright.recipe.sbatch_options import sbatch_arguments
 from shardwright.utils.json_records import read_record
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 # These hold token ids already.
-_WITHOUT_TOKENIZER = ("tokens", "megatron", "synthetic")
+_KINDS_OF_TOKEN_IDS = ("tokens", "megatron", "synthetic")
 Section = dict[str, JsonValue]
 
 
@@ -30,10 +30,10 @@ def recipe_directory(name: str) -> str:
     return os.path.dirname(os.path.abspath(name))
 
 
-def decide(document: JsonObject) -> JsonObject:
+def resolve_auto(document: JsonObject) -> JsonObject:
     """Settles the `auto` values that depend on another key of the recipe: starting weights and
     tokenizers."""
-    decided = dict(document)
+    resolved_document = dict(document)
     model = dict(cast(JsonObject, document["model"]))
     if model["weights"] == "auto":
         model["weights"] = "random" if model["source"] is None else "pretrained"
@@ -41,21 +41,23 @@ def decide(document: JsonObject) -> JsonObject:
         del model["kernels"]
     if model.get("task") == "auto":
         del model["task"]
-    decided["model"] = model
+    resolved_document["model"] = model
     for section in ("data", "validation"):
-        if decided.get(section) is not None:
+        if resolved_document.get(section) is not None:
             data = _with_tokenizer(
-                cast(JsonObject, decided[section]), cast("str | None", model["source"])
+                cast(JsonObject, resolved_document[section]), cast("str | None", model["source"])
             )
-            decided[section] = _without_auto_bos(data)
+            resolved_document[section] = _without_auto_bos(data)
     cluster = cast(JsonObject, document["cluster"])
     if cluster.get("measured", "") is None:  # said or left out, it is the same recipe
-        decided["cluster"] = {key: value for key, value in cluster.items() if key != "measured"}
-    decided.pop("extends", None)  # merged
-    return with_outer(decided)
+        resolved_document["cluster"] = {
+            key: value for key, value in cluster.items() if key != "measured"
+        }
+    resolved_document.pop("extends", None)  # merged
+    return with_outer_defaults(resolved_document)
 
 
-def with_measured_saves(recipe: Recipe, gbytes_per_second: float) -> Recipe:
+def with_measured_checkpoint_rate(recipe: Recipe, gbytes_per_second: float) -> Recipe:
     """As if the recipe gave cluster.checkpoint_gbytes_per_second, in four digits: the compiled
     folder keeps it."""
     value = float(f"{gbytes_per_second:.4g}")
@@ -86,32 +88,32 @@ def _with_tokenizer(data: JsonObject, source: str | None) -> JsonObject:
         return data
     return {
         **data,
-        "tokenizer": None if data.get("kind") in _WITHOUT_TOKENIZER else source or "byte",
+        "tokenizer": None if data.get("kind") in _KINDS_OF_TOKEN_IDS else source or "byte",
     }
 
 
-def build(document: JsonObject, directory: str, source: Source) -> Recipe:
+def build_recipe(document: JsonObject, directory: str, source: Source) -> Recipe:
     """The recipe, of one of its islands. directory: absolute folder of the recipe file. The schema
     has refused whatever no record would hold. Raises Refusal for `cluster.measured`: its figures
     are a part of the recipe."""
     document, measured = _with_measured(document, directory, source)
-    settled = dict(of_one_island(document))
-    for key, settle in _SECTIONS.items():
-        if settled[key] is not None:
-            settled[key] = settle(dict(cast(JsonObject, settled[key])), directory)
-    settled["cluster"] = {
-        k: v for k, v in cast(JsonObject, settled["cluster"]).items() if k != "measured"
+    resolved = dict(single_island_document(document))
+    for key, resolve in _SECTIONS.items():
+        if resolved[key] is not None:
+            resolved[key] = resolve(dict(cast(JsonObject, resolved[key])), directory)
+    resolved["cluster"] = {
+        k: v for k, v in cast(JsonObject, resolved["cluster"]).items() if k != "measured"
     }
-    recipe = read_record(Recipe, settled, directory=directory, document=document, source=source)
+    recipe = read_record(Recipe, resolved, directory=directory, document=document, source=source)
     recipe = dataclasses.replace(
         recipe, cluster=dataclasses.replace(recipe.cluster, measured=measured)
     )
-    return with_kernels(recipe, "compile") if recipe.model.kernels == "compile" else recipe
+    return with_resolved_kernels(recipe, "compile") if recipe.model.kernels == "compile" else recipe
 
 
 def _with_measured(
     document: JsonObject, directory: str, source: Source
-) -> tuple[JsonObject, MeasuredFile | None]:
+) -> tuple[JsonObject, MeasurementsFile | None]:
     """The document with the file's digest in it, and what the file says."""
     cluster = cast(JsonObject, document["cluster"])
     if "measured" not in cluster:
@@ -120,7 +122,7 @@ def _with_measured(
         measured = read_measured(cluster["measured"], directory)
     except Refusal as refusal:
         raise Refusal(*refusal.diagnostics, source=source) from None
-    return {**document, "cluster": {**cluster, "measured": document_entry(measured)}}, measured
+    return {**document, "cluster": {**cluster, "measured": measurements_entry(measured)}}, measured
 
 
 def _model(model: Section, directory: str) -> Section:
@@ -149,24 +151,26 @@ def _training(training: Section, _: str) -> Section:
 def _data(data: Section, directory: str) -> Section:
     """With its paths made absolute, a mixture's parts included, and the keys that its kind does not
     know."""
-    settled = {
+    resolved = {
         "kind": "mixture",
         "path": None,
         "tokenizer": None,
         "packing": True,
         "shuffle": True,
     } | data
-    if settled["path"] is not None:
-        settled["path"] = absolute_data_path(str(settled["path"]), directory, str(settled["kind"]))
-    settled["tokenizer"] = _folder_or_name(settled["tokenizer"], directory)
-    images = cast("JsonObject | None", settled.get("images"))
+    if resolved["path"] is not None:
+        resolved["path"] = absolute_dataset_path(
+            str(resolved["path"]), directory, str(resolved["kind"])
+        )
+    resolved["tokenizer"] = _folder_or_name(resolved["tokenizer"], directory)
+    images = cast("JsonObject | None", resolved.get("images"))
     if images is not None and images.get("folder") is not None:
-        settled["images"] = {**images, "folder": absolute(str(images["folder"]), directory)}
+        resolved["images"] = {**images, "folder": absolute_path(str(images["folder"]), directory)}
     if "mixture" in data:
-        settled["mixture"] = [
+        resolved["mixture"] = [
             _data(dict(part), directory) for part in cast("list[JsonObject]", data["mixture"])
         ]
-    return settled
+    return resolved
 
 
 def _validation(validation: Section, directory: str) -> Section:
@@ -180,7 +184,7 @@ def _parallelism(parallelism: Section, _: str) -> Section:
 
 def _launch(launch: Section, directory: str) -> Section:
     paths = {
-        k: None if launch[k] is None else absolute(str(launch[k]), directory)
+        k: None if launch[k] is None else absolute_path(str(launch[k]), directory)
         for k in ("hostfile", "setup_script")
     }
     slurm = (
@@ -204,7 +208,7 @@ def _slurm(slurm: Section) -> Section:
     return {
         **slurm,
         "mem": mem,
-        "extra": list(words(slurm["extra"])),
+        "extra": list(sbatch_arguments(slurm["extra"])),
         "container": _container(slurm["container"]),
     }
 
@@ -223,7 +227,7 @@ def _folder_or_name(value: JsonValue, directory: str) -> str | None:
     if value is None:
         return None
     text = cast(str, value)
-    return absolute(text, directory) if is_folder(text, directory) else text
+    return absolute_path(text, directory) if is_folder(text, directory) else text
 
 
 _SECTIONS: dict[str, Callable[[Section, str], Section]] = {

@@ -12,21 +12,26 @@ from dataclasses import dataclass
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
-from shardwright.recipe.island_keys import NEEDED, island_errors, islands_of, of_one_island
-from shardwright.recipe.key_descriptions import words_for
-from shardwright.recipe.pod_patch_checks import check_pod_patch
+from shardwright.recipe.island_keys import (
+    ISLAND_KEYS,
+    island_count,
+    island_key_errors,
+    single_island_document,
+)
+from shardwright.recipe.key_descriptions import join_with_or
+from shardwright.recipe.pod_patch_checks import pod_patch_errors
 from shardwright.recipe.recipe_types import FREE_DEGREES, optimizer_steps
-from shardwright.recipe.sbatch_options import check_extra
-from shardwright.utils.divisors import context_degrees, misfit, nearest_multiples
+from shardwright.recipe.sbatch_options import sbatch_option_errors
+from shardwright.utils.divisors import context_degrees, degree_mismatch, nearest_multiples
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 
-class View:
+class DocumentView:
     """Reads a completed document by dotted key; None for what is absent or `auto`."""
 
     def __init__(self, document: JsonObject) -> None:
         self.document = document
-        self.of_an_island = " of one island" if islands_of(document) > 1 else ""
+        self.of_an_island = " of one island" if island_count(document) > 1 else ""
 
     def get(self, dotted: str) -> JsonValue:
         value: JsonValue = self.document
@@ -52,13 +57,13 @@ class CrossCheck:
     """whole: it looks at the recipe of all islands, not at that of one."""
 
     keys: tuple[str, ...]
-    find: Callable[[View], Iterable[Diagnostic]]
-    whole: bool = False
+    find: Callable[[DocumentView], Iterable[Diagnostic]]
+    all_islands: bool = False
 
 
-def cross_check(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnostic, ...]:
+def cross_key_errors(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnostic, ...]:
     """`document` is completed; `wrong`: keys that have a diagnostic."""
-    bad, view = {key for key in wrong if key}, View(of_one_island(document))
+    bad, view = {key for key in wrong if key}, DocumentView(single_island_document(document))
     above = {key[:length] for key in bad for length in range(1, len(key) + 1)}
     errors: list[Diagnostic] = []
     for check in CHECKS:
@@ -67,20 +72,20 @@ def cross_check(document: JsonObject, wrong: Iterable[KeyPath]) -> tuple[Diagnos
         if not any(
             path in above or any(path[:n] in bad for n in range(1, len(path))) for path in paths
         ):
-            errors.extend(check.find(View(document) if check.whole else view))
+            errors.extend(check.find(DocumentView(document) if check.all_islands else view))
     return tuple(errors)
 
 
 def _exactly_one(section: str, names: tuple[str, ...], example: str) -> CrossCheck:
     keys = tuple(f"{section}.{name}" for name in names)
 
-    def find(view: View) -> Iterable[Diagnostic]:
+    def find(view: DocumentView) -> Iterable[Diagnostic]:
         given = view.given(*keys)
         if not given and view.get(section) is not None:  # `validation` is optional
             yield found(
                 "SW1201",
                 section,
-                f"`{section}` needs one of {words_for(names)}",
+                f"`{section}` needs one of {join_with_or(names)}",
                 f"Add `{example}`.",
             )
         if len(given) > 1:
@@ -98,7 +103,7 @@ def _exactly_one(section: str, names: tuple[str, ...], example: str) -> CrossChe
 def _at_most_one(section: str, first: str, second: str) -> CrossCheck:
     keys = (f"{section}.{first}", f"{section}.{second}")
 
-    def find(view: View) -> Iterable[Diagnostic]:
+    def find(view: DocumentView) -> Iterable[Diagnostic]:
         if len(view.given(*keys)) == 2:
             message = f"`{section}` has `{first}` and `{second}`; they exclude each other"
             yield found("SW1202", keys[1], message, "Keep one of them.")
@@ -106,7 +111,7 @@ def _at_most_one(section: str, first: str, second: str) -> CrossCheck:
     return CrossCheck(keys=keys, find=find)
 
 
-def _weights(view: View) -> Iterable[Diagnostic]:
+def _weights(view: DocumentView) -> Iterable[Diagnostic]:
     if view.get("model.weights") == "pretrained" and view.get("model.config") is not None:
         message = "model.weights: pretrained needs model.source; a config has no weights"
         yield found(
@@ -117,7 +122,7 @@ def _weights(view: View) -> Iterable[Diagnostic]:
         )
 
 
-def _trust(view: View) -> Iterable[Diagnostic]:
+def _check_trust_remote_code(view: DocumentView) -> Iterable[Diagnostic]:
     trusted, source = view.get("model.trust_remote_code"), view.get("model.source")
     if trusted is None or trusted == source:
         return
@@ -138,7 +143,7 @@ def _trust(view: View) -> Iterable[Diagnostic]:
         yield found("SW1212", "model.trust_remote_code", message, help, (str(source),))
 
 
-def _data_parallel(view: View) -> tuple[int | None, str]:
+def _data_parallel(view: DocumentView) -> tuple[int | None, str]:
     """The data parallel degree that is pinned or follows from the world, and words for where it
     comes from."""
     data = view.number("parallelism.data")
@@ -147,7 +152,7 @@ def _data_parallel(view: View) -> tuple[int | None, str]:
     degrees = {
         key: view.number(key) for key in ("cluster.nodes", "cluster.gpus_per_node", *_DEGREES[:-1])
     }
-    if None in degrees.values() or not _is_plain(view):
+    if None in degrees.values() or not _context_is_off(view):
         return None, ""
     nodes, gpus, *others = cast("list[int]", list(degrees.values()))
     data, rest = divmod(nodes * gpus, math.prod(others))
@@ -163,7 +168,7 @@ _CONTEXT = "parallelism.context"
 """The one that is left, and is 1 in most recipes."""
 
 
-def _is_plain(view: View) -> bool:
+def _context_is_off(view: DocumentView) -> bool:
     """Whether the other degrees leave the world to these."""
     degree, length = view.number(_CONTEXT), view.get("training.sequence_length")
     if degree is None and isinstance(length, int):  # auto
@@ -171,17 +176,17 @@ def _is_plain(view: View) -> bool:
     return degree in (None, 1)
 
 
-def _world(view: View) -> Iterable[Diagnostic]:
+def _check_world_size(view: DocumentView) -> Iterable[Diagnostic]:
     nodes, gpus = view.number("cluster.nodes"), view.number("cluster.gpus_per_node")
     pinned = {
         key.rpartition(".")[2]: degree
         for key in _DEGREES
         if (degree := view.number(key)) is not None
     }
-    if nodes is None or gpus is None or not pinned or not _is_plain(view):
+    if nodes is None or gpus is None or not pinned or not _context_is_off(view):
         return
     complete = len(pinned) == len(_DEGREES)
-    wrong = misfit(pinned, nodes * gpus, complete=complete)
+    wrong = degree_mismatch(pinned, nodes * gpus, complete=complete)
     if wrong is None:
         return
     culprit, near = wrong
@@ -198,11 +203,11 @@ def _world(view: View) -> Iterable[Diagnostic]:
         )
     else:
         message = f"{total} does not divide {world}"
-        help = f"{culprit} could be {words_for(tuple(map(str, near)))}, or `auto`."
+        help = f"{culprit} could be {join_with_or(tuple(map(str, near)))}, or `auto`."
     yield found("SW1203", f"parallelism.{culprit}", message, help, near)
 
 
-def _batch(view: View) -> Iterable[Diagnostic]:
+def _batch(view: DocumentView) -> Iterable[Diagnostic]:
     batch, micro = (
         view.number("training.global_batch_size"),
         view.number("parallelism.micro_batch_size"),
@@ -217,16 +222,16 @@ def _batch(view: View) -> Iterable[Diagnostic]:
     near = tuple(map(str, nearest_multiples(group, batch)))
     of = f" = {group}" if micro and data else ""
     message = f"global_batch_size {batch}{view.of_an_island} is not a multiple of {shown}{of}"
-    help = f"The nearest batch sizes{view.of_an_island} are {words_for(near)}."
+    help = f"The nearest batch sizes{view.of_an_island} are {join_with_or(near)}."
     yield found("SW1204", "training.global_batch_size", message, help, near)
 
 
-def _steps(view: View) -> int | None:
+def _steps(view: DocumentView) -> int | None:
     keys = ("steps", "tokens", "global_batch_size", "sequence_length")
     return optimizer_steps(*(view.number(f"training.{key}") for key in keys))
 
 
-def _schedule(view: View) -> Iterable[Diagnostic]:
+def _schedule(view: DocumentView) -> Iterable[Diagnostic]:
     scheduler, steps = "training.scheduler", _steps(view)
     warmup, decay = (
         view.number(f"{scheduler}.warmup_steps") or 0,
@@ -269,7 +274,7 @@ def _schedule(view: View) -> Iterable[Diagnostic]:
         )
 
 
-def _min_lr(view: View) -> Iterable[Diagnostic]:
+def _min_lr(view: DocumentView) -> Iterable[Diagnostic]:
     low, high = view.real("training.scheduler.min_lr"), view.real("training.optimizer.lr")
     if low is not None and high is not None and low > high:
         message = f"min_lr {low:g} is above optimizer.lr {high:g}"
@@ -284,15 +289,15 @@ _ACCUMULATION: dict[str, tuple[str, ...]] = {
 }
 
 
-def _accumulation(view: View) -> Iterable[Diagnostic]:
+def _accumulation(view: DocumentView) -> Iterable[Diagnostic]:
     key, precision = "training.gradient_accumulation_dtype", view.text("training.precision")
     dtype, valid = view.get(key), ("auto", *_ACCUMULATION[precision])
     if dtype is not None and dtype not in valid:
         message = f"gradient_accumulation_dtype {dtype} does not go with precision {precision}"
-        yield found("SW1206", key, message, f"Write {words_for(valid)}.", valid)
+        yield found("SW1206", key, message, f"Write {join_with_or(valid)}.", valid)
 
 
-def _auto_nodes(view: View) -> Iterable[Diagnostic]:
+def _auto_nodes(view: DocumentView) -> Iterable[Diagnostic]:
     nodes, days = view.number("cluster.nodes"), view.real("training.days_at_most")
     if nodes is None and days is None:
         message = (
@@ -316,7 +321,7 @@ def _auto_nodes(view: View) -> Iterable[Diagnostic]:
 _SCHEDULERS = ("launch.slurm", "launch.kubernetes")
 
 
-def _schedulers(view: View) -> Iterable[Diagnostic]:
+def _schedulers(view: DocumentView) -> Iterable[Diagnostic]:
     launcher, given = view.get("launch.launcher"), view.given(*_SCHEDULERS)
     if launcher is None and len(given) > 1:
         names = " and ".join(f"a {section.rpartition('.')[2]}" for section in given)
@@ -336,12 +341,12 @@ def _schedulers(view: View) -> Iterable[Diagnostic]:
         yield found("SW1201", "launch.launcher", message, help)
 
 
-def _slurm(view: View) -> Iterable[Diagnostic]:
+def _slurm(view: DocumentView) -> Iterable[Diagnostic]:
     extra = view.get("launch.slurm.extra")
-    return () if extra is None else check_extra(extra)
+    return () if extra is None else sbatch_option_errors(extra)
 
 
-def _kubernetes(view: View) -> Iterable[Diagnostic]:
+def _kubernetes(view: DocumentView) -> Iterable[Diagnostic]:
     if view.get("launch.kubernetes") is None:
         return
     directory, mount = (
@@ -363,15 +368,15 @@ def _kubernetes(view: View) -> Iterable[Diagnostic]:
         yield found("SW1213", "launch.env_from", message, help)
 
 
-def _pod_patch(view: View) -> Iterable[Diagnostic]:
+def _pod_patch(view: DocumentView) -> Iterable[Diagnostic]:
     patch = view.get("launch.kubernetes.pod_patch")
     if not isinstance(patch, dict):
         return ()
     env_from = tuple(cast("list[str]", view.get("launch.env_from") or []))
-    return check_pod_patch(patch, view.text("launch.kubernetes.gpu_resource"), env_from)
+    return pod_patch_errors(patch, view.text("launch.kubernetes.gpu_resource"), env_from)
 
 
-def _environment(view: View) -> Iterable[Diagnostic]:
+def _environment(view: DocumentView) -> Iterable[Diagnostic]:
     env = cast(JsonObject, view.get("launch.env") or {})
     for index, variable in enumerate(cast("list[str]", view.get("launch.env_from") or [])):
         if variable in env:
@@ -383,7 +388,7 @@ def _environment(view: View) -> Iterable[Diagnostic]:
             )
 
 
-def _epochs(view: View) -> Iterable[Diagnostic]:
+def _epochs(view: DocumentView) -> Iterable[Diagnostic]:
     if view.get("training.epochs") is not None and view.get("data.kind") == "synthetic":
         message = "synthetic data has no end, so there are no epochs of it"
         yield found("SW1210", "training.epochs", message, "Give `steps` or `tokens`.")
@@ -397,8 +402,8 @@ CHECKS: tuple[CrossCheck, ...] = (
     _at_most_one("training.scheduler", "warmup_steps", "warmup_ratio"),
     _at_most_one("training.scheduler", "min_lr", "min_lr_ratio"),
     CrossCheck(keys=("model.weights", "model.config"), find=_weights),
-    CrossCheck(keys=("model.trust_remote_code", "model.source"), find=_trust),
-    CrossCheck(keys=_LAYOUT, find=_world),
+    CrossCheck(keys=("model.trust_remote_code", "model.source"), find=_check_trust_remote_code),
+    CrossCheck(keys=_LAYOUT, find=_check_world_size),
     CrossCheck(
         keys=(*_LAYOUT, "training.global_batch_size", "parallelism.micro_batch_size"), find=_batch
     ),
@@ -426,5 +431,7 @@ CHECKS: tuple[CrossCheck, ...] = (
     CrossCheck(keys=("launch.env", "launch.env_from"), find=_environment),
     CrossCheck(keys=("training.epochs", "data.kind"), find=_epochs),
     _exactly_one("validation", ("fraction", "kind"), "fraction: 0.01"),
-    CrossCheck(keys=NEEDED, find=lambda view: island_errors(view.document), whole=True),
+    CrossCheck(
+        keys=ISLAND_KEYS, find=lambda view: island_key_errors(view.document), all_islands=True
+    ),
 )

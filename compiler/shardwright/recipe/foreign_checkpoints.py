@@ -11,7 +11,7 @@ from shardwright.diagnostics import Diagnostic, KeyPath, found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointKind:
+class ForeignCheckpoint:
     """name: whose checkpoint it is. files: globs, relative to the folder; one match is enough.
     help: what to do, with {path} for the folder and {out} for a new one."""
 
@@ -25,7 +25,7 @@ _AS_MODEL = (
     "{{source: {out}}}`."
 )
 _KINDS = (
-    CheckpointKind(
+    ForeignCheckpoint(
         name="the Hugging Face Trainer, with weights",
         files=(
             "trainer_state.json+model.safetensors",
@@ -36,7 +36,7 @@ _KINDS = (
             "a new optimizer."
         ),
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="the Hugging Face Trainer, with peft adapters",
         files=("trainer_state.json+adapter_model.safetensors",),
         help=(
@@ -44,7 +44,7 @@ _KINDS = (
             "folder's weights."
         ),
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="DeepSpeed, in the universal format",
         files=("latest_universal", "zero/*/fp32.pt", "*/zero/*/fp32.pt"),
         help=(
@@ -52,7 +52,7 @@ _KINDS = (
             "that one."
         ),
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="DeepSpeed, of a pipeline",
         files=("layer_*-model_*states.pt", "*/layer_*-model_*states.pt"),
         help=(
@@ -60,14 +60,14 @@ _KINDS = (
             "Face's names."
         ),
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="DeepSpeed, ZeRO",
         files=("zero_to_fp32.py", "*zero_pp_rank_*_states.pt", "*/*zero_pp_rank_*_states.pt"),
         help="Trust it first: its files are pickles. `python -m deepspeed.utils.zero_to_fp32 "
         "{path} {out} "
         "--safe_serialization` writes its weights.\n" + _AS_MODEL,
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="DeepSpeed",
         files=("mp_rank_*_model_states.pt", "*/mp_rank_*_model_states.pt"),
         help=(
@@ -75,7 +75,7 @@ _KINDS = (
             "`save_16bit_model` of the engine."
         ),
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="Megatron-Core",
         files=(
             "latest_checkpointed_iteration.txt",
@@ -87,7 +87,7 @@ _KINDS = (
             "from its weights."
         ),
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="Accelerate (save_state)",
         files=("random_states_*.pkl",),
         help="Where it holds model.safetensors, put config.json and the tokenizer's files "
@@ -96,7 +96,7 @@ _KINDS = (
         "that file of "
         "pytorch_model_fsdp_0.",
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="PyTorch's distributed checkpoints (FSDP, torchtitan)",
         files=(".metadata", "*/.metadata"),
         help=(
@@ -105,13 +105,13 @@ _KINDS = (
         )
         + _AS_MODEL,
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="the Hugging Face Trainer",
         files=("trainer_state.json", "checkpoint-*/trainer_state.json"),
         help="Give its newest checkpoint-N folder where it holds model.safetensors: "
         "`model: {{source: FOLDER}}` starts from its weights.",
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="peft (adapters alone)",
         files=("adapter_config.json",),
         help=(
@@ -119,7 +119,7 @@ _KINDS = (
             "weights."
         ),
     ),
-    CheckpointKind(
+    ForeignCheckpoint(
         name="save_pretrained: a Hugging Face model",
         files=("config.json+model.safetensors", "config.json+model.safetensors.index.json"),
         help=(
@@ -131,17 +131,17 @@ _KINDS = (
 """The first that matches counts: special ones stand before general ones."""
 
 
-def checkpoint_kind(folder: Path) -> CheckpointKind | None:
+def identify_checkpoint(folder: Path) -> ForeignCheckpoint | None:
     """None where the folder is no checkpoint of another program that is known."""
     return next(
         (kind for kind in _KINDS if any(_matches(folder, files) for files in kind.files)), None
     )
 
 
-def other_program(folder: Path, key: KeyPath | None = None) -> Diagnostic | None:
+def foreign_checkpoint_error(folder: Path, key: KeyPath | None = None) -> Diagnostic | None:
     """SW6220 for a checkpoint of another program, None for anything else. key: of the recipe that
     names the folder."""
-    kind = checkpoint_kind(folder)
+    kind = identify_checkpoint(folder)
     if kind is None:
         return None
     root = (

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
-from shardwright.recipe.foreign_checkpoints import other_program
-from shardwright.recipe.key_descriptions import name, quote
+from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
+from shardwright.recipe.key_descriptions import dotted_key, quote_text
 from shardwright.recipe.recipe_paths import GLOB_KINDS
-from shardwright.recipe.recipe_types import MADE_HERE, DataSection, Recipe
+from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, DataSection, Recipe
 
 
 def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
@@ -21,7 +21,7 @@ def check_files(recipe: Recipe) -> tuple[Diagnostic, ...]:
     found: list[Diagnostic] = []
     if recipe.model.source is not None:
         found += _model_folder(recipe.model.source)
-    for key, data in recipe.data_parts():
+    for key, data in recipe.dataset_sections():
         found += _data(data, key, recipe.training.sequence_length)
     for name_, path in (
         ("hostfile", recipe.launch.hostfile),
@@ -45,11 +45,14 @@ def _model_folder(source: str) -> Iterator[Diagnostic]:
     if not os.path.isdir(source):
         cause = "is a file, not a folder" if os.path.exists(source) else "does not exist"
         yield _missing(
-            key, f"the folder {quote(source, 200)} {cause}", source, "A hub id is written org/name."
+            key,
+            f"the folder {quote_text(source, 200)} {cause}",
+            source,
+            "A hub id is written org/name.",
         )
     elif not os.path.isfile(os.path.join(source, "config.json")):
-        message = f"{name(key)}: the folder {quote(source, 200)} has no config.json"
-        other = other_program(Path(source), key)
+        message = f"{dotted_key(key)}: the folder {quote_text(source, 200)} has no config.json"
+        other = foreign_checkpoint_error(Path(source), key)
         yield other or found(
             "SW1302", key, message, "Give the folder that `save_pretrained` wrote."
         )
@@ -59,9 +62,9 @@ def _data(data: DataSection, section: KeyPath, sequence_length: int) -> Iterator
     kind, path, tokenizer = data.kind, data.path, data.tokenizer
     if isinstance(tokenizer, str) and os.path.isabs(tokenizer) and not os.path.isdir(tokenizer):
         key: KeyPath = (*section, "tokenizer")
-        what = f"the folder {quote(tokenizer, 200)} does not exist"
+        what = f"the folder {quote_text(tokenizer, 200)} does not exist"
         yield _missing(key, what, tokenizer, "Or write `tokenizer: byte`.")
-    if not isinstance(path, str) or path in MADE_HERE:
+    if not isinstance(path, str) or path in BUILT_IN_DATASETS:
         return
     key = (*section, "path")
     if kind in GLOB_KINDS:
@@ -82,18 +85,18 @@ def _matches(path: str, key: KeyPath) -> Iterator[Diagnostic]:
         return
     if os.path.isdir(path):
         help = f"Name its files: {path}/* for those in it, {path}/** for all below."
-        yield _wrong(key, path, "is a folder", help, "SW1301")
+        yield _wrong_file(key, path, "is a folder", help, "SW1301")
     else:
-        yield _missing(key, f"no file matches {quote(path, 200)}", path, "")
+        yield _missing(key, f"no file matches {quote_text(path, 200)}", path, "")
 
 
 def _file(path: str, key: KeyPath) -> Iterator[Diagnostic]:
     if os.path.isdir(path):
-        yield _wrong(key, path, "is a folder", "Name a file.")
+        yield _wrong_file(key, path, "is a folder", "Name a file.")
     elif not os.path.exists(path):
-        yield _missing(key, f"the file {quote(path, 200)} does not exist", path, "")
+        yield _missing(key, f"the file {quote_text(path, 200)} does not exist", path, "")
     elif not os.path.isfile(path):  # reading a pipe or a device might never end
-        yield _wrong(key, path, "is a pipe or a device", "Name a regular file.")
+        yield _wrong_file(key, path, "is a pipe or a device", "Name a regular file.")
 
 
 def _tokens(path: str, key: KeyPath, sequence_length: int) -> Iterator[Diagnostic]:
@@ -123,11 +126,11 @@ def _tokens(path: str, key: KeyPath, sequence_length: int) -> Iterator[Diagnosti
             )
     if problem:
         help = "Save an integer array of shape (samples, sequence_length) with numpy.save."
-        yield _wrong(key, path, problem, help)
+        yield _wrong_file(key, path, problem, help)
 
 
-def _wrong(key: KeyPath, path: str, what: str, help: str, code: str = "SW1302") -> Diagnostic:
-    return found(code, key, f"{name(key)}: {quote(path, 200)} {what}", help)
+def _wrong_file(key: KeyPath, path: str, what: str, help: str, code: str = "SW1302") -> Diagnostic:
+    return found(code, key, f"{dotted_key(key)}: {quote_text(path, 200)} {what}", help)
 
 
 def _missing(key: KeyPath, what: str, path: str, help: str) -> Diagnostic:
@@ -149,7 +152,7 @@ def _missing(key: KeyPath, what: str, path: str, help: str) -> Diagnostic:
     return found(
         "SW1301",
         key,
-        f"{name(key)}: {what}",
+        f"{dotted_key(key)}: {what}",
         " ".join((*hints, "Relative paths start at the recipe's folder.", help)).strip(),
         tuple(close),
     )

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.recipe.key_descriptions import words_for
-from shardwright.recipe.recipe_schema import complete, properties, recipe_schema
+from shardwright.recipe.key_descriptions import join_with_or
+from shardwright.recipe.recipe_schema import fill_in_defaults, recipe_schema, schema_properties
 from shardwright.recipe.recipe_types import optimizer_steps
 from shardwright.utils.divisors import nearest_multiples
 from shardwright.utils.json_types import JsonObject, JsonValue
 
-DEFAULT_STORE = "127.0.0.1:29471"
+DEFAULT_OUTER_STORE = "127.0.0.1:29471"
 DEFAULT_MIXING = 0.5
 _KEYS = ("islands", "inter_island_gbits_per_second")
-NEEDED = (
+ISLAND_KEYS = (
     *(
         "cluster.islands",
         "cluster.inter_island_gbits_per_second",
@@ -25,17 +25,17 @@ NEEDED = (
     ),
     *("training.outer", "checkpoint.every_steps", "validation.every_steps", "launch.outer_store"),
 )
-"""Keys that island_errors reads."""
+"""Keys that island_key_errors reads."""
 
 
-def islands_of(document: JsonObject) -> int:
+def island_count(document: JsonObject) -> int:
     """1 where the document does not speak of islands, or not as it should."""
     cluster = document.get("cluster")
     value = cluster.get("islands") if isinstance(cluster, dict) else None
     return value if isinstance(value, int) and value > 1 else 1
 
 
-def with_outer(document: JsonObject) -> JsonObject:
+def with_outer_defaults(document: JsonObject) -> JsonObject:
     """What is not said of islands, said: plain averaging, how overlap is mixed in, and where they
     meet. Without islands the keys go: said or left out, it is the same recipe."""
     cluster, training = (
@@ -43,24 +43,26 @@ def with_outer(document: JsonObject) -> JsonObject:
         cast(JsonObject, document["training"]),
     )
     launch = cast(JsonObject, document["launch"])
-    if islands_of(document) == 1:
+    if island_count(document) == 1:
         cluster = {key: value for key, value in cluster.items() if key not in _KEYS}
         training = {key: value for key, value in training.items() if key != "outer"}
         launch = {key: value for key, value in launch.items() if key != "outer_store"}
     else:
-        section = properties(properties(recipe_schema(), document)["training"], training)["outer"]
-        outer = cast(JsonObject, complete(section, training.get("outer") or {}))
+        section = schema_properties(
+            schema_properties(recipe_schema(), document)["training"], training
+        )["outer"]
+        outer = cast(JsonObject, fill_in_defaults(section, training.get("outer") or {}))
         if outer["overlap_steps"] and outer["mixing"] is None:
             outer = {**outer, "mixing": DEFAULT_MIXING}
         training = {**training, "outer": outer}
-        launch = {**launch, "outer_store": launch.get("outer_store") or DEFAULT_STORE}
+        launch = {**launch, "outer_store": launch.get("outer_store") or DEFAULT_OUTER_STORE}
     return {**document, "cluster": cluster, "training": training, "launch": launch}
 
 
-def of_one_island(document: JsonObject) -> JsonObject:
+def single_island_document(document: JsonObject) -> JsonObject:
     """Its nodes and its share of each global batch; the same steps. What does not divide stays as
     it is."""
-    islands = islands_of(document)
+    islands = island_count(document)
     if islands == 1:
         return document
     cluster, section = cast(JsonObject, document["cluster"]), document.get("training")
@@ -82,7 +84,7 @@ def of_one_island(document: JsonObject) -> JsonObject:
     return {**document, "cluster": cluster, "training": training}
 
 
-def island_errors(document: JsonObject) -> Iterable[Diagnostic]:
+def island_key_errors(document: JsonObject) -> Iterable[Diagnostic]:
     """Of a completed document whose NEEDED keys are of the right types: SW1231 to SW1235."""
     cluster, training = (
         cast(JsonObject, document["cluster"]),
@@ -90,7 +92,7 @@ def island_errors(document: JsonObject) -> Iterable[Diagnostic]:
     )
     outer = cast("JsonObject | None", training.get("outer"))
     launch = cast("JsonObject | None", document.get("launch")) or {}
-    if islands_of(document) == 1:
+    if island_count(document) == 1:
         given = {
             "cluster.inter_island_gbits_per_second": cluster.get("inter_island_gbits_per_second")
         }
@@ -119,7 +121,7 @@ def island_errors(document: JsonObject) -> Iterable[Diagnostic]:
 
 
 def _division(document: JsonObject) -> Iterable[Diagnostic]:
-    islands = islands_of(document)
+    islands = island_count(document)
     nodes, batch = (
         cast(JsonObject, document[s]).get(k)
         for s, k in (("cluster", "nodes"), ("training", _BATCH))
@@ -134,7 +136,11 @@ def _division(document: JsonObject) -> Iterable[Diagnostic]:
             near = tuple(map(str, nearest_multiples(islands, value)))
             message = f"{key.rpartition('.')[2]} {value} does not divide over {islands} islands"
             yield found(
-                "SW1231", key, message, f"Each island has an equal part: {words_for(near)}.", near
+                "SW1231",
+                key,
+                message,
+                f"Each island has an equal part: {join_with_or(near)}.",
+                near,
             )
 
 
@@ -151,7 +157,8 @@ def _multiples(document: JsonObject, every: int) -> Iterable[Diagnostic]:
                 f"{every}"
             )
             help = (
-                f"Between outer steps each island has weights of its own. Write {words_for(near)}."
+                "Between outer steps each island has weights of its own. Write "
+                f"{join_with_or(near)}."
             )
             yield found("SW1233", f"{section}.every_steps", message, help, near)
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from shardwright.recipe.parse_events import Event, SyntaxProblem
+from shardwright.recipe.parse_events import ParseError, ParseEvent
 
 _TOKEN = re.compile(r'[ \t\r\n,:]*(?:([{\[])|([}\]])|("(?:[^"\\]|\\.)*")|([^\s{}\[\],:"]+))')
 
@@ -21,14 +21,14 @@ def _no_constant(name: str) -> None:
 
 
 def is_json(text: str) -> bool:
-    """NaN and Infinity are not JSON. Raises SyntaxProblem where the nesting is too deep to tell."""
+    """NaN and Infinity are not JSON. Raises ParseError where the nesting is too deep to tell."""
     if not text.lstrip(" \t\r\n").startswith(("{", "[", '"')):
         return False
     try:
         # Numbers stay text: Python's int() refuses thousands of digits.
         json.loads(text, parse_constant=_no_constant, parse_int=str, parse_float=str)
     except RecursionError:
-        raise SyntaxProblem(
+        raise ParseError(
             "the recipe is nested too deeply", 0, "Make it smaller.", "SW1011"
         ) from None
     except ValueError:
@@ -36,16 +36,18 @@ def is_json(text: str) -> bool:
     return True
 
 
-def json_events(text: str) -> Iterator[Event]:
+def json_events(text: str) -> Iterator[ParseEvent]:
     """`text` is valid JSON."""
     for match in _TOKEN.finditer(text):
         opening, closing, string, word = match.groups()
         start, end = match.start(match.lastindex or 0), match.end()
         if opening:
-            yield Event(kind="map" if opening == "{" else "list", start=start, end=end, flow=True)
+            yield ParseEvent(
+                kind="map" if opening == "{" else "list", start=start, end=end, flow=True
+            )
         elif closing:
-            yield Event(kind="end", start=start, end=end)
+            yield ParseEvent(kind="end", start=start, end=end)
         elif string:
-            yield Event(kind="scalar", start=start, end=end, text=json.loads(string))
+            yield ParseEvent(kind="scalar", start=start, end=end, text=json.loads(string))
         else:
-            yield Event(kind="scalar", start=start, end=end, text=word, plain=True)
+            yield ParseEvent(kind="scalar", start=start, end=end, text=word, plain=True)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.diagnostics import KeyPath
-from shardwright.recipe.recipe_schema import properties, recipe_schema
+from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 FILL_IN = "FILL_IN"
@@ -62,24 +62,24 @@ _SYNONYMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def name(path: KeyPath) -> str:
+def dotted_key(path: KeyPath) -> str:
     """("training", "optimizer", "betas", 0) -> training.optimizer.betas[0]"""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".") or "the recipe"
 
 
-def quote(text: str, limit: int = 60) -> str:
+def quote_text(text: str, limit: int = 60) -> str:
     return repr(text if len(text) <= limit else f"{text[: limit - 3]}...")
 
 
-def say_value(value: JsonValue, *, typed: bool = False) -> str:
+def describe_value(value: JsonValue, *, typed: bool = False) -> str:
     """typed: with its type, for "got ..."."""
     if value is None:
         return "nothing" if typed else "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return f"the text {quote(value)}" if typed else quote(value)
+        return f"the text {quote_text(value)}" if typed else quote_text(value)
     if isinstance(value, int | float):
         return f"the number {value!r}" if typed else repr(value)
     if isinstance(value, Mapping):
@@ -87,18 +87,18 @@ def say_value(value: JsonValue, *, typed: bool = False) -> str:
     return f"a list of {len(value)}" if typed else "a list"
 
 
-def say_types(names: set[str]) -> list[str]:
+def describe_types(names: set[str]) -> list[str]:
     """An integer is a number too; null is never suggested next to a real type."""
     kept = names - {"null"} if len(names) > 1 else names
     kept = kept - {"integer"} if "number" in kept else kept
     return [words for type_name, words in _TYPES.items() if type_name in kept]
 
 
-def words_for(choices: Sequence[str]) -> str:
+def join_with_or(choices: Sequence[str]) -> str:
     return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
-def near_choices(value: str, choices: Sequence[str]) -> list[str]:
+def close_choices(value: str, choices: Sequence[str]) -> list[str]:
     """The one that `value` is a misspelling of, if any. Another number is no misspelling: fp8 is
     not fp32."""
     same = [choice for choice in choices if _digits(choice) == _digits(value)]
@@ -109,12 +109,12 @@ def _digits(text: str) -> str:
     return "".join(character for character in text if character.isdigit())
 
 
-def places_of_key(key: str) -> list[tuple[str, ...]]:
+def paths_of_key(key: str) -> list[tuple[str, ...]]:
     """Where a key of this name belongs, shallow places first."""
     return list(_places().get(key.lower(), ()))
 
 
-def synonym(key: str) -> tuple[str, ...] | None:
+def path_of_synonym(key: str) -> tuple[str, ...] | None:
     """What other tools call so."""
     return _SYNONYMS.get(key.lower().replace("-", "_"))
 
@@ -131,7 +131,9 @@ def _places() -> Mapping[str, Sequence[tuple[str, ...]]]:
 def _walk(schema: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     # These values open the branches of `data` that depend on one; elsewhere they change nothing.
     samples: tuple[JsonObject, ...] = ({}, {"kind": "jsonl"}, {"kind": "chat"}, {"mixture": []})
-    known = {key: sub for sample in samples for key, sub in properties(schema, sample).items()}
+    known = {
+        key: sub for sample in samples for key, sub in schema_properties(schema, sample).items()
+    }
     for key, sub in known.items():
         if path != ("model", "config"):  # its keys are Hugging Face's, not ours
             yield (*path, key)

@@ -14,13 +14,13 @@ Offload = Literal["none", "optimizer", "parameters"]
 Loss = Literal["full", "chunked"]
 TaskName = Literal["causal-lm", "image-text-to-text", "contrastive"]
 """What a model is trained for."""
-SEEING: tuple[TaskName, ...] = ("image-text-to-text", "contrastive")
+IMAGE_TASKS: tuple[TaskName, ...] = ("image-text-to-text", "contrastive")
 """Those whose rows hold pictures."""
 Kernels = Literal["hf", "compile"]
 """What a decoder layer runs as: Hugging Face's modules, one kernel an operator, or torch.compile of
 them."""
 Precision = Literal["bf16", "fp16", "fp32"]
-Choice = Literal["off", "auto", "on"]
+AutoSwitch = Literal["off", "auto", "on"]
 """auto: where it can be had."""
 Objective = Literal["throughput", "memory", "cost"]
 
@@ -45,6 +45,6 @@ class PartialCheckpointing:
         return f"{{full: {self.full}}}"
 
 
-PAIR_TYPES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
+CONTRASTIVE_MODEL_CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
 """model_type -> class of transformers, of those that are trained on pairs of a picture and a
 caption."""

@@ -19,7 +19,7 @@ VERSION: Literal[1] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class MeasuredValue:
     """value: in the unit that its name ends with. n: repeats behind it. spread: the distance of
     their quartiles over their median."""
 
@@ -29,7 +29,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MeasuredMachine:
     """Where it was measured. cores: that a node's ranks may use. ranks: processes that measured, on
     `nodes` nodes. threads: of each process."""
 
@@ -44,17 +44,17 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TimingSample:
     """One thing that was timed, for the reader: the constants are fitted to these. sizes: what was
     timed, such as m, n, k of a product."""
 
     what: str
     sizes: Mapping[str, int]
-    seconds: Figure
+    seconds: MeasuredValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerFigures:
+class LayerMeasurement:
     """One real layer of the model on one rank, without its collectives. place: in graph.layers, of
     the first of its kind. backward_seconds: with what the checkpointing runs again. kept_bytes: for
     the backward pass."""
@@ -63,31 +63,31 @@ class LayerFigures:
     tensor: int
     micro_batch_size: int
     activation_checkpointing: Checkpointing
-    forward_seconds: Figure
-    backward_seconds: Figure
-    kept_bytes: Figure
+    forward_seconds: MeasuredValue
+    backward_seconds: MeasuredValue
+    kept_bytes: MeasuredValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFigures:
+class EngineMeasurement:
     """What the engine adds on one rank: to a micro-batch, to each decoder layer of it, to a step,
     and to a step for each parameter that is updated."""
 
     zero_stage: int
-    micro_batch_seconds: Figure
-    layer_seconds: Figure
-    step_seconds: Figure
-    parameter_seconds: Figure
+    micro_batch_seconds: MeasuredValue
+    layer_seconds: MeasuredValue
+    step_seconds: MeasuredValue
+    parameter_seconds: MeasuredValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFigures:
+class RunMeasurement:
     """A layout that ran. pins: its keys, as `parallelism` has them. predicted_step_seconds: by the
     cost model alone, as it was then. peak_bytes: of the fullest rank; None where it was not
     told."""
 
     pins: JsonObject
-    step_seconds: Figure
+    step_seconds: MeasuredValue
     predicted_step_seconds: float
     peak_bytes: int | None
 
@@ -105,19 +105,19 @@ class Measurements:
 
     kind: Literal["shardwright measurements"]
     version: Literal[1]
-    machine: Machine
+    machine: MeasuredMachine
     model: str
     target: str
     sequence_length: int
-    constants: Mapping[str, Figure]
-    layers: tuple[LayerFigures, ...] = ()
-    engine: tuple[EngineFigures, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    runs: tuple[RunFigures, ...] = ()
+    constants: Mapping[str, MeasuredValue]
+    layers: tuple[LayerMeasurement, ...] = ()
+    engine: tuple[EngineMeasurement, ...] = ()
+    samples: tuple[TimingSample, ...] = ()
+    runs: tuple[RunMeasurement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredFile:
+class MeasurementsFile:
     """path: absolute. content: the file's bytes, as they were when they were read. sha256: of
     these."""
 

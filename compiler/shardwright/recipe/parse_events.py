@@ -14,7 +14,7 @@ LINE_BREAK = re.compile(r"\r\n|\r|\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class ParseEvent:
     """start, end: offsets into the text. text: a scalar's value, or an alias's name. plain:
     unquoted."""
 
@@ -48,7 +48,7 @@ class LineOffsets:
         )
 
 
-class SyntaxProblem(Exception):
+class ParseError(Exception):
     """Raised by a reader at the first place where the text cannot be read on."""
 
     def __init__(self, message: str, start: int, help: str = "", code: str = "SW1005") -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, cast
 
 TABLE_FILE = Path(__file__).with_name("pod_fields.json")
-ROOT = "PodTemplateSpec"
+POD_TEMPLATE_TYPE = "PodTemplateSpec"
 _KIND = re.compile(r"(?P<open>[\[{]?)(?P<item>\w+)[\]}]?(?: (?P<key>\w+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class PodFieldType:
     """holds: one | list | map. item: string, integer, number, boolean, any, or a type with fields
     of its own.
 
@@ -35,7 +35,7 @@ def kubernetes_version() -> str:
 
 
 @functools.cache
-def fields(type_name: str) -> Mapping[str, Kind]:
+def pod_fields_of(type_name: str) -> Mapping[str, PodFieldType]:
     """{} for what has no fields of its own."""
     return {name: _kind(text) for name, text in _table()["types"].get(type_name, {}).items()}
 
@@ -45,9 +45,9 @@ def _table() -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", json.loads(TABLE_FILE.read_text(encoding="utf-8")))
 
 
-def _kind(text: str) -> Kind:
+def _kind(text: str) -> PodFieldType:
     match = _KIND.fullmatch(text)
     if match is None:
         raise ValueError(f"{TABLE_FILE.name}: {text!r} is no kind of value")
     holds = {"": "one", "[": "list", "{": "map"}[match["open"]]
-    return Kind(holds=holds, item=match["item"], merge_key=match["key"] or "")
+    return PodFieldType(holds=holds, item=match["item"], merge_key=match["key"] or "")

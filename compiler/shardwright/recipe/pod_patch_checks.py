@@ -8,13 +8,18 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
-from shardwright.recipe.key_descriptions import name, quote, say_value
-from shardwright.recipe.pod_fields import ROOT, Kind, fields, kubernetes_version
+from shardwright.recipe.key_descriptions import describe_value, dotted_key, quote_text
+from shardwright.recipe.pod_fields import (
+    POD_TEMPLATE_TYPE,
+    PodFieldType,
+    kubernetes_version,
+    pod_fields_of,
+)
 from shardwright.recipe.recipe_types import POD_CONTAINER, POD_LABEL
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 KEY: KeyPath = ("launch", "kubernetes", "pod_patch")
-MOST_TOLD = 20
+MAX_POD_PATCH_ERRORS = 20
 """A manifest of something else, pasted, has hundreds; these do."""
 _WORDS: dict[str, tuple[tuple[type, ...], str]] = {
     "string": ((str,), "text"),
@@ -27,7 +32,7 @@ _WORDS: dict[str, tuple[tuple[type, ...], str]] = {
 _RESTARTS = "launch.kubernetes.kind and restarts decide when a pod starts again"
 _NAMES = "the ranks meet at the pods' names"
 _COMMAND = "launch/node.sh, in launch.kubernetes.directory, starts the node's ranks"
-DECIDED: dict[tuple[str, ...], str] = {
+RESERVED_FIELDS: dict[tuple[str, ...], str] = {
     ("metadata", "name"): _NAMES,
     ("metadata", "namespace"): "launch.kubernetes.namespace decides it",
     ("metadata", "labels", POD_LABEL): "the service finds the pods by it",
@@ -46,90 +51,92 @@ DECIDED: dict[tuple[str, ...], str] = {
 """Place in the pod template, an item of a list by its name -> why no patch may touch it."""
 
 
-def check_pod_patch(
+def pod_patch_errors(
     patch: JsonObject, gpu_resource: str, env_from: tuple[str, ...]
 ) -> Iterator[Diagnostic]:
     """Every field that Kubernetes does not know, value of another type, and place that is decided
     elsewhere."""
     container = ("spec", "containers", POD_CONTAINER)
-    decided = DECIDED | {
+    reserved = RESERVED_FIELDS | {
         (*container, "env", variable): "launch.env_from decides it" for variable in env_from
     }
     for kind in ("limits", "requests"):
-        decided[(*container, "resources", kind, gpu_resource)] = "cluster.gpus_per_node decides it"
-    yield from itertools.islice(_fields(ROOT, patch, KEY, (), decided), MOST_TOLD)
+        reserved[(*container, "resources", kind, gpu_resource)] = "cluster.gpus_per_node decides it"
+    yield from itertools.islice(
+        _check_fields(POD_TEMPLATE_TYPE, patch, KEY, (), reserved), MAX_POD_PATCH_ERRORS
+    )
 
 
-def _fields(
+def _check_fields(
     type_name: str,
     value: JsonObject,
     key: KeyPath,
     place: tuple[str, ...],
-    decided: Mapping[tuple[str, ...], str],
+    reserved: Mapping[tuple[str, ...], str],
 ) -> Iterator[Diagnostic]:
-    known = fields(type_name)
+    known = pod_fields_of(type_name)
     for field, below in value.items():
         there = (*place, field)
         if field not in known:
             yield _unknown(field, (*key, field), tuple(known))
-        elif (why := _reason(there, below, decided)) is not None:
-            yield _decided((*key, field), why)
+        elif (why := _reason(there, below, reserved)) is not None:
+            yield _reserved_error((*key, field), why)
         else:
-            yield from _value(known[field], below, (*key, field), there, decided)
+            yield from _check_value(known[field], below, (*key, field), there, reserved)
 
 
 def _reason(
-    place: tuple[str, ...], value: JsonValue, decided: Mapping[tuple[str, ...], str]
+    place: tuple[str, ...], value: JsonValue, reserved: Mapping[tuple[str, ...], str]
 ) -> str | None:
     """Why nothing may be put here; null would take away what stands below as well."""
     if value is None:
-        return next((why for there, why in decided.items() if there[: len(place)] == place), None)
-    return decided.get(place)
+        return next((why for there, why in reserved.items() if there[: len(place)] == place), None)
+    return reserved.get(place)
 
 
-def _value(
-    kind: Kind,
+def _check_value(
+    kind: PodFieldType,
     value: JsonValue,
     key: KeyPath,
     place: tuple[str, ...],
-    decided: Mapping[tuple[str, ...], str],
+    reserved: Mapping[tuple[str, ...], str],
 ) -> Iterator[Diagnostic]:
     if kind.holds == "list" and isinstance(value, list):
         for index, item in enumerate(value):
             there = (*place, str(index))
             if kind.merge_key and isinstance(item, Mapping):
                 if kind.merge_key not in item:
-                    yield _bad(
+                    yield _value_error(
                         (*key, index), f"has no {kind.merge_key}", f"Add `{kind.merge_key}:`."
                     )
                     continue
                 there = (*place, str(item[kind.merge_key]))
-            if there in decided:
-                yield _decided((*key, index), decided[there])
+            if there in reserved:
+                yield _reserved_error((*key, index), reserved[there])
             else:
-                yield from _one(kind.item, item, (*key, index), there, decided)
+                yield from _check_item(kind.item, item, (*key, index), there, reserved)
     elif kind.holds == "map" and isinstance(value, Mapping):
         for field, below in value.items():
-            if (why := _reason((*place, field), below, decided)) is not None:
-                yield _decided((*key, field), why)
+            if (why := _reason((*place, field), below, reserved)) is not None:
+                yield _reserved_error((*key, field), why)
             elif below is not None:  # null removes it
-                yield from _one(kind.item, below, (*key, field), (*place, field), decided)
+                yield from _check_item(kind.item, below, (*key, field), (*place, field), reserved)
     elif kind.holds == "one" and value is not None:
-        yield from _one(kind.item, value, key, place, decided)
+        yield from _check_item(kind.item, value, key, place, reserved)
     elif value is not None:
         yield _other_type(key, "a list" if kind.holds == "list" else "a mapping", value)
 
 
-def _one(
+def _check_item(
     type_name: str,
     value: JsonValue,
     key: KeyPath,
     place: tuple[str, ...],
-    decided: Mapping[tuple[str, ...], str],
+    reserved: Mapping[tuple[str, ...], str],
 ) -> Iterator[Diagnostic]:
     if type_name not in _WORDS:
         if isinstance(value, Mapping):
-            yield from _fields(type_name, value, key, place, decided)
+            yield from _check_fields(type_name, value, key, place, reserved)
             return
         wanted, fits = "a mapping", False
     else:
@@ -146,19 +153,24 @@ def _unknown(field: str, key: KeyPath, known: tuple[str, ...]) -> Diagnostic:
     return found(
         "SW1221",
         key,
-        f"{name(key[:-1])}: Kubernetes {kubernetes_version()} has no field {quote(field)} here",
+        (
+            f"{dotted_key(key[:-1])}: Kubernetes {kubernetes_version()} has no field "
+            f"{quote_text(field)} here"
+        ),
         f"Did you mean `{near[0]}`?" if near else f"The fields here are {', '.join(known)}.",
         near,
     )
 
 
-def _decided(key: KeyPath, why: str) -> Diagnostic:
-    return found("SW1223", key, f"{name(key)} does not belong here: {why}", "Remove it.")
+def _reserved_error(key: KeyPath, why: str) -> Diagnostic:
+    return found("SW1223", key, f"{dotted_key(key)} does not belong here: {why}", "Remove it.")
 
 
 def _other_type(key: KeyPath, wanted: str, value: JsonValue) -> Diagnostic:
-    return _bad(key, f"expected {wanted}, got {say_value(value, typed=True)}", f"Give {wanted}.")
+    return _value_error(
+        key, f"expected {wanted}, got {describe_value(value, typed=True)}", f"Give {wanted}."
+    )
 
 
-def _bad(key: KeyPath, what: str, help: str) -> Diagnostic:
-    return found("SW1222", key, f"{name(key)}: {what}", help)
+def _value_error(key: KeyPath, what: str, help: str) -> Diagnostic:
+    return found("SW1222", key, f"{dotted_key(key)}: {what}", help)

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 from shardwright.diagnostics import Diagnostic, Location, found
 from shardwright.recipe.parse_events import LineOffsets
-from shardwright.recipe.recipe_nodes import Entry, MapNode, Node, ScalarNode, map_node
-from shardwright.recipe.recipe_paths import rebase
-from shardwright.recipe.recipe_tree import LONGEST_TEXT, read_text
-from shardwright.utils.bounded_read import read_regular
+from shardwright.recipe.recipe_nodes import MapEntry, MapNode, Node, ScalarNode, map_node
+from shardwright.recipe.recipe_paths import rebase_paths
+from shardwright.recipe.recipe_tree import MAX_RECIPE_BYTES, parse_recipe_text
+from shardwright.utils.bounded_read import read_regular_file
 
 COMMAND_LINE = "--set"
 STDIN = "<stdin>"
 _LONGEST_CHAIN = 16
 
-EXCLUSIVE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+EXCLUSIVE_KEYS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("model",), ("source", "config")),
     (("training",), ("steps", "tokens", "epochs")),
     (("training", "scheduler"), ("warmup_steps", "warmup_ratio")),
@@ -28,7 +28,7 @@ EXCLUSIVE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 """Keys that replace each other: a layer that gives one drops the others of the layers below it."""
 
 
-class Layers:
+class RecipeComposer:
     """Reads the layers; keeps the texts for the renderer and everything wrong with them."""
 
     def __init__(self, stdin_text: str | None = None) -> None:
@@ -82,9 +82,9 @@ class Layers:
             return root
         base_directory = os.path.abspath(os.path.dirname(path))
         merged = self._with_base(base, path, (*chain, os.path.realpath(path)), base_directory)
-        moved = rebase(merged, base_directory, directory)
+        moved = rebase_paths(merged, base_directory, directory)
         assert isinstance(moved, MapNode)
-        return merge(moved, root)
+        return merge_maps(moved, root)
 
     def override(self, root: MapNode, overrides: Sequence[str]) -> MapNode:
         """Each "a.b=value" laid over the tree; the value is YAML."""
@@ -96,7 +96,7 @@ class Layers:
             layer = self._override(
                 root, override, LineOffsets(COMMAND_LINE, text, offset), text, offset
             )
-            root = root if layer is None else merge(root, layer, keep_places=True)
+            root = root if layer is None else merge_maps(root, layer, keep_base_locations=True)
             offset += len(override) + 1
         return root
 
@@ -134,7 +134,7 @@ class Layers:
             if entry is None:
                 break
             below = entry.node
-        value, errors = read_text(
+        value, errors = parse_recipe_text(
             value_text, LineOffsets(COMMAND_LINE, text, offset + len(keys_text) + 1)
         )
         self.errors.extend(errors)
@@ -143,13 +143,13 @@ class Layers:
                 return None
             value = ScalarNode(value=None, location=place)
         for key in reversed(keys):
-            value = map_node((Entry(key=key, key_location=place, node=value),), place)
+            value = map_node((MapEntry(key=key, key_location=place, node=value),), place)
         assert isinstance(value, MapNode)
         return value
 
     def _root(self, name: str, text: str) -> MapNode | None:
         self.texts[name] = text
-        root, errors = read_text(text, LineOffsets(name, text))
+        root, errors = parse_recipe_text(text, LineOffsets(name, text))
         self.errors.extend(errors)
         if isinstance(root, MapNode):
             return root
@@ -191,7 +191,7 @@ class Layers:
                 else "`extends` is relative to this file.",
             )
             return None
-        if len(data) > LONGEST_TEXT:
+        if len(data) > MAX_RECIPE_BYTES:
             self._too_large(name)
             return None
         try:
@@ -210,7 +210,7 @@ class Layers:
             return None
 
     def _too_large(self, name: str) -> None:
-        help = f"A recipe has at most {LONGEST_TEXT // 1024} KiB."
+        help = f"A recipe has at most {MAX_RECIPE_BYTES // 1024} KiB."
         self._error(
             "SW1011",
             f"{name} is too large for a recipe",
@@ -225,12 +225,12 @@ class Layers:
 def _read_bytes(name: str) -> bytes:
     """Of standard input one byte more than a recipe may have at most, so that it ends."""
     if name == STDIN:
-        return sys.stdin.buffer.read(LONGEST_TEXT + 1)
-    return read_regular(name, LONGEST_TEXT)
+        return sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1)
+    return read_regular_file(name, MAX_RECIPE_BYTES)
 
 
-def merge(
-    base: MapNode, over: MapNode, path: tuple[str, ...] = (), *, keep_places: bool = False
+def merge_maps(
+    base: MapNode, over: MapNode, path: tuple[str, ...] = (), *, keep_base_locations: bool = False
 ) -> MapNode:
     """Mappings key by key, everything else replaced. Base keys keep their order, new ones follow.
 
@@ -238,11 +238,11 @@ def merge(
     that --set leaves missing is looked for in the file.
     """
     given = {entry.key for entry in over.entries if not _is_null(entry.node)}
-    dropped: set[str] = set()
-    for where, keys in EXCLUSIVE:
+    dropped_keys: set[str] = set()
+    for where, keys in EXCLUSIVE_KEYS:
         if where == path and given & set(keys):
-            dropped |= set(keys) - {entry.key for entry in over.entries}
-    entries = {entry.key: entry for entry in base.entries if entry.key not in dropped}
+            dropped_keys |= set(keys) - {entry.key for entry in over.entries}
+    entries = {entry.key: entry for entry in base.entries if entry.key not in dropped_keys}
     for entry in over.entries:
         below = entries.get(entry.key)
         if (
@@ -250,12 +250,16 @@ def merge(
             and isinstance(below.node, MapNode)
             and isinstance(entry.node, MapNode)
         ):
-            node = merge(below.node, entry.node, (*path, entry.key), keep_places=keep_places)
-            key_location = below.key_location if keep_places else entry.key_location
-            entries[entry.key] = Entry(key=entry.key, key_location=key_location, node=node)
+            node = merge_maps(
+                below.node, entry.node, (*path, entry.key), keep_base_locations=keep_base_locations
+            )
+            key_location = below.key_location if keep_base_locations else entry.key_location
+            entries[entry.key] = MapEntry(key=entry.key, key_location=key_location, node=node)
         else:
             entries[entry.key] = entry
-    return map_node(tuple(entries.values()), base.location if keep_places else over.location)
+    return map_node(
+        tuple(entries.values()), base.location if keep_base_locations else over.location
+    )
 
 
 def _is_null(node: Node) -> bool:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source
-from shardwright.recipe.auto_values import build, decide, recipe_directory
-from shardwright.recipe.cross_key_checks import cross_check
-from shardwright.recipe.recipe_composition import STDIN, Layers
-from shardwright.recipe.recipe_nodes import Node, places, plain
-from shardwright.recipe.recipe_schema import complete, recipe_schema
+from shardwright.recipe.auto_values import build_recipe, recipe_directory, resolve_auto
+from shardwright.recipe.cross_key_checks import cross_key_errors
+from shardwright.recipe.recipe_composition import STDIN, RecipeComposer
+from shardwright.recipe.recipe_nodes import Node, node_locations, node_value
+from shardwright.recipe.recipe_schema import fill_in_defaults, recipe_schema
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.recipe.schema_errors import integer_errors, meant_keys, validate
+from shardwright.recipe.schema_errors import integer_errors, intended_keys, schema_errors
 from shardwright.utils.json_types import JsonObject
 
 
@@ -30,54 +30,56 @@ def load_recipe(
     """
     name = STDIN if str(path) == "-" else str(path)
     directory = os.getcwd() if name == STDIN else recipe_directory(name)
-    layers = Layers(stdin_text)
+    layers = RecipeComposer(stdin_text)
     root = layers.read_file(name, directory)
     if root is not None:
         root = layers.override(root, overrides)
     if root is None:
         raise Refusal(*layers.errors, source=Source(file=name, texts=layers.texts))
     source = _source(name, root, layers.texts)
-    return check_document(cast(JsonObject, plain(root)), directory, source, layers.errors)
+    return recipe_from_document(
+        cast(JsonObject, node_value(root)), directory, source, layers.errors
+    )
 
 
-NO_BASE = ("SW1021", "SW1022")
+MISSING_BASE_CODES = ("SW1021", "SW1022")
 """`extends` goes round, or names what cannot be read."""
 
 
-def check_document(
+def recipe_from_document(
     given: JsonObject, directory: str, source: Source, errors: Sequence[Diagnostic] = ()
 ) -> Recipe:
     """The document as it was written -> Recipe. errors: what reading it has found already."""
     found = list(errors)
-    told = _keys_at(source, [error.location for error in errors])
-    found += [error for error in validate(given) if error.key not in told]
-    completed = cast(JsonObject, complete(recipe_schema(), given))
-    told |= {error.key for error in found if error.key is not None}
-    found += [error for error in integer_errors(completed) if error.key not in told]
-    wrong = told | {error.key for error in found if error.key}
+    reported_keys = _keys_at(source, [error.location for error in errors])
+    found += [error for error in schema_errors(given) if error.key not in reported_keys]
+    completed = cast(JsonObject, fill_in_defaults(recipe_schema(), given))
+    reported_keys |= {error.key for error in found if error.key is not None}
+    found += [error for error in integer_errors(completed) if error.key not in reported_keys]
+    faulty_keys = reported_keys | {error.key for error in found if error.key}
     # What a misspelt key was meant to be is unknown too.
-    wrong |= meant_keys(found)
-    found += cross_check(completed, wrong)
-    if any(error.code in NO_BASE for error in errors):  # what is missing may stand there
+    faulty_keys |= intended_keys(found)
+    found += cross_key_errors(completed, faulty_keys)
+    if any(error.code in MISSING_BASE_CODES for error in errors):  # what is missing may stand there
         found = [error for error in found if error.code != "SW1105"]
     if found:
         raise Refusal(*sorted(found, key=lambda e: _order(e, source)), source=source)
-    return build(decide(completed), directory, source)
+    return build_recipe(resolve_auto(completed), directory, source)
 
 
 def _source(name: str, root: Node, texts: dict[str, str]) -> Source:
     values: dict[KeyPath, Location] = {}
     keys: dict[KeyPath, Location] = {}
-    for path, value_place, key_place in places(root):
+    for path, value_place, key_place in node_locations(root):
         values[path] = value_place
         if key_place is not None:
             keys[path] = key_place
     return Source(file=name, locations=values, key_locations=keys, texts=texts)
 
 
-def _keys_at(source: Source, wrong: list[Location | None]) -> set[KeyPath]:
+def _keys_at(source: Source, faulty_keys: list[Location | None]) -> set[KeyPath]:
     """The keys whose value, or own name, already has a finding."""
-    spots = {(place.file, place.line, place.column) for place in wrong if place is not None}
+    spots = {(place.file, place.line, place.column) for place in faulty_keys if place is not None}
     both = (*source.locations.items(), *source.key_locations.items())
     return {
         path for path, place in both if path and (place.file, place.line, place.column) in spots

@@ -26,7 +26,7 @@ class ListNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class MapEntry:
     key: str
     key_location: Location
     node: Node
@@ -36,19 +36,19 @@ class Entry:
 class MapNode:
     """size: nodes in the tree; depth: levels of it. Aliases count as often as they are used."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[MapEntry, ...]
     location: Location
     size: int
     depth: int
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> MapEntry | None:
         return next((entry for entry in self.entries if entry.key == key), None)
 
 
 Node = ScalarNode | ListNode | MapNode
 
 
-def map_node(entries: tuple[Entry, ...], location: Location) -> MapNode:
+def map_node(entries: tuple[MapEntry, ...], location: Location) -> MapNode:
     size = 1 + sum(entry.node.size for entry in entries)
     depth = 1 + max((entry.node.depth for entry in entries), default=0)
     return MapNode(entries=entries, location=location, size=size, depth=depth)
@@ -62,24 +62,26 @@ def list_node(items: tuple[Node, ...], location: Location) -> ListNode:
     return ListNode(items=items, location=location, size=size, depth=depth)
 
 
-def plain(node: Node) -> JsonValue:
+def node_value(node: Node) -> JsonValue:
     """Without the places. Depth is bounded by the reader, so recursion is safe."""
     if isinstance(node, ScalarNode):
         return node.value
     if isinstance(node, ListNode):
-        return [plain(item) for item in node.items]
-    return {entry.key: plain(entry.node) for entry in node.entries}
+        return [node_value(item) for item in node.items]
+    return {entry.key: node_value(entry.node) for entry in node.entries}
 
 
-def places(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Location, Location | None]]:
+def node_locations(
+    node: Node, path: KeyPath = ()
+) -> Iterator[tuple[KeyPath, Location, Location | None]]:
     """(key path, place of the value, place of the key) of everything in the tree."""
     if path == ():
         yield (), node.location, None
     if isinstance(node, MapNode):
         for entry in node.entries:
             yield (*path, entry.key), entry.node.location, entry.key_location
-            yield from places(entry.node, (*path, entry.key))
+            yield from node_locations(entry.node, (*path, entry.key))
     elif isinstance(node, ListNode):
         for index, item in enumerate(node.items):
             yield (*path, index), item.location, None
-            yield from places(item, (*path, index))
+            yield from node_locations(item, (*path, index))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 from shardwright.recipe.recipe_nodes import ListNode, MapNode, Node, ScalarNode
-from shardwright.recipe.recipe_types import MADE_HERE
+from shardwright.recipe.recipe_types import BUILT_IN_DATASETS
 
 GLOB_KINDS = ("text", "jsonl", "parquet", "chat")
 
@@ -46,15 +46,15 @@ def is_folder(text: str, directory: str) -> bool:
     )
 
 
-def absolute(text: str, directory: str) -> str:
+def absolute_path(text: str, directory: str) -> str:
     return os.path.normpath(os.path.join(directory, os.path.expanduser(text)))
 
 
-def absolute_data_path(text: str, directory: str, kind: str) -> str:
+def absolute_dataset_path(text: str, directory: str, kind: str) -> str:
     """For kinds that take a glob, only the recipe's own text is one: its folder's name is
     escaped."""
-    full = absolute(text, directory)
-    if MADE_HERE.get(text) == kind:
+    full = absolute_path(text, directory)
+    if BUILT_IN_DATASETS.get(text) == kind:
         return text
     if kind not in GLOB_KINDS or os.path.isfile(full) or os.path.isabs(os.path.expanduser(text)):
         return full
@@ -62,23 +62,25 @@ def absolute_data_path(text: str, directory: str, kind: str) -> str:
     return os.path.normpath(folder + text) if folder != os.path.join(directory, "") else full
 
 
-def rebase(node: Node, base_directory: str, directory: str) -> Node:
+def rebase_paths(node: Node, base_directory: str, directory: str) -> Node:
     """The tree of a base file, with its paths rewritten to be relative to the recipe that extends
     it."""
     if os.path.realpath(base_directory) == os.path.realpath(directory):
         return node
 
-    def moved(text: str) -> str:
-        if text.startswith(("/", "~")) or text in MADE_HERE:
+    def relative_to_recipe(text: str) -> str:
+        if text.startswith(("/", "~")) or text in BUILT_IN_DATASETS:
             return text
         path = os.path.relpath(os.path.join(base_directory, text), directory)
         return path if path.startswith("..") else f"./{path}"
 
     for keys in _PATH_KEYS:
-        node = _rewrite(node, keys, moved)
+        node = _rewrite(node, keys, relative_to_recipe)
     for keys in _FOLDER_OR_NAME_KEYS:
         node = _rewrite(
-            node, keys, lambda text: moved(text) if is_folder(text, base_directory) else text
+            node,
+            keys,
+            lambda text: relative_to_recipe(text) if is_folder(text, base_directory) else text,
         )
     return node
 

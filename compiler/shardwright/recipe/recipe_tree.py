@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from shardwright.diagnostics import Diagnostic, Location, found
 from shardwright.recipe.json_parser import is_json, json_events
-from shardwright.recipe.parse_events import Event, LineOffsets, SyntaxProblem
+from shardwright.recipe.parse_events import LineOffsets, ParseError, ParseEvent
 from shardwright.recipe.recipe_nodes import (
-    Entry,
     ListNode,
+    MapEntry,
     MapNode,
     Node,
     ScalarNode,
@@ -19,39 +19,39 @@ from shardwright.recipe.recipe_nodes import (
     map_node,
 )
 from shardwright.recipe.yaml_parser import yaml_events
-from shardwright.recipe.yaml_scalar import resolve, scalar_errors
+from shardwright.recipe.yaml_scalar import scalar_errors, yaml_scalar_value
 
-DEEPEST = 48
-MOST_NODES = 20_000
-LONGEST_TEXT = 512 * 1024
+MAX_RECIPE_DEPTH = 48
+MAX_RECIPE_NODES = 20_000
+MAX_RECIPE_BYTES = 512 * 1024
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCollection:
     """A mapping or list whose end has not come yet."""
 
-    event: Event
+    event: ParseEvent
     place: Location
     key_place: Location | None
     items: list[Node] = field(default_factory=list)
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, MapEntry] = field(default_factory=dict)
     key: str | None = None
-    key_event: Event | None = None
+    key_event: ParseEvent | None = None
 
 
-class _Stop(Exception):
+class _ParseAborted(Exception):
     """Reading cannot go on; the cause is among the errors."""
 
 
-def read_text(text: str, lines: LineOffsets) -> tuple[Node | None, tuple[Diagnostic, ...]]:
+def parse_recipe_text(text: str, lines: LineOffsets) -> tuple[Node | None, tuple[Diagnostic, ...]]:
     """The tree (None where the text has none) and everything wrong with it."""
     builder = _Builder(text, lines)
     try:
         builder.read(json_events(text) if is_json(text) else yaml_events(text))
-    except SyntaxProblem as problem:
+    except ParseError as problem:
         place = lines.at(min(problem.start, len(text)), min(problem.start, len(text)) + 1)
         return None, (*builder.errors, found(problem.code, place, problem.message, problem.help))
-    except _Stop:
+    except _ParseAborted:
         return None, tuple(builder.errors)
     return builder.root, tuple(builder.errors)
 
@@ -61,11 +61,11 @@ class _Builder:
         self.text, self.lines = text, lines
         self.root: Node | None = None
         self.errors: list[Diagnostic] = []
-        self.stack: list[_Open] = []
+        self.stack: list[_OpenCollection] = []
         self.anchors: dict[str, Node] = {}
         self.nodes = 0
 
-    def read(self, events: Iterator[Event]) -> None:
+    def read(self, events: Iterator[ParseEvent]) -> None:
         documents = 0
         for event in events:
             place = self.lines.at(event.start, event.end)
@@ -92,9 +92,11 @@ class _Builder:
             elif self.expects_key():
                 self.open_key(event, place)
             elif event.kind in ("map", "list"):
-                if len(self.stack) >= DEEPEST:
-                    self.too_large(f"is nested more than {DEEPEST} levels deep", place)
-                self.stack.append(_Open(event=event, place=place, key_place=self.key_place()))
+                if len(self.stack) >= MAX_RECIPE_DEPTH:
+                    self.too_large(f"is nested more than {MAX_RECIPE_DEPTH} levels deep", place)
+                self.stack.append(
+                    _OpenCollection(event=event, place=place, key_place=self.key_place())
+                )
             elif event.kind == "alias":
                 self.alias(event, place)
             else:
@@ -109,7 +111,7 @@ class _Builder:
         event = self.stack[-1].key_event if self.stack else None
         return None if event is None else self.lines.at(event.start, event.end)
 
-    def open_key(self, event: Event, place: Location) -> None:
+    def open_key(self, event: ParseEvent, place: Location) -> None:
         top = self.stack[-1]
         if event.kind != "scalar":
             self.stop(
@@ -133,14 +135,14 @@ class _Builder:
             )
         top.key, top.key_event = event.text, event
 
-    def scalar(self, event: Event, place: Location) -> None:
-        value = resolve(event.text) if event.plain else event.text
+    def scalar(self, event: ParseEvent, place: Location) -> None:
+        value = yaml_scalar_value(event.text) if event.plain else event.text
         if event.start == event.end:  # `key:` without a value: show the key
             place = self.key_place() or place
         self.errors.extend(scalar_errors(value, event.text, place))
         self.add(ScalarNode(value=value, location=place), event.anchor, place)
 
-    def alias(self, event: Event, place: Location) -> None:
+    def alias(self, event: ParseEvent, place: Location) -> None:
         node = self.anchors.get(event.text)
         if node is None:
             self.stop(
@@ -149,12 +151,12 @@ class _Builder:
                 place,
                 "Write it out.",
             )
-        elif len(self.stack) + node.depth > DEEPEST:
-            self.too_large(f"is nested more than {DEEPEST} levels deep", place)
+        elif len(self.stack) + node.depth > MAX_RECIPE_DEPTH:
+            self.too_large(f"is nested more than {MAX_RECIPE_DEPTH} levels deep", place)
         else:
             self.add(node, None, place)
 
-    def close(self, event: Event) -> None:
+    def close(self, event: ParseEvent) -> None:
         top = self.stack.pop()
         # A block has no bracket to point at: its key is what the reader looks for.
         place = (
@@ -172,8 +174,8 @@ class _Builder:
 
     def add(self, node: Node, anchor: str | None, place: Location) -> None:
         self.nodes += node.size
-        if self.nodes > MOST_NODES:
-            self.too_large(f"has more than {MOST_NODES} values, aliases included", place)
+        if self.nodes > MAX_RECIPE_NODES:
+            self.too_large(f"has more than {MAX_RECIPE_NODES} values, aliases included", place)
         if anchor is not None:
             self.anchors[anchor] = node
         if not self.stack:
@@ -185,7 +187,7 @@ class _Builder:
             return
         assert top.key is not None and top.key_event is not None
         key_place = self.lines.at(top.key_event.start, top.key_event.end)
-        top.entries.setdefault(top.key, Entry(key=top.key, key_location=key_place, node=node))
+        top.entries.setdefault(top.key, MapEntry(key=top.key, key_location=key_place, node=node))
         top.key = top.key_event = None
 
     def error(self, code: str, message: str, place: Location, help: str) -> None:
@@ -193,7 +195,7 @@ class _Builder:
 
     def stop(self, code: str, message: str, place: Location, help: str) -> None:
         self.error(code, message, place, help)
-        raise _Stop
+        raise _ParseAborted
 
     def too_large(self, what: str, place: Location) -> None:
         self.stop("SW1011", f"the recipe {what}", place, "Make it smaller.")

@@ -9,8 +9,8 @@ from typing import Literal
 
 from shardwright.diagnostics import KeyPath, Source
 from shardwright.recipe.literal_types import (
+    AutoSwitch,
     Checkpointing,
-    Choice,
     Fabric,
     Kernels,
     Loss,
@@ -21,7 +21,7 @@ from shardwright.recipe.literal_types import (
     Schedule,
     TaskName,
 )
-from shardwright.recipe.measurements import MeasuredFile
+from shardwright.recipe.measurements import MeasurementsFile
 from shardwright.recipe.tracking_types import TrackingSection
 from shardwright.utils.json_types import JsonObject
 
@@ -53,7 +53,7 @@ class ModelSection:
     router_aux_loss: float | None = None
     task: TaskName | Literal["auto"] = "auto"
     freeze: tuple[str, ...] = ()
-    transformer_engine: Choice = "auto"
+    transformer_engine: AutoSwitch = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class ClusterSection:
     price_per_gpu_hour: float | None
     node_mtbf_hours: float | None = None
     checkpoint_gbytes_per_second: float | None = None
-    measured: MeasuredFile | None = None
+    measured: MeasurementsFile | None = None
     fabric: Fabric | None = None
     islands: int = 1
     inter_island_gbits_per_second: float | None = None
@@ -117,7 +117,7 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerRecord:
+class SchedulerFields:
     """What a recipe says of the schedule and a plan settles."""
 
     name: str  # constant | linear | cosine | wsd
@@ -128,7 +128,7 @@ class SchedulerRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSection(SchedulerRecord):
+class SchedulerSection(SchedulerFields):
     """`warmup_ratio`, `min_lr_ratio` and `decay_steps` are resolved against the steps in stage
     6."""
 
@@ -136,7 +136,7 @@ class SchedulerSection(SchedulerRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRecord:
+class TrainingFields:
     """What a recipe says of the training and a plan settles.
 
     stop_after_nonfinite: losses in a row that are no finite number, after which the run ends; 0 is
@@ -155,7 +155,7 @@ class TrainingRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSection(TrainingRecord):
+class TrainingSection(TrainingFields):
     """Exactly one of steps, tokens, epochs is set. global_batch_size: of one island. outer: None
     without islands."""
 
@@ -166,7 +166,7 @@ class TrainingSection(TrainingRecord):
     outer: OuterSection | None = None
 
     @property
-    def known_steps(self) -> int:
+    def step_count_or_zero(self) -> int:
         """Optimizer steps. 0 = not known yet: `epochs` counts the data, which is read only when it
         is prepared."""
         return (
@@ -213,7 +213,7 @@ class DataSection:
     """
 
     kind: str  # text | jsonl | parquet | chat | tokens | megatron | synthetic | mixture
-    path: str | None  # made absolute; the words of MADE_HERE stay
+    path: str | None  # made absolute; the words of BUILT_IN_DATASETS stay
     tokenizer: str | None
     packing: bool
     shuffle: bool
@@ -233,11 +233,11 @@ DOCUMENT_KINDS = (
     *TOKENIZED_KINDS,
     "megatron",
 )  # those that are made of documents, which packing keeps apart
-STDLIB, DRAWN = "python-stdlib", "drawn-shapes"
-MADE_HERE = {STDLIB: "text", DRAWN: "chat"}
+PYTHON_STDLIB_DATASET, DRAWN_SHAPES_DATASET = "python-stdlib", "drawn-shapes"
+BUILT_IN_DATASETS = {PYTHON_STDLIB_DATASET: "text", DRAWN_SHAPES_DATASET: "chat"}
 """Data that every machine has or makes, by the word that stands for its path: the kind that takes
 it."""
-FLASH = "flash_attention_2"
+FLASH_ATTENTION_2 = "flash_attention_2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,12 +389,12 @@ class Recipe:
     source: Source
 
     @property
-    def prices_own_run(self) -> bool:
+    def is_own_run(self) -> bool:
         """Whether what an estimate prices is a run of this project, not one that others
         published."""
         return self.assume.kernels == "auto" or self.model.kernels == "compile"
 
-    def data_parts(self) -> tuple[tuple[KeyPath, DataSection], ...]:
+    def dataset_sections(self) -> tuple[tuple[KeyPath, DataSection], ...]:
         """Each data set of one kind, training and validation, with where it stands."""
         held_out = None if self.validation is None else self.validation.data
         found: list[tuple[KeyPath, DataSection]] = []
@@ -407,10 +407,12 @@ class Recipe:
 
     def tokenized(self) -> tuple[tuple[KeyPath, DataSection], ...]:
         """Those of them that need a tokenizer."""
-        return tuple((key, part) for key, part in self.data_parts() if part.kind in TOKENIZED_KINDS)
+        return tuple(
+            (key, part) for key, part in self.dataset_sections() if part.kind in TOKENIZED_KINDS
+        )
 
 
-def with_kernels(recipe: Recipe, kernels: Kernels) -> Recipe:
+def with_resolved_kernels(recipe: Recipe, kernels: Kernels) -> Recipe:
     """model.kernels as it is settled. `compile` is priced as `assume.kernels: compiled`."""
     assumed = recipe.assume.kernels
     if assumed in ("auto", "compiled"):

@@ -32,7 +32,7 @@ _FOLDER = "the job is launch/job.sh, in the compiled folder"
 _ENVIRONMENT = "launch.env and launch.env_from decide what the ranks see"
 _COMMAND_LINE = "it is of sbatch's command line and says nothing about the job"
 
-DECIDED: dict[str, str] = {
+RESERVED_OPTIONS: dict[str, str] = {
     **dict.fromkeys(
         ("nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-core"), _NODES
     ),
@@ -64,7 +64,7 @@ DECIDED: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class SbatchOption:
     """value: required | optional | none."""
 
     name: str
@@ -85,16 +85,16 @@ def versions() -> str:
 
 
 @functools.cache
-def options() -> Mapping[str, Option]:
+def options() -> Mapping[str, SbatchOption]:
     rows = _table()["options"].items()
     return {
-        name: Option(name=name, short=row.get("short", ""), value=row["value"])
+        name: SbatchOption(name=name, short=row.get("short", ""), value=row["value"])
         for name, row in rows
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class RecipeOption:
     """One option as the recipe has it. name: as written, without hyphens; value: None where there
     is none."""
 
@@ -103,7 +103,7 @@ class Given:
     value: str | None
 
     @property
-    def option(self) -> Option | None:
+    def option(self) -> SbatchOption | None:
         if len(self.name) == 1:
             return next(
                 (option for option in options().values() if option.short == self.name), None
@@ -111,31 +111,33 @@ class Given:
         return options().get(self.name.lower().replace("_", "-"))
 
 
-def words(extra: JsonValue) -> tuple[str, ...]:
-    """The words behind #SBATCH, of an `extra` in which check_extra finds nothing."""
+def sbatch_arguments(extra: JsonValue) -> tuple[str, ...]:
+    """The words behind #SBATCH, of an `extra` in which sbatch_option_errors finds nothing."""
     return tuple(
-        _word(given.option, given.value) for given in _given(extra) if given.option is not None
+        _word(given.option, given.value)
+        for given in _recipe_options(extra)
+        if given.option is not None
     )
 
 
-def _word(option: Option, value: str | None) -> str:
+def _word(option: SbatchOption, value: str | None) -> str:
     if value is None:
         return f"--{option.name}"
     return f'--{option.name}="{value}"' if " " in value else f"--{option.name}={value}"
 
 
-def _given(extra: JsonValue) -> Iterator[Given]:
+def _recipe_options(extra: JsonValue) -> Iterator[RecipeOption]:
     if isinstance(extra, Mapping):
         for key, value in extra.items():
             if value is not False:
                 text = None if value is True else str(value).strip()
-                yield Given(key=(*KEY, key), name=key.strip().lstrip("-"), value=text)
+                yield RecipeOption(key=(*KEY, key), name=key.strip().lstrip("-"), value=text)
     else:
         for index, item in enumerate(cast("list[str]", extra)):
             yield _split(item.strip().removeprefix("#SBATCH").strip(), (*KEY, index))
 
 
-def _split(word: str, key: KeyPath) -> Given:
+def _split(word: str, key: KeyPath) -> RecipeOption:
     """--name=value, --name value, -N value or -Nvalue; quotes around the value are sbatch's, not
     its own."""
     if word.startswith("-") and not word.startswith("--"):
@@ -146,27 +148,28 @@ def _split(word: str, key: KeyPath) -> Given:
     value = value.strip()
     if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
         value = value[1:-1]
-    return Given(key=key, name=name, value=value or None)
+    return RecipeOption(key=key, name=name, value=value or None)
 
 
-def check_extra(extra: JsonValue) -> Iterator[Diagnostic]:
+def sbatch_option_errors(extra: JsonValue) -> Iterator[Diagnostic]:
     """Every option that sbatch does not know, that another key decides, or that has a value it
     cannot be given."""
-    for given in _given(extra):
+    for given in _recipe_options(extra):
         option = given.option
         if option is None:
             yield _unknown(given)
-        elif option.name in DECIDED:
+        elif option.name in RESERVED_OPTIONS:
             message = (
-                f"launch.slurm.extra: --{option.name} does not belong here: {DECIDED[option.name]}"
+                f"launch.slurm.extra: --{option.name} does not belong here: "
+                f"{RESERVED_OPTIONS[option.name]}"
             )
             yield found("SW1218", given.key, message, "Remove it.")
-        elif (misfit := _misfit(option, given.value)) is not None:
+        elif (misfit := _value_error(option, given.value)) is not None:
             what, help = misfit
             yield found("SW1220", given.key, f"launch.slurm.extra: --{option.name} {what}", help)
 
 
-def _misfit(option: Option, value: str | None) -> tuple[str, str] | None:
+def _value_error(option: SbatchOption, value: str | None) -> tuple[str, str] | None:
     """(what is wrong with the value, what to do)"""
     if value is None:
         return (
@@ -187,7 +190,7 @@ def _misfit(option: Option, value: str | None) -> tuple[str, str] | None:
     return None
 
 
-def _unknown(given: Given) -> Diagnostic:
+def _unknown(given: RecipeOption) -> Diagnostic:
     name = f"-{given.name}" if len(given.name) == 1 else f"--{given.name}"
     near = tuple(
         difflib.get_close_matches(given.name.lower().replace("_", "-"), options(), n=1, cutoff=0.6)

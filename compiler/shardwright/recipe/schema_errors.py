@@ -12,61 +12,61 @@ from jsonschema.exceptions import ValidationError
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.recipe.key_descriptions import (
     FILL_IN,
-    name,
-    near_choices,
-    places_of_key,
-    quote,
-    say_types,
-    say_value,
-    synonym,
-    words_for,
+    close_choices,
+    describe_types,
+    describe_value,
+    dotted_key,
+    join_with_or,
+    path_of_synonym,
+    paths_of_key,
+    quote_text,
 )
 from shardwright.recipe.recipe_schema import (
-    fits,
+    allowed_types,
+    allows_other_keys,
     fits_choice,
-    is_open,
-    items,
-    properties,
+    has_allowed_type,
     recipe_schema,
-    types,
+    schema_items,
+    schema_properties,
 )
-from shardwright.recipe.yaml_scalar import LARGEST_INTEGER, SMALLER_INTEGER, resolve
+from shardwright.recipe.yaml_scalar import INTEGER_HELP, LARGEST_INTEGER, yaml_scalar_value
 from shardwright.utils.json_types import JsonObject, JsonValue
 
-MOST_SEARCHED = 200
+MAX_SUGGESTION_SEARCHES = 200
 """Unknown keys of one section for which a near name is looked for: a search each, and nobody
 mistypes more."""
 _NOT_FINITE = {"nan", "inf", "+inf", "-inf", "infinity", "+infinity", "-infinity"}
 
 
-def validate(document: JsonObject) -> tuple[Diagnostic, ...]:
+def schema_errors(document: JsonObject) -> tuple[Diagnostic, ...]:
     """Every finding, each with its key, without those that only follow from another."""
     found: dict[KeyPath | None, Diagnostic] = {}
     findings = [
-        *_to_fill_in(document),
+        *_unfilled_values(document),
         *_schema_findings(document),
         *_unknown_keys(recipe_schema(), document, ()),
     ]
     # One a key, and the type first: what else is said of a value of the wrong type means little.
     for diagnostic in sorted(findings, key=lambda d: ("SW1108", "SW1102", d.code).index(d.code)):
         found.setdefault(diagnostic.key, diagnostic)
-    meant = meant_keys(found.values())
-    return tuple(d for d in found.values() if not (d.code == "SW1105" and d.key in meant))
+    intended = intended_keys(found.values())
+    return tuple(d for d in found.values() if not (d.code == "SW1105" and d.key in intended))
 
 
-def meant_keys(findings: Iterable[Diagnostic]) -> set[KeyPath]:
+def intended_keys(findings: Iterable[Diagnostic]) -> set[KeyPath]:
     """Keys that are missing only because they are misspelt or misplaced: an unknown key was meant
     to be them."""
     unknown = [(d.key, near) for d in findings if d.code == "SW1101" and d.key for near in d.valid]
     return {tuple(near.split(".")) if "." in near else (*key[:-1], near) for key, near in unknown}
 
 
-def _to_fill_in(value: JsonValue, path: KeyPath = ()) -> Iterator[Diagnostic]:
+def _unfilled_values(value: JsonValue, path: KeyPath = ()) -> Iterator[Diagnostic]:
     if isinstance(value, Mapping):
         for key, below in value.items():
-            yield from _to_fill_in(below, (*path, key))
+            yield from _unfilled_values(below, (*path, key))
     elif value == FILL_IN:
-        message = f"{name(path)} is still to be filled in"
+        message = f"{dotted_key(path)} is still to be filled in"
         yield found("SW1108", path, message, f"Write its value in place of {FILL_IN}.")
 
 
@@ -87,11 +87,11 @@ def _convert(error: ValidationError) -> Iterator[Diagnostic]:
         yield found(
             "SW1106",
             (*path, key),
-            f"{name(path)}: {quote(key)} is not {_rule(schema)}",
+            f"{dotted_key(path)}: {quote_text(key)} is not {_rule(schema)}",
             _must(schema),
         )
     elif word == "type":
-        yield wrong_type(path, value, types(schema, any_branch=False))
+        yield wrong_type(path, value, allowed_types(schema, any_branch=False))
     elif word in ("enum", "const"):
         yield _not_a_choice(
             path, value, [limit] if word == "const" else list(cast(Sequence[JsonValue], limit))
@@ -100,7 +100,7 @@ def _convert(error: ValidationError) -> Iterator[Diagnostic]:
         yield found(
             "SW1104",
             path,
-            f"{name(path)}: {say_value(value)} is out of range",
+            f"{dotted_key(path)}: {describe_value(value)} is out of range",
             f"Give a number {_range(schema)}.",
         )
     elif word == "required":
@@ -111,28 +111,28 @@ def _convert(error: ValidationError) -> Iterator[Diagnostic]:
         yield found(
             "SW1106",
             path,
-            f"{name(path)}: {quote(str(value))} is not {_rule(schema)}",
+            f"{dotted_key(path)}: {quote_text(str(value))} is not {_rule(schema)}",
             _must(schema),
         )
     elif word in ("minItems", "maxItems", "minProperties", "maxProperties"):
         length = len(cast(Sequence[JsonValue], value))
         bound = "at least" if word.startswith("min") else "at most"
-        message = f"{name(path)} has {length} entries; it takes {bound} {limit}"
+        message = f"{dotted_key(path)} has {length} entries; it takes {bound} {limit}"
         yield found("SW1107", path, message, f"Give {bound} {limit}.")
 
 
 def _any_of(error: ValidationError, path: KeyPath, value: JsonValue) -> Iterator[Diagnostic]:
     """What the branch for this type of value says; where no branch is, every type that would do."""
     branches = cast(Sequence[JsonObject], error.validator_value)
-    meant = [
+    intended = [
         index
         for index, branch in enumerate(branches)
-        if "const" not in branch and fits(branch, value)
+        if "const" not in branch and has_allowed_type(branch, value)
     ]
-    if meant:
+    if intended:
         for inner in error.context or ():
             # schema_path is relative to anyOf: its first part is the branch's index.
-            if inner.schema_path[0] in meant:
+            if inner.schema_path[0] in intended:
                 yield from _convert(inner)
         return
     words = [
@@ -141,7 +141,7 @@ def _any_of(error: ValidationError, path: KeyPath, value: JsonValue) -> Iterator
         )
         for branch in branches
     ]
-    others = (types(branch) for branch, its in zip(branches, words, strict=True) if not its)
+    others = (allowed_types(branch) for branch, its in zip(branches, words, strict=True) if not its)
     yield wrong_type(
         path, value, set().union(*others), tuple(str(word) for its in words for word in its)
     )
@@ -151,32 +151,32 @@ def wrong_type(
     path: KeyPath, value: JsonValue, wanted: set[str], choices: tuple[str, ...] = ()
 ) -> Diagnostic:
     """choices: texts that would do as well, such as auto."""
-    expected = " or ".join((*(f"`{c}`" for c in choices), *say_types(wanted)))
+    expected = " or ".join((*(f"`{c}`" for c in choices), *describe_types(wanted)))
     numeric = bool(wanted & {"integer", "number"})
     if isinstance(value, str) and numeric and value.lower() in _NOT_FINITE:
         return found(
             "SW1013",
             path,
-            f"{name(path)}: {value} is not a finite number",
+            f"{dotted_key(path)}: {value} is not a finite number",
             "Write a finite number.",
         )
     help = f"Give {expected}."
     if isinstance(value, str):
         plain = value.strip().replace("_", "").replace(",", "")
-        number = resolve(plain)
+        number = yaml_scalar_value(plain)
         if numeric and isinstance(number, int | float) and not isinstance(number, bool):
             help = f"Write {plain} without quotes." if plain == value.strip() else f"Write {plain}."
         elif wanted == {"boolean"} and value.lower() in _BOOLEANS:
             help = f"Write {_BOOLEANS[value.lower()]}; in YAML 1.2 {value} is text."
         elif wanted == {"array"}:
             help = f"Write [{value}]."
-        elif choices and (close := near_choices(value, choices)):
+        elif choices and (close := close_choices(value, choices)):
             help = f"Did you mean `{close[0]}`?"
     elif "string" in wanted and isinstance(value, bool | int | float):
-        help = f'Write "{say_value(value)}" in quotes.'
+        help = f'Write "{describe_value(value)}" in quotes.'
     elif "array" in wanted:
         help = (
-            f"Give a list, such as [{say_value(value)}]."
+            f"Give a list, such as [{describe_value(value)}]."
             if not isinstance(value, Mapping)
             else "Give a list."
         )
@@ -184,7 +184,7 @@ def wrong_type(
     return found(
         "SW1102",
         path,
-        f"{name(path)}: expected {expected}, got {say_value(value, typed=True)}",
+        f"{dotted_key(path)}: expected {expected}, got {describe_value(value, typed=True)}",
         help,
         choices,
     )
@@ -208,23 +208,23 @@ def _not_a_choice(path: KeyPath, value: JsonValue, choices: list[JsonValue]) -> 
     valid = [str(choice) for choice in choices]
     if isinstance(value, Mapping | list):
         return wrong_type(path, value, {"string"})
-    close = near_choices(str(value), valid)
-    help = f"Did you mean `{close[0]}`?" if close else f"Write {words_for(valid)}."
+    close = close_choices(str(value), valid)
+    help = f"Did you mean `{close[0]}`?" if close else f"Write {join_with_or(valid)}."
     if path == ("version",):
         help = "Write `version: 1`; this is the only format that this shardwright reads."
     return found(
         "SW1103",
         path,
-        f"{name(path)}: {say_value(value)} is not {words_for(valid)}",
+        f"{dotted_key(path)}: {describe_value(value)} is not {join_with_or(valid)}",
         help,
         tuple(close or valid),
     )
 
 
 def _missing(path: KeyPath, key: str, value: JsonObject) -> Diagnostic:
-    where = f" in `{name(path)}`" if path else ""
+    where = f" in `{dotted_key(path)}`" if path else ""
     schema = _schema_at(path, recipe_schema(), value)
-    known = properties(schema, value).get(key, {})
+    known = schema_properties(schema, value).get(key, {})
     what = str(known.get("description", "")).removesuffix("Required.").strip() or str(
         known.get("title", "")
     )
@@ -237,9 +237,9 @@ def _schema_at(path: KeyPath, schema: JsonObject, value: JsonValue) -> JsonObjec
     """Good enough for titles: only the last mapping's own value is known here."""
     for part in path:
         schema = (
-            items(schema, [value])
+            schema_items(schema, [value])
             if isinstance(part, int)
-            else properties(schema, value).get(part, {})
+            else schema_properties(schema, value).get(part, {})
         )
     return schema
 
@@ -247,32 +247,32 @@ def _schema_at(path: KeyPath, schema: JsonObject, value: JsonValue) -> JsonObjec
 def _unknown_keys(schema: JsonObject, value: JsonValue, path: KeyPath) -> Iterator[Diagnostic]:
     """By our own walk: jsonschema forgets which keys it has seen once one of them is wrong."""
     if isinstance(value, Mapping):
-        known = properties(schema, value)
+        known = schema_properties(schema, value)
         # Without a good `kind`, the keys that would go with it are unknown to us.
         unsure = "kind" in known and not fits_choice(known["kind"], value.get("kind"))
-        closed = bool(known) and not (unsure or is_open(schema, value))
+        closed = bool(known) and not (unsure or allows_other_keys(schema, value))
         count = 0
         for key, below in value.items():
             if key in known:
                 yield from _unknown_keys(known[key], below, (*path, key))
             elif closed:
                 count += 1
-                yield _unknown(path, key, tuple(known), search=count <= MOST_SEARCHED)
+                yield _unknown(path, key, tuple(known), search=count <= MAX_SUGGESTION_SEARCHES)
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _unknown_keys(items(schema, value), item, (*path, index))
+            yield from _unknown_keys(schema_items(schema, value), item, (*path, index))
 
 
 def _unknown(path: KeyPath, key: str, known: tuple[str, ...], *, search: bool) -> Diagnostic:
-    where = f"in `{name(path)}`" if path else "at the top of the recipe"
+    where = f"in `{dotted_key(path)}`" if path else "at the top of the recipe"
     close = tuple(difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.6)) if search else ()
-    meant = synonym(key)
-    if meant is not None and meant[:-1] == path:
-        close, elsewhere = (meant[-1],), []
-    elif meant is not None:
-        close, elsewhere = (), [meant]
+    intended = path_of_synonym(key)
+    if intended is not None and intended[:-1] == path:
+        close, elsewhere = (intended[-1],), []
+    elif intended is not None:
+        close, elsewhere = (), [intended]
     else:
-        elsewhere = [place for place in places_of_key(key) if place[:-1] != path][:2]
+        elsewhere = [place for place in paths_of_key(key) if place[:-1] != path][:2]
     help = f"Did you mean `{close[0]}`?" if close else ""
     if elsewhere:
         help += (
@@ -327,6 +327,9 @@ def integer_errors(document: JsonValue, path: KeyPath = ()) -> Iterator[Diagnost
         yield found(
             "SW1014",
             path,
-            f"{name(path)}: {float(document):g} is beyond 2^53, the largest integer of a recipe",
-            SMALLER_INTEGER,
+            (
+                f"{dotted_key(path)}: {float(document):g} is beyond 2^53, the largest integer of "
+                "a recipe"
+            ),
+            INTEGER_HELP,
         )

@@ -18,7 +18,7 @@ from ruamel.yaml.events import (
 )
 from ruamel.yaml.reader import ReaderError
 
-from shardwright.recipe.parse_events import Event, SyntaxProblem
+from shardwright.recipe.parse_events import ParseError, ParseEvent
 
 _HINTS: dict[str, str] = {
     "found character '\\t' that cannot start any token": (
@@ -33,15 +33,15 @@ _HINTS: dict[str, str] = {
 _DEFAULT_HINT = "Check quotes, brackets and indentation at this place and just before it."
 
 
-def yaml_events(text: str) -> Iterator[Event]:
-    """Raises SyntaxProblem."""
+def yaml_events(text: str) -> Iterator[ParseEvent]:
+    """Raises ParseError."""
     try:
         for event in YAML(typ="safe", pure=True).parse(text):
             start, end = event.start_mark.index, event.end_mark.index
             anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
             if isinstance(event, ScalarEvent):
                 plain = not event.style
-                yield Event(
+                yield ParseEvent(
                     kind="scalar",
                     start=start,
                     end=end,
@@ -54,7 +54,7 @@ def yaml_events(text: str) -> Iterator[Event]:
                 kind: Literal["map", "list"] = (
                     "map" if isinstance(event, MappingStartEvent) else "list"
                 )
-                yield Event(
+                yield ParseEvent(
                     kind=kind,
                     start=start,
                     end=end,
@@ -63,12 +63,12 @@ def yaml_events(text: str) -> Iterator[Event]:
                     tag=tag,
                 )
             elif isinstance(event, MappingEndEvent | SequenceEndEvent):
-                yield Event(kind="end", start=start, end=end)
+                yield ParseEvent(kind="end", start=start, end=end)
             elif isinstance(event, AliasEvent):
-                yield Event(kind="alias", start=start, end=end, text=str(event.anchor))
+                yield ParseEvent(kind="alias", start=start, end=end, text=str(event.anchor))
             elif isinstance(event, DocumentStartEvent):
                 if event.version not in (None, (1, 2)):
-                    raise SyntaxProblem(
+                    raise ParseError(
                         (
                             f"the file asks for YAML {'.'.join(map(str, event.version))}; recipes "
                             "are YAML 1.2"
@@ -76,9 +76,9 @@ def yaml_events(text: str) -> Iterator[Event]:
                         start,
                         "Remove the %YAML line.",
                     )
-                yield Event(kind="document", start=start, end=end)
+                yield ParseEvent(kind="document", start=start, end=end)
     except ReaderError as error:
-        raise SyntaxProblem(
+        raise ParseError(
             f"character U+{_code_point(error.character):04X} is not allowed in YAML",
             int(error.position or 0),
             "Remove it, or write it as an escape inside double quotes.",
@@ -94,10 +94,10 @@ def yaml_events(text: str) -> Iterator[Event]:
         hint = next(
             (hint for start, hint in _HINTS.items() if problem.startswith(start)), _DEFAULT_HINT
         )
-        raise SyntaxProblem(f"not valid YAML: {problem}", mark.index if mark else 0, hint) from None
+        raise ParseError(f"not valid YAML: {problem}", mark.index if mark else 0, hint) from None
     except (YAMLError, ValueError, IndexError, OverflowError, AssertionError) as error:
         # ruamel.yaml raises these, without a place, for some escapes and directives.
-        raise SyntaxProblem(
+        raise ParseError(
             f"not valid YAML: {' '.join(str(error).split()) or type(error).__name__}",
             0,
             _DEFAULT_HINT,

@@ -10,7 +10,7 @@ from shardwright.diagnostics import Diagnostic, Location, found
 from shardwright.utils.json_types import JsonScalar
 
 LARGEST_INTEGER = 2**53
-SMALLER_INTEGER = "Write an integer of at most 9007199254740992, such as 1e12."
+INTEGER_HELP = "Write an integer of at most 9007199254740992, such as 1e12."
 
 _NULL = re.compile(r"null|Null|NULL|~|")
 _TRUE = re.compile(r"true|True|TRUE")
@@ -22,7 +22,7 @@ _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
 _NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
 
 
-def resolve(text: str) -> JsonScalar:
+def yaml_scalar_value(text: str) -> JsonScalar:
     """The value of an unquoted scalar; infinity and NaN come back as such, and integers of any
     size."""
     if _NULL.fullmatch(text):
@@ -57,7 +57,7 @@ def scalar_errors(value: JsonScalar, text: str, location: Location) -> Iterator[
         yield found("SW1013", location, f"{shown} is not a finite number", help)
     elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
         message = f"the integer {shown} is beyond 2^53, where JSON readers no longer agree"
-        yield found("SW1014", location, message, SMALLER_INTEGER)
+        yield found("SW1014", location, message, INTEGER_HELP)
     elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         message = "this text holds half of a surrogate pair, which is no character"
         yield found(

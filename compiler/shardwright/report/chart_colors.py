@@ -18,14 +18,14 @@ CATEGORIES = (
 )
 BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, _, GREY = CATEGORIES
 
-MEMORY = {
+MEMORY_COLORS = {
     "parameters": BLUE,
     "gradients": SKY,
     "optimizer": GREEN,
     "activations": ORANGE,
     "workspace": PURPLE,
 }
-STEP = {
+STEP_COLORS = {
     "compute": BLUE,
     "collectives inside layers": SKY,
     "messages between stages": ORANGE,
@@ -34,14 +34,14 @@ STEP = {
     "outer step": VERMILLION,
     "idle": GREY,
 }
-BARS = (SKY, BLUE, ORANGE, PURPLE, GREEN, VERMILLION)
+BAR_COLORS = (SKY, BLUE, ORANGE, PURPLE, GREEN, VERMILLION)
 """Of timeline.KINDS."""
 DARKEST = 48
 VERDICTS = {"runs": BLUE, "tight": SKY, "does not fit": ORANGE, "ruled out": GREY}
 CHOSEN = VERMILLION
 
 
-def groups(count: int) -> tuple[str, ...]:
+def group_colors(count: int) -> tuple[str, ...]:
     """A colour a group: categories while there are enough of them; beyond DARKEST of cividis, so
     that all show on black. At most 256 - DARKEST: more groups share colours."""
     if count <= len(CATEGORIES):

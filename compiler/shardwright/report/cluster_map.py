@@ -17,12 +17,12 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from shardwright.layout.axes import placed_axes
+from shardwright.layout.axes import rank_order_axes
 from shardwright.plan.plan import Plan
-from shardwright.report.chart_colors import groups
+from shardwright.report.chart_colors import group_colors
 from shardwright.report.report_charts import hover, plot
 
-AXES = tuple(axis.name for axis in placed_axes())
+AXES = tuple(axis.name for axis in rank_order_axes())
 ROWS_UP_TO = 8  # nodes: each is a row of its own, with its name; more are tiles
 LABELLED_UP_TO = 128  # GPUs with their rank written in the cell
 GAP = 0.5
@@ -68,7 +68,7 @@ def cluster_map(plan: Plan) -> figure:
         lod_threshold=None,
     )
     degree = plan.strategy.pipeline
-    mapper = LinearColorMapper(palette=list(groups(degree)), low=-0.5, high=degree - 0.5)
+    mapper = LinearColorMapper(palette=list(group_colors(degree)), low=-0.5, high=degree - 0.5)
     source = ColumnDataSource(columns)
     drawn = made.rect(
         "x",
@@ -138,7 +138,7 @@ def _label_cells(made: figure, source: ColumnDataSource) -> None:
 def _cell_hover(plan: Plan, source: ColumnDataSource, cells: object, islands: int) -> HoverTool:
     """A rank's place, groups, layers and bytes of parameters."""
     resident = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
-    layers = CustomJSHover(args={"held": held_layers(plan)}, code="return held[value]")
+    layers = CustomJSHover(args={"held": layer_ranges(plan)}, code="return held[value]")
     table = [
         [resident[p, t] / 2**30 for t in range(plan.strategy.tensor)]
         for p in range(plan.strategy.pipeline)
@@ -178,7 +178,7 @@ if (peers.length > 1) source.selected.indices = peers
 """
 
 
-def held_layers(plan: Plan) -> list[str]:
+def layer_ranges(plan: Plan) -> list[str]:
     """Per pipeline rank: "embedding ... model.layers.6"; two runs of layers under DualPipeV."""
     out = []
     for pipeline in range(plan.strategy.pipeline):

@@ -14,11 +14,11 @@ from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 
 from shardwright.compiled_folder import CompiledFolder
-from shardwright.diloco.island_metrics import WholeStep, missing, whole_steps
-from shardwright.diloco.round_log import read_rounds, standing
-from shardwright.monitor.run_files import OUTER_STEPS
+from shardwright.diloco.island_metrics import MergedStep, merged_steps, missing
+from shardwright.diloco.round_log import effective_rounds, read_rounds
+from shardwright.monitor.run_files import OUTER_STEPS_FILE
 from shardwright.plan.island_plans import island_folders
-from shardwright.report.chart_colors import CHOSEN, ORANGE, groups
+from shardwright.report.chart_colors import CHOSEN, ORANGE, group_colors
 from shardwright.report.report_charts import hover, plot
 from shardwright.report.run_results import MOST_POINTS, MeasuredRun, read_run
 
@@ -56,7 +56,7 @@ class IslandsRun:
     of them. outer_steps: None where the store's record is elsewhere."""
 
     islands: tuple[IslandRun, ...]
-    whole: tuple[WholeStep, ...]
+    whole: tuple[MergedStep, ...]
     tokens: int
     outer_steps: int | None
 
@@ -67,14 +67,14 @@ def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
     if plan.outer is None:
         return None
     here = {k: each for k, each in enumerate(island_folders(plan, folder)) if each.is_dir()}
-    rounds = standing(read_rounds(folder))
+    rounds = effective_rounds(read_rounds(folder))
     absent = missing(plan.outer.islands, rounds)
     islands = tuple(
-        IslandRun(island=k, run=run, waits=_waits(each / OUTER_STEPS), absent=absent.get(k, 0))
+        IslandRun(island=k, run=run, waits=_waits(each / OUTER_STEPS_FILE), absent=absent.get(k, 0))
         for k, each in here.items()
         if (run := read_run(each, plan)) is not None
     )
-    whole = whole_steps(here, rounds, plan.outer.every_steps)
+    whole = merged_steps(here, rounds, plan.outer.every_steps)
     if not islands or not whole:
         return None
     stride = max(1, math.ceil(len(whole) / MOST_POINTS))
@@ -172,7 +172,7 @@ def waits_chart(found: IslandsRun, predicted_seconds: float) -> figure:
 
 def _drawn(found: IslandsRun) -> Sequence[tuple[IslandRun, str]]:
     drawn = found.islands[:MOST_DRAWN]
-    return list(zip(drawn, groups(len(drawn)), strict=True))
+    return list(zip(drawn, group_colors(len(drawn)), strict=True))
 
 
 def _name(each: IslandRun) -> str:

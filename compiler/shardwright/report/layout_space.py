@@ -6,21 +6,28 @@ import dataclasses
 from dataclasses import dataclass
 
 from shardwright.cost.layout_costs import price
-from shardwright.layout.layout import Strategy, free_axes
+from shardwright.layout.layout import Layout, auto_by_default_axes
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import candidates, without_layout_pins
+from shardwright.search.candidate_layouts import candidate_layouts, without_layout_pins
 from shardwright.search.layout_comparison import (
-    LostRegion,
+    SlowerRegion,
     binding_constraint,
-    lost_regions,
     pareto_front,
+    slower_regions,
 )
-from shardwright.search.layout_resolution import is_roomy, settle, settled_estimate
+from shardwright.search.layout_resolution import (
+    estimate_checked_layout,
+    keeps_headroom,
+    resolve_layout,
+)
 from shardwright.search.layout_search import search
-from shardwright.search.partial_checkpointing import may_recompute_less, recompute_less
-from shardwright.search.rejected_faster_layouts import SetAside, set_aside
+from shardwright.search.partial_checkpointing import (
+    allows_partial_checkpointing,
+    with_partial_checkpointing,
+)
+from shardwright.search.rejected_faster_layouts import RejectedFasterLayout, rejected_faster_layouts
 from shardwright.search.rule_registry import check_layout
 
 VERDICTS = ("runs", "tight", "does not fit", "ruled out")
@@ -30,11 +37,11 @@ MOST_FORBIDDEN = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class LayoutPoint:
     """code, reason: of the first rule that forbids it, or of the memory; "" where it runs. pinned:
     within the pins."""
 
-    strategy: Strategy
+    strategy: Layout
     step_seconds: float
     peak_bytes: int
     verdict: str
@@ -44,48 +51,48 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """front: of what runs within the pins, the fastest first. lost, binding, set_aside: as `plan`
-    says them. best: its first row.
+class LayoutSpace:
+    """front: of what runs within the pins, the fastest first. lost, binding,
+    rejected_faster_layouts: as `plan` says them. best: its first row.
 
     today: the best of ZeRO-2 and of ZeRO-3 without tensor or pipeline parallelism, pinned or not;
     the one nearest to fitting where none does. legal, forbidden: how many layouts there are;
     forbidden_drawn: of the latter, how many are points.
     """
 
-    points: tuple[Point, ...]
-    front: tuple[Strategy, ...]
-    today: tuple[Point, ...]
-    lost: tuple[LostRegion, ...]
+    points: tuple[LayoutPoint, ...]
+    front: tuple[Layout, ...]
+    baselines: tuple[LayoutPoint, ...]
+    lost: tuple[SlowerRegion, ...]
     binding: str
-    best: Strategy | None
-    set_aside: tuple[SetAside, ...]
+    best: Layout | None
+    rejected_faster_layouts: tuple[RejectedFasterLayout, ...]
     pins: tuple[str, ...]
     legal: int
     forbidden: int
     forbidden_drawn: int
 
 
-def whole_space(problem: Problem, chosen: Estimate) -> Space:
+def layout_space(problem: Problem, chosen: Estimate) -> LayoutSpace:
     """Deterministic. Within the recipe's pins it is `plan`'s search; the rest shows what the pins
     leave out."""
     recipe = problem.recipe
     free = without_layout_pins(recipe)
     everywhere = dataclasses.replace(problem, recipe=free)
-    legal: list[Point] = []
-    forbidden: list[tuple[Strategy, str, str]] = []
+    legal: list[LayoutPoint] = []
+    forbidden: list[tuple[Layout, str, str]] = []
     within: list[Estimate] = []
-    for strategy in candidates(everywhere):
+    for strategy in candidate_layouts(everywhere):
         found = check_layout(everywhere, strategy)
         error = next((d for d in found if d.severity == "error"), None)
         if error is not None:
             forbidden.append((strategy, error.code, error.message))
             continue
-        layout, memory = settle(everywhere, strategy)
+        layout, memory = resolve_layout(everywhere, strategy)
         pinned = _is_pinned(recipe, strategy)
         priced = [(price(layout, memory, found), pinned)]
-        if less := recompute_less(everywhere, layout, memory):
-            priced.append((price(*less, found), pinned and may_recompute_less(problem)))
+        if less := with_partial_checkpointing(everywhere, layout, memory):
+            priced.append((price(*less, found), pinned and allows_partial_checkpointing(problem)))
         within += [estimate for estimate, inside in priced if inside and estimate.feasible]
         legal += [_legal_point(free, *each) for each in priced]
     if chosen.feasible and all(point.strategy != chosen.strategy for point in legal):
@@ -96,50 +103,60 @@ def whole_space(problem: Problem, chosen: Estimate) -> Space:
     stride = max(1, -(-len(forbidden) // MOST_FORBIDDEN))
     drawn = [
         _point(
-            settled_estimate(everywhere, s, ()), "ruled out", code, reason, _is_pinned(recipe, s)
+            estimate_checked_layout(everywhere, s, ()),
+            "ruled out",
+            code,
+            reason,
+            _is_pinned(recipe, s),
         )
         for s, code, reason in forbidden[::stride]
     ]
     result = search(problem)
     winner = result.ranked[0] if result.ranked else chosen
-    return Space(
+    return LayoutSpace(
         points=(*drawn, *legal),
         front=tuple(e.strategy for e in pareto_front(within)),
-        today=tuple(point for stage in (2, 3) for point in _today(legal, stage)),
-        lost=lost_regions(recipe, result.ranked, result.slow),
-        binding=binding_constraint(winner, result.beyond_memory(winner)),
+        baselines=tuple(point for stage in (2, 3) for point in _today(legal, stage)),
+        lost=slower_regions(recipe, result.ranked, result.slow),
+        binding=binding_constraint(winner, result.fastest_over_memory(winner)),
         best=result.ranked[0].strategy if result.ranked else None,
-        set_aside=set_aside(recipe, result.ranked),
-        pins=tuple(axis.name for axis in free_axes() if axis.pin(recipe) is not None),
+        rejected_faster_layouts=rejected_faster_layouts(recipe, result.ranked),
+        pins=tuple(axis.name for axis in auto_by_default_axes() if axis.pin(recipe) is not None),
         legal=len(legal),
         forbidden=len(forbidden),
         forbidden_drawn=len(drawn),
     )
 
 
-def _today(legal: list[Point], zero_stage: int) -> list[Point]:
-    plain = [p for p in legal if p.strategy.is_whole and p.strategy.zero_stage == zero_stage]
+def _today(legal: list[LayoutPoint], zero_stage: int) -> list[LayoutPoint]:
+    plain = [
+        p
+        for p in legal
+        if p.strategy.has_full_model_per_rank and p.strategy.zero_stage == zero_stage
+    ]
     running = [p for p in plain if not p.code]
     if running:
         return [min(running, key=lambda p: p.step_seconds)]
     return [min(plain, key=lambda p: p.peak_bytes)] if plain else []
 
 
-def _is_pinned(recipe: Recipe, strategy: Strategy) -> bool:
-    return all(axis.pin(recipe) in (None, getattr(strategy, axis.name)) for axis in free_axes())
+def _is_pinned(recipe: Recipe, strategy: Layout) -> bool:
+    return all(
+        axis.pin(recipe) in (None, getattr(strategy, axis.name)) for axis in auto_by_default_axes()
+    )
 
 
-def _legal_point(recipe: Recipe, estimate: Estimate, pinned: bool) -> Point:
+def _legal_point(recipe: Recipe, estimate: Estimate, pinned: bool) -> LayoutPoint:
     error = next((d for d in estimate.diagnostics if d.severity == "error"), None)
     if error is not None:
         return _point(estimate, "does not fit", error.code, error.message, pinned)
     return _point(
-        estimate, "runs" if is_roomy(recipe, estimate.memory) else "tight", "", "", pinned
+        estimate, "runs" if keeps_headroom(recipe, estimate.memory) else "tight", "", "", pinned
     )
 
 
-def _point(estimate: Estimate, verdict: str, code: str, reason: str, pinned: bool) -> Point:
-    return Point(
+def _point(estimate: Estimate, verdict: str, code: str, reason: str, pinned: bool) -> LayoutPoint:
+    return LayoutPoint(
         strategy=estimate.strategy,
         step_seconds=estimate.time.step_seconds,
         peak_bytes=estimate.memory.peak_bytes,

@@ -24,11 +24,18 @@ from bokeh.models import (
 from bokeh.plotting import figure
 
 from shardwright.layout.layout_estimate import Memory
-from shardwright.report.chart_colors import BARS, CHOSEN, MEMORY, ORANGE, STEP, VERDICTS
+from shardwright.report.chart_colors import (
+    BAR_COLORS,
+    CHOSEN,
+    MEMORY_COLORS,
+    ORANGE,
+    STEP_COLORS,
+    VERDICTS,
+)
 from shardwright.report.layout_space import VERDICTS as VERDICT_NAMES
-from shardwright.report.layout_space import Point, Space
+from shardwright.report.layout_space import LayoutPoint, LayoutSpace
 from shardwright.report.run_results import Evaluation, MeasuredRun
-from shardwright.report.step_timeline import KINDS, PASS_KINDS, StepTimeline, drawn_ranks
+from shardwright.report.step_timeline import KINDS, PASS_KINDS, StepTimeline, sampled_ranks
 
 GIB = 2**30
 ROW_PIXELS, FRAME_PIXELS = 30, 84
@@ -94,7 +101,8 @@ def memory_chart(memory: Memory) -> figure:
     """Per pipeline rank, what its fullest GPU holds, against what a GPU has."""
     stages = [f"stage {stage.stage}" for stage in memory.stages]
     parts = {
-        part: [getattr(stage, f"{part}_bytes") / GIB for stage in memory.stages] for part in MEMORY
+        part: [getattr(stage, f"{part}_bytes") / GIB for stage in memory.stages]
+        for part in MEMORY_COLORS
     }
     columns: dict[str, Sequence[object]] = {
         **parts,
@@ -103,7 +111,7 @@ def memory_chart(memory: Memory) -> figure:
     }
     capacity = memory.capacity_bytes / GIB
     end = max(capacity, memory.peak_bytes / GIB) * 1.06
-    made = _stacked("memory", "stage", columns, MEMORY, end, "GiB")
+    made = _stacked("memory", "stage", columns, MEMORY_COLORS, end, "GiB")
     made.add_layout(_capacity_line(capacity))
     rows = [(part, f"@{{{part}}}{{0.00}} GiB") for part in parts]
     made.add_tools(hover([("", "<b>@stage</b>"), *rows, ("peak", "@peak{0.00} GiB")]))
@@ -121,12 +129,14 @@ def parts_chart(timeline: StepTimeline) -> figure:
         [r.outer_comm_seconds for r in timeline.ranks],
         [r.idle_seconds for r in timeline.ranks],
     )
-    shown = {name: seconds for name, seconds in zip(STEP, values, strict=True) if max(seconds) > 0}
+    shown = {
+        name: seconds for name, seconds in zip(STEP_COLORS, values, strict=True) if max(seconds) > 0
+    }
     columns: dict[str, Sequence[object]] = {
         "rank": [f"rank {rank}" for rank in range(len(timeline.ranks))],
         **shown,
     }
-    colors = {name: STEP[name] for name in shown}
+    colors = {name: STEP_COLORS[name] for name in shown}
     made = _stacked(
         "parts", "rank", columns, colors, timeline.simulated_seconds * 1.02, "seconds of the step"
     )
@@ -178,7 +188,7 @@ def _capacity_line(capacity: float) -> Span:
 
 def timeline_chart(timeline: StepTimeline) -> figure:
     """Every pipeline rank's step; what is not drawn over the grey is idle."""
-    ranks = drawn_ranks(timeline, MOST_BARS)
+    ranks = sampled_ranks(timeline, MOST_BARS)
     row = {rank: place for place, rank in enumerate(ranks)}
     made = plot(
         "width",
@@ -200,7 +210,10 @@ def timeline_chart(timeline: StepTimeline) -> figure:
         name="idle",
     )
     drawn_kinds = [
-        (made.quad(source=source, fill_color=BARS[kind], line_width=0, name=name, **EDGES), name)
+        (
+            made.quad(source=source, fill_color=BAR_COLORS[kind], line_width=0, name=name, **EDGES),
+            name,
+        )
         for kind, name, source in _bars_by_kind(timeline, row)
     ]
     for drawn, name in drawn_kinds:
@@ -251,7 +264,7 @@ def _bars_by_kind(
             )
 
 
-def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
+def space_chart(space: LayoutSpace, chosen_words: str, capacity_bytes: int) -> figure:
     """Every layout by memory and step time, both logarithmic: the good ones are near the lower
     left."""
     made = plot(
@@ -309,7 +322,7 @@ def space_chart(space: Space, chosen_words: str, capacity_bytes: int) -> figure:
     return made
 
 
-def _space_source(points: Sequence[Point], reasons: list[str]) -> ColumnDataSource:
+def _space_source(points: Sequence[LayoutPoint], reasons: list[str]) -> ColumnDataSource:
     return ColumnDataSource(
         {
             "gib": [p.peak_bytes / GIB for p in points],
@@ -320,7 +333,7 @@ def _space_source(points: Sequence[Point], reasons: list[str]) -> ColumnDataSour
     )
 
 
-def _draw_verdict(made: figure, verdict: str, points: Sequence[Point]) -> None:
+def _draw_verdict(made: figure, verdict: str, points: Sequence[LayoutPoint]) -> None:
     """The layouts of one verdict: those that run as filled dots."""
     reasons = [
         (f"{p.code}: {p.reason}" if p.code else p.verdict) + ("" if p.pinned else "; not as pinned")

@@ -19,31 +19,36 @@ from markupsafe import Markup
 
 import shardwright
 from shardwright.compiled_folder import CompiledFolder
-from shardwright.cost.diloco_costs import IslandsCost, inner_seconds, islands_cost, islands_words
-from shardwright.cost.goodput import goodput, goodput_words
-from shardwright.cost.layout_costs import training_of
-from shardwright.cost.prediction_errors import error_words
-from shardwright.data.dataset import noted_steps
-from shardwright.layout.layout import Strategy, inside_words
+from shardwright.cost.diloco_costs import (
+    IslandsCost,
+    inner_step_seconds,
+    islands_cost,
+    islands_cost_lines,
+)
+from shardwright.cost.goodput import goodput, goodput_lines
+from shardwright.cost.layout_costs import training_estimate
+from shardwright.cost.prediction_errors import error_bar_text
+from shardwright.data.dataset import recorded_step_count
+from shardwright.layout.layout import Layout, in_layer_collectives_text
 from shardwright.layout.layout_estimate import Training
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.weights_location import weights_words
-from shardwright.monitor.run_files import read_saves
+from shardwright.models.weights_location import weights_summary
+from shardwright.monitor.run_files import read_save_statistics
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import plan_document
 from shardwright.report import report_charts
-from shardwright.report.chart_colors import groups
-from shardwright.report.cluster_map import AXES, cluster_map, held_layers
+from shardwright.report.chart_colors import group_colors
+from shardwright.report.cluster_map import AXES, cluster_map, layer_ranges
 from shardwright.report.diloco_charts import IslandsRun, loss_chart, read_islands_run, waits_chart
-from shardwright.report.layout_space import Space, whole_space
+from shardwright.report.layout_space import LayoutSpace, layout_space
 from shardwright.report.run_results import MeasuredRun, read_run
-from shardwright.report.step_timeline import StepTimeline, drawn_ranks, step_timeline
-from shardwright.search.layout_resolution import is_roomy
-from shardwright.search.rejected_faster_layouts import set_aside_words
-from shardwright.utils.data_folders import templates_dir
-from shardwright.utils.json_records import carried
+from shardwright.report.step_timeline import StepTimeline, sampled_ranks, step_timeline
+from shardwright.search.layout_resolution import keeps_headroom
+from shardwright.search.rejected_faster_layouts import rejected_faster_text
+from shardwright.utils.data_folders import templates_folder
+from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.json_types import JsonObject, JsonValue
-from shardwright.utils.number_format import duration, number
+from shardwright.utils.number_format import format_days, format_number
 
 GIB = 2**30
 LEGEND_UP_TO = 16  # groups with a swatch each; of more, the first and the last
@@ -65,7 +70,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     """The page's HTML, and the simulated step that it shows."""
     plan = subject.plan
     timeline = step_timeline(subject.layout, plan.predicted.time)
-    space = whole_space(
+    space = layout_space(
         Problem(recipe=subject.recipe, graph=subject.graph, cluster=subject.cluster),
         subject.estimate,
     )
@@ -75,13 +80,13 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
     training = training_in(subject)
     totals = totals_of(subject, training)
     estimate = dataclasses.replace(subject.estimate, training=training)
-    problem, saves = carried(Problem, subject), read_saves(subject.folder)
+    problem, saves = copy_shared_fields(Problem, subject), read_save_statistics(subject.folder)
     expected = goodput(
         problem, estimate, measured=None if saves is None else saves.gbytes_per_second
     )
-    figures = Figures(cast(JsonObject, json.loads(json.dumps(dataclasses.asdict(plan)))))
+    figures = PlanNumbers(cast(JsonObject, json.loads(json.dumps(dataclasses.asdict(plan)))))
     environment = Environment(
-        loader=FileSystemLoader(templates_dir() / "report"),
+        loader=FileSystemLoader(templates_folder() / "report"),
         undefined=StrictUndefined,
         autoescape=True,
     )
@@ -90,38 +95,38 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
         plan=plan,
         recipe=subject.recipe,
         layout=plan.strategy.describe(),
-        weights=weights_words(subject.recipe.model.weights),
+        weights=weights_summary(subject.recipe.model.weights),
         verdict=_verdict(subject),
         warnings=[d for d in subject.estimate.diagnostics if d.severity == "warning"],
         error=subject.estimate.error,
-        error_words=error_words(subject.estimate.error),
-        set_aside=_set_aside(subject, space),
+        error_bar_text=error_bar_text(subject.estimate.error),
+        rejected_faster_layouts=_set_aside(subject, space),
         totals=totals,
         goodput=expected,
-        goodput_words=[] if expected is None else goodput_words(expected),
+        goodput_lines=[] if expected is None else goodput_lines(expected),
         predicted_goodput=goodput(problem, estimate),
         saves=saves,
-        in_words=duration,
+        in_words=format_days,
         m=figures.marked if totals.is_plans else lambda key, text: text,
-        is_same=not subject.is_predicted_anew,
+        is_same=not subject.has_stale_prediction,
         now=subject.estimate,
         version=shardwright.__version__,
         timeline=timeline,
-        drawn_ranks=drawn_ranks(timeline, report_charts.MOST_BARS),
+        sampled_ranks=sampled_ranks(timeline, report_charts.MOST_BARS),
         space=space,
         lost=space.lost[:LOST_SHOWN],
-        words=Strategy.describe,
-        inside=inside_words(plan.strategy),
+        words=Layout.describe,
+        inside=in_layer_collectives_text(plan.strategy),
         run=run,
         islands=islands,
         **_outer_part(subject),
-        held=held_layers(plan),
+        held=layer_ranges(plan),
         axes=[_axis(plan, axis) for axis in AXES],
         first_axis=next((axis for axis in AXES if getattr(plan.strategy, axis) > 1), AXES[0]),
         keys={name: report_charts.keys(chart) for name, chart in drawn.items()},
         artifacts=list(_artifacts(subject.folder)),
-        style=Markup((templates_dir() / "report/page.css").read_text("utf-8")),
-        script=Markup((templates_dir() / "report/page.js").read_text("utf-8")),
+        style=Markup((templates_folder() / "report/page.css").read_text("utf-8")),
+        script=Markup((templates_folder() / "report/page.js").read_text("utf-8")),
         bokeh=Markup("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
         items=_embedded({name: json_item(chart) for name, chart in drawn.items()}),
         palettes=_embedded({axis: _palette(getattr(plan.strategy, axis)) for axis in AXES}),
@@ -133,7 +138,7 @@ def render_page(subject: CompiledFolder) -> tuple[str, StepTimeline]:
 def _charts(
     subject: CompiledFolder,
     timeline: StepTimeline,
-    space: Space,
+    space: LayoutSpace,
     run: MeasuredRun | None,
     islands: IslandsRun | None,
 ) -> Iterator[tuple[str, figure]]:
@@ -160,15 +165,15 @@ def _charts(
 
 def _outer_part(subject: CompiledFolder) -> dict[str, object]:
     found = _outer_cost(subject)
-    return {"outer": found, "outer_words": [] if found is None else islands_words(found)}
+    return {"outer": found, "outer_words": [] if found is None else islands_cost_lines(found)}
 
 
 def _outer_cost(subject: CompiledFolder) -> IslandsCost | None:
-    step = inner_seconds(subject.plan.predicted.time)
+    step = inner_step_seconds(subject.plan.predicted.time)
     return islands_cost(subject.recipe, subject.plan.model.total_parameters, step)
 
 
-class Figures:
+class PlanNumbers:
     """Numbers of plan.json by their path in it, marked with it: `<data
     data-key="predicted.time.mfu" value="0.4">`."""
 
@@ -194,7 +199,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class TrainingTotals:
     """Of the whole training, in words. is_known: whether the steps are; is_plans: whether plan.json
     has them, as it has not where the recipe counts epochs. cost: None without a price."""
 
@@ -212,26 +217,28 @@ def training_in(subject: CompiledFolder) -> Training:
     if plan.training.epochs is None:
         return plan.predicted.training
     islands = subject.recipe.cluster.islands
-    return training_of(
-        noted_steps(plan, subject.folder), subject.cluster, plan.predicted.time, islands
+    return training_estimate(
+        recorded_step_count(plan, subject.folder), subject.cluster, plan.predicted.time, islands
     )
 
 
-def totals_of(subject: CompiledFolder, training: Training) -> Totals:
-    return Totals(
+def totals_of(subject: CompiledFolder, training: Training) -> TrainingTotals:
+    return TrainingTotals(
         steps=f"{training.steps:,}",
-        duration=duration(training.days),
-        device_hours=number(training.gpu_hours, 4),
+        duration=format_days(training.days),
+        device_hours=format_number(training.gpu_hours, 4),
         cost=None if training.cost is None else f"{training.cost:,.0f}",
         is_known=training.steps > 0,
         is_plans=subject.plan.training.epochs is None,
     )
 
 
-def _set_aside(subject: CompiledFolder, space: Space) -> list[str]:
+def _set_aside(subject: CompiledFolder, space: LayoutSpace) -> list[str]:
     """Faster layouts and why they are not the plan; none where the plan is not the best one."""
     is_best = bool(space.best) and space.best == subject.plan.strategy
-    return [set_aside_words(found) for found in space.set_aside] if is_best else []
+    return (
+        [rejected_faster_text(found) for found in space.rejected_faster_layouts] if is_best else []
+    )
 
 
 def _verdict(subject: CompiledFolder) -> tuple[str, str]:
@@ -243,7 +250,7 @@ def _verdict(subject: CompiledFolder) -> tuple[str, str]:
     known = subject.estimate.error.memory is not None
     if not memory.fits:
         return "does not fit", "The fullest one is predicted to need more memory than it has."
-    if not is_roomy(subject.recipe, memory):
+    if not keeps_headroom(subject.recipe, memory):
         return (
             "tight",
             f"{left}, less than {'what one prediction in twenty is off by' if known else KEPT}.",
@@ -254,10 +261,10 @@ def _verdict(subject: CompiledFolder) -> tuple[str, str]:
 def _axis(plan: Plan, axis: str) -> JsonObject:
     """The legend of one colouring of the cluster."""
     degree: int = getattr(plan.strategy, axis)
-    colors = groups(degree)
+    colors = group_colors(degree)
     noun = "stage" if axis == "pipeline" else f"{axis} rank"
     shown = list(range(degree)) if degree <= LEGEND_UP_TO else [0, degree - 1]
-    held = held_layers(plan)
+    held = layer_ranges(plan)
     return {
         "name": axis,
         "degree": degree,
@@ -275,7 +282,7 @@ def _axis(plan: Plan, axis: str) -> JsonObject:
 
 
 def _palette(degree: int) -> JsonObject:
-    return {"degree": degree, "colours": list(groups(degree))}
+    return {"degree": degree, "colours": list(group_colors(degree))}
 
 
 def _artifacts(folder: Path) -> Iterator[tuple[str, int, str, str]]:

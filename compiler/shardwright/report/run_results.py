@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwright.monitor.gradient_noise_scale import measured_noise, words
+from shardwright.monitor.gradient_noise_scale import noise_scale_text, run_noise_scale
 from shardwright.monitor.run_files import number, read_json, read_status
 from shardwright.plan.plan import Plan
 
@@ -66,7 +66,7 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     steps = _rows(folder / "run" / "metrics.jsonl", _step)
     if not steps:
         return None
-    status, noise = read_status(folder), measured_noise(folder, plan.training.global_batch_size)
+    status, noise = read_status(folder), run_noise_scale(folder, plan.training.global_batch_size)
     settled = [s.step_seconds for s in steps[WARM_UP_STEPS:]] or [s.step_seconds for s in steps]
     median = statistics.median(settled)
     tokens = plan.training.global_batch_size * plan.training.sequence_length
@@ -82,7 +82,7 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
         last_loss=steps[-1].loss,
         peak_bytes=_peak_bytes(folder / "run" / "summary.json"),
         evaluations=tuple(_rows(folder / "run" / "evaluation.jsonl", _evaluation)),
-        noise="" if noise is None else words(noise),
+        noise="" if noise is None else noise_scale_text(noise),
     )
 
 

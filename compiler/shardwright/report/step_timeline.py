@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwright.cost.micro_batch_times import passes
-from shardwright.cost.priced_layout import Layout
-from shardwright.cost.step_time import is_simulated, stage_passes
+from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.cost.step_time import is_simulated, stage_pass_seconds
 from shardwright.layout import interleaved_schedule
 from shardwright.layout.layout_estimate import Time
 from shardwright.layout.pipeline_instructions import FORWARD
-from shardwright.layout.pipeline_simulation import Timeline, simulate
+from shardwright.layout.pipeline_simulation import PipelineTimeline, simulate
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 OUTER = "outer step between islands, a step's share"
@@ -22,7 +22,7 @@ PASS_KINDS = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class TimelineBar:
     """kind: an index of KINDS. stage, micro_batch: -1 where the bar is not a pass."""
 
     rank: int
@@ -38,7 +38,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankStep:
+class RankStepTimes:
     """Where one pipeline rank's step goes; the parts add up to it. compute and tensor_comm: forward
     and backward."""
 
@@ -60,22 +60,22 @@ class StepTimeline:
     step.
     """
 
-    bars: tuple[Bar, ...]
-    ranks: tuple[RankStep, ...]
+    bars: tuple[TimelineBar, ...]
+    ranks: tuple[RankStepTimes, ...]
     simulated_seconds: float
     is_exact: bool
 
 
-def step_timeline(layout: Layout, time: Time) -> StepTimeline:
+def step_timeline(layout: PricedLayout, time: Time) -> StepTimeline:
     """One optimizer step of one data and tensor rank per pipeline rank.
 
     time: the plan's. What follows the last pass (the data-parallel collectives that nothing hides,
     the optimizer, the share of an outer step between islands) is the slowest rank's, as in the
     planner's sum.
     """
-    s, found = layout.strategy, passes(layout)
-    forward, backward = stage_passes(layout)
-    if s.interleaves:
+    s, found = layout.strategy, pass_times(layout)
+    forward, backward = stage_pass_seconds(layout)
+    if s.is_interleaved:
         m = s.gradient_accumulation_steps
         simulated = interleaved_schedule.simulate(
             s.pipeline, m, forward, backward, found.send_seconds
@@ -97,9 +97,9 @@ def _after(time: Time) -> tuple[float, float, float]:
     return time.data_comm_seconds, time.optimizer_seconds, time.outer_comm_seconds
 
 
-def _rank_bars(simulated: Timeline, rank: int, time: Time) -> Iterator[Bar]:
+def _rank_bars(simulated: PipelineTimeline, rank: int, time: Time) -> Iterator[TimelineBar]:
     for interval in simulated.ranks[rank]:
-        yield Bar(
+        yield TimelineBar(
             rank=rank,
             kind=0 if interval.name == FORWARD else 1,
             stage=interval.stage,
@@ -112,7 +112,7 @@ def _rank_bars(simulated: Timeline, rank: int, time: Time) -> Iterator[Bar]:
     parts += [(3 + place, *span) for place, span in enumerate(itertools.pairwise(ends))]
     for kind, start, stop in parts:
         if stop > start:
-            yield Bar(
+            yield TimelineBar(
                 rank=rank,
                 kind=kind,
                 stage=-1,
@@ -122,8 +122,10 @@ def _rank_bars(simulated: Timeline, rank: int, time: Time) -> Iterator[Bar]:
             )
 
 
-def _sums(layout: Layout, simulated: Timeline, rank: int, time: Time) -> RankStep:
-    found, m = passes(layout), layout.strategy.gradient_accumulation_steps
+def _sums(
+    layout: PricedLayout, simulated: PipelineTimeline, rank: int, time: Time
+) -> RankStepTimes:
+    found, m = pass_times(layout), layout.strategy.gradient_accumulation_steps
     busy = sum(i.stop_seconds - i.start_seconds for i in simulated.ranks[rank])
     messages = sum(e.stop_seconds - e.start_seconds for e in simulated.exchanges[rank])
     comm = m * sum(
@@ -131,7 +133,7 @@ def _sums(layout: Layout, simulated: Timeline, rank: int, time: Time) -> RankSte
         for block in layout.ranks[rank]
         for sums in (found.forward_comm, found.backward_comm)
     )
-    return RankStep(
+    return RankStepTimes(
         compute_seconds=busy - comm,
         tensor_comm_seconds=comm,
         messages_seconds=messages,
@@ -142,7 +144,7 @@ def _sums(layout: Layout, simulated: Timeline, rank: int, time: Time) -> RankSte
     )
 
 
-def drawn_ranks(timeline: StepTimeline, most_bars: int) -> tuple[int, ...]:
+def sampled_ranks(timeline: StepTimeline, most_bars: int) -> tuple[int, ...]:
     """Every pipeline rank; where that is more than so many bars, the first, the last and ranks
     evenly between."""
     ranks = len(timeline.ranks)

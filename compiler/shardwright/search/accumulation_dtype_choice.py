@@ -10,18 +10,18 @@ from typing import cast
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.search.cluster_sizing import Sizing, size_cluster
+from shardwright.search.cluster_sizing import ClusterSizing, size_cluster
 from shardwright.search.layout_search import SearchResult, search
-from shardwright.search.ranking_penalties import weighed_seconds
+from shardwright.search.ranking_penalties import penalized_seconds
 from shardwright.utils.json_types import JsonObject
 
-MUCH_SLOWER = 1.2
+BF16_ACCUMULATION_FROM = 1.2
 """Weighed time of the best layout with sums in fp32, over that with sums in bf16, from which on
 bf16 is taken: long sums lose small gradients in it, so a few percent are not worth it (SW3121)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ShortSums:
+class LowPrecisionAccumulation:
     """Why gradients are summed in bf16. seconds: of the best layout's step with sums in fp32; None
     where none fits."""
 
@@ -42,35 +42,35 @@ class ShortSums:
         )
 
 
-def sized_and_summed(problem: Problem) -> tuple[Problem, Sizing | None]:
+def resolve_nodes_and_accumulation_dtype(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
     """Sizing: None where the recipe gave the nodes. Raises as size_cluster."""
     sized, sizing = size_cluster(problem)
-    return _with_sums(sized), sizing
+    return _with_accumulation_dtype(sized), sizing
 
 
-def short_sums(problem: Problem) -> ShortSums | None:
+def low_precision_accumulation(problem: Problem) -> LowPrecisionAccumulation | None:
     """Of a settled problem; None where the sums are what its recipe says, or fp32."""
     training = cast(JsonObject, problem.recipe.document["training"])
     is_open = training.get("gradient_accumulation_dtype", "auto") == "auto"
     if not is_open or problem.recipe.training.gradient_accumulation_dtype is None:
         return None
-    full = search(_summed_in(problem, None)).ranked
+    full = search(_accumulating_in(problem, None)).ranked
     if not full:
-        return ShortSums(seconds=None, weighed=None)
-    return ShortSums(
-        seconds=full[0].time.step_seconds, weighed=weighed_seconds(problem.recipe, full[0])
+        return LowPrecisionAccumulation(seconds=None, weighed=None)
+    return LowPrecisionAccumulation(
+        seconds=full[0].time.step_seconds, weighed=penalized_seconds(problem.recipe, full[0])
     )
 
 
-def _with_sums(problem: Problem) -> Problem:
+def _with_accumulation_dtype(problem: Problem) -> Problem:
     training = problem.recipe.training
     is_open = training.precision == "bf16" and training.gradient_accumulation_dtype is None
     if not is_open or problem.recipe.objective == "memory" or problem.cluster.gpu.is_cpu:
         return problem
     full = search(problem)
-    if not _binds(problem, full):
+    if not _is_memory_bound(problem, full):
         return problem
-    short = _summed_in(problem, "bf16")
+    short = _accumulating_in(problem, "bf16")
     if _refused(short) > _refused(problem):  # an engine that sums in fp32 alone
         return problem
     half = search(short).ranked  # all of it: where this is the answer, it is asked for again
@@ -80,27 +80,28 @@ def _with_sums(problem: Problem) -> Problem:
 
 
 def _refused(problem: Problem) -> int:
-    return len(ENGINES[problem.recipe.target].check_extra(problem.recipe))
+    return len(ENGINES[problem.recipe.target].sbatch_option_errors(problem.recipe))
 
 
-def _summed_in(problem: Problem, dtype: str | None) -> Problem:
+def _accumulating_in(problem: Problem, dtype: str | None) -> Problem:
     training = dataclasses.replace(problem.recipe.training, gradient_accumulation_dtype=dtype)
     return dataclasses.replace(
         problem, recipe=dataclasses.replace(problem.recipe, training=training)
     )
 
 
-def _binds(problem: Problem, full: SearchResult) -> bool:
+def _is_memory_bound(problem: Problem, full: SearchResult) -> bool:
     """Whether there is a layout at all that would be faster by so much with as much memory as
     shorter sums free."""
     if not full.ranked:
         return full.closest is not None
-    most = weighed_seconds(problem.recipe, full.ranked[0]) / MUCH_SLOWER
+    most = penalized_seconds(problem.recipe, full.ranked[0]) / BF16_ACCUMULATION_FROM
     return (
-        any(e.time.step_seconds <= most for e in full.ranked) or full.nearly_fits(most) is not None
+        any(e.time.step_seconds <= most for e in full.ranked)
+        or full.best_nearly_fitting(most) is not None
     )
 
 
 def _is_much_slower(problem: Problem, full: Estimate, half: Estimate) -> bool:
-    slow, fast = (weighed_seconds(problem.recipe, each) for each in (full, half))
-    return slow >= MUCH_SLOWER * fast
+    slow, fast = (penalized_seconds(problem.recipe, each) for each in (full, half))
+    return slow >= BF16_ACCUMULATION_FROM * fast

@@ -8,12 +8,12 @@ from typing import Any
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.layout_rule import Candidate
-from shardwright.recipe.recipe_types import DOCUMENT_KINDS, FLASH
+from shardwright.recipe.recipe_types import DOCUMENT_KINDS, FLASH_ATTENTION_2
 
 FLASH_HEAD_SIZE = 256
 
 
-def selective_attention(x: Candidate) -> Diagnostic | None:
+def attention_module_exists(x: Candidate) -> Diagnostic | None:
     """Selective checkpointing recomputes the attention module: there must be one."""
     if x.strategy.activation_checkpointing != "selective" or x.graph.attention_module:
         return None
@@ -28,12 +28,14 @@ def selective_attention(x: Candidate) -> Diagnostic | None:
     )
 
 
-def packed_documents(x: Candidate) -> Diagnostic | None:
+def packed_documents_kept_separate(x: Candidate) -> Diagnostic | None:
     """Packing keeps documents apart by their positions, which every mask is given; whether that is
     enough is proved by running a tiny copy of the model (models/packing_probe.py). State space
     models and recurrences read on across documents."""
     packed = [
-        key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing
+        key
+        for key, part in x.recipe.dataset_sections()
+        if part.kind in DOCUMENT_KINDS and part.packing
     ]
     if not packed or not x.graph.packing:
         return None
@@ -47,12 +49,14 @@ def packed_documents(x: Candidate) -> Diagnostic | None:
     )
 
 
-def packed_lengths(x: Candidate) -> Diagnostic | None:
+def packed_rope_length(x: Candidate) -> Diagnostic | None:
     """Rotary embeddings of some kinds (dynamic, longrope) choose their frequencies by the longest
     document of a packed sequence: what a document is trained with would depend on its neighbours.
     Below the switch nothing depends on it."""
     packed = [
-        key for key, part in x.recipe.data_parts() if part.kind in DOCUMENT_KINDS and part.packing
+        key
+        for key, part in x.recipe.dataset_sections()
+        if part.kind in DOCUMENT_KINDS and part.packing
     ]
     switches = length_switches(x.graph.config)
     length = x.recipe.training.sequence_length
@@ -94,11 +98,11 @@ def length_switches(config: Mapping[str, Any]) -> list[tuple[str, int]]:
     return [*switches, *(each for part in parts for each in length_switches(part))]
 
 
-def flash_attention(x: Candidate) -> Diagnostic | None:
+def flash_attention_supported(x: Candidate) -> Diagnostic | None:
     """flash-attn 2 (README, "NVIDIA CUDA Support"): fp16 and bf16, Ampere or newer, head sizes up
     to 256."""
     gpu, precision = x.cluster.gpu, x.recipe.training.precision
-    if x.graph.attention != FLASH:
+    if x.graph.attention != FLASH_ATTENTION_2:
         return None
     if gpu.is_cpu or "bf16" not in gpu.peak_flops:
         why = (

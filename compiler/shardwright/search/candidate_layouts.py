@@ -14,21 +14,21 @@ from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import (
     AXES,
     Value,
+    as_int,
     choices,
-    degrees_that_fill,
     rank_axes,
-    whole,
-    world_of,
+    world_factorizations,
+    world_size_of,
 )
-from shardwright.layout.layout import Strategy, free_axes
+from shardwright.layout.layout import Layout, auto_by_default_axes
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
 
-_make: Callable[..., Strategy] = Strategy
+_make: Callable[..., Layout] = Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class LayoutGrid:
     """settled: the degrees, which fill the cluster, and what has one value there. axes: the values
     that the other keys can take, in the order in which a search settles them. The last is
     micro_batch_size, smallest first, so that memory only grows along it."""
@@ -37,13 +37,13 @@ class Placement:
     axes: tuple[tuple[str, tuple[Value, ...]], ...]
 
 
-def placements(problem: Problem) -> Iterator[Placement]:
+def layout_grids(problem: Problem) -> Iterator[LayoutGrid]:
     """Every choice of degrees whose product is the world and whose data degree divides the batch.
 
     Nothing where the pins themselves do not multiply out (see `nearest`).
     """
     own = ENGINES[problem.recipe.target].axes
-    for degrees in degrees_that_fill(problem):
+    for degrees in world_factorizations(problem):
         settled: dict[str, Value] = {**degrees}
         walked: list[tuple[str, tuple[Value, ...]]] = []
         for axis in AXES:
@@ -56,25 +56,25 @@ def placements(problem: Problem) -> Iterator[Placement]:
                 else:
                     settled[axis.name] = values[0]
         if all(values for _, values in walked):
-            yield Placement(settled=settled, axes=tuple(walked))
+            yield LayoutGrid(settled=settled, axes=tuple(walked))
 
 
-def candidates(problem: Problem) -> Iterator[Strategy]:
+def candidate_layouts(problem: Problem) -> Iterator[Layout]:
     """Every layout of every placement; the rules decide about them."""
     recipe = problem.recipe
-    for placement in placements(problem):
+    for placement in layout_grids(problem):
         names = [name for name, _ in placement.axes]
         for values in itertools.product(*(tried for _, tried in placement.axes)):
-            yield strategy_of(recipe, placement, dict(zip(names, values, strict=True)))
+            yield layout_at(recipe, placement, dict(zip(names, values, strict=True)))
 
 
-def strategy_of(recipe: Recipe, placement: Placement, settled: Mapping[str, Value]) -> Strategy:
+def layout_at(recipe: Recipe, placement: LayoutGrid, settled: Mapping[str, Value]) -> Layout:
     """Keys that are not settled yet stand at their first value."""
     first = {name: values[0] for name, values in placement.axes}
     return _strategy(recipe, {**placement.settled, **first, **settled})
 
 
-def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
+def pinned_layout(recipe: Recipe, cluster: Cluster) -> Layout:
     """The pinned layout with plain values for the rest, whether or not it multiplies out: what the
     rules explain."""
     pins = {axis.name: axis.pin(recipe) for axis in AXES if axis.section}
@@ -86,16 +86,17 @@ def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
 
     def room(name: str) -> int:
         """What the other degrees leave of the world to this one; 0 where they do not divide it."""
-        others = world_of({axis.name: whole(values[axis.name]) for axis in rank_axes()}) // whole(
-            values[name]
-        )
+        others = world_size_of(
+            {axis.name: as_int(values[axis.name]) for axis in rank_axes()}
+        ) // as_int(values[name])
         return 0 if cluster.world_size % others else cluster.world_size // others
 
     *others, last = (axis.name for axis in rank_axes())
     if pins[last] is None:
         values[last] = max(
             1,
-            cluster.world_size // world_of({name: whole(values[name]) for name in (*others, last)}),
+            cluster.world_size
+            // world_size_of({name: as_int(values[name]) for name in (*others, last)}),
         )
     free = next((name for name in others if pins[name] is None and room(name)), None)
     if free is not None:
@@ -105,27 +106,28 @@ def nearest(recipe: Recipe, cluster: Cluster) -> Strategy:
 
 def without_layout_pins(recipe: Recipe) -> Recipe:
     """`offload` stays: a search that was not asked for it does not move states to the host."""
-    free: dict[str, Any] = {axis.name: None for axis in free_axes()}
+    free: dict[str, Any] = {axis.name: None for axis in auto_by_default_axes()}
     pins = dataclasses.replace(recipe.parallelism, **free)
     return dataclasses.replace(recipe, parallelism=pins)
 
 
-def as_today(recipe: Recipe, *, zero_stage: int) -> Recipe:
+def zero_baseline(recipe: Recipe, *, zero_stage: int) -> Recipe:
     """The same run as people run it today: nothing beyond data parallelism and this ZeRO stage."""
     free = without_layout_pins(recipe)
     left = [
         axis
         for axis in AXES
-        if axis.is_free or (axis.yields and axis.section and axis.pin(recipe) is None)
+        if axis.is_auto_by_default
+        or (axis.off_when_world_pinned and axis.section and axis.pin(recipe) is None)
     ]
-    plain: dict[str, Any] = {axis.name: axis.plain for axis in left if axis.machinery}
+    plain: dict[str, Any] = {axis.name: axis.plain for axis in left if axis.feature}
     pins = dataclasses.replace(free.parallelism, **plain, zero_stage=zero_stage)
     return dataclasses.replace(free, parallelism=pins)
 
 
-def _strategy(recipe: Recipe, values: Mapping[str, Value]) -> Strategy:
+def _strategy(recipe: Recipe, values: Mapping[str, Value]) -> Layout:
     """values: of all keys of the recipe. `loss: auto` is settled in search.settle."""
-    at_once = whole(values["micro_batch_size"]) * whole(values["data"])
+    at_once = as_int(values["micro_batch_size"]) * as_int(values["data"])
     return _make(
         **values, gradient_accumulation_steps=max(1, recipe.training.global_batch_size // at_once)
     )

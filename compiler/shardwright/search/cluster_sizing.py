@@ -13,7 +13,7 @@ from shardwright.cost.layer_times import peak_flops
 from shardwright.cost.layout_costs import SECONDS_PER_DAY
 from shardwright.cost.step_time import FORWARDS_PER_STEP, forward_flops_per_token
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.layout.axes import worlds
+from shardwright.layout.axes import reachable_world_sizes
 from shardwright.layout.planning_problem import Problem
 from shardwright.search.layout_search import search
 
@@ -21,14 +21,14 @@ MOST_GPUS = 65_536  # as many as a plan.json lists: beyond it no answer could be
 HOURS_PER_DAY = 24
 LARGER = 2
 """Times the recipe's batch: what `nodes: auto` prices beside it."""
-WORTH_A_BATCH = 0.005  # of the days; below it a larger batch gains nothing
+MIN_BATCH_GAIN = 0.005  # of the days; below it a larger batch gains nothing
 TRIED_SHARES = (0.0, 0.25, 0.5)
 """Of the way from the nodes that perfect scaling needs to those that the recipe's own batch
 needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizing:
+class ClusterSizing:
     """smaller_nodes: the largest cluster below that has a layout at all, None where there is none;
     smaller_days: what its best layout takes, None where none fits in memory."""
 
@@ -51,7 +51,7 @@ class Sizing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OtherBatch:
+class SmallerClusterBatch:
     """A batch that a smaller cluster divides, and with which it meets the deadline over the same
     tokens. cost: None without a price; cost_now: with the recipe's own batch."""
 
@@ -75,7 +75,7 @@ class OtherBatch:
         )
 
 
-def other_batch(problem: Problem, sizing: Sizing) -> OtherBatch | None:
+def smaller_cluster_batch(problem: Problem, sizing: ClusterSizing) -> SmallerClusterBatch | None:
     """Where a batch near the recipe's would do with fewer nodes. problem: sized. A few clusters are
     searched, from the one that would be enough if the step scaled perfectly."""
     recipe, cluster = problem.recipe, problem.cluster
@@ -96,7 +96,7 @@ def other_batch(problem: Problem, sizing: Sizing) -> OtherBatch | None:
                 None if price is None else sizing.days * HOURS_PER_DAY * cluster.world_size * price
             )
             found = ranked[0].training
-            return OtherBatch(
+            return SmallerClusterBatch(
                 global_batch_size=batch, nodes=nodes, days=found.days, cost=found.cost, cost_now=now
             )
     return None
@@ -112,7 +112,7 @@ class LargerBatch:
     shorter: float
 
     def words(self) -> str:
-        if self.shorter < WORTH_A_BATCH:
+        if self.shorter < MIN_BATCH_GAIN:
             return f"a global_batch_size of {self.global_batch_size} would gain nothing in time"
         return (
             f"with global_batch_size {self.global_batch_size} the same tokens would take "
@@ -120,7 +120,7 @@ class LargerBatch:
         )
 
 
-def larger_batch(problem: Problem, sizing: Sizing) -> LargerBatch | None:
+def larger_batch(problem: Problem, sizing: ClusterSizing) -> LargerBatch | None:
     """problem: sized. None where no layout of the larger batch fits."""
     batch = LARGER * problem.recipe.training.global_batch_size
     ranked = search(_with_batch(problem, batch)).ranked
@@ -133,7 +133,7 @@ def larger_batch(problem: Problem, sizing: Sizing) -> LargerBatch | None:
 def _with_batch(problem: Problem, batch: int) -> Problem:
     """And the steps that make the same tokens of it."""
     training = problem.recipe.training
-    steps = math.ceil(training.known_steps * training.global_batch_size / batch)
+    steps = math.ceil(training.step_count_or_zero * training.global_batch_size / batch)
     changed = dataclasses.replace(training, global_batch_size=batch, steps=steps, tokens=None)
     return dataclasses.replace(
         problem, recipe=dataclasses.replace(problem.recipe, training=changed)
@@ -153,7 +153,7 @@ def _nearest_multiple(batch: int, world: int) -> int:
     return near if batch / 2 <= near <= 1.5 * batch else 0
 
 
-def size_cluster(problem: Problem) -> tuple[Problem, Sizing | None]:
+def size_cluster(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
     """The problem with its number of nodes; as given, and None, where the recipe has one.
 
     Its cluster is of one node where the recipe says auto. Exact: every number of nodes below the
@@ -164,7 +164,7 @@ def size_cluster(problem: Problem) -> tuple[Problem, Sizing | None]:
     recipe, cluster = problem.recipe, problem.cluster
     if recipe.cluster.nodes is not None:
         return problem, None
-    steps, days = recipe.training.known_steps, recipe.training.days_at_most
+    steps, days = recipe.training.step_count_or_zero, recipe.training.days_at_most
     if not steps or days is None:
         raise refusal(
             "SW3003",
@@ -182,7 +182,9 @@ def size_cluster(problem: Problem) -> tuple[Problem, Sizing | None]:
     smaller_days: float | None = None
     fastest: tuple[float, int] | None = None
     for nodes in sorted(
-        world // gpus for world in worlds(problem) if world % gpus == 0 and world <= MOST_GPUS
+        world // gpus
+        for world in reachable_world_sizes(problem)
+        if world % gpus == 0 and world <= MOST_GPUS
     ):
         if nodes < fewest:
             smaller = nodes
@@ -196,7 +198,7 @@ def size_cluster(problem: Problem) -> tuple[Problem, Sizing | None]:
             if smaller is not None and smaller_days is None:  # the bound may have skipped it
                 below = search(_with_nodes(problem, smaller)).ranked
                 smaller_days = below[0].training.days if below else None
-            return sized, Sizing(
+            return sized, ClusterSizing(
                 nodes=nodes,
                 days=seconds * steps / SECONDS_PER_DAY,
                 days_at_most=days,

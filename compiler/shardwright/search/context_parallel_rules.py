@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.layout_rule import Candidate
-from shardwright.layout.tensor_parallel_map import attention_is_cut
+from shardwright.layout.tensor_parallel_map import is_attention_sharded
 from shardwright.utils.divisors import nearest_divisors, nearest_multiples
 
 _KEY = "parallelism.context"
 
 
-def row(x: Candidate) -> Diagnostic | None:
+def context_divides_sequence(x: Candidate) -> Diagnostic | None:
     """Each rank has as many tokens of a row."""
     s, length = x.strategy.context, x.recipe.training.sequence_length
     if length % s == 0:
@@ -25,13 +25,13 @@ def row(x: Candidate) -> Diagnostic | None:
     )
 
 
-def heads(x: Candidate) -> Diagnostic | None:
+def context_divides_heads(x: Candidate) -> Diagnostic | None:
     """In attention each rank has as many heads; those of keys are repeated where they are fewer.
     Not asked of a type that context ranks refuse altogether (SW3143)."""
     s = x.strategy
-    if x.graph.context_ranks:
+    if x.graph.context_parallel_reason:
         return None
-    own = x.graph.attention_heads // (s.tensor if attention_is_cut(x.graph) else 1)
+    own = x.graph.attention_heads // (s.tensor if is_attention_sharded(x.graph) else 1)
     if s.context == 1 or own % s.context == 0:
         return None
     return found(
@@ -43,9 +43,9 @@ def heads(x: Candidate) -> Diagnostic | None:
     )
 
 
-def model_type(x: Candidate) -> Diagnostic | None:
+def context_parallel_supported(x: Candidate) -> Diagnostic | None:
     """Tried on a tiny copy of this configuration when the model was traced."""
-    why = x.graph.context_ranks
+    why = x.graph.context_parallel_reason
     if x.strategy.context == 1 or not why:
         return None
     return found(
@@ -60,7 +60,7 @@ def model_type(x: Candidate) -> Diagnostic | None:
     )
 
 
-def dropout(x: Candidate) -> Diagnostic | None:
+def context_without_dropout(x: Candidate) -> Diagnostic | None:
     """A rank would draw for its own tokens, and in attention for its own heads; that is compared
     with no plain run yet."""
     largest = max(x.graph.max_dropout, 0.0 if x.recipe.lora is None else x.recipe.lora.dropout)

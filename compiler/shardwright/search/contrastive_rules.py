@@ -10,7 +10,7 @@ from shardwright.layout.layout_rule import Candidate
 DATA = "data"
 
 
-def data_ranks_alone(x: Candidate) -> Diagnostic | None:
+def contrastive_is_data_parallel(x: Candidate) -> Diagnostic | None:
     """Features of all pairs meet in the loss: they are gathered over data ranks, and both sides are
     small."""
     if not x.graph.contrastive:
@@ -32,7 +32,7 @@ def data_ranks_alone(x: Candidate) -> Diagnostic | None:
     )
 
 
-def one_micro_batch(x: Candidate) -> Diagnostic | None:
+def contrastive_has_one_micro_batch(x: Candidate) -> Diagnostic | None:
     """Two micro-batches are two losses, each of fewer pairs: their mean is another loss (arXiv
     2103.00020 compares each picture with all captions of the batch)."""
     steps = x.strategy.gradient_accumulation_steps
@@ -53,7 +53,7 @@ def one_micro_batch(x: Candidate) -> Diagnostic | None:
     )
 
 
-def unproved(x: Candidate) -> Diagnostic | None:
+def contrastive_verified(x: Candidate) -> Diagnostic | None:
     """The first key that is not, or that says nothing here."""
     if not x.graph.contrastive:
         return None

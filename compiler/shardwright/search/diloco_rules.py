@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.engines.engine_table import DEFAULT, ENGINES
+from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
 from shardwright.layout.layout_rule import Candidate
 from shardwright.recipe.recipe_types import Recipe
 
-_PROVED: dict[str, int | str] = {"context": 1, "offload": "none", "schedule": "1f1b"}
+_VERIFIED: dict[str, int | str] = {"context": 1, "offload": "none", "schedule": "1f1b"}
 
 
-def unproved(x: Candidate) -> Diagnostic | None:
+def diloco_layout_verified(x: Candidate) -> Diagnostic | None:
     """The outer step takes each rank's own range of the fp32 masters."""
     wrong = {
-        key: value for key, plain in _PROVED.items() if (value := getattr(x.strategy, key)) != plain
+        key: value
+        for key, plain in _VERIFIED.items()
+        if (value := getattr(x.strategy, key)) != plain
     }
     if (
         x.strategy.expert > 1 and x.strategy.zero_stage == 0
@@ -25,7 +27,7 @@ def unproved(x: Candidate) -> Diagnostic | None:
     if x.recipe.cluster.islands == 1 or not wrong:
         return None
     key, value = next(iter(wrong.items()))
-    plain = _PROVED.get(key, 1)
+    plain = _VERIFIED.get(key, 1)
     beside = " at ZeRO-0" if key == "expert" else ""
     return found(
         "SW3173",
@@ -48,13 +50,13 @@ def check_islands(recipe: Recipe) -> Iterator[Diagnostic]:
     if outer is None:
         return
     beside: dict[str, tuple[bool, str]] = {
-        "target": (not ENGINES[recipe.target].islands, f"Write `target: {DEFAULT}`."),
+        "target": (not ENGINES[recipe.target].islands, f"Write `target: {DEFAULT_TARGET}`."),
         "training.precision": (
             recipe.training.precision == "fp16",
             "Write `precision: bf16` or fp32.",
         ),
         "data.images": (
-            any(part.images is not None for _, part in recipe.data_parts()),
+            any(part.images is not None for _, part in recipe.dataset_sections()),
             "Train a model on text: pictures were not tried.",
         ),
         "lora": (recipe.lora is not None, "Remove the section: adapters were not tried."),

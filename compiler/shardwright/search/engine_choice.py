@@ -10,18 +10,18 @@ from typing import Any, cast
 
 from shardwright.diagnostics import Refusal, found
 from shardwright.engines.engine_definition import Engine
-from shardwright.engines.engine_table import AUTO, ENGINES, engines_for, under
+from shardwright.engines.engine_table import AUTO_TARGET, ENGINES, engines_for, recipe_for_engine
 from shardwright.layout.axes import AXES
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.recipe.recipe_types import Recipe, with_kernels
-from shardwright.search.accumulation_dtype_choice import sized_and_summed
-from shardwright.search.cluster_sizing import Sizing
-from shardwright.search.forked_call import Beside
-from shardwright.search.kernel_choice import settle_kernels
+from shardwright.recipe.recipe_types import Recipe, with_resolved_kernels
+from shardwright.search.accumulation_dtype_choice import resolve_nodes_and_accumulation_dtype
+from shardwright.search.cluster_sizing import ClusterSizing
+from shardwright.search.forked_call import ForkedCall
+from shardwright.search.kernel_choice import resolve_kernels
 from shardwright.search.layout_comparison import because
-from shardwright.search.layout_search import best_of, rank_key, search
+from shardwright.search.layout_search import best_layout, rank_key, search
 from shardwright.utils.json_types import JsonObject
 
 
@@ -34,7 +34,7 @@ class OtherEngine:
     target: str
     chosen: str
     automatic: bool
-    strategy: Strategy
+    strategy: Layout
     step_seconds: float
     peak_bytes: int
     slower: float
@@ -51,54 +51,58 @@ class OtherEngine:
         )
 
 
-def settle_problem(problem: Problem) -> tuple[Problem, Sizing | None]:
+def resolve_problem(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
     """What the recipe leaves open before a layout is chosen: the engine, whose kernels run, the
     number of nodes, and what gradients are summed in. Sizing: None where the recipe gave the nodes.
     Raises as size_cluster; with an open engine as the default one does, where no engine has a
     way."""
-    if problem.recipe.target != AUTO:
-        return settle_kernels(problem, sized_and_summed)
-    settled: list[tuple[Problem, Sizing | None]] = []
+    if problem.recipe.target != AUTO_TARGET:
+        return resolve_kernels(problem, resolve_nodes_and_accumulation_dtype)
+    settled: list[tuple[Problem, ClusterSizing | None]] = []
     refused: list[Refusal] = []
-    first, *others = engines_for(AUTO)
-    for engine in (first, *(e for e in others if _takes(e, problem))):
+    first, *others = engines_for(AUTO_TARGET)
+    for engine in (first, *(e for e in others if _engine_supports(e, problem))):
         try:
-            settled.append(settle_kernels(_under(problem, engine), sized_and_summed))
+            settled.append(
+                resolve_kernels(_for_engine(problem, engine), resolve_nodes_and_accumulation_dtype)
+            )
         except Refusal as refusal:
             refused.append(refusal)
     if not settled:
         raise refused[0]
-    return min(settled, key=lambda each: _place(each[0]))
+    return min(settled, key=lambda each: _engine_rank(each[0]))
 
 
-def asked_engine(problem: Problem, target: str) -> Problem:
+def problem_under_engine(problem: Problem, target: str) -> Problem:
     """The same under the engine that a question names, with nothing settled for the plan's own.
     Raises Refusal: what that engine does not take of the recipe or the model."""
     engine = ENGINES[target]
-    other = _under(_reopened(problem), engine)
-    wrong = engine.check_extra(other.recipe)
-    lacks = engine.lacks(problem.graph)
-    if lacks:
+    other = _for_engine(_with_auto_restored(problem), engine)
+    wrong = engine.sbatch_option_errors(other.recipe)
+    unsupported_reason = engine.unsupported_reason(problem.graph)
+    if unsupported_reason:
         wrong = (
             *wrong,
-            found("SW2051", "target", f"target: {target}: {lacks}", "Use another target."),
+            found(
+                "SW2051", "target", f"target: {target}: {unsupported_reason}", "Use another target."
+            ),
         )
     if wrong:
         raise Refusal(*wrong)
     return other
 
 
-_BEGUN: list[tuple[Problem, Beside[list[tuple[str, Estimate]]]]] = []
+_STARTED: list[tuple[Problem, ForkedCall[list[tuple[str, Estimate]]]]] = []
 """What is worked out already for the next question about another engine; at most one."""
 
 
-def begin_others(problem: Problem) -> None:
+def start_engine_comparison(problem: Problem) -> None:
     """What `other_engine` will ask, where that is known before the problem is settled: it takes as
     long as the search for the plan itself."""
-    is_settled = problem.recipe.target != AUTO and problem.recipe.cluster.nodes is not None
+    is_settled = problem.recipe.target != AUTO_TARGET and problem.recipe.cluster.nodes is not None
     if is_settled and _compares_engines(problem):
-        reopened = _reopened(problem)
-        _BEGUN[:] = [(reopened, Beside(functools.partial(_bests, reopened)))]
+        reopened = _with_auto_restored(problem)
+        _STARTED[:] = [(reopened, ForkedCall(functools.partial(_best_layouts, reopened)))]
 
 
 def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
@@ -107,9 +111,9 @@ def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
     recipe = problem.recipe
     if not _compares_engines(problem):
         return None
-    reopened = _reopened(problem)
-    begun, _BEGUN[:] = list(_BEGUN), []
-    bests = begun[0][1].result() if begun and begun[0][0] == reopened else _bests(reopened)
+    reopened = _with_auto_restored(problem)
+    begun, _STARTED[:] = list(_STARTED), []
+    bests = begun[0][1].result() if begun and begun[0][0] == reopened else _best_layouts(reopened)
     if not bests:
         return None
     target, best = min(bests, key=lambda each: rank_key(recipe, each[1]))
@@ -117,7 +121,7 @@ def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
     return OtherEngine(
         target=target,
         chosen=recipe.target,
-        automatic=recipe.document.get("target") == AUTO,
+        automatic=recipe.document.get("target") == AUTO_TARGET,
         strategy=best.strategy,
         step_seconds=best.time.step_seconds,
         peak_bytes=best.memory.peak_bytes,
@@ -129,54 +133,62 @@ def other_engine(problem: Problem, chosen: Estimate) -> OtherEngine | None:
 
 def _compares_engines(problem: Problem) -> bool:
     recipe = problem.recipe
-    own = recipe.prices_own_run and recipe.assume.mfu is None and recipe.cluster.measured is None
+    own = recipe.is_own_run and recipe.assume.mfu is None and recipe.cluster.measured is None
     return own and not problem.cluster.gpu.is_cpu and ENGINES[recipe.target].automatic
 
 
-def _bests(reopened: Problem) -> list[tuple[str, Estimate]]:
+def _best_layouts(reopened: Problem) -> list[tuple[str, Estimate]]:
     """Of each other engine that takes the recipe and the model, and has a layout that runs."""
     others = [
-        e for e in engines_for(AUTO) if e.name != reopened.recipe.target and _takes(e, reopened)
+        e
+        for e in engines_for(AUTO_TARGET)
+        if e.name != reopened.recipe.target and _engine_supports(e, reopened)
     ]
-    return [(e.name, best) for e in others if (best := best_of(_under(reopened, e))) is not None]
+    return [
+        (e.name, best)
+        for e in others
+        if (best := best_layout(_for_engine(reopened, e))) is not None
+    ]
 
 
-def _under(problem: Problem, engine: Engine) -> Problem:
+def _for_engine(problem: Problem, engine: Engine) -> Problem:
     """Without pins of what the engine does not have, where another engine was asked for."""
     recipe = problem.recipe
-    if recipe.target not in (AUTO, engine.name):
+    if recipe.target not in (AUTO_TARGET, engine.name):
         lacking: dict[str, Any] = {
             a.name: a.plain for a in AXES if a.section and not a.runs and a.name not in engine.axes
         }
         recipe = dataclasses.replace(
             recipe, parallelism=dataclasses.replace(recipe.parallelism, **lacking)
         )
-    return dataclasses.replace(problem, recipe=under(recipe, engine))
+    return dataclasses.replace(problem, recipe=recipe_for_engine(recipe, engine))
 
 
-def _takes(engine: Engine, problem: Problem) -> bool:
-    return not engine.lacks(problem.graph) and not engine.check_extra(under(problem.recipe, engine))
+def _engine_supports(engine: Engine, problem: Problem) -> bool:
+    return not engine.unsupported_reason(problem.graph) and not engine.sbatch_option_errors(
+        recipe_for_engine(problem.recipe, engine)
+    )
 
 
-def _reopened(problem: Problem) -> Problem:
+def _with_auto_restored(problem: Problem) -> Problem:
     """What was settled for the chosen engine, as an engine of any kind has it: sums in fp32,
     Hugging Face's modules."""
     recipe = problem.recipe
-    if _said(recipe, "training", "gradient_accumulation_dtype") is None:
+    if _recipe_value(recipe, "training", "gradient_accumulation_dtype") is None:
         training = dataclasses.replace(recipe.training, gradient_accumulation_dtype=None)
         recipe = dataclasses.replace(recipe, training=training)
-    if _said(recipe, "model", "kernels") is None and recipe.model.kernels == "compile":
-        recipe = with_kernels(recipe, "hf")
+    if _recipe_value(recipe, "model", "kernels") is None and recipe.model.kernels == "compile":
+        recipe = with_resolved_kernels(recipe, "hf")
     return dataclasses.replace(problem, recipe=recipe)
 
 
-def _said(recipe: Recipe, section: str, key: str) -> object:
+def _recipe_value(recipe: Recipe, section: str, key: str) -> object:
     """None where the recipe says auto, or nothing."""
-    value = cast(JsonObject, recipe.document.get(section, {})).get(key, AUTO)
-    return None if value == AUTO else value
+    value = cast(JsonObject, recipe.document.get(section, {})).get(key, AUTO_TARGET)
+    return None if value == AUTO_TARGET else value
 
 
-def _place(problem: Problem) -> tuple[int, bool, tuple[float | int | str, ...]]:
+def _engine_rank(problem: Problem) -> tuple[int, bool, tuple[float | int | str, ...]]:
     """Fewer nodes first, then what a ranking puts first; an engine without a layout last."""
     ranked = search(problem).ranked
     return problem.cluster.nodes, not ranked, rank_key(problem.recipe, ranked[0]) if ranked else ()

@@ -13,7 +13,7 @@ from shardwright.utils.divisors import nearest_divisors
 _KEY = "parallelism.expert"
 
 
-def groups(x: Candidate) -> Diagnostic | None:
+def expert_divides_ranks(x: Candidate) -> Diagnostic | None:
     """They are neighbours among the ranks that have the same layers and shards."""
     s = x.strategy
     if s.shards % s.expert == 0:
@@ -30,7 +30,7 @@ def groups(x: Candidate) -> Diagnostic | None:
     )
 
 
-def experts(x: Candidate) -> Diagnostic | None:
+def expert_divides_experts(x: Candidate) -> Diagnostic | None:
     """Each rank has as many of each layer."""
     e = x.strategy.expert
     counts = set(expert_modules(x.graph).values())
@@ -45,9 +45,9 @@ def experts(x: Candidate) -> Diagnostic | None:
     )
 
 
-def model_type(x: Candidate) -> Diagnostic | None:
+def expert_parallel_supported(x: Candidate) -> Diagnostic | None:
     """Tried on a tiny copy of this configuration when the model was traced."""
-    why = x.graph.expert_ranks
+    why = x.graph.expert_parallel_reason
     if x.strategy.expert == 1 or not why:
         return None
     return found(
@@ -62,7 +62,7 @@ def model_type(x: Candidate) -> Diagnostic | None:
     )
 
 
-def dropout(x: Candidate) -> Diagnostic | None:
+def expert_without_dropout(x: Candidate) -> Diagnostic | None:
     """Ranks that exchange rows must have chosen experts alike; that is compared with no plain run
     yet."""
     if x.strategy.expert == 1 or x.graph.max_dropout == 0:
@@ -79,7 +79,7 @@ def dropout(x: Candidate) -> Diagnostic | None:
     )
 
 
-def lora(x: Candidate) -> Diagnostic | None:
+def expert_without_lora(x: Candidate) -> Diagnostic | None:
     if x.strategy.expert == 1 or x.recipe.lora is None:
         return None
     return found(

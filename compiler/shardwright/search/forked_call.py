@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, cast
 R = TypeVar("R")
 
 
-class Beside(Generic[R]):
+class ForkedCall(Generic[R]):
     """In a copy of this process, where that is safe and another processor is there to run it; else
     in this process, once it is asked for."""
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.layout_rule import Candidate
-from shardwright.models.frozen_parameters import PARTS, frozen_names, matching
+from shardwright.models.frozen_parameters import (
+    MODEL_PARTS,
+    frozen_parameter_names,
+    parameters_matching,
+)
 
 
-def names(x: Candidate) -> Diagnostic | None:
-    entry = next((e for e in x.recipe.model.freeze if not matching(x.graph, e)), None)
+def freeze_names_exist(x: Candidate) -> Diagnostic | None:
+    entry = next((e for e in x.recipe.model.freeze if not parameters_matching(x.graph, e)), None)
     if entry is None:
         return None
     vision = x.graph.vision
     why = (
-        f": {vision.untraced}" if vision is not None and entry in PARTS and vision.untraced else ""
+        f": {vision.untraced}"
+        if vision is not None and entry in MODEL_PARTS and vision.untraced
+        else ""
     )
     return found(
         "SW1435",
@@ -23,12 +29,12 @@ def names(x: Candidate) -> Diagnostic | None:
             "Name a part of a model that sees, or a pattern of parameters' names "
             "(`model.visual.blocks.*`)."
         ),
-        PARTS if x.graph.sees else (),
+        MODEL_PARTS if x.graph.is_vision_language else (),
     )
 
 
-def something_trained(x: Candidate) -> Diagnostic | None:
-    frozen = frozen_names(x.graph, x.recipe.model.freeze)
+def freeze_leaves_trainable(x: Candidate) -> Diagnostic | None:
+    frozen = frozen_parameter_names(x.graph, x.recipe.model.freeze)
     if not frozen or x.recipe.lora is not None:
         return None
     all_names = {p.name for layer in x.graph.layers for p in layer.parameters}
@@ -39,7 +45,7 @@ def something_trained(x: Candidate) -> Diagnostic | None:
     )
 
 
-def without_lora(x: Candidate) -> Diagnostic | None:
+def freeze_without_lora(x: Candidate) -> Diagnostic | None:
     if not x.recipe.model.freeze or x.recipe.lora is None:
         return None
     return found(

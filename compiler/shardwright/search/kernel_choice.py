@@ -10,13 +10,13 @@ from typing import cast
 from shardwright.diagnostics import Refusal
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import Kernels
-from shardwright.recipe.recipe_types import with_kernels
-from shardwright.search.cluster_sizing import Sizing
+from shardwright.recipe.recipe_types import with_resolved_kernels
+from shardwright.search.cluster_sizing import ClusterSizing
 from shardwright.search.layout_search import search
-from shardwright.search.ranking_penalties import weighed_seconds
+from shardwright.search.ranking_penalties import penalized_seconds
 from shardwright.utils.json_types import JsonObject
 
-Settled = tuple[Problem, Sizing | None]
+ResolvedProblem = tuple[Problem, ClusterSizing | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,23 +38,25 @@ class ChosenKernels:
         )
 
 
-def settle_kernels(problem: Problem, settle: Callable[[Problem], Settled]) -> Settled:
+def resolve_kernels(
+    problem: Problem, resolve_rest: Callable[[Problem], ResolvedProblem]
+) -> ResolvedProblem:
     """settle: what else is open, in that order: fewer nodes first, then the shorter step. Raises as
     `settle` does for Hugging Face's modules, where torch.compile is no way out."""
     if problem.recipe.model.kernels != "auto":
-        return settle(problem)
-    compiled: Settled | None
+        return resolve_rest(problem)
+    compiled: ResolvedProblem | None
     try:
-        compiled = settle(_of(problem, "compile"))
+        compiled = resolve_rest(_with_kernels(problem, "compile"))
     except Refusal:
         compiled = None
     if compiled is None or not search(compiled[0]).ranked:
-        return settle(_of(problem, "hf"))
+        return resolve_rest(_with_kernels(problem, "hf"))
     try:
-        plain = settle(_of(problem, "hf"))
+        uncompiled = resolve_rest(_with_kernels(problem, "hf"))
     except Refusal:
         return compiled
-    return min(plain, compiled, key=_rank)
+    return min(uncompiled, compiled, key=_rank)
 
 
 def chosen_kernels(problem: Problem) -> ChosenKernels | None:
@@ -64,20 +66,22 @@ def chosen_kernels(problem: Problem) -> ChosenKernels | None:
     if model.get("kernels") != "auto" or not ranked:
         return None
     taken: Kernels = "compile" if problem.recipe.model.kernels == "compile" else "hf"
-    others = search(_of(problem, "hf" if taken == "compile" else "compile")).ranked
+    others = search(_with_kernels(problem, "hf" if taken == "compile" else "compile")).ranked
     other = others[0].time.step_seconds if others else None
     return ChosenKernels(kernels=taken, seconds=ranked[0].time.step_seconds, other_seconds=other)
 
 
-def _of(problem: Problem, kernels: Kernels) -> Problem:
+def _with_kernels(problem: Problem, kernels: Kernels) -> Problem:
     return Problem(
-        recipe=with_kernels(problem.recipe, kernels), graph=problem.graph, cluster=problem.cluster
+        recipe=with_resolved_kernels(problem.recipe, kernels),
+        graph=problem.graph,
+        cluster=problem.cluster,
     )
 
 
-def _rank(settled: Settled) -> tuple[int, float]:
+def _rank(settled: ResolvedProblem) -> tuple[int, float]:
     problem, _ = settled
     ranked = search(problem).ranked
-    return problem.cluster.nodes, weighed_seconds(problem.recipe, ranked[0]) if ranked else float(
+    return problem.cluster.nodes, penalized_seconds(problem.recipe, ranked[0]) if ranked else float(
         "inf"
     )

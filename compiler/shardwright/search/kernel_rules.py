@@ -6,14 +6,14 @@ from __future__ import annotations
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.layout_rule import Candidate
-from shardwright.models.model_support import compiled_types
-from shardwright.recipe.recipe_types import FLASH
+from shardwright.models.model_support import torch_compile_types
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 
 _KEY = "model.kernels"
 _HELP = "Write `kernels: hf`, or `kernels: auto`, which takes `compile` only where it is proved."
 
 
-def compiled_model(x: Candidate) -> Diagnostic | None:
+def compiled_model_verified(x: Candidate) -> Diagnostic | None:
     """Per type (models/torch_compile_types.json). A compiled layer draws other random numbers than
     the plain one, so dropout cannot be compared; flash-attn does not run where this is proved."""
     recipe, graph = x.recipe, x.graph
@@ -21,13 +21,13 @@ def compiled_model(x: Candidate) -> Diagnostic | None:
         return None
     if not ENGINES[recipe.target].compiles_layers:
         why = f"under target: {recipe.target}"
-    elif graph.model_type not in compiled_types():
+    elif graph.model_type not in torch_compile_types():
         why = f"for model_type {graph.model_type!r}"
     elif graph.max_dropout:
         why = f"beside dropout {graph.max_dropout:g}"
     elif recipe.lora is not None:
         why = "beside LoRA, whose adapters stand inside the layers"
-    elif graph.attention == FLASH:
+    elif graph.attention == FLASH_ATTENTION_2:
         why = "beside flash_attention_2: `attention: sdpa` takes torch's own fused kernels"
     elif recipe.training.precision == "fp16":
         why = "in fp16"
@@ -38,7 +38,7 @@ def compiled_model(x: Candidate) -> Diagnostic | None:
     )
 
 
-def compiled_layout(x: Candidate) -> Diagnostic | None:
+def compiled_layout_verified(x: Candidate) -> Diagnostic | None:
     """A graph of a layer would have collectives in it (tensor, context and expert ranks, ZeRO-3's
     gathers), the two halves of DualPipeV's backward pass, or a second pass over a part of it
     (selective recomputation)."""
@@ -63,7 +63,7 @@ def compiled_layout(x: Candidate) -> Diagnostic | None:
     )
 
 
-def liger(x: Candidate) -> Diagnostic | None:
+def liger_missing(x: Candidate) -> Diagnostic | None:
     """Liger's Triton kernels need a GPU to be compared with a plain run."""
     if x.recipe.model.kernels != "liger":
         return None

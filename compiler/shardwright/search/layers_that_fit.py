@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.cost.layer_shapes import model_shapes
-from shardwright.cost.micro_batch_times import Passes
+from shardwright.cost.micro_batch_times import PassTimes
 from shardwright.cost.peak_memory import (
     kept_of_layers,
     least_rank_bytes,
     states_of_layers,
     usable_bytes,
 )
-from shardwright.cost.priced_layout import Layout, in_flight
-from shardwright.layout.layout import Strategy
+from shardwright.cost.priced_layout import PricedLayout, in_flight
+from shardwright.layout.layout import Layout
 from shardwright.models.model_graph import ModelGraph
 
 Floats = NDArray[np.float64]
@@ -72,7 +72,7 @@ def commonest_layers(graph: ModelGraph) -> Mask | None:
     return found if NEARLY_ALL <= found.mean() < 1 else None
 
 
-def work_of(found: Passes, counted: Mask | None, *, in_a_row: bool) -> RowSeconds:
+def work_of(found: PassTimes, counted: Mask | None, *, in_a_row: bool) -> RowSeconds:
     """counted: the decoder layers that are counted, None for all. in_a_row: as those of a rank are,
     but for DualPipeV's, of two stages."""
     forward = np.add(found.forward_compute, found.forward_comm)
@@ -103,7 +103,7 @@ def shortest(each: Floats, counted: Mask | None, *, in_a_row: bool) -> Floats:
     return np.array([(sums[n:] - sums[: len(sums) - n]).min() for n in range(len(sums))])
 
 
-class Rooms:
+class LayersThatFitCache:
     """Of one problem's layouts; what several of them share is worked out once."""
 
     def __init__(self, counted: Mask | None) -> None:
@@ -112,7 +112,7 @@ class Rooms:
         self._states: dict[Hashable, Floats] = {}
         self._kept: dict[Hashable, tuple[Floats, Floats]] = {}
 
-    def of(self, layout: Layout, kept_whole: Layout | None = None) -> Room:
+    def of(self, layout: PricedLayout, kept_whole: PricedLayout | None = None) -> LayersThatFit:
         """kept_whole: the same layout with nothing recomputed, to ask about partial checkpointing
         of a layout that recomputes all layers."""
         rank, head = least_rank_bytes(
@@ -128,7 +128,7 @@ class Rooms:
             room[head_rank(s)] -= head
         kept, each = self._kept_of(layout)
         whole, whole_each = (kept, each) if kept_whole is None else self._kept_of(kept_whole)
-        return Room(
+        return LayersThatFit(
             room=room,
             # DualPipeV's returning half has the fewer micro-batches in flight.
             flights=np.array([in_flight(s, rank)[-1] for rank in range(s.pipeline)])[:, None],
@@ -138,7 +138,7 @@ class Rooms:
             dropped=float((whole_each - each).max()),
         )
 
-    def _states_of(self, layout: Layout) -> Floats:
+    def _states_of(self, layout: PricedLayout) -> Floats:
         s = layout.strategy
         key = (s.tensor, s.expert, s.expert_tensor, s.shards, s.zero_stage, s.offload, in_a_row(s))
         if key not in self._states:
@@ -146,7 +146,7 @@ class Rooms:
             self._states[key] = shortest(each, self._counted, in_a_row=in_a_row(s))
         return self._states[key]
 
-    def _kept_of(self, layout: Layout) -> tuple[Floats, Floats]:
+    def _kept_of(self, layout: PricedLayout) -> tuple[Floats, Floats]:
         """Of the shortest ones, and of each layer."""
         s = layout.strategy
         degrees = (s.tensor, s.context, s.expert, s.expert_tensor)
@@ -158,7 +158,7 @@ class Rooms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class LayersThatFit:
     """Decoder layers of those counted that the ranks of one layout have room for, whichever these
     are.
 
@@ -179,7 +179,7 @@ class Room:
         """Whether there is room for all layers."""
         return suffices(self.most_layers(), len(self.states) - 1)
 
-    def with_more(self, each: float) -> Room:
+    def with_more(self, each: float) -> LayersThatFit:
         """With so many more bytes on each rank."""
         return replace(self, room=self.room + each)
 
@@ -201,11 +201,11 @@ class Room:
         )
 
 
-def head_rank(s: Strategy) -> int:
+def head_rank(s: Layout) -> int:
     return 0 if s.schedule == "dualpipev" else s.pipeline - 1
 
 
-def in_a_row(s: Strategy) -> bool:
+def in_a_row(s: Layout) -> bool:
     """Whether a rank's layers follow one another."""
     return s.stages == s.pipeline
 

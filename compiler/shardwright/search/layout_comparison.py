@@ -8,13 +8,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.layout.axes import AXES, Value
-from shardwright.layout.layout import Strategy, inside_words
+from shardwright.layout.layout import Layout, in_layer_collectives_text
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.over_memory_layouts import BINDS_FROM
-from shardwright.search.ranking_penalties import chance_of_fitting, expected_seconds, moving_parts
+from shardwright.search.over_memory_layouts import MEMORY_BOUND_FROM
+from shardwright.search.ranking_penalties import (
+    complexity_features,
+    fit_probability,
+    risk_adjusted_seconds,
+)
 
-# The parts of a step, as `Time` names them, in words; {} is inside_words() of the layouts at hand.
+# The parts of a step, as `Time` names them, in words; {} is in_layer_collectives_text() of the
+# layouts at hand.
 PARTS = {
     "compute_seconds": "computation",
     "tensor_comm_seconds": "{} collectives",
@@ -27,7 +32,7 @@ PARTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LostRegion:
+class SlowerRegion:
     """The feasible layouts of one region that is not the winner's.
 
     where: the keys that make it, and their values. best: of those that are priced. slower: the best
@@ -38,7 +43,7 @@ class LostRegion:
 
     where: tuple[tuple[str, Value], ...]
     layouts: int
-    best: Strategy
+    best: Layout
     step_seconds: float
     peak_bytes: int
     slower: float
@@ -52,7 +57,7 @@ class LostRegion:
     def nearest(self) -> float:
         return self.slower if self.at_least is None else self.at_least
 
-    def slower_words(self) -> str:
+    def slower_text(self) -> str:
         return f"{'' if self.at_least is None else '>='}{self.nearest:+.1%}"
 
 
@@ -65,9 +70,9 @@ def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
     return tuple(front)
 
 
-def lost_regions(
-    recipe: Recipe, ranked: Sequence[Estimate], slow: Iterable[tuple[float, Strategy]] = ()
-) -> tuple[LostRegion, ...]:
+def slower_regions(
+    recipe: Recipe, ranked: Sequence[Estimate], slow: Iterable[tuple[float, Layout]] = ()
+) -> tuple[SlowerRegion, ...]:
     """`ranked`: best first. The nearest region first. slow: what is not priced, and what it takes
     at least."""
     if not ranked:
@@ -75,7 +80,7 @@ def lost_regions(
     winner = ranked[0]
     keys = [axis.name for axis in AXES if axis.region]
 
-    def region_of(strategy: Strategy) -> tuple[Value, ...]:
+    def region_of(strategy: Layout) -> tuple[Value, ...]:
         return tuple(getattr(strategy, key) for key in keys)
 
     regions: dict[tuple[Value, ...], list[Estimate]] = {}
@@ -86,7 +91,7 @@ def lost_regions(
         where = region_of(strategy)
         unpriced[where] = min(least, unpriced.get(where, math.inf))
     found = (
-        LostRegion(
+        SlowerRegion(
             where=tuple(zip(keys, values, strict=True)),
             layouts=len(members),
             best=members[0].strategy,
@@ -112,54 +117,55 @@ def because(recipe: Recipe, estimate: Estimate, winner: Estimate) -> str:
     """Why `winner` ranks before `estimate`, with the figures of both."""
     if recipe.objective == "memory" and estimate.memory.peak_bytes > winner.memory.peak_bytes:
         return f"{_gib(estimate)} GiB against {_gib(winner)}"
-    if expected_seconds(recipe, estimate) >= expected_seconds(recipe, winner) and _is_faster(
-        estimate, winner
-    ):
-        chance = chance_of_fitting(recipe, estimate.memory)
+    if risk_adjusted_seconds(recipe, estimate) >= risk_adjusted_seconds(
+        recipe, winner
+    ) and _is_faster(estimate, winner):
+        chance = fit_probability(recipe, estimate.memory)
         return (
             f"{_gib(estimate)} of {estimate.memory.capacity_bytes / 2**30:.0f} GiB: fits with a "
             f"chance of {chance:.0%}"
         )
     if _is_faster(estimate, winner) and (
-        needs := moving_parts(estimate.strategy) - moving_parts(winner.strategy)
+        needs := complexity_features(estimate.strategy) - complexity_features(winner.strategy)
     ):
         return f"within the prediction's error, and needs {' and '.join(sorted(needs))}"
     part = max(PARTS, key=lambda name: getattr(estimate.time, name) - getattr(winner.time, name))
     theirs, ours = getattr(estimate.time, part), getattr(winner.time, part)
-    words = part_words(part, estimate.strategy, winner.strategy)
+    words = step_part_name(part, estimate.strategy, winner.strategy)
     return (
         f"{words}: {theirs:.3g} s against {ours:.3g} s" if theirs > ours else "equal in step time"
     )
 
 
-def part_words(part: str, *strategies: Strategy) -> str:
+def step_part_name(part: str, *strategies: Layout) -> str:
     """A part of a step, as a sentence about these layouts names it."""
-    return PARTS[part].format(inside_words(*strategies))
+    return PARTS[part].format(in_layer_collectives_text(*strategies))
 
 
 def _is_faster(estimate: Estimate, winner: Estimate) -> bool:
     return estimate.time.step_seconds < winner.time.step_seconds
 
 
-def binding_constraint(winner: Estimate, beyond_memory: Estimate | None) -> str:
+def binding_constraint(winner: Estimate, fastest_over_memory: Estimate | None) -> str:
     """One sentence: memory, where a layout that does not fit would be faster; else the largest part
-    of the step. beyond_memory: of the search."""
+    of the step. fastest_over_memory: of the search."""
     step = winner.time.step_seconds
-    if beyond_memory is not None:
-        faster = 1 - beyond_memory.time.step_seconds / step
+    if fastest_over_memory is not None:
+        faster = 1 - fastest_over_memory.time.step_seconds / step
         return (
-            f"memory: {beyond_memory.strategy.describe()} would take {faster:.0%} less time, "
-            f"but needs {_gib(beyond_memory)} of {winner.memory.capacity_bytes / 2**30:.0f} GiB"
+            f"memory: {fastest_over_memory.strategy.describe()} would take {faster:.0%} less time, "
+            f"but needs {_gib(fastest_over_memory)} of "
+            f"{winner.memory.capacity_bytes / 2**30:.0f} GiB"
         )
     part = max(PARTS, key=lambda name: getattr(winner.time, name))
-    words, share = part_words(part, winner.strategy), getattr(winner.time, part) / step
+    words, share = step_part_name(part, winner.strategy), getattr(winner.time, part) / step
     return (
         f"{words}: {share:.0%} of the step; twice the memory would make it less than "
-        f"{BINDS_FROM:.0%} faster"
+        f"{MEMORY_BOUND_FROM:.0%} faster"
     )
 
 
-def hpz_words(s: Strategy) -> str:
+def hpz_text(s: Layout) -> str:
     """ "" without it; it follows from the layout and is no key of a recipe."""
     ranks = s.hpz_partition_size
     return (

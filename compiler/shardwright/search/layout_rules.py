@@ -9,30 +9,38 @@ from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import rank_axes
 from shardwright.layout.layout_rule import Candidate
-from shardwright.layout.stage_balancing import layers_of_a_part, most_stages, too_few_layers
-from shardwright.layout.tensor_parallel_map import indivisible
-from shardwright.models.expert_modules import experts_of
+from shardwright.layout.stage_balancing import (
+    max_decoder_layers_per_stage,
+    max_stages,
+    too_few_layers_error,
+)
+from shardwright.layout.tensor_parallel_map import divisibility_errors
+from shardwright.models.expert_modules import experts_per_layer
 from shardwright.models.model_graph import ModelGraph
-from shardwright.models.model_support import proved_chunked
+from shardwright.models.model_support import supports_chunked_loss
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.search.precision_rules import half_on_cpu, no_peak
-from shardwright.utils.divisors import misfit, nearest_divisors, nearest_multiples
+from shardwright.search.precision_rules import fp16_on_cpu_error, missing_peak_error
+from shardwright.utils.divisors import degree_mismatch, nearest_divisors, nearest_multiples
 
 SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # 200 Gb/s
 
 
-def world_size(x: Candidate) -> Diagnostic | None:
+def degrees_multiply_to_world_size(x: Candidate) -> Diagnostic | None:
     """dp = world / (tp pp) (pipe/module.py:174)."""
     s, world = x.strategy, x.cluster.world_size
-    pinned = [axis.name for axis in rank_axes() if axis.is_free and axis.pin(x.recipe) is not None]
-    wrong = misfit(s.degrees(), world, complete=True, blamed=pinned)
+    pinned = [
+        axis.name
+        for axis in rank_axes()
+        if axis.is_auto_by_default and axis.pin(x.recipe) is not None
+    ]
+    wrong = degree_mismatch(s.degrees(), world, complete=True, blamed=pinned)
     if wrong is None:
         return None
     culprit, near = wrong
     shown = [
         f"{a.name} {s.degrees()[a.name]}"
         for a in rank_axes()
-        if a.is_free or s.degrees()[a.name] != a.plain
+        if a.is_auto_by_default or s.degrees()[a.name] != a.plain
     ]
     return found(
         "SW3101",
@@ -49,7 +57,7 @@ def world_size(x: Candidate) -> Diagnostic | None:
     )
 
 
-def batch(x: Candidate) -> Diagnostic | None:
+def batch_is_divisible(x: Candidate) -> Diagnostic | None:
     """DeepSpeed asserts train_batch = micro x accumulation x dp (runtime/config.py:925)."""
     s, size = x.strategy, x.recipe.training.global_batch_size
     if s.micro_batch_size * s.gradient_accumulation_steps * s.data == size:
@@ -66,43 +74,45 @@ def batch(x: Candidate) -> Diagnostic | None:
     )
 
 
-def heads(x: Candidate) -> Diagnostic | None:
+def tensor_divides_heads(x: Candidate) -> Diagnostic | None:
     """Every rank holds as many attention heads."""
     return _indivisible(x, "SW3103")
 
 
-def key_value_heads(x: Candidate) -> Diagnostic | None:
+def tensor_divides_key_value_heads(x: Candidate) -> Diagnostic | None:
     """A degree beyond the key/value heads must be a multiple of them."""
     return _indivisible(x, "SW3104")
 
 
-def feed_forward(x: Candidate) -> Diagnostic | None:
+def tensor_divides_feed_forward(x: Candidate) -> Diagnostic | None:
     """Shards of a feed-forward matrix are equal."""
     return _indivisible(x, "SW3105")
 
 
-def experts(x: Candidate) -> Diagnostic | None:
+def tensor_divides_experts(x: Candidate) -> Diagnostic | None:
     return _indivisible(x, "SW3126")
 
 
 def _indivisible(x: Candidate, code: str) -> Diagnostic | None:
-    return next((d for d in indivisible(x.graph, x.strategy.tensor) if d.code == code), None)
+    return next(
+        (d for d in divisibility_errors(x.graph, x.strategy.tensor) if d.code == code), None
+    )
 
 
-def layers(x: Candidate) -> Diagnostic | None:
+def stages_have_layers(x: Candidate) -> Diagnostic | None:
     """A stage holds at least one layer; embedding and head count as one each, layers that share
     something as one."""
-    if most_stages(x.graph) >= x.strategy.stages:
+    if max_stages(x.graph) >= x.strategy.stages:
         return None
-    return too_few_layers(x.graph, x.strategy)
+    return too_few_layers_error(x.graph, x.strategy)
 
 
-def checkpointed_layers(x: Candidate) -> Diagnostic | None:
+def partial_checkpointing_layers(x: Candidate) -> Diagnostic | None:
     """{full: N} counts layers of each stage. Stages are cut by time and memory, so one may have a
     few fewer than the others: it recomputes all of them. More than an even share would mean
     `full`."""
     s, choice = x.strategy, x.strategy.activation_checkpointing
-    share = layers_of_a_part(x.graph, s) * (s.parts // s.stages)
+    share = max_decoder_layers_per_stage(x.graph, s) * (s.parts // s.stages)
     if not isinstance(choice, PartialCheckpointing) or choice.full <= share:
         return None
     stages = (
@@ -121,7 +131,7 @@ def checkpointed_layers(x: Candidate) -> Diagnostic | None:
     )
 
 
-def dualpipev_alone(x: Candidate) -> Diagnostic | None:
+def dualpipev_needs_pipeline(x: Candidate) -> Diagnostic | None:
     if x.strategy.schedule != "dualpipev" or x.strategy.pipeline > 1:
         return None
     return found(
@@ -132,7 +142,7 @@ def dualpipev_alone(x: Candidate) -> Diagnostic | None:
     )
 
 
-def tensor_in_node(x: Candidate) -> Diagnostic | None:
+def tensor_group_in_node(x: Candidate) -> Diagnostic | None:
     """Ranks are placed so that a tensor group fills part of one node."""
     t, slots = x.strategy.tensor, x.cluster.gpus_per_node
     if slots % t == 0:
@@ -149,24 +159,28 @@ def tensor_in_node(x: Candidate) -> Diagnostic | None:
     )
 
 
-def tensor_styles(x: Candidate) -> Diagnostic | None:
+def tensor_parallel_styles(x: Candidate) -> Diagnostic | None:
     """What is not proved against a plain process (models/tensor_verified.json) is not offered."""
-    if x.strategy.tensor == 1 or x.graph.tensor_kind:
+    if x.strategy.tensor == 1 or x.graph.tensor_parallel_kind:
         return None
     return found(
         "SW3123",
         "parallelism.tensor",
         f"tensor {x.strategy.tensor}: model_type {x.graph.model_type!r} is not cut over tensor "
-        f"ranks: {x.graph.tensor_reason}",
+        f"ranks: {x.graph.tensor_parallel_reason}",
         "Use tensor: 1; pipeline and ZeRO run this type.",
         (1,),
     )
 
 
-def chunked_loss(x: Candidate) -> Diagnostic | None:
+def chunked_loss_verified(x: Candidate) -> Diagnostic | None:
     """Whether a type's head can be run for some tokens alone is proved per type
     (models/chunked_loss_types.json)."""
-    if x.graph.sees or x.recipe.model.loss != "chunked" or proved_chunked(x.graph.model_type):
+    if (
+        x.graph.is_vision_language
+        or x.recipe.model.loss != "chunked"
+        or supports_chunked_loss(x.graph.model_type)
+    ):
         return None
     return found(
         "SW1431",
@@ -177,7 +191,7 @@ def chunked_loss(x: Candidate) -> Diagnostic | None:
     )
 
 
-def layer_drop(x: Candidate) -> Diagnostic | None:
+def layer_drop_supported(x: Candidate) -> Diagnostic | None:
     """Skipping layers at random: a stage cannot skip what another one sends, and ZeRO-3 hangs where
     data ranks, each with its own numbers, gather different layers. Ordinary dropout runs under
     every layout (parallel/tensor_parallel_rng.py)."""
@@ -215,13 +229,13 @@ def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
     )
 
 
-def not_yet(x: Candidate) -> Diagnostic | None:
+def axes_are_runnable(x: Candidate) -> Diagnostic | None:
     """Axes that no engine here runs. Of those that are not even priced nothing is said: neither
     time nor memory."""
     known = ENGINES[x.recipe.target].axes
     wrong = {
         a: v
-        for a, v in x.strategy.beyond_plain()
+        for a, v in x.strategy.enabled_axes()
         if not a.priced or not (a.runs or a.name in known)
     }
     if not wrong:
@@ -241,10 +255,10 @@ def not_yet(x: Candidate) -> Diagnostic | None:
     )
 
 
-def no_expert_parallelism(x: Candidate) -> Diagnostic | None:
+def moe_without_expert_parallelism(x: Candidate) -> Diagnostic | None:
     """A mixture of experts without expert ranks: what an engine lacks, or a recipe does not ask
     for."""
-    experts = experts_of(x.graph)
+    experts = experts_per_layer(x.graph)
     if experts < 2 or x.strategy.expert > 1:
         return None
     has = "expert" in ENGINES[x.recipe.target].axes
@@ -258,7 +272,7 @@ def no_expert_parallelism(x: Candidate) -> Diagnostic | None:
         "parallelism.expert",
         (
             f"{experts} experts a layer without expert "
-            f"parallelism{'' if has else ', which this version lacks'}"
+            f"parallelism{'' if has else ', which this version unsupported_reason'}"
         ),
         "Every data-parallel rank holds all experts of its layers, or gathers them (ZeRO-3), and "
         f"all figures are for that. {help} may take much less time and memory.",
@@ -266,7 +280,7 @@ def no_expert_parallelism(x: Candidate) -> Diagnostic | None:
     )
 
 
-def learned_positions(x: Candidate) -> Diagnostic | None:
+def learned_positions_cover_sequence(x: Candidate) -> Diagnostic | None:
     """A learned table has no row for a later position. It stands in the embedding layer, beside the
     tokens' table."""
     length, most = x.recipe.training.sequence_length, x.graph.max_positions
@@ -281,7 +295,7 @@ def learned_positions(x: Candidate) -> Diagnostic | None:
     )
 
 
-def rotary_positions(x: Candidate) -> Diagnostic | None:
+def rotary_positions_trained(x: Candidate) -> Diagnostic | None:
     """Rotary positions go on beyond what the model was trained for, at some loss of quality."""
     length, most = x.recipe.training.sequence_length, x.graph.max_positions
     if most is None or length <= most or _has_position_table(x.graph):
@@ -303,16 +317,16 @@ def _has_position_table(graph: ModelGraph) -> bool:
     return any(p.shape[0] == graph.max_positions for p in graph.layers[0].parameters[1:])
 
 
-def precision(x: Candidate) -> Diagnostic | None:
-    return no_peak(x.recipe.training.precision, x.cluster)
+def precision_has_peak(x: Candidate) -> Diagnostic | None:
+    return missing_peak_error(x.recipe.training.precision, x.cluster)
 
 
 def fp16_on_cpu(x: Candidate) -> Diagnostic | None:
     """Measured: DeepSpeed's CPU accelerator refuses fp16 at start."""
-    return half_on_cpu(x.recipe.training.precision, x.cluster)
+    return fp16_on_cpu_error(x.recipe.training.precision, x.cluster)
 
 
-def zero_3_slow_links(x: Candidate) -> Diagnostic | None:
+def zero_3_over_slow_links(x: Candidate) -> Diagnostic | None:
     """Parameters cross the links three times a micro-batch (DeepSpeed#6889, #7019, #2928)."""
     s, rate = x.strategy, x.cluster.inter_node_bytes_per_second
     if s.zero_stage < 3 or x.cluster.nodes == 1 or rate >= SLOW_LINK_BYTES_PER_SECOND:
@@ -326,7 +340,7 @@ def zero_3_slow_links(x: Candidate) -> Diagnostic | None:
     )
 
 
-def not_causal(x: Candidate) -> Diagnostic | None:
+def model_is_causal(x: Candidate) -> Diagnostic | None:
     """Found by the probe. A plain Hugging Face run trains it the same way, so it is no error."""
     if x.graph.cut.causal:
         return None
@@ -342,7 +356,7 @@ def not_causal(x: Candidate) -> Diagnostic | None:
     )
 
 
-def own_loss(x: Candidate) -> Diagnostic | None:
+def hf_loss_is_next_token(x: Candidate) -> Diagnostic | None:
     """Found by the probe: label smoothing, codebooks, image tokens, an auxiliary loss of the
     router."""
     if x.graph.cut.loss != "other":

@@ -12,24 +12,37 @@ from typing import NamedTuple
 
 from shardwright.cluster.cluster_types import Cluster
 from shardwright.cost.layout_costs import price
-from shardwright.cost.peak_memory import is_accepted
-from shardwright.cost.priced_layout import Layout
+from shardwright.cost.peak_memory import memory_is_accepted
+from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Diagnostic, Refusal, refusal
 from shardwright.layout.axes import AXES
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import as_today, candidates, nearest
-from shardwright.search.layout_resolution import estimate_strategy, settle
+from shardwright.search.candidate_layouts import candidate_layouts, pinned_layout, zero_baseline
+from shardwright.search.layout_resolution import estimate_layout, resolve_layout
 from shardwright.search.legal_layouts import Legal, RejectedRegion, Rejections, legal_layouts
-from shardwright.search.over_memory_layouts import BINDS_FROM, MORE_MEMORY, Beyond
-from shardwright.search.partial_checkpointing import may_recompute_less, recompute_less
-from shardwright.search.ranking_penalties import outweighed, weighed_seconds
-from shardwright.search.rule_registry import UNCOUNTABLE_CODES, check_layout
-from shardwright.search.step_time_bound import ENOUGH, FEW, WORTH_COMPARING, WORTH_PRICING, Bound
+from shardwright.search.over_memory_layouts import (
+    MEMORY_BOUND_FROM,
+    NEXT_GPU_MEMORY_FACTOR,
+    OverMemoryLayouts,
+)
+from shardwright.search.partial_checkpointing import (
+    allows_partial_checkpointing,
+    with_partial_checkpointing,
+)
+from shardwright.search.ranking_penalties import penalized_seconds, with_complexity_penalty
+from shardwright.search.rule_registry import UNPRICEABLE_CODES, check_layout
+from shardwright.search.step_time_bound import (
+    ENOUGH,
+    FEW,
+    WORTH_COMPARING,
+    WORTH_PRICING,
+    StepTimeBound,
+)
 
-NEARLY = 4 / 3
+NEARLY_FITS_FACTOR = 4 / 3
 """Sums of gradients in half precision save up to a quarter of a rank's bytes: 2 of 8 a parameter
 under ZeRO-1."""
 
@@ -46,33 +59,33 @@ class SearchResult:
 
     ranked: tuple[Estimate, ...]
     rejected: tuple[RejectedRegion, ...]
-    slow: tuple[tuple[float, Strategy], ...]
+    slow: tuple[tuple[float, Layout], ...]
     closest: Estimate | None
-    beyond: Beyond
+    beyond: OverMemoryLayouts
     seconds: float
 
-    def beyond_memory(self, winner: Estimate) -> Estimate | None:
-        """The best of those that MORE_MEMORY times the memory would hold, and that are faster than
-        the winner by BINDS_FROM; where some layout fits."""
-        below = winner.time.step_seconds * (1 - BINDS_FROM)
-        return self.beyond.fastest(MORE_MEMORY, below) if self.ranked else None
+    def fastest_over_memory(self, winner: Estimate) -> Estimate | None:
+        """The best of those that NEXT_GPU_MEMORY_FACTOR times the memory would hold, and that are
+        faster than the winner by MEMORY_BOUND_FROM; where some layout fits."""
+        below = winner.time.step_seconds * (1 - MEMORY_BOUND_FROM)
+        return self.beyond.fastest(NEXT_GPU_MEMORY_FACTOR, below) if self.ranked else None
 
-    def nearly_fits(self, below: float) -> Estimate | None:
+    def best_nearly_fitting(self, below: float) -> Estimate | None:
         """The best of those that NEARLY times the memory would hold, and whose step takes less than
         `below`."""
-        return self.beyond.fastest(NEARLY, below)
+        return self.beyond.fastest(NEARLY_FITS_FACTOR, below)
 
 
-_KNOWN: list[tuple[Problem, SearchResult]] = []
+_MEMOIZED: list[tuple[Problem, SearchResult]] = []
 _MOST_KNOWN = 8
 
 
 def search(problem: Problem) -> SearchResult:
     """Of the same object once: a command asks several times. Otherwise as `_search`."""
-    found = next((result for known, result in _KNOWN if known is problem), None)
+    found = next((result for known, result in _MEMOIZED if known is problem), None)
     if found is None:
         found = _search(problem)
-        _KNOWN[:] = [*_KNOWN[1 - _MOST_KNOWN :], (problem, found)]
+        _MEMOIZED[:] = [*_MEMOIZED[1 - _MOST_KNOWN :], (problem, found)]
     return found
 
 
@@ -87,22 +100,25 @@ class _Best:
 
     def take(self, recipe: Recipe, found: Sequence[Estimate]) -> None:
         self.priced += len(found)
-        each = [(weighed_seconds(recipe, e), e.time.step_seconds) for e in found]
+        each = [(penalized_seconds(recipe, e), e.time.step_seconds) for e in found]
         self.weighed, self.step = min([(self.weighed, self.step), *each])
 
-    def is_near(self, strategy: Strategy, least: float) -> bool:
+    def is_near(self, strategy: Layout, least: float) -> bool:
         """Whether one that takes so long at least is worth a price."""
         if self.priced < ENOUGH and least <= WORTH_COMPARING * self.step:
             return True
-        return least <= self.step or outweighed(strategy, least) <= WORTH_PRICING * self.weighed
+        return (
+            least <= self.step
+            or with_complexity_penalty(strategy, least) <= WORTH_PRICING * self.weighed
+        )
 
 
-def best_of(problem: Problem) -> Estimate | None:
+def best_layout(problem: Problem) -> Estimate | None:
     """The best feasible layout as another plan is compared with: no other one is kept. By branch
     and bound, the least bound first, until none that is left can be better."""
     if problem.recipe.objective == "memory":  # the bound is one of time
         return next(iter(_search(problem).ranked), None)
-    recipe, bound = problem.recipe, Bound(problem)
+    recipe, bound = problem.recipe, StepTimeBound(problem)
     # Where the smallest micro-batch has no room, none has.
     groups = [
         group for group in legal_layouts(problem, Rejections()) if bound.may_hold(group[0][0])
@@ -125,15 +141,15 @@ def best_of(problem: Problem) -> Estimate | None:
             continue
         strategy, warnings = groups[number][place]
         if not is_own:
-            stands = _stands(problem, strategy)
-            own = outweighed(
-                strategy, bound.least_placed_seconds(strategy, may_recompute_less=stands)
+            stands = _stands_for_partial_checkpointing(problem, strategy)
+            own = with_complexity_penalty(
+                strategy, bound.least_placed_seconds(strategy, allows_partial_checkpointing=stands)
             )
             if own > least:
                 heapq.heappush(waiting, (own, number, place, True))
                 continue
-        layout, memory = settle(problem, strategy)
-        if not is_accepted(recipe, memory):
+        layout, memory = resolve_layout(problem, strategy)
+        if not memory_is_accepted(recipe, memory):
             fitting[number] = place
             continue
         priced = _priced(problem, bound, layout, memory, warnings, best)
@@ -142,15 +158,15 @@ def best_of(problem: Problem) -> Estimate | None:
     return min(found, key=lambda e: rank_key(recipe, e), default=None)
 
 
-def _stands(problem: Problem, strategy: Strategy) -> bool:
+def _stands_for_partial_checkpointing(problem: Problem, strategy: Layout) -> bool:
     """Whether it stands for those that recompute fewer layers than all."""
-    return strategy.activation_checkpointing == "full" and may_recompute_less(problem)
+    return strategy.activation_checkpointing == "full" and allows_partial_checkpointing(problem)
 
 
 def _priced(
     problem: Problem,
-    bound: Bound | None,
-    layout: Layout,
+    bound: StepTimeBound | None,
+    layout: PricedLayout,
     memory: Memory,
     warnings: tuple[Diagnostic, ...],
     best: _Best,
@@ -159,7 +175,7 @@ def _priced(
     them. Each where it is worth a price."""
     found: list[Estimate] = []
 
-    def take(layout: Layout, memory: Memory) -> None:
+    def take(layout: PricedLayout, memory: Memory) -> None:
         if bound is None or best.is_near(layout.strategy, bound.least_settled_seconds(layout)):
             found.append(price(layout, memory, warnings))
 
@@ -167,7 +183,7 @@ def _priced(
     if bound is None or best.is_near(
         layout.strategy, bound.least_recomputing_less(layout.strategy)
     ):
-        less = recompute_less(problem, layout, memory)
+        less = with_partial_checkpointing(problem, layout, memory)
         if less:
             take(*less)
     return found
@@ -187,11 +203,11 @@ def _search(problem: Problem) -> SearchResult:
     recipe = problem.recipe
     started = time.perf_counter()
     feasible: list[Estimate] = []
-    slow: list[tuple[float, Strategy]] = []
+    slow: list[tuple[float, Layout]] = []
     rejections = Rejections()
     best = _Best()
     bound, groups = _groups(problem, rejections)
-    beyond = Beyond(problem, bound)
+    beyond = OverMemoryLayouts(problem, bound)
     for group in _fastest_first(problem, bound, groups, best):
         for place, (least, less, strategy, warnings) in enumerate(group):
             least, matters = (
@@ -201,8 +217,8 @@ def _search(problem: Problem) -> SearchResult:
             if least < math.inf and not matters:
                 slow.append((least, strategy))
                 continue
-            layout, memory = settle(problem, strategy) if least < math.inf else (None, None)
-            if layout is None or memory is None or not is_accepted(recipe, memory):
+            layout, memory = resolve_layout(problem, strategy) if least < math.inf else (None, None)
+            if layout is None or memory is None or not memory_is_accepted(recipe, memory):
                 rejections.add(
                     beyond.add(strategy, warnings, layout, memory), strategy, len(group) - place
                 )
@@ -229,25 +245,25 @@ class _Bounded(NamedTuple):
 
     least: float
     less: float
-    strategy: Strategy
+    strategy: Layout
     warnings: tuple[Diagnostic, ...]
 
 
 _Group = list[_Bounded]
 
 
-def _groups(problem: Problem, rejections: Rejections) -> tuple[Bound | None, list[_Group]]:
+def _groups(problem: Problem, rejections: Rejections) -> tuple[StepTimeBound | None, list[_Group]]:
     """Of legal_layouts; where there are many, the bound that says what they take."""
     legal = list(legal_layouts(problem, rejections))
     if sum(map(len, legal)) <= FEW or problem.recipe.objective == "memory":
         return None, [[_Bounded(0.0, math.inf, *each) for each in group] for group in legal]
-    bound = Bound(problem)
+    bound = StepTimeBound(problem)
     return bound, [_bounded(problem, bound, group) for group in legal]
 
 
-def _bounded(problem: Problem, bound: Bound, group: tuple[Legal, ...]) -> _Group:
+def _bounded(problem: Problem, bound: StepTimeBound, group: tuple[Legal, ...]) -> _Group:
     """From the first one on that certainly has no room, all are infinite."""
-    stands = _stands(problem, group[0][0])
+    stands = _stands_for_partial_checkpointing(problem, group[0][0])
     least = bound.least_kept_seconds if stands else bound.least_seconds
     room = len(group) if bound.may_hold(group[0][0]) else 0
     found: _Group = []
@@ -260,7 +276,7 @@ def _bounded(problem: Problem, bound: Bound, group: tuple[Legal, ...]) -> _Group
 
 
 def _fastest_first(
-    problem: Problem, bound: Bound | None, groups: list[_Group], best: _Best
+    problem: Problem, bound: StepTimeBound | None, groups: list[_Group], best: _Best
 ) -> Iterator[_Group]:
     """The group that can be fastest first. What the better bound says is asked of those alone that
     can still matter."""
@@ -286,10 +302,10 @@ def _fastest_first(
             yield groups[number]
 
 
-def _placed(problem: Problem, bound: Bound, each: _Bounded, best: _Best) -> _Bounded:
+def _placed(problem: Problem, bound: StepTimeBound, each: _Bounded, best: _Best) -> _Bounded:
     if each.least == math.inf or not best.is_near(each.strategy, each.least):
         return each
-    stands = _stands(problem, each.strategy)
+    stands = _stands_for_partial_checkpointing(problem, each.strategy)
     less = bound.least_recomputing_less(each.strategy) if stands else math.inf
     return each._replace(least=bound.least_placed_seconds(each.strategy), less=less)
 
@@ -301,7 +317,7 @@ def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...
     goal = (
         estimate.memory.peak_bytes
         if recipe.objective == "memory"
-        else weighed_seconds(recipe, estimate)
+        else penalized_seconds(recipe, estimate)
     )
     other = (
         estimate.time.step_seconds if recipe.objective == "memory" else estimate.memory.peak_bytes
@@ -313,7 +329,7 @@ def rank_key(recipe: Recipe, estimate: Estimate) -> tuple[float | int | str, ...
     return (float(f"{goal:.9g}"), *regions, float(f"{other:.9g}"), *words)
 
 
-def choose(problem: Problem) -> Estimate:
+def choose_layout(problem: Problem) -> Estimate:
     """The best feasible layout. Errors: the rules that the pins break, at the pins; SW3202 where
     nothing fits."""
     cluster = problem.cluster
@@ -322,15 +338,15 @@ def choose(problem: Problem) -> Estimate:
         return result.ranked[0]
     if result.closest is not None:
         raise _nothing_fits(result.closest, cluster)
-    raise Refusal(*why_not(problem))
+    raise Refusal(*fewest_layout_errors(problem))
 
 
-def why_not(problem: Problem) -> tuple[Diagnostic, ...]:
+def fewest_layout_errors(problem: Problem) -> tuple[Diagnostic, ...]:
     """The errors of the layout within the pins that breaks the fewest rules."""
     recipe, cluster = problem.recipe, problem.cluster
     found = (
         tuple(d for d in check_layout(problem, strategy) if d.severity == "error")
-        for strategy in candidates(problem)
+        for strategy in candidate_layouts(problem)
     )
     fewest = min(found, key=len, default=())
     if fewest:
@@ -345,10 +361,10 @@ def why_not(problem: Problem) -> tuple[Diagnostic, ...]:
     }
     errors = tuple(
         d
-        for d in check_layout(problem, nearest(recipe, cluster))
+        for d in check_layout(problem, pinned_layout(recipe, cluster))
         if d.severity == "error"
         and (
-            d.code in UNCOUNTABLE_CODES
+            d.code in UNPRICEABLE_CODES
             or d.key is None
             or d.key[0] != "parallelism"
             or d.key in pinned
@@ -365,30 +381,32 @@ def why_not(problem: Problem) -> tuple[Diagnostic, ...]:
     )
 
 
-def pinned_estimate(problem: Problem) -> Estimate:
+def estimate_pinned_layout(problem: Problem) -> Estimate:
     """What `estimate` prints: the pinned layout, `auto` filled by the search.
 
     Where no layout within the pins is feasible, the one that breaks least is priced all the same.
     Raises Refusal where none multiplies out to the world and the batch.
     """
     recipe = problem.recipe
-    strategies = tuple(candidates(problem))
+    strategies = tuple(candidate_layouts(problem))
     if len(strategies) == 1:
-        return estimate_strategy(problem, strategies[0])
+        return estimate_layout(problem, strategies[0])
     result = search(problem)
     if result.ranked:
         return result.ranked[0]
     if result.closest is not None:
         return result.closest
     if not strategies:
-        raise Refusal(*why_not(problem))
+        raise Refusal(*fewest_layout_errors(problem))
 
-    def errors(strategy: Strategy) -> int:
+    def errors(strategy: Layout) -> int:
         return sum(d.severity == "error" for d in check_layout(problem, strategy))
 
     fewest = min(errors(s) for s in strategies)
-    priced = [estimate_strategy(problem, s) for s in strategies if errors(s) == fewest]
-    return min(priced, key=lambda e: (not is_accepted(recipe, e.memory), rank_key(recipe, e)))
+    priced = [estimate_layout(problem, s) for s in strategies if errors(s) == fewest]
+    return min(
+        priced, key=lambda e: (not memory_is_accepted(recipe, e.memory), rank_key(recipe, e))
+    )
 
 
 def baselines(problem: Problem) -> tuple[Estimate, ...]:
@@ -397,7 +415,7 @@ def baselines(problem: Problem) -> tuple[Estimate, ...]:
     Pins on the layout do not apply. Where none fits, the one nearest to fitting; none where the
     batch does not divide.
     """
-    recipes = (as_today(problem.recipe, zero_stage=zero_stage) for zero_stage in (2, 3))
+    recipes = (zero_baseline(problem.recipe, zero_stage=zero_stage) for zero_stage in (2, 3))
     results = [search(dataclasses.replace(problem, recipe=recipe)) for recipe in recipes]
     best = (result.ranked[0] if result.ranked else result.closest for result in results)
     return tuple(estimate for estimate in best if estimate is not None)

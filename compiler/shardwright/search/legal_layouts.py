@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.axes import AXES, Value
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_rule import Candidate, Rule
 from shardwright.layout.planning_problem import Problem
-from shardwright.search.candidate_layouts import Placement, placements, strategy_of
-from shardwright.search.rule_registry import in_order, rules_for
+from shardwright.search.candidate_layouts import LayoutGrid, layout_at, layout_grids
+from shardwright.search.rule_registry import rules_for, sort_diagnostics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +25,17 @@ class RejectedRegion:
     code: str
     reason: str
     count: int
-    example: Strategy
+    example: Layout
 
 
 @dataclass(slots=True)
 class Rejections:
     """One region a code. first: its reason and its example."""
 
-    first: dict[str, tuple[str, Strategy]] = field(default_factory=dict)
+    first: dict[str, tuple[str, Layout]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, found: Diagnostic, example: Strategy, count: int = 1) -> None:
+    def add(self, found: Diagnostic, example: Layout, count: int = 1) -> None:
         self.first.setdefault(found.code, (found.message, example))
         self.counts[found.code] += count
 
@@ -50,7 +50,7 @@ class Rejections:
 STEPS = "gradient_accumulation_steps"
 """They follow from the batch, the micro-batch and the data ranks."""
 
-Legal = tuple[Strategy, tuple[Diagnostic, ...]]
+Legal = tuple[Layout, tuple[Diagnostic, ...]]
 """A layout that breaks no rule, and the warnings about it."""
 
 
@@ -58,7 +58,7 @@ def legal_layouts(problem: Problem, rejections: Rejections) -> Iterator[tuple[Le
     """Groups that differ in the micro-batch alone, smallest first. What a rule forbids goes to
     `rejections`."""
     known: dict[tuple[str, ...], tuple[_Level, ...]] = {}
-    for placement in placements(problem):
+    for placement in layout_grids(problem):
         names = tuple(name for name, _ in placement.axes)
         if names not in known:
             known[names] = _levels(problem.recipe.target, names)
@@ -82,7 +82,7 @@ class _Walk:
     def __init__(
         self,
         problem: Problem,
-        placement: Placement,
+        placement: LayoutGrid,
         rejections: Rejections,
         levels: tuple[_Level, ...],
     ) -> None:
@@ -112,8 +112,8 @@ class _Walk:
             if last:
                 group.append(
                     (
-                        strategy_of(self.problem.recipe, self.placement, below),
-                        in_order((*warnings, *found)),
+                        layout_at(self.problem.recipe, self.placement, below),
+                        sort_diagnostics((*warnings, *found)),
                     )
                 )
             else:
@@ -133,10 +133,10 @@ class _Walk:
             if broken is not None:
                 self.rejections.counts[broken.code] += below
             return () if broken is None else None
-        strategy = strategy_of(self.problem.recipe, self.placement, settled)
+        strategy = layout_at(self.problem.recipe, self.placement, settled)
         p = self.problem
         candidate = Candidate(recipe=p.recipe, graph=p.graph, cluster=p.cluster, strategy=strategy)
-        found = in_order(rule.check(candidate) for rule in asked.rules)
+        found = sort_diagnostics(rule.check(candidate) for rule in asked.rules)
         is_broken = bool(found) and found[0].severity == "error"
         if is_broken or not found:  # warnings are in the words of each layout
             asked.told[values] = found[0] if found else None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.layout_rule import Candidate
-from shardwright.models.lora_targets import known_modules, target_modules
+from shardwright.models.lora_targets import adapted_modules, default_target_modules
 
 
-def no_pipeline(x: Candidate) -> Diagnostic | None:
+def lora_without_pipeline(x: Candidate) -> Diagnostic | None:
     """A stage of frozen layers has no gradient to send back before its first adapter, and
     DeepSpeed's pipeline engine waits for one."""
     if x.recipe.lora is None or x.strategy.pipeline == 1:
@@ -24,7 +24,7 @@ def no_pipeline(x: Candidate) -> Diagnostic | None:
     )
 
 
-def no_tensor(x: Candidate) -> Diagnostic | None:
+def lora_without_tensor_parallel(x: Candidate) -> Diagnostic | None:
     """An adapter on a cut linear would have to be cut with it."""
     if x.recipe.lora is None or x.strategy.tensor == 1:
         return None
@@ -37,12 +37,12 @@ def no_tensor(x: Candidate) -> Diagnostic | None:
     )
 
 
-def modules(x: Candidate) -> Diagnostic | None:
+def lora_target_modules_exist(x: Candidate) -> Diagnostic | None:
     lora = x.recipe.lora
     if lora is None:
         return None
-    known = known_modules(x.graph)
-    missing = [name for name in target_modules(x.graph, lora) if name not in known]
+    known = default_target_modules(x.graph)
+    missing = [name for name in adapted_modules(x.graph, lora) if name not in known]
     if known and not missing:
         return None
     what = (

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.engines.engine_table import DEFAULT, ENGINES
+from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
 from shardwright.layout.layout_rule import Candidate
 
 _KEY = "tracking.noise_scale"
 
 
-def nothing_to_compare(x: Candidate) -> Diagnostic | None:
+def noise_scale_has_two_batch_sizes(x: Candidate) -> Diagnostic | None:
     """The estimate needs gradients of two sizes: of a micro-batch, and of the whole batch."""
     s = x.strategy
     if x.recipe.tracking.noise_scale is None or s.data * s.gradient_accumulation_steps > 1:
@@ -31,12 +31,12 @@ def nothing_to_compare(x: Candidate) -> Diagnostic | None:
     )
 
 
-def unproved(x: Candidate) -> Diagnostic | None:
+def noise_scale_verified(x: Candidate) -> Diagnostic | None:
     """The first key that is not. Proved are ZeRO 0 to 3, tensor ranks and pipelines without tied
     parameters."""
     if x.recipe.tracking.noise_scale is None:
         return None
-    for key, what, instead in _beyond(x):
+    for key, what, instead in _unverified_settings(x):
         return found(
             "SW3191",
             key,
@@ -46,11 +46,11 @@ def unproved(x: Candidate) -> Diagnostic | None:
     return None
 
 
-def _beyond(x: Candidate) -> Iterator[tuple[str, str, str]]:
+def _unverified_settings(x: Candidate) -> Iterator[tuple[str, str, str]]:
     """(key, what it is, what to write instead)."""
     s, recipe, training = x.strategy, x.recipe, x.recipe.training
-    if not ENGINES[recipe.target].measures_noise:
-        yield "target", f"target: {recipe.target}", f"Write `target: {DEFAULT}`"
+    if not ENGINES[recipe.target].measures_noise_scale:
+        yield "target", f"target: {recipe.target}", f"Write `target: {DEFAULT_TARGET}`"
     if recipe.cluster.islands > 1:  # each has weights of its own between outer steps
         yield "cluster.islands", f"islands: {recipe.cluster.islands}", "Train one island"
     # Context ranks have parts of a row's gradient, expert ranks the sum over several ranks' rows.
@@ -71,7 +71,7 @@ def _beyond(x: Candidate) -> Iterator[tuple[str, str, str]]:
             f"gradients summed in {dtype}",
             "Sum them in fp32",
         )
-    if x.graph.sees:
+    if x.graph.is_vision_language:
         yield _KEY, "a model that sees", "Train a model on text"
     if recipe.model.router_aux_loss is not None:  # its gradient does not grow with the labels
         yield "model.router_aux_loss", "a balance loss", "Write `router_aux_loss: off`"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.layout_rule import Candidate
-from shardwright.layout.zero_offload_memory import has_room, offloaded_bytes
+from shardwright.layout.zero_offload_memory import fits_in_host_memory, offloaded_bytes
 
 
-def host_memory(x: Candidate) -> Diagnostic | None:
+def offload_fits_host_memory(x: Candidate) -> Diagnostic | None:
     """A node that runs out of memory kills its ranks with signal 9 and no message."""
     if x.strategy.offload == "none":
         return None
@@ -21,7 +21,7 @@ def host_memory(x: Candidate) -> Diagnostic | None:
             "Give cluster.host_memory_gib, and the compiler checks that it is there.",
             severity="warning",
         )
-    if has_room(has, needed):
+    if fits_in_host_memory(has, needed):
         return None
     return found(
         "SW3127",

@@ -7,18 +7,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwright.cost.layout_costs import does_not_fit, price
-from shardwright.cost.priced_layout import Layout
+from shardwright.cost.layout_costs import over_memory_error, price
+from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Diagnostic
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem
-from shardwright.search.layout_resolution import settle
-from shardwright.search.ranking_penalties import outweighed
-from shardwright.search.step_time_bound import Bound
+from shardwright.search.layout_resolution import resolve_layout
+from shardwright.search.ranking_penalties import with_complexity_penalty
+from shardwright.search.step_time_bound import StepTimeBound
 
-MORE_MEMORY = 2.0  # the next GPU: 40 GB -> 80 GB, 80 GB -> 141 GB
-BINDS_FROM = 0.05
+NEXT_GPU_MEMORY_FACTOR = 2.0  # the next GPU: 40 GB -> 80 GB, 80 GB -> 141 GB
+MEMORY_BOUND_FROM = 0.05
 """A layout beyond memory that is faster by less, within what predictions are off by, binds
 nothing."""
 
@@ -27,21 +27,21 @@ nothing."""
 class _NoRoom:
     """layout, memory: None until it is settled."""
 
-    strategy: Strategy
+    strategy: Layout
     warnings: tuple[Diagnostic, ...]
-    layout: Layout | None
+    layout: PricedLayout | None
     memory: Memory | None
 
-    def settled(self, problem: Problem) -> tuple[Layout, Memory]:
+    def settled(self, problem: Problem) -> tuple[PricedLayout, Memory]:
         if self.layout is None or self.memory is None:
-            self.layout, self.memory = settle(problem, self.strategy)
+            self.layout, self.memory = resolve_layout(problem, self.strategy)
         return self.layout, self.memory
 
 
-class Beyond:
+class OverMemoryLayouts:
     """Per group that differs in the micro-batch, the smallest that does not fit."""
 
-    def __init__(self, problem: Problem, bound: Bound | None) -> None:
+    def __init__(self, problem: Problem, bound: StepTimeBound | None) -> None:
         self._problem, self._bound = problem, bound
         self._found: list[_NoRoom] = []
         self._reason: Diagnostic | None = None
@@ -49,9 +49,9 @@ class Beyond:
 
     def add(
         self,
-        strategy: Strategy,
+        strategy: Layout,
         warnings: tuple[Diagnostic, ...],
-        layout: Layout | None,
+        layout: PricedLayout | None,
         memory: Memory | None,
     ) -> Diagnostic:
         """Why it does not fit, in the figures of the first one. layout, memory: None where it is
@@ -59,7 +59,7 @@ class Beyond:
         added = _NoRoom(strategy=strategy, warnings=warnings, layout=layout, memory=memory)
         self._found.append(added)
         if self._reason is None:
-            self._reason = does_not_fit(added.settled(self._problem)[1], strategy)
+            self._reason = over_memory_error(added.settled(self._problem)[1], strategy)
         return self._reason
 
     def closest(self) -> Estimate | None:
@@ -83,13 +83,13 @@ class Beyond:
                 break
             if self._bound is not None:
                 least = self._bound.least_with_room(found.strategy, room)
-                if least >= below or outweighed(found.strategy, least) >= best[0]:
+                if least >= below or with_complexity_penalty(found.strategy, least) >= best[0]:
                     continue
             layout, memory = found.settled(self._problem)
             if memory.peak_bytes > room:
                 continue
             priced = price(layout, memory, found.warnings)
-            weighed = outweighed(layout.strategy, priced.time.step_seconds)
+            weighed = with_complexity_penalty(layout.strategy, priced.time.step_seconds)
             if priced.time.step_seconds < below and weighed < best[0]:
                 best = weighed, priced
         return best[1]
@@ -102,4 +102,4 @@ class Beyond:
             elif self._bound.least_bytes(each.strategy) <= room:
                 least = self._bound.least_seconds(each.strategy)
                 if least < below:
-                    yield outweighed(each.strategy, least), place
+                    yield with_complexity_penalty(each.strategy, least), place

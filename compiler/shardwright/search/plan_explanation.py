@@ -8,31 +8,36 @@ from dataclasses import dataclass
 
 from shardwright.cost.cost_breakdown import Breakdown, break_down
 from shardwright.cost.layout_costs import price
-from shardwright.cost.peak_memory import estimate_memory, is_accepted
-from shardwright.cost.priced_layout import Layout
-from shardwright.layout.layout import Strategy, printed_axes, searched_axes
+from shardwright.cost.peak_memory import estimate_memory, memory_is_accepted
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.layout.layout import Layout, axes_in_print_order, searched_axes
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.candidate_layouts import without_layout_pins
 from shardwright.search.engine_choice import OtherEngine, other_engine
 from shardwright.search.layout_comparison import because, binding_constraint
-from shardwright.search.layout_resolution import as_planned, is_roomy, with_hpz, without_hpz
+from shardwright.search.layout_resolution import (
+    keeps_headroom,
+    price_planned_layout,
+    with_hpz,
+    without_hpz,
+)
 from shardwright.search.layout_search import SearchResult, rank_key, search
 from shardwright.search.legal_layouts import RejectedRegion
-from shardwright.search.rejected_faster_layouts import SetAside, set_aside
+from shardwright.search.rejected_faster_layouts import RejectedFasterLayout, rejected_faster_layouts
 from shardwright.search.resource_sensitivity import Sensitivity, sensitivities
 
 NEXT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
+class AlternativeLayout:
     """Another layout that runs. slower: its step over the chosen one's, less 1. because: what it
     loses by; where it is the better one (only pins can bring that about, and wins says so), what
     the chosen one does."""
 
-    strategy: Strategy
+    strategy: Layout
     step_seconds: float
     peak_bytes: int
     slower: float
@@ -41,7 +46,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyReason:
+class KeyExplanation:
     """One key of the layout. other: the best layout with any other value of it; None where no such
     layout runs or is worth a price: then slow_seconds is what the fastest of those takes at least,
     or refused a region that says why (neither where the search had no other value to try)."""
@@ -49,13 +54,13 @@ class KeyReason:
     key: str
     value: int | str
     pinned: bool
-    other: Alternative | None
+    other: AlternativeLayout | None
     slow_seconds: float | None
     refused: RejectedRegion | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SecondCopy:
+class HpzAlternative:
     """hpZ's copy of the weights inside each node. taken: the chosen layout has one; other_*: of the
     same layout the other way. has_room: beside it what predictions fall short by stays free."""
 
@@ -71,28 +76,28 @@ class PlanExplanation:
     """place: of the chosen layout among all that run, counted from 1, without the recipe's pins;
     None where it does not run. next_best: those that follow the chosen one within the pins, or,
     where the pins leave it alone, the best of the others without them. rejected: without the pins,
-    a region a code. second_copy: None where there can be none. set_aside: for the chosen layout,
-    where that is the best within the pins. other_engine: for one that runs."""
+    a region a code. hpz_alternative: None where there can be none. rejected_faster_layouts: for the
+    chosen layout, where that is the best within the pins. other_engine: for one that runs."""
 
     chosen: Estimate
     breakdown: Breakdown
     binding: str
-    keys: tuple[KeyReason, ...]
+    keys: tuple[KeyExplanation, ...]
     place: int | None
     layouts: int
-    next_best: tuple[Alternative, ...]
-    beyond_pins: bool
+    next_best: tuple[AlternativeLayout, ...]
+    next_best_without_pins: bool
     sensitivity: tuple[Sensitivity, ...]
     rejected: tuple[RejectedRegion, ...]
-    second_copy: SecondCopy | None
-    set_aside: tuple[SetAside, ...]
+    hpz_alternative: HpzAlternative | None
+    rejected_faster_layouts: tuple[RejectedFasterLayout, ...]
     other_engine: OtherEngine | None
 
 
 def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
     """chosen: of a layout whose world and batch work out. Runs the search about seven times."""
     recipe = problem.recipe
-    layout, _ = as_planned(problem, chosen.strategy, chosen.boundaries)
+    layout, _ = price_planned_layout(problem, chosen.strategy, chosen.boundaries)
     within = search(problem)
     pinned = pinned_keys(recipe)
     everywhere = (
@@ -104,13 +109,13 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
     after = list(
         within.ranked[inside.index(chosen.strategy) + 1 if chosen.strategy in inside else 0 :]
     )
-    beyond_pins = not after and bool(pinned)
-    if beyond_pins:
+    next_best_without_pins = not after and bool(pinned)
+    if next_best_without_pins:
         after = [e for e in everywhere.ranked if e.strategy != chosen.strategy]
     return PlanExplanation(
         chosen=chosen,
         breakdown=break_down(layout, chosen),
-        binding=binding_constraint(chosen, within.beyond_memory(chosen)),
+        binding=binding_constraint(chosen, within.fastest_over_memory(chosen)),
         keys=tuple(
             _reason(recipe, everywhere, chosen, axis.name, axis.name in pinned)
             for axis in searched_axes(recipe)
@@ -118,11 +123,13 @@ def explain(problem: Problem, chosen: Estimate) -> PlanExplanation:
         place=_place(recipe, everywhere, chosen),
         layouts=len(everywhere.ranked),
         next_best=tuple(alternative(recipe, e, chosen) for e in after[:NEXT]),
-        beyond_pins=beyond_pins,
+        next_best_without_pins=next_best_without_pins,
         sensitivity=sensitivities(problem, chosen),
         rejected=everywhere.rejected,
-        second_copy=_second_copy(layout, chosen),
-        set_aside=set_aside(recipe, within.ranked) if inside[:1] == [chosen.strategy] else (),
+        hpz_alternative=_second_copy(layout, chosen),
+        rejected_faster_layouts=rejected_faster_layouts(recipe, within.ranked)
+        if inside[:1] == [chosen.strategy]
+        else (),
         other_engine=other_engine(problem, chosen) if chosen.feasible else None,
     )
 
@@ -139,7 +146,7 @@ def _place(recipe: Recipe, everywhere: SearchResult, chosen: Estimate) -> int | 
     )
 
 
-def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
+def _second_copy(layout: PricedLayout, chosen: Estimate) -> HpzAlternative | None:
     copied = with_hpz(layout)
     if copied is None:
         return None
@@ -147,11 +154,11 @@ def _second_copy(layout: Layout, chosen: Estimate) -> SecondCopy | None:
     other = without_hpz(layout) if taken else copied
     estimate = price(other, estimate_memory(other), ())
     beside = chosen if taken else estimate
-    return SecondCopy(
+    return HpzAlternative(
         ranks=copied.strategy.hpz_partition_size,
         taken=taken,
-        has_room=is_accepted(layout.recipe, beside.memory)
-        and is_roomy(layout.recipe, beside.memory),
+        has_room=memory_is_accepted(layout.recipe, beside.memory)
+        and keeps_headroom(layout.recipe, beside.memory),
         other_step_seconds=estimate.time.step_seconds,
         other_peak_bytes=estimate.memory.peak_bytes,
     )
@@ -161,15 +168,17 @@ def pinned_keys(recipe: Recipe) -> tuple[str, ...]:
     """Layout keys that the recipe gives; a default (`offload: none`) is what one says that does not
     speak of it."""
     keys = (
-        axis for axis in printed_axes() if axis.section == "parallelism" and axis.values is not None
+        axis
+        for axis in axes_in_print_order()
+        if axis.section == "parallelism" and axis.values is not None
     )
     return tuple(axis.name for axis in keys if axis.pin(recipe) not in (None, axis.default))
 
 
-def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alternative:
+def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> AlternativeLayout:
     step = estimate.time.step_seconds
     wins = rank_key(recipe, estimate) < rank_key(recipe, chosen)
-    return Alternative(
+    return AlternativeLayout(
         strategy=estimate.strategy,
         step_seconds=step,
         peak_bytes=estimate.memory.peak_bytes,
@@ -181,12 +190,12 @@ def alternative(recipe: Recipe, estimate: Estimate, chosen: Estimate) -> Alterna
 
 def _reason(
     recipe: Recipe, everywhere: SearchResult, chosen: Estimate, key: str, pinned: bool
-) -> KeyReason:
+) -> KeyExplanation:
     value = getattr(chosen.strategy, key)
     other = next((e for e in everywhere.ranked if getattr(e.strategy, key) != value), None)
     slow = next((least for least, s in everywhere.slow if getattr(s, key) != value), None)
     refused = next((r for r in everywhere.rejected if getattr(r.example, key) != value), None)
-    return KeyReason(
+    return KeyExplanation(
         key=key,
         value=value,
         pinned=pinned,

@@ -7,7 +7,7 @@ from shardwright.diagnostics import Diagnostic, found
 from shardwright.recipe.literal_types import Precision
 
 
-def no_peak(precision: Precision, cluster: Cluster) -> Diagnostic | None:
+def missing_peak_error(precision: Precision, cluster: Cluster) -> Diagnostic | None:
     if precision in cluster.gpu.peak_flops:
         return None
     return found(
@@ -22,7 +22,7 @@ def no_peak(precision: Precision, cluster: Cluster) -> Diagnostic | None:
     )
 
 
-def half_on_cpu(precision: Precision, cluster: Cluster) -> Diagnostic | None:
+def fp16_on_cpu_error(precision: Precision, cluster: Cluster) -> Diagnostic | None:
     if precision != "fp16" or not cluster.gpu.is_cpu:
         return None
     return found(

@@ -9,7 +9,7 @@ from shardwright.layout.layout_rule import Candidate
 _KEY = "model.router_aux_loss"
 
 
-def routers(x: Candidate) -> Diagnostic | None:
+def router_aux_loss_supported(x: Candidate) -> Diagnostic | None:
     """Tried on a tiny copy of this configuration."""
     if x.recipe.model.router_aux_loss is None:
         return None
@@ -27,7 +27,7 @@ def routers(x: Candidate) -> Diagnostic | None:
     )
 
 
-def unproved(x: Candidate) -> Diagnostic | None:
+def router_aux_loss_verified(x: Candidate) -> Diagnostic | None:
     """fp16 scales the loss by a factor that changes as the run goes on."""
     beside = "precision: fp16" if x.recipe.training.precision == "fp16" else ""
     if x.recipe.lora is not None:
@@ -43,7 +43,7 @@ def unproved(x: Candidate) -> Diagnostic | None:
     )
 
 
-def asked_for(x: Candidate) -> Diagnostic | None:
+def router_aux_loss_requested_by_config(x: Candidate) -> Diagnostic | None:
     """`output_router_logits` is what makes Hugging Face's own forward add its loss."""
     config = x.graph.config
     if x.recipe.model.router_aux_loss is not None or config.get("output_router_logits") is not True:

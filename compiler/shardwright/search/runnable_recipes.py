@@ -10,14 +10,14 @@ from functools import partial
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import Axis, Value
-from shardwright.layout.layout import printed_axes
+from shardwright.layout.layout import axes_in_print_order
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.diloco_rules import check_islands
 from shardwright.utils.json_types import JsonScalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
+class SupportedValues:
     """value(recipe) must be in `allowed` (None stands for a key left out, or `auto`)."""
 
     code: str
@@ -27,13 +27,13 @@ class Limit:
     help: str
 
 
-def _beyond_engine(axis: Axis, recipe: Recipe) -> Value | None:
+def _unsupported_pin(axis: Axis, recipe: Recipe) -> Value | None:
     """The pin, where the target's engine does not have the axis."""
     return axis.plain if axis.name in ENGINES[recipe.target].axes else axis.pin(recipe)
 
 
-LATER = "`shardwright estimate` and `shardwright plan` read it already."
-UNKNOWN = "This version has no numbers for it either."
+CAN_BE_ESTIMATED = "`shardwright estimate` and `shardwright plan` read it already."
+CANNOT_BE_ESTIMATED = "This version has no numbers for it either."
 
 
 def _assumed_kernels(recipe: Recipe) -> str:
@@ -42,12 +42,12 @@ def _assumed_kernels(recipe: Recipe) -> str:
     return "auto" if assumed == "compiled" and recipe.model.kernels == "compile" else assumed
 
 
-LARGEST_WORLD = 65536
+MAX_WORLD_SIZE = 65536
 """Ranks that a plan.json can sensibly list: four times the largest published training."""
 
-EXECUTABLE: tuple[Limit, ...] = (
+SUPPORTED_VALUES: tuple[SupportedValues, ...] = (
     *(
-        Limit(
+        SupportedValues(
             code="SW1914",
             key=("assume", key),
             value=value,
@@ -65,7 +65,7 @@ EXECUTABLE: tuple[Limit, ...] = (
             ("ignore_memory", lambda r: r.assume.ignore_memory, (False,)),
         )
     ),
-    Limit(
+    SupportedValues(
         code="SW1925",
         key=("model", "transformer_engine"),
         value=lambda r: (
@@ -75,26 +75,28 @@ EXECUTABLE: tuple[Limit, ...] = (
         help="Leave it out, or write `target: megatron`.",
     ),
     *(
-        Limit(
+        SupportedValues(
             code="SW1909",
             key=(axis.section, axis.name),
-            value=partial(_beyond_engine, axis),
+            value=partial(_unsupported_pin, axis),
             allowed=(axis.plain, None),
             help=(
                 f"Write `{axis.name}: {str(axis.plain).lower()}`. "
-                f"{LATER if axis.priced else UNKNOWN}"
+                f"{CAN_BE_ESTIMATED if axis.priced else CANNOT_BE_ESTIMATED}"
             ),
         )
-        for axis in printed_axes()
+        for axis in axes_in_print_order()
         if not axis.runs
     ),
 )
 
 
-def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
+def check_runnable(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Everything in the recipe that this version cannot run, at once."""
     errors = [
-        refuse(limit, recipe) for limit in EXECUTABLE if limit.value(recipe) not in limit.allowed
+        unsupported_value_error(limit, recipe)
+        for limit in SUPPORTED_VALUES
+        if limit.value(recipe) not in limit.allowed
     ]
     if recipe.data is None:
         errors.append(
@@ -111,13 +113,13 @@ def check_executable(recipe: Recipe) -> tuple[Diagnostic, ...]:
     errors += check_tokenizers(recipe)
     errors += check_islands(recipe)
     world = (recipe.cluster.nodes or 1) * recipe.cluster.gpus_per_node
-    if world > LARGEST_WORLD:
+    if world > MAX_WORLD_SIZE:
         errors.append(
             found(
                 "SW1915",
                 "cluster.nodes",
-                f"the cluster has {world} GPUs; this version compiles for at most {LARGEST_WORLD}",
-                f"plan.json has an entry for each rank. Give fewer nodes. {LATER}",
+                f"the cluster has {world} GPUs; this version compiles for at most {MAX_WORLD_SIZE}",
+                f"plan.json has an entry for each rank. Give fewer nodes. {CAN_BE_ESTIMATED}",
             )
         )
     return tuple(errors)
@@ -157,7 +159,7 @@ def check_tokenizers(recipe: Recipe) -> Iterator[Diagnostic]:
             )
 
 
-def refuse(limit: Limit, recipe: Recipe) -> Diagnostic:
+def unsupported_value_error(limit: SupportedValues, recipe: Recipe) -> Diagnostic:
     value = limit.value(recipe)
     name = ".".join(str(part) for part in limit.key)
     shown = (

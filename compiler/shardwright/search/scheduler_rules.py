@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.layout.layout_rule import Candidate
-from shardwright.plan.plan import updates_at_rate_zero
+from shardwright.plan.plan import zero_learning_rate_updates
 
-SHARE = 0.2
+WARN_FROM_SHARE = 0.2
 """Of all updates: of longer runs `explain` tells that the last one is at the rate 0."""
 
 
-def rate_zero(x: Candidate) -> Diagnostic | None:
+def learning_rate_is_zero(x: Candidate) -> Diagnostic | None:
     """Update k of n has the rate of the curve at k / n, so the last one is at min_lr. transformers'
     schedules take it at (k - 1) / n: their first update is at lr, and none is at 0."""
     training = x.recipe.training
-    zero, steps = updates_at_rate_zero(training), training.known_steps
-    if zero < SHARE * steps or zero == 0 or training.epochs is not None:
+    zero, steps = zero_learning_rate_updates(training), training.step_count_or_zero
+    if zero < WARN_FROM_SHARE * steps or zero == 0 or training.epochs is not None:
         return None
     name = training.scheduler.name
     trains = "nothing is trained" if zero == steps else f"{zero} of {steps} updates trains nothing"

@@ -14,19 +14,27 @@ import itertools
 import operator
 from typing import Protocol
 
-from shardwright.cost.vision_encoder_flops import tower_flops
+from shardwright.cost.vision_encoder_flops import vision_encoder_flops
 from shardwright.engines.engine_table import traits_of
-from shardwright.engines.kernel_traffic import KERNELS
-from shardwright.layout.layout import Strategy
-from shardwright.layout.pipeline_step_time import MOST_SIMULATED_RANKS
-from shardwright.layout.stage_balancing import interleaved_cut, least_slowest_cut, most_stages
+from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
+from shardwright.layout.layout import Layout
+from shardwright.layout.pipeline_step_time import MAX_SIMULATED_DUALPIPEV_RANKS
+from shardwright.layout.stage_balancing import (
+    balanced_boundaries,
+    balanced_interleaved_boundaries,
+    max_stages,
+)
 from shardwright.models.model_graph import ModelGraph
-from shardwright.models.pipeline_split import boundaries_of_blocks
+from shardwright.models.pipeline_split import boundaries_in_layers
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.simulated_stage_boundaries import Row, fastest_cut, fastest_cut_that
+from shardwright.search.simulated_stage_boundaries import (
+    PipelineBlocks,
+    fastest_boundaries,
+    fastest_boundaries_where,
+)
 
 
-class StagePrices(Protocol):
+class StageCosts(Protocol):
     """What any run of layers costs as a stage of one strategy, by the cost model. Prefix sums have
     an entry more than graph.layers; seconds are of one micro-batch, as in Row."""
 
@@ -35,7 +43,7 @@ class StagePrices(Protocol):
     @property
     def backward_seconds(self) -> tuple[float, ...]: ...
     @property
-    def after_seconds(self) -> tuple[float, ...]: ...
+    def once_per_step_seconds(self) -> tuple[float, ...]: ...
     @property
     def per_stage_seconds(self) -> tuple[float, float]: ...
     @property
@@ -45,7 +53,7 @@ class StagePrices(Protocol):
         """What a rank may hold at most."""
 
     @property
-    def cautious_bytes(self) -> int:
+    def bytes_with_headroom(self) -> int:
         """As much as leaves free what predictions may fall short by."""
 
     @property
@@ -59,45 +67,53 @@ class StagePrices(Protocol):
         """bounds: start and stop of each of the pipeline rank's stages."""
 
 
-def place_layers(
-    recipe: Recipe, graph: ModelGraph, strategy: Strategy, prices: StagePrices
+def assign_stages(
+    recipe: Recipe, graph: ModelGraph, strategy: Layout, prices: StageCosts
 ) -> tuple[int, ...]:
     """Boundaries over graph.layers, stages + 1 of them; every stage holds at least one layer, and
     layers that share parameters or state are on one. Where there are too few layers (a rule forbids
     it), some stages are empty. With virtual stages those of all parts."""
     s = strategy
-    if s.interleaves:
-        return place_parts(recipe, graph, s.parts)
-    if most_stages(graph) < s.stages:
-        return _thin(len(graph.layers), s.stages)
-    if KERNELS[recipe.assume.kernels].even_stages and graph.decoder_layers % s.stages == 0:
-        return _even_decoders(graph, s.stages)
-    if traits_of(recipe.target, recipe.assume.kernels, s).places_by_products:
-        return _by_products(graph, s.stages)
+    if s.is_interleaved:
+        return assign_interleaved_stages(recipe, graph, s.parts)
+    if max_stages(graph) < s.stages:
+        return _with_empty_stages(len(graph.layers), s.stages)
+    if (
+        KERNEL_TRAFFIC[recipe.assume.kernels].equal_layers_per_stage
+        and graph.decoder_layers % s.stages == 0
+    ):
+        return _equal_decoder_layers(graph, s.stages)
+    if traits_of(recipe.target, recipe.assume.kernels, s).balances_stages_by_matmul_flops:
+        return _equal_matmul_flops(graph, s.stages)
     blocks = graph.cut.blocks(graph.decoder_layers)
     length = recipe.training.sequence_length
     # A backward pass is two forward passes to a decoder layer; of a tower it may be less.
-    tower = sum(tower_flops(recipe, graph)) // 3 // length
-    plain = least_slowest_cut(graph, length, s.stages, s.schedule, tower)
-    best = plain if s.pipeline == 1 else _best_cut(recipe, s, prices, blocks, plain)
-    return boundaries_of_blocks(best, blocks)
+    vision_encoder_flops_per_token = sum(vision_encoder_flops(recipe, graph)) // 3 // length
+    balanced = balanced_boundaries(
+        graph, length, s.stages, s.schedule, vision_encoder_flops_per_token
+    )
+    best = balanced if s.pipeline == 1 else _best_boundaries(recipe, s, prices, blocks, balanced)
+    return boundaries_in_layers(best, blocks)
 
 
-def place_parts(recipe: Recipe, graph: ModelGraph, parts: int) -> tuple[int, ...]:
+def assign_interleaved_stages(recipe: Recipe, graph: ModelGraph, parts: int) -> tuple[int, ...]:
     """Of an interleaved pipeline, whatever else the layout is."""
     if len(graph.layers) < parts:
-        return _thin(len(graph.layers), parts)
-    if KERNELS[recipe.assume.kernels].even_stages and graph.decoder_layers % parts == 0:
-        return _even_decoders(graph, parts)
-    return interleaved_cut(graph, recipe.training.sequence_length, parts)
+        return _with_empty_stages(len(graph.layers), parts)
+    if (
+        KERNEL_TRAFFIC[recipe.assume.kernels].equal_layers_per_stage
+        and graph.decoder_layers % parts == 0
+    ):
+        return _equal_decoder_layers(graph, parts)
+    return balanced_interleaved_boundaries(graph, recipe.training.sequence_length, parts)
 
 
-def _even_decoders(graph: ModelGraph, parts: int) -> tuple[int, ...]:
+def _equal_decoder_layers(graph: ModelGraph, parts: int) -> tuple[int, ...]:
     each = graph.decoder_layers // parts
     return (0, *(1 + each * part for part in range(1, parts)), len(graph.layers))
 
 
-def _by_products(graph: ModelGraph, stages: int) -> tuple[int, ...]:
+def _equal_matmul_flops(graph: ModelGraph, stages: int) -> tuple[int, ...]:
     """A stage ends with the layer whose products reach its share of the model's, the head's among
     them (nanotron's build_model). The last stages hold at least one layer each."""
     products = list(itertools.accumulate(layer.matmul_flops_per_token for layer in graph.layers))
@@ -108,53 +124,55 @@ def _by_products(graph: ModelGraph, stages: int) -> tuple[int, ...]:
     return (*bounds, len(graph.layers))
 
 
-def _best_cut(
+def _best_boundaries(
     recipe: Recipe,
-    s: Strategy,
-    prices: StagePrices,
+    s: Layout,
+    prices: StageCosts,
     blocks: tuple[int, ...],
-    plain: tuple[int, ...],
+    balanced: tuple[int, ...],
 ) -> tuple[int, ...]:
-    if s.schedule == "dualpipev" and s.pipeline > MOST_SIMULATED_RANKS:
-        return plain
-    row = _row(s, prices, blocks, plain)
+    if s.schedule == "dualpipev" and s.pipeline > MAX_SIMULATED_DUALPIPEV_RANKS:
+        return balanced
+    pipeline_blocks = _pipeline_blocks(s, prices, blocks, balanced)
     if recipe.assume.ignore_memory:
-        return fastest_cut(row)
-    room = _Room(s, prices, blocks)
+        return fastest_boundaries(pipeline_blocks)
+    memory = _MemoryLimit(s, prices, blocks)
     limits = [prices.usable_bytes]
     if recipe.parallelism.memory_headroom is None:
         # What predictions fall short by stays free, where that is possible.
-        limits.insert(0, min(limits[0], prices.cautious_bytes))
-    if prices.least_bytes > limits[-1] or not room.fits_somehow(plain, limits[-1]):
-        return plain  # nothing fits: no cut is worth more
+        limits.insert(0, min(limits[0], prices.bytes_with_headroom))
+    if prices.least_bytes > limits[-1] or not memory.any_boundaries_fit(balanced, limits[-1]):
+        return balanced  # nothing fits: no cut is worth more
     for limit_bytes in limits:
-        start: tuple[int, ...] | None = plain
-        if room.fits(plain, limit_bytes):
-            best = fastest_cut(row)
-            if room.fits(best, limit_bytes):
+        start: tuple[int, ...] | None = balanced
+        if memory.fits(balanced, limit_bytes):
+            best = fastest_boundaries(pipeline_blocks)
+            if memory.fits(best, limit_bytes):
                 return best
         else:
-            start = room.fullest_first(row.stages, limit_bytes)
-            if start is None and not room.holds_two:
+            start = memory.greedy_boundaries(pipeline_blocks.stages, limit_bytes)
+            if start is None and not memory.has_two_stages_per_rank:
                 continue
-        found = fastest_cut_that(row, functools.partial(room.fits, limit_bytes=limit_bytes), start)
+        found = fastest_boundaries_where(
+            pipeline_blocks, functools.partial(memory.fits, limit_bytes=limit_bytes), start
+        )
         if found is not None:
             return found
-    return plain
+    return balanced
 
 
-class _Room:
+class _MemoryLimit:
     """Whether a cut's pipeline ranks have room. What a rank holds of the same layers is worked out
     once."""
 
-    def __init__(self, s: Strategy, prices: StagePrices, blocks: tuple[int, ...]) -> None:
+    def __init__(self, s: Layout, prices: StageCosts, blocks: tuple[int, ...]) -> None:
         self._prices = prices
-        self.holds_two = s.schedule == "dualpipev"
+        self.has_two_stages_per_rank = s.schedule == "dualpipev"
         self._layers = (0, *itertools.accumulate(blocks))
         self._peaks: dict[tuple[int, ...], int] = {}
 
     def fits(self, cut: tuple[int, ...], limit_bytes: int) -> bool:
-        if self.holds_two:
+        if self.has_two_stages_per_rank:
             last = len(cut) - 1
             held = [
                 (r, cut[r], cut[r + 1], cut[last - 1 - r], cut[last - r]) for r in range(last // 2)
@@ -173,20 +191,20 @@ class _Room:
             seen.append(holds)
         return True
 
-    def fits_somehow(self, plain: tuple[int, ...], limit_bytes: int) -> bool:
+    def any_boundaries_fit(self, balanced: tuple[int, ...], limit_bytes: int) -> bool:
         """False where no cut has room; for DualPipeV, whose ranks hold two stages, that is not
         known beforehand."""
         return (
-            self.holds_two
-            or self.fits(plain, limit_bytes)
-            or self.fullest_first(len(plain) - 1, limit_bytes) is not None
+            self.has_two_stages_per_rank
+            or self.fits(balanced, limit_bytes)
+            or self.greedy_boundaries(len(balanced) - 1, limit_bytes) is not None
         )
 
-    def fullest_first(self, stages: int, limit_bytes: int) -> tuple[int, ...] | None:
+    def greedy_boundaries(self, stages: int, limit_bytes: int) -> tuple[int, ...] | None:
         """Each stage takes as many blocks as it has room for: if that does not place all of them,
         no cut does, for a stage's memory grows with its blocks and falls with its number. None for
         DualPipeV, whose ranks hold two."""
-        if self.holds_two:
+        if self.has_two_stages_per_rank:
             return None
         cut, held = [0], 1
         for rank in range(stages):
@@ -221,11 +239,11 @@ class _Room:
         return peak
 
 
-def _row(
-    s: Strategy, prices: StagePrices, blocks: tuple[int, ...], least_slowest: tuple[int, ...]
-) -> Row:
+def _pipeline_blocks(
+    s: Layout, prices: StageCosts, blocks: tuple[int, ...], balanced_start: tuple[int, ...]
+) -> PipelineBlocks:
     starts, m = (0, *itertools.accumulate(blocks)), s.gradient_accumulation_steps
-    return Row(
+    return PipelineBlocks(
         schedule=s.schedule,
         # Fewer are refused for DualPipeV; the cut is then the one of the fewest that run.
         micro_batches=max(m, 2 * s.pipeline) if s.schedule == "dualpipev" else m,
@@ -234,11 +252,11 @@ def _row(
         backward_seconds=tuple([prices.backward_seconds[i] for i in starts]),
         per_stage_seconds=prices.per_stage_seconds,
         send_seconds=prices.send_seconds,
-        after_seconds=tuple([prices.after_seconds[i] for i in starts]),
-        least_slowest=least_slowest,
+        once_per_step_seconds=tuple([prices.once_per_step_seconds[i] for i in starts]),
+        balanced_start=balanced_start,
     )
 
 
-def _thin(layers: int, stages: int) -> tuple[int, ...]:
+def _with_empty_stages(layers: int, stages: int) -> tuple[int, ...]:
     """More stages than layers is forbidden, but numbers are still given: some stages are empty."""
     return (*(min(s, layers) for s in range(stages)), layers)

@@ -12,34 +12,34 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from shardwright.cost.calibrated_costs import constants_of, run_factor
+from shardwright.cost.calibrated_costs import calibrated_constants, measured_over_predicted
 from shardwright.cost.layer_shapes import model_shapes
 from shardwright.cost.micro_batch_times import (
     FORWARD_SHARE,
-    Passes,
-    message_seconds,
-    passes,
-    rank_seconds,
+    PassTimes,
+    micro_batch_overhead_seconds,
+    pass_times,
+    pipeline_send_seconds,
 )
 from shardwright.cost.peak_memory import usable_bytes
-from shardwright.cost.priced_layout import Layout, lay_out, placed
-from shardwright.cost.stage_costs import PricedStages
+from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
+from shardwright.cost.stage_costs import StageCosts
 from shardwright.cost.step_time import (
     bubble_divisor,
-    data_seconds,
+    data_parallel_seconds,
     is_simulated,
     least_interleaved_seconds,
     least_once_a_step_seconds,
     optimizer_seconds,
 )
 from shardwright.layout.axes import AXES, Value
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
-from shardwright.layout.stage_balancing import layers_of_a_part
+from shardwright.layout.stage_balancing import max_decoder_layers_per_stage
 from shardwright.search.layers_that_fit import (
     Ints,
-    Room,
-    Rooms,
+    LayersThatFit,
+    LayersThatFitCache,
     RowSeconds,
     commonest_layers,
     fewest_by_place,
@@ -49,7 +49,7 @@ from shardwright.search.layers_that_fit import (
     work_of,
 )
 from shardwright.search.layout_resolution import with_hpz
-from shardwright.search.stage_assignment import place_parts
+from shardwright.search.stage_assignment import assign_interleaved_stages
 
 WORTH_PRICING = 1.05
 """Times the best layout's weighed time; what takes longer for certain is counted, not priced."""
@@ -67,80 +67,82 @@ _WORK += ("activation_checkpointing", "sequence_parallel", "loss", "offload")
 _work_key = operator.attrgetter(*_WORK)
 _holding = operator.attrgetter(*(axis.name for axis in AXES if axis.holds), "hpz_partition_size")
 _but_checkpointing = operator.attrgetter(
-    *(f.name for f in fields(Strategy) if f.name != "activation_checkpointing")
+    *(f.name for f in fields(Layout) if f.name != "activation_checkpointing")
 )
 _placing = operator.attrgetter(*_WORK, "schedule", "virtual_stages", "pipeline", "data")
 
 
-def _work(found: Passes) -> list[float]:
+def _work(found: PassTimes) -> list[float]:
     """Of one micro-batch, forward and backward: prefix sums over the layers."""
     sums = (found.forward_compute, found.backward_compute, found.forward_comm, found.backward_comm)
     return [sum(each) for each in zip(*sums, strict=True)]
 
 
-class Bound:
+class StepTimeBound:
     """Of one problem's layouts; what several of them share is worked out once."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._constants = constants_of(problem.recipe)
+        self._constants = calibrated_constants(problem.recipe)
         self._work: dict[tuple[Value, ...], list[float]] = {}
         self._beyond: dict[tuple[Value, ...], tuple[float, float]] = {}
         self._once: dict[tuple[Value, ...], float] = {}
         self._kept: dict[tuple[Value, ...], float] = {}
         self._rows: dict[tuple[Value, ...], RowSeconds] = {}
         self._counted = commonest_layers(problem.graph)
-        self._rooms = Rooms(self._counted)
+        self._rooms = LayersThatFitCache(self._counted)
         recipe, graph = problem.recipe, problem.graph
-        is_trained = recipe.lora is None and not recipe.model.freeze and not graph.sees
+        is_trained = (
+            recipe.lora is None and not recipe.model.freeze and not graph.is_vision_language
+        )
         self._knows_bytes = is_trained and not recipe.assume.ignore_memory
         """Of any layers: all that they have is trained."""
         self._is_tied = model_shapes(problem.graph, 1).shared_numel > 0
-        self._last: Layout | None = None
+        self._last: PricedLayout | None = None
         self._least_bytes: dict[tuple[Value, ...], float] = {}
         self._usable_bytes = usable_bytes(problem, self._constants)
 
-    def _work_of(self, s: Strategy) -> tuple[Value, ...]:
+    def _work_of(self, s: Layout) -> tuple[Value, ...]:
         """What the work of a micro-batch over all layers is the same for. Of the other degrees it
         knows no more than whether there are several ranks; of the schedule, where it puts a tied
         tensor."""
         return *_work_key(s), self._is_tied and s.schedule, s.pipeline > 1, s.shards > 1
 
-    def _laid_out(self, s: Strategy) -> Layout:
+    def _laid_out(self, s: Layout) -> PricedLayout:
         """Of the last one that was asked about once."""
         if self._last is None or self._last.strategy is not s:
-            self._last = lay_out(self._problem, s, self._constants)
+            self._last = build_priced_layout(self._problem, s, self._constants)
         return self._last
 
-    def least_bytes(self, s: Strategy) -> float:
+    def least_bytes(self, s: Layout) -> float:
         """The states alone: no placing's fullest rank holds less."""
         key = _holding(s)
         if key not in self._least_bytes:
-            self._least_bytes[key] = PricedStages(self._laid_out(s)).least_bytes
+            self._least_bytes[key] = StageCosts(self._laid_out(s)).least_bytes
         return self._least_bytes[key]
 
-    def may_hold(self, s: Strategy) -> bool:
+    def may_hold(self, s: Layout) -> bool:
         return (
             self._problem.recipe.assume.ignore_memory or self.least_bytes(s) <= self._usable_bytes
         )
 
-    def has_room(self, s: Strategy) -> bool:
+    def has_room(self, s: Layout) -> bool:
         """False where the layers certainly have none."""
         if not self._knows_room(s):
             return True
         return self._rooms.of(self._laid_out(s)).suffices
 
-    def least_with_room(self, s: Strategy, room_bytes: float) -> float:
+    def least_with_room(self, s: Layout, room_bytes: float) -> float:
         """As least_placed_seconds, where devices have so many bytes."""
         least = self.least_seconds(s)
-        if s.interleaves or not self._knows_bytes:
+        if s.is_interleaved or not self._knows_bytes:
             return least if self.least_bytes(s) <= room_bytes else math.inf
         room = self._rooms.of(self._laid_out(s)).with_more(room_bytes - self._usable_bytes)
         if s.pipeline == 1:
             return least if room.suffices else math.inf
         return max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
 
-    def least_seconds(self, s: Strategy) -> float:
+    def least_seconds(self, s: Layout) -> float:
         """Of a step: all micro-batches over ranks that share the layers in the best of all shares;
         of a pipeline also a mean rank's gradients and update. Recomputing only a part of the layers
         may take less.
@@ -149,19 +151,23 @@ class Bound:
         key = self._work_of(s)
         work = self._work.get(key)
         if work is None:
-            work = self._work[key] = _work(passes(self._laid_out(s)))
+            work = self._work[key] = _work(pass_times(self._laid_out(s)))
         each, message = self._beyond_layers(s)
         if p == 1:
             least = m * (work[-1] + each) + (self._of_one_stage(s) if s.offload == "none" else 0.0)
-        elif s.interleaves:
+        elif s.is_interleaved:
             least = self._interleaved(s, work, 2 * message + each / s.virtual_stages)
         else:
             least = _pipelined(s, work[-1] + p * each, 2 * message)
         if p > 1:
             least += self._once_a_step(s)
-        return least * (1 - ROUNDING) * run_factor(self._problem.recipe, self._problem.graph, s)
+        return (
+            least
+            * (1 - ROUNDING)
+            * measured_over_predicted(self._problem.recipe, self._problem.graph, s)
+        )
 
-    def least_kept_seconds(self, s: Strategy) -> float:
+    def least_kept_seconds(self, s: Layout) -> float:
         """The same with no layer recomputed."""
         key = _but_checkpointing(s)
         if key not in self._kept:
@@ -173,20 +179,22 @@ class Bound:
             self._kept[key] = self.least_seconds(kept)
         return self._kept[key]
 
-    def least_placed_seconds(self, s: Strategy, *, may_recompute_less: bool = False) -> float:
+    def least_placed_seconds(
+        self, s: Layout, *, allows_partial_checkpointing: bool = False
+    ) -> float:
         """At least `least_seconds`, and of a pipeline also what the slowest rank does where no rank
         has more layers than it has room for; infinite where they have none. It takes several times
-        as long to say. may_recompute_less: s, which recomputes all layers, stands for those that
-        recompute fewer of them."""
+        as long to say. allows_partial_checkpointing: s, which recomputes all layers, stands for
+        those that recompute fewer of them."""
         least = self.least_seconds(s)
         if self._knows_room(s):
             room = self._rooms.of(self._laid_out(s))
             least = max(least, self._of_slowest(s, self._rows_of(s), room.most_layers()))
-        if may_recompute_less:
+        if allows_partial_checkpointing:
             least = min(least, self.least_recomputing_less(s))
         return least
 
-    def least_recomputing_less(self, s: Strategy) -> float:
+    def least_recomputing_less(self, s: Layout) -> float:
         """Of those that recompute as many layers of each stage, but not all of them, as s, which
         does, has room for."""
         kept = self.least_kept_seconds(s)
@@ -196,19 +204,19 @@ class Bound:
         room = self._rooms.of(*map(self._laid_out, (s, whole)))
         return max(kept, self._partly(s, whole, room))
 
-    def least_settled_seconds(self, layout: Layout) -> float:
+    def least_settled_seconds(self, layout: PricedLayout) -> float:
         """Of one whose layers are placed, and whose price takes long to say: at least that much;
         else 0."""
-        if not (layout.strategy.interleaves and is_simulated(layout.strategy)):
+        if not (layout.strategy.is_interleaved and is_simulated(layout.strategy)):
             return 0.0
-        factor = run_factor(layout.recipe, layout.graph, layout.strategy)
+        factor = measured_over_predicted(layout.recipe, layout.graph, layout.strategy)
         return least_interleaved_seconds(layout) * (1 - ROUNDING) * factor
 
-    def _partly(self, s: Strategy, whole: Strategy, room: Room) -> float:
+    def _partly(self, s: Layout, whole: Layout, room: LayersThatFit) -> float:
         """The best of all numbers of recomputed layers a stage, one at least. More of them make
         room for layers, and take longer."""
         graph, again = self._problem.graph, self._again(s, whole)
-        stages, most = s.stages // s.pipeline, layers_of_a_part(self._problem.graph, s)
+        stages, most = s.stages // s.pipeline, max_decoder_layers_per_stage(self._problem.graph, s)
         best = math.inf
         for layers in range(max(1, room.fewest_recomputed(most, stages)), most + 1):
             work = replace(self._rows_of(whole), repeated=layers * stages, again=again)
@@ -217,65 +225,70 @@ class Bound:
             best = min(best, self._of_slowest(whole, work, room.most_layers(layers * stages)))
         return best
 
-    def _knows_room(self, s: Strategy) -> bool:
+    def _knows_room(self, s: Layout) -> bool:
         """Whether layers are placed by the room for them, and that is known."""
-        return s.pipeline > 1 and not s.interleaves and self._knows_bytes
+        return s.pipeline > 1 and not s.is_interleaved and self._knows_bytes
 
-    def _again(self, s: Strategy, whole: Strategy) -> float:
+    def _again(self, s: Layout, whole: Layout) -> float:
         """Seconds of a micro-batch that recomputing one layer adds at least."""
         return max(0.0, float((self._rows_of(s).each - self._rows_of(whole).each).min()))
 
-    def _rows_of(self, s: Strategy) -> RowSeconds:
+    def _rows_of(self, s: Layout) -> RowSeconds:
         key = (*self._work_of(s), in_a_row(s))
         work = self._rows.get(key)
         if work is None:
             work = self._rows[key] = work_of(
-                passes(self._laid_out(s)), self._counted, in_a_row=in_a_row(s)
+                pass_times(self._laid_out(s)), self._counted, in_a_row=in_a_row(s)
             )
         return work
 
-    def _of_slowest(self, s: Strategy, work: RowSeconds, most: Ints) -> float:
+    def _of_slowest(self, s: Layout, work: RowSeconds, most: Ints) -> float:
         """most: layers that each rank has room for."""
         slowest = slowest_rank(work, most, head_rank(s))
         if slowest is None:
             return math.inf
         beyond = self._beyond_layers(s)
-        placed = _of_slowest(s, work, *slowest, *beyond) + self._once_a_step(s)
+        seconds = _of_slowest(s, work, *slowest, *beyond) + self._once_a_step(s)
         if is_simulated(s):
-            placed = max(
-                placed, _of_ranks(s, work, most, *beyond, functools.partial(self._once_a_step, s))
+            seconds = max(
+                seconds,
+                _of_ranks(s, work, most, *beyond, functools.partial(self._once_a_step, s)),
             )
-        return placed * (1 - ROUNDING) * run_factor(self._problem.recipe, self._problem.graph, s)
+        return (
+            seconds
+            * (1 - ROUNDING)
+            * measured_over_predicted(self._problem.recipe, self._problem.graph, s)
+        )
 
-    def _of_one_stage(self, s: Strategy) -> float:
+    def _of_one_stage(self, s: Layout) -> float:
         """Once a step, without a pipeline: all of it is known."""
         graph = self._problem.graph
-        layout = placed(self._laid_out(s), (0, len(graph.layers)))
+        layout = with_boundaries(self._laid_out(s), (0, len(graph.layers)))
         copied = with_hpz(layout)
-        data = min(data_seconds(each) for each in (layout, copied) if each is not None)
+        data = min(data_parallel_seconds(each) for each in (layout, copied) if each is not None)
         return data + optimizer_seconds(layout, 0)
 
-    def _beyond_layers(self, s: Strategy) -> tuple[float, float]:
+    def _beyond_layers(self, s: Layout) -> tuple[float, float]:
         """Seconds of a micro-batch: on each rank, and of a message."""
         key = (*_placing(s), self._problem.recipe.cluster.measured is not None and s)
         if key not in self._beyond:
             layout = self._laid_out(s)
-            self._beyond[key] = rank_seconds(layout), message_seconds(layout)
+            self._beyond[key] = micro_batch_overhead_seconds(layout), pipeline_send_seconds(layout)
         return self._beyond[key]
 
-    def _interleaved(self, s: Strategy, work: list[float], more: float) -> float:
+    def _interleaved(self, s: Layout, work: list[float], more: float) -> float:
         """Its parts are placed already: rank r works on m micro-batches, after the first parts of
         the ranks before it went forward, and before they go backward. more: of each part, beyond
         its layers."""
         m, p = s.gradient_accumulation_steps, s.pipeline
-        bounds = place_parts(self._problem.recipe, self._problem.graph, s.parts)
+        bounds = assign_interleaved_stages(self._problem.recipe, self._problem.graph, s.parts)
         parts = [work[stop] - work[start] + more for start, stop in itertools.pairwise(bounds)]
         before = itertools.accumulate(parts[:p], initial=0.0)
         return max(
             m * sum(parts[rank::p]) + ahead for rank, ahead in zip(range(p), before, strict=False)
         )
 
-    def _once_a_step(self, s: Strategy, layers: int = 0) -> float:
+    def _once_a_step(self, s: Layout, layers: int = 0) -> float:
         """layers: that a rank has at least, where that is known."""
         if s.offload != "none":
             return 0.0
@@ -296,7 +309,7 @@ class Bound:
 
 
 def _of_slowest(
-    s: Strategy, work: RowSeconds, slowest: float, first: int, each: float, message: float
+    s: Layout, work: RowSeconds, slowest: float, first: int, each: float, message: float
 ) -> float:
     """slowest: seconds of a micro-batch's layers on the slowest rank, which is `first` or one
     behind it. each, message: of a rank beyond its layers, and of a message.
@@ -326,7 +339,7 @@ def _of_slowest(
 
 
 def _of_ranks(
-    s: Strategy,
+    s: Layout,
     work: RowSeconds,
     most: Ints,
     each: float,
@@ -375,7 +388,7 @@ def _of_ranks(
     return best
 
 
-def _pipelined(s: Strategy, work: float, messages: float) -> float:
+def _pipelined(s: Layout, work: float, messages: float) -> float:
     """work: of one micro-batch on all ranks; messages: one each way.
 
     Under 1F1B rank r begins when the ranks before it have passed a micro-batch on, and ends as long

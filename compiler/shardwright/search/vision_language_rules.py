@@ -5,14 +5,17 @@ from __future__ import annotations
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.layout_rule import Candidate
-from shardwright.recipe.recipe_types import FLASH
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 
 
-def unproved(x: Candidate) -> Diagnostic | None:
+def vision_language_verified(x: Candidate) -> Diagnostic | None:
     """The first key that is not."""
-    if not x.graph.sees:
+    if not x.graph.is_vision_language:
         return None
-    recipe, seeing = x.recipe, [name for name, engine in ENGINES.items() if engine.sees]
+    recipe, seeing = (
+        x.recipe,
+        [name for name, engine in ENGINES.items() if engine.is_vision_language],
+    )
     asked = (
         ("target", f"target: {recipe.target}", seeing[0], recipe.target not in seeing),
         ("parallelism.schedule", "dualpipev", "1f1b", x.strategy.schedule == "dualpipev"),
@@ -22,7 +25,7 @@ def unproved(x: Candidate) -> Diagnostic | None:
             "none",
             x.strategy.offload != "none",
         ),
-        ("model.attention", FLASH, "auto", x.graph.attention == FLASH),
+        ("model.attention", FLASH_ATTENTION_2, "auto", x.graph.attention == FLASH_ATTENTION_2),
         ("model.loss", "the chunked loss", "full", recipe.model.loss == "chunked"),
         ("model.kernels", "compile", "hf", recipe.model.kernels == "compile"),
         ("training.precision", "fp16", "bf16", recipe.training.precision == "fp16"),
@@ -30,9 +33,12 @@ def unproved(x: Candidate) -> Diagnostic | None:
         # others.
         (
             "parallelism.zero_stage",
-            f"ZeRO-3, where {next(iter(x.graph.once_a_picture), '')} runs once for each picture,",
+            (
+                f"ZeRO-3, where {next(iter(x.graph.modules_run_per_image), '')} runs once for each "
+                "picture,"
+            ),
             "2",
-            x.strategy.zero_stage == 3 and bool(x.graph.once_a_picture),
+            x.strategy.zero_stage == 3 and bool(x.graph.modules_run_per_image),
         ),
     )
     for key, what, instead, is_asked in asked:
@@ -47,9 +53,9 @@ def unproved(x: Candidate) -> Diagnostic | None:
     return None
 
 
-def tower_uncounted(x: Candidate) -> Diagnostic | None:
+def vision_encoder_not_counted(x: Candidate) -> Diagnostic | None:
     """Where the tower could not be run on fake tensors."""
-    if not x.graph.sees or (x.graph.vision is not None and x.graph.vision.layers):
+    if not x.graph.is_vision_language or (x.graph.vision is not None and x.graph.vision.layers):
         return None
     why = "" if x.graph.vision is None else f" ({x.graph.vision.untraced})"
     return found(

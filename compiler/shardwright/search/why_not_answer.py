@@ -9,14 +9,14 @@ from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.search.layout_comparison import because
-from shardwright.search.layout_search import pinned_estimate, rank_key
+from shardwright.search.layout_search import estimate_pinned_layout, rank_key
 
 CHOSEN, LOSES, WINS, FORBIDDEN, TOO_LARGE = "chosen", "loses", "wins", "forbidden", "does not fit"
 MEMORY_CODE = "SW3201"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhyNotAnswer:
+class WhyNotResult:
     """verdict: chosen (it is the plan), loses (it runs, and ranks behind the plan), wins (it ranks
     before the plan, which other pins hold), forbidden (a rule), does not fit (memory).
 
@@ -31,11 +31,11 @@ class WhyNotAnswer:
     because: str
 
 
-def why_not(problem: Problem, chosen: Estimate) -> WhyNotAnswer:
+def why_not(problem: Problem, chosen: Estimate) -> WhyNotResult:
     """problem: its recipe pins the region that is asked about, and nothing else of the layout."""
     asked = problem.recipe
     try:
-        best = pinned_estimate(problem)
+        best = estimate_pinned_layout(problem)
     except Refusal as refusal:
         return refused(refusal)
     errors = [d for d in best.diagnostics if d.severity == "error"]
@@ -50,14 +50,14 @@ def why_not(problem: Problem, chosen: Estimate) -> WhyNotAnswer:
         verdict, reason = WINS, because(asked, chosen, best)
     else:
         verdict, reason = LOSES, because(asked, best, chosen)
-    return WhyNotAnswer(
+    return WhyNotResult(
         verdict=verdict, estimate=best, diagnostics=best.diagnostics, because=reason
     )
 
 
-def refused(refusal: Refusal) -> WhyNotAnswer:
+def refused(refusal: Refusal) -> WhyNotResult:
     """Where nothing multiplies out to the GPUs and the batch."""
     found = refusal.diagnostics
-    return WhyNotAnswer(
+    return WhyNotResult(
         verdict=FORBIDDEN, estimate=None, diagnostics=tuple(found), because=found[0].message
     )

@@ -46,7 +46,7 @@ def missing_trackers(plan: Plan) -> tuple[Diagnostic, ...]:
     )
 
 
-class Tracking:
+class ExperimentTrackers:
     """Every tracker of the plan; none where it asks for none."""
 
     def __init__(self, plan: Plan, folder: Path, resumed_step: int) -> None:
@@ -57,24 +57,24 @@ class Tracking:
             return
         run_id = _run_id(folder, fresh=resumed_step == 0)
         if tracking.tensorboard:
-            with self._given_up("tensorboard"):
+            with self._disabled_on_error("tensorboard"):
                 self._trackers["tensorboard"] = self._tensorboard(folder, resumed_step)
         if tracking.wandb is not None:
-            with self._given_up("wandb"):
+            with self._disabled_on_error("wandb"):
                 self._trackers["wandb"] = self._wandb(tracking.wandb, plan, folder, run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, tracker in list(self._trackers.items()):
-            with self._given_up(name):
+            with self._disabled_on_error(name):
                 tracker(step, values)
 
     def close(self) -> None:
         for close in self._closers:
-            with self._given_up("tracking"):
+            with self._disabled_on_error("tracking"):
                 close()
 
     @contextmanager
-    def _given_up(self, name: str) -> Iterator[None]:
+    def _disabled_on_error(self, name: str) -> Iterator[None]:
         """Where it raises."""
         try:
             yield

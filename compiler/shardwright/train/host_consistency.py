@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardwright.checkpoint.checkpoint_manifest import checksum
-from shardwright.data.data_fingerprint import fingerprints
+from shardwright.data.data_fingerprint import data_fingerprints
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import engine_of
 from shardwright.plan.folder_paths import CONFIG_FILE, MODEL_DIRECTORY, PLAN_FILE
@@ -37,14 +37,14 @@ def check_world(plan: Plan) -> None:
         )
 
 
-def check_unchanged(plan: Plan, folder: Path) -> None:
+def check_folder_digests(plan: Plan, folder: Path) -> None:
     """Raises Refusal where a file that a run reads as data is not what compile wrote; scripts may
     be edited."""
-    if changed := _changed(plan, {name: _digest(folder / name) for name in plan.digests}):
+    if changed := _edited_files(plan, {name: _digest(folder / name) for name in plan.digests}):
         raise Refusal(*changed)
 
 
-def check_same_files(plan: Plan, folder: Path) -> None:
+def check_same_files_on_hosts(plan: Plan, folder: Path) -> None:
     """On every rank, once the groups are open. Raises the same Refusal on all of them: hosts whose
     plan or whose other files differ would train different models together, or files are not what
     compile wrote."""
@@ -53,30 +53,30 @@ def check_same_files(plan: Plan, folder: Path) -> None:
         {name: _digest(folder / name) for name in names} if _is_first_of_host() else None
     )
     if (
-        diagnostic := disagreement(
+        diagnostic := host_difference(
             gathered, "Every host reads its own copy of the folder: copy it there anew."
         )
-    ) or (diagnostic := next(iter(_changed(plan, gathered[0][1])), None)):
+    ) or (diagnostic := next(iter(_edited_files(plan, gathered[0][1])), None)):
         raise Refusal(diagnostic)
 
 
-def check_same_data(plan: Plan, folder: Path) -> Digests:
-    """As check_same_files, once the data is prepared on every host. Returns the digests of all of
-    it."""
-    gathered = _gather(fingerprints(plan, folder) if _is_first_of_host() else None)
+def check_same_data_on_hosts(plan: Plan, folder: Path) -> Digests:
+    """As check_same_files_on_hosts, once the data is prepared on every host. Returns the digests of
+    all of it."""
+    gathered = _gather(data_fingerprints(plan, folder) if _is_first_of_host() else None)
     help_text = (
         "Bring the same data to every host, or `shardwright prepare` on one and copy its "
         "run/data to the others."
     )
-    if diagnostic := disagreement(gathered, help_text):
+    if diagnostic := host_difference(gathered, help_text):
         raise Refusal(diagnostic)
     return gathered[0][1]
 
 
-def disagreement(gathered: Sequence[tuple[str, Digests]], help_text: str) -> Diagnostic | None:
+def host_difference(gathered: Sequence[tuple[str, Digests]], help_text: str) -> Diagnostic | None:
     """gathered: (host, what it has), rank 0's host first. What most hosts have is right; of two
     halves rank 0's."""
-    others: dict[str, list[str]] = {}
+    differing_files: dict[str, list[str]] = {}
     agreeing = dict.fromkeys(host for host, _ in gathered)
     for name in dict.fromkeys(name for _, digests in gathered for name in digests):
         values = [digests.get(name, ABSENT) for _, digests in gathered]
@@ -85,27 +85,28 @@ def disagreement(gathered: Sequence[tuple[str, Digests]], help_text: str) -> Dia
         ]  # the first that was met, where counts are equal
         for (host, _), value in zip(gathered, values, strict=True):
             if value != right:
-                others.setdefault(host, []).append(name)
+                differing_files.setdefault(host, []).append(name)
                 agreeing.pop(host, None)
-    if not others:
+    if not differing_files:
         return None
     told = "; ".join(
-        f"host {host} has another {', '.join(names)}" for host, names in list(others.items())[:8]
+        f"host {host} has another {', '.join(names)}"
+        for host, names in list(differing_files.items())[:8]
     )
-    more = f" (and {len(others) - 8} more hosts)" if len(others) > 8 else ""
+    more = f" (and {len(differing_files) - 8} more hosts)" if len(differing_files) > 8 else ""
     than = next(iter(agreeing), "the others")
     message = f"{told}{more} than {than}: they would train something else together"
     help = f"{help_text} `shardwright doctor` compares the folders. No step was trained."
     return found("SW6011", None, message, help)
 
 
-def _changed(plan: Plan, found: Digests) -> tuple[Diagnostic, ...]:
+def _edited_files(plan: Plan, found: Digests) -> tuple[Diagnostic, ...]:
     missing, edited = "is missing", "is not what compile wrote: it was edited"
     return tuple(
         Diagnostic(
             code="SW6010",
             message=f"{name} {missing if found[name] == ABSENT else edited}",
-            help=f"{_where_to_change(plan, name)}, and compile again: only then do the plan and "
+            help=f"{_edit_advice(plan, name)}, and compile again: only then do the plan and "
             "its predictions know "
             "of it. (Compiling the same recipe again brings the file back.)",
         )
@@ -114,7 +115,7 @@ def _changed(plan: Plan, found: Digests) -> tuple[Diagnostic, ...]:
     )
 
 
-def _where_to_change(plan: Plan, name: str) -> str:
+def _edit_advice(plan: Plan, name: str) -> str:
     engine = engine_of(plan)
     if name in engine.inputs:
         return f"Edit the recipe: `extra:` takes {engine.title}'s keys"

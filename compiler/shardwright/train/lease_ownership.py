@@ -18,25 +18,31 @@ from shardwright.checkpoint.resume_checkpoint import checkpoint_root
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.monitor.run_files import read_attempt_record
 from shardwright.plan.plan import Plan
-from shardwright.utils.run_lease import Held, Lease, Owner, read_owner, this_process
+from shardwright.utils.run_lease import (
+    Lease,
+    LeaseHeldError,
+    LeaseOwner,
+    current_process_owner,
+    lease_owner,
+)
 
 RUN, RANKS = "run", "ranks"
-HANDED_SECONDS = 10.0
+HANDOVER_TIMEOUT_SECONDS = 10.0
 """A shared file can reach another host late."""
 
 
-def lease_of(plan: Plan, folder: Path, role: str) -> Lease:
+def new_run_lease(plan: Plan, folder: Path, role: str) -> Lease:
     """Not taken yet. `run` looks at the checkpoints' folder where it is there: it may be on the
     ranks' hosts only."""
     root = checkpoint_root(plan, folder)
     beside = [root / ".lease"] if role == RANKS or root.is_dir() else []
-    return Lease([folder / "run" / "lease", *beside], this_process(role, folder))
+    return Lease([folder / "run" / "lease", *beside], current_process_owner(role, folder))
 
 
 @contextlib.contextmanager
-def held_by_run(plan: Plan, folder: Path) -> Iterator[Lease]:
+def hold_run_lease(plan: Plan, folder: Path) -> Iterator[Lease]:
     """Until rank 0 has taken it over. Raises Refusal."""
-    lease = lease_of(plan, folder, RUN)
+    lease = new_run_lease(plan, folder, RUN)
     take(lease, folder)
     try:
         yield lease
@@ -48,8 +54,8 @@ def take(lease: Lease, folder: Path, handed: str | None = None) -> None:
     """Raises Refusal: SW6006 where another run is alive, SW6209 where nothing can be written."""
     try:
         dead = lease.take(handed, say=lambda text: print(text, file=sys.stderr, flush=True))
-    except Held as held:
-        raise _another(folder, held) from None
+    except LeaseHeldError as held:
+        raise _other_run_refusal(folder, held) from None
     except OSError as error:
         raise refusal(
             "SW6209",
@@ -64,17 +70,17 @@ def take(lease: Lease, folder: Path, handed: str | None = None) -> None:
         )
 
 
-def take_on_rank_0(lease: Lease, folder: Path) -> bool:
+def acquire_lease_on_rank_0(lease: Lease, folder: Path) -> bool:
     """Whether `run` has begun this attempt. Raises Refusal."""
-    handed = _handed(folder)
+    handed = _run_token(folder)
     take(lease, folder, handed)
     return handed is not None
 
 
-def _handed(folder: Path) -> str | None:
+def _run_token(folder: Path) -> str | None:
     """The token of the `run` whose attempt this is."""
-    end = time.monotonic() + HANDED_SECONDS
-    while (owner := read_owner(folder / "run" / "lease")) is not None and owner.role == RUN:
+    end = time.monotonic() + HANDOVER_TIMEOUT_SECONDS
+    while (owner := lease_owner(folder / "run" / "lease")) is not None and owner.role == RUN:
         if read_attempt_record(folder).lease == owner.token:
             return owner.token
         if time.monotonic() > end:
@@ -83,7 +89,7 @@ def _handed(folder: Path) -> str | None:
     return None
 
 
-def check_alone(plan: Plan, folder: Path, rank: int) -> None:
+def check_no_other_run(plan: Plan, folder: Path, rank: int) -> None:
     """On a neighbour of rank 0, before it looks for its own: where another launch of this folder
     trains on this machine, what it finds is that one's. Ranks of other nodes have a launcher of
     their own, which may run on the same machine (two nodes of Slurm can). Raises Refusal:
@@ -91,12 +97,12 @@ def check_alone(plan: Plan, folder: Path, rank: int) -> None:
     if plan.ranks[rank].node != plan.ranks[0].node:
         return
     path = folder / "run" / "lease"
-    owner = read_owner(path)
+    owner = lease_owner(path)
     if owner is not None and owner.role == RANKS and owner.lives() and owner.parent != os.getppid():
-        raise _another(folder, Held(path, owner))
+        raise _other_run_refusal(folder, LeaseHeldError(path, owner))
 
 
-def taken_over(owner: Owner, folder: Path) -> Refusal:
+def lease_lost(owner: LeaseOwner, folder: Path) -> Refusal:
     return refusal(
         "SW6216",
         f"another run ({owner.place}) has taken over {str(folder)!r} while this one did not move",
@@ -107,7 +113,7 @@ def taken_over(owner: Owner, folder: Path) -> Refusal:
     )
 
 
-def _another(folder: Path, held: Held) -> Refusal:
+def _other_run_refusal(folder: Path, held: LeaseHeldError) -> Refusal:
     owner = held.owner
     if owner.folder == str(folder.resolve()):
         message = f"another run of {str(folder)!r} is alive: {owner.place}"

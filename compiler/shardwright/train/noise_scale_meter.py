@@ -16,31 +16,35 @@ from typing import NamedTuple, cast
 import torch
 from torch import distributed as dist
 
-from shardwright.engines.trainer_protocol import MeasuredTrainer, StepResult, Trainer
-from shardwright.monitor.gradient_noise_scale import NoiseScale, StepNoise, pooled
+from shardwright.engines.trainer_protocol import NoiseScaleTrainer, StepResult, Trainer
+from shardwright.monitor.gradient_noise_scale import (
+    NoiseScale,
+    StepNoise,
+    noise_scale_of_recent_steps,
+)
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.plan.plan import Plan
 from shardwright.recipe.tracking_types import NoiseScaleSection
 from shardwright.utils.json_types import JsonObject
 
 
-def noise_meter(
+def build_noise_scale_meter(
     plan: Plan, rank: int, trainer: Trainer, measured: list[tuple[int, StepNoise]]
-) -> NoiseMeter | None:
+) -> NoiseScaleMeter | None:
     """None where the recipe asks for none. measured: the steps of earlier attempts, on rank 0."""
     section = None if plan.tracking is None else plan.tracking.noise_scale
     return (
         None
         if section is None
-        else NoiseMeter(plan, section, rank, cast(MeasuredTrainer, trainer), measured)
+        else NoiseScaleMeter(plan, section, rank, cast(NoiseScaleTrainer, trainer), measured)
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredNoise:
+class NoiseScaleMeasurement:
     """Of one step, what it was worked out from, and what it comes to with those before."""
 
-    sums: Sums
+    sums: GradientNormSums
     noise: StepNoise
     scale: NoiseScale
 
@@ -57,7 +61,7 @@ class MeasuredNoise:
         }
 
 
-class NoiseMeter:
+class NoiseScaleMeter:
     """Of one rank. Every rank makes the same calls."""
 
     def __init__(
@@ -65,13 +69,16 @@ class NoiseMeter:
         plan: Plan,
         section: NoiseScaleSection,
         rank: int,
-        trainer: MeasuredTrainer,
+        trainer: NoiseScaleTrainer,
         measured: list[tuple[int, StepNoise]],
     ) -> None:
         self._every, self._plan, self._at = section.every_steps, plan, plan.ranks[rank]
         self._parameters, self._device = tuple(trainer.counted()), trainer.device
-        self._taken = micro_batches_of(plan, section.rows, self._at.data)
-        self._batch, self._rows = plan.training.global_batch_size, rows_of(plan, section.rows)
+        self._taken = measured_micro_batches(plan, section.rows, self._at.data)
+        self._batch, self._rows = (
+            plan.training.global_batch_size,
+            measured_sequences(plan, section.rows),
+        )
         self._measured = measured
 
     def is_due(self, step: int) -> bool:
@@ -79,10 +86,10 @@ class NoiseMeter:
 
     def measure(
         self, step: int, train: Callable[[], StepResult], micro_batches: Sequence[MicroBatch]
-    ) -> tuple[StepResult, MeasuredNoise | None]:
-        """A collective call. train: makes the step with these micro-batches. None where `noise_of`
-        gives none."""
-        by_parameter = [_Norms(self._taken) for _ in self._parameters]
+    ) -> tuple[StepResult, NoiseScaleMeasurement | None]:
+        """A collective call. train: makes the step with these micro-batches. None where
+        `estimate_step_noise` gives none."""
+        by_parameter = [_GradientNormHook(self._taken) for _ in self._parameters]
         hooks = [
             p.register_hook(take) for p, take in zip(self._parameters, by_parameter, strict=True)
         ]
@@ -92,15 +99,21 @@ class NoiseMeter:
             for hook in hooks:
                 hook.remove()
         sums = self._sums(by_parameter, [m.predicted for m in micro_batches])
-        noise = None if sums is None else noise_of(result.grad_norm, sums, self._batch, self._rows)
+        noise = (
+            None
+            if sums is None
+            else estimate_step_noise(result.grad_norm, sums, self._batch, self._rows)
+        )
         if sums is None or noise is None:
             return result, None
         self._measured.append((step, noise))
-        return result, MeasuredNoise(
-            sums=sums, noise=noise, scale=pooled(self._measured, self._batch)
+        return result, NoiseScaleMeasurement(
+            sums=sums, noise=noise, scale=noise_scale_of_recent_steps(self._measured, self._batch)
         )
 
-    def _sums(self, by_parameter: Sequence[_Norms], predicted: list[int]) -> Sums | None:
+    def _sums(
+        self, by_parameter: Sequence[_GradientNormHook], predicted: list[int]
+    ) -> GradientNormSums | None:
         """Collective: over all ranks. None where a parameter took another number of gradients than
         micro-batches, so that it is not known whose they are."""
         norms = [norm for each in by_parameter for norm in each.norms]
@@ -118,10 +131,10 @@ class NoiseMeter:
         sums = torch.tensor([own, *counts, unclear], dtype=torch.float64, device=self._device)
         dist.all_reduce(sums)
         *figures, unclear_ranks = sums.tolist()
-        return None if unclear_ranks else Sums(*figures)
+        return None if unclear_ranks else GradientNormSums(*figures)
 
 
-class Sums(NamedTuple):
+class GradientNormSums(NamedTuple):
     """Over some micro-batches of a step, n labels in each: of |h|^2 / N^2, of n and of n^2. h: the
     gradient of the sum of their losses. all_labels: N, those of the step."""
 
@@ -131,7 +144,9 @@ class Sums(NamedTuple):
     all_labels: float
 
 
-def noise_of(grad_norm: float, sums: Sums, batch: int, rows: int) -> StepNoise | None:
+def estimate_step_noise(
+    grad_norm: float, sums: GradientNormSums, batch: int, rows: int
+) -> StepNoise | None:
     """grad_norm: |H| / N, H the sum of the step's h.
 
     With h = n G + e and E |e|^2 = n V, errors of micro-batches independent: E |h|^2 = n^2 |G|^2 + n
@@ -147,7 +162,7 @@ def noise_of(grad_norm: float, sums: Sums, batch: int, rows: int) -> StepNoise |
     return StepNoise(square=square, variance=batch * (whole - square), rows=rows)
 
 
-def micro_batches_of(plan: Plan, rows: int, data_rank: int) -> int:
+def measured_micro_batches(plan: Plan, rows: int, data_rank: int) -> int:
     """How many of a data rank's micro-batches, its first ones, hold the first `rows` rows of a
     step. Micro-batch m of data rank d is the (m x data + d)-th of the step
     (parallel/micro_batches.py)."""
@@ -156,13 +171,13 @@ def micro_batches_of(plan: Plan, rows: int, data_rank: int) -> int:
     return min(s.gradient_accumulation_steps, max(0, math.ceil((whole - data_rank) / s.data)))
 
 
-def rows_of(plan: Plan, rows: int) -> int:
+def measured_sequences(plan: Plan, rows: int) -> int:
     """Those that are measured: up to the end of a micro-batch."""
     s = plan.strategy
-    return s.micro_batch_size * sum(micro_batches_of(plan, rows, d) for d in range(s.data))
+    return s.micro_batch_size * sum(measured_micro_batches(plan, rows, d) for d in range(s.data))
 
 
-class _Norms:
+class _GradientNormHook:
     """Of one parameter, whose gradients come in the order of the micro-batches: the norms of the
     first so many."""
 

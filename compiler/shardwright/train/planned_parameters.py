@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwright.diagnostics import refusal
-from shardwright.engines.trainer_protocol import HeldParameter
+from shardwright.engines.trainer_protocol import ParameterShard
 from shardwright.parallel.lora_adapters import planned_adapters
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_types import JsonValue
@@ -42,7 +42,7 @@ def planned_parameters(
         parts = name.split(".")
         if not any(".".join(parts[:n]) in paths for n in range(1, len(parts) + 1)):
             continue
-        if (cut := plan.expert_cut(name)) > 1:
+        if (cut := plan.expert_shard_count(name)) > 1:
             shape = (shape[0] // cut, *shape[1:])
         shape = shape[::-1] if name in transposed else shape or (1,)
         is_trained = plan.lora is None and not plan.model.is_frozen(name)
@@ -54,7 +54,7 @@ def planned_parameters(
 
 
 def check_parameters(
-    plan: Plan, rank: int, held: Mapping[str, HeldParameter], transposed: frozenset[str]
+    plan: Plan, rank: int, held: Mapping[str, ParameterShard], transposed: frozenset[str]
 ) -> None:
     """Raises Refusal: SW6259 with the first parameters of this rank that are not as planned."""
     planned = planned_parameters(plan, rank, transposed)
@@ -64,7 +64,7 @@ def check_parameters(
         for name, p in held.items()
     }
     differences = [
-        f"{name}: {_described(live.get(name))}, planned {_described(planned.get(name))}"
+        f"{name}: {_parameter_text(live.get(name))}, planned {_parameter_text(planned.get(name))}"
         for name in dict.fromkeys((*planned, *live))
         if live.get(name) != planned.get(name)
     ]
@@ -82,13 +82,13 @@ def check_parameters(
         )
 
 
-def _described(p: PlannedParameter | None) -> str:
+def _parameter_text(p: PlannedParameter | None) -> str:
     if p is None:
         return "absent"
     return f"{'trained' if p.is_trained else 'frozen'} {'x'.join(map(str, p.shape))}"
 
 
-def parameter_counts(held: Mapping[str, HeldParameter]) -> dict[str, JsonValue]:
+def parameter_counts(held: Mapping[str, ParameterShard]) -> dict[str, JsonValue]:
     """Return tensors and elements that this rank trains and that it leaves frozen, before ZeRO cuts
     them."""
     counts: dict[str, JsonValue] = {}

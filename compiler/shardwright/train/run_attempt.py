@@ -10,17 +10,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwright.checkpoint.resume_checkpoint import (
-    Chosen,
+    ResumePoint,
     checkpoint_root,
     choose_checkpoint,
-    tell,
+    print_resume_notes,
 )
-from shardwright.checkpoint.run_history import Line, current_line, line_from_json, new_line
-from shardwright.checkpoint.step_folders import set_aside
+from shardwright.checkpoint.run_history import (
+    RunHistory,
+    current_run_history,
+    new_run_history,
+    run_history_from_json,
+)
+from shardwright.checkpoint.step_folders import rejected_faster_layouts
 from shardwright.monitor.run_files import AttemptRecord, read_attempt_record, write_attempt_record
 from shardwright.plan.plan import Plan
 from shardwright.train.lease_ownership import take
-from shardwright.utils.json_records import carried
+from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.run_lease import Lease
 
 
@@ -32,25 +37,29 @@ class Attempt:
     number: int
     resume: str | None
     step: int
-    line: Line
+    line: RunHistory
 
 
 def begin_attempt(
     plan: Plan,
     folder: Path,
-    chosen: Chosen | None,
+    chosen: ResumePoint | None,
     *,
     fresh: bool,
-    ranks_live: bool = False,
+    keeps_rank_logs: bool = False,
     lease: str | None = None,
 ) -> Attempt:
     """Clears what the last attempt left and writes run/attempt.json.
 
-    fresh: another run than the last one. ranks_live: this attempt's ranks write their logs already.
-    lease: the token that rank 0 takes over.
+    fresh: another run than the last one. keeps_rank_logs: this attempt's ranks write their logs
+    already. lease: the token that rank 0 takes over.
     """
     run = folder / "run"
-    line = chosen.line if chosen else (None if fresh else current_line(folder)) or new_line()
+    line = (
+        chosen.line
+        if chosen
+        else (None if fresh else current_run_history(folder)) or new_run_history()
+    )
     attempt = Attempt(
         number=(read_attempt_record(folder).number or 0) + 1,
         resume=str(chosen.path) if chosen else None,
@@ -58,14 +67,16 @@ def begin_attempt(
         line=line,
     )
     if fresh or chosen is not None:
-        set_aside(checkpoint_root(plan, folder), attempt.number, newer_than=attempt.step)
+        rejected_faster_layouts(
+            checkpoint_root(plan, folder), attempt.number, newer_than=attempt.step
+        )
     for stale in ("status.json", "stop", "heartbeat"):
         (run / stale).unlink(missing_ok=True)
     for leftovers in ("errors", "ranks"):
         shutil.rmtree(run / leftovers, ignore_errors=True)
-    for log in () if ranks_live else (run / "logs").glob("rank-*.log"):
+    for log in () if keeps_rank_logs else (run / "logs").glob("rank-*.log"):
         log.unlink()
-    record = carried(
+    record = copy_shared_fields(
         AttemptRecord, attempt, steps=plan.training.steps, line=asdict(line), lease=lease
     )
     write_attempt_record(folder, record)
@@ -79,11 +90,11 @@ def read_attempt(folder: Path) -> Attempt:
         number=begun.number or 1,
         resume=begun.resume or None,
         step=begun.step or 0,
-        line=line_from_json(begun.line) or new_line(),
+        line=run_history_from_json(begun.line) or new_run_history(),
     )
 
 
-def begin_on_ranks(
+def begin_attempt_on_ranks(
     plan: Plan, folder: Path, rank: int, resume: str | None, lease: Lease | None
 ) -> Attempt:
     """Decided by rank 0 and told to all: a shared file could reach some ranks late.
@@ -95,24 +106,24 @@ def begin_on_ranks(
 
     from shardwright.diagnostics import Refusal
 
-    told: list[Attempt | Refusal | None] = [None]
+    broadcast: list[Attempt | Refusal | None] = [None]
     if rank == 0:
         try:
             if lease is not None and not lease.taken:
                 take(lease, folder)
-            told = [_begin_on_rank_0(plan, folder, resume)]
+            broadcast = [_begin_attempt_on_rank_0(plan, folder, resume)]
         except Refusal as refusal:
-            told = [refusal]
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], Refusal):
-        raise told[0]
-    assert told[0] is not None
-    return told[0]
+            broadcast = [refusal]
+    dist.broadcast_object_list(broadcast, src=0)
+    if isinstance(broadcast[0], Refusal):
+        raise broadcast[0]
+    assert broadcast[0] is not None
+    return broadcast[0]
 
 
-def _begin_on_rank_0(plan: Plan, folder: Path, resume: str | None) -> Attempt:
+def _begin_attempt_on_rank_0(plan: Plan, folder: Path, resume: str | None) -> Attempt:
     if resume is None:
         return read_attempt(folder)
     chosen = choose_checkpoint(plan, folder, resume)
-    tell(chosen)
-    return begin_attempt(plan, folder, chosen, fresh=resume == "never", ranks_live=True)
+    print_resume_notes(chosen)
+    return begin_attempt(plan, folder, chosen, fresh=resume == "never", keeps_rank_logs=True)

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from shardwright.diagnostics import Refusal, refusal
 
-VARIABLE = "SHARDWRIGHT_ENV_FILE"
-TAKEN = "SHARDWRIGHT_ENV_TAKEN"
+ENV_FILE_VARIABLE = "SHARDWRIGHT_ENV_FILE"
+READ_ENV_FILE_VARIABLE = "SHARDWRIGHT_ENV_TAKEN"
 """The same path, in a rank that has read it: what is left to remove."""
 
-SHORTEST = 6
+MIN_SECRET_CHARACTERS = 6
 """Characters of a value that is blotted out. A shorter one (`1`, `true`) is no secret and is part
 of too many words."""
 
 
-def take_environment() -> Refusal | None:
+def restart_with_secret_environment() -> Refusal | None:
     """Starts this process again with the values of the file in its environment, where launch.sh
     named one: some (LD_LIBRARY_PATH, PYTHONPATH) are read only when a process begins. Same process
     id. Returns SW6012 where there is no such file, for the rank to tell once it is able to."""
@@ -38,7 +38,7 @@ def take_environment() -> Refusal | None:
     return None
 
 
-def load_environment() -> None:
+def load_secret_environment() -> None:
     """For a script of one's own, which is not started again: the values are there from here on.
     Raises Refusal: SW6012."""
     os.environ.update(_values())
@@ -47,9 +47,9 @@ def load_environment() -> None:
 def _values() -> dict[str, str]:
     """What the file says, and where it is: empty where launch.sh named none, or it was read
     before."""
-    path = os.environ.pop(VARIABLE, "")
+    path = os.environ.pop(ENV_FILE_VARIABLE, "")
     try:
-        return {**_read(Path(path)), TAKEN: path} if path else {}
+        return {**_read(Path(path)), READ_ENV_FILE_VARIABLE: path} if path else {}
     except OSError as error:
         raise refusal(
             "SW6012",
@@ -72,24 +72,25 @@ def _read(path: Path) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def forget_environment() -> None:
+def remove_secret_environment_file() -> None:
     """Removes the file, once every rank of this host has read it."""
-    if path := os.environ.pop(TAKEN, ""):
+    if path := os.environ.pop(READ_ENV_FILE_VARIABLE, ""):
         Path(path).unlink(missing_ok=True)
 
 
-def blotter(names: Iterable[str]) -> Callable[[str], str]:
+def secret_redactor(names: Iterable[str]) -> Callable[[str], str]:
     """A function that puts `[NAME]` where a text holds the value of one of these environment
     variables."""
     values = [(line, name) for name in names for line in os.environ.get(name, "").splitlines()]
     # A value that holds another one goes first.
     found = sorted(
-        ((v, n) for v, n in values if len(v) >= SHORTEST), key=lambda pair: -len(pair[0])
+        ((v, n) for v, n in values if len(v) >= MIN_SECRET_CHARACTERS),
+        key=lambda pair: -len(pair[0]),
     )
 
-    def blot(text: str) -> str:
+    def redact(text: str) -> str:
         for value, name in found:
             text = text.replace(value, f"[{name}]")
         return text
 
-    return blot
+    return redact

@@ -14,35 +14,35 @@ from torch import distributed as dist
 from shardwright.monitor.run_files import write_json
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_types import JsonValue
-from shardwright.utils.number_format import rate
+from shardwright.utils.number_format import format_token_rate
 
 WARM_UP_STEPS = 3
 """The first steps allocate, compile and connect; they are no measure of the others."""
-FIRST_REPORT, EVERY = 10, 100
-KEPT = 1000
+FIRST_REPORT_STEP, EVERY = 10, 100
+MEDIAN_WINDOW_STEPS = 1000
 """Steps whose median is the measured one: the newest."""
 GIB = 2**30
 
 
-class AttemptSummary:
+class PerformanceSummary:
     """Of one attempt. Every rank has one: peak memory is the fullest rank's."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._plan, self._device = plan, device
-        self._seconds: deque[float] = deque(maxlen=KEPT)
-        self._seen = 0
+        self._seconds: deque[float] = deque(maxlen=MEDIAN_WINDOW_STEPS)
+        self._steps_trained = 0
         self._losses: list[float] = []
 
     def step(self, loss: float, seconds: float) -> None:
-        self._seen += 1
+        self._steps_trained += 1
         self._losses = [*self._losses[:1], loss]
-        if self._seen > WARM_UP_STEPS:
+        if self._steps_trained > WARM_UP_STEPS:
             self._seconds.append(seconds)
 
     @property
     def is_due(self) -> bool:
         """Whether the line is to be told now; the same on every rank."""
-        return self._seen == FIRST_REPORT or self._seen % EVERY == 0
+        return self._steps_trained == FIRST_REPORT_STEP or self._steps_trained % EVERY == 0
 
     def line(self) -> str:
         """A collective call."""
@@ -51,7 +51,9 @@ class AttemptSummary:
         memory = f"peak memory {peak / GIB:.2f} GiB (plan {predicted.memory.peak_bytes / GIB:.2f})"
         if seconds is None:
             return memory
-        reached = rate(self._tokens_per_second_per_gpu(seconds), is_cpu=self._plan.is_cpu)
+        reached = format_token_rate(
+            self._tokens_per_second_per_gpu(seconds), is_cpu=self._plan.is_cpu
+        )
         return (
             f"{seconds:.3g} s a step (plan {predicted.time.step_seconds:.3g}), {reached} "
             f"(plan {predicted.time.tokens_per_second_per_gpu:,.0f}), {memory}"
@@ -103,13 +105,13 @@ class AttemptSummary:
 
     def _peak_bytes(self) -> int:
         peak = torch.tensor(
-            [float(_held_at_most(self._device))], dtype=torch.float64, device=self._device
+            [float(_peak_device_bytes(self._device))], dtype=torch.float64, device=self._device
         )
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         return int(peak.item())
 
 
-def _held_at_most(device: torch.device) -> int:
+def _peak_device_bytes(device: torch.device) -> int:
     """Bytes: on a GPU what nvidia-smi shows of it now and the allocator's peak beyond what it holds
     now; on a CPU the process's largest resident set."""
     if device.type != "cuda":

@@ -18,40 +18,52 @@ from pathlib import Path
 from torch import distributed as dist
 
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
-from shardwright.checkpoint.checkpoint_saver import prepare_root, save_checkpoint
-from shardwright.checkpoint.resume_warnings import other_data, other_schedule
-from shardwright.checkpoint.run_history import Origin
-from shardwright.data.data_preparation import LARGEST_UNPREPARED_BYTES, prepare
+from shardwright.checkpoint.checkpoint_saver import prepare_checkpoint_folder, save_checkpoint
+from shardwright.checkpoint.resume_warnings import data_changes, schedule_changes
+from shardwright.checkpoint.run_history import SaveMetadata
+from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
 from shardwright.diagnostics import refusal
-from shardwright.diloco.outer_step import Outer, OuterResult
-from shardwright.diloco.store_connections import Unreached
-from shardwright.engines.trainer_protocol import HeldParameter, StepResult, runtime_of
-from shardwright.monitor.gradient_noise_scale import read_noise
-from shardwright.monitor.rank_monitor import Watch
+from shardwright.diloco.outer_step import DiLoCoOuterStep, OuterStepResult
+from shardwright.diloco.store_connections import OuterStoreUnreachable
+from shardwright.engines.trainer_protocol import ParameterShard, StepResult, engine_runtime
+from shardwright.monitor.gradient_noise_scale import read_step_noise
+from shardwright.monitor.rank_monitor import RankMonitor
 from shardwright.monitor.run_files import (
-    Evaluations,
-    Metrics,
-    OuterSteps,
-    Saves,
+    EvaluationWriter,
+    MetricsWriter,
+    OuterStepWriter,
+    SaveWriter,
     write_json,
     write_status,
 )
 from shardwright.parallel.learning_rate import learning_rate
-from shardwright.parallel.micro_batches import Batches, HeldOut, MicroBatch, sight_of
+from shardwright.parallel.micro_batches import (
+    MicroBatch,
+    TrainingBatches,
+    ValidationBatches,
+    build_image_processor,
+)
 from shardwright.parallel.tensor_parallel_rng import seed_dropout
-from shardwright.plan.island_plans import of_island
+from shardwright.plan.island_plans import select_island_folder
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import load_plan
-from shardwright.train.experiment_trackers import Tracking
-from shardwright.train.host_consistency import check_same_data, check_same_files, check_world
-from shardwright.train.lease_ownership import RANKS, lease_of, taken_over
-from shardwright.train.noise_scale_meter import MeasuredNoise, noise_meter
-from shardwright.train.nonfinite_loss import Divergence
+from shardwright.train.experiment_trackers import ExperimentTrackers
+from shardwright.train.host_consistency import (
+    check_same_data_on_hosts,
+    check_same_files_on_hosts,
+    check_world,
+)
+from shardwright.train.lease_ownership import RANKS, lease_lost, new_run_lease
+from shardwright.train.noise_scale_meter import NoiseScaleMeasurement, build_noise_scale_meter
+from shardwright.train.nonfinite_loss import NonfiniteLossGuard
 from shardwright.train.planned_parameters import check_parameters, parameter_counts
-from shardwright.train.run_attempt import Attempt, begin_on_ranks
-from shardwright.train.secret_environment import forget_environment, load_environment
-from shardwright.train.training_metrics import AttemptSummary
+from shardwright.train.run_attempt import Attempt, begin_attempt_on_ranks
+from shardwright.train.secret_environment import (
+    load_secret_environment,
+    remove_secret_environment_file,
+)
+from shardwright.train.training_metrics import PerformanceSummary
 from shardwright.utils.json_types import JsonValue
 from shardwright.utils.run_lease import Lease
 from shardwright.utils.strict_json import canonical_hash
@@ -68,59 +80,67 @@ class Session:
         self, plan: Plan, folder: Path, rank: int, attempt: Attempt, lease: Lease | None = None
     ) -> None:
         """Process groups exist. lease: rank 0's."""
-        prepare_root(plan, folder, attempt.number, attempt.step)
+        prepare_checkpoint_folder(plan, folder, attempt.number, attempt.step)
         if int(os.environ["LOCAL_RANK"]) == 0:
-            prepare(plan, folder, limit_bytes=LARGEST_UNPREPARED_BYTES)
+            prepare(plan, folder, limit_bytes=MAX_UNPREPARED_BYTES)
         dist.barrier()
         self.plan, data = resolve(plan, folder)
-        digests = check_same_data(self.plan, folder)
+        digests = check_same_data_on_hosts(self.plan, folder)
         self.folder, self.rank, self.attempt = folder, rank, attempt.number
         self._lease, resume = lease, attempt.resume
-        sight = sight_of(self.plan, folder, rank)
-        self._batches = Batches(self.plan, data, sight)
-        self._trainer = runtime_of(self.plan).build_trainer(self.plan, folder, resumes=bool(resume))
+        sight = build_image_processor(self.plan, folder, rank)
+        self._batches = TrainingBatches(self.plan, data, sight)
+        self._trainer = engine_runtime(self.plan).build_trainer(
+            self.plan, folder, resumes=bool(resume)
+        )
         self.engine, self.device = self._trainer.engine, self._trainer.device
         held = self._trainer.held()
-        write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", live_record(held, rank))
+        write_json(folder / "run" / "ranks" / f"rank-{rank:05d}.json", rank_record(held, rank))
         check_parameters(self.plan, rank, held, self._trainer.transposed)
         self.data_rank = self.plan.ranks[rank].data
         seed_dropout(self.plan, rank)
         self.done = self._saved = (
             load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
         )
-        self._outer: Outer | None = None
-        made_up: list[OuterResult] = []
+        self._outer: DiLoCoOuterStep | None = None
+        made_up: list[OuterStepResult] = []
         if self.plan.outer is not None:
             digest = canonical_hash(dict(digests))
-            self._outer = Outer(self.plan, folder, self._trainer, rank, attempt.number, digest)
+            self._outer = DiLoCoOuterStep(
+                self.plan, folder, self._trainer, rank, attempt.number, digest
+            )
             made_up = self._outer.begin(self.done, Path(resume) if resume else None)
             if made_up:  # what was resumed from lacks them
                 self.done, self._saved = made_up[-1].done, -1
-        self._origin = Origin(line=attempt.line, rows=data.parts, data=digests)
+        self._origin = SaveMetadata(line=attempt.line, rows=data.parts, data=digests)
         if resume and rank == 0:
-            notes = other_data(Path(resume), data.parts, digests)
-            for warning in (*notes, *other_schedule(self.plan, Path(resume), self.done)):
+            notes = data_changes(Path(resume), data.parts, digests)
+            for warning in (*notes, *schedule_changes(self.plan, Path(resume), self.done)):
                 print(warning, flush=True)
         self._held_out = (
-            HeldOut(self.plan, data.validation, self.data_rank, sight) if data.validation else None
+            ValidationBatches(self.plan, data.validation, self.data_rank, sight)
+            if data.validation
+            else None
         )
-        self._measured = AttemptSummary(self.plan, self.device)
-        self._divergence = Divergence(self.plan)
+        self._measured = PerformanceSummary(self.plan, self.device)
+        self._divergence = NonfiniteLossGuard(self.plan)
         first = rank == 0
-        self._metrics = Metrics(folder, self.attempt, self.done) if first else None
-        self._saves = Saves(folder, self.attempt, self.done) if first else None
+        self._metrics = MetricsWriter(folder, self.attempt, self.done) if first else None
+        self._saves = SaveWriter(folder, self.attempt, self.done) if first else None
         self._evaluations = (
-            Evaluations(folder, self.attempt, self.done) if first and self.plan.validation else None
+            EvaluationWriter(folder, self.attempt, self.done)
+            if first and self.plan.validation
+            else None
         )
-        self._outer_steps: OuterSteps | None = None
+        self._outer_steps: OuterStepWriter | None = None
         if first and self._outer is not None:
             had = min([self._outer.base, *(each.step - 1 for each in made_up)])
-            self._outer_steps = OuterSteps(folder, self.attempt, had)
+            self._outer_steps = OuterStepWriter(folder, self.attempt, had)
             for each in made_up:
                 self._outer_steps.write(each.step, each.members, each.seconds, each.sent_bytes)
-        self._tracking = Tracking(self.plan, folder, self.done) if first else None
-        self._noise = noise_meter(
-            self.plan, rank, self._trainer, read_noise(folder) if first else []
+        self._tracking = ExperimentTrackers(self.plan, folder, self.done) if first else None
+        self._noise = build_noise_scale_meter(
+            self.plan, rank, self._trainer, read_step_noise(folder) if first else []
         )
         # Rank 0 alone has the file, and each must know whether the step that is resumed from lacks
         # its line.
@@ -154,7 +174,7 @@ class Session:
         began = time.perf_counter()
         rate = self.learning_rate(step) if rate is None else rate
         batches = self.micro_batches(step) if micro_batches is None else micro_batches
-        noise: MeasuredNoise | None = None
+        noise: NoiseScaleMeasurement | None = None
         if self._noise is not None and self._noise.is_due(step):
             result, noise = self._noise.measure(
                 step, lambda: self._trainer.step(batches, rate), batches
@@ -181,17 +201,17 @@ class Session:
         for line in lines if self.rank == 0 else ():
             print(line, flush=True)
         if self._outer is not None:
-            self._meet_islands(self._outer)
+            self._run_due_outer_steps(self._outer)
         return result
 
-    def _meet_islands(self, outer: Outer) -> None:
+    def _run_due_outer_steps(self, outer: DiLoCoOuterStep) -> None:
         """The outer steps that are due. An island that is behind goes on from another one's step.
         Raises Refusal: SW6315 where the store is not reached, with a checkpoint that its outer step
         is made up for from."""
         try:
             for met in outer.after(self.done):
                 self._record(met)
-        except Unreached as error:
+        except OuterStoreUnreachable as error:
             self.save(last=True)
             raise refusal(
                 "SW6315",
@@ -201,7 +221,7 @@ class Session:
                 "see to the link, and `shardwright run` goes on from here.",
             ) from None
 
-    def _record(self, met: OuterResult) -> None:
+    def _record(self, met: OuterStepResult) -> None:
         self.done = met.done
         if self._outer_steps:
             self._outer_steps.write(met.step, met.members, met.seconds, met.sent_bytes)
@@ -213,7 +233,9 @@ class Session:
         validation = self.plan.validation
         if validation is None or self._held_out is None or self.done in (0, self._evaluated):
             return False
-        return self._falls_due(validation.every_steps) or self.done == self.plan.training.steps
+        return (
+            self._is_interval_end(validation.every_steps) or self.done == self.plan.training.steps
+        )
 
     def evaluate(self) -> float:
         """Loss over the held-out data, recorded in run/evaluation.jsonl. There is some: the recipe
@@ -231,9 +253,9 @@ class Session:
     def saves(self) -> bool:
         """Whether the recipe wants a checkpoint of the step that is done."""
         every = self.plan.checkpoint.every_steps
-        return every is not None and self._falls_due(every)
+        return every is not None and self._is_interval_end(every)
 
-    def _falls_due(self, every_steps: int) -> bool:
+    def _is_interval_end(self, every_steps: int) -> bool:
         """Of what is made every so many steps. Where outer steps are overlapped, once that step's
         has arrived."""
         at = self.done - (0 if self.plan.outer is None else self.plan.outer.overlap_steps)
@@ -250,7 +272,9 @@ class Session:
             began = time.perf_counter()
             if self._outer is not None and (met := self._outer.arrived(self.done)):
                 self._record(met)
-            trainer = self._trainer if self._outer is None else self._outer.saved(self.done)
+            trainer = (
+                self._trainer if self._outer is None else self._outer.trainer_with_states(self.done)
+            )
             nodes = save_checkpoint(
                 self.plan, self.folder, trainer, self.done, last=last, origin=origin
             )
@@ -261,7 +285,7 @@ class Session:
     def _check_lease(self) -> None:
         """Raises Refusal where another run has taken this one's place."""
         if self._lease is not None and self._lease.lost is not None:
-            raise taken_over(self._lease.lost, self.folder)
+            raise lease_lost(self._lease.lost, self.folder)
 
     def finish(self, status: str = "done") -> None:
         """Writes run/summary.json and run/status.json. status: done | preempted."""
@@ -277,7 +301,7 @@ class Session:
             self._lease.release()
 
 
-def live_record(held: Mapping[str, HeldParameter], rank: int) -> dict[str, JsonValue]:
+def rank_record(held: Mapping[str, ParameterShard], rank: int) -> dict[str, JsonValue]:
     """parameter_bytes: resident parameters in the compute dtype (under ZeRO-3, this data rank's
     partitions).
 
@@ -300,14 +324,14 @@ def begin_session(
     rank: int,
     resume: str | None,
     lease: Lease | None,
-    watch: Watch | None = None,
+    watch: RankMonitor | None = None,
 ) -> Session:
-    """Opens the process groups and begins the attempt. resume, lease: as begin_on_ranks takes
-    them."""
-    runtime_of(plan).open_groups(plan)
-    forget_environment()  # every rank is there
-    check_same_files(plan, folder)
-    attempt = begin_on_ranks(plan, folder, rank, resume, lease)
+    """Opens the process groups and begins the attempt. resume, lease: as begin_attempt_on_ranks
+    takes them."""
+    engine_runtime(plan).open_groups(plan)
+    remove_secret_environment_file()  # every rank is there
+    check_same_files_on_hosts(plan, folder)
+    attempt = begin_attempt_on_ranks(plan, folder, rank, resume, lease)
     if watch is not None:
         watch.begin(attempt.number)
         watch.at("reading its data and building its part of the model", 0)
@@ -325,14 +349,14 @@ def open_session(folder: str | os.PathLike[str], resume: str = "auto") -> Iterat
     end a checkpoint of the last step is written and the process groups are closed. Raises Refusal
     where the folder, the world or the data are not the plan's.
     """
-    load_environment()
+    load_secret_environment()
     path = Path(folder).resolve()
     plan, rank = load_plan(path), int(os.environ["RANK"])
-    of_island(plan, path, None)
-    runtime = runtime_of(plan)
-    runtime.prepare_process(plan, own_loop=True)
+    select_island_folder(plan, path, None)
+    runtime = engine_runtime(plan)
+    runtime.prepare_process(plan, user_training_loop=True)
     check_world(plan)
-    lease = lease_of(plan, path, RANKS) if rank == 0 else None
+    lease = new_run_lease(plan, path, RANKS) if rank == 0 else None
     try:
         session = begin_session(plan, path, rank, resume, lease)
         yield session

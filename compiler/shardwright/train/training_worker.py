@@ -13,15 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwright.diagnostics import Refusal
-from shardwright.engines.trainer_protocol import runtime_of
-from shardwright.monitor.rank_events import RankFailed, event_object, is_echo
-from shardwright.monitor.rank_monitor import Watch
+from shardwright.engines.trainer_protocol import engine_runtime
+from shardwright.monitor.rank_events import RankFailed, event_object, is_secondary_failure
+from shardwright.monitor.rank_monitor import RankMonitor
 from shardwright.monitor.run_files import read_attempt_record, write_json
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import read_plan
-from shardwright.train.lease_ownership import RANKS, check_alone, lease_of, take_on_rank_0
+from shardwright.train.lease_ownership import (
+    RANKS,
+    acquire_lease_on_rank_0,
+    check_no_other_run,
+    new_run_lease,
+)
 from shardwright.train.process_exit import leave
-from shardwright.train.secret_environment import blotter, take_environment
+from shardwright.train.secret_environment import restart_with_secret_environment, secret_redactor
 from shardwright.utils.host_memory import keep_freed_memory
 from shardwright.utils.run_lease import Lease
 
@@ -30,12 +35,12 @@ if TYPE_CHECKING:
 
     from shardwright.train.training_session import Session
 
-ECHO_GRACE_SECONDS = 4.0
+SECONDARY_FAILURE_DELAY_SECONDS = 4.0
 
 
 def main() -> NoReturn:
     """Trains as plan.json and run/attempt.json say. The working directory is not relied on."""
-    unsent = take_environment()
+    unsent = restart_with_secret_environment()
     folder = Path(sys.argv[0]).resolve().parent
     rank = int(os.environ["RANK"])
     (folder / "run").mkdir(exist_ok=True)  # launch.sh by hand, in a fresh folder
@@ -44,8 +49,8 @@ def main() -> NoReturn:
     if rank != 0:
         _redirect_output(folder / "run" / "logs" / f"rank-{rank:05d}.log")
     plan = read_plan(folder)
-    watch = Watch(plan, folder, rank, number, output)
-    lease = lease_of(plan, folder, RANKS) if rank == 0 else None
+    watch = RankMonitor(plan, folder, rank, number, output)
+    lease = new_run_lease(plan, folder, RANKS) if rank == 0 else None
     try:
         if unsent is not None:
             raise unsent
@@ -53,17 +58,17 @@ def main() -> NoReturn:
     except BaseException as error:
         if rank != 0:
             traceback.print_exc()  # into its own log; rank 0's is what the user watches
-        event = _failure(plan, rank, error)
+        event = _failure_event(plan, rank, error)
         if event.code != "SW6006":  # the folder is another run's
             write_json(
                 folder / "run" / "errors" / f"rank-{rank:05d}.json",
                 {"attempt": watch.attempt, **event_object(event)},
             )
         watch.failed(event)
-        if is_echo(str(error)):
+        if is_secondary_failure(str(error)):
             # Let the launcher, which looks once a second, see the process that was killed before it
             # sees this one.
-            time.sleep(ECHO_GRACE_SECONDS)
+            time.sleep(SECONDARY_FAILURE_DELAY_SECONDS)
         # Not the interpreter's way out: a collective that other ranks are in could block it for
         # minutes.
         sys.stdout.flush()
@@ -81,7 +86,7 @@ def _redirect_output(path: Path) -> None:
     os.dup2(file, 2)
 
 
-def _failure(plan: Plan, rank: int, error: BaseException) -> RankFailed:
+def _failure_event(plan: Plan, rank: int, error: BaseException) -> RankFailed:
     """The launcher ends every rank once one is down; the earliest is the cause, the others its
     echo."""
     if isinstance(error, Refusal):
@@ -89,7 +94,7 @@ def _failure(plan: Plan, rank: int, error: BaseException) -> RankFailed:
         cause, code, help_text = first.message, first.code, first.help
     else:
         cause, code, help_text = f"{type(error).__name__}: {error}", "SW6301", ""
-    blot = blotter(plan.launch.env_from)
+    blot = secret_redactor(plan.launch.env_from)
     return RankFailed(
         rank=rank,
         host=socket.gethostname(),
@@ -101,21 +106,21 @@ def _failure(plan: Plan, rank: int, error: BaseException) -> RankFailed:
     )
 
 
-def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | None) -> int:
+def _train(plan: Plan, folder: Path, rank: int, watch: RankMonitor, lease: Lease | None) -> int:
     """lease: rank 0's. Returns the exit code: 0, or what a scheduler wants of a run that was told
     to stop."""
-    runtime = runtime_of(plan)
+    runtime = engine_runtime(plan)
     if plan.is_cpu:
         keep_freed_memory()
-    runtime.prepare_process(plan, own_loop=False)
+    runtime.prepare_process(plan, user_training_loop=False)
     from shardwright.train.host_consistency import check_world
 
     stop = _StopRequest(folder)
     check_world(plan)
     resume: str | None = os.environ.get("SHARDWRIGHT_RESUME", "auto")
     if lease is None:
-        check_alone(plan, folder, rank)
-    elif take_on_rank_0(lease, folder):
+        check_no_other_run(plan, folder, rank)
+    elif acquire_lease_on_rank_0(lease, folder):
         resume = None
     watch.join()
     watch.at("connecting to the other ranks", 0)
@@ -129,7 +134,7 @@ def _train(plan: Plan, folder: Path, rank: int, watch: Watch, lease: Lease | Non
     return int(os.environ.get("SHARDWRIGHT_PREEMPTED_EXIT", "0")) if status == "preempted" else 0
 
 
-def train_steps(session: Session, watch: Watch, stop: _StopRequest) -> str:
+def train_steps(session: Session, watch: RankMonitor, stop: _StopRequest) -> str:
     """Every step still to train. Returns done, or preempted."""
     last, status = session.steps().stop - 1, "done"
     _evaluate(
@@ -151,7 +156,7 @@ def train_steps(session: Session, watch: Watch, stop: _StopRequest) -> str:
     return status
 
 
-def _evaluate(session: Session, watch: Watch) -> None:
+def _evaluate(session: Session, watch: RankMonitor) -> None:
     if session.evaluates:
         watch.at(f"evaluating step {session.done}", session.done)
         session.evaluate()

@@ -10,14 +10,14 @@ from typing import cast
 
 from shardwright.utils.json_types import JsonValue
 
-MOST_BYTES = 16 * 2**20
+MAX_FILE_BYTES = 16 * 2**20
 """Of a file whose reader names no limit of its own: a configuration, a hostfile, a script."""
-DEEPEST_JSON = 64
+MAX_JSON_DEPTH = 64
 """Levels. What is written for people or by transformers and DeepSpeed has fewer than ten; Python's
 own walks of a value are recursive and end at about a thousand."""
 
 
-def read_regular(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
+def read_regular_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The whole file. Raises OSError, with words in `strerror`: a folder, a pipe or device, too
     large, or the system's own reason."""
     # Without O_NONBLOCK the opening of a pipe waits for a writer.
@@ -29,36 +29,36 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> 
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
         with os.fdopen(handle, "rb", closefd=False) as file:
-            data = file.read(most_bytes + 1)
+            data = file.read(max_bytes + 1)
     finally:
         os.close(handle)
-    if len(data) > most_bytes:
-        most = f"{most_bytes // 2**20} MiB" if most_bytes >= 2**20 else f"{most_bytes // 2**10} KiB"
+    if len(data) > max_bytes:
+        most = f"{max_bytes // 2**20} MiB" if max_bytes >= 2**20 else f"{max_bytes // 2**10} KiB"
         raise OSError(errno.EFBIG, f"it is larger than {most}", str(path))
     return data
 
 
-def read_regular_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
-    """Raises OSError as read_regular does, and UnicodeDecodeError (a ValueError) for what is not
-    UTF-8."""
-    return read_regular(path, most_bytes).decode("utf-8")
+def read_regular_text_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Raises OSError as read_regular_file does, and UnicodeDecodeError (a ValueError) for what is
+    not UTF-8."""
+    return read_regular_file(path, max_bytes).decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> JsonValue:
     """Raises ValueError alone: for text that is no JSON, and for what is nested deeper than
-    DEEPEST_JSON."""
+    MAX_JSON_DEPTH."""
     try:
         value = cast(JsonValue, json.loads(text))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if is_too_deep(value):
-        raise ValueError(f"it is nested more than {DEEPEST_JSON} levels deep")
+    if is_nested_too_deeply(value):
+        raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
     return value
 
 
-def is_too_deep(value: JsonValue, deepest: int = DEEPEST_JSON) -> bool:
+def is_nested_too_deeply(value: JsonValue, max_depth: int = MAX_JSON_DEPTH) -> bool:
     level: list[JsonValue] = [value]
-    for _ in range(deepest + 1):
+    for _ in range(max_depth + 1):
         level = [below for item in level for below in _items(item)]
         if not level:
             return False

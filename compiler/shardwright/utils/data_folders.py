@@ -9,12 +9,12 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _REPOSITORY = _PACKAGE.parent.parent
 
 
-def templates_dir() -> Path:
+def templates_folder() -> Path:
     """The Jinja2 templates of the launch files."""
     return _folder("templates")
 
 
-def recipes_dir() -> Path:
+def recipes_folder() -> Path:
     """The ready recipes."""
     return _folder("recipes")
 

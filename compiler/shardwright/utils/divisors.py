@@ -12,17 +12,17 @@ def divisors(n: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*small, *(n // k for k in reversed(small))]))
 
 
-def nearest_divisors(n: int, wanted: int, count: int = 3) -> tuple[int, ...]:
+def nearest_divisors(n: int, target: int, count: int = 3) -> tuple[int, ...]:
     """The `count` divisors of n nearest to `wanted`, ascending."""
-    return tuple(sorted(sorted(divisors(n), key=lambda d: (abs(d - wanted), d))[:count]))
+    return tuple(sorted(sorted(divisors(n), key=lambda d: (abs(d - target), d))[:count]))
 
 
-def nearest_multiples(n: int, wanted: int) -> tuple[int, ...]:
+def nearest_multiples(n: int, target: int) -> tuple[int, ...]:
     """The multiples of n on both sides of `wanted`, above 0; `wanted` alone where it is one."""
-    return tuple(m for m in dict.fromkeys((wanted // n * n, -(-wanted // n) * n)) if m > 0)
+    return tuple(m for m in dict.fromkeys((target // n * n, -(-target // n) * n)) if m > 0)
 
 
-def misfit(
+def degree_mismatch(
     degrees: Mapping[str, int], world: int, *, complete: bool, blamed: Iterable[str] = ()
 ) -> tuple[str, tuple[int, ...]] | None:
     """The degree to change, and what it could be with the others as they are; None where they make
@@ -34,14 +34,14 @@ def misfit(
     product = math.prod(degrees.values())
     if product == world or not (complete or world % product):
         return None
-    culprit = max(tuple(blamed) or degrees, key=degrees.__getitem__)
-    room, rest = divmod(world, product // degrees[culprit])
+    degree_name = max(tuple(blamed) or degrees, key=degrees.__getitem__)
+    room, rest = divmod(world, product // degrees[degree_name])
     if complete:
-        return culprit, () if rest else (room,)
-    return culprit, nearest_divisors(world if rest else room, degrees[culprit])
+        return degree_name, () if rest else (room,)
+    return degree_name, nearest_divisors(world if rest else room, degrees[degree_name])
 
 
-LEAST_PIECE = 8192
+MIN_TOKENS_PER_CONTEXT_RANK = 8192
 """Tokens of a row that a rank keeps: as many as Llama 3's did, 131,072 over 16 ranks (arXiv
 2407.21783, table 4). Rows of one such piece are short enough for data ranks: a search cuts none
 further, a pin may."""
@@ -52,6 +52,6 @@ def context_degrees(sequence_length: int, gpus_per_node: int) -> tuple[int, ...]
     found = (
         s
         for s in divisors(gpus_per_node)
-        if sequence_length % s == 0 and sequence_length // s >= LEAST_PIECE
+        if sequence_length % s == 0 and sequence_length // s >= MIN_TOKENS_PER_CONTEXT_RANK
     )
     return tuple(found) or (1,)

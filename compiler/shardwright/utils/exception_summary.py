@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def first_line(error: Exception, most: int) -> str:
+def exception_summary(error: Exception, most: int) -> str:
     """Its type, and of its first line so many characters."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:most]}"

@@ -17,7 +17,7 @@ from shardwright.utils.json_types import JsonValue
 
 Record = TypeVar("Record")
 Reader = Callable[[Any], Any]
-_MOST_CHARACTERS = 500
+_MAX_REASON_CHARACTERS = 500
 """Of what is told of a value: a stranger's may be of any size."""
 
 
@@ -26,33 +26,33 @@ class RecordError(ValueError):
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
-        self.why = why[:_MOST_CHARACTERS]
+        self.why = why[:_MAX_REASON_CHARACTERS]
         self.path: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{'.'.join(self.path)} {self.why}" if self.path else f"it {self.why}"
 
 
-def read_record(kind: type[Record], value: object, **given: object) -> Record:
+def read_record(kind: type[Record], value: object, **extra_fields: object) -> Record:
     """given: fields that no JSON holds, as they are. Raises RecordError, a ValueError."""
     if not isinstance(value, Mapping):
         raise RecordError("is not an object")
     readers, required = _fields(cast(Any, kind))
-    made = dict(given)
+    values = dict(extra_fields)
     for key, item in value.items():
-        if key not in readers or key in given:
+        if key not in readers or key in extra_fields:
             raise RecordError(f"has a key {key!r} of which {kind.__name__} knows nothing")
         try:
-            made[key] = readers[key](item)
+            values[key] = readers[key](item)
         except RecordError as error:
             error.path = (key, *error.path)
             raise
-    if missing := [name for name in required if name not in made]:
+    if missing := [name for name in required if name not in values]:
         raise RecordError(f"lacks {', '.join(missing)}")
-    return kind(**made)
+    return kind(**values)
 
 
-def carried(kind: type[Record], source: object, /, **changes: object) -> Record:
+def copy_shared_fields(kind: type[Record], source: object, /, **changes: object) -> Record:
     """A record of another kind with the fields that the two share; the others take their
     defaults."""
     fields = [f for f in dataclasses.fields(cast(Any, kind)) if f.name not in changes]
@@ -86,15 +86,15 @@ def _reader(hint: Any) -> Reader:
     if origin is Literal:
         return _literal(arguments)
     if hint is JsonValue:
-        return _as_it_is
+        return _identity
     raise TypeError(f"no JSON stands for {hint}")
 
 
-def _as_it_is(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _exactly(kind: type, name: str) -> Reader:
+def _exact_type(kind: type, name: str) -> Reader:
     def read(value: Any) -> Any:
         if type(value) is kind:
             return value
@@ -115,9 +115,9 @@ def _float(value: Any) -> float:
 
 
 _SCALARS: dict[Any, Reader] = {
-    str: _exactly(str, "a text"),
-    int: _exactly(int, "a whole number"),
-    bool: _exactly(bool, "true or false"),
+    str: _exact_type(str, "a text"),
+    int: _exact_type(int, "a whole number"),
+    bool: _exact_type(bool, "true or false"),
     float: _float,
 }
 
@@ -157,7 +157,7 @@ def _mapping(reader: Reader) -> Reader:
     def read(value: Any) -> Any:
         if not isinstance(value, Mapping):
             raise RecordError(f"is {value!r}, not an object")
-        return value if reader is _as_it_is else {key: reader(item) for key, item in value.items()}
+        return value if reader is _identity else {key: reader(item) for key, item in value.items()}
 
     return read
 

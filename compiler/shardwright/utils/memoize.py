@@ -14,13 +14,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
-MOST = 20_000
+MAX_RESULTS = 20_000
 """Results of one function; beyond them it starts anew."""
-MOST_SETTLED = 64
+MAX_HASHED_KEYS = 64
 """Sets of arguments, whole models among them, that stay alive for one key."""
 
 
-class Settled:
+class HashedKey:
     """A key whose hash is worked out once: what a search asks thousands of times is the same of all
     its layouts."""
 
@@ -33,45 +33,45 @@ class Settled:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Settled) and self._key == other._key)
+        return self is other or (isinstance(other, HashedKey) and self._key == other._key)
 
 
-def settled(key: Callable[[*Ts], Hashable]) -> Callable[[*Ts], Settled]:
+def hashed_key(key: Callable[[*Ts], Hashable]) -> Callable[[*Ts], HashedKey]:
     """key: of arguments that do not change, and that are the same objects from one question to the
     next."""
-    known: dict[tuple[int, ...], tuple[object, Settled]] = {}
+    results: dict[tuple[int, ...], tuple[object, HashedKey]] = {}
 
-    def ask(*args: *Ts) -> Settled:
-        asked = tuple(map(id, args))
-        found = known.get(asked)
+    def cached(*args: *Ts) -> HashedKey:
+        key_value = tuple(map(id, args))
+        found = results.get(key_value)
         if found is None:
-            if len(known) >= MOST_SETTLED:
-                known.clear()
-            found = known[asked] = (
+            if len(results) >= MAX_HASHED_KEYS:
+                results.clear()
+            found = results[key_value] = (
                 args,
-                Settled(key(*args)),
+                HashedKey(key(*args)),
             )  # with the arguments, so that ids stay theirs
         return found[1]
 
-    return ask
+    return cached
 
 
-def remembered(key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def memoize(key: Callable[P, Hashable]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """key: of the function's arguments, all that its result depends on."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known: dict[Hashable, R] = {}
+        results: dict[Hashable, R] = {}
 
         @functools.wraps(function)
-        def ask(*args: P.args, **kwargs: P.kwargs) -> R:
-            asked = key(*args, **kwargs)
-            found = known.get(asked)
+        def cached(*args: P.args, **kwargs: P.kwargs) -> R:
+            key_value = key(*args, **kwargs)
+            found = results.get(key_value)
             if found is None:
-                if len(known) >= MOST:
-                    known.clear()
-                found = known[asked] = function(*args, **kwargs)
+                if len(results) >= MAX_RESULTS:
+                    results.clear()
+                found = results[key_value] = function(*args, **kwargs)
             return found
 
-        return ask
+        return cached
 
     return decorate

@@ -5,35 +5,35 @@ from __future__ import annotations
 MINUTES_PER_DAY, SECONDS_PER_DAY = 1440, 86_400
 
 
-def number(value: float, digits: int = 3) -> str:
+def format_number(value: float, digits: int = 3) -> str:
     """So many digits, thousands apart; never an exponent for large ones: 433,333 and 0.0312."""
     return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
 
 
-def device(*, is_cpu: bool) -> str:
+def rank_or_gpu(*, is_cpu: bool) -> str:
     """What a rank runs on: on a CPU there is nothing smaller to name than the rank itself."""
     return "rank" if is_cpu else "GPU"
 
 
-def device_hours(hours: float, *, is_cpu: bool) -> str:
-    return f"{number(hours, 4)} {device(is_cpu=is_cpu)} hours"
+def format_device_hours(hours: float, *, is_cpu: bool) -> str:
+    return f"{format_number(hours, 4)} {rank_or_gpu(is_cpu=is_cpu)} hours"
 
 
-def rate(tokens_per_second: float, *, is_cpu: bool) -> str:
-    return f"{tokens_per_second:,.0f} tokens/s per {device(is_cpu=is_cpu)}"
+def format_token_rate(tokens_per_second: float, *, is_cpu: bool) -> str:
+    return f"{tokens_per_second:,.0f} tokens/s per {rank_or_gpu(is_cpu=is_cpu)}"
 
 
-def duration(days: float) -> str:
+def format_days(days: float) -> str:
     """In the largest unit of which there are two."""
     for unit, per_day in (("days", 1), ("hours", 24), ("minutes", MINUTES_PER_DAY)):
         if days * per_day >= 2:
-            return f"{number(days * per_day)} {unit}"
-    return f"{number(days * SECONDS_PER_DAY)} seconds"
+            return f"{format_number(days * per_day)} {unit}"
+    return f"{format_number(days * SECONDS_PER_DAY)} seconds"
 
 
-def file_size(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Decimal units, as disks are sold."""
     if size < 1000:
         return f"{size} byte{'' if size == 1 else 's'}"
     power = 1 if size < 999_500 else 2 if size < 999_500_000 else 3
-    return f"{number(size / 1000**power)} {('kB', 'MB', 'GB')[power - 1]}"
+    return f"{format_number(size / 1000**power)} {('kB', 'MB', 'GB')[power - 1]}"

@@ -15,52 +15,62 @@ if TYPE_CHECKING:
     import torch
 
 
-def apart(got: float | None, wanted: float | None, *, relative: bool = False) -> float:
+def difference(actual: float | None, expected: float | None, *, relative: bool = False) -> float:
     """None: metrics.jsonl's word for a value that is not finite. relative: to `wanted`."""
-    if got is None or wanted is None or not (math.isfinite(got) and math.isfinite(wanted)):
+    if (
+        actual is None
+        or expected is None
+        or not (math.isfinite(actual) and math.isfinite(expected))
+    ):
         return math.inf
     if not relative:
-        return abs(got - wanted)
-    if wanted == 0:
-        return 0.0 if got == 0 else math.inf
-    return abs(got / wanted - 1)
+        return abs(actual - expected)
+    if expected == 0:
+        return 0.0 if actual == 0 else math.inf
+    return abs(actual / expected - 1)
 
 
-def worst(differences: Iterable[float]) -> float:
+def largest_difference(differences: Iterable[float]) -> float:
     """The largest; also where a NaN is among them, wherever it stands."""
     return max((math.inf if math.isnan(d) else d for d in differences), default=math.inf)
 
 
-def series_apart(
-    got: Sequence[float | None], wanted: Sequence[float | None], *, relative: bool = False
+def max_series_diff(
+    actual: Sequence[float | None], expected: Sequence[float | None], *, relative: bool = False
 ) -> float:
     """Place by place, over the whole length of both."""
-    if len(got) != len(wanted):
+    if len(actual) != len(expected):
         return math.inf
-    return worst(apart(a, b, relative=relative) for a, b in zip(got, wanted, strict=True))
+    return largest_difference(
+        difference(a, b, relative=relative) for a, b in zip(actual, expected, strict=True)
+    )
 
 
-def tensor_apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
+def max_abs_diff(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Over the elements; tensors without any are the same."""
-    if got.shape != wanted.shape:
+    if actual.shape != expected.shape:
         return math.inf
-    if not got.numel():
+    if not actual.numel():
         return 0.0
     # Infinity minus itself is NaN, and torch's max keeps a NaN.
-    return worst([float((got.detach() - wanted.detach()).abs().max())])
+    return largest_difference([float((actual.detach() - expected.detach()).abs().max())])
 
 
-def share_apart(got: torch.Tensor, wanted: torch.Tensor, *, least: float = 0.0) -> float:
+def relative_error(
+    actual: torch.Tensor, expected: torch.Tensor, *, smallest_scale: float = 0.0
+) -> float:
     """As a share of `wanted`'s largest element, or of `least` where that is larger."""
-    off = tensor_apart(got, wanted)
+    off = max_abs_diff(actual, expected)
     if not 0 < off < math.inf:
         return off
-    size = max(least, float(wanted.detach().abs().max()))
+    size = max(smallest_scale, float(expected.detach().abs().max()))
     return off / size if size else math.inf
 
 
-def weights_apart(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+def state_dict_max_abs_diff(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> float:
     """Over the tensors of both, by name."""
-    if got.keys() != wanted.keys():
+    if actual.keys() != expected.keys():
         return math.inf
-    return worst(tensor_apart(got[name], wanted[name]) for name in wanted)
+    return largest_difference(max_abs_diff(actual[name], expected[name]) for name in expected)

@@ -14,7 +14,7 @@ def program_path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 
 
-def own_command(*arguments: str) -> list[str]:
+def shardwright_command(*arguments: str) -> list[str]:
     """`shardwright` with these arguments, in a process of its own. -P: a file of the current
     directory that has a module's name is never imported."""
     return [sys.executable, "-P", "-m", "shardwright", *arguments]

@@ -21,20 +21,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-BEAT_SECONDS = 5.0
-LOST_SECONDS = 60.0
+LEASE_HEARTBEAT_SECONDS = 5.0
+LEASE_EXPIRY_SECONDS = 60.0
 """An owner that was silent for so long is gone: a shared file system can hang for tens of
 seconds."""
-CONFIRM_SECONDS = 15.0
+EXPIRY_CONFIRMATION_SECONDS = 15.0
 """How long an owner that looks gone is watched: the file system's clock may have jumped."""
 _LOOK_SECONDS = 0.5
-_MOST_BYTES = 65536
+_MAX_BYTES = 65536
 
-Say = Callable[[str], None]
+MessageCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class LeaseOwner:
     """A process. token: of this lease alone. role: `run` prepares, ranks train. folder: the
     compiled one.
 
@@ -56,16 +56,16 @@ class Owner:
         """None where it cannot be seen from here."""
         if (self.boot, self.namespace) != _this_machine() or not self.boot:
             return None
-        return _started(self.pid) == self.started
+        return _start_ticks(self.pid) == self.started
 
     @property
     def place(self) -> str:
         return f"host {self.host}, process {self.pid}"
 
 
-def this_process(role: str, folder: Path) -> Owner:
+def current_process_owner(role: str, folder: Path) -> LeaseOwner:
     boot, namespace = _this_machine()
-    return Owner(
+    return LeaseOwner(
         token=secrets.token_hex(8),
         role=role,
         folder=str(folder.resolve()),
@@ -73,7 +73,7 @@ def this_process(role: str, folder: Path) -> Owner:
         boot=boot,
         namespace=namespace,
         pid=os.getpid(),
-        started=_started(os.getpid()) or 0,
+        started=_start_ticks(os.getpid()) or 0,
         parent=os.getppid(),
     )
 
@@ -87,7 +87,7 @@ def _this_machine() -> tuple[str, str]:
         return "", ""
 
 
-def _started(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     """None where there is no such process, or it has ended and nobody has fetched its exit code."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -97,29 +97,29 @@ def _started(pid: int) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
+class _LeaseState:
     """owner: None where the file is empty or no lease. beat: another one each time it is
     touched."""
 
-    owner: Owner | None
-    beat: tuple[str, int]
+    owner: LeaseOwner | None
+    heartbeat: tuple[str, int]
     age_seconds: float
 
 
-def _look(path: Path) -> _Seen | None:
+def _read_lease(path: Path) -> _LeaseState | None:
     """None where there is none. Opening it makes a network file system ask its server."""
     try:
         with path.open("rb") as file:
-            text, touched = file.read(_MOST_BYTES), os.fstat(file.fileno()).st_mtime_ns
+            text, touched = file.read(_MAX_BYTES), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
     try:
-        owner = Owner(**json.loads(text))
+        owner = LeaseOwner(**json.loads(text))
     except (ValueError, TypeError, RecursionError):
         owner = None
     token = "" if owner is None else str(owner.token)
-    return _Seen(
-        owner=owner, beat=(token, touched), age_seconds=(_now_ns(path.parent) - touched) / 1e9
+    return _LeaseState(
+        owner=owner, heartbeat=(token, touched), age_seconds=(_now_ns(path.parent) - touched) / 1e9
     )
 
 
@@ -132,7 +132,7 @@ def _now_ns(folder: Path) -> int:
         return time.time_ns()
 
 
-def holds_lock(folder: Path) -> bool:
+def is_locked_by_run(folder: Path) -> bool:
     """Whether `run` or its launcher lives in a compiled folder, on this host: they hold a file
     lock."""
     try:
@@ -145,48 +145,54 @@ def holds_lock(folder: Path) -> bool:
     return False
 
 
-def read_owner(path: Path) -> Owner | None:
+def lease_owner(path: Path) -> LeaseOwner | None:
     """Whoever wrote the lease, alive or not."""
-    seen = _look(path)
-    return seen.owner if seen else None
+    state = _read_lease(path)
+    return state.owner if state else None
 
 
-def holder(path: Path, say: Say | None = None) -> Owner | None:
-    """Who holds the lease and lives. One that cannot be seen from here is watched: for LOST_SECONDS
-    at most, which `say` is told."""
-    seen = _look(path)
+def live_owner(path: Path, say: MessageCallback | None = None) -> LeaseOwner | None:
+    """Who holds the lease and lives. One that cannot be seen from here is watched: for
+    LEASE_EXPIRY_SECONDS at most, which `say` is told."""
+    state = _read_lease(path)
     for _ in range(4):  # it is created empty, and written at once
-        if seen is None or seen.owner is not None:
+        if state is None or state.owner is not None:
             break
         time.sleep(_LOOK_SECONDS)
-        seen = _look(path)
-    if seen is None or seen.owner is None:
+        state = _read_lease(path)
+    if state is None or state.owner is None:
         return None
-    lives = seen.owner.lives()
-    return _watch(path, seen, say) if lives is None else seen.owner if lives else None
+    lives = state.owner.lives()
+    return (
+        _wait_for_heartbeat(path, state, say) if lives is None else state.owner if lives else None
+    )
 
 
-def _watch(path: Path, seen: _Seen, say: Say | None) -> Owner | None:
-    assert seen.owner is not None
-    age = max(0.0, seen.age_seconds)
-    seconds = CONFIRM_SECONDS if age >= LOST_SECONDS else LOST_SECONDS - age
+def _wait_for_heartbeat(
+    path: Path, state: _LeaseState, say: MessageCallback | None
+) -> LeaseOwner | None:
+    assert state.owner is not None
+    age = max(0.0, state.age_seconds)
+    seconds = (
+        EXPIRY_CONFIRMATION_SECONDS if age >= LEASE_EXPIRY_SECONDS else LEASE_EXPIRY_SECONDS - age
+    )
     if say is not None:
-        say(f"waiting up to {seconds:.0f} s for a sign of life of the run on {seen.owner.place}")
+        say(f"waiting up to {seconds:.0f} s for a sign of life of the run on {state.owner.place}")
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(_LOOK_SECONDS)
-        now = _look(path)
+        now = _read_lease(path)
         if now is None:
             return None
-        if now.beat != seen.beat:
+        if now.heartbeat != state.heartbeat:
             return now.owner
     return None
 
 
-class Held(Exception):
+class LeaseHeldError(Exception):
     """Somebody else holds the lease at `path`."""
 
-    def __init__(self, path: Path, owner: Owner) -> None:
+    def __init__(self, path: Path, owner: LeaseOwner) -> None:
         super().__init__(f"{path} is held by {owner.place}")
         self.path, self.owner = path, owner
 
@@ -195,60 +201,66 @@ class Lease:
     """Of several places at once. taken: whether take() was called; lost: who has taken a place of
     it since."""
 
-    def __init__(self, paths: Sequence[Path], owner: Owner) -> None:
+    def __init__(self, paths: Sequence[Path], owner: LeaseOwner) -> None:
         self.paths, self.owner = tuple(paths), owner
         self.taken = False
-        self.lost: Owner | None = None
-        self._ended = threading.Event()
+        self.lost: LeaseOwner | None = None
+        self._stop_event = threading.Event()
 
-    def take(self, handed: str | None = None, say: Say | None = None) -> list[Owner]:
+    def take(
+        self, handed_over_token: str | None = None, say: MessageCallback | None = None
+    ) -> list[LeaseOwner]:
         """handed: token of an owner that gives it to this one. Returns the dead owners whose leases
         these were.
 
         Raises Held, or OSError.
         """
-        dead: list[Owner] = []
+        dead_owners: list[LeaseOwner] = []
         try:
             for path in self.paths:
-                before = _take(path, self.owner, handed, say)
-                dead += [before] if before is not None and before.token != handed else []
+                before = _take(path, self.owner, handed_over_token, say)
+                dead_owners += (
+                    [before] if before is not None and before.token != handed_over_token else []
+                )
         except BaseException:
             self.release()
             raise
         self.taken = True
-        threading.Thread(target=self._beat, name="lease", daemon=True).start()
-        return dead
+        threading.Thread(target=self._heartbeat_loop, name="lease", daemon=True).start()
+        return dead_owners
 
-    def _beat(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
+    def _heartbeat_loop(self) -> None:
+        while not self._stop_event.wait(LEASE_HEARTBEAT_SECONDS):
             for path in self.paths:
                 with contextlib.suppress(OSError):  # the file system may come back
                     self._touch(path)
 
     def _touch(self, path: Path) -> None:
-        seen = _look(path)
-        if seen is None:
+        state = _read_lease(path)
+        if state is None:
             with contextlib.suppress(FileExistsError):
                 _create(path, self.owner)
-        elif seen.owner is not None and seen.owner.token != self.owner.token:
-            self.lost = seen.owner
+        elif state.owner is not None and state.owner.token != self.owner.token:
+            self.lost = state.owner
         else:
             os.utime(path)  # without a time: the server's
 
     def release(self) -> None:
-        self._ended.set()
+        self._stop_event.set()
         for path in self.paths:
             with contextlib.suppress(OSError):
-                seen = _look(path)
+                state = _read_lease(path)
                 if (
-                    seen is not None
-                    and seen.owner is not None
-                    and seen.owner.token == self.owner.token
+                    state is not None
+                    and state.owner is not None
+                    and state.owner.token == self.owner.token
                 ):
                     path.unlink()
 
 
-def _take(path: Path, owner: Owner, handed: str | None, say: Say | None) -> Owner | None:
+def _take(
+    path: Path, owner: LeaseOwner, handed_over_token: str | None, say: MessageCallback | None
+) -> LeaseOwner | None:
     """Whose it was, where it was somebody's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -257,30 +269,30 @@ def _take(path: Path, owner: Owner, handed: str | None, say: Say | None) -> Owne
             return None
         except FileExistsError:
             pass
-        seen = _look(path)
-        if seen is None:
+        state = _read_lease(path)
+        if state is None:
             continue
-        given = handed is not None and seen.beat[0] == handed
-        if not given and (alive := holder(path, say)) is not None:
-            raise Held(path, alive)
-        with _alone(path.parent):
-            again = _look(path)
-            if again is None or (again.beat != seen.beat and not given):
+        is_handed_over = handed_over_token is not None and state.heartbeat[0] == handed_over_token
+        if not is_handed_over and (alive := live_owner(path, say)) is not None:
+            raise LeaseHeldError(path, alive)
+        with _folder_lock(path.parent):
+            current = _read_lease(path)
+            if current is None or (current.heartbeat != state.heartbeat and not is_handed_over):
                 continue  # somebody else was faster
             temporary = path.with_name(f".{path.name.lstrip('.')}-{owner.token}")
             _create(temporary, owner)
             os.replace(temporary, path)
-            return again.owner
+            return current.owner
 
 
-def _create(path: Path, owner: Owner) -> None:
+def _create(path: Path, owner: LeaseOwner) -> None:
     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     with os.fdopen(handle, "wb") as file:
         file.write(json.dumps(asdict(owner)).encode("utf-8"))
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     """Between this machine's processes; between hosts only on some file systems: there the loser of
     two that take over at once sees it at its next beat."""
     handle = os.open(folder, os.O_RDONLY)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def ended_as_interrupted() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """A scheduler's or `timeout`'s SIGTERM is an interrupt: what was started is ended, and folders
     go."""
 

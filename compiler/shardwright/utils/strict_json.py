@@ -14,7 +14,7 @@ from collections.abc import Mapping
 def strict_json(value: object) -> str:
     """A number that is not finite is null, and `"finite": false` stands in the object that holds
     it, directly or in a list."""
-    return json.dumps(_finite(value)[0], allow_nan=False)
+    return json.dumps(_without_non_finite(value)[0], allow_nan=False)
 
 
 def json_bytes(value: object) -> bytes:
@@ -23,19 +23,19 @@ def json_bytes(value: object) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
 
 
-def _finite(value: object) -> tuple[object, bool]:
+def _without_non_finite(value: object) -> tuple[object, bool]:
     """(value, whether it holds finite numbers only). Objects inside answer for themselves."""
     if isinstance(value, float):
         return (value, True) if math.isfinite(value) else (None, False)
     if isinstance(value, Mapping):
-        inside = {name: _finite(of) for name, of in value.items()}
+        inside = {name: _without_non_finite(of) for name, of in value.items()}
         found = {name: of for name, (of, _) in inside.items()}
         return found if all(finite for _, finite in inside.values()) else {
             **found,
             "finite": False,
         }, True
     if isinstance(value, list | tuple):
-        items = [_finite(item) for item in value]
+        items = [_without_non_finite(item) for item in value]
         return [item for item, _ in items], all(finite for _, finite in items)
     return value, True
 

@@ -6,14 +6,14 @@ import shlex
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from shardwright.utils.data_folders import templates_dir
+from shardwright.utils.data_folders import templates_folder
 
 
 def render_template(template: str, **variables: object) -> str:
     """Fill in a template of templates/. Raises jinja2's UndefinedError for a variable that is
     missing."""
     environment = Environment(
-        loader=FileSystemLoader(templates_dir()),
+        loader=FileSystemLoader(templates_folder()),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         trim_blocks=True,

@@ -13,9 +13,9 @@ from typing import Generic, TypeVar
 
 Connection = TypeVar("Connection", bound=Hashable)
 
-DESCRIPTORS_OF_THE_PROCESS = 64
+RESERVED_DESCRIPTORS = 64
 """Descriptors that are left to the process's files and pipes, and to what its libraries open."""
-FEWEST = 4
+MIN_CONNECTIONS = 4
 """Unauthenticated connections at once, however low the limit of open files is."""
 
 
@@ -28,12 +28,12 @@ def raise_descriptor_limit() -> int:
     return 2**31 if limit == resource.RLIM_INFINITY else limit
 
 
-def is_exhausted(error: OSError) -> bool:
+def is_out_of_descriptors(error: OSError) -> bool:
     """Whether accept() failed because the process or the host has no descriptor or buffer left."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Unauthenticated(Generic[Connection]):
+class UnauthenticatedConnections(Generic[Connection]):
     """The open connections that have proved nothing, oldest first. Safe to use from several
     threads.
 
@@ -46,9 +46,9 @@ class Unauthenticated(Generic[Connection]):
         """expected: connections that may come at once from the run itself, all from one address at
         worst. others: how many more may be open. limit: the process's limit of open files;
         `expected` of them are for the run."""
-        room = limit - expected - DESCRIPTORS_OF_THE_PROCESS
-        self.most = max(FEWEST, min(expected + others, room))
-        self.most_of_an_address = min(expected + others // 4, self.most)
+        descriptors_left = limit - expected - RESERVED_DESCRIPTORS
+        self.most = max(MIN_CONNECTIONS, min(expected + others, descriptors_left))
+        self.max_per_address = min(expected + others // 4, self.most)
         self._open: dict[Connection, str] = {}
         self._lock = threading.Lock()
 
@@ -63,12 +63,12 @@ class Unauthenticated(Generic[Connection]):
         counted."""
         with self._lock:
             self._open[connection] = address
-            gone = []
-            if list(self._open.values()).count(address) > self.most_of_an_address:
-                gone.append(self._pop_oldest(address))
+            evicted = []
+            if list(self._open.values()).count(address) > self.max_per_address:
+                evicted.append(self._pop_oldest(address))
             if len(self._open) > self.most:
-                gone.append(self._pop_oldest(self._largest_address()))
-            return gone
+                evicted.append(self._pop_oldest(self._largest_address()))
+            return evicted
 
     def remove(self, connection: Connection) -> None:
         """Forgets one that has proved itself, or is closed."""
@@ -91,7 +91,7 @@ class Unauthenticated(Generic[Connection]):
         return oldest
 
 
-def shut(connection: socket.socket) -> None:
+def shutdown_connection(connection: socket.socket) -> None:
     """Ends a connection that another thread waits on: that thread hears of it and closes the
     descriptor."""
     with contextlib.suppress(OSError):

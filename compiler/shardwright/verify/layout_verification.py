@@ -24,28 +24,28 @@ from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.compile import compile_recipe
 from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.engine_choice import settle_problem
-from shardwright.search.layout_search import choose
+from shardwright.search.engine_choice import resolve_problem
+from shardwright.search.layout_search import choose_layout
 from shardwright.utils.json_types import JsonObject
-from shardwright.utils.numeric_difference import series_apart, weights_apart
+from shardwright.utils.numeric_difference import max_series_diff, state_dict_max_abs_diff
 from shardwright.utils.optional_packages import missing_peft
-from shardwright.utils.programs import own_command
+from shardwright.utils.programs import shardwright_command
 from shardwright.verify import tiny_copy
 from shardwright.verify.tiny_data import (
-    Talks,
+    Conversations,
     Tokens,
-    alone,
-    packs,
-    random_talks,
+    has_conversations,
+    packs_documents,
+    random_conversations,
     random_tokens,
-    talks,
+    separate_sequences,
 )
 from shardwright.verify.verification_result import (
     LOSS_ABSOLUTE,
@@ -53,7 +53,7 @@ from shardwright.verify.verification_result import (
     RATE_ABSOLUTE,
     WEIGHT_ABSOLUTE,
     Comparison,
-    Verdict,
+    VerificationResult,
 )
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ DROPOUT = "dropout"
 LAUNCH_SECONDS = 600
 """A launch of a tiny model takes half a minute; one that takes this long, even on a busy machine,
 hangs."""
-Say = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 Row = dict[str, float | None]
 """A line of metrics.jsonl; None where a value is not finite."""
 
 
-def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
+def verify_recipe(recipe: Recipe, report_progress: ProgressCallback) -> VerificationResult:
     """say: told each stage as it begins. Raises Refusal: what compile says of the recipe; SW5402
     the model has no tiny copy; SW5403 the tiny run does not finish (its folder is kept)."""
     began = time.monotonic()
@@ -80,24 +80,26 @@ def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
     small = tiny_copy.tiny_strategy(strategy)
     folder = Path(tempfile.mkdtemp(prefix="shardwright-verify-"))
     try:
-        say(f"building a tiny {graph.architecture}")
-        wanted, plan, held_out = _prepare(recipe, graph, strategy, small, folder)
-        say(f"training it on {small.world_size} rank{'' if small.world_size == 1 else 's'}")
-        checks = _measure(folder, plan, wanted, say)
+        report_progress(f"building a tiny {graph.architecture}")
+        expected, plan, held_out = _prepare(recipe, graph, strategy, small, folder)
+        report_progress(
+            f"training it on {small.world_size} rank{'' if small.world_size == 1 else 's'}"
+        )
+        checks = _measure(folder, plan, expected, report_progress)
         if (
             held_out is not None
             and graph.max_dropout > 0
             and plan.lora is None
             and all(c.passed for c in checks)
         ):
-            say("training it with dropout")
+            report_progress("training it with dropout")
             checks = (*checks, _evaluated_without_dropout(folder, graph, held_out))
     except BaseException as error:
         if not isinstance(error, Refusal) or all(d.code != "SW5403" for d in error.diagnostics):
             shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    return Verdict(
+    return VerificationResult(
         architecture=graph.architecture,
         parameters=plan.model.total_parameters,
         layout=strategy.describe(),
@@ -107,7 +109,7 @@ def verify_recipe(recipe: Recipe, say: Say) -> Verdict:
     )
 
 
-def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
+def _planned(recipe: Recipe) -> tuple[ModelGraph, Layout]:
     """The layout that `compile` would take."""
     if recipe.model.trust_remote_code is not None:
         raise refusal(
@@ -120,14 +122,14 @@ def _planned(recipe: Recipe) -> tuple[ModelGraph, Strategy]:
             ("model", "trust_remote_code"),
         )
     cluster = resolve_cluster(recipe.cluster)
-    problem, _ = settle_problem(
+    problem, _ = resolve_problem(
         Problem(recipe=recipe, graph=build_model_graph(recipe.model), cluster=cluster)
     )
-    return problem.graph, choose(problem).strategy
+    return problem.graph, choose_layout(problem).strategy
 
 
 def _prepare(
-    recipe: Recipe, graph: ModelGraph, strategy: Strategy, small: Strategy, folder: Path
+    recipe: Recipe, graph: ModelGraph, strategy: Layout, small: Layout, folder: Path
 ) -> tuple[Reference, Plan, Rows | None]:
     """The tiny model's weights and tokens, its compiled folder `out`, what one process makes of
     them, and the rows that are held out."""
@@ -135,25 +137,30 @@ def _prepare(
 
     from shardwright.data.data_preparation import prepare
     from shardwright.data.dataset import open_dataset
-    from shardwright.models.rotary_embedding import length_dependent
+    from shardwright.models.rotary_embedding import length_dependent_rope
     from shardwright.models.special_token_ids import token_ids
-    from shardwright.verify.reference_run import PlainBalance, loaded, merge_plain_adapters, train
+    from shardwright.verify.reference_run import (
+        ReferenceAuxLoss,
+        loaded,
+        merge_reference_lora,
+        train,
+    )
 
-    if graph.sees:
+    if graph.is_vision_language:
         raise _no_copy(graph, "its rows hold pictures, and a tiny copy has none yet")
     if recipe.lora is not None and (absent := missing_peft()):
         raise Refusal(absent)
     vocabulary, names = _tiny_model(graph, strategy, folder, recipe.training.sequence_length)
     freeze = tiny_copy.tiny_freeze(graph, recipe.model.freeze, names)
     batch = tiny_copy.batch_of(small)
-    packed, of_talks = packs(recipe), talks(recipe)
+    packed, of_talks = packs_documents(recipe), has_conversations(recipe)
     special = token_ids(
         AutoConfig.from_pretrained(folder / tiny_copy.MODEL, trust_remote_code=False)
     ).special
 
-    def drawn(seed: int, rows: int) -> Tokens | Talks:
+    def drawn(seed: int, rows: int) -> Tokens | Conversations:
         if of_talks:
-            return random_talks(seed, rows, tiny_copy.LENGTH, packed=packed)
+            return random_conversations(seed, rows, tiny_copy.LENGTH, packed=packed)
         return random_tokens(
             seed, rows, tiny_copy.LENGTH, vocabulary, packed=packed, special=special
         )
@@ -182,17 +189,19 @@ def _prepare(
     else:  # what is packed with what, `prepare` decides
         with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):  # its progress
             prepare(plan, folder / "out", limit_bytes=None)
-        opened, padded = open_dataset(plan, folder / "out"), bool(length_dependent(plain))
+        opened, padded = open_dataset(plan, folder / "out"), bool(length_dependent_rope(plain))
         blocks = [
-            alone(opened.train.read(opened.order.indices(step)), padded=padded)
+            separate_sequences(opened.train.read(opened.order.indices(step)), padded=padded)
             for step in range(1, tiny_copy.STEPS + 1)
         ]
         rows = opened.validation
         held_out_rows = (
-            None if rows is None else alone(rows.read(np.arange(len(rows))), padded=padded)
+            None
+            if rows is None
+            else separate_sequences(rows.read(np.arange(len(rows))), padded=padded)
         )
     _freeze_and_adapt(plain, plan, recipe, freeze)
-    wanted = train(
+    expected = train(
         plain,
         blocks,
         lr=tiny_copy.LR,
@@ -206,35 +215,35 @@ def _prepare(
         every=tiny_copy.EVERY,
         balance=None
         if balance is None
-        else PlainBalance(plain, balance.coefficient, balance.affinity),
+        else ReferenceAuxLoss(plain, balance.coefficient, balance.affinity),
     )
     if recipe.lora is not None:
         scale = recipe.lora.alpha / min(recipe.lora.rank, tiny_copy.RANK)
-        wanted = dataclasses.replace(
-            wanted, weights=merge_plain_adapters(plain, wanted.weights, scale)
+        expected = dataclasses.replace(
+            expected, weights=merge_reference_lora(plain, expected.weights, scale)
         )
-    return wanted, plan, held_out_rows
+    return expected, plan, held_out_rows
 
 
 def _configuration(document: JsonObject) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    from shardwright.models.config_special_floats import untagged
+    from shardwright.models.config_special_floats import decode_special_floats
 
-    whole = dict(untagged(dict(document)))
+    whole = dict(decode_special_floats(dict(document)))
     config: PretrainedConfig = AutoConfig.for_model(whole.pop("model_type"), **whole)
     return config
 
 
 def _tiny_model(
-    graph: ModelGraph, strategy: Strategy, folder: Path, sequence_length: int
+    graph: ModelGraph, strategy: Layout, folder: Path, sequence_length: int
 ) -> tuple[int, tuple[str, ...]]:
     """Weights and configuration of the tiny model, written to `folder`. Returns the size of its
     vocabulary, and its parameters' names."""
     import torch
     from transformers.utils import logging
 
-    from shardwright.models.layer_kinds import keeps_every_kind
+    from shardwright.models.layer_kinds import has_every_layer_kind
     from shardwright.models.tasks.task_registry import task_of
 
     of_copy = (graph.config, strategy, sequence_length)
@@ -245,7 +254,7 @@ def _tiny_model(
     try:
         config, whole = (_configuration(c) for c in (tiny_copy.tiny_config(*of_copy), graph.config))
         with torch.device("meta"):
-            kept = keeps_every_kind(task_of(whole).build(whole), task_of(config).build(config))
+            kept = has_every_layer_kind(task_of(whole).build(whole), task_of(config).build(config))
         if not kept:
             config = _configuration(tiny_copy.tiny_config(*of_copy, depth=False))
         torch.manual_seed(tiny_copy.SEED)
@@ -279,13 +288,13 @@ def _compiled(graph: ModelGraph, document: JsonObject, folder: Path, out: str = 
 def _freeze_and_adapt(model: nn.Module, plan: Plan, recipe: Recipe, freeze: Sequence[str]) -> None:
     """In place, by the recipe and the model alone: whatever the plan and peft make of them is
     compared with it."""
-    from shardwright.verify.reference_run import add_plain_adapters
+    from shardwright.verify.reference_run import add_reference_lora
 
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for entry in freeze):
             parameter.requires_grad_(False)
     if recipe.lora is not None:
-        add_plain_adapters(
+        add_reference_lora(
             model,
             plan.model.cut.stack,
             recipe.lora.target_modules,
@@ -303,13 +312,17 @@ def _no_copy(graph: ModelGraph, why: str) -> Refusal:
     )
 
 
-def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Comparison, ...]:
+def _measure(
+    folder: Path, plan: Plan, expected: Reference, report_progress: ProgressCallback
+) -> tuple[Comparison, ...]:
     """Where the training differs already, its resumption says no more."""
     out = folder / "out"
     _launch(out)
     rows = _metrics(out)
-    say("exporting its last checkpoint")
-    used = {name: weight for name, weight in wanted.weights.items() if name not in wanted.unused}
+    report_progress("exporting its last checkpoint")
+    used = {
+        name: weight for name, weight in expected.weights.items() if name not in expected.unused
+    }
     first: dict[str, torch.Tensor] = {}
     try:
         first = _exported(plan, out, folder / "first")
@@ -319,36 +332,42 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Com
         mine = {
             name: weight
             for name, weight in first.items()
-            if name in used or name not in wanted.unused
+            if name in used or name not in expected.unused
         }
         weights = Comparison(
-            "weights", "trained, saved and exported", weights_apart(mine, used), WEIGHT_ABSOLUTE
+            "weights",
+            "trained, saved and exported",
+            state_dict_max_abs_diff(mine, used),
+            WEIGHT_ABSOLUTE,
         )
     held = sum(_held(out, rank.rank) != rank.parameter_bytes for rank in plan.ranks)
     trained = (
         Comparison(
             "losses",
             f"of {tiny_copy.STEPS} steps",
-            _off(rows, "loss", wanted.losses),
+            _off(rows, "loss", expected.losses),
             LOSS_ABSOLUTE,
         ),
         Comparison(
             "gradient norms",
             "relative",
-            _off(rows, "grad_norm", wanted.grad_norms, relative=True),
+            _off(rows, "grad_norm", expected.grad_norms, relative=True),
             NORM_RELATIVE,
         ),
         Comparison(
-            "learning rates", "", _off(rows, "learning_rate", wanted.learning_rates), RATE_ABSOLUTE
+            "learning rates",
+            "",
+            _off(rows, "learning_rate", expected.learning_rates),
+            RATE_ABSOLUTE,
         ),
         weights,
-        *_held_out(out, wanted),
+        *_held_out(out, expected),
         Comparison("split", "ranks that hold other bytes than planned", float(held), 0.0),
     )
     if not all(check.passed for check in trained):
         return trained
     shutil.rmtree(out / plan.checkpoint.directory / f"step-{tiny_copy.STEPS:08d}")
-    say(f"resuming from step {tiny_copy.EVERY}")
+    report_progress(f"resuming from step {tiny_copy.EVERY}")
     _launch(out)
     again, losses = _metrics(out), [row["loss"] for row in rows]
     resumed = _exported(plan, out, folder / "again")
@@ -362,25 +381,25 @@ def _measure(folder: Path, plan: Plan, wanted: Reference, say: Say) -> tuple[Com
         ),
         *(
             dataclasses.replace(check, name=f"resumed {check.name}")
-            for check in _held_out(out, wanted)
+            for check in _held_out(out, expected)
         ),
         Comparison(
             "resumed weights",
             "against the uninterrupted run",
-            weights_apart(resumed, first),
+            state_dict_max_abs_diff(resumed, first),
             WEIGHT_ABSOLUTE,
         ),
     )
 
 
-def _held_out(out: Path, wanted: Reference) -> tuple[Comparison, ...]:
+def _held_out(out: Path, expected: Reference) -> tuple[Comparison, ...]:
     """Where the recipe has `validation`."""
-    if not wanted.held_out:
+    if not expected.held_out:
         return ()
     found = _lines(out / "run" / "evaluation.jsonl")
-    steps = [row["step"] for row in found] == list(wanted.held_out)
+    steps = [row["step"] for row in found] == list(expected.held_out)
     off = (
-        series_apart([row["loss"] for row in found], list(wanted.held_out.values()))
+        max_series_diff([row["loss"] for row in found], list(expected.held_out.values()))
         if steps
         else math.inf
     )
@@ -411,20 +430,20 @@ def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) 
     _exported(plan, out, folder / f"{DROPOUT}-exported")
     model = loaded(folder / f"{DROPOUT}-exported", plan.model.attention)
     with torch.no_grad():
-        wanted = float(
+        expected = float(
             mean_loss(model.eval(), held_out, own_loss=plan.model.cut.loss == "next_token")
         )
     found = [row["loss"] for row in _lines(out / "run" / "evaluation.jsonl")]
-    off = series_apart(found[-1:], [wanted])
+    off = max_series_diff(found[-1:], [expected])
     return Comparison(
         f"held-out loss beside {DROPOUT}", "evaluation drops nothing out", off, LOSS_ABSOLUTE
     )
 
 
 def _off(
-    rows: list[Row], key: str, wanted: Sequence[float | None], *, relative: bool = False
+    rows: list[Row], key: str, expected: Sequence[float | None], *, relative: bool = False
 ) -> float:
-    return series_apart([row[key] for row in rows], wanted, relative=relative)
+    return max_series_diff([row[key] for row in rows], expected, relative=relative)
 
 
 def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
@@ -465,7 +484,7 @@ def _held(out: Path, rank: int) -> int:
 def _launch(out: Path) -> None:
     """The command itself, in a process group that can be ended as one. Raises Refusal: SW5403."""
     process = subprocess.Popen(
-        own_command("run", str(out)),
+        shardwright_command("run", str(out)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

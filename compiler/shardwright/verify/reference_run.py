@@ -15,9 +15,9 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.engines.reference.reference_optimizer import PlainOptimizer
-from shardwright.models.router_aux_loss import AFFINITIES, routers_of
-from shardwright.models.tasks.causal_lm import IGNORED
+from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
+from shardwright.models.router_aux_loss import AFFINITIES, find_routers
+from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.task_registry import task_of
 
 Rows = list[dict[str, Any]]
@@ -76,21 +76,21 @@ def train(
     own_loss: bool = True,
     held_out: Rows | None = None,
     every: int = 1,
-    balance: PlainBalance | None = None,
+    balance: ReferenceAuxLoss | None = None,
 ) -> Reference:
     """blocks: per step. The loss is Hugging Face's own, sum over the predicted tokens / their
     number over all rows of the step. own_loss False: the model's own loss is another one, and
     next-token cross-entropy is taken from its logits. held_out: rows to evaluate after each `every`
     steps and after the last. balance: of the model's routers."""
     model.train()
-    optimizer = PlainOptimizer(
+    optimizer = ReferenceAdamW(
         model, betas=betas, eps=eps, weight_decay=weight_decay, clipping=clipping, dtype=dtype
     )
     losses, norms, rates, evaluations = [], [], [], {}
     for step, rows in enumerate(blocks, 1):
         loss = mean_loss(model, rows, own_loss=own_loss, balance=balance)
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.take_gradients()
+        optimizer.accumulate_master_gradients()
         rate = lr * step / warmup if step <= warmup else cosine(lr, step, warmup, len(blocks))
         norms.append(optimizer.step(rate))
         if held_out is not None and (step % every == 0 or step == len(blocks)):
@@ -105,7 +105,7 @@ def train(
     return Reference(losses, norms, rates, weights, optimizer.unused, evaluations)
 
 
-def add_plain_adapters(
+def add_reference_lora(
     model: nn.Module,
     stack: str,
     names: tuple[str, ...] | None,
@@ -153,10 +153,10 @@ def _add_adapter(
     return adapted
 
 
-def merge_plain_adapters(
+def merge_reference_lora(
     model: nn.Module, weights: dict[str, torch.Tensor], scale: float
 ) -> dict[str, torch.Tensor]:
-    """Return the weights of a model that add_plain_adapters adapted, with W + scale B A in place of
+    """Return the weights of a model that add_reference_lora adapted, with W + scale B A in place of
     each adapted W."""
     merged = dict(weights)
     for path, module in model.named_modules():
@@ -169,7 +169,7 @@ def merge_plain_adapters(
     return merged
 
 
-class PlainBalance:
+class ReferenceAuxLoss:
     """DeepSeek-V3's balance loss of a model's routers (arXiv 2412.19437, equations 17 to 20),
     sequence by sequence and expert by expert: written apart from models/router_aux_loss.py, which
     it is compared with."""
@@ -178,7 +178,7 @@ class PlainBalance:
         self.coefficient, self._affinity = coefficient, AFFINITIES[affinity]
         self._outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._sequences: dict[Any, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
-        for router in routers_of(model).values():
+        for router in find_routers(model).values():
             router.register_forward_hook(
                 lambda _m, _a, output: self._outputs.append((output[0], output[2]))
             )
@@ -223,10 +223,10 @@ class PlainBalance:
 
 
 def mean_loss(
-    model: nn.Module, rows: Rows, *, own_loss: bool, balance: PlainBalance | None = None
+    model: nn.Module, rows: Rows, *, own_loss: bool, balance: ReferenceAuxLoss | None = None
 ) -> torch.Tensor:
     """Over the predicted tokens of all rows; a balance loss adds to the gradients alone."""
-    items = sum(int((r["labels"][:, 1:] != IGNORED).sum()) for r in rows)
+    items = sum(int((r["labels"][:, 1:] != IGNORE_INDEX).sum()) for r in rows)
     loss = torch.zeros(())
     if balance is not None:
         balance.begin()
@@ -251,7 +251,7 @@ def next_token_loss(model: nn.Module, labels: torch.Tensor, **inputs: torch.Tens
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
     target = labels[:, 1:].flatten()
     return nn.functional.cross_entropy(
-        logits.flatten(0, 1), target, ignore_index=IGNORED, reduction="sum"
+        logits.flatten(0, 1), target, ignore_index=IGNORE_INDEX, reduction="sum"
     )
 
 

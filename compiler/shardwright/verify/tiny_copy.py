@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 
-from shardwright.layout.layout import Strategy
-from shardwright.models.frozen_parameters import frozen_patterns
+from shardwright.layout.layout import Layout
+from shardwright.models.frozen_parameters import frozen_parameter_patterns
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_types import LoraSection, Recipe
@@ -24,7 +24,7 @@ _VOCABULARY = "vocab_size"
 MODEL, TOKENS, HELD_OUT = "model", "tokens", "held-out"
 
 
-def tiny_strategy(s: Strategy) -> Strategy:
+def tiny_strategy(s: Layout) -> Layout:
     """Degrees above 1 become 2; the fewest micro-batches that still accumulate, and that the
     schedule needs; of some layers that are recomputed in each stage, one."""
     pipeline, data = min(s.pipeline, 2), min(s.data, 2)
@@ -48,12 +48,12 @@ def tiny_strategy(s: Strategy) -> Strategy:
     )
 
 
-def batch_of(s: Strategy) -> int:
+def batch_of(s: Layout) -> int:
     return s.micro_batch_size * s.gradient_accumulation_steps * s.data
 
 
 def tiny_config(
-    config: JsonObject, s: Strategy, sequence_length: int, *, depth: bool = True
+    config: JsonObject, s: Layout, sequence_length: int, *, depth: bool = True
 ) -> dict[str, JsonValue]:
     """config: the model's own, complete. What tensor ranks must do apart from sizes is kept: a
     vocabulary that they do not divide, key/value heads that they share. So is the side of the
@@ -127,7 +127,7 @@ def _tiny_lora(lora: LoraSection | None) -> JsonObject | None:
     }
 
 
-def held_out_rows(s: Strategy) -> int:
+def held_out_rows(s: Layout) -> int:
     """More than one pass of a pipeline, and no multiple of what the data ranks take at once."""
     return batch_of(s) + 1
 
@@ -145,7 +145,7 @@ def tiny_freeze(
     whole = max(number(p.name) for layer in graph.layers for p in layer.parameters) + 1
     depth = max(map(number, names)) + 1
     found = []
-    for entry in frozen_patterns(graph, freeze):
+    for entry in frozen_parameter_patterns(graph, freeze):
         if entry.startswith(stack) and not entry.startswith(f"{stack}*"):
             rest = entry.removeprefix(stack).partition(".")[2]
             entry = f"{stack}{number(entry) * depth // whole}.{rest}"
@@ -155,7 +155,7 @@ def tiny_freeze(
 
 def tiny_recipe(
     recipe: Recipe,
-    s: Strategy,
+    s: Layout,
     data: JsonObject,
     held_out: JsonObject | None,
     freeze: tuple[str, ...] = (),

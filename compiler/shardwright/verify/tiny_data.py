@@ -17,7 +17,7 @@ from shardwright.recipe.recipe_types import DOCUMENT_KINDS, Recipe
 from shardwright.utils.json_types import JsonObject
 
 if TYPE_CHECKING:
-    from shardwright.data.sequences import TokenBlock
+    from shardwright.data.sequences import SequenceBatch
     from shardwright.verify.reference_run import Rows
 
 LONGEST = 40
@@ -68,7 +68,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] + m['content'] + '\n' }}{% en
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Talks:
+class Conversations:
     """Conversations of one message each, as bytes."""
 
     texts: tuple[str, ...]
@@ -91,12 +91,12 @@ class Talks:
         }
 
 
-def alone(block: TokenBlock, *, padded: bool) -> Rows:
+def separate_sequences(block: SequenceBatch, *, padded: bool) -> Rows:
     """Each row, or each document of a packed row, alone. padded: rows keep their padding, whose
     length some rotary embeddings follow; else it is cut off."""
     import torch
 
-    from shardwright.models.tasks.causal_lm import IGNORED
+    from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 
     lengths = (
         np.full(len(block.tokens), block.tokens.shape[1])
@@ -108,7 +108,7 @@ def alone(block: TokenBlock, *, padded: bool) -> Rows:
         ids = torch.from_numpy(tokens.astype(np.int64))
         if block.starts is None:
             kept = ids if padded else ids[:real]
-            labels = torch.where(torch.arange(len(kept)) < real, kept, torch.tensor(IGNORED))
+            labels = torch.where(torch.arange(len(kept)) < real, kept, torch.tensor(IGNORE_INDEX))
             rows.append({"input_ids": kept[None], "labels": labels[None], "real": real})
             continue
         cuts = [cut for cut in np.flatnonzero(block.starts[row]).tolist() if 0 < cut < real]
@@ -117,22 +117,24 @@ def alone(block: TokenBlock, *, padded: bool) -> Rows:
     return rows
 
 
-def packs(recipe: Recipe) -> bool:
-    return any(part.packing and part.kind in DOCUMENT_KINDS for _, part in recipe.data_parts())
+def packs_documents(recipe: Recipe) -> bool:
+    return any(
+        part.packing and part.kind in DOCUMENT_KINDS for _, part in recipe.dataset_sections()
+    )
 
 
-def talks(recipe: Recipe) -> bool:
+def has_conversations(recipe: Recipe) -> bool:
     """Whether rows may end in padding: conversations stay whole."""
-    return any(part.kind == "chat" for _, part in recipe.data_parts())
+    return any(part.kind == "chat" for _, part in recipe.dataset_sections())
 
 
-def random_talks(seed: int, rows: int, length: int, *, packed: bool) -> Talks:
+def random_conversations(seed: int, rows: int, length: int, *, packed: bool) -> Conversations:
     """Conversations for so many rows of `length` tokens: of a token more than the template's two up
     to a whole row."""
     random = np.random.default_rng(seed)
     shortest = length // 3 if packed else 1  # several fill a row, hardly ever to its end
     sizes = random.integers(shortest, length - 1, 4 * rows if packed else rows)
-    return Talks(
+    return Conversations(
         texts=tuple("".join(map(chr, random.integers(32, 127, size))) for size in sizes),
         packed=packed,
     )

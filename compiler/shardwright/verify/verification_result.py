@@ -24,7 +24,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class VerificationResult:
     """model: the tiny one. layout, verified: recipe key names, of the recipe's own and of the tiny
     layout."""
 
@@ -36,5 +36,5 @@ class Verdict:
     seconds: float
 
     @property
-    def same(self) -> bool:
+    def matches(self) -> bool:
         return all(check.passed for check in self.checks)

@@ -9,17 +9,17 @@ import pytest
 
 from shardwright.cluster.cluster_types import Cluster
 from shardwright.cost.cost_breakdown import break_down
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.search.candidate_layouts import candidates
-from shardwright.search.layout_resolution import estimate_strategy, settle
+from shardwright.search.candidate_layouts import candidate_layouts
+from shardwright.search.layout_resolution import estimate_layout, resolve_layout
 from shardwright.search.rule_registry import check_layout
 from tests.unit.answers.cases import MODELS, cluster_of, recipe_for
 from tests.unit.models.factory import problem_of
 
 
-def layouts() -> list[tuple[str, int, Strategy]]:
+def layouts() -> list[tuple[str, int, Layout]]:
     """A few of every schedule, ZeRO stage, checkpointing and offload that is legal, on one node and
     on four."""
     draw = random.Random(7)
@@ -30,7 +30,7 @@ def layouts() -> list[tuple[str, int, Strategy]]:
             recipe = recipe_for(offload=None)
             legal = [
                 s
-                for s in candidates(problem_of(recipe, graph, cluster))
+                for s in candidate_layouts(problem_of(recipe, graph, cluster))
                 if all(
                     d.severity != "error"
                     for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s)
@@ -47,10 +47,10 @@ def layouts() -> list[tuple[str, int, Strategy]]:
 
 
 @pytest.mark.parametrize(("model", "nodes", "strategy"), layouts())
-def test_parts_add_up(model: str, nodes: int, strategy: Strategy) -> None:
+def test_parts_add_up(model: str, nodes: int, strategy: Layout) -> None:
     graph, cluster, recipe = MODELS[model], cluster_of(nodes), recipe_for(offload=None)
-    estimate = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
-    layout, _ = settle(problem_of(recipe, graph, cluster), strategy)
+    estimate = estimate_layout(problem_of(recipe, graph, cluster), strategy)
+    layout, _ = resolve_layout(problem_of(recipe, graph, cluster), strategy)
     found = break_down(layout, estimate)
     step, time = found.step, estimate.time
     total = time.step_seconds
@@ -70,7 +70,7 @@ def test_parts_add_up(model: str, nodes: int, strategy: Strategy) -> None:
         assert min(dataclasses.astuple(rank.memory)) >= 0
         assert rank.time.total_seconds == pytest.approx(total, rel=1e-9)
         assert min(dataclasses.astuple(rank.time)) >= -1e-9 * total
-    assert found.ranks[found.fullest].memory.peak_bytes == estimate.memory.peak_bytes
+    assert found.ranks[found.peak_memory_rank].memory.peak_bytes == estimate.memory.peak_bytes
     held = sorted(
         i for rank in found.ranks for start, stop in rank.layers for i in range(start, stop)
     )
@@ -85,14 +85,16 @@ def test_a_larger_part_is_a_larger_part() -> None:
     graph, recipe = MODELS["llama"], recipe_for()
     strategy = next(
         s
-        for s in candidates(problem_of(recipe, graph, cluster_of(4)))
+        for s in candidate_layouts(problem_of(recipe, graph, cluster_of(4)))
         if (s.tensor, s.pipeline, s.data, s.zero_stage) == (2, 1, 16, 1)
     )
 
     def step(cluster: Cluster) -> dict[str, float]:
-        estimate = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
+        estimate = estimate_layout(problem_of(recipe, graph, cluster), strategy)
         return dataclasses.asdict(
-            break_down(settle(problem_of(recipe, graph, cluster), strategy)[0], estimate).step
+            break_down(
+                resolve_layout(problem_of(recipe, graph, cluster), strategy)[0], estimate
+            ).step
         )
 
     fast = step(cluster_of(4))

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.explain_plan_text import ends_at_zero
+from shardwright.cli.explain_plan_text import last_learning_rate_is_zero
 from shardwright.cli.main import main
-from shardwright.models.model_catalog import shipped_ids
+from shardwright.models.model_catalog import catalog_ids
 from shardwright.models.model_graph_json import graph_from_json, graph_to_json
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.cli.test_speed import LIGHT
@@ -34,7 +34,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
 
 
 @pytest.mark.parametrize(
-    "source", [*shipped_ids()[::9], "deepseek-ai/DeepSeek-V3", "google/gemma-2-9b"]
+    "source", [*catalog_ids()[::9], "deepseek-ai/DeepSeek-V3", "google/gemma-2-9b"]
 )
 def test_a_graph_comes_back_as_it_was(source: str) -> None:
     text = graph_to_json(shipped(source))
@@ -63,7 +63,7 @@ def test_a_plan_is_taken_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert sum(found["breakdown"]["step"].values()) == pytest.approx(
         found["time"]["step_seconds"], rel=1e-12
     )
-    assert found["place"] == 1 and not found["next_best_beyond_pins"]
+    assert found["place"] == 1 and not found["next_best_without_pins"]
     assert [other["strategy"] for other in found["next_best"]] == [
         plan["strategy"] for plan in plans[1:4]
     ]
@@ -112,7 +112,7 @@ def test_pins_are_weighed_against_what_they_keep_out(
         "activation_checkpointing": "full",
     }
     found = told(capsys, "explain", write_llama(tmp_path, parallelism={**pins, "schedule": "1f1b"}))
-    assert found["place"] > 1 and found["next_best_beyond_pins"]
+    assert found["place"] > 1 and found["next_best_without_pins"]
     assert found["next_best"][0]["slower"] < 0
     assert {r["key"] for r in found["keys"] if r["pinned"]} == {*pins, "schedule"}
 
@@ -262,7 +262,7 @@ def test_why_there_is_a_second_copy_of_the_weights(
         objective=objective,
     )
     found = told(capsys, "explain", path)
-    copy, step = found["second_copy"], found["time"]["step_seconds"]
+    copy, step = found["hpz_alternative"], found["time"]["step_seconds"]
     assert copy["ranks"] == 8 and copy["taken"] == words.startswith("a second")
     assert found["strategy"]["hpz_partition_size"] == (8 if copy["taken"] else 1)
     slower = copy["other_step_seconds"] > step
@@ -293,7 +293,7 @@ def test_a_last_step_that_trains_nothing_is_said(scheduler: dict[str, Any], said
             **scheduler,
         },
     )
-    assert ends_at_zero(dataclasses.replace(training, scheduler=section)) == said
+    assert last_learning_rate_is_zero(dataclasses.replace(training, scheduler=section)) == said
 
 
 @pytest.mark.parametrize(("name", "said"), [("cosine", True), ("constant", False)])

@@ -117,10 +117,10 @@ def test_a_pipe_is_asked_nothing(
 def test_a_folder_is_named_from_where_the_recipe_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwright.models.model_catalog import shipped_config
+    from shardwright.models.model_catalog import catalog_config
 
     (tmp_path / "models/tiny").mkdir(parents=True)
-    (tmp_path / "models/tiny/config.json").write_text(json.dumps(shipped_config("gpt2")))
+    (tmp_path / "models/tiny/config.json").write_text(json.dumps(catalog_config("gpt2")))
     (tmp_path / "recipes").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main([*words("models/tiny", "a100-sxm4-40gb", 1, 1), "-o", "recipes/r.yaml"]) == 0
@@ -137,12 +137,12 @@ def test_a_folder_with_weights_is_fine_tuned(
     summary say which."""
     from safetensors.numpy import save
 
-    from shardwright.models.model_catalog import shipped_config
+    from shardwright.models.model_catalog import catalog_config
     from shardwright.recipe.recipe_loader import load_recipe
 
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(shipped_config("gpt2")))
+    (folder / "config.json").write_text(json.dumps(catalog_config("gpt2")))
     for file, weights, lr in (
         ("README.md", "random", 3e-4),
         ("model.safetensors", "pretrained", 2e-5),

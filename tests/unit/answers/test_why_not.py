@@ -49,9 +49,9 @@ Run = Callable[..., Any]
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """The command's JSON. A recipe's own plan is remembered: `--why-not` would search it for each
     question."""
-    read = priced_recipe.read_subject
+    read = priced_recipe.read_priced_recipe
     known = functools.cache(lambda name: read(name))
-    monkeypatch.setattr(priced_recipe, "read_subject", lambda name, overrides: known(name))
+    monkeypatch.setattr(priced_recipe, "read_priced_recipe", lambda name, overrides: known(name))
 
     def call(*words: str) -> Any:
         capsys.readouterr()
@@ -127,7 +127,7 @@ def consistent(path: str, asked: dict[str, int | str], plan: Any, answer: Any, r
         answer["plan"][key] == plan[key] for key in ("strategy", "memory", "time", "diagnostics")
     )
     # The same question to `estimate`.
-    sets = [f"parallelism.{key}=auto" for key in answer["set_aside"]]
+    sets = [f"parallelism.{key}=auto" for key in answer["rejected_faster_layouts"]]
     sets += [f"parallelism.{key}={value}" for key, value in asked.items()]
     told = run("estimate", path, *(word for one in sets for word in ("--set", one)))
     assert [d["code"] for d in told["diagnostics"] if d["severity"] == "error"] == codes
@@ -158,7 +158,9 @@ def consistent(path: str, asked: dict[str, int | str], plan: Any, answer: Any, r
             assert estimate["strategy"] == plan["strategy"] and not codes
         case "wins":
             assert estimate["feasible"] and (
-                answer["set_aside"] or not plan["feasible"] or pins_differ(path, asked)
+                answer["rejected_faster_layouts"]
+                or not plan["feasible"]
+                or pins_differ(path, asked)
             )
         case "loses":
             assert estimate["feasible"] and plan["feasible"]
@@ -258,7 +260,7 @@ def test_a_question_sets_aside_pins_of_every_axis(
     assert main(["explain", path, "--why-not", "pipeline=1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (
-        set(answer["set_aside"]) == {"context", "tensor"}
+        set(answer["rejected_faster_layouts"]) == {"context", "tensor"}
         and answer["estimate"]["strategy"]["context"] == 1
     )
 

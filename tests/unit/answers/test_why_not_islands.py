@@ -72,8 +72,10 @@ def test_other_islands_are_priced_as_estimate_does(
 ) -> None:
     path = recipe(tmp_path, data=8, tensor=2)
     told = asked(capsys, "explain", path, "--why-not", "islands=4")
-    assert told["set_aside"] == ["tensor", "data"]
-    free = [w for key in told["set_aside"] for w in ("--set", f"parallelism.{key}=auto")]
+    assert told["rejected_faster_layouts"] == ["tensor", "data"]
+    free = [
+        w for key in told["rejected_faster_layouts"] for w in ("--set", f"parallelism.{key}=auto")
+    ]
     same = asked(capsys, "estimate", path, "--set", "cluster.islands=4", *free)
     for key in ("strategy", "memory", "time", "training"):
         assert told["estimate"][key] == same[key], key

@@ -9,13 +9,13 @@ from typing import Any
 
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.measurements import (
-    EngineFigures,
-    Figure,
-    LayerFigures,
-    Machine,
-    MeasuredFile,
+    EngineMeasurement,
+    LayerMeasurement,
+    MeasuredMachine,
+    MeasuredValue,
     Measurements,
-    RunFigures,
+    MeasurementsFile,
+    RunMeasurement,
 )
 from shardwright.recipe.recipe_types import Recipe
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
@@ -23,15 +23,15 @@ from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_
 CPU = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}
 
 
-def figure(value: float, n: int = 5, spread: float = 0.02) -> Figure:
-    return Figure(value=value, n=n, spread=spread)
+def figure(value: float, n: int = 5, spread: float = 0.02) -> MeasuredValue:
+    return MeasuredValue(value=value, n=n, spread=spread)
 
 
 def measurements(**changes: Any) -> Measurements:
     plain: dict[str, Any] = {
         "kind": "shardwright measurements",
         "version": 1,
-        "machine": Machine(
+        "machine": MeasuredMachine(
             device="a CPU",
             is_cpu=True,
             cores=2,
@@ -51,8 +51,8 @@ def measurements(**changes: Any) -> Measurements:
 
 def layer(
     place: int, micro_batch: int, forward: float, *, checkpointing: str = "none", tensor: int = 1
-) -> LayerFigures:
-    return LayerFigures(
+) -> LayerMeasurement:
+    return LayerMeasurement(
         place=place,
         tensor=tensor,
         micro_batch_size=micro_batch,
@@ -65,8 +65,8 @@ def layer(
 
 def engine(
     zero_stage: int, *, micro_batch: float = 0.0, layer: float = 0.0, step: float = 0.0
-) -> EngineFigures:
-    return EngineFigures(
+) -> EngineMeasurement:
+    return EngineMeasurement(
         zero_stage=zero_stage,
         micro_batch_seconds=figure(micro_batch),
         layer_seconds=figure(layer),
@@ -75,17 +75,17 @@ def engine(
     )
 
 
-def ran(pins: dict[str, Any], measured: float, predicted: float) -> RunFigures:
-    return RunFigures(
+def ran(pins: dict[str, Any], measured: float, predicted: float) -> RunMeasurement:
+    return RunMeasurement(
         pins=pins, step_seconds=figure(measured), predicted_step_seconds=predicted, peak_bytes=10**9
     )
 
 
-def named(found: Measurements) -> MeasuredFile:
+def named(found: Measurements) -> MeasurementsFile:
     content = json.dumps(asdict(found)).encode()
     import hashlib
 
-    return MeasuredFile(
+    return MeasurementsFile(
         path="/measured.json",
         sha256=hashlib.sha256(content).hexdigest(),
         content=content,

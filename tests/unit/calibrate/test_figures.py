@@ -7,9 +7,15 @@ import itertools
 import pytest
 
 from shardwright.calibrate.calibration_file import measurements, samples
-from shardwright.calibrate.measurement_job import Job, Timed, Told
-from shardwright.calibrate.measurement_plan import spread_out, wanted
-from shardwright.calibrate.timing_repeats import FEWEST, MOST, Deadline, figure, repeated
+from shardwright.calibrate.measurement_job import Job, ProcessResult, Timing
+from shardwright.calibrate.measurement_plan import measurement_plan, pick_micro_batch_sizes
+from shardwright.calibrate.timing_repeats import (
+    FEWEST,
+    MOST,
+    Deadline,
+    median_figure,
+    time_repeatedly,
+)
 from shardwright.recipe.measurements import Measurements
 from shardwright.search.layout_search import search
 from shardwright.utils.json_records import read_record
@@ -17,11 +23,11 @@ from tests.unit.calibrate import files
 
 
 def test_a_disturbed_repeat_moves_no_figure() -> None:
-    quiet = figure([1.0, 1.01, 1.02, 1.03, 1.04])
-    disturbed = figure([1.0, 1.01, 1.02, 1.03, 90.0])
+    quiet = median_figure([1.0, 1.01, 1.02, 1.03, 1.04])
+    disturbed = median_figure([1.0, 1.01, 1.02, 1.03, 90.0])
     assert quiet.value == disturbed.value == pytest.approx(1.02) and quiet.n == 5
     assert quiet.spread == pytest.approx(0.02 / 1.02)
-    assert figure([2.0]).spread == 0 and figure([2.0], scale=3).value == 6
+    assert median_figure([2.0]).spread == 0 and median_figure([2.0], scale=3).value == 6
 
 
 def test_repeats_end_with_their_time_and_are_never_too_few() -> None:
@@ -32,10 +38,10 @@ def test_repeats_end_with_their_time_and_are_never_too_few() -> None:
         runs.append(1)
         return [float(len(runs)), 0.5]
 
-    first, second = repeated(run, 10, now=lambda: float(next(clock)))
+    first, second = time_repeatedly(run, 10, now=lambda: float(next(clock)))
     assert FEWEST < len(first) <= 13 and first[0] == 2.0 and set(second) == {0.5}
-    assert len(repeated(run, 0)[0]) == FEWEST
-    assert len(repeated(run, 1e9)[0]) == MOST
+    assert len(time_repeatedly(run, 0)[0]) == FEWEST
+    assert len(time_repeatedly(run, 1e9)[0]) == MOST
 
 
 def test_a_deadline_shares_out_what_is_left() -> None:
@@ -49,14 +55,14 @@ def test_a_deadline_shares_out_what_is_left() -> None:
 
 
 def test_the_ends_of_a_line_first() -> None:
-    assert spread_out([8]) == (8,)
-    assert spread_out([1, 2, 4, 8, 16]) == (1, 16, 4, 2)
-    assert spread_out([4, 1, 2]) == (1, 4, 2)
+    assert pick_micro_batch_sizes([8]) == (8,)
+    assert pick_micro_batch_sizes([1, 2, 4, 8, 16]) == (1, 16, 4, 2)
+    assert pick_micro_batch_sizes([4, 1, 2]) == (1, 4, 2)
 
 
 def test_what_a_search_would_ask_about() -> None:
     problem = files.problem(None, 4)
-    found = wanted(problem, search(problem).ranked)
+    found = measurement_plan(problem, search(problem).ranked)
     assert {each.tensor for each in found.layers} == {
         e.strategy.tensor for e in search(problem).ranked
     }
@@ -66,13 +72,13 @@ def test_what_a_search_would_ask_about() -> None:
 
 
 def test_a_job_and_what_is_told_come_back(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    told = Told(
+    told = ProcessResult(
         device="x",
-        timed=(Timed(what="traffic", sizes={"bytes": 3}, seconds=(1.0, 2.0)),),
-        left_out=("a: b",),
+        timed=(Timing(what="traffic", sizes={"bytes": 3}, seconds=(1.0, 2.0)),),
+        skipped=("a: b",),
     )
     told.write(tmp_path, 3)
-    assert Told.read(tmp_path, 3) == told
+    assert ProcessResult.read(tmp_path, 3) == told
     job = Job(
         is_cpu=True,
         precision="fp32",
@@ -92,22 +98,25 @@ def test_a_job_and_what_is_told_come_back(tmp_path) -> None:  # type: ignore[no-
     assert Job.read(tmp_path) == job
 
 
-def timed(what: str, seconds: float, **sizes: int) -> Timed:
-    return Timed(what=what, sizes=sizes, seconds=(seconds, seconds))
+def timed(what: str, seconds: float, **sizes: int) -> Timing:
+    return Timing(what=what, sizes=sizes, seconds=(seconds, seconds))
 
 
 def test_processes_are_pooled() -> None:
     told = [
-        Told(device="x", timed=(timed("traffic", s, bytes=3),), left_out=()) for s in (1.0, 3.0)
+        ProcessResult(device="x", timed=(timed("traffic", s, bytes=3),), skipped=())
+        for s in (1.0, 3.0)
     ]
     (row,) = samples(told)
     assert row.seconds.n == 4 and row.seconds.value == 2.0 and row.sizes == {"bytes": 3}
 
 
-def found_of(rows: list[Timed]) -> Measurements:
+def found_of(rows: list[Timing]) -> Measurements:
     problem = files.problem(None)
     machine = files.measurements().machine
-    found = measurements(problem, machine, [Told(device="x", timed=tuple(rows), left_out=())])
+    found = measurements(
+        problem, machine, [ProcessResult(device="x", timed=tuple(rows), skipped=())]
+    )
     import dataclasses
 
     assert read_record(Measurements, dataclasses.asdict(found)) == found  # what a recipe would read

@@ -158,7 +158,7 @@ def test_the_compiled_folder_has_a_copy_and_is_priced_by_it(tmp_path: Path) -> N
     assert (tmp_path / "out" / "measured.json").read_bytes() == recipe.cluster.measured.content
     (tmp_path / "m.json").unlink()  # the folder needs nothing of where it came from
     folder = read_folder(tmp_path / "out")
-    assert not folder.is_predicted_anew and folder.recipe.cluster.measured is not None
+    assert not folder.has_stale_prediction and folder.recipe.cluster.measured is not None
     (tmp_path / "out" / "measured.json").write_bytes(recipe.cluster.measured.content + b" ")
     with pytest.raises(Refusal) as caught:
         read_folder(tmp_path / "out")

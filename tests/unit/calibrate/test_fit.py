@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from shardwright.calibrate.constants_fit import device_of, fitted, least, line
-from shardwright.calibrate.timing_repeats import figure
+from shardwright.calibrate.constants_fit import device_of, fit_constants, least, line
+from shardwright.calibrate.timing_repeats import median_figure
 from shardwright.cluster.cluster_types import Cluster
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.collective_seconds import Group, all_reduce_seconds
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.kernel_seconds import product_seconds
-from shardwright.recipe.measurements import Sample
+from shardwright.recipe.measurements import TimingSample
 from tests.unit.models.factory import recipe_of
 
 PRODUCTS = [
@@ -25,8 +25,8 @@ def cluster(gpu: str = "a100-sxm4-80gb", nodes: int = 1) -> Cluster:
     return resolve_cluster(recipe_of(cluster={"gpu": gpu, "nodes": nodes}).cluster)
 
 
-def sample(what: str, seconds: float, **sizes: int) -> Sample:
-    return Sample(what=what, sizes=sizes, seconds=figure([seconds] * 5))
+def sample(what: str, seconds: float, **sizes: int) -> TimingSample:
+    return TimingSample(what=what, sizes=sizes, seconds=median_figure([seconds] * 5))
 
 
 @pytest.mark.parametrize(("efficiency", "tile"), [(0.6, 5e-6), (0.85, 1e-6)])
@@ -37,13 +37,13 @@ def test_products(efficiency: float, tile: float) -> None:
         sample("product", product_seconds(device, truth, m=m, n=n, k=k), m=m, n=n, k=k)
         for m, n, k in PRODUCTS
     ]
-    found = fitted(cluster(), "bf16", made)
+    found = fit_constants(cluster(), "bf16", made)
     assert found["gemm_efficiency"].value == pytest.approx(efficiency, rel=0.03)
     assert found["tile_seconds"].value == pytest.approx(tile, rel=0.25)
     assert found["gemm_efficiency"].n == 5 * len(made) and found["gemm_efficiency"].spread == 0
 
 
-def links(c: Constants, where: Cluster, ranks: tuple[int, ...]) -> list[Sample]:
+def links(c: Constants, where: Cluster, ranks: tuple[int, ...]) -> list[TimingSample]:
     inside = where.gpus_per_node
     return [
         sample(
@@ -62,7 +62,7 @@ def test_links_inside_a_node() -> None:
     truth = dataclasses.replace(
         default_constants(), intra_node_efficiency=0.5, intra_node_hop_seconds=9e-6
     )
-    found = fitted(cluster(), "bf16", links(truth, cluster(), (2, 4, 8)))
+    found = fit_constants(cluster(), "bf16", links(truth, cluster(), (2, 4, 8)))
     assert found["intra_node_efficiency"].value == pytest.approx(0.5, rel=0.02)
     assert found["intra_node_hop_seconds"].value == pytest.approx(9e-6, rel=0.02)
     assert "inter_node_efficiency" not in found
@@ -72,7 +72,7 @@ def test_what_streams_and_what_updates() -> None:
     hbm = cluster().gpu.hbm_bytes_per_second
     made = [sample("traffic", 3e9 / (0.6 * hbm), bytes=3_000_000_000)]
     made.append(sample("optimizer", 48e9 / (0.6 * hbm), parameters=1_000_000_000))
-    found = fitted(cluster(), "bf16", made)
+    found = fit_constants(cluster(), "bf16", made)
     assert found["memory_efficiency"].value == pytest.approx(0.6)
     assert found["optimizer_traffic_bytes"].value == pytest.approx(48)
 
@@ -80,12 +80,16 @@ def test_what_streams_and_what_updates() -> None:
 @pytest.mark.parametrize(("together", "share"), [(10e-3, 1.0), (14e-3, 0.0), (12e-3, 0.5)])
 def test_what_hides_behind_computing(together: float, share: float) -> None:
     made = [sample("overlap", together, compute_ns=10_000_000, comm_ns=4_000_000)]
-    found = [f for name, f in fitted(cluster(), "bf16", made).items() if name.startswith("overlap")]
+    found = [
+        f
+        for name, f in fit_constants(cluster(), "bf16", made).items()
+        if name.startswith("overlap")
+    ]
     assert found and all(f.value == pytest.approx(max(share, 0.01)) for f in found)
 
 
 def test_nothing_is_said_of_what_was_not_timed() -> None:
-    assert fitted(cluster(), "bf16", []) == {}
+    assert fit_constants(cluster(), "bf16", []) == {}
 
 
 def test_a_line_has_no_negative_part() -> None:

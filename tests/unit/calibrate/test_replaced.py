@@ -8,21 +8,25 @@ from typing import Any
 
 import pytest
 
-from shardwright.cost.calibrated_costs import ZERO3_FORWARD_HOOKS, constants_of, run_of
+from shardwright.cost.calibrated_costs import (
+    ZERO3_FORWARD_HOOK_SHARE,
+    calibrated_constants,
+    measured_run_of,
+)
 from shardwright.cost.cost_breakdown import break_down
 from shardwright.cost.cost_constants import default_constants
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.recipe.measurements import Machine, Measurements
-from shardwright.search.layout_resolution import as_planned, estimate_strategy
+from shardwright.recipe.measurements import MeasuredMachine, Measurements
+from shardwright.search.layout_resolution import estimate_layout, price_planned_layout
 from tests.unit.calibrate.files import engine, figure, layer, measurements, problem, ran
 from tests.unit.models.factory import SMALL_LLAMA, graph_of
 
 LAYERS = len(graph_of(SMALL_LLAMA).layers)
 HEAD = LAYERS - 1
-ONE = Strategy(
+ONE = Layout(
     tensor=1,
     pipeline=1,
     data=2,
@@ -35,8 +39,8 @@ ONE = Strategy(
 )
 
 
-def estimate(found: Measurements | None, s: Strategy = ONE, **changes: Any) -> Estimate:
-    return estimate_strategy(problem(found, s.world_size, **changes), s)
+def estimate(found: Measurements | None, s: Layout = ONE, **changes: Any) -> Estimate:
+    return estimate_layout(problem(found, s.world_size, **changes), s)
 
 
 def whole_model(seconds: float = 1.0, **changes: Any) -> Measurements:
@@ -54,8 +58,8 @@ def whole_model(seconds: float = 1.0, **changes: Any) -> Measurements:
 def test_constants_stand_in_their_place() -> None:
     found = measurements(constants={"memory_efficiency": figure(0.5), "tile_seconds": figure(0.25)})
     wanted = dataclasses.replace(default_constants(), memory_efficiency=0.5, tile_seconds=0.25)
-    assert constants_of(problem(found).recipe) == wanted
-    assert constants_of(problem(None).recipe) == default_constants()
+    assert calibrated_constants(problem(found).recipe) == wanted
+    assert calibrated_constants(problem(None).recipe) == default_constants()
     assert estimate(found).time.step_seconds != estimate(None).time.step_seconds
 
 
@@ -112,7 +116,7 @@ def test_the_engine_adds_its_own() -> None:
 
 def test_a_repeated_forward_pass_has_the_hooks_of_zero_3_again() -> None:
     """Without ZeRO-3 no module is fetched."""
-    for stage, again in ((2, 0.0), (3, ZERO3_FORWARD_HOOKS)):
+    for stage, again in ((2, 0.0), (3, ZERO3_FORWARD_HOOK_SHARE)):
         plain, hooked = (
             measurements(engine=(engine(stage),)),
             measurements(engine=(engine(stage, layer=0.25),)),
@@ -133,15 +137,15 @@ def test_a_layout_that_ran_takes_what_it_took() -> None:
     found = measurements(runs=(ran(ONE.pins(), 3 * alone, alone), ran({"tensor": 9}, 5.0, 1.0)))
     assert estimate(found).time.step_seconds == pytest.approx(3 * alone)
     other = dataclasses.replace(ONE, micro_batch_size=1, gradient_accumulation_steps=8)
-    scaled, plain = estimate(found, other).time, estimate(measurements(), other).time
-    assert scaled.step_seconds == pytest.approx(4 * plain.step_seconds)  # the median of 3 and 5
-    assert scaled.mfu == pytest.approx(plain.mfu / 4)
-    assert run_of(problem(found).recipe, problem(found).graph, other) is None
+    scale_time, plain = estimate(found, other).time, estimate(measurements(), other).time
+    assert scale_time.step_seconds == pytest.approx(4 * plain.step_seconds)  # the median of 3 and 5
+    assert scale_time.mfu == pytest.approx(plain.mfu / 4)
+    assert measured_run_of(problem(found).recipe, problem(found).graph, other) is None
 
 
-def parts_add_up(given: Problem, s: Strategy) -> Estimate:
-    found = estimate_strategy(given, s)
-    layout, found = as_planned(given, s, found.boundaries)
+def parts_add_up(given: Problem, s: Layout) -> Estimate:
+    found = estimate_layout(given, s)
+    layout, found = price_planned_layout(given, s, found.boundaries)
     t = found.time
     parts = (t.compute_seconds, t.tensor_comm_seconds, t.pipeline_comm_seconds, t.data_comm_seconds)
     assert sum(parts) + t.optimizer_seconds + t.bubble_seconds == pytest.approx(
@@ -153,7 +157,7 @@ def parts_add_up(given: Problem, s: Strategy) -> Estimate:
     return found
 
 
-def machine(cores: int) -> Machine:
+def machine(cores: int) -> MeasuredMachine:
     return dataclasses.replace(measurements().machine, cores=cores)
 
 

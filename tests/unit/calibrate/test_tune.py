@@ -14,17 +14,17 @@ import pytest
 
 from shardwright.calibrate import layout_trials as tuning
 from shardwright.calibrate.layout_trials import (
+    add_runs,
     launch,
-    of_steps,
+    layouts_to_try,
     recipe_for,
-    rows_of,
+    step_seconds_figure,
     tune,
-    with_runs,
 )
 from shardwright.cli.main import main
-from shardwright.cost.calibrated_costs import run_of
+from shardwright.cost.calibrated_costs import measured_run_of
 from shardwright.diagnostics import Refusal
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search.layout_search import search
 from tests.unit.calibrate.files import engine, layer, measurements, problem, ran, write
@@ -35,16 +35,16 @@ TOLD: list[str] = []
 
 def test_the_best_and_todays_each_once() -> None:
     given = problem(None, 4)
-    rows = rows_of(given, 3)
+    rows = layouts_to_try(given, 3)
     best = [e.strategy for e in search(given).ranked[:3]]
     assert [e.strategy for e, _ in rows][:3] == best
     assert len({e.strategy for e, _ in rows}) == len(rows) <= 5
-    assert {e.strategy.zero_stage for e, today in rows if today} == {2, 3}
+    assert {e.strategy.zero_stage for e, is_baseline in rows if is_baseline} == {2, 3}
 
 
 def test_the_recipe_of_a_run(tmp_path: Path) -> None:
     recipe = load_recipe(recipe_file(tmp_path, None))
-    s = Strategy(
+    s = Layout(
         tensor=2,
         pipeline=1,
         data=1,
@@ -65,7 +65,7 @@ def test_the_recipe_of_a_run(tmp_path: Path) -> None:
     )
     assert found.validation is None and found.checkpoint.every_steps is None
     assert (
-        found.training.known_steps > 1000
+        found.training.step_count_or_zero > 1000
     )  # it is ended before its last step, which saves a checkpoint
 
 
@@ -77,7 +77,7 @@ def write_metrics(out: Path, seconds: list[float]) -> None:
 
 def faked(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     command = [sys.executable, "-c", script]
-    monkeypatch.setattr(tuning, "own_command", lambda *arguments: [*command, *arguments])
+    monkeypatch.setattr(tuning, "shardwright_command", lambda *arguments: [*command, *arguments])
 
 
 def test_a_run_is_ended_after_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +134,9 @@ def test_an_interrupt_ends_the_run_and_is_raised_again(
 
 
 def test_steps_are_their_median() -> None:
-    found = of_steps([1.0, 2.0, 3.0, 4.0, 90.0])
+    found = step_seconds_figure([1.0, 2.0, 3.0, 4.0, 90.0])
     assert (found.value, found.n) == (3.0, 5) and found.spread == pytest.approx(2 / 3)
-    assert of_steps([2.0]).spread == 0
+    assert step_seconds_figure([2.0]).spread == 0
 
 
 def test_runs_join_the_figures_that_the_recipe_names() -> None:
@@ -146,12 +146,12 @@ def test_runs_join_the_figures_that_the_recipe_names() -> None:
         engine=(engine(1),),
         runs=(ran(first, 2.0, 1.0), ran(second, 3.0, 1.0)),
     )
-    found = with_runs(problem(own), [ran(second, 5.0, 1.0)])
+    found = add_runs(problem(own), [ran(second, 5.0, 1.0)])
     assert [(dict(run.pins), run.factor) for run in found.runs] == [(first, 2.0), (second, 5.0)]
     assert (found.layers, found.engine, found.constants) == (own.layers, own.engine, own.constants)
-    other = with_runs(problem(dataclasses.replace(own, model="another")), [ran(second, 5.0, 1.0)])
+    other = add_runs(problem(dataclasses.replace(own, model="another")), [ran(second, 5.0, 1.0)])
     assert (other.layers, len(other.runs), other.constants) == ((), 1, own.constants)
-    assert with_runs(problem(None), [ran(second, 5.0, 1.0)]).machine.is_cpu
+    assert add_runs(problem(None), [ran(second, 5.0, 1.0)]).machine.is_cpu
 
 
 def slow_by(factor: float, fails: str = "") -> Any:
@@ -222,13 +222,15 @@ def test_a_second_tuning_starts_from_the_models_own_prediction(
     first = tune(load_recipe(recipe_file(tmp_path, "m.json")), 1, 4, TOLD.append)
     write(tmp_path / "m.json", first.found)
     again = tune(load_recipe(recipe_file(tmp_path, "m.json")), 1, 4, TOLD.append)
-    s = first.tried[0].strategy
-    found = run_of(again.problem.recipe, again.problem.graph, s)
+    s = first.trials[0].strategy
+    found = measured_run_of(again.problem.recipe, again.problem.graph, s)
     assert found is not None
     assert again.found.runs[0].predicted_step_seconds == pytest.approx(
         first.found.runs[0].predicted_step_seconds
     )
-    assert again.tried[0].predicted_seconds == pytest.approx(first.found.runs[0].step_seconds.value)
+    assert again.trials[0].predicted_seconds == pytest.approx(
+        first.found.runs[0].step_seconds.value
+    )
 
 
 @pytest.mark.parametrize(

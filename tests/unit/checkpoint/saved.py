@@ -21,21 +21,21 @@ from shardwright.checkpoint.checkpoint_manifest import (
     write_manifest,
 )
 from shardwright.checkpoint.checkpoint_reader import cut
-from shardwright.checkpoint.run_history import Line, write_line
-from shardwright.layout.parameter_sharding import ParameterSplit
+from shardwright.checkpoint.run_history import RunHistory, write_run_history
+from shardwright.layout.parameter_sharding import ParameterSharding
 
-WHOLE = ParameterSplit(name="w", shape=(6, 4), dimension=None, blocks=(), sizes=())
+WHOLE = ParameterSharding(name="w", shape=(6, 4), dimension=None, blocks=(), sizes=())
 
 
 def write_checkpoint(
     folder: Path,
     *,
     step: int = 4,
-    split: ParameterSplit = WHOLE,
+    split: ParameterSharding = WHOLE,
     whole: torch.Tensor | None = None,
     ranks: int = 1,
     experts: int = 1,
-    line: Line | None = None,
+    line: RunHistory | None = None,
     finite: bool = True,
 ) -> Path:
     """One parameter in the three states of training, `ranks` data ranks x the split's tensor ranks,
@@ -80,7 +80,7 @@ def write_checkpoint(
     )
     write_manifest(path, manifest)
     if line is not None:
-        write_line(path, line)
+        write_run_history(path, line)
     return _with_companions(folder, path)
 
 
@@ -95,7 +95,7 @@ def write_model_checkpoint(folder: Path, state: dict[str, torch.Tensor], *, step
     )
     tensors = {
         key: SavedTensor(
-            split=ParameterSplit(
+            split=ParameterSharding(
                 name=key, shape=tuple(tensor.shape), dimension=None, blocks=(), sizes=()
             ),
             transposed=False,

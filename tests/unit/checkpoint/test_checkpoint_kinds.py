@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.checkpoint_compatibility import not_whole
+from shardwright.checkpoint.checkpoint_compatibility import incomplete_checkpoint
 from shardwright.cli.main import main
-from shardwright.recipe.foreign_checkpoints import other_program
+from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
 from shardwright.recipe.input_file_checks import _model_folder
 
 FILES = {
@@ -37,14 +37,14 @@ def test_it_is_named_by_its_files(kind: str, tmp_path: Path) -> None:
     for name in FILES[kind]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    told = other_program(tmp_path)
+    told = foreign_checkpoint_error(tmp_path)
     assert (
         told is not None
         and told.code == "SW6220"
         and told.message.endswith(f": {kind}")
         and "{" not in told.message
     )
-    assert [d.code for d in not_whole(tmp_path, "").diagnostics] == [
+    assert [d.code for d in incomplete_checkpoint(tmp_path, "").diagnostics] == [
         "SW6220"
     ]  # run --resume and export
     assert [d.code for d in _model_folder(str(tmp_path))] == ["SW6220"]  # check
@@ -65,5 +65,5 @@ def test_the_commands_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_an_empty_folder_is_of_no_program(tmp_path: Path) -> None:
-    assert other_program(tmp_path) is None
-    assert [d.code for d in not_whole(tmp_path, "empty").diagnostics] == ["SW6201"]
+    assert foreign_checkpoint_error(tmp_path) is None
+    assert [d.code for d in incomplete_checkpoint(tmp_path, "empty").diagnostics] == ["SW6201"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwright.checkpoint.checkpoint_reader import join
-from shardwright.layout.parameter_sharding import ParameterSplit
+from shardwright.layout.parameter_sharding import ParameterSharding
 
 
 def cut(
@@ -34,7 +34,9 @@ def test_join_undoes_the_cut(
     shape: tuple[int, ...], dimension: int | None, blocks: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
     whole = torch.randn(shape)
-    split = ParameterSplit(name="w", shape=shape, dimension=dimension, blocks=blocks, sizes=sizes)
+    split = ParameterSharding(
+        name="w", shape=shape, dimension=dimension, blocks=blocks, sizes=sizes
+    )
     parts = [whole] if dimension is None else cut(whole, dimension, blocks, sizes)
     assert torch.equal(join(split, parts), whole)
 
@@ -42,7 +44,7 @@ def test_join_undoes_the_cut(
 def test_copies_of_a_shard_are_read_once() -> None:
     """Two key/value heads of three features over four ranks."""
     whole = torch.randn(6, 5)
-    split = ParameterSplit(
+    split = ParameterSharding(
         name="w", shape=(6, 5), dimension=0, blocks=(6,), sizes=(3, 3, 3, 3), copies=2
     )
     assert [split.pieces(rank) for rank in range(4)] == [((0, 3),), ((0, 3),), ((3, 3),), ((3, 3),)]

@@ -16,7 +16,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.checkpoint.huggingface_export import describe_what_is_there, export_checkpoint
+from shardwright.checkpoint.huggingface_export import (
+    drop_missing_tensors_from_config,
+    export_checkpoint,
+)
 from shardwright.compile import compile_recipe
 from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
@@ -113,6 +116,6 @@ def test_a_configuration_says_nothing_of_what_an_export_does_not_hold() -> None:
     config = AutoConfig.for_model(**{**tiny_config("deepseek_v3"), **stored})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    describe_what_is_there(model)
+    drop_missing_tensors_from_config(model)
     written = model.config.to_dict()
     assert "quantization_config" not in written and written["num_nextn_predict_layers"] == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.checkpoint.checkpoint_compatibility import check_fits, same_ranks
+from shardwright.checkpoint.checkpoint_compatibility import check_resumable, same_sharding
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.plan_json import plan_to_json, read_plan
@@ -23,7 +23,7 @@ def plan(compiled: Path) -> Plan:
 def notes(now: Plan, saved: Plan, compiled: Path, tmp_path: Path) -> tuple[str, ...]:
     (tmp_path / "step-00000004").mkdir(exist_ok=True)
     (tmp_path / "step-00000004" / "plan.json").write_text(plan_to_json(saved))
-    return check_fits(now, compiled, tmp_path / "step-00000004")
+    return check_resumable(now, compiled, tmp_path / "step-00000004")
 
 
 def changed(plan: Plan, section: str, **values: Any) -> Plan:
@@ -67,9 +67,11 @@ def test_another_layout_is_told(
 
 
 def test_who_has_the_same_layers_and_shards(plan: Plan, compiled: Path, tmp_path: Path) -> None:
-    assert same_ranks(plan, plan) and same_ranks(changed(plan, "strategy", zero_stage=3), plan)
+    assert same_sharding(plan, plan) and same_sharding(
+        changed(plan, "strategy", zero_stage=3), plan
+    )
     for keys in ({"tensor": 4}, {"pipeline": 4}, {"data": 2}, {"schedule": "dualpipev"}):
-        assert not same_ranks(changed(plan, "strategy", **keys), plan)
+        assert not same_sharding(changed(plan, "strategy", **keys), plan)
     first, second = plan.stages
     stages = (
         dataclasses.replace(first, layers=first.layers[:-1]),
@@ -78,7 +80,7 @@ def test_who_has_the_same_layers_and_shards(plan: Plan, compiled: Path, tmp_path
         ),
     )
     moved = dataclasses.replace(plan, stages=stages)
-    assert not same_ranks(moved, plan)
+    assert not same_sharding(moved, plan)
     assert "stage boundaries" in notes(moved, plan, compiled, tmp_path)[0]
 
 

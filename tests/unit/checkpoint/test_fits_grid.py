@@ -15,10 +15,10 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from shardwright.checkpoint.checkpoint_compatibility import check_fits, fit
-from shardwright.cli.diff_command import resumable
-from shardwright.cli.priced_recipe import read_subject
-from shardwright.cli.resume_verdict import Resumable, resume_under
+from shardwright.checkpoint.checkpoint_compatibility import check_resumable, compare_requirements
+from shardwright.cli.diff_command import resume_side
+from shardwright.cli.priced_recipe import read_priced_recipe
+from shardwright.cli.resume_verdict import ResumeSide, resume_verdict_of
 from shardwright.compile import compile_recipe
 from shardwright.compiled_folder_writer import write_folder
 from shardwright.diagnostics import Refusal
@@ -103,7 +103,7 @@ class Answer:
 def run_says(saved: Path, here: Path) -> Answer:
     """A compiled folder's plan.json and tokenizer lie in its checkpoints as they lie in itself."""
     try:
-        notes = check_fits(read_plan(here), here, saved)
+        notes = check_resumable(read_plan(here), here, saved)
     except Refusal:
         return Answer(refused=True, moved=False, other_samples=False)
     return Answer(
@@ -113,8 +113,8 @@ def run_says(saved: Path, here: Path) -> Answer:
     )
 
 
-def diff_says(a: Resumable, b: Resumable) -> tuple[str, Answer]:
-    resume = resume_under(a, b)
+def diff_says(a: ResumeSide, b: ResumeSide) -> tuple[str, Answer]:
+    resume = resume_verdict_of(a, b)
     return resume.verdict, Answer(
         refused=resume.verdict == "no",
         moved=resume.verdict == "converted",
@@ -123,14 +123,18 @@ def diff_says(a: Resumable, b: Resumable) -> tuple[str, Answer]:
 
 
 def test_diff_and_run_agree_on_every_pair(folders: dict[str, Path]) -> None:
-    runs = {name: resumable(read_subject(str(folder))) for name, folder in folders.items()}
-    recipes = {name: resumable(read_subject(f"{folder}.json")) for name, folder in folders.items()}
+    runs = {name: resume_side(read_priced_recipe(str(folder))) for name, folder in folders.items()}
+    recipes = {
+        name: resume_side(read_priced_recipe(f"{folder}.json")) for name, folder in folders.items()
+    }
     verdicts = {}
     for a, b in itertools.product(folders, folders):
         verdicts[a, b], told = diff_says(runs[a], runs[b])
         done = run_says(folders[a], folders[b])
         assert told == done, (a, b)
-        assert fit(recipes[a].facts, recipes[b].facts) == fit(runs[a].facts, runs[b].facts), (a, b)
+        assert compare_requirements(recipes[a].facts, recipes[b].facts) == compare_requirements(
+            runs[a].facts, runs[b].facts
+        ), (a, b)
     for a, b in itertools.product(folders, folders):
         alike = a == b or any({a, b} <= {kind, *same} for kind, same in SAME.items())
         assert (verdicts[a, b] == "bit for bit") == alike, (a, b, verdicts[a, b])
@@ -150,7 +154,7 @@ def test_another_tokenizer_in_a_mixture_is_seen_by_both(
         write_folder(made[name], compile_recipe(load_recipe(recipe)).files)
     a, b = made.values()
     assert run_says(a, b).refused and not run_says(b, b).refused
-    ours, theirs = (resumable(read_subject(str(folder))) for folder in (a, b))
+    ours, theirs = (resume_side(read_priced_recipe(str(folder))) for folder in (a, b))
     assert diff_says(ours, theirs)[0] == "no" and diff_says(theirs, theirs)[0] == "bit for bit"
 
 

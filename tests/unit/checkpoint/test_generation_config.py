@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
 from shardwright.compiled_folder_writer import write_folder
-from shardwright.data.conversations import end_of_turn
+from shardwright.data.conversations import end_of_turn_id
 from shardwright.parallel.model_config_loading import load_config
 from shardwright.plan.plan_json import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
@@ -136,14 +136,14 @@ def test_the_end_of_an_answer_in_published_templates(tmp_path: Path) -> None:
         tokenizer._hf.add_special_tokens(
             {"bos_token": family.bos or "</s>", "eos_token": family.eos or "</s>"}
         )
-        end = end_of_turn(tokenizer, family.plain)
+        end = end_of_turn_id(tokenizer, family.plain)
         ends[name] = None if end is None else tokenizer._hf.convert_ids_to_tokens(end)
     assert ends == {
         "chatml": "<|im_end|>",
         "qwen2_5": "<|im_end|>",
         "llama3": "<|eot_id|>",
         "gpt_oss": "<|return|>",
-        "gemma3": "<end_of_turn>",
+        "gemma3": "<end_of_turn_id>",
         "glm4": "<|user|>",
         "phi4": "<|im_end|>",
     }

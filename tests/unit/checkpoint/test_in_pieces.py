@@ -18,7 +18,7 @@ from shardwright.checkpoint.checkpoint_manifest import read_manifest
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
 from shardwright.compile import compile_recipe
 from shardwright.compiled_folder_writer import write_folder
-from shardwright.engines.trainer_protocol import LiveFragment, runtime_of
+from shardwright.engines.trainer_protocol import OwnedShard, engine_runtime
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.harness import Case, newest_checkpoint, recipe, write_inputs
 
@@ -32,7 +32,7 @@ class InPieces:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
-    def owned(self) -> Iterator[LiveFragment]:
+    def owned(self) -> Iterator[OwnedShard]:
         for f in self._trainer.owned():
             third = f.live.numel() // 3
             for first, numel in (
@@ -56,7 +56,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[A
     made = compile_recipe(load_recipe(tmp_path / "recipe.json"))
     write_folder(tmp_path / "out", made.files)
     monkeypatch.setitem(os.environ, "LOCAL_RANK", "0")
-    runtime = runtime_of(made.plan)
+    runtime = engine_runtime(made.plan)
     runtime.open_groups(made.plan)
     yield made.plan, runtime.build_trainer(made.plan, tmp_path / "out"), tmp_path / "out"
     runtime.close_groups()

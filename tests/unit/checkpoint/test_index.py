@@ -11,13 +11,13 @@ import pytest
 
 from shardwright.checkpoint.checkpoint_manifest import CHECKSUMS, MANIFEST
 from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
-from shardwright.checkpoint.run_history import Ancestor, new_line
+from shardwright.checkpoint.run_history import ParentRun, new_run_history
 from shardwright.checkpoint.step_folders import (
     parse_step,
-    prune_set_aside,
+    prune_moved_aside,
     publish,
     published_steps,
-    surplus,
+    superseded_checkpoints,
 )
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
@@ -132,7 +132,7 @@ def test_keep_never_takes_the_newest_with_a_finite_loss(
     finite: str, keep: int, gone: list[int]
 ) -> None:
     names = [f"step-{n:08d}" for n in range(len(finite))]
-    assert surplus(names, keep, lambda name: finite[names.index(name)] == "f") == [
+    assert superseded_checkpoints(names, keep, lambda name: finite[names.index(name)] == "f") == [
         names[n] for n in gone
     ]
 
@@ -230,7 +230,7 @@ def test_a_checkpoint_from_elsewhere_keeps_what_is_there_out_of_its_way(
     """Step 6 of another folder, where this one has a step 8: the run would meet it."""
     (tmp_path / "other").mkdir()
     shutil.copyfile(out / "plan.json", tmp_path / "other" / "plan.json")
-    theirs = write_checkpoint(tmp_path / "other", step=6, line=new_line())
+    theirs = write_checkpoint(tmp_path / "other", step=6, line=new_run_history())
     attempt = begun(out, str(theirs))
     assert (attempt.step, attempt.resume) == (6, str(theirs.resolve()))
     assert names(out / "checkpoints") == [".before-attempt-1", "step-00000004"]
@@ -268,13 +268,13 @@ def test_the_id_of_a_run(out: Path) -> None:
     checkpoint."""
     root = out / "checkpoints"
     first = begun(out)  # from a checkpoint without an id
-    assert first.line.before == (Ancestor(run="", step=8),)
+    assert first.line.before == (ParentRun(run="", step=8),)
     write_checkpoint(out, step=12, line=first.line)
     assert begun(out).line == first.line
     named = begun(out, str(root / "step-00000012")).line
     assert named.run != first.line.run and named.before == (
         *first.line.before,
-        Ancestor(run=first.line.run, step=12),
+        ParentRun(run=first.line.run, step=12),
     )
     assert begun(out).line == named, "ended before its first checkpoint"
     fresh = begun(out, "never").line
@@ -284,13 +284,13 @@ def test_the_id_of_a_run(out: Path) -> None:
 
 def test_a_checkpoint_put_there_by_hand_is_taken_and_said(out: Path) -> None:
     begun(out, "never")
-    theirs = new_line()
+    theirs = new_run_history()
     write_checkpoint(out, step=20, line=theirs)
     found = choose_checkpoint(read_plan(out), out, "auto")
     assert (
         found is not None
         and found.step == 20
-        and found.line.before == (Ancestor(run=theirs.run, step=20),)
+        and found.line.before == (ParentRun(run=theirs.run, step=20),)
     )
     assert [note.split(":")[0] for note in found.notes] == [
         "warning[SW6206]"
@@ -319,9 +319,9 @@ def test_what_was_moved_aside_goes_in_the_end(out: Path) -> None:
     for _ in range(3):
         write_checkpoint(out, step=16)
         begun(out, "never")
-    prune_set_aside(root, 15)
+    prune_moved_aside(root, 15)
     assert names(root) == [f".before-attempt-{n}" for n in (1, 2, 3)]
-    prune_set_aside(root, 16)
+    prune_moved_aside(root, 16)
     assert names(root) == [".before-attempt-3"]
 
 

@@ -11,7 +11,13 @@ import pytest
 
 from shardwright.checkpoint import checkpoint_manifest as checkpoint_manifest
 from shardwright.checkpoint.checkpoint_manifest import CHECKSUMS, MANIFEST, damage, read_manifest
-from shardwright.checkpoint.run_history import RUN_FILE, UNKNOWN, line_of, new_line, write_line
+from shardwright.checkpoint.run_history import (
+    RUN_FILE,
+    UNKNOWN_RUN,
+    new_run_history,
+    run_history_of,
+    write_run_history,
+)
 from shardwright.cli import main as cli
 from tests.unit.checkpoint.saved import write_checkpoint
 
@@ -92,7 +98,7 @@ def test_one_that_is_too_large_is_not_read(step: Path, monkeypatch: pytest.Monke
     "text", ["[" * 200_000, '{"run": "a", "before": [], "mine": 1}', '{"run": 7}', "\xff"]
 )
 def test_a_line_that_is_none_is_of_no_known_run(text: str, step: Path) -> None:
-    write_line(step, line := new_line())
-    assert line_of(step) == line
+    write_run_history(step, line := new_run_history())
+    assert run_history_of(step) == line
     (step / RUN_FILE).write_text(text, encoding="latin-1")
-    assert line_of(step) == UNKNOWN
+    assert run_history_of(step) == UNKNOWN_RUN

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from shardwright.checkpoint import master_weight_check
-from shardwright.checkpoint.master_weight_check import check_masters
+from shardwright.checkpoint.master_weight_check import check_master_weights
 from shardwright.diagnostics import Refusal
-from shardwright.engines.trainer_protocol import LiveFragment
+from shardwright.engines.trainer_protocol import OwnedShard
 
 HALVES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master_weight_check, "PIECE_ELEMENTS", 7)
+    monkeypatch.setattr(master_weight_check, "CHUNK_ELEMENTS", 7)
     monkeypatch.setattr(master_weight_check.dist, "get_world_size", lambda: 1)
 
     def gather(everyone: list[object], mine: object) -> None:
@@ -27,14 +27,14 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
 
 
-def fragment(master: torch.Tensor, live: torch.Tensor) -> LiveFragment:
+def fragment(master: torch.Tensor, live: torch.Tensor) -> OwnedShard:
     states = {"fp32": master}
-    return LiveFragment(
+    return OwnedShard(
         name="w", shard_shape=tuple(live.shape), start=0, states=states, live=live, partitioned=True
     )
 
 
-def weights(dtype: torch.dtype, *last: float) -> LiveFragment:
+def weights(dtype: torch.dtype, *last: float) -> OwnedShard:
     master = torch.cat(
         [torch.randn(20, generator=torch.Generator().manual_seed(1)), torch.tensor(last)]
     )
@@ -43,15 +43,15 @@ def weights(dtype: torch.dtype, *last: float) -> LiveFragment:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_same(dtype: torch.dtype) -> None:
-    assert check_masters([weights(dtype), weights(dtype, 0.0, -0.0)])
+    assert check_master_weights([weights(dtype), weights(dtype, 0.0, -0.0)])
     empty = torch.zeros(0)
-    assert check_masters([fragment(empty, empty.to(dtype))])
+    assert check_master_weights([fragment(empty, empty.to(dtype))])
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_no_numbers_are_the_same_too_and_are_told(dtype: torch.dtype, value: float) -> None:
-    assert check_masters([weights(dtype), weights(dtype, value, 1.0)]) is False
+    assert check_master_weights([weights(dtype), weights(dtype, value, 1.0)]) is False
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -62,7 +62,7 @@ def test_one_element_of_the_last_piece(dtype: torch.dtype, there: float, here: f
     f = weights(dtype, there)
     f.live[-1] = here
     with pytest.raises(Refusal, match=r"of w, 1 of 21 elements") as refusal:
-        check_masters([weights(dtype), f])
+        check_master_weights([weights(dtype), f])
     assert refusal.value.diagnostics[0].code == "SW6210"
 
 
@@ -70,4 +70,4 @@ def test_two_zeros_and_two_forms_of_nan_are_the_same_number() -> None:
     f = weights(torch.bfloat16, 0.0, math.nan)
     f.live[-2] = -0.0
     f.live.view(torch.int16)[-1] -= 1  # another payload
-    assert f.live[-1].isnan() and check_masters([f]) is False
+    assert f.live[-1].isnan() and check_master_weights([f]) is False

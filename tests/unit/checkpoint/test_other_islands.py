@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.checkpoint_compatibility import facts_of, fit
+from shardwright.checkpoint.checkpoint_compatibility import (
+    compare_requirements,
+    resume_requirements,
+)
 from shardwright.checkpoint.checkpoint_manifest import MANIFEST
-from shardwright.checkpoint.diloco_resume import check_whole_round
+from shardwright.checkpoint.diloco_resume import check_round_complete
 from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
 from shardwright.diagnostics import Refusal
 from shardwright.monitor.run_files import AttemptRecord, write_attempt_record
-from shardwright.plan.plan import Plan, PlanOuter
+from shardwright.plan.plan import Plan, PlanDiLoCo
 from shardwright.plan.plan_json import read_plan
 from tests.unit.checkpoint.saved import write_checkpoint
 
-OUTER = PlanOuter(
+OUTER = PlanDiLoCo(
     every_steps=4,
     optimizer="average",
     precision="fp32",
@@ -99,11 +102,11 @@ def test_who_has_trained_further(out: Path) -> None:
 
 def test_the_middle_of_a_round_is_of_islands_alone(out: Path) -> None:
     checkpoint = island(out, 0, 4) / "checkpoints" / "step-00000004"
-    check_whole_round(read_plan(out), checkpoint)
+    check_round_complete(read_plan(out), checkpoint)
     between(checkpoint)
     with pytest.raises(Refusal, match="SW6218"):
-        check_whole_round(read_plan(out), checkpoint)
-    check_whole_round(of_an_island(read_plan(out)), checkpoint)
+        check_round_complete(read_plan(out), checkpoint)
+    check_round_complete(of_an_island(read_plan(out)), checkpoint)
 
 
 def test_islands_after_one_world(out: Path) -> None:
@@ -130,7 +133,15 @@ def test_the_samples_are_those_of_all_islands(out: Path) -> None:
             plan.training, global_batch_size=plan.training.global_batch_size // 2
         ),
     )
-    assert fit(facts_of(plan, out), facts_of(of_an_island(half), out)).samples == ()
+    assert (
+        compare_requirements(
+            resume_requirements(plan, out), resume_requirements(of_an_island(half), out)
+        ).samples
+        == ()
+    )
     assert [
-        each.key for each in fit(facts_of(plan, out), facts_of(of_an_island(plan), out)).samples
+        each.key
+        for each in compare_requirements(
+            resume_requirements(plan, out), resume_requirements(of_an_island(plan), out)
+        ).samples
     ] == ["training.global_batch_size"]

@@ -8,10 +8,10 @@ import pytest
 
 from shardwright.checkpoint import checkpoint_saver as checkpoint
 from shardwright.checkpoint.checkpoint_store import CheckpointStore
-from shardwright.checkpoint.run_history import Line
+from shardwright.checkpoint.run_history import RunHistory
 from tests.unit.checkpoint.saved import write_checkpoint
 
-OURS, THEIRS = Line(run="ours"), Line(run="theirs")
+OURS, THEIRS = RunHistory(run="ours"), RunHistory(run="theirs")
 
 
 @pytest.fixture(autouse=True)

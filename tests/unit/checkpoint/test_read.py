@@ -10,14 +10,14 @@ import torch
 
 from shardwright.checkpoint.checkpoint_reader import CheckpointReader, cut
 from shardwright.diagnostics import Refusal
-from shardwright.layout.parameter_sharding import ParameterSplit
+from shardwright.layout.parameter_sharding import ParameterSharding
 from tests.unit.checkpoint.saved import WHOLE, write_checkpoint
 
 
 def split(
     dimension: int, blocks: tuple[int, ...], sizes: tuple[int, ...], copies: int = 1
-) -> ParameterSplit:
-    return ParameterSplit(
+) -> ParameterSharding:
+    return ParameterSharding(
         name="w", shape=(6, 4), dimension=dimension, blocks=blocks, sizes=sizes, copies=copies
     )
 
@@ -93,6 +93,6 @@ def test_elements_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
             checkpoint.fragment("w", "fp32", WHOLE, 0, 20, 5)
         with pytest.raises(Refusal, match="holds no v"):
             checkpoint.whole("v", "fp32")
-        other = ParameterSplit(name="w", shape=(6, 5), dimension=None, blocks=(), sizes=())
+        other = ParameterSharding(name="w", shape=(6, 5), dimension=None, blocks=(), sizes=())
         with pytest.raises(Refusal, match="shape"):
             checkpoint.fragment("w", "fp32", other, 0, 0, 30)

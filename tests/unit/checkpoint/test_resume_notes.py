@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.checkpoint.checkpoint_manifest import read_manifest, write_manifest
-from shardwright.checkpoint.resume_warnings import other_data, other_schedule
+from shardwright.checkpoint.resume_warnings import data_changes, schedule_changes
 from shardwright.cli import main as cli
-from shardwright.data.data_fingerprint import fingerprints
+from shardwright.data.data_fingerprint import data_fingerprints
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import resolve
 from shardwright.plan.plan import Plan
@@ -40,12 +40,12 @@ def noted(step: Path, **about: object) -> Path:
 
 def test_data_that_grew_is_said(tmp_path: Path) -> None:
     step = write_checkpoint(tmp_path, step=8)
-    assert other_data(step, (7, 5), {"a": "1"}) == (), (
+    assert data_changes(step, (7, 5), {"a": "1"}) == (), (
         "written before rows were counted, and data looked at"
     )
     noted(step, rows=(1234, 5))
-    assert other_data(step, (1234, 5), {}) == ()
-    (warning,) = other_data(step, (1300, 5), {})
+    assert data_changes(step, (1234, 5), {}) == ()
+    (warning,) = data_changes(step, (1300, 5), {})
     assert (
         warning.startswith("warning[SW6207]: ")
         and "had 1,234 + 5 sequences and has 1,300 + 5" in warning
@@ -62,15 +62,15 @@ def test_other_content_under_the_same_path_is_said_by_name(
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("one text " * 999)
     plan, out = trained({"data": CORPUS})
-    before, rows = fingerprints(plan, out), resolve(plan, out)[1].parts
+    before, rows = data_fingerprints(plan, out), resolve(plan, out)[1].parts
     step = noted(write_checkpoint(out, step=8), rows=rows, data=before)
     os.utime(corpus, (1, 1))
     prepare(plan, out, limit_bytes=None)
-    assert other_data(step, rows, fingerprints(plan, out)) == ()
+    assert data_changes(step, rows, data_fingerprints(plan, out)) == ()
     corpus.write_text("one test " * 999)
     prepare(plan, out, limit_bytes=None)
     assert resolve(plan, out)[1].parts == rows
-    (warning,) = other_data(step, rows, fingerprints(plan, out))
+    (warning,) = data_changes(step, rows, data_fingerprints(plan, out))
     assert (
         warning.startswith("warning[SW6207]: ")
         and f"{str(tmp_path / '*.txt')!r} holds other content" in warning
@@ -90,9 +90,9 @@ def test_epochs_that_were_changed_stretch_the_schedule_and_it_is_said(
     steps = plan.training.steps
     step = write_checkpoint(out, step=8)
     (step / "plan.json").write_text(plan_to_json(plan))
-    assert other_schedule(plan, step, 8) == ()
+    assert schedule_changes(plan, step, 8) == ()
     longer, _ = trained({"data": CORPUS, **training, "training.epochs": 2})
-    (warning,) = other_schedule(longer, step, 8)
+    (warning,) = schedule_changes(longer, step, 8)
     assert warning.startswith("warning[SW6217]: ") and "training.epochs 1.0 -> 2.0" in warning
     assert f"training.steps {steps:,} -> {2 * steps:,}" in warning
     before, now = (1e-3 * (1 - 9 / n) for n in (steps, 2 * steps))
@@ -100,5 +100,5 @@ def test_epochs_that_were_changed_stretch_the_schedule_and_it_is_said(
     other, _ = trained(
         {"data": CORPUS, **training, "training.epochs": 1, "training.optimizer.lr": 2e-3}
     )
-    (warning,) = other_schedule(other, step, 8)
+    (warning,) = schedule_changes(other, step, 8)
     assert "training.optimizer.lr 0.001 -> 0.002" in warning and "epochs" not in warning

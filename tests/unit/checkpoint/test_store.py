@@ -19,7 +19,7 @@ from shardwright.checkpoint.checkpoint_manifest import (
 )
 from shardwright.checkpoint.checkpoint_store import CheckpointStore
 from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
-from shardwright.checkpoint.run_history import Line
+from shardwright.checkpoint.run_history import RunHistory
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan_json import plan_to_json, read_plan
@@ -178,11 +178,11 @@ def begun(out: Path, resume: str) -> Attempt:
     return begin_attempt(plan, out, choose_checkpoint(plan, out, resume), fresh=resume == "never")
 
 
-def saved(out: Path, store: CheckpointStore, line: Line, *steps: int) -> None:
+def saved(out: Path, store: CheckpointStore, line: RunHistory, *steps: int) -> None:
     """As a run of this line leaves them, here and there."""
     for step in steps:
         path = write_checkpoint(out, step=step, line=line)
-        store.make_way(path.name, line)
+        store.invalidate_copy(path.name, line)
         sent(store, path)
         store.set_current(line)
         store.prune(line, 2)
@@ -201,7 +201,7 @@ def test_a_new_run_and_an_abandoned_one_share_a_store(
     assert choose_checkpoint(read_plan(out), out, "auto") is None, "it has written nothing yet"
     saved(out, store, new, 4, 8, 12)
     assert store.steps() == ["step-00000008", "step-00000012", "step-00000016"]
-    assert [store.line_of(name).run for name in store.steps()] == [new.run, new.run, old.run]
+    assert [store.run_history_of(name).run for name in store.steps()] == [new.run, new.run, old.run]
     aside = tmp_path / "store" / f".before-{new.run}" / "step-00000012"
     assert damage(aside, contents=True) is None, (
         "the new run's step 12 takes the name of the old one's"
@@ -246,7 +246,7 @@ def test_what_an_upload_left_unfinished_goes_with_the_older_ones(
     store, out = CheckpointStore(url), uploads
     line = begun(out, "auto").line
     cut_off = write_checkpoint(out, step=2, line=line)
-    store.make_way(cut_off.name, line)
+    store.invalidate_copy(cut_off.name, line)
     store.put(cut_off, ["run.json", "rank-00000-000.safetensors"])
     saved(out, store, line, 4)
     assert sorted(p.name for p in (tmp_path / "store").iterdir()) == [".run.json", "step-00000004"]

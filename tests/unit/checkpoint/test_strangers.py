@@ -64,7 +64,7 @@ def hostile(honest: Path, tmp_path: Path) -> tuple[Path, Path]:
     (step,) = (folder / "checkpoints").iterdir()
     for place in (folder, step):
         plan = json.loads((place / "plan.json").read_text())
-        code = plan["model"]["own_code"]
+        code = plan["model"]["remote_code"]
         for name in FILES:
             (place / "model" / name).write_text(bite + FILES[name])
         import hashlib
@@ -103,7 +103,7 @@ def test_an_export_runs_nothing_without_the_fingerprint(
 ) -> None:
     folder, canary = hostile
     step = folder / "checkpoints" / "step-00000004"
-    wanted = read_plan(step).model.own_code
+    wanted = read_plan(step).model.remote_code
     assert wanted is not None
     for given in ([], ["--trust-code", "0" * 64]):
         assert main(["export", str(step), "-o", str(tmp_path / "hf"), *given]) == 1
@@ -128,7 +128,7 @@ def test_trusted_code_is_exactly_the_files_of_the_fingerprint(honest: Path, tmp_
         shutil.copytree(honest / "checkpoints" / "step-00000004", tmp_path / "step-00000004")
     )
     plan, canary = read_plan(step), tmp_path / "canary"
-    assert plan.model.own_code is not None
+    assert plan.model.remote_code is not None
     (step / "model" / "layers_tiny").mkdir()
     (step / "model" / "layers_tiny" / "__init__.py").write_text(CANARY.format(path=str(canary)))
     (tmp_path / "evil.py").write_text(CANARY.format(path=str(canary)))
@@ -142,7 +142,7 @@ def test_trusted_code_is_exactly_the_files_of_the_fingerprint(honest: Path, tmp_
             invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
         )
     sum_up(step)
-    trusting = ["--trust-code", plan.model.own_code.fingerprint]
+    trusting = ["--trust-code", plan.model.remote_code.fingerprint]
     done = run_in(tmp_path, "export", step, "-o", tmp_path / "hf", *trusting)
     assert done.returncode == 0, done.stderr
     assert not canary.exists()
@@ -159,10 +159,10 @@ def test_a_class_of_the_code_is_a_models(honest: Path, tmp_path: Path) -> None:
         shutil.copytree(honest / "checkpoints" / "step-00000004", tmp_path / "step-00000004")
     )
     document = json.loads((step / "plan.json").read_text())
-    document["model"]["own_code"]["config_class"] = "layers_tiny.torch"
+    document["model"]["remote_code"]["config_class"] = "layers_tiny.torch"
     (step / "plan.json").write_text(json.dumps(document))
     sum_up(step)
-    code = read_plan(step).model.own_code
+    code = read_plan(step).model.remote_code
     assert code is not None
     with pytest.raises(Refusal) as caught:
         export_checkpoint(step, tmp_path / "hf", trust_code=code.fingerprint)

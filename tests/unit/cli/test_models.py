@@ -10,11 +10,11 @@ from shardwright.cli import main as cli
 from shardwright.cli import models_command
 from shardwright.models.model_support import (
     COLUMNS,
-    SIGHT_COLUMNS,
+    VLM_COLUMNS,
     Cell,
-    seeing_types,
     support,
     support_text,
+    vision_language_types,
 )
 
 
@@ -82,7 +82,7 @@ def cell(verdict: str) -> Cell:
 def test_recipe_keys_say_no_more_than_was_proved() -> None:
     def keys(**verdicts: str) -> str:
         return " | ".join(
-            models_command.recipe_keys(
+            models_command.causal_lm_recipe_lines(
                 {name: cell(verdicts.get(name, "untested")) for name in support().columns}
             )
         )
@@ -121,7 +121,7 @@ def test_other_names(name: str, code: str, words: str, capsys: pytest.CaptureFix
 
 def test_types_that_see(capsys: pytest.CaptureFixture[str]) -> None:
     sight = support("image-text-to-text")
-    assert set(sight.types) == seeing_types() and tuple(sight.columns) == SIGHT_COLUMNS
+    assert set(sight.types) == vision_language_types() and tuple(sight.columns) == VLM_COLUMNS
     code, out, err = run(capsys, "--task", "image-text-to-text")
     assert (code, err) == (
         0,
@@ -143,8 +143,8 @@ def test_types_that_see(capsys: pytest.CaptureFixture[str]) -> None:
 def test_keys_of_types_that_see_say_no_more_than_was_proved() -> None:
     def keys(**verdicts: str) -> str:
         return " | ".join(
-            models_command.sight_keys(
-                {name: cell(verdicts.get(name, "untested")) for name in SIGHT_COLUMNS}
+            models_command.vlm_recipe_lines(
+                {name: cell(verdicts.get(name, "untested")) for name in VLM_COLUMNS}
             )
         )
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from shardwright.diagnostics import Diagnostic, Location, Severity, Source
-from shardwright.diagnostics.diagnostic_rendering import WIDEST, render, to_json, visible, width
+from shardwright.diagnostics.diagnostic_rendering import (
+    WIDEST,
+    diagnostic_to_json,
+    escape_control_characters,
+    render_diagnostics,
+    width,
+)
 
 
 def at(
@@ -22,7 +28,7 @@ def at(
     diagnostic = Diagnostic(
         code="SW1104", message="too small", severity=severity, help=help, location=place
     )
-    return render([diagnostic], source, color=False)
+    return render_diagnostics([diagnostic], source, color=False)
 
 
 def test_an_error() -> None:
@@ -92,14 +98,19 @@ def test_the_key_or_the_value_or_the_section_above() -> None:
         ("SW1105", ("a", "c")),
         ("SW1105", ("a", "c", 0, "d")),
     ]
-    found = [to_json(Diagnostic(code=code, message="m", key=key), source) for code, key in rows]
+    found = [
+        diagnostic_to_json(Diagnostic(code=code, message="m", key=key), source)
+        for code, key in rows
+    ]
     assert [(row["line"], row["column"]) for row in found] == [(2, 6), (2, 3), (1, 1), (1, 1)]
-    assert to_json(Diagnostic(code="SW1104", message="m", key=("z",)), source)["line"] == 0
+    assert (
+        diagnostic_to_json(Diagnostic(code="SW1104", message="m", key=("z",)), source)["line"] == 0
+    )
 
 
 def test_json() -> None:
     diagnostic = Diagnostic(code="SW1104", message="m", help="h", key=("a",))
-    assert to_json(diagnostic) == {
+    assert diagnostic_to_json(diagnostic) == {
         "code": "SW1104",
         "severity": "error",
         "message": "m",
@@ -117,22 +128,22 @@ def test_the_users_text_cannot_reach_the_terminal_raw() -> None:
     diagnostic = Diagnostic(
         code="SW1104", message=evil, help=evil, valid=(f"v{evil}",), location=place
     )
-    text = render([diagnostic], source, color=False)
-    assert not any(visible(c) != c for c in text if c != "\n")
+    text = render_diagnostics([diagnostic], source, color=False)
+    assert not any(escape_control_characters(c) != c for c in text if c != "\n")
     text.encode("utf-8")
 
 
 def test_color_only_when_asked() -> None:
     diagnostic = Diagnostic(code="SW1104", message="m", help="h", key=("a",))
-    assert "\x1b[1;31merror[SW1104]" in render([diagnostic], None, color=True)
-    assert "\x1b" not in render([diagnostic], None, color=False)
+    assert "\x1b[1;31merror[SW1104]" in render_diagnostics([diagnostic], None, color=True)
+    assert "\x1b" not in render_diagnostics([diagnostic], None, color=False)
 
 
 def test_valid_values_are_listed_once() -> None:
-    assert "= valid: 1, 2" in render(
+    assert "= valid: 1, 2" in render_diagnostics(
         [Diagnostic(code="SW1104", message="m", help="h", valid=("1", "2"))], None, color=False
     )
-    text = render(
+    text = render_diagnostics(
         [Diagnostic(code="SW1104", message="m", help="Write `one`.", valid=("one",))],
         None,
         color=False,
@@ -143,7 +154,7 @@ def test_valid_values_are_listed_once() -> None:
 def test_a_blank_line_between() -> None:
     diagnostic = Diagnostic(code="SW1104", message="m")
     assert (
-        render([diagnostic, diagnostic], None, color=False)
+        render_diagnostics([diagnostic, diagnostic], None, color=False)
         == "error[SW1104]: m\n\nerror[SW1104]: m\n"
     )
-    assert render([], None, color=False) == ""
+    assert render_diagnostics([], None, color=False) == ""

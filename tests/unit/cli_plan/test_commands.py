@@ -14,10 +14,10 @@ import pytest
 
 from shardwright.cli import estimate_command as estimate_command
 from shardwright.cli import plan_command as plan_command
-from shardwright.cli.plan_table import room_words
+from shardwright.cli.plan_table import free_memory_text
 from shardwright.diagnostics import Refusal
 from shardwright.layout.layout_estimate import Memory
-from shardwright.search.cluster_sizing import OtherBatch
+from shardwright.search.cluster_sizing import SmallerClusterBatch
 from tests.unit.models.factory import SMALL_LLAMA, graph_of
 
 PINNED = {
@@ -178,7 +178,14 @@ def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "measured_error",
         "search_seconds",
     }
-    keys |= {"set_aside", "not_priced", "short_sums", "kernels", "target", "other_engine"}
+    keys |= {
+        "rejected_faster_layouts",
+        "not_priced",
+        "low_precision_accumulation",
+        "kernels",
+        "target",
+        "other_engine",
+    }
     assert set(found) == keys
     steps = [plan["time"]["step_seconds"] for plan in found["plans"] if plan["feasible"]]
     assert steps == pytest.approx(sorted(steps))
@@ -312,9 +319,9 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When it does is in tests/unit/search/test_deadline.py."""
-    smaller = OtherBatch(global_batch_size=12, nodes=1, days=2.0, cost=None, cost_now=None)
+    smaller = SmallerClusterBatch(global_batch_size=12, nodes=1, days=2.0, cost=None, cost_now=None)
     monkeypatch.setattr(
-        "shardwright.search.cluster_sizing.other_batch", lambda problem, sizing: smaller
+        "shardwright.search.cluster_sizing.smaller_cluster_batch", lambda problem, sizing: smaller
     )
     cluster = {"nodes": "auto", "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
     training = {"sequence_length": 128, "global_batch_size": 16, "steps": 10, "days_at_most": 30}
@@ -328,7 +335,7 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
     )
     assert call(plan_command, "--json", path) == 0
     sizing = json.loads(capsys.readouterr().out)["sizing"]
-    assert words in sizing["bound"] and sizing["other_batch"]["global_batch_size"] == 12
+    assert words in sizing["bound"] and sizing["smaller_cluster_batch"]["global_batch_size"] == 12
     larger = sizing["larger_batch"]
     assert larger["global_batch_size"] == 32 and larger["shorter"] == pytest.approx(
         1 - larger["days"] / sizing["days"]
@@ -345,4 +352,4 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
 )
 def test_what_a_peak_leaves_of_a_device(peak: float, fits: bool, words: str) -> None:
     memory = Memory(peak_bytes=int(peak * 2**30), capacity_bytes=80 * 2**30, fits=fits, stages=())
-    assert room_words(memory) == words
+    assert free_memory_text(memory) == words

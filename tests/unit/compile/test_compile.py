@@ -16,7 +16,7 @@ from shardwright.compile import (
     estimate_recipe,
     read_inputs,
     read_problem,
-    size_recipe,
+    resolve_recipe,
 )
 from shardwright.cost.goodput import goodput
 from shardwright.diagnostics import Refusal
@@ -52,7 +52,7 @@ def test_the_beginnings_of_the_column_are_what_compile_goes_through(
         == (inputs.graph, inputs.cluster)
         == (read.graph, read.cluster)
     )
-    assert size_recipe(recipe) == (problem, None) and problem.recipe is recipe
+    assert resolve_recipe(recipe) == (problem, None) and problem.recipe is recipe
     compiled = compile_recipe(recipe)
     plan = compiled.plan
     assert (plan.strategy, plan.predicted.time) == (estimate.strategy, estimate.time)

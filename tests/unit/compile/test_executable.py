@@ -14,7 +14,7 @@ from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.runnable_recipes import EXECUTABLE, check_executable
+from shardwright.search.runnable_recipes import SUPPORTED_VALUES, check_runnable
 from tests.unit.models.factory import problem_of
 
 # A value beyond the table for each row, as a user would write it; keys of the small recipe to go
@@ -101,7 +101,7 @@ def recipe_of(write_recipe: Callable[..., Path], tmp_path: Path) -> Iterator[Cal
 
 
 def test_every_row_has_a_counterexample() -> None:
-    assert {".".join(map(str, limit.key)) for limit in EXECUTABLE} == set(BEYOND)
+    assert {".".join(map(str, limit.key)) for limit in SUPPORTED_VALUES} == set(BEYOND)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_beyond_the_table_is_refused(
     recipe_of: Callable[..., Recipe], key: str, changes: dict[str, Any]
 ) -> None:
     recipe = recipe_of(changes)
-    limit = next(limit for limit in EXECUTABLE if ".".join(map(str, limit.key)) == key)
-    found = [d for d in check_executable(recipe) if d.key == limit.key]
+    limit = next(limit for limit in SUPPORTED_VALUES if ".".join(map(str, limit.key)) == key)
+    found = [d for d in check_runnable(recipe) if d.key == limit.key]
     assert [d.code for d in found] == [limit.code]
     assert found[0].help and key in found[0].message
     with pytest.raises(Refusal) as caught:
@@ -129,7 +129,7 @@ def test_within_the_table_compiles(
     recipe_of: Callable[..., Recipe], changes: dict[str, Any]
 ) -> None:
     recipe = recipe_of(changes)
-    assert check_executable(recipe) == ()
+    assert check_runnable(recipe) == ()
     assert compile_recipe(recipe).plan.strategy.world_size == 4
 
 
@@ -142,11 +142,13 @@ def test_the_search_proposes_only_what_runs(recipe_of: Callable[..., Recipe]) ->
     recipe = recipe_of({"parallelism": {}})
     ranked = search(problem_of(recipe, build_model_graph(recipe.model))).ranked
     assert ranked
-    allowed = {limit.key[1]: limit.allowed for limit in EXECUTABLE if limit.key[0] == "parallelism"}
+    allowed = {
+        limit.key[1]: limit.allowed for limit in SUPPORTED_VALUES if limit.key[0] == "parallelism"
+    }
     for estimate in ranked:
         for key, values in allowed.items():
             assert getattr(estimate.strategy, str(key)) in values
 
 
 def test_text_needs_a_tokenizer_and_data_is_needed(recipe_of: Callable[..., Recipe]) -> None:
-    assert [d.code for d in check_executable(recipe_of({"data": None}))] == ["SW1910"]
+    assert [d.code for d in check_runnable(recipe_of({"data": None}))] == ["SW1910"]

@@ -11,7 +11,7 @@ from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.activation_bytes import activations
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layer_times import layer_seconds
-from shardwright.models.model_graph import kept_entry
+from shardwright.models.model_graph import saved_activations_entry
 from shardwright.recipe.literal_types import CHECKPOINTING
 from tests.unit.cost.test_estimate import change, estimate
 from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, graph_of, recipe_of
@@ -23,17 +23,17 @@ LENGTH = 4096
 def test_the_models_own_kernels_keep_what_was_traced(checkpointing: str) -> None:
     graph = graph_of(LLAMA_8B)
     found = activations(graph, LENGTH, 2, checkpointing, "auto")
-    entry = kept_entry(graph.layers[1].kept, checkpointing, 2, LENGTH)
+    entry = saved_activations_entry(graph.layers[1].kept, checkpointing, 2, LENGTH)
     assert entry is not None
     layers = found.between(1, 33)
-    assert (layers.whole, layers.divided) == (
-        32 * entry.whole_bytes(LENGTH),
-        32 * entry.divided_bytes(LENGTH),
+    assert (layers.replicated, layers.sharded) == (
+        32 * entry.unsharded_bytes(LENGTH),
+        32 * entry.sharded_bytes(LENGTH),
     )
     assert (
-        found.between(0, 1).whole == found.between(33, 34).whole == 0
+        found.between(0, 1).replicated == found.between(33, 34).replicated == 0
     )  # the lookup keeps nothing, the head is apart
-    assert found.head.whole > 0 and found.context.whole > 0
+    assert found.head.replicated > 0 and found.context.replicated > 0
 
 
 def test_other_kernels_keep_what_is_published() -> None:
@@ -46,8 +46,8 @@ def test_other_kernels_keep_what_is_published() -> None:
     elements = {"megatron": 4 * 4096 + 4 * 14336, "compiled": 2 * 4096 + 2 * 14336}
     for kernels, others in elements.items():
         layer = activations(graph, LENGTH, 2, "none", kernels).between(1, 2)
-        assert layer.whole + layer.divided == 2 * LENGTH * (attention + others)
-    assert activations(graph, LENGTH, 2, "none", "megatron").context.whole == 0
+        assert layer.replicated + layer.sharded == 2 * LENGTH * (attention + others)
+    assert activations(graph, LENGTH, 2, "none", "megatron").context.replicated == 0
 
 
 def test_a_layer_that_was_not_traced_falls_back_to_the_formula() -> None:
@@ -74,7 +74,7 @@ def test_hf_is_the_models_own_modules_but_for_a_gpt2(checkpointing: str) -> None
     # MPT: both norms in and out, queries, keys, values and output, 8 H of the feed-forward, and no
     # dropout masks.
     layer = activations(gpt2, 128, 2, checkpointing, "hf").between(1, 2)
-    assert layer.whole + layer.divided == 128 * 2 * 64 * (16 if checkpointing == "none" else 1)
+    assert layer.replicated + layer.sharded == 128 * 2 * 64 * (16 if checkpointing == "none" else 1)
 
 
 def test_selective_by_operator_keeps_every_second_product() -> None:
@@ -84,28 +84,28 @@ def test_selective_by_operator_keeps_every_second_product() -> None:
     kept = 4096 + 4096 + 1024 + 14336 + 4096
     for kernels, elements in (("compiled", kept), ("hf", kept + 4096)):
         layer = activations(graph, LENGTH, 2, "selective", kernels).between(1, 2)
-        assert layer.whole + layer.divided == 2 * LENGTH * elements
+        assert layer.replicated + layer.sharded == 2 * LENGTH * elements
 
 
 def test_tensor_ranks_share_the_divided_part_alone() -> None:
     share = activations(graph_of(LLAMA_8B), LENGTH, 2, "none", "auto").between(1, 2)
-    assert share.on_rank(4, sequence_parallel=False) == share.whole + share.divided / 4
-    assert share.on_rank(4, sequence_parallel=True) == (share.whole + share.divided) / 4
+    assert share.on_rank(4, sequence_parallel=False) == share.replicated + share.sharded / 4
+    assert share.on_rank(4, sequence_parallel=True) == (share.replicated + share.sharded) / 4
 
 
 def test_selective_recomputes_the_attention_module() -> None:
     """Its four projections and both S x S products, once more."""
-    plain, again = (
+    plain, recompute = (
         estimate(LLAMA_8B, change(activation_checkpointing=m)).time for m in ("none", "selective")
     )
     extra = (
-        (again.hardware_tflops_per_gpu - again.model_tflops_per_gpu)
+        (recompute.hardware_tflops_per_gpu - recompute.model_tflops_per_gpu)
         * 1e12
-        / again.tokens_per_second_per_gpu
+        / recompute.tokens_per_second_per_gpu
     )
     length = recipe_of(LLAMA_8B).training.sequence_length
     assert extra == pytest.approx(32 * (2 * 4096 * (2 * 4096 + 2 * 1024) + 4 * 4096 * length))
-    assert again.step_seconds > plain.step_seconds
+    assert recompute.step_seconds > plain.step_seconds
 
 
 def test_selective_by_operator_recomputes_the_other_products() -> None:
@@ -140,7 +140,9 @@ def test_recomputation_leaves_out_the_last_product() -> None:
             change(activation_checkpointing="full"),
             default_constants(),
         )
-        return (seconds.again[2] - seconds.again[1]) / (seconds.forward[2] - seconds.forward[1])
+        return (seconds.recompute[2] - seconds.recompute[1]) / (
+            seconds.forward[2] - seconds.forward[1]
+        )
 
     assert again_over_forward(0.1) == 1
     assert 0.6 < again_over_forward(0.0) < 0.8  # a third of the products' FLOPs, less of the time

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.loss_chunk_length import chunk_length
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.layout_resolution import estimate_strategy
+from shardwright.search.layout_resolution import estimate_layout
 from tests.unit.cost.test_estimate import change
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
@@ -25,10 +25,10 @@ def recipe(*, objective: str = "throughput") -> Recipe:
     return dataclasses.replace(found, objective=objective)
 
 
-def estimate(strategy: Strategy, of: Recipe, memory_gib: float = 80) -> Estimate:
+def estimate(strategy: Layout, of: Recipe, memory_gib: float = 80) -> Estimate:
     cluster = resolve_cluster(of.cluster)
     gpu = dataclasses.replace(cluster.gpu, memory_gib=memory_gib)
-    return estimate_strategy(
+    return estimate_layout(
         problem_of(of, graph_of(LLAMA_8B), dataclasses.replace(cluster, gpu=gpu)), strategy
     )
 
@@ -66,7 +66,7 @@ def test_a_chunk_is_at_most_an_eighth() -> None:
         ),
     ],
 )
-def test_the_logits_of_one_chunk_instead_of_all(layout: Strategy) -> None:
+def test_the_logits_of_one_chunk_instead_of_all(layout: Layout) -> None:
     whole, chunked = (
         estimate(dataclasses.replace(layout, loss=loss), recipe()) for loss in ("full", "chunked")
     )

@@ -7,22 +7,22 @@ import pytest
 
 from shardwright.cost.collective_seconds import gather_seconds, group_of
 from shardwright.cost.cost_constants import default_constants
-from shardwright.cost.micro_batch_times import passes
-from shardwright.cost.peak_memory import estimate_memory, states_bytes
-from shardwright.cost.priced_layout import Layout
-from shardwright.layout.layout import Strategy
-from shardwright.search.layout_resolution import place
+from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.peak_memory import estimate_memory, model_state_bytes
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.layout.layout import Layout
+from shardwright.search.layout_resolution import with_stages_assigned
 from tests.unit.cost.test_estimate import change
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
 TOKENS = 8192
 
 
-def layout_of(strategy: Strategy) -> Layout:
+def layout_of(strategy: Layout) -> PricedLayout:
     recipe = recipe_of(
         LLAMA_8B, cluster={"gpu": "h100-sxm-80gb"}, training={"sequence_length": TOKENS}
     )
-    return place(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
+    return with_stages_assigned(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
 
 
 def test_a_rank_has_a_piece_of_each_row() -> None:
@@ -30,7 +30,9 @@ def test_a_rank_has_a_piece_of_each_row() -> None:
     cut = layout_of(change(tensor=1, pipeline=1, data=4, context=2, zero_stage=3))
     kept = [estimate_memory(layout).stages[0].activations_bytes for layout in (whole, cut)]
     assert cut.tokens == whole.tokens / 2 and kept[1] == pytest.approx(kept[0] / 2)
-    assert states_bytes(cut, 1000) == pytest.approx([x / 2 for x in states_bytes(whole, 1000)])
+    assert model_state_bytes(cut, 1000) == pytest.approx(
+        [x / 2 for x in model_state_bytes(whole, 1000)]
+    )
 
 
 @pytest.mark.parametrize(("context", "key_value_heads"), [(2, 8), (8, 8), (16, 16)])
@@ -54,6 +56,6 @@ def test_the_exchange_of_a_layer(
     wanted = gather_seconds(
         layout.cluster, default_constants(), group_of(layout.cluster, context, 1), moved, 4
     )
-    found = passes(layout)
+    found = pass_times(layout)
     assert found.forward_comm[2] - found.forward_comm[1] == pytest.approx(wanted)
     assert found.backward_comm[2] - found.backward_comm[1] == pytest.approx(again * wanted)

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.compile import estimate_recipe
 from shardwright.cost.contrastive_costs import HELD
-from shardwright.cost.vision_encoder_flops import largest_row, tower_flops
-from shardwright.models.popular_graphs import shipped_graph
-from shardwright.models.tasks.contrastive import pair_loss
+from shardwright.cost.vision_encoder_flops import largest_image_sequence, vision_encoder_flops
+from shardwright.models.popular_graphs import catalog_graph
+from shardwright.models.tasks.contrastive import contrastive_loss
 from tests.unit.models.factory import model_section, recipe_of
 from tools.generate.traced_graphs import config_text
 
@@ -51,13 +51,13 @@ def test_the_matrices_that_are_there_at_once(kind: str) -> None:
     own = every[0][:rows], every[1][:rows]
     scale, bias = torch.tensor([2.0], requires_grad=True), torch.tensor([-1.0], requires_grad=True)
     with Peak() as counted:
-        pair_loss(kind, own, (every[0], every[1]), scale, bias).backward()  # type: ignore[no-untyped-call]
+        contrastive_loss(kind, own, (every[0], every[1]), scale, bias).backward()  # type: ignore[no-untyped-call]
     assert counted.peak / (4 * rows * pairs) == pytest.approx(HELD[kind], rel=0.1)
 
 
 def test_the_tower_is_counted_as_its_matrices_say() -> None:
     """L(2n(4h^2 + 2hf) + 4n^2h) + 2n C P^2 h, with n the patches and the class token."""
-    graph = shipped_graph(config_text(LARGE), "auto")
+    graph = catalog_graph(config_text(LARGE), "auto")
     assert graph is not None and graph.contrastive and graph.features == 768
     layers, n, h, f = 24, 257, 1024, 4096
     wanted = (
@@ -66,8 +66,8 @@ def test_the_tower_is_counted_as_its_matrices_say() -> None:
         + 2 * h * 768
     )
     recipe = recipe_of()
-    assert largest_row(recipe, graph) is not None
-    assert tower_flops(recipe, graph)[0] == pytest.approx(wanted, rel=0.01)
+    assert largest_image_sequence(recipe, graph) is not None
+    assert vision_encoder_flops(recipe, graph)[0] == pytest.approx(wanted, rel=0.01)
 
 
 def test_a_batch_needs_gpus_for_what_a_rank_holds_at_once() -> None:

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.cost.layout_costs import training_of
+from shardwright.cost.layout_costs import training_estimate
 from shardwright.diagnostics import Refusal
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.layout_resolution import estimate_strategy, place
+from shardwright.search.layout_resolution import estimate_layout, with_stages_assigned
 from shardwright.search.rule_registry import check_layout
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import (
@@ -31,7 +31,7 @@ from tests.unit.models.factory import (
 )
 from tools.fit_cost.live_memory import live_bytes
 
-BASE = Strategy(
+BASE = Layout(
     tensor=1,
     pipeline=1,
     data=8,
@@ -47,7 +47,7 @@ CONFIGS = {"llama": SMALL_LLAMA, "gpt2": SMALL_GPT2, "8b": LLAMA_8B}
 
 def estimate(
     config: dict[str, JsonValue],
-    strategy: Strategy,
+    strategy: Layout,
     *,
     recipe: Recipe | None = None,
     gpus: int = 8,
@@ -55,7 +55,7 @@ def estimate(
 ) -> Estimate:
     batch = strategy.micro_batch_size * strategy.gradient_accumulation_steps * strategy.data
     recipe = sized(recipe or recipe_of(config), batch, gpus, nodes)
-    return estimate_strategy(problem_of(recipe, graph_of(config)), strategy)
+    return estimate_layout(problem_of(recipe, graph_of(config)), strategy)
 
 
 def sized(recipe: Recipe, batch: int, gpus: int, nodes: int) -> Recipe:
@@ -198,7 +198,7 @@ def test_full_recomputation_adds_a_forward_of_the_decoder() -> None:
     assert full.step_seconds > plain.step_seconds
 
 
-def change(**changes: object) -> Strategy:
+def change(**changes: object) -> Layout:
     return dataclasses.replace(BASE, **changes)  # type: ignore[arg-type]
 
 
@@ -254,7 +254,9 @@ def test_days_hours_and_money() -> None:
     """100 steps of 36 seconds are an hour: 8 GPU hours on 8 ranks, 20 at 2.5 each."""
     time = dataclasses.replace(estimate(LLAMA_8B, BASE).time, step_seconds=36.0)
     recipe = recipe_of(training={"steps": 100}, cluster={"price_per_gpu_hour": 2.5})
-    found = training_of(recipe.training.known_steps, resolve_cluster(recipe.cluster), time)
+    found = training_estimate(
+        recipe.training.step_count_or_zero, resolve_cluster(recipe.cluster), time
+    )
     assert (found.steps, found.days, found.gpu_hours, found.cost) == (
         100,
         pytest.approx(1 / 24),
@@ -312,7 +314,7 @@ def test_headroom_is_kept_free() -> None:
     peak = estimate(LLAMA_8B, BASE).memory.peak_bytes
     graph, whole = graph_of(LLAMA_8B), recipe_of(LLAMA_8B)
     node = resolve_cluster(dataclasses.replace(whole.cluster, gpus_per_node=8, nodes=1))
-    live = live_bytes(place(problem_of(whole, graph, node), BASE))
+    live = live_bytes(with_stages_assigned(problem_of(whole, graph, node), BASE))
     share = 1 - live / (80 * 2**30)
     for headroom, fits in ((share - 0.01, True), (share + 0.01, False)):
         recipe = recipe_of(parallelism={"memory_headroom": headroom})
@@ -342,7 +344,7 @@ def test_tokens_become_steps_and_money() -> None:
 def test_no_numbers_where_the_world_or_the_batch_does_not_work_out() -> None:
     recipe = recipe_of(LLAMA_8B)
     with pytest.raises(Refusal) as caught:
-        estimate_strategy(
+        estimate_layout(
             problem_of(recipe, graph_of(LLAMA_8B)), change(data=3, zero_stage=3, pipeline=2)
         )
     assert [d.code for d in caught.value.diagnostics] == ["SW3101", "SW3102", "SW3108"]

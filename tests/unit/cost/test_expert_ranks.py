@@ -10,17 +10,17 @@ import pytest
 from shardwright.cost.collective_seconds import all_reduce_seconds, all_to_all_seconds, group_of
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.data_parallel_times import data_comm_seconds
-from shardwright.cost.expert_parallel_costs import UNEVEN, exchanged_seconds
+from shardwright.cost.expert_parallel_costs import EXPERT_IMBALANCE, expert_exchange_seconds
 from shardwright.cost.layer_shapes import model_shapes
-from shardwright.cost.micro_batch_times import passes
+from shardwright.cost.micro_batch_times import pass_times
 from shardwright.cost.peak_memory import estimate_memory
-from shardwright.cost.priced_layout import Layout
-from shardwright.layout.layout import Strategy
-from shardwright.layout.parameter_sharding import StagePartition
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.layout.layout import Layout
+from shardwright.layout.parameter_sharding import LayerStages
 from shardwright.layout.tensor_parallel_map import tensor_parallel_map
-from shardwright.plan.rank_map import place_ranks
+from shardwright.plan.rank_map import build_rank_map
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
-from shardwright.search.layout_resolution import place
+from shardwright.search.layout_resolution import with_stages_assigned
 from shardwright.utils.json_types import JsonValue
 from tests.unit.cost.test_estimate import change
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
@@ -33,9 +33,9 @@ MIXTURE: dict[str, JsonValue] = {
 }
 
 
-def layout_of(strategy: Strategy, c: Constants | None = None) -> Layout:
+def layout_of(strategy: Layout, c: Constants | None = None) -> PricedLayout:
     problem = problem_of(recipe_of(MIXTURE, cluster={"gpu": "h100-sxm-80gb"}), graph_of(MIXTURE))
-    return place(problem, strategy, c or default_constants())
+    return with_stages_assigned(problem, strategy, c or default_constants())
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
@@ -43,7 +43,9 @@ def test_what_expert_ranks_divide(zero_stage: int) -> None:
     whole = layout_of(change(tensor=1, pipeline=1, data=8, zero_stage=zero_stage))
     cut = layout_of(change(tensor=1, pipeline=1, data=8, expert=4, zero_stage=zero_stage))
     experts = 4 * 3 * 8 * 64 * 128  # layers, matrices, experts, their sizes
-    assert cut.experts_of(cut.ranks[0]) == experts and whole.experts_of(whole.ranks[0]) == 0
+    assert (
+        cut.expert_numel_of(cut.ranks[0]) == experts and whole.expert_numel_of(whole.ranks[0]) == 0
+    )
     before, after = (estimate_memory(layout).stages[0] for layout in (whole, cut))
     assert after.optimizer_bytes == before.optimizer_bytes
     elsewhere = experts * 3 // 4 * cut.element_bytes
@@ -65,11 +67,13 @@ def test_the_rows_of_a_layer(tensor: int, expert: int, checkpointing: str, again
         "activation_checkpointing": checkpointing,
     }
     plain, layout = layout_of(change(**keys), c), layout_of(change(**keys, expert=expert), c)
-    assert {kind.chosen_experts for kind in layout.shapes.kinds} == {2}
-    moved = UNEVEN * 2 * layout.tokens * 2 * layout.graph.hidden_size * layout.element_bytes
+    assert {kind.experts_per_token for kind in layout.shapes.kinds} == {2}
+    moved = (
+        EXPERT_IMBALANCE * 2 * layout.tokens * 2 * layout.graph.hidden_size * layout.element_bytes
+    )
     group = group_of(layout.cluster, expert, tensor)
     wanted = all_to_all_seconds(layout.cluster, c, group, moved, 3)
-    before, found = passes(plain), passes(layout)
+    before, found = pass_times(plain), pass_times(layout)
     ahead = (found.forward_comm[2] - found.forward_comm[1]) - (
         before.forward_comm[2] - before.forward_comm[1]
     )
@@ -88,11 +92,11 @@ def test_what_expert_ranks_add_to_activations(checkpointing: str) -> None:
     (kind,) = cut.shapes.kinds
     rows = (
         cut.tokens
-        * kind.chosen_experts
+        * kind.experts_per_token
         * (cut.graph.hidden_size + kind.expert_features)
         * cut.element_bytes
     )
-    more = 4 * (UNEVEN - 1) * rows if checkpointing == "none" else 0.0  # layers
+    more = 4 * (EXPERT_IMBALANCE - 1) * rows if checkpointing == "none" else 0.0  # layers
     kept = [estimate_memory(layout).stages[0].activations_bytes for layout in (before, cut)]
     assert kept[1] - kept[0] == pytest.approx(more, abs=2) and rows > 0
 
@@ -104,7 +108,7 @@ def test_tensor_ranks_that_hold_whole_experts() -> None:
         recipe_of(MIXTURE, cluster={"gpu": "h100-sxm-80gb"}, target="megatron"), graph_of(MIXTURE)
     )
 
-    def found(**more: object) -> Layout:
+    def found(**more: object) -> PricedLayout:
         keys = {
             "tensor": 2,
             "pipeline": 1,
@@ -113,17 +117,17 @@ def test_tensor_ranks_that_hold_whole_experts() -> None:
             "expert": 2,
             **more,
         }
-        return place(megatron, change(**keys), default_constants())
+        return with_stages_assigned(megatron, change(**keys), default_constants())
 
     cut, whole = found(), found(expert_tensor=1)
     experts = 4 * 3 * 8 * 64 * 128 // 2  # on two tensor ranks
-    assert cut.strategy.expert_parts == 2 and whole.strategy.expert_parts == 1
+    assert cut.strategy.expert_shard_ratio == 2 and whole.strategy.expert_shard_ratio == 1
     before, after = (estimate_memory(layout).stages[0] for layout in (cut, whole))
     assert after.parameters_bytes - before.parameters_bytes == experts // 2 * cut.element_bytes
     assert after.optimizer_bytes == before.optimizer_bytes
-    assert found(expert_tensor=1, expert=4).strategy.expert_parts == 2
+    assert found(expert_tensor=1, expert=4).strategy.expert_shard_ratio == 2
     assert (
-        exchanged_seconds(whole)[1] < exchanged_seconds(cut)[1]
+        expert_exchange_seconds(whole)[1] < expert_exchange_seconds(cut)[1]
     )  # no rows are gathered over tensor ranks
     # One data rank: the experts' gradients alone are on two ranks.
     alone = found(data=1, expert=1, expert_tensor=1, zero_stage=0)
@@ -151,11 +155,11 @@ def test_a_rank_of_the_plan_holds_its_own_experts() -> None:
     strategy = change(tensor=1, pipeline=1, data=8, expert=4)
     layout = layout_of(strategy)
     partition, problem = (
-        StagePartition(boundaries=layout.boundaries, schedule=strategy.schedule),
+        LayerStages(boundaries=layout.boundaries, schedule=strategy.schedule),
         layout.problem,
     )
     tensor_map = tensor_parallel_map(problem.graph, 1)
-    ranks = place_ranks(
+    ranks = build_rank_map(
         problem.graph, problem.cluster, strategy, partition, tensor_map, problem.recipe
     )
     (stage,) = estimate_memory(layout).stages

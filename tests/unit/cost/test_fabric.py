@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.cluster.collective_bandwidth import fabrics, share_of_links
+from shardwright.cluster.collective_bandwidth import bandwidth_share, fabrics
 from shardwright.recipe.literal_types import Fabric
 
 EFA = fabrics()["efa"]
@@ -15,26 +15,27 @@ SIZE = EFA["adapter_bytes"]
 def test_full_nodes_reach_what_was_measured(fabric: Fabric) -> None:
     curve = fabrics()[fabric]
     for ranks, share in zip(curve["ranks"], curve["all_gather"], strict=True):
-        found = share_of_links(fabric, "all_gather", ranks, ranks // 8, curve["adapter_bytes"])
+        found = bandwidth_share(fabric, "all_gather", ranks, ranks // 8, curve["adapter_bytes"])
         assert found == pytest.approx(share)
 
 
 def test_ranks_that_are_spread_over_more_nodes_reach_less() -> None:
-    shares = [share_of_links("efa", "all_reduce", 32, nodes, SIZE) for nodes in (4, 8, 16, 32)]
+    shares = [bandwidth_share("efa", "all_reduce", 32, nodes, SIZE) for nodes in (4, 8, 16, 32)]
     assert shares == sorted(shares, reverse=True) and shares[0] > shares[-1]
     # And more than as many full nodes, whose ring is longer.
-    assert shares[-1] > (share_of_links("efa", "all_reduce", 256, 32, SIZE) or 1.0)
+    assert shares[-1] > (bandwidth_share("efa", "all_reduce", 256, 32, SIZE) or 1.0)
 
 
 def test_larger_messages_reach_more_up_to_the_whole_link() -> None:
     shares = [
-        share_of_links("efa", "all_gather", 64, 8, SIZE * factor) for factor in (1 / 32, 1, 32, 1e6)
+        bandwidth_share("efa", "all_gather", 64, 8, SIZE * factor)
+        for factor in (1 / 32, 1, 32, 1e6)
     ]
     assert shares[1] == pytest.approx(0.1725)
     assert shares[0] == pytest.approx(shares[1] / 2) and shares[2] == pytest.approx(2 * shares[1])
     assert shares[3] == pytest.approx(2 * shares[1]), "no more than twice of what was measured"
-    assert share_of_links("efa", "all_reduce", 16, 2, SIZE * 1e6) == 1.0
+    assert bandwidth_share("efa", "all_reduce", 16, 2, SIZE * 1e6) == 1.0
 
 
 def test_a_fabric_without_a_curve_has_no_share() -> None:
-    assert share_of_links("infiniband", "all_reduce", 64, 8, SIZE) is None
+    assert bandwidth_share("infiniband", "all_reduce", 64, 8, SIZE) is None

@@ -13,21 +13,21 @@ import pytest
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.goodput import (
     STATE_BYTES,
-    Disturbances,
+    FailureModel,
     Goodput,
     auto_interval,
     expected_seconds,
     goodput,
     goodput_constants,
-    goodput_words,
+    goodput_lines,
     node_checkpoint_bytes,
     young_daly_seconds,
 )
-from shardwright.cost.priced_layout import lay_out, placed
-from shardwright.layout.layout import Strategy
+from shardwright.cost.priced_layout import build_priced_layout, with_boundaries
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.layout_resolution import as_planned
+from shardwright.search.layout_resolution import price_planned_layout
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
@@ -39,10 +39,10 @@ from tests.unit.models.factory import (
 )
 
 STEP_SECONDS = 20.0
-AT_2048_NODES = Disturbances(mtbf_seconds=11_135, save_seconds=2.44, restart_seconds=1_820)
+AT_2048_NODES = FailureModel(mtbf_seconds=11_135, save_seconds=2.44, restart_seconds=1_820)
 
 
-def simulated(d: Disturbances, steps: int, interval: int, chance: random.Random) -> float:
+def simulated(d: FailureModel, steps: int, interval: int, chance: random.Random) -> float:
     """Seconds of one training, failure by failure."""
     now, saved, fails_at = 0.0, 0, chance.expovariate(1 / d.mtbf_seconds)
     while saved < steps:
@@ -64,15 +64,15 @@ def simulated(d: Disturbances, steps: int, interval: int, chance: random.Random)
         (AT_2048_NODES, 3_000, 500),  # nearly every stretch fails
         (AT_2048_NODES, 1_007, 100),  # a shorter one at the end
         (
-            Disturbances(mtbf_seconds=900, save_seconds=300, restart_seconds=1_200),
+            FailureModel(mtbf_seconds=900, save_seconds=300, restart_seconds=1_200),
             300,
             17,
         ),  # restarts fail too
-        (Disturbances(mtbf_seconds=1e6, save_seconds=60, restart_seconds=600), 20_000, 500),
+        (FailureModel(mtbf_seconds=1e6, save_seconds=60, restart_seconds=600), 20_000, 500),
     ],
 )
 def test_the_expected_time_is_that_of_simulated_failures(
-    d: Disturbances, steps: int, interval: int
+    d: FailureModel, steps: int, interval: int
 ) -> None:
     chance = random.Random(7)
     times = [simulated(d, steps, interval, chance) for _ in range(2_000)]
@@ -86,7 +86,7 @@ def test_the_expected_time_is_that_of_simulated_failures(
 @pytest.mark.parametrize("save", [1.0, 60.0, 600.0])
 def test_the_interval_is_next_to_the_best_one(mtbf: float, save: float) -> None:
     d, step, steps = (
-        Disturbances(mtbf_seconds=mtbf, save_seconds=save, restart_seconds=900),
+        FailureModel(mtbf_seconds=mtbf, save_seconds=save, restart_seconds=900),
         1.0,
         10**7,
     )
@@ -100,9 +100,9 @@ def test_the_interval_is_next_to_the_best_one(mtbf: float, save: float) -> None:
 
 def test_young_is_the_first_term() -> None:
     """sqrt(2 d M) where a save is short beside the time between failures, M where it is longer."""
-    rare = Disturbances(mtbf_seconds=1e8, save_seconds=1, restart_seconds=0)
+    rare = FailureModel(mtbf_seconds=1e8, save_seconds=1, restart_seconds=0)
     assert young_daly_seconds(rare) == pytest.approx(math.sqrt(2 * 1e8), rel=1e-3)
-    often = Disturbances(mtbf_seconds=10, save_seconds=20, restart_seconds=0)
+    often = FailureModel(mtbf_seconds=10, save_seconds=20, restart_seconds=0)
     assert young_daly_seconds(often) == 10
     just = dataclasses.replace(often, save_seconds=19.999)
     assert young_daly_seconds(just) == pytest.approx(8.89, abs=0.01)  # 20 (1 + 1/3 + 1/9) - 20
@@ -126,20 +126,20 @@ def test_the_figures_of_2048_nodes() -> None:
 
 
 def test_without_failures_only_the_saves_are_lost() -> None:
-    never = Disturbances(mtbf_seconds=1e15, save_seconds=3, restart_seconds=600)
+    never = FailureModel(mtbf_seconds=1e15, save_seconds=3, restart_seconds=600)
     spent = expected_seconds(never, 2.0, 1_001, 100)
     assert (spent.trained, spent.saves) == (2_002, 33)
     assert spent.lost == pytest.approx(0, abs=1e-6) and spent.restarts == pytest.approx(0, abs=1e-6)
 
 
 def test_failures_before_every_save_never_end() -> None:
-    tiny = Disturbances(mtbf_seconds=1e-3, save_seconds=3, restart_seconds=600)
+    tiny = FailureModel(mtbf_seconds=1e-3, save_seconds=3, restart_seconds=600)
     assert expected_seconds(tiny, 2.0, 100, 1).total == math.inf
     hopeless = expected_seconds(dataclasses.replace(tiny, mtbf_seconds=60.0), 2.0, 1_000, 1_000)
     assert math.isfinite(hopeless.total) and hopeless.trained / hopeless.total < 1e-6
 
 
-BASE = Strategy(
+BASE = Layout(
     tensor=2,
     pipeline=2,
     data=4,
@@ -153,18 +153,20 @@ BASE = Strategy(
 
 
 def nodes_of(
-    strategy: Strategy, config: dict[str, JsonValue], nodes: int, recipe: Recipe | None = None
+    strategy: Layout, config: dict[str, JsonValue], nodes: int, recipe: Recipe | None = None
 ) -> list[float]:
     problem = laid_out(strategy, config, nodes, recipe)
-    layout = lay_out(problem, strategy, default_constants())
+    layout = build_priced_layout(problem, strategy, default_constants())
     layers = len(problem.graph.layers)
     return node_checkpoint_bytes(
-        placed(layout, tuple(layers * s // strategy.stages for s in range(strategy.stages + 1)))
+        with_boundaries(
+            layout, tuple(layers * s // strategy.stages for s in range(strategy.stages + 1))
+        )
     )
 
 
 def laid_out(
-    strategy: Strategy, config: dict[str, JsonValue], nodes: int, recipe: Recipe | None = None
+    strategy: Layout, config: dict[str, JsonValue], nodes: int, recipe: Recipe | None = None
 ) -> Problem:
     recipe = recipe or recipe_of(config)
     cluster = dataclasses.replace(
@@ -190,9 +192,7 @@ def laid_out(
     ],
     ids=["pipeline", "zero-3", "zero-0", "context-zero-0", "context", "dualpipev"],
 )
-def test_the_nodes_write_every_element_once(
-    strategy: Strategy, config: dict[str, JsonValue]
-) -> None:
+def test_the_nodes_write_every_element_once(strategy: Layout, config: dict[str, JsonValue]) -> None:
     nodes = nodes_of(strategy, config, 4)
     assert sum(nodes) == pytest.approx(STATE_BYTES * graph_of(config).total_parameters, rel=1e-12)
     if strategy.zero_stage == 0:  # the first data rank's node writes all of it
@@ -212,7 +212,7 @@ def expected(
     )  # type: ignore[arg-type]
     strategy = dataclasses.replace(BASE, pipeline=1, data=nodes * 4, tensor=2)
     problem = laid_out(strategy, LLAMA_8B, nodes, recipe)
-    _, estimate = as_planned(problem, strategy, (0, len(problem.graph.layers)))
+    _, estimate = price_planned_layout(problem, strategy, (0, len(problem.graph.layers)))
     found = goodput(problem, estimate, measured=measured)
     assert found is not None
     return found, recipe
@@ -265,7 +265,7 @@ def test_where_the_numbers_come_from() -> None:
 
 def test_the_words() -> None:
     often = expected(nodes=64, every=100, node_mtbf_hours=200.0)[0]
-    lines = goodput_words(often)
+    lines = goodput_lines(often)
     assert (
         len(lines) == 3
         and "a failure every 3.12 hours" in lines[0]
@@ -274,7 +274,7 @@ def test_the_words() -> None:
     assert "half the save is worth" in lines[2]
     last = expected(nodes=64, node_mtbf_hours=0.5)[0]
     assert last.interval_steps is None and last.fraction < 1e-3
-    assert goodput_words(last)[0].startswith(
+    assert goodput_lines(last)[0].startswith(
         "less than 0.1% of the time trains: a failure every 28.1 seconds"
     )
     json.dumps(dataclasses.asdict(last), allow_nan=False)
@@ -287,12 +287,14 @@ def test_epochs_know_the_share_and_not_the_days() -> None:
     def of(every: object) -> Goodput | None:
         section = dataclasses.replace(recipe.checkpoint, every_steps=every)  # type: ignore[arg-type]
         problem = laid_out(strategy, LLAMA_8B, 2, dataclasses.replace(recipe, checkpoint=section))
-        return goodput(problem, as_planned(problem, strategy, (0, len(problem.graph.layers)))[1])
+        return goodput(
+            problem, price_planned_layout(problem, strategy, (0, len(problem.graph.layers)))[1]
+        )
 
     found = of("auto")
     assert of(None) is None and found is not None
     assert (
         found.expected_days is None and 0.9 < found.fraction < 1 and (found.interval_steps or 0) > 1
     )
-    (words,) = goodput_words(found)
+    (words,) = goodput_lines(found)
     assert "of the time trains" in words and "auto" not in words

@@ -12,11 +12,16 @@ from shardwright.cluster.cluster_types import Cluster
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layout_costs import price
-from shardwright.cost.peak_memory import estimate_memory, framework_bytes, states_bytes
-from shardwright.layout.layout import Strategy
+from shardwright.cost.peak_memory import estimate_memory, framework_bytes, model_state_bytes
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_types import LoraSection, Recipe
-from shardwright.search.layout_resolution import estimate_strategy, settle, with_hpz, without_hpz
+from shardwright.search.layout_resolution import (
+    estimate_layout,
+    resolve_layout,
+    with_hpz,
+    without_hpz,
+)
 from tests.unit.cost.test_estimate import change
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
@@ -26,7 +31,7 @@ ZERO3 = change(
 )
 
 
-def recipe_for(strategy: Strategy = ZERO3, **cluster: object) -> Recipe:
+def recipe_for(strategy: Layout = ZERO3, **cluster: object) -> Recipe:
     batch = strategy.data * strategy.micro_batch_size * strategy.gradient_accumulation_steps
     nodes = strategy.tensor * strategy.data // 8
     slow = {"nodes": nodes, "gpu": "a100-sxm4-80gb", "inter_node_gbits_per_second": 25.0, **cluster}
@@ -35,15 +40,15 @@ def recipe_for(strategy: Strategy = ZERO3, **cluster: object) -> Recipe:
     )
 
 
-def estimate(strategy: Strategy, recipe: Recipe, cluster: Cluster | None = None) -> Estimate:
-    return estimate_strategy(
+def estimate(strategy: Layout, recipe: Recipe, cluster: Cluster | None = None) -> Estimate:
+    return estimate_layout(
         problem_of(recipe, graph_of(LLAMA_8B), cluster or resolve_cluster(recipe.cluster)), strategy
     )
 
 
-def both(recipe: Recipe, strategy: Strategy) -> tuple[Estimate, Estimate]:
+def both(recipe: Recipe, strategy: Layout) -> tuple[Estimate, Estimate]:
     """Without the second copy, and with it."""
-    layout, _ = settle(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
+    layout, _ = resolve_layout(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
     copied = with_hpz(layout)
     assert copied is not None
     plain = without_hpz(layout)
@@ -63,11 +68,11 @@ def test_it_is_taken_over_slow_links() -> None:
 def test_what_it_adds_to_memory() -> None:
     """A share of the weights in half precision, and one communicator more."""
     recipe = recipe_for()
-    layout, _ = settle(problem_of(recipe, graph_of(LLAMA_8B)), ZERO3)
+    layout, _ = resolve_layout(problem_of(recipe, graph_of(LLAMA_8B)), ZERO3)
     assert layout.strategy.hpz_partition_size == 8
     held = graph_of(LLAMA_8B).total_parameters
-    parameters, *rest = states_bytes(layout, held)
-    before, *as_before = states_bytes(without_hpz(layout), held)
+    parameters, *rest = model_state_bytes(layout, held)
+    before, *as_before = model_state_bytes(without_hpz(layout), held)
     assert parameters - before == 2 * held / 8
     assert rest == as_before
     more = framework_bytes(layout) - framework_bytes(without_hpz(layout))
@@ -125,7 +130,7 @@ def test_frozen_weights_never_leave_the_node() -> None:
     ],
     ids=["one-node", "zero-2", "tensor-fills-the-node", "offload-optimizer", "offload-parameters"],
 )
-def test_where_there_can_be_none(strategy: Strategy) -> None:
+def test_where_there_can_be_none(strategy: Layout) -> None:
     assert (
         estimate(strategy, recipe_for(strategy, host_memory_gib=2000.0)).strategy.hpz_partition_size
         == 1
@@ -204,7 +209,7 @@ def never_costs(
     small = dataclasses.replace(
         cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib)
     )
-    layout, memory = settle(problem_of(recipe, graph_of(LLAMA_8B), small), strategy)
+    layout, memory = resolve_layout(problem_of(recipe, graph_of(LLAMA_8B), small), strategy)
     TAKEN.append(layout.strategy.hpz_partition_size > 1)
     if TAKEN[-1]:
         plain = without_hpz(layout)

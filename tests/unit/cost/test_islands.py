@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from shardwright.compile import estimate_recipe
-from shardwright.compiled_folder import as_planned
+from shardwright.compiled_folder import price_planned_layout
 from shardwright.cost.cost_breakdown import break_down
-from shardwright.cost.diloco_costs import DATA_PARALLEL, ISLANDS, inner_seconds, islands_cost
+from shardwright.cost.diloco_costs import DATA_PARALLEL, ISLANDS, inner_step_seconds, islands_cost
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search.rule_registry import check_layout
 from tests.unit.models.factory import SMALL_LLAMA, graph_of
@@ -109,7 +109,7 @@ def test_the_outer_step_is_a_part_of_the_step(tmp_path: Path) -> None:
     assert time.outer_comm_seconds == pytest.approx(bytes_sent * 8 / 1e6 / 100)
     parts = [getattr(time, f.name) for f in dataclasses.fields(time) if f.name.endswith("_seconds")]
     assert sum(parts) - time.step_seconds == pytest.approx(time.step_seconds, rel=1e-6)
-    assert inner_seconds(time) == pytest.approx(plain.time.step_seconds)
+    assert inner_step_seconds(time) == pytest.approx(plain.time.step_seconds)
     for rate in (
         "tokens_per_second_per_gpu",
         "model_tflops_per_gpu",
@@ -122,7 +122,7 @@ def test_the_outer_step_is_a_part_of_the_step(tmp_path: Path) -> None:
     # GPU hours and money are those of all islands.
     assert estimate.training.gpu_hours == pytest.approx(1000 * time.step_seconds / 3600 * 16)
     assert estimate.training.cost == pytest.approx(2 * estimate.training.gpu_hours)
-    layout, same = as_planned(problem, estimate.strategy, estimate.boundaries)
+    layout, same = price_planned_layout(problem, estimate.strategy, estimate.boundaries)
     found = break_down(layout, same)
     assert found.step.total_seconds == pytest.approx(time.step_seconds)
     assert found.step.outer_comm_seconds == time.outer_comm_seconds

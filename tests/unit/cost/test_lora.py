@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.models.lora_targets import adapters, target_modules
+from shardwright.models.lora_targets import adapted_modules, adapter_sizes
 from shardwright.recipe.recipe_types import LoraSection
-from shardwright.search.layout_resolution import estimate_strategy
+from shardwright.search.layout_resolution import estimate_layout
 from tests.unit.cost.test_estimate import change
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
@@ -29,12 +29,12 @@ def estimate(zero_stage: int, lora: LoraSection | None, checkpointing: str = "fu
         zero_stage=zero_stage,
         activation_checkpointing=checkpointing,
     )
-    return estimate_strategy(problem_of(recipe, graph_of(LLAMA_8B)), layout)
+    return estimate_layout(problem_of(recipe, graph_of(LLAMA_8B)), layout)
 
 
 def test_auto_is_every_linear_of_a_layer() -> None:
     graph = graph_of(LLAMA_8B)
-    names = target_modules(graph, LORA)
+    names = adapted_modules(graph, LORA)
     assert set(names) == {
         "q_proj",
         "k_proj",
@@ -44,7 +44,7 @@ def test_auto_is_every_linear_of_a_layer() -> None:
         "up_proj",
         "down_proj",
     }
-    assert sum(sum(adapters(layer, names, 16)) for layer in graph.layers) == ADAPTERS
+    assert sum(sum(adapter_sizes(layer, names, 16)) for layer in graph.layers) == ADAPTERS
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])

@@ -15,26 +15,26 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.prediction_errors import (
     LEAST_RUNS,
     LEAST_SOURCES,
-    bench,
-    error_fields,
-    error_words,
+    error_bar_text,
+    error_benchmark,
+    error_json_fields,
     generation_of,
     prediction_error,
-    regime_words,
+    regime_text,
     regimes,
 )
-from shardwright.cost.priced_layout import Layout
-from shardwright.engines.engine_table import title_of
-from shardwright.layout.layout import Strategy
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.engines.engine_table import engine_title
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import PredictionError
 from shardwright.recipe.recipe_types import LoraSection
-from shardwright.search.layout_resolution import place
+from shardwright.search.layout_resolution import with_stages_assigned
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 from tools.fit_cost.bench_cost import half_width
 
 MIXTURE: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4}
-PLAIN = Strategy(
+PLAIN = Layout(
     tensor=2,
     pipeline=2,
     data=2,
@@ -58,7 +58,7 @@ def layout_of(
     lora: LoraSection | None = None,
     target: str = "deepspeed",
     **layout: Any,
-) -> Layout:
+) -> PricedLayout:
     recipe = recipe_of(
         config,
         cluster={"gpu": gpu, "nodes": nodes},
@@ -67,7 +67,9 @@ def layout_of(
     )
     recipe = dataclasses.replace(recipe, lora=lora, target=target)
     strategy = dataclasses.replace(PLAIN, **layout)
-    return place(problem_of(recipe, graph_of(config or SMALL_LLAMA)), strategy, default_constants())
+    return with_stages_assigned(
+        problem_of(recipe, graph_of(config or SMALL_LLAMA)), strategy, default_constants()
+    )
 
 
 def error_of(**kind: Any) -> PredictionError:
@@ -90,24 +92,24 @@ def test_where_runs_stand_behind_it(gpu: str, kind: dict[str, Any]) -> None:
     layout = layout_of(gpu=gpu, **kind)
     words, _, wider = found.step_time_regime.partition("; as wide as ")
     name, _, runs = words.rpartition(": ")
-    band, generation = bench().time.bands[name], generation_of(gpu)
+    band, generation = error_benchmark().time.bands[name], generation_of(gpu)
     here = band.gpus[generation]
     assert name in regimes(layout) and band.runs >= LEAST_RUNS and band.sources >= LEAST_SOURCES
     assert runs == f"{band.runs} runs" + (
         "" if here == band.runs else f", {here} of them on {generation}"
     )
-    engine = title_of(layout.recipe.target, layout.recipe.assume.kernels)
-    own = bench().time.bands[f"{engine}, plain"]
+    engine = engine_title(layout.recipe.target, layout.recipe.assume.kernels)
+    own = error_benchmark().time.bands[f"{engine}, plain"]
     assert (
         found.step_time == (own if wider else band).half_width > 0 and found.step_time_reason == ""
     )
     assert not wider or (wider == f"{own.runs} of {engine}" and own.half_width > band.half_width)
     # The narrowest one: those before it have too few runs, or none on such GPUs.
     for other in regimes(layout)[: regimes(layout).index(name)]:
-        narrower = bench().time.bands.get(other)
-        assert narrower is None or not narrower.tells or generation not in narrower.gpus
-    assert regime_words(found) == found.step_time_regime
-    assert error_fields(found)["time"]["step_error_fraction"] == found.step_time
+        narrower = error_benchmark().time.bands.get(other)
+        assert narrower is None or not narrower.has_enough_runs or generation not in narrower.gpus
+    assert regime_text(found) == found.step_time_regime
+    assert error_json_fields(found)["time"]["step_error_fraction"] == found.step_time
 
 
 @pytest.mark.parametrize(
@@ -129,9 +131,9 @@ def test_where_none_does(kind: dict[str, Any], reason: str) -> None:
     found = error_of(**kind)
     assert (found.step_time, found.memory) == (None, None)
     assert found.step_time_reason == found.memory_reason == reason
-    assert error_words(found).startswith(f"not calibrated ({reason}): ")
-    assert regime_words(found) == f"not calibrated ({reason})"
-    fields = error_fields(found)
+    assert error_bar_text(found).startswith(f"not calibrated ({reason}): ")
+    assert regime_text(found) == f"not calibrated ({reason})"
+    fields = error_json_fields(found)
     assert (
         fields["time"]["step_error_fraction"] is None
         and fields["memory"]["peak_error_fraction"] is None
@@ -143,14 +145,16 @@ def test_a_gpu_of_the_recipes_own() -> None:
     cluster = resolve_cluster(recipe.cluster)
     cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, name="inline"))
     found = prediction_error(
-        place(problem_of(recipe, graph_of(SMALL_LLAMA), cluster), PLAIN, default_constants())
+        with_stages_assigned(
+            problem_of(recipe, graph_of(SMALL_LLAMA), cluster), PLAIN, default_constants()
+        )
     )
     assert found.step_time_reason == "a GPU of your own numbers"
 
 
 def test_regimes_are_nested() -> None:
     """Each has the runs of those inside it, and none has runs of another kind."""
-    for runs in (bench().time, bench().memory):
+    for runs in (error_benchmark().time, error_benchmark().memory):
         for kind in ({}, {"kernels": "hf"}, {"config": MIXTURE}, {"target": "megatron"}):
             names = regimes(layout_of(**kind))
             assert all(f", {'experts' if 'config' in kind else 'plain'}" in name for name in names)
@@ -171,6 +175,6 @@ def test_the_file_is_of_the_bench() -> None:
         resources.files("shardwright.cost").joinpath("measured.json").read_text("utf-8")
     )
     assert (
-        written["time"]["runs"] == bench().time.runs >= 600
-        and written["projects"] == bench().projects
+        written["time"]["runs"] == error_benchmark().time.runs >= 600
+        and written["projects"] == error_benchmark().projects
     )

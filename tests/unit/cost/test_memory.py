@@ -9,11 +9,11 @@ import pytest
 
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.peak_memory import estimate_memory
-from shardwright.cost.priced_layout import Layout
-from shardwright.layout.layout import Strategy
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.layout.layout import Layout
 from shardwright.layout.zero_buckets import BUCKET_NUMEL
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.layout_resolution import place
+from shardwright.search.layout_resolution import with_stages_assigned
 from tests.unit.cost.test_estimate import BASE, change
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 from tools.fit_cost.live_memory import live_bytes
@@ -28,8 +28,8 @@ def recipe(*, gpu: str = "h100-sxm-80gb", **training: object) -> Recipe:
     )
 
 
-def layout_of(strategy: Strategy, of: Recipe) -> Layout:
-    return place(problem_of(of, graph_of(LLAMA_8B)), strategy)
+def layout_of(strategy: Layout, of: Recipe) -> PricedLayout:
+    return with_stages_assigned(problem_of(of, graph_of(LLAMA_8B)), strategy)
 
 
 def test_the_optimizers_float32_gradients_never_meet_the_activations() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shardwright.cost.cost_breakdown import break_down
-from shardwright.cost.peak_memory import RankBytes, estimate_memory
-from shardwright.cost.priced_layout import Layout
+from shardwright.cost.peak_memory import RankMemoryModel, estimate_memory
+from shardwright.cost.priced_layout import PricedLayout
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.search.layout_resolution import estimate_strategy, place
+from shardwright.search.layout_resolution import estimate_layout, with_stages_assigned
 from tests.unit.cost.test_estimate import change
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def layout_of(layout: dict[str, Any], choice: object, **more: Any) -> Layout:
+def layout_of(layout: dict[str, Any], choice: object, **more: Any) -> PricedLayout:
     batch = change(**layout).data * change(**layout).gradient_accumulation_steps
     recipe = recipe_of(
         LLAMA_8B,
@@ -35,13 +35,13 @@ def layout_of(layout: dict[str, Any], choice: object, **more: Any) -> Layout:
         assume={"ignore_memory": True},  # the stages are cut by time alone
         **more,
     )
-    return place(
+    return with_stages_assigned(
         problem_of(recipe, graph_of(LLAMA_8B)), change(**layout, activation_checkpointing=choice)
     )
 
 
-def step(layout: Layout) -> float:
-    return estimate_strategy(layout.problem, layout.strategy).time.step_seconds
+def step(layout: PricedLayout) -> float:
+    return estimate_layout(layout.problem, layout.strategy).time.step_seconds
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -54,7 +54,7 @@ def test_all_layers_of_a_stage_are_full(name: str) -> None:
     if some.boundaries == full.boundaries:
         assert ours == theirs
     if name in ("one", "tensor", "zero-3"):
-        priced, plain = (estimate_strategy(x.problem, x.strategy) for x in (some, full))
+        priced, plain = (estimate_layout(x.problem, x.strategy) for x in (some, full))
         assert priced.time.step_seconds == pytest.approx(plain.time.step_seconds, rel=1e-12)
         assert priced.time.hardware_tflops_per_gpu == pytest.approx(
             plain.time.hardware_tflops_per_gpu, rel=1e-12
@@ -79,7 +79,7 @@ def test_each_layer_more_takes_time_and_frees_memory(name: str) -> None:
 def test_what_a_stage_keeps() -> None:
     """Of 32 layers the inputs of 12 and everything of 20, for each micro-batch."""
     none, full, partial = (
-        RankBytes(layout_of({}, x)) for x in ("none", "full", PartialCheckpointing(full=12))
+        RankMemoryModel(layout_of({}, x)) for x in ("none", "full", PartialCheckpointing(full=12))
     )
     ends = none.kept_bytes(0, 1)
     some, every = full.kept_bytes(2, 3), none.kept_bytes(2, 3)
@@ -105,7 +105,7 @@ def test_the_parts_say_what_is_run_again() -> None:
         layout_of({"tensor": 4, "data": 2}, choice)
         for choice in ("none", PartialCheckpointing(full=8), "full")
     ]
-    steps = [break_down(x, estimate_strategy(x.problem, x.strategy)).step for x in layouts]
+    steps = [break_down(x, estimate_layout(x.problem, x.strategy)).step for x in layouts]
     again = [s.recompute_seconds for s in steps]
     assert again[0] == 0 and again[1] == pytest.approx(again[2] * 8 / LAYERS)
     comm = [s.tensor_backward_seconds for s in steps]
@@ -119,7 +119,7 @@ def test_megatron_counts_its_layers_likewise() -> None:
     flops = []
     for choice in ("none", PartialCheckpointing(full=4), "full"):
         layout = layout_of(PIPELINE, choice, target="megatron")
-        time = estimate_strategy(layout.problem, layout.strategy).time
+        time = estimate_layout(layout.problem, layout.strategy).time
         flops.append(time.hardware_tflops_per_gpu / time.model_tflops_per_gpu)
     # Four stages of eight layers each.
     assert flops[1] - flops[0] == pytest.approx((flops[2] - flops[0]) / 2)

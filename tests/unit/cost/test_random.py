@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from shardwright.cluster.cluster_types import Cluster
 from shardwright.cluster.gpu_catalogue import catalogue, resolve_cluster
 from shardwright.diagnostics import Refusal
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.layout_resolution import estimate_strategy
+from shardwright.search.layout_resolution import estimate_layout
 from shardwright.search.rule_registry import check_layout
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import (
@@ -49,7 +49,7 @@ SLACK = 1 + 1e-9
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Recipe, ModelGraph, Cluster, Strategy]:
+def layouts(draw: st.DrawFn) -> tuple[Recipe, ModelGraph, Cluster, Layout]:
     """A layout that divides its world and its batch; the rules may forbid it all the same."""
     config = MODELS[draw(st.sampled_from(sorted(MODELS)))]
     tensor, pipeline, data = (
@@ -85,7 +85,7 @@ def layouts(draw: st.DrawFn) -> tuple[Recipe, ModelGraph, Cluster, Strategy]:
         },
         target=draw(st.sampled_from(("deepspeed", "deepspeed", "megatron"))),
     )
-    strategy = Strategy(
+    strategy = Layout(
         tensor=tensor,
         pipeline=pipeline,
         data=data,
@@ -142,7 +142,7 @@ def in_reason(estimate: Estimate, recipe: Recipe, cluster: Cluster, *, legal: bo
         assert estimate.feasible == (memory.fits or recipe.assume.ignore_memory)
 
 
-def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
+def check(case: tuple[Recipe, ModelGraph, Cluster, Layout]) -> None:
     recipe, graph, cluster, strategy = case
     broken = [
         d.code
@@ -150,7 +150,7 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
         if d.severity == "error"
     ]
     try:
-        plain = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
+        plain = estimate_layout(problem_of(recipe, graph, cluster), strategy)
     except Refusal as refusal:
         assert {d.code for d in refusal.diagnostics} & {"SW3101", "SW3102"}
         return
@@ -160,10 +160,10 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
         cluster, gpu=dataclasses.replace(gpu, memory_gib=gpu.memory_gib * 1.5)
     )
     assert (
-        estimate_strategy(problem_of(recipe, graph, larger), strategy).memory.fits
+        estimate_layout(problem_of(recipe, graph, larger), strategy).memory.fits
         or not plain.memory.fits
     )
-    assert estimate_strategy(problem_of(recipe, graph, cluster), strategy) == plain
+    assert estimate_layout(problem_of(recipe, graph, cluster), strategy) == plain
     if strategy.pipeline > 1 and strategy.zero_stage > 1:
         # no engine runs it: its stages are cut by a step that knows no collective of each
         # micro-batch
@@ -177,17 +177,17 @@ def check(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
     # Faster links have larger buffers, and what just fitted may be cut otherwise: where memory
     # binds nothing, then.
     roomy = dataclasses.replace(cluster, gpu=dataclasses.replace(gpu, memory_gib=1e6))
-    unbound = estimate_strategy(problem_of(recipe, graph, roomy), strategy).time.step_seconds
+    unbound = estimate_layout(problem_of(recipe, graph, roomy), strategy).time.step_seconds
     # Of many layers the partition is found by a descent: not always the very best one.
     slack = SLACK if strategy.pipeline == 1 else 1.01
     for link in ("intra_node_bytes_per_second", "inter_node_bytes_per_second"):
         faster = dataclasses.replace(roomy, **{link: 2 * getattr(roomy, link)})
         assert (
-            estimate_strategy(problem_of(recipe, graph, faster), strategy).time.step_seconds
+            estimate_layout(problem_of(recipe, graph, faster), strategy).time.step_seconds
             <= unbound * slack
         )
     swifter = dataclasses.replace(roomy.gpu, hbm_bytes_per_second=2 * gpu.hbm_bytes_per_second)
-    found = estimate_strategy(
+    found = estimate_layout(
         problem_of(recipe, graph, dataclasses.replace(roomy, gpu=swifter)), strategy
     )
     assert found.time.step_seconds <= unbound * slack
@@ -198,7 +198,7 @@ SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "
 
 @settings(max_examples=300, **SETTINGS)  # type: ignore[arg-type]
 @given(layouts())
-def test_random_layouts_are_in_reason(case: tuple[Recipe, ModelGraph, Cluster, Strategy]) -> None:
+def test_random_layouts_are_in_reason(case: tuple[Recipe, ModelGraph, Cluster, Layout]) -> None:
     check(case)
 
 
@@ -206,6 +206,6 @@ def test_random_layouts_are_in_reason(case: tuple[Recipe, ModelGraph, Cluster, S
 @settings(max_examples=10_000, **SETTINGS)  # type: ignore[arg-type]
 @given(layouts())
 def test_ten_thousand_random_layouts_are_in_reason(
-    case: tuple[Recipe, ModelGraph, Cluster, Strategy],
+    case: tuple[Recipe, ModelGraph, Cluster, Layout],
 ) -> None:
     check(case)

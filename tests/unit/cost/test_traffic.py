@@ -9,10 +9,10 @@ from unittest.mock import patch
 import pytest
 
 from shardwright.cost import zero3_gathers
-from shardwright.cost.communication_bytes import layer_reductions, messages, step_traffic
-from shardwright.cost.priced_layout import Layout
-from shardwright.layout.layout import Strategy
-from shardwright.search.layout_resolution import place
+from shardwright.cost.communication_bytes import layer_all_reduces, pipeline_sends, step_traffic
+from shardwright.cost.priced_layout import PricedLayout
+from shardwright.layout.layout import Layout
+from shardwright.search.layout_resolution import with_stages_assigned
 from tests.unit.cost.test_estimate import BASE, sized
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
@@ -21,16 +21,16 @@ LAYER, NUMEL = 218_112_000, 8_030_261_248
 """Elements of a decoder layer and of all of Llama-3.1-8B."""
 
 
-def layout_of(strategy: Strategy) -> Layout:
+def layout_of(strategy: Layout) -> PricedLayout:
     batch = strategy.micro_batch_size * strategy.gradient_accumulation_steps * strategy.data
     recipe = sized(recipe_of(LLAMA_8B), batch, strategy.world_size, 1)
-    return place(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
+    return with_stages_assigned(problem_of(recipe, graph_of(LLAMA_8B)), strategy)
 
 
-def again(strategy: Strategy, live: int) -> int:
+def again(strategy: Layout, live: int) -> int:
     layout = layout_of(strategy)
     with patch.object(zero3_gathers, "LIVE_NUMEL", live):
-        return round(zero3_gathers.gathered_again(layout, layout.ranks[0]) * NUMEL)
+        return round(zero3_gathers.backward_gather_fraction(layout, layout.ranks[0]) * NUMEL)
 
 
 def test_the_last_layers_are_gathered_once() -> None:
@@ -60,9 +60,9 @@ def test_partial_checkpointing_is_between_none_and_all() -> None:
 
 def test_weights_that_stay_whole_take_memory() -> None:
     layout = layout_of(ZERO_3)
-    assert zero3_gathers.whole_weights(layout, layout.ranks[0]).kept == 128256 * 4096 + 4096
+    assert zero3_gathers.unsharded_weights(layout, layout.ranks[0]).kept == 128256 * 4096 + 4096
     with patch.object(zero3_gathers, "LIVE_NUMEL", 100 * NUMEL):
-        assert zero3_gathers.whole_weights(layout, layout.ranks[0]).kept == NUMEL
+        assert zero3_gathers.unsharded_weights(layout, layout.ranks[0]).kept == NUMEL
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,19 @@ def test_messages(schedule: str, ranks: list[int]) -> None:
     s = dataclasses.replace(
         BASE, pipeline=4, data=2, gradient_accumulation_steps=8, schedule=schedule
     )
-    assert [messages(layout_of(s), rank) for rank in range(4)] == ranks
+    assert [pipeline_sends(layout_of(s), rank) for rank in range(4)] == ranks
 
 
 def test_reductions_of_a_layer() -> None:
     s = dataclasses.replace(BASE, tensor=2, data=4)
-    assert layer_reductions(layout_of(s)) == (2, 0)
-    assert layer_reductions(layout_of(dataclasses.replace(s, activation_checkpointing="full"))) == (
+    assert layer_all_reduces(layout_of(s)) == (2, 0)
+    assert layer_all_reduces(
+        layout_of(dataclasses.replace(s, activation_checkpointing="full"))
+    ) == (
         2,
         1,
     )
-    assert layer_reductions(layout_of(BASE)) == (0, 0)
+    assert layer_all_reduces(layout_of(BASE)) == (0, 0)
 
 
 def test_what_one_rank_alone_moves() -> None:
@@ -105,4 +107,4 @@ def test_context_ranks() -> None:
     """Queries, output, and keys and values of 8 heads: (2 x 32 + 2 x 8) x 128 elements a token,
     forward and back."""
     layout = layout_of(dataclasses.replace(BASE, context=2, data=4))
-    assert step_traffic(layout, 0).trades == 4 * 32 * 2 * layout.tokens * 80 * 128 * 2
+    assert step_traffic(layout, 0).context_all_to_all == 4 * 32 * 2 * layout.tokens * 80 * 128 * 2

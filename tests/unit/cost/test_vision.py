@@ -8,16 +8,21 @@ import dataclasses
 import pytest
 
 from shardwright.cost.vision_encoder_flops import (
-    RowOfPictures,
-    largest_row,
-    tower_flops,
-    tower_kept_bytes,
+    SequenceImages,
+    largest_image_sequence,
+    vision_encoder_activation_bytes,
+    vision_encoder_flops,
 )
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.models.model_graph import ModelGraph, Parameter
-from shardwright.models.vision_encoder_cost import Vision, VisionKept, VisionLayer, Work
+from shardwright.models.vision_encoder_cost import (
+    ImageCost,
+    SavedVisionActivations,
+    VisionEncoder,
+    VisionLayer,
+)
 from shardwright.recipe.recipe_types import DataSection, ImagesSection, Recipe
-from shardwright.search.layout_resolution import estimate_strategy
+from shardwright.search.layout_resolution import estimate_layout
 from tests.unit.cost.test_estimate import change
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
 
@@ -28,15 +33,15 @@ HIDDEN, INNER = 1280, 3420
 
 def layer(name: str, forward: int) -> VisionLayer:
     kept = [
-        VisionKept(checkpointing=mode, element_bytes=2, bytes=Work(per_patch=size))
+        SavedVisionActivations(checkpointing=mode, element_bytes=2, bytes=ImageCost(per_patch=size))
         for mode, size in (("none", 34 * HIDDEN), ("full", 2 * HIDDEN))
     ]
-    work = Work(per_patch=forward, per_pair=4 * HIDDEN)
+    work = ImageCost(per_patch=forward, per_pair=4 * HIDDEN)
     return VisionLayer(
         name=name,
         widths=(INNER, HIDDEN),
         forward=work,
-        backward=Work(per_patch=2 * forward, per_pair=10 * HIDDEN),
+        backward=ImageCost(per_patch=2 * forward, per_pair=10 * HIDDEN),
         kept=tuple(dataclasses.replace(k, element_bytes=e) for k in kept for e in (2, 4)),
     )
 
@@ -48,7 +53,7 @@ def seeing(blocks: int = 4) -> ModelGraph:
     own += [Parameter(name="model.visual.patch.weight", shape=(HIDDEN, 1176))]
     own += [Parameter(name=f"{PROJECTOR}.weight", shape=(4096, HIDDEN))]
     first = dataclasses.replace(plain.layers[0], parameters=(*plain.layers[0].parameters, *own))
-    vision = Vision(
+    vision = VisionEncoder(
         patch=14,
         patches=0,
         patches_per_token=4.0,
@@ -100,23 +105,27 @@ def estimate(
         zero_stage=zero_stage,
         activation_checkpointing=again,
     )
-    return estimate_strategy(problem_of(given, graph), layout)
+    return estimate_layout(problem_of(given, graph), layout)
 
 
 def test_a_row_holds_no_more_patches_than_it_has_tokens_for() -> None:
     graph = seeing()
-    assert largest_row(recipe(length=2048), graph) == RowOfPictures(pictures=2, patches=4096)
-    assert largest_row(recipe(length=512), graph) == RowOfPictures(pictures=1, patches=2048)
-    assert largest_row(recipe(max_pixels=14 * 14 * 64), graph) == RowOfPictures(
+    assert largest_image_sequence(recipe(length=2048), graph) == SequenceImages(
+        pictures=2, patches=4096
+    )
+    assert largest_image_sequence(recipe(length=512), graph) == SequenceImages(
+        pictures=1, patches=2048
+    )
+    assert largest_image_sequence(recipe(max_pixels=14 * 14 * 64), graph) == SequenceImages(
         pictures=4, patches=64
     )
-    assert largest_row(recipe(), graph_of(LLAMA_8B)) is None
+    assert largest_image_sequence(recipe(), graph_of(LLAMA_8B)) is None
 
 
 def test_pictures_count_one_by_one() -> None:
     """Attention is inside a picture: four of them are four times one."""
     graph = seeing()
-    one, four = (tower_flops(recipe(per_row=n), graph)[0] for n in (1, 4))
+    one, four = (vision_encoder_flops(recipe(per_row=n), graph)[0] for n in (1, 4))
     n, per_patch = 4096, 2 * (4 * HIDDEN**2 + 3 * HIDDEN * INNER)
     assert one == 4 * (per_patch * n + 4 * HIDDEN * n**2) + 10**6 * n + 4 * HIDDEN * n**2
     assert four == 4 * one
@@ -136,29 +145,33 @@ def test_the_first_stage_gets_fewer_decoder_layers() -> None:
 def test_a_frozen_tower_goes_forward_alone_and_keeps_nothing() -> None:
     graph = seeing(32)
     all_of_it, frozen = recipe(), recipe(("vision", "projector"))
-    assert tower_flops(frozen, graph) == (tower_flops(all_of_it, graph)[0], 0)
-    assert tower_kept_bytes(frozen, graph, "none", 2) == 0
+    assert vision_encoder_flops(frozen, graph) == (vision_encoder_flops(all_of_it, graph)[0], 0)
+    assert vision_encoder_activation_bytes(frozen, graph, "none", 2) == 0
     # The projector's own gradient asks for no block's; the tower's asks for the projector's.
-    aligned = tower_flops(recipe(("vision",)), graph)[1]
-    assert aligned == tower_flops(recipe(), graph)[1] - sum(
+    aligned = vision_encoder_flops(recipe(("vision",)), graph)[1]
+    assert aligned == vision_encoder_flops(recipe(), graph)[1] - sum(
         4 * block.backward.of(4096)
         for block in graph.vision.layers[:-1]  # type: ignore[union-attr]
     )
-    assert tower_flops(recipe(("projector",)), graph) == tower_flops(all_of_it, graph)
+    assert vision_encoder_flops(recipe(("projector",)), graph) == vision_encoder_flops(
+        all_of_it, graph
+    )
 
 
 def test_blocks_of_which_the_first_are_frozen_begin_behind_them() -> None:
     graph = seeing(4)
     frozen = recipe((*BLOCKS[:3], "model.visual.patch.weight"))
     row_of = [4 * block.backward.of(4096) for block in graph.vision.layers]  # type: ignore[union-attr]
-    assert tower_flops(frozen, graph)[1] == row_of[3] + row_of[4]
+    assert vision_encoder_flops(frozen, graph)[1] == row_of[3] + row_of[4]
     # In the middle: the gradient goes through a frozen block, to its input alone.
-    assert tower_flops(recipe((BLOCKS[2],)), graph)[1] == sum(row_of) - row_of[2] / 2
+    assert vision_encoder_flops(recipe((BLOCKS[2],)), graph)[1] == sum(row_of) - row_of[2] / 2
 
 
 def test_full_checkpointing_keeps_the_inputs_of_blocks() -> None:
     graph, given = seeing(32), recipe()
-    whole, inputs = (tower_kept_bytes(given, graph, mode, 2) for mode in ("none", "full"))
+    whole, inputs = (
+        vision_encoder_activation_bytes(given, graph, mode, 2) for mode in ("none", "full")
+    )
     patches = 4 * 4096
     assert whole == 33 * 34 * HIDDEN * patches and inputs == (32 * 2 + 34) * HIDDEN * patches
 
@@ -183,7 +196,7 @@ def test_a_frozen_text_part_has_no_gradients_of_weights() -> None:
     all_of_it, frozen = (
         estimate(graph, recipe(freeze), pipeline=1).time for freeze in ((), ("text",))
     )
-    tower = sum(tower_flops(recipe(), graph)) * 16
+    tower = sum(vision_encoder_flops(recipe(), graph)) * 16
     flops = [
         (t.model_tflops_per_gpu * 1e12 * t.step_seconds * 8 - tower) for t in (all_of_it, frozen)
     ]

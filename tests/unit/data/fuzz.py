@@ -18,7 +18,10 @@ from shardwright.data.data_preparation import prepare
 from shardwright.data.data_summary import marked, samples, summarize
 from shardwright.data.dataset import resolve
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.diagnostic_rendering import render, visible
+from shardwright.diagnostics.diagnostic_rendering import (
+    escape_control_characters,
+    render_diagnostics,
+)
 from tests.unit.data.chat_families import FAMILIES, TALKS, TOOLS, tools_of
 from tests.unit.data.plans import part, plan
 
@@ -119,7 +122,7 @@ class Attempts:
             ending = self._read(plan(part(**data), length=256, batch=1, vocabulary=2**17), here)
         except Refusal as refusal:
             ending = refusal.diagnostics[0].code
-            text = render(refusal.diagnostics, refusal.source, color=False)
+            text = render_diagnostics(refusal.diagnostics, refusal.source, color=False)
             assert len(text) < 20_000, (what, text[:500])
             text.encode("utf-8", "backslashreplace")
         except BaseException as error:
@@ -130,10 +133,12 @@ class Attempts:
 
     def _read(self, p: Any, here: Path) -> str:
         prepare(p, here, limit_bytes=None)
-        p, found = resolve(p, here, check_all=True)
+        p, found = resolve(p, here, check_all_ids=True)
         summarize(p, here)
         for pieces in samples(p, here, found):
-            visible(marked(pieces, "[[", "]]")).encode("utf-8", "backslashreplace")
+            escape_control_characters(marked(pieces, "[[", "]]")).encode(
+                "utf-8", "backslashreplace"
+            )
         return "rows"
 
 

@@ -59,7 +59,7 @@ class PlanLike:
     validation: ValidationSection | None
 
     @property
-    def rows_a_step(self) -> int:
+    def sequences_per_step(self) -> int:
         return self.training.global_batch_size
 
 

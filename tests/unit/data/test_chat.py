@@ -14,7 +14,7 @@ import pytest
 
 from shardwright.data.conversations import conversation, encode
 from shardwright.data.data_summary import marked, record_samples, samples, summarize
-from shardwright.data.tokenizers import ByteTokenizer, HubTokenizer
+from shardwright.data.tokenizers import ByteTokenizer, TransformersTokenizer
 from shardwright.diagnostics import Refusal
 from tests.unit.data.plans import opened, part, plan, refused
 
@@ -22,7 +22,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MARKED = (
+GENERATION_MARK = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation "
     "%}{{ m.content }}"
     "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% "
@@ -70,7 +70,7 @@ def trained_texts(
     return text, [raw[a:b].decode() for a, b in itertools.pairwise(borders) if trained[a]]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+@pytest.mark.parametrize("template", [CHATML, GENERATION_MARK], ids=["chatml", "marked"])
 def test_the_assistants_turns_and_their_ends_are_trained(template: str) -> None:
     text, trained = trained_texts(template, TALK)
     assert trained == ["Four.<|im_end|>", "Four. Schön, ja.<|im_end|>"]
@@ -185,7 +185,7 @@ def test_conversations_stay_whole_and_padding_is_no_label(tmp_path: Path) -> Non
         assert sorted(answers) == sorted("a.aa.aaa.")
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+@pytest.mark.parametrize("template", [CHATML, GENERATION_MARK], ids=["chatml", "marked"])
 def test_the_same_labels_as_transformers_gives_for_marks(template: str, tmp_path: Path) -> None:
     """A byte-level BPE, whose tokens take a space in front and split characters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -200,12 +200,12 @@ def test_the_same_labels_as_transformers_gives_for_marks(template: str, tmp_path
     )
     bpe.train_from_iterator([m["content"] for m in TALK] * 5, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
-    fast.chat_template = MARKED
+    fast.chat_template = GENERATION_MARK
     fast.save_pretrained(tmp_path / "tokenizer")
     wanted = fast.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
     ids, trained = encode(
         conversation(({"messages": TALK}, "here:1", 0), "messages"),
-        HubTokenizer(tmp_path / "tokenizer"),
+        TransformersTokenizer(tmp_path / "tokenizer"),
         template,
         "assistant",
     )
@@ -244,7 +244,7 @@ def test_a_call_that_the_template_does_not_write_is_refused_or_left_out(tmp_path
             assert (
                 found.documents == 3
                 and found.unusable == {"SW6124": 1}
-                and found.without_reasoning == 0
+                and found.reasoning_not_rendered == 0
             )
         else:
             assert refused(p, tmp_path)[0] == "SW6153"
@@ -255,7 +255,7 @@ def test_reasoning_that_the_template_leaves_out_is_counted(tmp_path: Path) -> No
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
     p = plan(part("chat", tmp_path / "a.jsonl", template=CHATML), length=200, batch=1)
     opened(p, tmp_path)
-    assert summarize(p, tmp_path)[0].without_reasoning == 1
+    assert summarize(p, tmp_path)[0].reasoning_not_rendered == 1
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"text": "Four."}])
@@ -321,5 +321,5 @@ def test_an_answer_that_the_template_does_not_close_is_counted(tmp_path: Path) -
     )
     p = plan(part("chat", tmp_path / "a.jsonl", template=template), length=300, batch=1)
     opened(p, tmp_path)
-    assert summarize(p, tmp_path)[0].without_end == 1
+    assert summarize(p, tmp_path)[0].unclosed_conversations == 1
     assert trained_texts(template, TALK)[1] == ["Four.<user>", "Four. Schön, ja."]

@@ -18,9 +18,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from shardwright.data import conversations
 from shardwright.data.chat_format import _Turns
 from shardwright.data.chat_template import _answer
-from shardwright.data.record_counts import ReadReport
+from shardwright.data.record_counts import RecordCounts
 from shardwright.data.source_records import records
-from shardwright.data.tokenizers import HubTokenizer
+from shardwright.data.tokenizers import TransformersTokenizer
 from shardwright.diagnostics import Refusal
 from tests.unit.data.chat_families import (
     FAMILIES,
@@ -44,7 +44,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HubTokenizer]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TransformersTokenizer]:
     return tokenizers(tmp_path_factory.mktemp("tokenizers"))
 
 
@@ -70,14 +70,14 @@ def as_the_template_takes_them(family: Family, messages: list[Message]) -> list[
     return messages
 
 
-def named(tokenizer: HubTokenizer, family: Family) -> HubTokenizer:
+def named(tokenizer: TransformersTokenizer, family: Family) -> TransformersTokenizer:
     """With the begin and end tokens of the family."""
     tokenizer._hf.bos_token, tokenizer._hf.eos_token = family.bos, family.eos
     return tokenizer
 
 
 def labels(
-    family: Family, messages: list[Message], tokenizer: HubTokenizer, template: str
+    family: Family, messages: list[Message], tokenizer: TransformersTokenizer, template: str
 ) -> tuple[list[int], Mask]:
     record = {"messages": messages, "tools": tools_of(messages)}
     ids, trained = conversations.encode(
@@ -93,7 +93,9 @@ class Oracle:
     """transformers' ids and mask of a conversation. spans: characters of the marks. Raises jinja2's
     TemplateError."""
 
-    def __init__(self, family: Family, messages: list[Message], tokenizer: HubTokenizer) -> None:
+    def __init__(
+        self, family: Family, messages: list[Message], tokenizer: TransformersTokenizer
+    ) -> None:
         hf, taken = tokenizer._hf, as_the_template_takes_them(family, messages)
         more: dict[str, Any] = {"tools": tools_of(messages), "chat_template": family.marked}
         found = hf.apply_chat_template(
@@ -166,7 +168,7 @@ def scalars(value: Any) -> list[str]:
     )
 
 
-def compared(family: Family, tokenizer: HubTokenizer) -> Iterator[tuple[str, bool]]:
+def compared(family: Family, tokenizer: TransformersTokenizer) -> Iterator[tuple[str, bool]]:
     """(the conversation's name, whether transformers' mask had to be corrected) of each that was
     found equal."""
     for name, talk in TALKS.items():
@@ -199,7 +201,7 @@ def compared(family: Family, tokenizer: HubTokenizer) -> Iterator[tuple[str, boo
         yield name, oracle.is_wrong
 
 
-def shown(tokenizer: HubTokenizer, ids: list[int], trained: Mask) -> str:
+def shown(tokenizer: TransformersTokenizer, ids: list[int], trained: Mask) -> str:
     return "|".join(tokenizer._hf.convert_ids_to_tokens(np.asarray(ids)[trained].tolist()))
 
 
@@ -210,7 +212,9 @@ def test_there_are_enough_families() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_labels_are_those_of_transformers(name: str, made: dict[str, HubTokenizer]) -> None:
+def test_the_labels_are_those_of_transformers(
+    name: str, made: dict[str, TransformersTokenizer]
+) -> None:
     family = FAMILIES[name]
     for kind, tokenizer in made.items():
         found = list(compared(family, named(tokenizer, family)))
@@ -244,14 +248,18 @@ OTHER_ENDS: dict[str, tuple[str, int]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_trained_is_the_assistants(name: str, made: dict[str, HubTokenizer]) -> None:
+def test_what_is_trained_is_the_assistants(
+    name: str, made: dict[str, TransformersTokenizer]
+) -> None:
     """No oracle: every word of the assistant's, and its turns' ends; no word of anybody else's."""
     family = FAMILIES[name]
     end, times = OTHER_ENDS.get(name, (family.eos or "", 2))
     for tokenizer in made.values():
         named(tokenizer, family)
 
-        def trained_text(messages: list[Message], tokenizer: HubTokenizer = tokenizer) -> str:
+        def trained_text(
+            messages: list[Message], tokenizer: TransformersTokenizer = tokenizer
+        ) -> str:
             ids, trained = labels(family, of_family(family, messages), tokenizer, family.plain)
             return tokenizer.decode(np.asarray(ids)[trained])
 
@@ -330,7 +338,9 @@ def test_one_rendering_with_all_stand_ins_says_what_one_each_does(
 @pytest.mark.parametrize(
     "ids", ["OpenAI's", "the same in each turn", "none", "of the calls alone", "Kimi's"]
 )
-def test_kimis_ids_hold_the_names_of_calls(ids: str, made: dict[str, HubTokenizer]) -> None:
+def test_kimis_ids_hold_the_names_of_calls(
+    ids: str, made: dict[str, TransformersTokenizer]
+) -> None:
     """Kimi K2's template writes a call's id and no name: functions.NAME:INDEX, counted through the
     conversation."""
     family = FAMILIES["kimi_k2"]
@@ -385,7 +395,9 @@ def test_kimis_ids_hold_the_names_of_calls(ids: str, made: dict[str, HubTokenize
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_record_in_other_words_is_the_same(name: str, made: dict[str, HubTokenizer]) -> None:
+def test_a_record_in_other_words_is_the_same(
+    name: str, made: dict[str, TransformersTokenizer]
+) -> None:
     """Parts for text, null for none, JSON text for arguments, calls and tools, a call without
     `function`."""
     family, tokenizer = FAMILIES[name], named(made["byte-level"], FAMILIES[name])
@@ -425,7 +437,9 @@ def in_other_words(messages: list[Message]) -> Iterator[list[Message]]:
     ]
 
 
-def test_arrows_nulls_are_no_arguments(tmp_path: Path, made: dict[str, HubTokenizer]) -> None:
+def test_arrows_nulls_are_no_arguments(
+    tmp_path: Path, made: dict[str, TransformersTokenizer]
+) -> None:
     """A column of calls with different arguments is one struct: a call holds the others' keys, as
     nulls."""
     import pyarrow
@@ -437,7 +451,7 @@ def test_arrows_nulls_are_no_arguments(tmp_path: Path, made: dict[str, HubTokeni
         {"messages": [user("a"), says("b")], "tools": []},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    record = next(records(str(tmp_path / "a.parquet"), ReadReport()))
+    record = next(records(str(tmp_path / "a.parquet"), RecordCounts()))
     tokenizer = named(made["byte-level"], family)
     ids, trained = conversations.encode(
         conversations.conversation(record, "messages"), tokenizer, family.plain, "assistant"

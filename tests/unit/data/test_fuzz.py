@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright.data import conversations
-from shardwright.data.chat_template_renderer import Renderer
+from shardwright.data.chat_template_renderer import ChatTemplateRenderer
 from tests.unit.data import fuzz
 from tests.unit.data.chat_families import tokenizers
 from tests.unit.data.plans import part, plan, refused
@@ -20,7 +20,7 @@ from tests.unit.data.plans import part, plan, refused
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that does not end takes a second, not ten."""
-    monkeypatch.setattr(conversations, "_RENDERER", Renderer(seconds=1))
+    monkeypatch.setattr(conversations, "_RENDERER", ChatTemplateRenderer(seconds=1))
 
 
 def test_a_sample_of_mutated_data(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from shardwright.data import conversations
 from shardwright.data.chat_format import TemplateError
-from shardwright.data.chat_template_renderer import Overrun, Renderer
+from shardwright.data.chat_template_renderer import ChatTemplateRenderer, RenderLimitExceeded
 from tests.unit.data.plans import part, plan, refused
 
 TALK = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
@@ -55,7 +55,7 @@ def test_what_a_template_raises_names_it_and_the_row(name: str, tmp_path: Path) 
 def test_a_template_that_does_not_end_is_ended(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversations, "_RENDERER", Renderer(seconds=1))
+    monkeypatch.setattr(conversations, "_RENDERER", ChatTemplateRenderer(seconds=1))
     begun = time.process_time()
     code, message = prepared(ENDLESS[name], tmp_path)
     assert (
@@ -64,13 +64,13 @@ def test_a_template_that_does_not_end_is_ended(
     assert time.process_time() - begun < 1, "and this process only waits"
 
 
-def render(renderer: Renderer, template: str, messages: Any = TALK) -> str:
+def render(renderer: ChatTemplateRenderer, template: str, messages: Any = TALK) -> str:
     return renderer.render(template, messages, None, {}, turns=False)[0]
 
 
 def test_the_next_conversation_is_rendered_after_any_of_them() -> None:
-    renderer = Renderer(seconds=1)
-    with pytest.raises(Overrun):
+    renderer = ChatTemplateRenderer(seconds=1)
+    with pytest.raises(RenderLimitExceeded):
         render(renderer, ENDLESS["a huge power"])
     for name in ("a division by zero", "an endless macro", "a huge range"):
         with pytest.raises(TemplateError):
@@ -82,7 +82,7 @@ def test_the_next_conversation_is_rendered_after_any_of_them() -> None:
 
 def test_the_seconds_are_those_of_one_conversation() -> None:
     """Not of all of them together: a process's CPU time adds up over millions of rows."""
-    renderer = Renderer(seconds=1)
+    renderer = ChatTemplateRenderer(seconds=1)
     render(renderer, "")
     assert renderer._process is not None
     process = psutil.Process(renderer._process.pid)

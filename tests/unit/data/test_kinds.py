@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.data.data_sources import files_behind
-from shardwright.data.sequences import TokenBlock
+from shardwright.data.data_sources import matching_files
+from shardwright.data.sequences import SequenceBatch
 from tests.unit.data.plans import opened, part, plan, refused
 
 
-def every_row(data: object) -> TokenBlock:
+def every_row(data: object) -> SequenceBatch:
     rows = data.train  # type: ignore[attr-defined]
     return rows.read(np.arange(len(rows)))  # type: ignore[no-any-return]
 
@@ -188,6 +188,6 @@ def test_synthetic_rows_are_the_same_everywhere(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_there(tmp_path: Path) -> None:
-    files = files_behind("python-stdlib", tmp_path)
+    files = matching_files("python-stdlib", tmp_path)
     assert len(files) > 300
     assert not any("site-packages" in f or "/test/" in f for f in files)

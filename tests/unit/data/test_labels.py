@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.data.chat_format import STAND_IN, find_turns, template_shape
+from shardwright.data.chat_format import SENTINEL, detect_turn_format, find_turns
 from shardwright.data.conversations import conversation, encode
-from shardwright.data.label_check import LostLabels
+from shardwright.data.label_check import MissingLabel
 from shardwright.data.tokenizers import ByteTokenizer
 from shardwright.diagnostics import Refusal
 
@@ -128,7 +128,8 @@ def test_what_a_template_leaves_out_is_not_found_elsewhere(name: str) -> None:
     with pytest.raises(Refusal, match=f"SW6124.*{words}") as lost:
         labels(template, messages)
     assert (
-        isinstance(lost.value.__context__, LostLabels) and lost.value.__context__.args[1] == reason
+        isinstance(lost.value.__context__, MissingLabel)
+        and lost.value.__context__.args[1] == reason
     )
 
 
@@ -183,12 +184,12 @@ def test_a_conversation_may_hold_the_stand_in() -> None:
     # Written in another way than alone, so that the turn is looked for with a stand-in.
     template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ '' if loop.last else '!' }}")
     messages = [
-        {"role": "user", "content": STAND_IN},
-        {"role": "assistant", "content": f"It is {STAND_IN}."},
-        {"role": "user", "content": f"{STAND_IN}, {STAND_IN}?"},
-        {"role": "assistant", "content": STAND_IN},
+        {"role": "user", "content": SENTINEL},
+        {"role": "assistant", "content": f"It is {SENTINEL}."},
+        {"role": "user", "content": f"{SENTINEL}, {SENTINEL}?"},
+        {"role": "assistant", "content": SENTINEL},
     ]
-    assert labels(template, messages) == [f"It is {STAND_IN}.!<|im_end|>", f"{STAND_IN}<|im_end|>"]
+    assert labels(template, messages) == [f"It is {SENTINEL}.!<|im_end|>", f"{SENTINEL}<|im_end|>"]
 
 
 def test_a_call_that_is_named_by_its_id_alone() -> None:
@@ -217,7 +218,7 @@ def test_a_turn_takes_two_renderings(turns: int) -> None:
         text = "".join(f"<{m['role']}>{m['content']}</>" for m in given)
         return text + "<assistant>" * prompt
 
-    shape = template_shape(render)
+    shape = detect_turn_format(render)
     count = 0
     _, spans = find_turns(render, messages, shape)
     assert len(spans) == turns and count == 2 * turns

@@ -18,7 +18,7 @@ from shardwright.data.data_preparation import prepare
 from shardwright.data.data_summary import summarize
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
-from shardwright.models.image_processor import NoProcessor
+from shardwright.models.image_processor import ProcessorUnavailable
 from shardwright.models.pair_processor import pair_processor_files
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
@@ -127,5 +127,5 @@ def test_data_of_another_kind_is_refused(data: dict[str, Any], code: str, tmp_pa
 
 def test_the_end_of_a_text_needs_an_id_beside_the_bytes() -> None:
     config = AutoConfig.for_model("clip", **{**MODELS["clip"], "text_config": {"vocab_size": 260}})
-    with pytest.raises(NoProcessor, match="eos_token_id"):
+    with pytest.raises(ProcessorUnavailable, match="eos_token_id"):
         pair_processor_files(config)

@@ -19,11 +19,11 @@ from shardwright.compiled_folder_writer import write_folder
 from shardwright.data import image_inputs as sight_module
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.data.image_decoder import Decoders
-from shardwright.data.image_files import Picture, decode
-from shardwright.data.image_inputs import Sight
-from shardwright.data.image_throughput import picture_rate
-from shardwright.parallel.micro_batches import Batches, sight_of
+from shardwright.data.image_decoder import ImageDecoders
+from shardwright.data.image_files import ImageSource, decode
+from shardwright.data.image_inputs import ImageProcessor
+from shardwright.data.image_throughput import image_throughput
+from shardwright.parallel.micro_batches import TrainingBatches, build_image_processor
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
@@ -80,11 +80,11 @@ def test_cores_follow_from_the_planned_steps(
     at = iter(range(10**6))
     monkeypatch.setattr(time, "process_time", lambda: next(at) * 0.48)  # for 24 pictures
     plan = read_plan(prepared)
-    found = picture_rate(plan, prepared)
-    assert found is not None and found.per_core == pytest.approx(50)
+    found = image_throughput(plan, prepared)
+    assert found is not None and found.images_per_core_second == pytest.approx(50)
     assert found.wanted == pytest.approx(8 * 0.75 / plan.predicted.time.step_seconds)
     assert (found.cores, found.ranks) == (1, 1) and found.wanted < 50
-    often = picture_rate(faster(plan, 200 / found.wanted), prepared)
+    often = image_throughput(faster(plan, 200 / found.wanted), prepared)
     assert often is not None and often.wanted == pytest.approx(200) and often.cores in (4, 5)
 
 
@@ -98,7 +98,7 @@ def test_prepare_prints_it(prepared: Path, capsys: pytest.CaptureFixture[str]) -
     assert "%" in row and "[[noise" in "\n".join(lines)
     assert main(["prepare", str(prepared), "--json"]) == 0
     said: dict[str, Any] = json.loads(capsys.readouterr().out)["pictures"]
-    assert said["cores"] == 1 and said["per_core"] > said["wanted"] > 0
+    assert said["cores"] == 1 and said["images_per_core_second"] > said["wanted"] > 0
 
 
 def test_check_counts_damaged_images(prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,13 +139,13 @@ def slept(folder: Path, times: float = 1.0) -> dict[str, float]:
     """A run whose steps sleep as long as planned, or are so many times as fast, with one process
     that decodes."""
     plan = read_plan(folder)
-    rate = picture_rate(plan, folder)
+    rate = image_throughput(plan, folder)
     assert rate is not None and rate.cores == 1
-    sight = sight_of(plan, folder, 0)
-    assert isinstance(sight, Sight) and sight.decoders is not None
-    sight.decoders = Decoders(1)
+    sight = build_image_processor(plan, folder, 0)
+    assert isinstance(sight, ImageProcessor) and sight.decoders is not None
+    sight.decoders = ImageDecoders(1)
     batches, seconds = (
-        Batches(plan, open_dataset(plan, folder), sight),
+        TrainingBatches(plan, open_dataset(plan, folder), sight),
         plan.predicted.time.step_seconds / times,
     )
     begun = time.monotonic()
@@ -164,7 +164,7 @@ def slept(folder: Path, times: float = 1.0) -> dict[str, float]:
         "pictures": shown,
         "step_seconds": seconds,
         "seconds": time.monotonic() - begun,
-        "pictures_per_second_a_core": rate.per_core,
+        "pictures_per_second_a_core": rate.images_per_core_second,
         "pictures_per_second_planned": rate.wanted,
     }
 
@@ -180,18 +180,20 @@ def test_only_the_first_stage_decodes(tmp_path: Path, monkeypatch: pytest.Monkey
     counts = [0] * 4
     for rank in plan.ranks:
 
-        def counted(picture: Picture, most: int, rank: int = rank.rank) -> Any:
+        def counted(picture: ImageSource, most: int, rank: int = rank.rank) -> Any:
             counts[rank] += 1
             return decode(picture, most)
 
         monkeypatch.setattr(sight_module, "decode", counted)
         monkeypatch.setattr(
-            Decoders,
+            ImageDecoders,
             "decode",
             lambda _, pictures, most: [sight_module.decode(p, most) for p in pictures],
         )
-        batches = Batches(
-            plan, open_dataset(plan, tmp_path / "out"), sight_of(plan, tmp_path / "out", rank.rank)
+        batches = TrainingBatches(
+            plan,
+            open_dataset(plan, tmp_path / "out"),
+            build_image_processor(plan, tmp_path / "out", rank.rank),
         )
         batches._steps = 1  # nothing ahead: what is counted is this step's
         batches.micro_batches(1, rank.data)

@@ -14,12 +14,12 @@ from PIL import Image, PngImagePlugin
 from transformers.image_utils import load_image
 
 from shardwright.data.image_files import (
-    Damaged,
-    PictureWriter,
+    DamagedImage,
+    ImageWriter,
     decode,
-    locate_picture,
-    open_pictures,
-    take_pictures,
+    extract_images,
+    inspect_image,
+    open_images,
 )
 
 RAMP = np.linspace(0, 65535, 64 * 32).astype(np.uint16).reshape(32, 64)
@@ -44,9 +44,9 @@ URI = "data:image/png;base64," + base64.b64encode(png(Image.new("RGB", (64, 32),
     ],
 )
 def test_a_data_uri_is_a_picture_in_the_record(tmp_path: Path, part: dict[str, object]) -> None:
-    messages, (source,) = take_pictures(None, [{"role": "user", "content": [part]}], "here")  # type: ignore[list-item]
+    messages, (source,) = extract_images(None, [{"role": "user", "content": [part]}], "here")  # type: ignore[list-item]
     assert messages[0]["content"] == [{"type": "image"}]
-    found = locate_picture(source, tmp_path)
+    found = inspect_image(source, tmp_path)
     assert found.path is None and (found.width, found.height) == (64, 32)
     assert decode(found, 10**6).getpixel((5, 5)) == (255, 0, 0)
 
@@ -61,14 +61,14 @@ def test_a_data_uri_is_a_picture_in_the_record(tmp_path: Path, part: dict[str, o
     ],
 )
 def test_no_message_holds_a_whole_picture(tmp_path: Path, source: str) -> None:
-    with pytest.raises(Damaged) as why:
-        locate_picture(source, tmp_path)
+    with pytest.raises(DamagedImage) as why:
+        inspect_image(source, tmp_path)
     assert len(str(why.value)) < 400 and "\n" not in str(why.value)
 
 
 def test_grey_of_16_bits_is_scaled(tmp_path: Path) -> None:
     Image.fromarray(RAMP).save(tmp_path / "a.png")
-    found = np.asarray(decode(locate_picture("a.png", tmp_path), 10**6))
+    found = np.asarray(decode(inspect_image("a.png", tmp_path), 10**6))
     assert (
         np.abs(found[..., 0].astype(float) - RAMP / 257).max() <= 1
         and (found == found[..., :1]).all()
@@ -78,8 +78,8 @@ def test_grey_of_16_bits_is_scaled(tmp_path: Path) -> None:
 def test_pixels_of_32_bits_are_refused(tmp_path: Path) -> None:
     for image in (Image.fromarray(RAMP.astype(np.float32)), Image.fromarray(RAMP.astype(np.int32))):
         image.save(tmp_path / "a.tiff")
-        with pytest.raises(Damaged, match="nothing says what is white"):
-            locate_picture("a.tiff", tmp_path)
+        with pytest.raises(DamagedImage, match="nothing says what is white"):
+            inspect_image("a.tiff", tmp_path)
 
 
 def test_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(png(Image.new("RGB", (4, 4))))
     except OSError:
         pytest.skip("this file system wants UTF-8")
-    writer = PictureWriter(tmp_path)
-    writer.add(0, [locate_picture(name, tmp_path)])
+    writer = ImageWriter(tmp_path)
+    writer.add(0, [inspect_image(name, tmp_path)])
     writer.finish()
-    table = open_pictures(tmp_path)
+    table = open_images(tmp_path)
     assert table is not None and decode(table.of(0)[0], 10**6).size == (4, 4)
 
 
@@ -142,6 +142,6 @@ def test_an_image_is_what_transformers_loads(tmp_path: Path, name: str) -> None:
     image.save(tmp_path / name, **options)
     expected = load_image(str(tmp_path / name))
     for source in (name, {"bytes": (tmp_path / name).read_bytes()}):
-        found = locate_picture(source, tmp_path)  # type: ignore[arg-type]
+        found = inspect_image(source, tmp_path)  # type: ignore[arg-type]
         assert (found.width, found.height) == expected.size
         assert np.array_equal(np.asarray(decode(found, 2**20)), np.asarray(expected))

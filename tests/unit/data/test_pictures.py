@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shardwright.data.image_decoder import Decoders
+from shardwright.data.image_decoder import ImageDecoders
 from shardwright.data.image_files import (
-    Damaged,
-    Picture,
-    PictureWriter,
+    DamagedImage,
+    ImageSource,
+    ImageWriter,
     decode,
-    locate_picture,
-    open_pictures,
-    size_within,
-    take_pictures,
+    extract_images,
+    fit_within_pixels,
+    inspect_image,
+    open_images,
 )
-from shardwright.data.image_inputs import Sight
+from shardwright.data.image_inputs import ImageProcessor
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_types import ImagesSection
 from tests.parity.sight import template
@@ -78,14 +78,14 @@ def test_a_bad_picture_is_named_with_its_reason(name: str, tmp_path: Path) -> No
     content, why = BAD[name]
     if content is not None:
         (tmp_path / "it").write_bytes(content)
-    with pytest.raises(Damaged, match=why) as caught:
-        locate_picture("it", tmp_path)
+    with pytest.raises(DamagedImage, match=why) as caught:
+        inspect_image("it", tmp_path)
     assert "it'" in str(caught.value)
 
 
 def test_a_web_address_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(Damaged, match="pictures lie in files"):
-        locate_picture("https://example.org/a.png", tmp_path)
+    with pytest.raises(DamagedImage, match="pictures lie in files"):
+        inspect_image("https://example.org/a.png", tmp_path)
 
 
 @pytest.mark.parametrize("path", ["../it.png", "a/../../it.png", "/etc/it.png", "{outside}/it.png"])
@@ -94,7 +94,7 @@ def test_a_path_that_leads_out_of_the_folder_is_refused(path: str, tmp_path: Pat
     inside.mkdir()
     (tmp_path / "it.png").write_bytes(encoded(PLAIN))
     with pytest.raises(Refusal, match="SW6135"):
-        locate_picture(path.format(outside=tmp_path), inside)
+        inspect_image(path.format(outside=tmp_path), inside)
 
 
 def test_a_path_inside_is_taken_however_it_is_written(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_path_inside_is_taken_however_it_is_written(tmp_path: Path) -> None:
         "./pictures/../pictures/it.png",
         str(folder / "pictures" / "it.png"),
     ):
-        assert locate_picture(path, folder).width == 40
+        assert inspect_image(path, folder).width == 40
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "huge"])
@@ -124,17 +124,17 @@ def test_what_is_no_file_neither_blocks_nor_fills_the_memory(kind: str, tmp_path
     else:
         with at.open("wb") as file:
             file.truncate(2**40)
-    with pytest.raises(Damaged, match="cannot be read: it is"):
-        locate_picture("it", tmp_path)
+    with pytest.raises(DamagedImage, match="cannot be read: it is"):
+        inspect_image("it", tmp_path)
 
 
 def test_pictures_are_decoded_in_other_processes(tmp_path: Path) -> None:
     (tmp_path / "it.png").write_bytes(encoded(PLAIN))
     pictures = [
-        locate_picture("it.png", tmp_path),
-        locate_picture({"bytes": encoded(PLAIN, "JPEG")}, tmp_path),
+        inspect_image("it.png", tmp_path),
+        inspect_image({"bytes": encoded(PLAIN, "JPEG")}, tmp_path),
     ] * 2
-    decoders = Decoders(2)
+    decoders = ImageDecoders(2)
     found = decoders.decode(pictures, 600)
     assert [image.tobytes() for image in found] == [
         decode(picture, 600).tobytes() for picture in pictures
@@ -150,7 +150,7 @@ def test_a_decoding_process_that_is_gone_is_told(
     (tmp_path / "it.png").write_bytes(encoded(PLAIN))
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(Refusal, match="SW6137"):
-        Decoders(1).decode([locate_picture("it.png", tmp_path)], 600)
+        ImageDecoders(1).decode([inspect_image("it.png", tmp_path)], 600)
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "L", "RGBA", "P", "1", "I;16"])
@@ -158,7 +158,7 @@ def test_other_colours_become_rgb(mode: str, tmp_path: Path) -> None:
     kind = "TIFF" if mode == "CMYK" else "PNG"
     image = PLAIN.convert("L").convert("I;16") if mode == "I;16" else PLAIN.convert(mode)
     (tmp_path / "it").write_bytes(encoded(image, kind))
-    picture = locate_picture("it", tmp_path)
+    picture = inspect_image("it", tmp_path)
     assert decode(picture, 10**6).mode == "RGB" and (picture.width, picture.height) == (40, 30)
 
 
@@ -166,21 +166,21 @@ def test_a_turned_picture_is_counted_as_it_is_seen(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     (tmp_path / "it.jpg").write_bytes(encoded(PLAIN, "JPEG", exif=exif))
-    picture = locate_picture("it.jpg", tmp_path)
+    picture = inspect_image("it.jpg", tmp_path)
     assert (picture.width, picture.height) == (30, 40) == decode(picture, 10**6).size
 
 
 @pytest.mark.parametrize("size", [(1, 1), (60, 44), (10_000, 3), (3, 10_000), (4096, 4096)])
 @pytest.mark.parametrize("most", [64, 1600, 10**6])
 def test_a_picture_is_made_smaller_in_its_proportions(size: tuple[int, int], most: int) -> None:
-    width, height = size_within(*size, most)
+    width, height = fit_within_pixels(*size, most)
     assert 1 <= width * height <= max(most, min(size[0] * size[1], most))
     assert (width, height) == size or size[0] * size[1] > most
 
 
 def test_a_picture_that_changed_since_is_refused(tmp_path: Path) -> None:
     (tmp_path / "it.png").write_bytes(encoded(PLAIN))
-    picture = locate_picture("it.png", tmp_path)
+    picture = inspect_image("it.png", tmp_path)
     (tmp_path / "it.png").write_bytes(encoded(PLAIN.resize((20, 20))))
     with pytest.raises(Refusal, match="SW6132"):
         decode(picture, 10**6)
@@ -189,16 +189,16 @@ def test_a_picture_that_changed_since_is_refused(tmp_path: Path) -> None:
 def test_pictures_come_back_by_their_document(tmp_path: Path) -> None:
     inside = encoded(PLAIN)
     (tmp_path / "b.png").write_bytes(inside)
-    pictures = [locate_picture({"bytes": inside}, tmp_path), locate_picture("b.png", tmp_path)]
-    writer = PictureWriter(tmp_path)
+    pictures = [inspect_image({"bytes": inside}, tmp_path), inspect_image("b.png", tmp_path)]
+    writer = ImageWriter(tmp_path)
     writer.add(2, pictures)
     writer.add(5, pictures[:1])
     writer.finish()
-    table = open_pictures(tmp_path)
+    table = open_images(tmp_path)
     assert table is not None and table.of(0) == () == table.of(3)
     assert table.of(2) == (
         pictures[0],
-        Picture(path=str(tmp_path / "b.png"), data=None, width=40, height=30),
+        ImageSource(path=str(tmp_path / "b.png"), data=None, width=40, height=30),
     )
     assert table.of(5)[0].data == inside
 
@@ -218,7 +218,7 @@ def test_both_ways_of_writing_a_picture_are_taken() -> None:
     listed = user("<image>and<image>")
     wanted = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
     for given, images in ((own, None), (listed, ["a.png", "b.png"])):
-        messages, found = take_pictures(images, given, "data.jsonl:1")
+        messages, found = extract_images(images, given, "data.jsonl:1")
         assert messages[0]["content"] == wanted and found == ["a.png", "b.png"]
 
 
@@ -228,7 +228,7 @@ def test_conversations_of_the_page_show_the_same_picture() -> None:
     rest, found = block.removeprefix("text").strip(), []
     while rest:
         record, end = json.JSONDecoder().raw_decode(rest)
-        messages, pictures = take_pictures(record.get("images"), record["messages"], "data.md")
+        messages, pictures = extract_images(record.get("images"), record["messages"], "data.md")
         found.append((pictures, [part["type"] for part in messages[0]["content"]]))  # type: ignore[index, union-attr]
         rest = rest[end:].strip()
     assert found == [(["cats/1.jpg"], ["image", "text"])] * 2
@@ -246,7 +246,7 @@ def test_conversations_of_the_page_show_the_same_picture() -> None:
 )
 def test_pictures_and_placeholders_match(messages: Any, images: Any, code: str) -> None:
     with pytest.raises(Refusal) as caught:
-        take_pictures(images, messages, "data.jsonl:7")
+        extract_images(images, messages, "data.jsonl:7")
     assert (
         caught.value.diagnostics[0].code == code
         and "data.jsonl:7" in caught.value.diagnostics[0].message
@@ -259,13 +259,13 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
     document."""
     from transformers import AutoConfig
 
-    from shardwright.data.image_conversations import SeenReader
-    from shardwright.data.image_inputs import Sight
-    from shardwright.data.indexed_dataset import Writer, open_documents
+    from shardwright.data.image_conversations import ImageConversationReader
+    from shardwright.data.image_inputs import ImageProcessor
+    from shardwright.data.indexed_dataset import DocumentWriter, open_documents
     from shardwright.data.reading_progress import ReadingProgress
-    from shardwright.data.record_counts import ReadReport
-    from shardwright.data.tokenizers import HubTokenizer
-    from shardwright.models.image_processor import inline_processor, processor_files
+    from shardwright.data.record_counts import RecordCounts
+    from shardwright.data.tokenizers import TransformersTokenizer
+    from shardwright.models.image_processor import processor_files, processor_from_config
     from shardwright.recipe.recipe_types import DataSection, ImagesSection
     from tests.parity.sight import SightCase, config, template
 
@@ -280,7 +280,7 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
         document = config(SightCase(model))
         made = AutoConfig.for_model(document.pop("model_type"), **document)
         (tmp_path / "tokenizer").mkdir()
-        for name, content in processor_files(inline_processor(made), made).items():
+        for name, content in processor_files(processor_from_config(made), made).items():
             (tmp_path / "tokenizer" / name).write_bytes(content)
         source = tmp_path / "data.jsonl"
         source.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -297,23 +297,23 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
         assert part.images is not None
         at = tmp_path / "prepared"
         writer, sight = (
-            Writer(at, "uint16", masked=True),
-            Sight(tmp_path / "tokenizer", part.images),
+            DocumentWriter(at, "uint16", masked=True),
+            ImageProcessor(tmp_path / "tokenizer", part.images),
         )
-        pictures = PictureWriter(at)
-        seen = SeenReader(
+        pictures = ImageWriter(at)
+        seen = ImageConversationReader(
             part,
-            HubTokenizer(tmp_path / "tokenizer"),
+            TransformersTokenizer(tmp_path / "tokenizer"),
             sight,
             writer,
             pictures,
-            ReadReport(share=skip),
+            RecordCounts(share=skip),
         )
         for _ in seen.read((str(source),), ReadingProgress("reading", 1)):
             pass
         pictures.finish()
         writer.finish(settings="", kind="chat", source_bytes=1)
-        documents, table = open_documents(at), open_pictures(at)
+        documents, table = open_documents(at), open_images(at)
         assert table is not None
         return pictures.counts, documents, table
 
@@ -340,7 +340,7 @@ def test_damage_is_counted_up_to_its_share_and_named_beyond(
         talk(*["good.png"] * 3),
     ]
     counts, documents, table = reader(records, skip=0.25)
-    assert (counts.damaged, counts.crowded) == (1, 1) and len(documents.ends) == 2
+    assert (counts.damaged, counts.too_many_images) == (1, 1) and len(documents.ends) == 2
     assert [len(table.of(n)) for n in range(2)] == [1, 2]
     # 16 patches each; of the text every byte, and what the assistant says is trained.
     tokens = documents.tokens.tolist()
@@ -406,7 +406,7 @@ def test_later_stages_look_at_no_picture(reader: Callable[..., Any], tmp_path: P
     )
     takes = frozenset({"pixel_values", "image_grid_thw", "mm_token_type_ids"})
     first, later = (
-        Sight(tmp_path / "tokenizer", images, takes, integers_alone=alone)
+        ImageProcessor(tmp_path / "tokenizer", images, takes, skip_decoding=alone)
         for alone in (False, True)
     )
     wanted = first.inputs(tokens, None, [table.of(0)])
@@ -427,7 +427,9 @@ def test_what_stands_behind_an_answer_is_no_prefix(
     _, documents, table = reader([record], model="paligemma", written=template("paligemma"))
     tokens, trained = documents.tokens[None].astype("int64"), documents.trained[None]
     images = ImagesSection(per_row=2, max_pixels=1600)
-    sight = Sight(tmp_path / "tokenizer", images, frozenset({"pixel_values", "token_type_ids"}))
+    sight = ImageProcessor(
+        tmp_path / "tokenizer", images, frozenset({"pixel_values", "token_type_ids"})
+    )
     kinds = sight.inputs(tokens, trained, [table.of(0)])["token_type_ids"][0].tolist()
     first = trained[0].tolist().index(True)
     assert first > 0 and kinds == [0] * first + [1] * (len(kinds) - first)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.data_preparation import prepare
-from shardwright.data.indexed_dataset import Writer
+from shardwright.data.indexed_dataset import DocumentWriter
 from tests.privileges import with_disk
 from tests.unit.data.plans import opened, part, plan, refused
 
@@ -35,7 +35,7 @@ def test_the_same_content_is_tokenized_once(
     p = plan(part("text", corpus(tmp_path)))
     opened(p, tmp_path)
     first = keys(tmp_path)
-    monkeypatch.setattr(Writer, "extend", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(DocumentWriter, "extend", lambda *_: pytest.fail("tokenized again"))
     opened(p, tmp_path)
     monkeypatch.undo()
     assert len(first) == 1 and keys(tmp_path) == first
@@ -65,8 +65,10 @@ def test_much_data_is_left_to_prepare(tmp_path: Path) -> None:
 def test_two_writers_make_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     p = plan(part("text", corpus(tmp_path)))
     made: list[int] = []
-    finish = Writer.finish
-    monkeypatch.setattr(Writer, "finish", lambda self, **k: (made.append(1), finish(self, **k))[1])
+    finish = DocumentWriter.finish
+    monkeypatch.setattr(
+        DocumentWriter, "finish", lambda self, **k: (made.append(1), finish(self, **k))[1]
+    )
     threads = [
         threading.Thread(target=prepare, args=(p, tmp_path), kwargs={"limit_bytes": None})
         for _ in range(4)
@@ -82,8 +84,8 @@ def test_a_killed_writer_leaves_nothing_that_counts(tmp_path: Path) -> None:
     path = corpus(tmp_path)
     code = (
         "import os, sys; from pathlib import Path; from tests.unit.data.plans import *\n"
-        "from shardwright.data.indexed_dataset import Writer\n"
-        "Writer.finish = lambda self, **k: os.kill(os.getpid(), 9)\n"
+        "from shardwright.data.indexed_dataset import DocumentWriter\n"
+        "DocumentWriter.finish = lambda self, **k: os.kill(os.getpid(), 9)\n"
         f"prepare(plan(part('text', {str(path)!r})), Path({str(tmp_path)!r}), limit_bytes=None)\n"
     )
     killed = subprocess.run(

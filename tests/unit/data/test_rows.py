@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwright.data.dataset import steps_of_epochs, with_steps
+from shardwright.data.dataset import epochs_to_steps, with_resolved_epochs
 from shardwright.data.document_packing import pack
 from shardwright.data.indexed_dataset import Documents
 from shardwright.data.megatron_indexed_dataset import open_megatron
-from shardwright.data.samplers import EpochOrder, MixtureOrder
-from shardwright.data.sequences import ArrayRows, DocumentRows, JoinedRows
+from shardwright.data.samplers import EpochSampler, MixtureSampler
+from shardwright.data.sequences import ArraySequences, ConcatSequences, DocumentSequences
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import PlanScheduler
 from shardwright.recipe.recipe_types import ValidationSection
@@ -50,18 +50,18 @@ def test_rows_tell_where_their_padding_begins(packed: bool) -> None:
     ends = np.cumsum([5, 9, 2])
     documents = Documents(tokens=np.arange(1, 17), ends=ends, trained=None)
     bounds = np.array([0, 2, 3] if packed else [0, 1, 2, 3])
-    rows = DocumentRows(documents, 8, packed, np.array([0, 2, 1]), bounds)
+    rows = DocumentSequences(documents, 8, packed, np.array([0, 2, 1]), bounds)
     wanted = [7, 8] if packed else [5, 2, 8]  # what is longer than a row is cut
     lengths = rows.read(np.arange(len(rows))).lengths
     assert lengths is not None and lengths.tolist() == wanted
-    joined = JoinedRows((ArrayRows(np.ones((2, 8), dtype=np.int64)), rows))
+    joined = ConcatSequences((ArraySequences(np.ones((2, 8), dtype=np.int64)), rows))
     lengths = joined.read(np.array([2, 0, 3])).lengths
     assert lengths is not None and lengths.tolist() == [wanted[0], 8, wanted[1]]
     assert joined.read(np.array([0, 1])).lengths is None
 
 
 def test_unshuffled_step_takes_its_block_of_rows() -> None:
-    order = EpochOrder(30, 12, 3, shuffle=False)
+    order = EpochSampler(30, 12, 3, shuffle=False)
     assert order.indices(1).tolist() == list(range(12))
     assert order.indices(2).tolist() == list(range(12, 24))
     assert order.indices(3).tolist() == list(range(12)), (
@@ -70,25 +70,25 @@ def test_unshuffled_step_takes_its_block_of_rows() -> None:
 
 
 def test_shuffle_visits_each_row_once_an_epoch_and_differs_between_epochs() -> None:
-    order = EpochOrder(24, 12, 3, shuffle=True)
+    order = EpochSampler(24, 12, 3, shuffle=True)
     epochs = [np.concatenate([order.indices(s) for s in (2 * e + 1, 2 * e + 2)]) for e in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(24))
     assert epochs[0].tolist() != epochs[1].tolist()
-    fresh = EpochOrder(24, 12, 3, shuffle=True)
+    fresh = EpochSampler(24, 12, 3, shuffle=True)
     assert fresh.indices(3).tolist() == epochs[1][:12].tolist(), (
         "no state in the order: a resumed run goes on"
     )
 
 
 def test_each_seed_and_each_part_has_an_order_of_its_own() -> None:
-    orders = [EpochOrder(24, 24, seed, shuffle=True).indices(1).tolist() for seed in (0, 1, 2)]
+    orders = [EpochSampler(24, 24, seed, shuffle=True).indices(1).tolist() for seed in (0, 1, 2)]
     assert (
         all(sorted(order) == list(range(24)) for order in orders)
         and len({tuple(o) for o in orders}) == 3
     )
     mixtures = []
     for seed in (0, 1):
-        rows = MixtureOrder((24, 24), (1.0, 1.0), 48, seed, shuffle=True).indices(1)
+        rows = MixtureSampler((24, 24), (1.0, 1.0), 48, seed, shuffle=True).indices(1)
         parts = [rows[rows < 24].tolist(), (rows[rows >= 24] - 24).tolist()]
         assert sorted(parts[0]) == sorted(parts[1]) == list(range(24))
         mixtures += parts
@@ -96,8 +96,8 @@ def test_each_seed_and_each_part_has_an_order_of_its_own() -> None:
 
 
 def test_an_epoch_of_a_mixture_has_as_many_rows_as_its_parts() -> None:
-    assert MixtureOrder((10, 17), (1.0, 3.0), 8, 1, shuffle=True).steps_per_epoch == 3
-    unshuffled = MixtureOrder((4, 4), (1.0, 1.0), 4, 1, shuffle=False)
+    assert MixtureSampler((10, 17), (1.0, 3.0), 8, 1, shuffle=True).steps_per_epoch == 3
+    unshuffled = MixtureSampler((4, 4), (1.0, 1.0), 4, 1, shuffle=False)
     assert sorted(unshuffled.indices(1)) == [0, 1, 4, 5] and sorted(unshuffled.indices(2)) == [
         2,
         3,
@@ -109,7 +109,7 @@ def test_an_epoch_of_a_mixture_has_as_many_rows_as_its_parts() -> None:
 @pytest.mark.parametrize("weights", [(1.0, 3.0), (0.2, 0.5, 0.3), (1.0,), (5.0, 1e-3)])
 def test_a_mixture_has_its_weights_in_every_stretch(weights: tuple[float, ...]) -> None:
     counts = [10 + 7 * n for n in range(len(weights))]
-    order = MixtureOrder(counts, weights, 8, 1, shuffle=True)
+    order = MixtureSampler(counts, weights, 8, 1, shuffle=True)
     firsts = np.cumsum([0, *counts])
     rows = np.concatenate([order.indices(s) for s in range(1, 101)])
     owner = np.searchsorted(firsts, rows, side="right") - 1
@@ -124,7 +124,7 @@ def test_a_mixture_has_its_weights_in_every_stretch(weights: tuple[float, ...]) 
             assert sorted(own[epoch * n : (epoch + 1) * n]) == list(range(n)), (
                 "each part goes through its own rows"
             )
-    fresh = MixtureOrder(counts, weights, 8, 1, shuffle=True)
+    fresh = MixtureSampler(counts, weights, 8, 1, shuffle=True)
     assert np.array_equal(fresh.indices(77), order.indices(77))
 
 
@@ -148,17 +148,17 @@ def test_epochs_become_steps(tmp_path: Path) -> None:
         assert (
             opened(plan(data, batch=5, epochs=epochs), tmp_path).steps
             == steps
-            == steps_of_epochs(epochs, 4)
+            == epochs_to_steps(epochs, 4)
         )
 
 
 def test_a_schedule_is_resolved_or_too_long() -> None:
     ratio = PlanScheduler(name="wsd", warmup_steps=0, min_lr=0.0, decay_steps=5, warmup_ratio=0.25)
     p = dataclasses.replace(plan(part("synthetic"), epochs=2), scheduler=ratio)
-    done = with_steps(p, 20)
+    done = with_resolved_epochs(p, 20)
     assert (done.training.steps, done.scheduler.warmup_steps) == (20, 5)
     with pytest.raises(Refusal) as caught:
-        with_steps(p, 6)
+        with_resolved_epochs(p, 6)
     assert caught.value.diagnostics[0].code == "SW6122"
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.data.data_sources import files_behind, shapes_folder
-from shardwright.data.image_files import locate_picture, take_pictures
+from shardwright.data.data_sources import matching_files, shapes_folder
+from shardwright.data.image_files import extract_images, inspect_image
 from shardwright.data.shapes_dataset import SHAPES, SIDE, draw, draw_shapes
 from shardwright.recipe.input_file_checks import check_files
 from shardwright.recipe.recipe_loader import load_recipe
@@ -37,8 +37,8 @@ def test_each_record_names_what_its_picture_shows(tmp_path: Path) -> None:
     said = Counter()
     for line in lines:
         messages = json.loads(line)["messages"]
-        _, (source,) = take_pictures(None, messages, "data.jsonl")
-        picture = locate_picture(source, tmp_path / "shapes")
+        _, (source,) = extract_images(None, messages, "data.jsonl")
+        picture = inspect_image(source, tmp_path / "shapes")
         assert (picture.width, picture.height) == (SIDE, SIDE)
         shape = messages[1]["content"][0]["text"]
         assert Path(str(picture.path)).stem.endswith(shape)
@@ -69,9 +69,9 @@ def test_the_recipe_needs_no_file(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "tiny-vision-cpu.yaml")
     assert recipe.data is not None and recipe.data.path == "drawn-shapes"
     assert not check_files(recipe)
-    assert files_behind("drawn-shapes", tmp_path) == []
+    assert matching_files("drawn-shapes", tmp_path) == []
     draw_shapes(shapes_folder(tmp_path), 4)
-    assert files_behind("drawn-shapes", tmp_path) == [str(shapes_folder(tmp_path) / "data.jsonl")]
+    assert matching_files("drawn-shapes", tmp_path) == [str(shapes_folder(tmp_path) / "data.jsonl")]
 
 
 def test_other_kinds_look_for_a_file_of_that_name(write_recipe: Callable[..., Path]) -> None:

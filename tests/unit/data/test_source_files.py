@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from shardwright.data.data_summary import summarize
-from shardwright.data.record_counts import ReadReport, read_report
-from shardwright.data.source_records import json_records, records, text_pieces, texts
+from shardwright.data.record_counts import RecordCounts, read_record_counts
+from shardwright.data.source_records import json_records, records, text_chunks, texts
 from shardwright.diagnostics import Refusal
 from tests.unit.data.plans import opened, part, plan, refused
 
@@ -33,8 +33,8 @@ def zstd(data: bytes) -> bytes:
 PACKED: list[Callable[[bytes], bytes]] = [gzip.compress, bz2.compress, lzma.compress, zstd]
 
 
-def read(path: Path, report: ReadReport | None = None) -> list[str]:
-    return [text for text, _ in texts(str(path), "jsonl", "text", report or ReadReport())]
+def read(path: Path, report: RecordCounts | None = None) -> list[str]:
+    return [text for text, _ in texts(str(path), "jsonl", "text", report or RecordCounts())]
 
 
 @pytest.mark.parametrize("pack", PACKED)
@@ -44,10 +44,10 @@ def test_compressed_files_are_read_by_what_they_hold(
     data = pack(LINES[:40]) + pack(LINES[40:])  # as `cat a.gz b.gz` joins them
     (tmp_path / "a.jsonl.any").write_bytes(data)
     assert read(tmp_path / "a.jsonl.any") == TEXTS
-    taken = sum(size for _, _, size in json_records(str(tmp_path / "a.jsonl.any"), ReadReport()))
+    taken = sum(size for _, _, size in json_records(str(tmp_path / "a.jsonl.any"), RecordCounts()))
     assert taken == len(data), "progress counts bytes of the file"
     (tmp_path / "b").write_bytes(pack("zwölf\n".encode() * 3))
-    assert "".join(text for text, _ in text_pieces(str(tmp_path / "b"))) == "zwölf\n" * 3
+    assert "".join(text for text, _ in text_chunks(str(tmp_path / "b"))) == "zwölf\n" * 3
 
 
 @pytest.mark.parametrize("pack", PACKED)
@@ -77,7 +77,7 @@ def test_a_json_array_of_records(
     document = json.dumps([{"text": text} for text in TEXTS], indent=indent, ensure_ascii=False)
     (tmp_path / "a.json").write_text(f"\n {document}\n\n", encoding="utf-8")
     assert read(tmp_path / "a.json") == TEXTS
-    places = [where for _, where, _ in json_records(str(tmp_path / "a.json"), ReadReport())]
+    places = [where for _, where, _ in json_records(str(tmp_path / "a.json"), RecordCounts())]
     wanted = [3, 6, 9, 12] if indent else [2, 2, 2, 2]
     assert places == [f"{tmp_path / 'a.json'}:{line}" for line in wanted]
     (tmp_path / "empty.json").write_text("[ ]")
@@ -112,7 +112,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "packed").write_bytes(gzip.compress(mark + b"text"))
     assert read(tmp_path / "lines") == [*TEXTS, "joined"] and read(tmp_path / "array") == ["a"]
     for name in ("text", "packed"):
-        assert [text for text, _ in text_pieces(str(tmp_path / name))] == ["text"]
+        assert [text for text, _ in text_chunks(str(tmp_path / name))] == ["text"]
 
 
 def tar_of(data: bytes) -> bytes:
@@ -154,7 +154,7 @@ def test_half_of_a_surrogate_pair_is_replaced_and_counted(tmp_path: Path) -> Non
     (tmp_path / "a.jsonl").write_text(
         '{"text": "cut \\ud83d", "\\udc00": ["\\ud800", {"a": 1}]}\n{"text": "\\ud83d\\ude00"}\n'
     )
-    report = ReadReport()
+    report = RecordCounts()
     found = [record for record, _, _ in records(str(tmp_path / "a.jsonl"), report)]
     assert found == [{"text": "cut \ufffd", "\ufffd": ["\ufffd", {"a": 1}]}, {"text": "\U0001f600"}]
     assert report.replaced == 1
@@ -224,14 +224,14 @@ def test_a_map_in_parquet_is_an_object(tmp_path: Path) -> None:
         pq.write_table(pa.table({"messages": column}), tmp_path / "a.parquet")
 
     write(("city", "Paris"), ("days", "3"))
-    ((record, _, _),) = records(str(tmp_path / "a.parquet"), ReadReport())
+    ((record, _, _),) = records(str(tmp_path / "a.parquet"), RecordCounts())
     assert record["messages"][1]["tool_calls"][0]["function"]["arguments"] == {
         "city": "Paris",
         "days": "3",
     }  # type: ignore
     write(("city", "Paris"), ("city", "Rome"))
     with pytest.raises(Refusal, match=r"SW6117.*duplicate"):
-        list(records(str(tmp_path / "a.parquet"), ReadReport()))
+        list(records(str(tmp_path / "a.parquet"), RecordCounts()))
 
 
 def test_conversations_of_no_use_are_left_out_by_share(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_conversations_of_no_use_are_left_out_by_share(tmp_path: Path) -> None:
     opened(p, tmp_path)
     (found,) = summarize(p, tmp_path)
     assert found.documents == 6 and found.unusable == {"SW6110": 1, "SW6111": 2, "SW6112": 1}
-    assert found.without_end == 0
+    assert found.unclosed_conversations == 0
     (folder,) = (path.parent for path in (tmp_path / "run" / "data").glob("*/records.json"))
-    assert read_report(folder).records == 10
+    assert read_record_counts(folder).records == 10
 
 
 def test_a_turn_without_an_end_is_counted(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_turn_without_an_end_is_counted(tmp_path: Path) -> None:
     )
     p = plan(part("chat", tmp_path / "a.jsonl", template=template), length=60)
     opened(p, tmp_path)
-    assert summarize(p, tmp_path)[0].without_end == 3
+    assert summarize(p, tmp_path)[0].unclosed_conversations == 3
 
 
 def test_a_line_in_an_array_that_is_too_long(

@@ -13,7 +13,7 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diloco import link_probe
-from shardwright.diloco.outer_store_check import PlannedLink, check_store
+from shardwright.diloco.outer_store_check import PlannedLink, check_outer_store_link
 from shardwright.diloco.outer_store_server import OuterStore
 from shardwright.diloco.round_membership import Membership
 from shardwright.plan.island_plans import island_plan, plan_digest
@@ -59,13 +59,13 @@ def write_secret(folder: Path, secret: bytes) -> None:
 
 
 def test_a_link_that_is_as_fast_as_planned(plan: Plan, tmp_path: Path) -> None:
-    check = check_store(plan, tmp_path, PLANNED)
+    check = check_outer_store_link(plan, tmp_path, PLANNED)
     assert not check.problems and "0.001 planned; an outer step takes" in check.told
     assert "10 planned, every 40 s; islands there: none" in check.told
 
 
 def test_a_slower_link_is_warned_of(plan: Plan, tmp_path: Path) -> None:
-    (problem,) = check_store(
+    (problem,) = check_outer_store_link(
         plan, tmp_path, dataclasses.replace(PLANNED, gbits_per_second=1e6)
     ).problems
     assert (problem.code, problem.severity) == ("SW5312", "warning")
@@ -78,7 +78,7 @@ def test_a_slower_link_is_warned_of(plan: Plan, tmp_path: Path) -> None:
 
 def test_what_is_missing(plan: Plan, tmp_path: Path) -> None:
     def code_of(other: Plan) -> tuple[str, str]:
-        (problem,) = check_store(other, tmp_path, PLANNED).problems
+        (problem,) = check_outer_store_link(other, tmp_path, PLANNED).problems
         assert problem.severity == "error"
         return problem.code, problem.help
 

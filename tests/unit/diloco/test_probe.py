@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from shardwright.diloco import link_probe
-from shardwright.diloco.link_probe import MOST_BYTES, measure_link
+from shardwright.diloco.link_probe import MAX_BURST_BYTES, measure_link
 from shardwright.diloco.outer_store_channel import (
-    Broken,
+    ChannelError,
     FrameKind,
     WrongSecret,
-    meet,
+    authenticate,
     read_exactly,
 )
 from shardwright.diloco.outer_store_server import OuterStore
@@ -77,7 +77,7 @@ def test_who_measures_joins_nothing(
     made, address = store
     monkeypatch.setattr(link_probe, "ENOUGH_SECONDS", 0.05)
     found = measure_link(address, SECRET, "plan", 2)
-    assert found.has_same_plan and found.here == () and found.connections == 2
+    assert found.has_same_plan and found.connected_islands == () and found.connections == 2
     assert 0 < found.round_trip_seconds < 1
     assert min(found.up_bytes_per_second, found.down_bytes_per_second) > 1e6
     assert not made.membership.islands and made.membership.base is None
@@ -97,21 +97,21 @@ def test_a_slow_direction_is_measured(store: tuple[OuterStore, str], is_up: bool
 def test_without_the_secret_nothing_is_measured(store: tuple[OuterStore, str]) -> None:
     with pytest.raises(WrongSecret):
         measure_link(store[1], b"x" * 32, "plan", 1)
-    with pytest.raises(Broken):
+    with pytest.raises(ChannelError):
         measure_link("127.0.0.1:1", SECRET, "plan", 1)
 
 
 @pytest.mark.parametrize(
-    "asked", [{"up": 0, "down": MOST_BYTES + 1}, {"up": -1, "down": 0}, {"up": "x"}, {}]
+    "asked", [{"up": 0, "down": MAX_BURST_BYTES + 1}, {"up": -1, "down": 0}, {"up": "x"}, {}]
 )
 def test_a_store_bounds_what_it_sends(
     store: tuple[OuterStore, str], asked: dict[str, object]
 ) -> None:
     host, _, port = store[1].rpartition(":")
     with socket.create_connection((host, int(port)), 5) as connection:
-        link = meet(connection, SECRET, as_store=False)
-        link.say(FrameKind.PROBE, {"plan": "plan"})
+        link = authenticate(connection, SECRET, as_store=False)
+        link.send_document(FrameKind.PROBE, {"plan": "plan"})
         assert link.receive()[0] == FrameKind.PROBED
-        link.say(FrameKind.PROBE, asked)
-        with pytest.raises(Broken, match="closed"):
+        link.send_document(FrameKind.PROBE, asked)
+        with pytest.raises(ChannelError, match="closed"):
             read_exactly(connection, 1)

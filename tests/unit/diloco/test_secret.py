@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.diloco.outer_store_secret import SECRET, read_secret, share_secret
+from shardwright.diloco.outer_store_secret import SECRET_FILE, distribute_secret, read_secret
 
 
 @pytest.mark.parametrize("at", ["store", "island"])
@@ -31,10 +31,10 @@ def test_a_full_disk_leaves_no_part_of_a_secret(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", no_space)
         with pytest.raises(Refusal) as told:
-            share_secret(tmp_path, [island])
+            distribute_secret(tmp_path, [island])
     assert told.value.diagnostics[0].code == "SW6322"
-    assert str(full / SECRET) in told.value.diagnostics[0].message
+    assert str(full / SECRET_FILE) in told.value.diagnostics[0].message
     assert list((full / "run").iterdir()) == []
-    secret = share_secret(tmp_path, [island])
+    secret = distribute_secret(tmp_path, [island])
     assert secret == read_secret(tmp_path) == read_secret(island) and len(secret) == 64
-    assert (island / SECRET).stat().st_mode & 0o777 == 0o600
+    assert (island / SECRET_FILE).stat().st_mode & 0o777 == 0o600

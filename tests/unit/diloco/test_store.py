@@ -14,9 +14,15 @@ from typing import Any, cast
 import pytest
 
 from shardwright.diloco import outer_store_channel
-from shardwright.diloco.delta_mean import WINDOW
-from shardwright.diloco.outer_store_channel import CHUNK_BYTES, MAGIC, Broken, FrameKind, meet
-from shardwright.diloco.outer_store_client import Link, Place, Refused
+from shardwright.diloco.delta_mean import WINDOW_CHUNKS
+from shardwright.diloco.outer_store_channel import (
+    CHUNK_BYTES,
+    MAGIC,
+    ChannelError,
+    FrameKind,
+    authenticate,
+)
+from shardwright.diloco.outer_store_client import IslandRank, Link, RefusedByStore
 from shardwright.diloco.outer_store_server import MOST_LINES_OF_AN_ADDRESS, OuterStore
 from shardwright.diloco.round_membership import Membership, chunk_sizes
 from tests.unit.diloco.threads import SECRET, SIZE, WORLD, Island, Running, begun
@@ -90,7 +96,7 @@ def test_one_that_stays_away_is_waited_for_once(running: Callable[..., Running])
     a, b = Island(here, 0), Island(here, 1)
     begun(here, a, b)
     assert a.outer(0, 4, 1.0).result(20) == [1.0, 1.0]
-    with pytest.raises(Broken):
+    with pytest.raises(ChannelError):
         b.outer(0, 4, 5.0).result(20)
     assert here.members == [[0]]
 
@@ -122,7 +128,7 @@ def test_one_that_falls_silent_costs_a_quarter_of_the_deadline(
     asked, began = a.outer(0, 4, 1.0, size), time.monotonic()
     if stops != "it waits":
         attempt = came.result(20)[0].attempt
-        for _ in range(5 if stops == "it sends" else WINDOW):
+        for _ in range(5 if stops == "it sends" else WINDOW_CHUNKS):
             for link in b.links:
                 link._channel.send(FrameKind.DELTA, attempt, bytes(chunk_sizes(size)[0]))
     assert asked.result(20) == [1.0, 1.0]
@@ -156,19 +162,19 @@ def test_a_rank_hears_of_a_silent_store_in_half_the_deadline() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def greet() -> None:
-        channel = meet(listener.accept()[0], SECRET, as_store=True)
+        channel = authenticate(listener.accept()[0], SECRET, as_store=True)
         channel.receive()
-        channel.say(FrameKind.WELCOME, {})
+        channel.send_document(FrameKind.WELCOME, {})
         silent.append(channel)
 
     silent: list[Any] = []
     threading.Thread(target=greet, daemon=True).start()
-    place = Place(
+    place = IslandRank(
         island=0, rank=0, world=WORLD, attempt=1, run="a", connection=0, plan="plan", data="data"
     )
     link = Link(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, place, 2.0)
     began = time.monotonic()
-    with pytest.raises(Broken):
+    with pytest.raises(ChannelError):
         link.exchange(
             1, memoryview(bytes(64 * CHUNK_BYTES)), memoryview(bytearray(64 * CHUNK_BYTES))
         )
@@ -215,15 +221,15 @@ def test_who_gives_its_state_may_leave_at_once(running: Callable[..., Running]) 
     def give(link: Link) -> None:
         answer = link.arrive(base=4, step=8, is_due=True, size=4, check=0)
         assert link.exchange(answer.attempt, memoryview(bytes(4)), memoryview(bytearray(4))) == [1]
-        link.give_state(iter([memoryview(bytes(size))]), 17)
+        link.send_state(iter([memoryview(bytes(size))]), 17)
         link.leave(done=True)
 
     gave = a._ask(give)
     behind.result(20)
     first, second = again.links
-    assert first.take_state(iter([memoryview(bytearray(size))])) == 17
+    assert first.receive_state(iter([memoryview(bytearray(size))])) == 17
     time.sleep(0.5)  # rank 0 of the giver has left
-    assert second.take_state(iter([memoryview(bytearray(size))])) == 17
+    assert second.receive_state(iter([memoryview(bytearray(size))])) == 17
     gave.result(20)
 
 
@@ -266,7 +272,7 @@ def test_a_folder_made_anew_is_taken_where_nobody_else_is_the_island(
     """It counts its starts from 1 again."""
     here = running()
     a, old = Island(here, 0), Island(here, 1, attempt=7)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedByStore):
         Island(here, 1, attempt=1, run="anew")
     begun(here, a, old)
     old.kill()
@@ -281,7 +287,7 @@ def test_two_copies_of_a_folder_count_alike_and_are_not_one_island(
     a, first = Island(here, 0), Island(here, 1, attempt=3, run="first")
     second = Island(here, 1, attempt=3, run="second")
     assert here.store.membership.islands[1].start.run == "second"
-    with pytest.raises(Refused) as told:
+    with pytest.raises(RefusedByStore) as told:
         Island(here, 1, attempt=3, run="first", connection=1)
     assert told.value.code == "SW6319"
     begun(here, a, second)
@@ -291,7 +297,7 @@ def test_two_copies_of_a_folder_count_alike_and_are_not_one_island(
 def test_the_old_self_of_an_island_is_turned_away(running: Callable[..., Running]) -> None:
     here = running()
     a, new = Island(here, 0), Island(here, 1, attempt=2)
-    with pytest.raises(Refused) as told:
+    with pytest.raises(RefusedByStore) as told:
         Island(here, 1, attempt=1)
     assert told.value.code == "SW6319"
     begun(here, a, new)
@@ -306,17 +312,17 @@ def test_another_plan_or_data(
 ) -> None:
     here = running()
     Island(here, 0)
-    with pytest.raises(Refused) as told:
+    with pytest.raises(RefusedByStore) as told:
         Island(here, 1, **changes)
     assert told.value.code == code
 
 
 def test_another_secret(running: Callable[..., Running]) -> None:
     here = running()
-    place = Place(
+    place = IslandRank(
         island=0, rank=0, world=WORLD, attempt=1, run="a", connection=0, plan="plan", data="data"
     )
-    with pytest.raises(Refused) as told:
+    with pytest.raises(RefusedByStore) as told:
         Link(here.address, b"x" * 32, place, 2.0)
     assert told.value.code == "SW6313"
     assert here.store._wait_for(lambda: any("SW6313" in line for line in here.told))
@@ -348,11 +354,11 @@ def test_one_that_comes_when_the_others_are_done_does_not_train_alone(
         link.leave(done=True)
     assert here.store._wait_for(lambda: here.store.membership.final == 4)
     joined = joined or Island(here, 1, attempt=2).join(0, 2)
-    with pytest.raises((Refused, Broken)) as told:
+    with pytest.raises((RefusedByStore, ChannelError)) as told:
         joined.result(20)
     lost = "island 1 is lost: island 0 has trained to step 4"
     assert here.store._wait_for(lambda: any(lost in line for line in here.told)), here.told
-    if isinstance(told.value, Refused):
+    if isinstance(told.value, RefusedByStore):
         assert told.value.code == "SW6320"
     assert here.members == [[0]]
 
@@ -400,11 +406,11 @@ def test_an_outer_step_that_cannot_be_put_on_record_is_not_made(
 
     here.store._record = full
     for asked in (a.outer(4, 8, 1.0), b.outer(4, 8, 4.0)):
-        with pytest.raises(Broken):
+        with pytest.raises(ChannelError):
             asked.result(20)
     assert isinstance(here.store.failure, OSError) and here.store.failure.errno == errno.ENOSPC
     assert here.members == [[0, 1]] and here.store.membership.base != 8
-    with pytest.raises(Broken):
+    with pytest.raises(ChannelError):
         Island(here, 0, attempt=2)
 
 
@@ -431,7 +437,7 @@ def test_output_that_nobody_reads_costs_no_outer_step(
 def test_a_handshake_has_one_deadline_however_often_a_byte_comes(
     running: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(outer_store_channel.meet.__kwdefaults__, "within", 0.6)
+    monkeypatch.setitem(outer_store_channel.authenticate.__kwdefaults__, "within", 0.6)
     here = running()
     host, port = here.address.split(":")
     began, sent = time.monotonic(), 0
@@ -451,7 +457,7 @@ def test_connections_that_prove_nothing_keep_no_island_out(running: Callable[...
     crowd = [socket.create_connection((host, int(port))) for _ in range(400)]
     a, b = Island(here, 0), Island(here, 1)
     begun(here, a, b)
-    most = here.store._unauthenticated.most_of_an_address
+    most = here.store._unauthenticated.max_per_address
     assert here.store._wait_for(lambda: sum(map(is_open, crowd)) <= most < 100)
     assert [each.result(20) for each in (a.outer(0, 4, 1.0), b.outer(0, 4, 4.0))] == [
         [2.5, 2.5]
@@ -486,7 +492,7 @@ listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 store = OuterStore(Membership(2, 2, 5.0, "fp32"), b"k" * 32, "plan", lambda line: None, lambda line: None)
 if sys.argv[1] == "uncapped":
-    store._unauthenticated.most = store._unauthenticated.most_of_an_address = 1000
+    store._unauthenticated.most = store._unauthenticated.max_per_address = 1000
 store.serve(listener)
 """  # noqa: E501
 
@@ -517,7 +523,7 @@ def patient(here: Running, attempt: int = 1) -> list[Island]:
     while len(found) < 2:
         try:
             found.append(Island(here, len(found), attempt=attempt))
-        except Broken:
+        except ChannelError:
             assert time.monotonic() < end
             time.sleep(0.2)
     return found

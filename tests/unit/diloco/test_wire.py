@@ -10,12 +10,12 @@ import pytest
 
 from shardwright.diloco.outer_store_channel import (
     MAGIC,
-    Broken,
-    Channel,
+    AuthenticatedChannel,
+    ChannelError,
     FrameKind,
     WrongSecret,
+    authenticate,
     document_of,
-    meet,
 )
 
 
@@ -31,7 +31,7 @@ def met(
     def greet(place: int, secret: bytes) -> None:
         try:
             found[place] = _meet(ends[place], secret, as_store=place == 0)
-        except Broken as error:
+        except ChannelError as error:
             found[place] = error
             ends[place].close()
 
@@ -45,8 +45,8 @@ def met(
     return found, *ends
 
 
-def _meet(connection: socket.socket, secret: bytes, *, as_store: bool) -> Channel:
-    return meet(connection, secret, as_store=as_store)
+def _meet(connection: socket.socket, secret: bytes, *, as_store: bool) -> AuthenticatedChannel:
+    return authenticate(connection, secret, as_store=as_store)
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +57,15 @@ def _no_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def channels() -> tuple[Channel, Channel, socket.socket, socket.socket]:
+def channels() -> tuple[AuthenticatedChannel, AuthenticatedChannel, socket.socket, socket.socket]:
     (store, rank), *ends = met(b"s" * 32, b"s" * 32)
-    assert isinstance(store, Channel) and isinstance(rank, Channel)
+    assert isinstance(store, AuthenticatedChannel) and isinstance(rank, AuthenticatedChannel)
     return store, rank, *ends  # type: ignore[return-value]
 
 
 def test_frames_both_ways() -> None:
     store, rank, *_ = channels()
-    rank.say(FrameKind.HELLO, {"island": 1})
+    rank.send_document(FrameKind.HELLO, {"island": 1})
     kind, tag, payload = store.receive()
     assert (kind, tag, document_of(payload)) == (FrameKind.HELLO, 0, {"island": 1})
     for number in range(3):
@@ -75,7 +75,7 @@ def test_frames_both_ways() -> None:
 
 def test_another_secret() -> None:
     (store, rank), *_ = met(b"s" * 32, b"t" * 32)
-    assert isinstance(store, WrongSecret) and isinstance(rank, Broken)
+    assert isinstance(store, WrongSecret) and isinstance(rank, ChannelError)
 
 
 def test_a_store_that_does_not_know_the_secret_is_no_store() -> None:
@@ -89,7 +89,7 @@ def test_a_store_that_does_not_know_the_secret_is_no_store() -> None:
 
     threading.Thread(target=echo, daemon=True).start()
     with pytest.raises(WrongSecret):
-        meet(mine, b"s" * 32, as_store=False)
+        authenticate(mine, b"s" * 32, as_store=False)
 
 
 def flipped(frame: bytes) -> bytes:
@@ -114,7 +114,7 @@ def test_a_changed_frame_is_refused(name: str) -> None:
     far.settimeout(5)
     frame = far.recv(4096)
     rank_end.sendall(TAMPERED[name](frame))
-    with pytest.raises(Broken):
+    with pytest.raises(ChannelError):
         for _ in range(2):
             store.receive()
 
@@ -127,11 +127,11 @@ def test_the_other_directions_frames_are_no_frames() -> None:
     far.settimeout(5)
     rank_end.sendall(far.recv(4096))
     store._socket = store_end
-    with pytest.raises(Broken):
+    with pytest.raises(ChannelError):
         store.receive()
 
 
 @pytest.mark.parametrize("payload", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000])
 def test_what_is_no_document(payload: bytes) -> None:
-    with pytest.raises(Broken):
+    with pytest.raises(ChannelError):
         document_of(payload)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.diloco.outer_store_channel import CHUNK_BYTES, FrameKind
-from shardwright.diloco.outer_store_client import Link, Place
+from shardwright.diloco.outer_store_client import IslandRank, Link
 from shardwright.diloco.outer_store_server import OuterStore
 
 SECRET, WORLD = b"k" * 32, 2
@@ -49,7 +49,7 @@ class Island:
             "data": "data",
             **changes,
         }
-        places = [Place(island=number, rank=rank, **fields) for rank in range(WORLD)]
+        places = [IslandRank(island=number, rank=rank, **fields) for rank in range(WORLD)]
         self.number = number
         self.links = [Link(running.address, SECRET, place, deadline) for place in places]
         self.pool = ThreadPoolExecutor(WORLD)
@@ -76,7 +76,7 @@ class Island:
                 if receivers is not None:
                     assert (means == means[0]).all()
                     if receivers:
-                        link.give_state(iter([means.data.cast("B")]), 17)
+                        link.send_state(iter([means.data.cast("B")]), 17)
                     return float(means[0])
 
         return self._ask(run)
@@ -93,7 +93,7 @@ class Island:
     @staticmethod
     def _take(link: Link) -> tuple[float, int]:
         state = np.empty(SIZE // 4, np.float32)
-        updates = link.take_state(iter([state.data.cast("B")]))
+        updates = link.receive_state(iter([state.data.cast("B")]))
         assert (state == state[0]).all()
         return float(state[0]), updates
 

@@ -14,7 +14,11 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Diagnostic
-from shardwright.engines.deepspeed.autotp_config import AUTOTP_FILE, PROVED_TYPES, autotp_config
+from shardwright.engines.deepspeed.autotp_config import (
+    AUTOTP_FILE,
+    AUTOTP_VERIFIED_TYPES,
+    autotp_config,
+)
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 
@@ -117,4 +121,7 @@ def test_the_list_of_types_is_what_was_measured() -> None:
     cases = json.loads((Path(__file__).parents[3] / "benchmarks" / "zoo-autotp.json").read_text())[
         "cases"
     ]
-    assert tuple(t for t, case in cases.items() if case["verdict"] == "proved") == PROVED_TYPES
+    assert (
+        tuple(t for t, case in cases.items() if case["verdict"] == "proved")
+        == AUTOTP_VERIFIED_TYPES
+    )

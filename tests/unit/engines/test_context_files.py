@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shardwright.compile import Compiled, compile_recipe
+from shardwright.compile import CompileResult, compile_recipe
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.models.factory import SMALL_LLAMA
 
 
-def compiled(folder: Path, **parallelism: int) -> Compiled:
+def compiled(folder: Path, **parallelism: int) -> CompileResult:
     folder.mkdir()
     document = {
         "version": 1,

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.engines.engine_table import ENGINES, under
-from shardwright.layout.layout import Strategy
+from shardwright.engines.engine_table import ENGINES, recipe_for_engine
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.search.candidate_layouts import candidates
+from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layout_search import search
-from shardwright.search.step_time_bound import Bound
+from shardwright.search.step_time_bound import StepTimeBound
 from tests.conftest import SMALL_RECIPE
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
@@ -38,27 +38,27 @@ def problem_with(config: dict[str, Any], target: str = "megatron", **pins: objec
     return problem_of(recipe, graph_of(config))
 
 
-def kinds(strategies: list[Strategy]) -> set[tuple[int, int | str]]:
+def kinds(strategies: list[Layout]) -> set[tuple[int, int | str]]:
     return {(s.tensor, s.expert_tensor) for s in strategies}
 
 
 def test_both_are_tried_where_there_are_experts_to_cut() -> None:
-    assert kinds([*candidates(problem_with(MIXTRAL))]) >= {
+    assert kinds([*candidate_layouts(problem_with(MIXTRAL))]) >= {
         (1, "tensor"),
         (2, "tensor"),
         (2, 1),
         (4, "tensor"),
         (4, 1),
     }
-    assert (1, 1) not in kinds([*candidates(problem_with(MIXTRAL))])  # the same layout twice
-    assert {cut for _, cut in kinds([*candidates(problem_with(SMALL_LLAMA))])} == {"tensor"}
-    assert {cut for _, cut in kinds([*candidates(problem_with(MIXTRAL, "deepspeed"))])} == {
+    assert (1, 1) not in kinds([*candidate_layouts(problem_with(MIXTRAL))])  # the same layout twice
+    assert {cut for _, cut in kinds([*candidate_layouts(problem_with(SMALL_LLAMA))])} == {"tensor"}
+    assert {cut for _, cut in kinds([*candidate_layouts(problem_with(MIXTRAL, "deepspeed"))])} == {
         "tensor"
     }
     for pin in "tensor", 1:
-        assert {s.expert_tensor for s in candidates(problem_with(MIXTRAL, expert_tensor=pin))} == {
-            pin
-        }
+        assert {
+            s.expert_tensor for s in candidate_layouts(problem_with(MIXTRAL, expert_tensor=pin))
+        } == {pin}
 
 
 def test_whole_experts_go_over_tensor_ranks_too() -> None:
@@ -69,7 +69,7 @@ def test_whole_experts_go_over_tensor_ranks_too() -> None:
     most = {cut: max(s.expert for s in ranked if s.expert_tensor == cut) for cut in ("tensor", 1)}
     assert most == {"tensor": 4, 1: 8}
     assert {
-        s.expert for s in candidates(problem_with(MIXTRAL, tensor=2, expert_tensor="tensor"))
+        s.expert for s in candidate_layouts(problem_with(MIXTRAL, tensor=2, expert_tensor="tensor"))
     } == {1, 2, 4}
 
 
@@ -83,7 +83,7 @@ def test_experts_with_biases_leave_tensor_ranks_to_attention() -> None:
 
 def test_no_layout_takes_less_than_its_bound() -> None:
     problem = problem_with(MIXTRAL, pipeline=None, activation_checkpointing="none")
-    bound, seen = Bound(problem), set()
+    bound, seen = StepTimeBound(problem), set()
     for e in search(problem).ranked:
         seen.add(e.strategy.expert_tensor)
         assert bound.least_seconds(e.strategy) <= e.time.step_seconds, e.strategy
@@ -93,8 +93,8 @@ def test_no_layout_takes_less_than_its_bound() -> None:
 def test_target_auto_leaves_it_to_the_search() -> None:
     """A recipe for any engine does not speak of it."""
     recipe = dataclasses.replace(recipe_of(MIXTRAL), target="auto")
-    assert under(recipe, ENGINES["megatron"]).parallelism.expert_tensor is None
-    assert under(recipe, ENGINES["deepspeed"]).parallelism.expert_tensor == "tensor"
+    assert recipe_for_engine(recipe, ENGINES["megatron"]).parallelism.expert_tensor is None
+    assert recipe_for_engine(recipe, ENGINES["deepspeed"]).parallelism.expert_tensor == "tensor"
     assert recipe_of(MIXTRAL).parallelism.expert_tensor == "tensor"
 
 

@@ -12,9 +12,14 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.diagnostic_rendering import locate
-from shardwright.engines.deepspeed.ds_config_extra import ALLOWED, DECIDED, REFUSED, merged
-from shardwright.engines.deepspeed.ds_config_schema import snapshot
+from shardwright.diagnostics.diagnostic_rendering import location_of
+from shardwright.engines.deepspeed.ds_config_extra import (
+    EXTRA_KEYS_ALLOWED,
+    EXTRA_KEYS_REFUSED,
+    KEYS_SET_BY_RECIPE,
+    merge_ds_config,
+)
+from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.launch.extra_keys import cases
 
@@ -43,7 +48,7 @@ def test_sections_are_merged_key_by_key(write_recipe: Callable[..., Path]) -> No
     assert {key: found[key] for key in plain if key not in extra} == {
         k: plain[k] for k in plain if k not in extra
     }
-    assert merged({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4}) == {
+    assert merge_ds_config({"a": {"b": 1, "c": 2}}, {"a": {"c": 3}, "d": 4}) == {
         "a": {"b": 1, "c": 3},
         "d": 4,
     }
@@ -131,7 +136,7 @@ def test_refused_with_code_line_and_the_recipes_key(
     (diagnostic,) = caught.value.diagnostics
     assert (diagnostic.code, diagnostic.key) == (code, ("extra", *key))
     assert said in diagnostic.message + diagnostic.help
-    place = locate(diagnostic, caught.value.source)
+    place = location_of(diagnostic, caught.value.source)
     assert place is not None and place.line > 0
 
 
@@ -144,11 +149,11 @@ def test_every_wrong_key_at_once(write_recipe: Callable[..., Path]) -> None:
 
 
 def test_the_tables_name_keys_that_deepspeed_has() -> None:
-    for dotted in (*ALLOWED, *DECIDED):
-        schema: Any = snapshot().schema
+    for dotted in (*EXTRA_KEYS_ALLOWED, *KEYS_SET_BY_RECIPE):
+        schema: Any = ds_config_schema().schema
         for part in dotted.split("."):
             schema = schema["properties"][part]
-    assert not set(ALLOWED) & set(DECIDED)
+    assert not set(EXTRA_KEYS_ALLOWED) & set(KEYS_SET_BY_RECIPE)
 
 
 def test_everything_that_compile_emits_is_decided_or_free(
@@ -162,9 +167,9 @@ def test_everything_that_compile_emits_is_decided_or_free(
         {"parallelism": {"tensor": 2, "zero_stage": 3}},
     ):
         for key in compiled(write_recipe, {}, **changes):
-            assert key in DECIDED or key in ALLOWED, key
+            assert key in KEYS_SET_BY_RECIPE or key in EXTRA_KEYS_ALLOWED, key
 
 
 def test_what_may_stand_there_is_what_make_prove_tries() -> None:
-    assert {key for key, _ in cases()} - {""} == set(ALLOWED)
-    assert not set(REFUSED) & (set(ALLOWED) | set(DECIDED))
+    assert {key for key, _ in cases()} - {""} == set(EXTRA_KEYS_ALLOWED)
+    assert not set(EXTRA_KEYS_REFUSED) & (set(EXTRA_KEYS_ALLOWED) | set(KEYS_SET_BY_RECIPE))

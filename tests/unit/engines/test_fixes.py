@@ -20,7 +20,7 @@ def test_tied_gradients_are_summed_where_zero_accumulates_them(
 ) -> None:
     """bf16 with an offloaded optimizer: `grad` is empty when the stages of a tied weight meet.
     tests/parity trains it (gpt2-bf16-offload-pp2)."""
-    deepspeed_fixes.apply_fixes()
+    deepspeed_fixes.patch_deepspeed()
     summed: list[torch.Tensor] = []
     monkeypatch.setattr(
         deepspeed_fixes.dist, "all_reduce", lambda tensor, group: summed.append(tensor)

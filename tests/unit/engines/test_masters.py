@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwright.engines.fp32_masters import fill_masters
-from shardwright.engines.trainer_protocol import LiveFragment
+from shardwright.engines.fp32_masters import fill_fp32_masters
+from shardwright.engines.trainer_protocol import OwnedShard
 
 
 class Stored:
@@ -24,14 +24,12 @@ class Stored:
         return self.weight
 
 
-def fragment(
-    stored: Stored, start: int, numel: int, name: str = "w", moved: int = 0
-) -> LiveFragment:
+def fragment(stored: Stored, start: int, numel: int, name: str = "w", moved: int = 0) -> OwnedShard:
     """moved: by how much the master lies elsewhere than the engine tells."""
     flat = stored.weight.reshape(-1)
     live = flat[start : start + numel].bfloat16()
     master = flat.roll(moved)[start : start + numel].bfloat16().float()
-    return LiveFragment(
+    return OwnedShard(
         name=name,
         shard_shape=(5, 7),
         start=start,
@@ -44,7 +42,7 @@ def fragment(
 def test_each_range_gets_its_own_bits() -> None:
     stored: Any = Stored()
     fragments = [fragment(stored, 0, 18), fragment(stored, 18, 17)]
-    fill_masters(fragments, stored)
+    fill_fp32_masters(fragments, stored)
     assert torch.equal(torch.cat([f.states["fp32"] for f in fragments]), stored.weight.reshape(-1))
     for f in fragments:
         assert torch.equal(f.states["fp32"].bfloat16(), f.live)
@@ -55,5 +53,5 @@ def test_what_is_no_rounding_of_the_stored_weights_stays() -> None:
     stored: Any = Stored()
     for f in (fragment(stored, 3, 9, moved=1), fragment(stored, 3, 9, name="adapter")):
         before = f.states["fp32"].clone()
-        fill_masters([f], stored)
+        fill_fp32_masters([f], stored)
         assert torch.equal(f.states["fp32"], before)

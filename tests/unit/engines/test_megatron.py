@@ -24,26 +24,36 @@ from shardwright.engines.megatron import (
     megatron_model_configs,
     megatron_model_weights,
 )
-from shardwright.engines.megatron.megatron_recipe_keys import REFUSED, RUNS, check_keys
+from shardwright.engines.megatron.megatron_recipe_keys import (
+    REFUSED_KEYS,
+    SUPPORTED_KEYS,
+    check_recipe_keys,
+)
 from shardwright.engines.megatron.megatron_rules import RULES
-from shardwright.engines.megatron.megatron_weight_rows import Heads, fused, grouped, same, stacked
+from shardwright.engines.megatron.megatron_weight_rows import (
+    RankHeads,
+    copied_rows,
+    fused_qkv_rows,
+    grouped_qkv_rows,
+    stacked_rows,
+)
 from shardwright.layout.axes import AXES
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.parameter_sharding import padded_shard_sizes
 from shardwright.lint.megatron_lint import lint_arguments
 from shardwright.lint.megatron_option_reader import read_arguments
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.recipe.recipe_schema import properties, recipe_schema
-from shardwright.search.candidate_layouts import candidates
-from shardwright.search.layout_resolution import as_planned
+from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
+from shardwright.search.candidate_layouts import candidate_layouts
+from shardwright.search.layout_resolution import price_planned_layout
 from shardwright.search.layout_search import search
 from shardwright.search.rule_registry import check_layout
-from shardwright.search.step_time_bound import Bound
+from shardwright.search.step_time_bound import StepTimeBound
 from tests.conftest import SMALL_RECIPE
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 
-HEADS = Heads(query=6, groups=2, size=4)
+HEADS = RankHeads(query=6, groups=2, size=4)
 BEYOND: dict[str, dict[str, Any]] = {
     "training.precision": {"training.precision": "fp16"},
     "training.gradient_accumulation_dtype": {
@@ -85,12 +95,12 @@ def test_every_key_of_a_recipe_has_its_answer() -> None:
     """It runs, it is refused by name, or it is an axis, which the rules know."""
     axes = {f"{axis.section}.{axis.name}" for axis in AXES}
     schema = recipe_schema()
-    for section, value in properties(schema, {}).items():
-        keys = [f"{section}.{key}" for key in properties(value, {})] or [section]
+    for section, value in schema_properties(schema, {}).items():
+        keys = [f"{section}.{key}" for key in schema_properties(value, {})] or [section]
         for key in keys:
-            known = [*RUNS, *REFUSED, *axes]
+            known = [*SUPPORTED_KEYS, *REFUSED_KEYS, *axes]
             assert key in known or section in known, key
-    assert set(BEYOND) == set(REFUSED)
+    assert set(BEYOND) == set(REFUSED_KEYS)
 
 
 @pytest.mark.parametrize(("key", "changes"), BEYOND.items(), ids=BEYOND)
@@ -98,10 +108,10 @@ def test_a_key_that_does_not_run(
     key: str, changes: dict[str, Any], write_recipe: Callable[..., Path]
 ) -> None:
     recipe = load_recipe(write_recipe({"target": "megatron", **changes}))
-    assert [(d.code, ".".join(map(str, d.key or ()))) for d in check_keys(recipe)] == [
+    assert [(d.code, ".".join(map(str, d.key or ()))) for d in check_recipe_keys(recipe)] == [
         ("SW1922", key)
     ]
-    assert check_keys(load_recipe(write_recipe({"target": "megatron"}))) == ()
+    assert check_recipe_keys(load_recipe(write_recipe({"target": "megatron"}))) == ()
 
 
 @pytest.mark.parametrize(("code", "changes"), ILLEGAL.items(), ids=ILLEGAL)
@@ -119,7 +129,7 @@ def test_a_layout_that_it_does_not_run(
 
     def codes(layout: dict[str, Any]) -> set[str]:
         plain = {"schedule": "1f1b", "offload": "none", "activation_checkpointing": "none"}
-        strategy = Strategy(
+        strategy = Layout(
             **{**plain, "gradient_accumulation_steps": 8 // (2 * layout["data"]), **layout}
         )
         return {d.code for d in check_layout(problem, strategy) if d.severity == "error"} & set(
@@ -176,12 +186,12 @@ def test_who_holds_which_experts(
             write_recipe({"target": "megatron", "model.config": EXPERTS, "parallelism": layout})
         )
     ).plan
-    places = [plan.expert_place(rank) for rank in plan.ranks]
+    places = [plan.expert_coordinates(rank) for rank in plan.ranks]
     wanted = [(rank // apart % expert, rank // (apart * expert)) for rank in range(4)]
     assert places == wanted
     name = "model.layers.0.mlp.experts.gate_up_proj"
     (split,) = (p for m in plan.tensor_parallel.modules for p in m.parameters if p.name == name)
-    assert (split.dimension is None) == (apart == 1) and plan.expert_cut(name) == expert
+    assert (split.dimension is None) == (apart == 1) and plan.expert_shard_count(name) == expert
 
 
 @pytest.mark.parametrize(
@@ -237,12 +247,12 @@ def test_rows_of_fused_parameters() -> None:
 
     # Megatron's own reading of linear_qkv (megatron/core/transformer/attention.py,
     # get_query_key_value_tensors).
-    groups = made(grouped("q", "k", "v"), 40).view(2, 5, 4)
+    groups = made(grouped_qkv_rows("q", "k", "v"), 40).view(2, 5, 4)
     assert torch.equal(groups[:, :3].reshape(-1), q)
     assert torch.equal(groups[:, 3].reshape(-1), k) and torch.equal(groups[:, 4].reshape(-1), v)
-    assert torch.equal(made(fused("qkv"), 40), made(grouped("q", "k", "v"), 40))
-    assert torch.equal(made(stacked("k", "v"), 16), torch.cat([k, v]))
-    assert torch.equal(made(same("q"), 24), q)
+    assert torch.equal(made(fused_qkv_rows("qkv"), 40), made(grouped_qkv_rows("q", "k", "v"), 40))
+    assert torch.equal(made(stacked_rows("k", "v"), 16), torch.cat([k, v]))
+    assert torch.equal(made(copied_rows("q"), 24), q)
 
 
 @pytest.mark.parametrize(("total", "degree"), [(257, 4), (256, 4), (5, 4), (9, 2)])
@@ -277,7 +287,9 @@ def test_what_the_proof_says(
         megatron_equivalence, "cache_folder", lambda: tmp_path / "cache"
     )  # other cases run at the same time
     monkeypatch.setattr(
-        megatron_equivalence, "_asked", lambda question: asked.append(json.dumps(question)) or told
+        megatron_equivalence,
+        "_run_check_process",
+        lambda question: asked.append(json.dumps(question)) or told,
     )
     monkeypatch.setattr(engine_table, "package_errors", lambda engine: ())
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
@@ -287,7 +299,9 @@ def test_what_the_proof_says(
         plans = [compile_recipe(recipe).plan for _ in range(2)]
         assert len(asked) == 1 and plans[0].zero == {"stage": 1, "distributed_optimizer": True}
         # The tiny copy is made by models/tiny_config.py: other code there is another proof.
-        monkeypatch.setattr(megatron_equivalence, "source_hash", lambda package: "of other code")
+        monkeypatch.setattr(
+            megatron_equivalence, "tracing_source_hash", lambda package: "of other code"
+        )
         compile_recipe(recipe)
         assert len(asked) == 2
         return
@@ -323,7 +337,7 @@ def test_what_a_failed_proof_says_is_no_traceback(monkeypatch: pytest.MonkeyPatc
     ):
         done = subprocess.CompletedProcess([], 1, "", f"Traceback\n{last}\n")
         monkeypatch.setattr(subprocess, "run", lambda *args, done=done, **options: done)
-        assert megatron_equivalence._asked({}) == {"failed": said}
+        assert megatron_equivalence._run_check_process({}) == {"failed": said}
 
 
 def test_dropout_is_refused(
@@ -444,13 +458,13 @@ def test_cpu_ranks_have_no_arguments_file(
 AUTO = {"virtual_stages": None, "sequence_parallel": None}
 
 
-def searched(target: str, **pins: object) -> tuple[list[Strategy], list[Strategy]]:
+def searched(target: str, **pins: object) -> tuple[list[Layout], list[Layout]]:
     """(every layout that a search tries, those that it ranks), of eight layers' worth of work on
     eight GPUs."""
     config = {**SMALL_LLAMA, "num_hidden_layers": 6}
     recipe = dataclasses.replace(recipe_of(config, parallelism={**AUTO, **pins}), target=target)
     problem = problem_of(recipe, graph_of(config))
-    return list(candidates(problem)), [e.strategy for e in search(problem).ranked]
+    return list(candidate_layouts(problem)), [e.strategy for e in search(problem).ranked]
 
 
 def test_auto_virtual_stages_and_sequence_parallelism_are_searched() -> None:
@@ -492,12 +506,12 @@ def test_chunks_of_an_interleaved_pipeline_are_placed_and_bounded() -> None:
     )
     problem = problem_of(recipe, graph_of(config))
     found = [e for e in search(problem).ranked if e.strategy.virtual_stages > 1]
-    bound = Bound(problem)
+    bound = StepTimeBound(problem)
     assert len(found) > 10
     for e in found:
         s = e.strategy
         assert len(e.boundaries) == s.pipeline * s.virtual_stages + 1
-        layout, again = as_planned(problem, s, e.boundaries)
+        layout, again = price_planned_layout(problem, s, e.boundaries)
         assert again.time == e.time and again.memory == e.memory
         held = [[(b.start, b.stop) for b in blocks] for blocks in layout.ranks]
         cut = list(itertools.pairwise(e.boundaries))
@@ -510,7 +524,7 @@ def test_chunks_of_an_interleaved_pipeline_are_placed_and_bounded() -> None:
 
 BACKWARD = """
 import torch
-from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 
 class Recomputed(torch.autograd.Function):
     @staticmethod
@@ -522,7 +536,7 @@ class Recomputed(torch.autograd.Function):
         print(torch.ones(1).is_cuda, torch.ones(1, device="cuda").device.type)
         return gradient * 2
 
-run_on_cpu()
+patch_torch_for_cpu()
 Recomputed.apply(torch.ones(2, requires_grad=True)).sum().backward()
 """
 

@@ -9,10 +9,12 @@ from importlib import import_module
 import pytest
 
 from shardwright.engines.engine_table import ENGINES
-from shardwright.engines.trainer_protocol import Runtime
+from shardwright.engines.trainer_protocol import EngineRuntime
 
 ASKED = [
-    name for name, _ in inspect.getmembers(Runtime, inspect.isfunction) if not name.startswith("_")
+    name
+    for name, _ in inspect.getmembers(EngineRuntime, inspect.isfunction)
+    if not name.startswith("_")
 ]
 
 
@@ -24,5 +26,5 @@ def test_the_runtime(path: str) -> None:
     assert len(ASKED) == 4
     module = import_module(path)
     for asked in ASKED:
-        _, *wanted = inspect.signature(getattr(Runtime, asked)).parameters.values()
+        _, *wanted = inspect.signature(getattr(EngineRuntime, asked)).parameters.values()
         assert list(inspect.signature(getattr(module, asked)).parameters.values()) == wanted

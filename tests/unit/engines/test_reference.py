@@ -14,9 +14,9 @@ import torch
 from shardwright.compile import compile_recipe
 from shardwright.compiled_folder_writer import write_folder
 from shardwright.data.dataset import resolve
-from shardwright.engines.trainer_protocol import runtime_of
+from shardwright.engines.trainer_protocol import engine_runtime
 from shardwright.parallel.learning_rate import learning_rate
-from shardwright.parallel.micro_batches import Batches
+from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.figures import lines_apart
 from tests.parity.harness import (
@@ -56,7 +56,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Case, Any,
 @pytest.fixture
 def trainer(compiled: tuple[Case, Any, Any, Path]) -> Iterator[Any]:
     _, _, plan, folder = compiled
-    runtime = runtime_of(plan)
+    runtime = engine_runtime(plan)
     runtime.open_groups(plan)
     yield runtime.build_trainer(plan, folder)
     runtime.close_groups()
@@ -65,7 +65,7 @@ def trainer(compiled: tuple[Case, Any, Any, Path]) -> Iterator[Any]:
 @pytest.mark.parametrize("compiled", CASES, indirect=True)
 def test_trains_as_a_plain_process(compiled: tuple[Case, Any, Any, Path], trainer: Any) -> None:
     case, tokens, plan, folder = compiled
-    batches = Batches(*resolve(plan, folder))
+    batches = TrainingBatches(*resolve(plan, folder))
     lines = []
     for step in range(1, STEPS + 1):
         rate = learning_rate(plan.optimizer, plan.scheduler, STEPS, step)
@@ -93,6 +93,6 @@ def test_what_a_checkpoint_holds(compiled: tuple[Case, Any, Any, Path], trainer:
     name = min(trained)
     with torch.no_grad():
         fragments[name].states["fp32"].fill_(0.75)
-    trainer.restored(3, trainer.counters().__class__(updates=3, loss_scale=None))
+    trainer.finish_restore(3, trainer.counters().__class__(updates=3, loss_scale=None))
     assert trainer.counters().updates == 3
     assert bool((fragments[name].live == 0.75).all())

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.data.dataset import Dataset
-from shardwright.data.samplers import EpochOrder
-from shardwright.data.sequences import Indices, TokenBlock
+from shardwright.data.samplers import EpochSampler
+from shardwright.data.sequences import Indices, SequenceBatch
 from shardwright.engines.deepspeed import deepspeed_trainer_builder as engine
 from shardwright.parallel.distributed_losses import CausalLoss
-from shardwright.parallel.micro_batches import Batches, HeldOut, MicroBatch
+from shardwright.parallel.micro_batches import MicroBatch, TrainingBatches, ValidationBatches
 from tests.unit.parallel.test_batches import plan
 
 RANKS, MICRO, ACCUMULATION, VOCABULARY, LENGTH = 2, 2, 2, 7, 6
@@ -38,8 +38,8 @@ class Chat:
     def __len__(self) -> int:
         return ROWS
 
-    def read(self, indices: Indices) -> TokenBlock:
-        return TokenBlock(tokens=TOKENS[indices], starts=None, trained=TRAINED[indices])
+    def read(self, indices: Indices) -> SequenceBatch:
+        return SequenceBatch(tokens=TOKENS[indices], starts=None, trained=TRAINED[indices])
 
 
 class Meeting:
@@ -108,7 +108,7 @@ def of_all_ranks(
 
     def one(rank: int) -> Any:
         trainer = object.__new__(kind)
-        model = SimpleNamespace(attention="sdpa", sees=False)
+        model = SimpleNamespace(attention="sdpa", is_vision_language=False)
         trainer.plan = SimpleNamespace(
             strategy=SimpleNamespace(data=RANKS, context=1, shards=RANKS, zero_stage=1),
             training=SimpleNamespace(precision="fp32"),
@@ -139,17 +139,17 @@ def wanted() -> tuple[float, int]:
     return float(total.detach()) / count, count
 
 
-KINDS = [engine.DataTrainer, engine.PipelineTrainer]
+KINDS = [engine.DataParallelTrainer, engine.PipelineTrainer]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_labels_are_counted_over_the_global_batch(
     kind: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = EpochOrder(ROWS, ROWS, 0, shuffle=False)
+    order = EpochSampler(ROWS, ROWS, 0, shuffle=False)
     data = Dataset(train=Chat(), order=order, parts=(ROWS,), validation=None, steps=1)
     settings: Any = plan(data=RANKS, micro=MICRO, accumulation=ACCUMULATION)
-    shares = [Batches(settings, data).micro_batches(1, rank) for rank in range(RANKS)]
+    shares = [TrainingBatches(settings, data).micro_batches(1, rank) for rank in range(RANKS)]
     assert len({sum(m.predicted for m in share) for share in shares}) == RANKS, (
         "the ranks' counts differ"
     )
@@ -160,7 +160,7 @@ def test_labels_are_counted_over_the_global_batch(
 @pytest.mark.parametrize("kind", KINDS)
 def test_held_out_labels_too(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     settings: Any = plan(data=RANKS, micro=MICRO, accumulation=ACCUMULATION)
-    shares = [HeldOut(settings, Chat(), rank) for rank in range(RANKS)]
+    shares = [ValidationBatches(settings, Chat(), rank) for rank in range(RANKS)]
     found = of_all_ranks(kind, lambda trainer, rank: trainer.evaluate(shares[rank]), monkeypatch)
     loss, count = wanted()
     assert [n for _, n in found] == [count] * RANKS

@@ -9,10 +9,10 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
-from shardwright.engines.engine_table import AUTO, DEFAULT, ENGINES, engine_of
-from shardwright.engines.kernel_traffic import KERNELS
+from shardwright.engines.engine_table import AUTO_TARGET, DEFAULT_TARGET, ENGINES, engine_of
+from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
 from shardwright.plan.plan_json import read_plan
-from shardwright.recipe.recipe_schema import properties, recipe_schema
+from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
 
 TESTS = Path(__file__).parents[2]
 
@@ -46,11 +46,14 @@ def test_a_plan_for_an_engine_that_is_not_there_is_refused(
 
 
 def test_the_recipe_offers_the_table() -> None:
-    offered = properties(recipe_schema(), {})
-    assert offered["target"]["enum"] == [*ENGINES, AUTO] and offered["target"]["default"] == DEFAULT
-    assume = properties(offered["assume"], {})
-    assert assume["kernels"]["enum"] == list(KERNELS)
+    offered = schema_properties(recipe_schema(), {})
+    assert (
+        offered["target"]["enum"] == [*ENGINES, AUTO_TARGET]
+        and offered["target"]["default"] == DEFAULT_TARGET
+    )
+    assume = schema_properties(offered["assume"], {})
+    assert assume["kernels"]["enum"] == list(KERNEL_TRAFFIC)
 
 
 def test_a_kernel_set_names_an_engine_of_the_table() -> None:
-    assert {kernels.engine for kernels in KERNELS.values()} - {None} <= ENGINES.keys()
+    assert {kernels.engine for kernels in KERNEL_TRAFFIC.values()} - {None} <= ENGINES.keys()

@@ -12,9 +12,13 @@ import pytest
 from shardwright.compile import estimate_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.engines.megatron import transformer_engine_layers
-from shardwright.engines.megatron.transformer_engine_layers import is_taken, plain_name, report
+from shardwright.engines.megatron.transformer_engine_layers import (
+    layers_log_line,
+    local_layer_name,
+    uses_transformer_engine,
+)
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.search.runnable_recipes import check_executable
+from shardwright.search.runnable_recipes import check_runnable
 from tests.conftest import SMALL_RECIPE
 from tests.unit.engines.test_megatron import EXPERTS, LAYOUT
 
@@ -136,7 +140,7 @@ def test_other_engines(
     target: str, wish: str, refused: bool, write_recipe: Callable[..., Path]
 ) -> None:
     recipe = load_recipe(write_recipe({"target": target, "model.transformer_engine": wish}))
-    assert ("SW1925" in [d.code for d in check_executable(recipe)]) == refused
+    assert ("SW1925" in [d.code for d in check_runnable(recipe)]) == refused
 
 
 @pytest.mark.parametrize(
@@ -158,15 +162,15 @@ def test_other_engines(
     ],
 )
 def test_both_spellings(theirs: str, plain: str) -> None:
-    assert plain_name(theirs) == plain
+    assert local_layer_name(theirs) == plain
 
 
 class _Plan:
-    """What is_taken reads of one."""
+    """What uses_transformer_engine reads of one."""
 
     def __init__(self, wish: str) -> None:
         self.model = dataclasses.make_dataclass("Model", ["transformer_engine"])(wish)
-        self.strategy = dataclasses.make_dataclass("Strategy", ["world_size"])(2)
+        self.strategy = dataclasses.make_dataclass("Layout", ["world_size"])(2)
         self.is_cpu = False
 
 
@@ -201,10 +205,10 @@ def test_what_the_ranks_take(
     plan: Any = _Plan(wish)
     if isinstance(taken, str):
         with pytest.raises(Refusal) as caught:
-            is_taken(plan)
+            uses_transformer_engine(plan)
         (found,) = caught.value.diagnostics
         assert found.code == "SW6015" and taken in found.message
         return
-    assert is_taken(plan) is taken
-    line = report(plan, taken=taken)
+    assert uses_transformer_engine(plan) is taken
+    line = layers_log_line(plan, taken=taken)
     assert ("not run by us" in line) == taken and (absent in line)

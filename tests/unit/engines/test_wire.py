@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.engines.deepspeed.pipeline_tensors import Packing
+from shardwright.engines.deepspeed.pipeline_tensors import StatePacker
 from shardwright.models.model_skeleton import State
 
 
@@ -17,7 +17,7 @@ def state(dtype: torch.dtype) -> State:
 
 def test_two_flat_tensors_and_back() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        sender, receiver = Packing(), Packing()
+        sender, receiver = StatePacker(), StatePacker()
         for _ in range(2):  # the second micro-batch uses the shapes of the first
             sent = state(dtype)
             floating, integers = sender.pack(sent)
@@ -38,9 +38,9 @@ def test_two_flat_tensors_and_back() -> None:
 
 def test_gradients_arrive_at_their_parts() -> None:
     sent = state(torch.bfloat16)
-    floating, integers = Packing().pack(sent)
+    floating, integers = StatePacker().pack(sent)
     received = floating.detach().requires_grad_()
-    got = Packing().unpack(received, integers)
+    got = StatePacker().unpack(received, integers)
     (got.hidden.float() * 3 + 0).sum().backward()
     floating.backward(received.grad)
     assert torch.equal(sent.hidden.grad, torch.full_like(sent.hidden, 3))

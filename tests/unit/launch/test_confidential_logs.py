@@ -16,7 +16,7 @@ from shardwright.compile import compile_recipe
 from shardwright.launch.launcher_process import _stream
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.train.training_worker import _failure, _redirect_output
+from shardwright.train.training_worker import _failure_event, _redirect_output
 
 SECRET = "hf_canary-0123456789"
 
@@ -49,7 +49,7 @@ def test_what_a_rank_says_of_its_failure(plan: Plan) -> None:
     try:
         raise ValueError(f"401 for {SECRET}")
     except ValueError as error:
-        event = _failure(plan, 1, error)
+        event = _failure_event(plan, 1, error)
     assert event.cause == "ValueError: 401 for [TEST_TOKEN]"
     assert "[TEST_TOKEN]" in event.traceback and SECRET not in event.traceback
 

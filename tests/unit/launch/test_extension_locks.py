@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.launch.extension_build_locks import SETTLED_SECONDS, extensions_root, stale_locks
+from shardwright.launch.extension_build_locks import (
+    STALE_LOCK_AGE_SECONDS,
+    extensions_root,
+    stale_build_locks,
+)
 
 
 def lock(folder: Path, seconds: float) -> Path:
@@ -24,11 +28,11 @@ def test_only_a_lock_that_nobody_holds(tmp_path: Path) -> None:
         lock(tmp_path / "py311_cu128" / "cpu_adam", 9e3),
         lock(tmp_path / "py311_cu128" / "utils", 9e3),
     )
-    lock(tmp_path / "flat", SETTLED_SECONDS / 2)
+    lock(tmp_path / "flat", STALE_LOCK_AGE_SECONDS / 2)
     with held.open():
-        assert stale_locks(tmp_path) == (left,)
-    assert stale_locks(tmp_path) == (left, held)
-    assert stale_locks(tmp_path / "nowhere") == ()
+        assert stale_build_locks(tmp_path) == (left,)
+    assert stale_build_locks(tmp_path) == (left, held)
+    assert stale_build_locks(tmp_path / "nowhere") == ()
 
 
 def test_where_torch_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.launch.failure_report import port_was_taken, report_failure
-from shardwright.monitor.rank_events import EVENT
+from shardwright.monitor.rank_events import EVENT_PREFIX
 from shardwright.monitor.run_files import PROGRESS
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
@@ -31,7 +31,7 @@ def reported(
     return code, json.loads((folder / "run" / "status.json").read_text())
 
 
-LOST = EVENT + json.dumps({"kind": "lost", "rank": 2, "host": "b", "stage": 1, "pid": 7})
+LOST = EVENT_PREFIX + json.dumps({"kind": "lost", "rank": 2, "host": "b", "stage": 1, "pid": 7})
 KILLED = "b: [2026-01-01] ['train.py', '--local_rank=1'] exits with return code = -9"
 
 
@@ -114,7 +114,7 @@ def test_out_of_memory_says_what_was_predicted_and_what_needs_less(
         "traceback": "",
     }
     cause = "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
-    code, _ = reported(plan, tmp_path, EVENT + json.dumps({**event, "cause": cause}))
+    code, _ = reported(plan, tmp_path, EVENT_PREFIX + json.dumps({**event, "cause": cause}))
     error = capsys.readouterr().err
     assert code == 3
     assert f"{plan.predicted.memory.peak_bytes / 2**30:.1f} of " in error
@@ -133,7 +133,7 @@ def test_refused_input_is_no_broken_run(
         "cause": "token id 300",
         "help": "h",
     }
-    code, _ = reported(plan, tmp_path, EVENT + json.dumps(event))
+    code, _ = reported(plan, tmp_path, EVENT_PREFIX + json.dumps(event))
     assert code == 1
     assert "error[SW6105]: token id 300" in capsys.readouterr().err
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_is_refused_ends_a_run_that_had_begun(
         "cause": "why",
         "help": "what now",
     }
-    exit_code, status = reported(plan, tmp_path, EVENT + json.dumps(refused))
+    exit_code, status = reported(plan, tmp_path, EVENT_PREFIX + json.dumps(refused))
     assert (exit_code, status["status"], status["code"], status["cause"]) == (
         3,
         "failed",
@@ -183,6 +183,6 @@ def test_a_port_that_somebody_took_meanwhile(
         "cause": "c",
         "help": "h",
     }
-    (tmp_path / "launcher.log").write_text(EVENT + json.dumps(event))
+    (tmp_path / "launcher.log").write_text(EVENT_PREFIX + json.dumps(event))
     chosen = dataclasses.replace(plan, launch=dataclasses.replace(plan.launch, master_port=port))
     assert port_was_taken(chosen, tmp_path) is taken

@@ -13,8 +13,8 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.launch.host_checks import Examined, _versions
-from shardwright.launch.preflight_checks import check_machine
+from shardwright.launch.host_checks import HostCheckInput, _versions
+from shardwright.launch.preflight_checks import check_preflight
 from shardwright.launch.probe_messages import HostFacts
 from shardwright.launch.remote_probe import ProbedHost
 from shardwright.plan.plan import Plan
@@ -28,10 +28,10 @@ def test_weights_that_are_gone(
     folder = tmp_path / "weights"
     write_weights(folder, small_recipe["model"]["config"])
     plan = compile_recipe(load_recipe(write_recipe({"model": {"source": "./weights"}}))).plan
-    check_machine(plan, tmp_path, None)
+    check_preflight(plan, tmp_path, None)
     shutil.rmtree(folder)
     with pytest.raises(Refusal) as caught:
-        check_machine(plan, tmp_path, None)
+        check_preflight(plan, tmp_path, None)
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "SW6007" and str(folder) in diagnostic.message
 
@@ -58,7 +58,7 @@ def test_what_a_plan_needs_beyond_the_usual_packages(
         )
         answers += (ProbedHost(host="b", facts=facts),)
         found = _versions(
-            Examined(plan=plan, folder=tmp_path, shared=True, answers=answers, digest=None)
+            HostCheckInput(plan=plan, folder=tmp_path, shared=True, answers=answers, digest=None)
         )
         assert [d.message for d in found.problems] == expected
         assert _refused(plan, tmp_path) == (["SW6009"] if expected else [])
@@ -66,7 +66,7 @@ def test_what_a_plan_needs_beyond_the_usual_packages(
 
 def _refused(plan: Plan, folder: Path) -> list[str]:
     try:
-        check_machine(plan, folder, None)
+        check_preflight(plan, folder, None)
     except Refusal as refusal:
         return [d.code for d in refusal.diagnostics]
     return []

@@ -14,14 +14,14 @@ from shardwright.diagnostics import Refusal
 from shardwright.engines.engine_table import ENGINES
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.recipe.recipe_schema import properties, recipe_schema
-from shardwright.utils.data_folders import templates_dir
+from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
+from shardwright.utils.data_folders import templates_folder
 
 START = re.compile(r'include "launch/start/" ~ plan.target ~ "/([^"]+)"')
 
 
 def test_the_recipe_offers_the_table() -> None:
-    launch = properties(properties(recipe_schema(), {})["launch"], {})
+    launch = schema_properties(schema_properties(recipe_schema(), {})["launch"], {})
     assert set(launch["launcher"]["enum"]) == {"auto", *LAUNCHERS}  # type: ignore[arg-type]
     assert {row.name for row in LAUNCHERS.values() if row.scheduler} <= launch.keys()
 
@@ -39,7 +39,7 @@ def test_a_scheduler_has_what_its_launcher_calls() -> None:
 def test_an_engine_has_the_words_that_start_its_ranks_or_refuses_the_launcher(
     engine: str, write_recipe: Callable[..., Path]
 ) -> None:
-    launch = templates_dir() / "launch"
+    launch = templates_folder() / "launch"
     there = {path.name for path in (launch / "start" / engine).iterdir()}
     for row in LAUNCHERS.values():
         texts = [(launch / name).read_text(encoding="utf-8") for name in row.templates.values()]

@@ -13,7 +13,7 @@ import pytest
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.launcher_process import run_folder
-from shardwright.launch.launchers.launcher_checks import unseen_paths
+from shardwright.launch.launchers.launcher_checks import unmounted_paths
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.recipes import KUBERNETES, TWO_NODES, Compile
 from tests.unit.launchers.shims import install, start
@@ -259,7 +259,7 @@ def test_what_a_container_does_not_mount_is_a_warning(
     ).plan
     data = dataclasses.replace(plan.data, kind="tokens", path="/data/t.npy")
     checkpoint = dataclasses.replace(plan.checkpoint, directory="/elsewhere/ck/run")
-    found = unseen_paths(dataclasses.replace(plan, data=data, checkpoint=checkpoint))
+    found = unmounted_paths(dataclasses.replace(plan, data=data, checkpoint=checkpoint))
     expected = {("data", "path"): "/data", ("checkpoint", "directory"): "/elsewhere"}
     assert [d.key for d in found] == [key for key, root in expected.items() if root not in seen]
     assert all((d.code, d.severity) == ("SW5209", "warning") for d in found)

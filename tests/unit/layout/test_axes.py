@@ -13,32 +13,32 @@ from shardwright.layout import axes
 from shardwright.layout.axes import (
     AXES,
     Axis,
-    axis_of,
+    axis_named,
     choices,
-    degrees_that_fill,
-    pins_fill_the_world,
-    worlds,
+    is_world_pinned,
+    reachable_world_sizes,
+    world_factorizations,
 )
-from shardwright.layout.layout import Strategy, inside_axes, inside_words
+from shardwright.layout.layout import Layout, in_layer_axes, in_layer_collectives_text
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_schema import recipe_schema
 from shardwright.recipe.recipe_types import ParallelismSection
-from shardwright.search.ranking_penalties import moving_parts
+from shardwright.search.ranking_penalties import complexity_features
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.search.test_layout_rules import GOOD
 
 
 def test_collectives_are_named_by_the_axes_that_make_them() -> None:
     plain = dataclasses.replace(GOOD, tensor=1)
-    assert inside_words(plain) == "tensor-parallel"
-    assert inside_words(dataclasses.replace(plain, expert=2)) == "expert-parallel"
+    assert in_layer_collectives_text(plain) == "tensor-parallel"
+    assert in_layer_collectives_text(dataclasses.replace(plain, expert=2)) == "expert-parallel"
     mixed = dataclasses.replace(plain, tensor=2, context=2)
-    assert inside_words(mixed) == "tensor- and context-parallel"
+    assert in_layer_collectives_text(mixed) == "tensor- and context-parallel"
     assert (
-        inside_words(mixed, dataclasses.replace(plain, expert=2))
+        in_layer_collectives_text(mixed, dataclasses.replace(plain, expert=2))
         == "tensor-, expert- and context-parallel"
     )
-    assert inside_axes(mixed) == ("tensor", "context")
+    assert in_layer_axes(mixed) == ("tensor", "context")
 
 
 NOT_OF_A_LAYOUT = {"memory_headroom"}
@@ -54,9 +54,9 @@ def problem_of(parallelism: ParallelismSection | None = None, **pins: object) ->
 
 
 def test_each_row_is_a_field_of_a_strategy() -> None:
-    assert sorted(axis.name for axis in AXES) == sorted(field.name for field in fields(Strategy))
-    defaults = {f.name: f.default for f in fields(Strategy) if f.default is not dataclasses.MISSING}
-    assert defaults == {name: axis_of(name).plain for name in defaults}
+    assert sorted(axis.name for axis in AXES) == sorted(field.name for field in fields(Layout))
+    defaults = {f.name: f.default for f in fields(Layout) if f.default is not dataclasses.MISSING}
+    assert defaults == {name: axis_named(name).plain for name in defaults}
 
 
 def test_the_rows_are_the_keys_of_the_recipe() -> None:
@@ -88,22 +88,27 @@ def test_words_and_pins_are_those_of_the_table() -> None:
         GOOD.degrees() == {"tensor": 2, "pipeline": 2, "context": 1, "data": 2}
         and GOOD.world_size == 8
     )
-    assert not GOOD.is_whole and dataclasses.replace(GOOD, tensor=1, pipeline=1).is_whole
+    assert (
+        not GOOD.has_full_model_per_rank
+        and dataclasses.replace(GOOD, tensor=1, pipeline=1).has_full_model_per_rank
+    )
 
 
 def test_degrees_fill_the_world_within_the_pins() -> None:
     world = problem_of().cluster.world_size
-    found = [tuple(degrees.values()) for degrees in degrees_that_fill(problem_of())]
+    found = [tuple(degrees.values()) for degrees in world_factorizations(problem_of())]
     assert len(found) == len(set(found)) and all(t * p * c * d == world for t, p, c, d in found)
-    assert [d["data"] for d in degrees_that_fill(problem_of(tensor=2, pipeline=2))] == [world // 4]
-    assert not list(degrees_that_fill(problem_of(tensor=3)))
-    assert {world, 3 * world} <= worlds(problem_of()) and worlds(
+    assert [d["data"] for d in world_factorizations(problem_of(tensor=2, pipeline=2))] == [
+        world // 4
+    ]
+    assert not list(world_factorizations(problem_of(tensor=3)))
+    assert {world, 3 * world} <= reachable_world_sizes(problem_of()) and reachable_world_sizes(
         problem_of(tensor=2, pipeline=3, data=5)
     ) == {30}
 
 
 def test_a_micro_batch_divides_what_a_data_rank_has() -> None:
-    micro, problem = axis_of("micro_batch_size"), problem_of()
+    micro, problem = axis_named("micro_batch_size"), problem_of()
     batch = problem.recipe.training.global_batch_size
     assert choices(micro, problem, {"data": batch // 4}) == (1, 2, 4)
     assert choices(micro, problem_of(micro_batch_size=2), {"data": batch // 4}) == (2,)
@@ -112,7 +117,7 @@ def test_a_micro_batch_divides_what_a_data_rank_has() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WiderStrategy(Strategy):
+class WiderStrategy(Layout):
     ring: int = 1
 
 
@@ -126,9 +131,9 @@ RING = Axis(
     plain=1,
     default=1,
     ranks=True,
-    yields=True,
+    off_when_world_pinned=True,
     values=lambda problem, degrees: (1, 2, 4),
-    machinery="a ring",
+    feature="a ring",
 )
 
 
@@ -147,7 +152,7 @@ def test_auto_is_plain_where_the_pins_fill_the_world() -> None:
         problem_of(tensor=2, pipeline=2, data=1),
         problem_of(),
     )
-    assert [pins_fill_the_world(p) for p in (filled, half, open_)] == [True, False, False]
+    assert [is_world_pinned(p) for p in (filled, half, open_)] == [True, False, False]
     assert choices(RING, wider(filled, None), {}) == (1,)
     assert (
         choices(RING, wider(half, None), {}) == choices(RING, wider(open_, None), {}) == (1, 2, 4)
@@ -156,17 +161,18 @@ def test_auto_is_plain_where_the_pins_fill_the_world() -> None:
         2,
     )  # a pin stands, and the rules say what is wrong with it
     # A setting changes neither the world nor the meaning of a degree: it is searched all the same.
-    assert choices(axis_of("zero_stage"), filled, {}) == axes.ZERO_STAGES
+    assert choices(axis_named("zero_stage"), filled, {}) == axes.ZERO_STAGES
 
 
 def test_a_new_row_is_searched_printed_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(axes, "AXES", (RING, *AXES))
-    strategy = WiderStrategy(**{f.name: getattr(GOOD, f.name) for f in fields(Strategy)}, ring=2)
+    strategy = WiderStrategy(**{f.name: getattr(GOOD, f.name) for f in fields(Layout)}, ring=2)
     assert strategy.world_size == 16 and strategy.degrees()["ring"] == 2
     assert strategy.describe() == f"{GOOD.describe()} ring=2" and strategy.pins()["ring"] == 2
-    assert moving_parts(strategy) == {*moving_parts(GOOD), "a ring"}
-    rings = {degrees["ring"] for degrees in degrees_that_fill(wider(problem_of(), None))}
+    assert complexity_features(strategy) == {*complexity_features(GOOD), "a ring"}
+    rings = {degrees["ring"] for degrees in world_factorizations(wider(problem_of(), None))}
     assert rings == {1, 2, 4}
     assert {
-        degrees["ring"] for degrees in degrees_that_fill(wider(problem_of(tensor=2, pipeline=2), 2))
+        degrees["ring"]
+        for degrees in world_factorizations(wider(problem_of(tensor=2, pipeline=2), 2))
     } == {2}

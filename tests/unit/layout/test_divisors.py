@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from shardwright.utils.divisors import misfit
+from shardwright.utils.divisors import degree_mismatch
 
 
 @pytest.mark.parametrize("world", (1, 6, 8, 12, 48))
@@ -18,7 +18,7 @@ def test_what_a_degree_could_be_makes_up_the_world(world: int, count: int) -> No
         degrees = dict(zip(("tensor", "pipeline", "data"), values, strict=False))
         complete = count == 3
         product = math.prod(values)
-        found = misfit(degrees, world, complete=complete)
+        found = degree_mismatch(degrees, world, complete=complete)
         assert (found is None) == (product == world if complete else world % product == 0)
         if found is None:
             continue
@@ -28,12 +28,12 @@ def test_what_a_degree_could_be_makes_up_the_world(world: int, count: int) -> No
         others = product // degrees[culprit]
         for degree in near:
             assert (
-                misfit({**degrees, culprit: degree}, world, complete=complete) is None
+                degree_mismatch({**degrees, culprit: degree}, world, complete=complete) is None
                 or world % others
             )
 
 
 def test_only_what_was_asked_for_is_blamed() -> None:
     degrees = {"tensor": 2, "pipeline": 1, "data": 8}
-    assert misfit(degrees, 8, complete=True) == ("data", (4,))
-    assert misfit(degrees, 8, complete=True, blamed=["tensor"]) == ("tensor", (1,))
+    assert degree_mismatch(degrees, 8, complete=True) == ("data", (4,))
+    assert degree_mismatch(degrees, 8, complete=True, blamed=["tensor"]) == ("tensor", (1,))

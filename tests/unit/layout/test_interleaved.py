@@ -10,10 +10,10 @@ import pytest
 
 from shardwright.layout import interleaved_schedule
 from shardwright.layout.interleaved_schedule import (
-    first_forwards,
-    kept_at_once,
+    micro_batches_in_flight,
     simulate,
     step_seconds,
+    warmup_forward_passes,
 )
 
 SHAPES = [(2, 2, 4), (4, 2, 8), (4, 4, 16), (3, 3, 3), (8, 4, 32)]
@@ -76,7 +76,7 @@ def test_what_a_rank_keeps_at_its_first_backward_pass(
     for rank, passes in enumerate(timeline.ranks):
         first = next(place for place, each in enumerate(passes) if each.name == "BackwardPass")
         kept = [sum(i.stage // ranks == chunk for i in passes[:first]) for chunk in range(chunks)]
-        assert tuple(kept) == kept_at_once(ranks, rank, chunks, micro_batches)
+        assert tuple(kept) == micro_batches_in_flight(ranks, rank, chunks, micro_batches)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), SHAPES)
@@ -109,4 +109,4 @@ def test_the_tables_are_megatrons(ranks: int, chunks: int, micro_batches: int) -
         _, _, warm, _ = schedules.get_pp_rank_microbatches(
             micro_batches, chunks, ranks, p2p_communicator=Ring(rank)
         )
-        assert warm == first_forwards(ranks, rank, chunks, micro_batches)
+        assert warm == warmup_forward_passes(ranks, rank, chunks, micro_batches)

@@ -7,8 +7,16 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.layout.stage_balancing import cut_evenly, cut_mirrored
-from shardwright.models.pipeline_split import Cut, boundaries_of_blocks, merged, sharing
+from shardwright.layout.stage_balancing import (
+    balanced_contiguous_boundaries,
+    balanced_dualpipev_boundaries,
+)
+from shardwright.models.pipeline_split import (
+    PipelineSplit,
+    boundaries_in_layers,
+    layers_that_share_parameters,
+    merge_overlapping_ranges,
+)
 
 
 def loads(costs: tuple[int, ...], boundaries: tuple[int, ...]) -> list[int]:
@@ -33,14 +41,14 @@ def test_cut_evenly_is_the_best_of_all_cuts(costs: tuple[int, ...], data: st.Dat
     stages = data.draw(st.integers(1, len(costs)))
     cuts = all_cuts(len(costs), stages)
     best = min(cuts, key=lambda b: (max(loads(costs, b)), sum(x * x for x in loads(costs, b)), b))
-    assert cut_evenly(costs, stages) == best
+    assert balanced_contiguous_boundaries(costs, stages) == best
 
 
 @settings(max_examples=300, deadline=None)
 @given(costs=COSTS, data=st.data())
 def test_cut_mirrored_is_as_good_as_any_cut(costs: tuple[int, ...], data: st.DataObject) -> None:
     stages = 2 * data.draw(st.integers(1, len(costs) // 2))
-    found = cut_mirrored(costs, stages)
+    found = balanced_dualpipev_boundaries(costs, stages)
     assert found in all_cuts(len(costs), stages)
     assert mirrored(loads(costs, found)) == min(
         mirrored(loads(costs, b)) for b in all_cuts(len(costs), stages)
@@ -49,15 +57,17 @@ def test_cut_mirrored_is_as_good_as_any_cut(costs: tuple[int, ...], data: st.Dat
 
 @given(ranges=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=5))
 def test_blocks_cover_every_layer_and_part_no_range(ranges: list[tuple[int, int]]) -> None:
-    together = merged((min(r), max(r)) for r in ranges)
-    cut = Cut(stack="s", hidden_position=0, hidden_keyword=None, output_length=0, together=together)
+    together = merge_overlapping_ranges((min(r), max(r)) for r in ranges)
+    cut = PipelineSplit(
+        stack="s", hidden_position=0, hidden_keyword=None, output_length=0, together=together
+    )
     blocks = cut.blocks(10)
     assert sum(blocks) == 12 and blocks[0] == blocks[-1] == 1
-    starts = set(boundaries_of_blocks(tuple(range(len(blocks) + 1)), blocks))
+    starts = set(boundaries_in_layers(tuple(range(len(blocks) + 1)), blocks))
     inside = {layer + 1 for a, b in ranges for layer in range(min(a, b) + 1, max(a, b) + 1)}
     assert starts == set(range(13)) - inside
 
 
 def test_layers_with_a_parameter_in_common() -> None:
     names = (("s.0.w", "s.4.w"), ("s.1.a",), ("s.5.x", "s.7.x"), ("head.w", "table.w"))
-    assert sharing(names, "s") == ((0, 4), (5, 7))
+    assert layers_that_share_parameters(names, "s") == ((0, 4), (5, 7))

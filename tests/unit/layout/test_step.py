@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.cost.step_time import bubble_divisor
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.pipeline_instructions import BACKWARD, FORWARD
-from shardwright.layout.pipeline_simulation import Timeline, simulate
+from shardwright.layout.pipeline_simulation import PipelineTimeline, simulate
 from shardwright.layout.pipeline_step_time import step_seconds
-from shardwright.layout.vectorized_pipeline_simulation import makespans
+from shardwright.layout.vectorized_pipeline_simulation import simulated_step_seconds
 
 
-def events(kind: str, m: int, forward: list[float], backward: list[float], send: float) -> Timeline:
+def events(
+    kind: str, m: int, forward: list[float], backward: list[float], send: float
+) -> PipelineTimeline:
     ranks = len(forward) // (2 if kind == "dualpipev" else 1)
     return simulate(kind, m, forward, backward, [send] * (ranks - 1))
 
@@ -54,9 +56,9 @@ def test_arrays_and_closed_form_are_the_events(
 ) -> None:
     kind, m, forward, backward, send = pipeline
     wanted = events(kind, m, forward, backward, send).seconds
-    assert makespans(kind, m, np.array([forward]), np.array([backward]), send)[0] == pytest.approx(
-        wanted, rel=1e-9
-    )
+    assert simulated_step_seconds(kind, m, np.array([forward]), np.array([backward]), send)[
+        0
+    ] == pytest.approx(wanted, rel=1e-9)
     assert step_seconds(kind, m, tuple(forward), tuple(backward), send) == pytest.approx(
         wanted, rel=1e-9
     )
@@ -70,15 +72,19 @@ def test_repeated_rounds_are_exact_to_the_end(kind: str, micro_batches: int, hea
     forward = [*[1.0] * (stages - 1), head]
     backward = [2 * x for x in forward]
     wanted = events(kind, micro_batches, forward, backward, 0.01).seconds
-    found = makespans(kind, micro_batches, np.array([forward]), np.array([backward]), 0.01)[0]
+    found = simulated_step_seconds(
+        kind, micro_batches, np.array([forward]), np.array([backward]), 0.01
+    )[0]
     assert found == pytest.approx(wanted, rel=1e-9)
 
 
 def test_many_partitions_are_each_their_own() -> None:
     forward = np.random.default_rng(1).uniform(0.5, 2, (20, 6))
     for kind, m in (("1f1b", 4), ("1f1b", 40), ("dualpipev", 7)):
-        together = makespans(kind, m, forward, 2 * forward, 0.1)
-        alone = [makespans(kind, m, row[None], 2 * row[None], 0.1)[0] for row in forward]
+        together = simulated_step_seconds(kind, m, forward, 2 * forward, 0.1)
+        alone = [
+            simulated_step_seconds(kind, m, row[None], 2 * row[None], 0.1)[0] for row in forward
+        ]
         assert together == pytest.approx(alone, rel=1e-9)
 
 
@@ -96,7 +102,7 @@ def test_even_stages(ranks: int, m: int) -> None:
 @pytest.mark.parametrize("rounds", [2, 8])
 def test_dualpipev_bubble_without_simulation(ranks: int, rounds: int) -> None:
     m = rounds * ranks
-    strategy = Strategy(
+    strategy = Layout(
         tensor=1,
         pipeline=ranks,
         data=1,

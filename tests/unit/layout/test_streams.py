@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
-from shardwright.layout.pipeline_instructions import COMMIT, Instruction, stream
+from shardwright.layout.pipeline_instructions import COMMIT, Instruction, instruction_stream
 
 LEFT_OUT = ("LoadMicroBatch", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
@@ -49,6 +49,6 @@ def test_streams_are_deepspeeds(kind: str, ranks: int) -> None:
         for rank in range(ranks):
             ours = [
                 in_buffers(kind, i, ranks, rank, micro_batches)
-                for i in stream(kind, ranks, rank, micro_batches)
+                for i in instruction_stream(kind, ranks, rank, micro_batches)
             ]
             assert ours == list(theirs(kind, ranks, rank, micro_batches)), (micro_batches, rank)

@@ -6,7 +6,7 @@ import pytest
 from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 
 from shardwright.diagnostics import Refusal
-from shardwright.layout.parameter_sharding import ParameterSplit, shard_sizes
+from shardwright.layout.parameter_sharding import ParameterSharding, shard_sizes
 from shardwright.layout.tensor_parallel_map import tensor_parallel_map
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of
@@ -41,7 +41,7 @@ def test_every_parameter_once_and_most_of_it_cut(config: dict[str, JsonValue], d
         assert result.sharded_fraction >= 0.95
 
 
-def splits(config: dict[str, JsonValue], degree: int) -> dict[str, tuple[str, ParameterSplit]]:
+def splits(config: dict[str, JsonValue], degree: int) -> dict[str, tuple[str, ParameterSharding]]:
     result = tensor_parallel_map(graph_of(config), degree)
     return {p.name: (module.style, p) for module in result.modules for p in module.parameters}
 
@@ -144,7 +144,7 @@ def test_experts_are_cut_inside_every_expert() -> None:
     assert found["model.layers.0.mlp.experts.down_proj"][1].dimension == 2
     assert found["model.layers.0.mlp.gate.weight"] == (
         "replicated",
-        ParameterSplit(
+        ParameterSharding(
             name="model.layers.0.mlp.gate.weight",
             shape=(4, 64),
             dimension=None,

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwright.cli.check_command import findings
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.diagnostic_rendering import render
+from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.data.fuzz import mutated, scrambled, scrambled_bytes
@@ -91,14 +91,16 @@ def read_folder(folder: Path, what: object, *, weights: str, traces: bool = True
         with _at_most(SECONDS_AT_MOST):
             loaded = load_recipe(recipe)
             told = findings(loaded)
-            render(told, loaded.source, color=False).encode("utf-8", "backslashreplace")
+            render_diagnostics(told, loaded.source, color=False).encode("utf-8", "backslashreplace")
             if errors := [d for d in told if d.severity == "error"]:
                 return errors[0].code
             if traces:
                 build_model_graph(loaded.model)
             return "ok"
     except Refusal as refusal:
-        render(refusal.diagnostics, refusal.source, color=False).encode("utf-8", "backslashreplace")
+        render_diagnostics(refusal.diagnostics, refusal.source, color=False).encode(
+            "utf-8", "backslashreplace"
+        )
         return refusal.diagnostics[0].code
     except BaseException as error:
         error.add_note(f"of {what!r}"[:2000])

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from shardwright.models.forward_patches import adapt
+from shardwright.models.forward_patches import patch_forwards
 from shardwright.models.tiny_config import shrink
-from shardwright.models.tiny_vision_encoder import small_tower
+from shardwright.models.tiny_vision_encoder import tiny_vision_encoder
 
 # A tower of a few blocks, and rotary sections where the class leaves them out of its defaults.
 QWEN = {"depth": 3, "fullatt_block_indexes": [1]}
@@ -36,10 +36,10 @@ def tiny(model_type: str) -> Any:
         for name, value in own.items():
             inner = document[part].get(name)
             document[part][name] = {**inner, **value} if isinstance(inner, dict) else value
-    config = CONFIG_MAPPING[model_type].from_dict(small_tower(shrink(document), document))
+    config = CONFIG_MAPPING[model_type].from_dict(tiny_vision_encoder(shrink(document), document))
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).train()
-    adapt(model)
+    patch_forwards(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

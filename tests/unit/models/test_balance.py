@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from shardwright.models.router_aux_loss import (
-    ROW_LENGTHS,
-    NoBalance,
-    RouterBalance,
-    affinity_of,
-    routers_of,
+    SEQUENCE_LENGTHS,
+    NoRouterAuxLoss,
+    RouterAuxLoss,
+    detect_affinity,
+    find_routers,
 )
 from shardwright.parallel.activation_checkpointing import recompute_forward
-from shardwright.utils.numeric_difference import tensor_apart
+from shardwright.utils.numeric_difference import max_abs_diff
 from tests.parity.balance import row_loss
 from tests.parity.models import MODELS
 from tests.parity.reference import initial_model
@@ -28,23 +28,23 @@ IDS = torch.randint(3, 250, (2, 24), generator=torch.Generator().manual_seed(0))
 )
 def test_what_routers_make_of_their_logits(name: str, affinity: str, routers: int) -> None:
     model = initial_model(MODELS[name], 0)
-    assert affinity_of(model, IDS) == affinity
-    assert len(routers_of(model)) == routers
+    assert detect_affinity(model, IDS) == affinity
+    assert len(find_routers(model)) == routers
 
 
 def test_a_dense_type_has_no_routers() -> None:
-    found = affinity_of(initial_model(MODELS["llama"], 0), IDS)
-    assert isinstance(found, NoBalance) and "none of its routers" in found.why
+    found = detect_affinity(initial_model(MODELS["llama"], 0), IDS)
+    assert isinstance(found, NoRouterAuxLoss) and "none of its routers" in found.why
 
 
 def test_one_expert_a_token_does_not_tell() -> None:
-    found = affinity_of(initial_model({**MODELS["mixtral"], "num_experts_per_tok": 1}, 0), IDS)
-    assert isinstance(found, NoBalance) and "one expert a token" in found.why
+    found = detect_affinity(initial_model({**MODELS["mixtral"], "num_experts_per_tok": 1}, 0), IDS)
+    assert isinstance(found, NoRouterAuxLoss) and "one expert a token" in found.why
 
 
 def test_even_routing_costs_one() -> None:
     """The least that it can be; all tokens on the same experts cost E / k at most."""
-    balance = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax")
+    balance = RouterAuxLoss(initial_model(MODELS["mixtral"], 0), 1.0, "softmax")
     balance.length = 4
     even = balance.of_layer(torch.zeros(4, 4), torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]]))
     assert even.item() == pytest.approx(1.0)
@@ -55,7 +55,7 @@ def test_even_routing_costs_one() -> None:
 def test_rows_count_apart() -> None:
     """The first row's tokens choose two experts, the second row's the others: together they would
     look even."""
-    balance = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax")
+    balance = RouterAuxLoss(initial_model(MODELS["mixtral"], 0), 1.0, "softmax")
     balance.length = 2
     logits = torch.tensor([[50.0, 50.0, 0.0, 0.0]] * 2 + [[0.0, 0.0, 50.0, 50.0]] * 2)
     chosen = torch.tensor([[0, 1]] * 2 + [[2, 3]] * 2)
@@ -70,7 +70,7 @@ def test_parts_of_a_row_add_up_to_it() -> None:
     logits = torch.randn(8, 4, generator=generator)
     chosen = logits.topk(2).indices
     counts = torch.zeros(1, 4).scatter_add_(1, chosen.view(1, -1), torch.ones(1, 16))
-    halves = RouterBalance(
+    halves = RouterAuxLoss(
         initial_model(MODELS["mixtral"], 0), 1.0, "softmax", pieces=2, summed=lambda own: counts
     )
     halves.length = 4
@@ -93,18 +93,18 @@ def test_padding_is_no_token(own: bool) -> None:
         [torch.bincount(chosen[r, :n].flatten(), minlength=4).float() for r, n in enumerate((3, 8))]
     )
     got = torch.zeros(())
-    ROW_LENGTHS.current = torch.tensor([3, 8])
+    SEQUENCE_LENGTHS.current = torch.tensor([3, 8])
     try:
         for piece in range(2 if own else 1):
             pieces = {"pieces": 2, "piece": piece, "summed": lambda _: counts} if own else {}
-            balance = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax", **pieces)
+            balance = RouterAuxLoss(initial_model(MODELS["mixtral"], 0), 1.0, "softmax", **pieces)
             balance.length = 4 if own else 8
             here = slice(piece * balance.length, (piece + 1) * balance.length)
             got = got + balance.of_layer(
                 logits[:, here].reshape(-1, 4), chosen[:, here].reshape(-1, 2)
             )
     finally:
-        ROW_LENGTHS.current = None
+        SEQUENCE_LENGTHS.current = None
     assert got.item() == pytest.approx(float(sum(wanted)) / 2, rel=1e-6)
 
 
@@ -115,25 +115,25 @@ def test_recomputation_belongs_to_its_own_micro_batch() -> None:
 
     class Layer(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(ROW_LENGTHS.current)
+            seen.append(SEQUENCE_LENGTHS.current)
             return (x * x).sin()
 
     layer = Layer()
     recompute_forward(layer)
     try:
         made = []
-        for ROW_LENGTHS.current in (first, second):
+        for SEQUENCE_LENGTHS.current in (first, second):
             made.append(layer(torch.ones(2, requires_grad=True)))
         for output in made:
             output.sum().backward()  # type: ignore[no-untyped-call]
-        assert ROW_LENGTHS.current is second
+        assert SEQUENCE_LENGTHS.current is second
     finally:
-        ROW_LENGTHS.current = None
+        SEQUENCE_LENGTHS.current = None
     assert [None if lengths is None else lengths.item() for lengths in seen] == [3, 5, 3, 5]
 
 
 def test_tokens_that_are_no_rows_are_refused() -> None:
-    balance = RouterBalance(initial_model(MODELS["mixtral"], 0), 1.0, "softmax")
+    balance = RouterAuxLoss(initial_model(MODELS["mixtral"], 0), 1.0, "softmax")
     balance.length = 3
     with pytest.raises(RuntimeError, match="4 tokens are no rows of 3"):
         balance.of_layer(torch.zeros(4, 4), torch.zeros(4, 2, dtype=torch.int64))
@@ -142,13 +142,15 @@ def test_tokens_that_are_no_rows_are_refused() -> None:
 def test_the_loss_stays_and_router_gradients_change() -> None:
     """Only while it trains: an evaluation computes what it did."""
     plain, balanced = (initial_model(MODELS["mixtral"], 0).train() for _ in range(2))
-    RouterBalance(balanced, 0.5, "softmax").length = IDS.shape[1]
+    RouterAuxLoss(balanced, 0.5, "softmax").length = IDS.shape[1]
     losses = [model(input_ids=IDS, labels=IDS, use_cache=False).loss for model in (plain, balanced)]
     assert losses[0].item() == losses[1].item()
     for loss in losses:
         loss.backward()
-    gradients = [next(iter(routers_of(model).values())).weight.grad for model in (plain, balanced)]
-    assert tensor_apart(*gradients) > 1e-4
+    gradients = [
+        next(iter(find_routers(model).values())).weight.grad for model in (plain, balanced)
+    ]
+    assert max_abs_diff(*gradients) > 1e-4
     with torch.no_grad():
         assert torch.equal(
             *(m.eval()(input_ids=IDS, use_cache=False).logits for m in (plain, balanced))

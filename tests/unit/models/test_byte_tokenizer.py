@@ -32,7 +32,7 @@ def test_any_text_is_its_bytes_and_comes_back(text: str) -> None:
     encoded = byte_tokenizer().encode(text)
     assert encoded.ids == list(text.encode()) == ours.encode([text])[0].tolist()
     assert byte_tokenizer().decode(encoded.ids, skip_special_tokens=False) == text
-    places = ours.encode_with_places(text)
+    places = ours.encode_with_offsets(text)
     assert [first for first, _ in encoded.offsets] == places.first.tolist()
 
 

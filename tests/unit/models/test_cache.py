@@ -104,11 +104,11 @@ def test_an_edit_of_the_tracing_code_makes_a_new_key(edited: str, tmp_path: Path
     package = Path(graph_cache.__file__).parent.parent
     copied = tmp_path / "shardwright"
     shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    assert graph_cache.source_hash(copied) == graph_cache.source_hash(package)
+    assert graph_cache.tracing_source_hash(copied) == graph_cache.tracing_source_hash(package)
     with (copied / edited).open("a") as file:
         file.write("# edited\n")
-    graph_cache.source_hash.cache_clear()
-    assert graph_cache.source_hash(copied) != graph_cache.source_hash(package)
+    graph_cache.tracing_source_hash.cache_clear()
+    assert graph_cache.tracing_source_hash(copied) != graph_cache.tracing_source_hash(package)
 
 
 def _other(content: bytes) -> bytes:
@@ -235,7 +235,7 @@ def test_compile_gives_the_same_bytes_from_the_trace_the_cache_and_the_package(
         patch.setenv(graph_cache.VARIABLE, "off")
         from_trace = files()
     with monkeypatch.context() as patch:
-        patch.setattr(graph_builder, "shipped_graph", lambda config_text, attention: None)
+        patch.setattr(graph_builder, "catalog_graph", lambda config_text, attention: None)
         assert files() == from_trace
         assert len(traced) == 2
         assert files() == from_trace

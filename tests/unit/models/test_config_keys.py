@@ -16,12 +16,12 @@ from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
 from shardwright.models.config_schema import (
     config_errors,
-    is_of_installed,
+    matches_installed_transformers,
     type_keys,
     vocabulary_size,
 )
 from shardwright.models.hf_config import resolve_config
-from shardwright.models.model_catalog import shipped_config, shipped_ids
+from shardwright.models.model_catalog import catalog_config, catalog_ids
 from shardwright.models.model_refusals import METADATA_KEYS
 from tests.conftest import SMALL_RECIPE
 from tests.zoo.configs import RUNNABLE, TYPES, tiny_config
@@ -37,14 +37,14 @@ def codes(config: dict[str, Any]) -> list[str]:
 
 
 def test_the_table_is_of_the_installed_transformers() -> None:
-    assert is_of_installed(), "run `make config-keys`"
+    assert matches_installed_transformers(), "run `make config-keys`"
     without = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if type_keys(name) is None]
     assert len(without) <= 4, without
 
 
 def test_shipped_configurations_are_right() -> None:
-    for model_id in shipped_ids():
-        config = shipped_config(model_id)
+    for model_id in catalog_ids():
+        config = catalog_config(model_id)
         assert config is not None and config_errors(config, ("model", "source"), inline=False) == ()
         assert config_errors(config, KEY, inline=True) == (), model_id
         assert vocabulary_size(config) == config.get("vocab_size", vocabulary_size(config))
@@ -130,7 +130,7 @@ def test_a_published_configuration_pasted_into_a_recipe_is_what_it_is_in_a_folde
     pasted = resolve_config(config, KEY, inline=True).to_dict()
     in_folder = {
         key: value for key, value in config.items() if key != "auto_map"
-    }  # own_code.py settles that key
+    }  # remote_code.py settles that key
     assert pasted == resolve_config(in_folder, KEY, inline=False).to_dict()
 
     # Deleted, none of these changes anything else: nothing in transformers reads them.

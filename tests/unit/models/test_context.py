@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
 from shardwright.models import rotary_embedding
-from shardwright.models.context_parallel_probe import why_no_context
+from shardwright.models.context_parallel_probe import context_split_blocker
 from tests.zoo.configs import tiny_config
 
 INTERFACE = "its attention does not go through transformers' attention interface"
@@ -55,7 +55,7 @@ def ids() -> torch.Tensor:
 @pytest.mark.parametrize("model_type", FOUND)
 def test_each_type_has_its_answer(model_type: str) -> None:
     interface = AttentionInterface.get_interface
-    assert why_no_context(model_of(model_type), ids()) == FOUND[model_type]
+    assert context_split_blocker(model_of(model_type), ids()) == FOUND[model_type]
     assert AttentionInterface.get_interface is interface
 
 
@@ -63,7 +63,7 @@ def test_what_is_not_a_number_is_no_proof() -> None:
     model = model_of("llama")
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
-    assert why_no_context(model, ids()) == "a tiny copy's logits are not finite"
+    assert context_split_blocker(model, ids()) == "a tiny copy's logits are not finite"
 
 
 def test_a_neighbour_that_leaks_into_a_norm_is_seen() -> None:
@@ -73,7 +73,7 @@ def test_a_neighbour_that_leaks_into_a_norm_is_seen() -> None:
 
     model = model_of("llama")
     model.model.norm = Leaks()
-    assert why_no_context(model, ids()) == MIXES
+    assert context_split_blocker(model, ids()) == MIXES
 
 
 LENGTH_DEPENDENT: dict[str, dict[str, Any]] = {
@@ -100,9 +100,9 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_row(
     """A half is shorter than the switch at 16, the row of 24 is longer; the probe sees where they
     are not given it."""
     changes = LENGTH_DEPENDENT[kind]
-    assert why_no_context(model_of("llama", **changes), ids()) == ""
-    monkeypatch.setattr(rotary_embedding, "length_dependent", lambda model: [])
-    assert why_no_context(model_of("llama", **changes), ids()) == COUNTS
+    assert context_split_blocker(model_of("llama", **changes), ids()) == ""
+    monkeypatch.setattr(rotary_embedding, "length_dependent_rope", lambda model: [])
+    assert context_split_blocker(model_of("llama", **changes), ids()) == COUNTS
 
 
 def test_a_rotary_embedding_is_called_in_any_way_and_gives_one_table_or_two() -> None:
@@ -119,7 +119,7 @@ def test_a_rotary_embedding_is_called_in_any_way_and_gives_one_table_or_two() ->
             return table if layer_type == "one" else (table, table)
 
     model, own = Table(), torch.tensor([[2, 3]])
-    with rotary_embedding.whole_sequences(model, lambda _: 7):
+    with rotary_embedding.full_sequence_rope(model, lambda _: 7):
         one = model(own, position_ids=own, layer_type="one")
         two = model(own, own, "two")
     assert seen == [[2, 3, 7], [2, 3, 7]]

@@ -8,8 +8,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModel
 
-from shardwright.models.layer_split import NotCuttable
-from shardwright.models.tasks.contrastive import SIGMOID, SOFTMAX, pair_loss, probe_pairs
+from shardwright.models.layer_split import NotSplittable
+from shardwright.models.tasks.contrastive import (
+    SIGMOID,
+    SOFTMAX,
+    contrastive_loss,
+    probe_contrastive,
+)
 from shardwright.models.tasks.task_registry import CONTRASTIVE
 from tests.parity.contrastive import MODELS
 
@@ -28,13 +33,13 @@ def test_the_mean_of_the_shares_is_the_loss_of_all(kind: str, ranks: int) -> Non
     every = features(8)
     for side in every:
         side.requires_grad_(True)
-    whole = pair_loss(kind, every, every, SCALE, BIAS)
+    whole = contrastive_loss(kind, every, every, SCALE, BIAS)
     wanted = torch.autograd.grad(whole, every)
     rows = 8 // ranks
     shares = []
     for rank in range(ranks):
         own = every[0].narrow(0, rank * rows, rows), every[1].narrow(0, rank * rows, rows)
-        shares.append(pair_loss(kind, own, every, SCALE, BIAS, rank * rows))
+        shares.append(contrastive_loss(kind, own, every, SCALE, BIAS, rank * rows))
     mean = torch.stack(shares).mean()
     assert torch.allclose(mean, whole, rtol=1e-6)
     for got, gradient in zip(torch.autograd.grad(mean, every), wanted, strict=True):
@@ -48,7 +53,7 @@ def test_a_tiny_copy_tells_its_loss_and_its_sides(model: str, loss: str) -> None
         AutoConfig.for_model(model, **MODELS[model]), dtype=torch.float32
     ).train()
     names = {name for name, _ in tiny.named_parameters()}
-    found = probe_pairs(tiny, CONTRASTIVE.example(tiny.config))
+    found = probe_contrastive(tiny, CONTRASTIVE.example(tiny.config))
     assert (
         found.cut.loss == loss
         and found.cut.stack == "text_model.encoder.layers"
@@ -71,5 +76,5 @@ def test_another_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         modeling_clip, "image_text_contrastive_loss", lambda similarity: 1.01 * plain(similarity)
     )
-    with pytest.raises(NotCuttable, match="neither"):
-        probe_pairs(tiny, CONTRASTIVE.example(tiny.config))
+    with pytest.raises(NotSplittable, match="neither"):
+        probe_contrastive(tiny, CONTRASTIVE.example(tiny.config))

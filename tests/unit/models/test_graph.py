@@ -132,7 +132,10 @@ def test_flash_attention_is_traced_without_its_kernels(config: dict[str, JsonVal
     ]
     kept = [entry for layer in flash.layers[1:-1] for entry in layer.kept]
     assert kept
-    assert all(entry.whole_bytes_per_pair == entry.divided_bytes_per_pair == 0 for entry in kept)
+    assert all(
+        entry.unsharded_bytes_per_token_pair == entry.sharded_bytes_per_token_pair == 0
+        for entry in kept
+    )
     if config["model_type"] != "gemma2":
         sdpa = build_model_graph(model_section(config, attention="sdpa"))
         assert dataclasses.replace(flash, attention="sdpa") == sdpa

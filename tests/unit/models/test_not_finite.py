@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from shardwright.diagnostics import Refusal
 from shardwright.models import graph_trace
-from shardwright.models.layer_split import find_cut
-from shardwright.models.packing_probe import why_not_packed
+from shardwright.models.layer_split import find_layer_split
+from shardwright.models.packing_probe import packing_blocker
 from shardwright.models.tasks.causal_lm import is_causal
 from tests.unit.models.factory import SMALL_LLAMA
 from tests.zoo import chunks
@@ -46,12 +46,12 @@ class Planted(nn.Module):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits(model: Any, value: float) -> None:
-    cut = find_cut(model, tokens(24))
-    assert why_not_chunked(model, tokens(13)) == "" == why_not_packed(model, cut, tokens(24))
+    cut = find_layer_split(model, tokens(24))
+    assert why_not_chunked(model, tokens(13)) == "" == packing_blocker(model, cut, tokens(24))
     assert is_causal(model, tokens(24))
     model.lm_head = Planted(model.lm_head, value)
     assert "differ" in why_not_chunked(model, tokens(13))
-    assert "not finite" in why_not_packed(model, cut, tokens(24))
+    assert "not finite" in packing_blocker(model, cut, tokens(24))
     assert not is_causal(model, tokens(24))
 
 
@@ -70,6 +70,6 @@ def test_a_gradient_that_is_not_the_first(model: Any, monkeypatch: pytest.Monkey
 
 
 def test_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_trace, "flash_error", lambda config: math.nan)
+    monkeypatch.setattr(graph_trace, "flash_attention_error", lambda config: math.nan)
     with pytest.raises(Refusal, match="SW2008"):
         graph_trace._check_flash(LlamaConfig(), graph_trace.FLASH)

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import Compiled, compile_recipe
+from shardwright.compile import CompileResult, compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.parallel.model_config_loading import load_config
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.models.own_model import FILES, write_own_model
 
-Compile = Callable[[dict[str, Any]], Compiled]
+Compile = Callable[[dict[str, Any]], CompileResult]
 
 
 @pytest.fixture
 def compiled(write_recipe: Callable[..., Path]) -> Compile:
-    def compile_it(model: dict[str, Any]) -> Compiled:
+    def compile_it(model: dict[str, Any]) -> CompileResult:
         layout = {"pipeline": 2, "data": 2, "micro_batch_size": 2}
         changes = {"model": {"weights": "random", **model}, "parallelism": layout}
         return compile_recipe(load_recipe(write_recipe(changes)))
@@ -50,9 +50,9 @@ def test_the_compiled_folder_carries_the_code(compiled: Compile, tmp_path: Path)
         "tiny_of_its_own",
         "TinyForCausalLM",
     )
-    assert plan.model.own_code is not None
+    assert plan.model.remote_code is not None
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in FILES.items()}
-    assert dict(plan.model.own_code.files) == hashes
+    assert dict(plan.model.remote_code.files) == hashes
     assert {n: c for n, c in result.files.items() if n.endswith(".py") and "/" in n} == {
         f"model/{name}": text.encode() for name, text in FILES.items()
     }
@@ -82,7 +82,7 @@ def test_other_code_is_another_model(compiled: Compile, tmp_path: Path) -> None:
     first = compiled(TRUSTED).plan.model
     (folder / "layers_tiny.py").write_text(FILES["layers_tiny.py"].replace("tanh", "sin"))
     second = compiled(TRUSTED).plan.model
-    assert first.config_hash != second.config_hash and first.own_code != second.own_code
+    assert first.config_hash != second.config_hash and first.remote_code != second.remote_code
 
 
 def test_without_trust_nothing_runs(compiled: Compile, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_type_that_transformers_has_needs_no_code(
     }
     (folder / "config.json").write_text(json.dumps(native))
     result = compiled(TRUSTED)
-    assert result.plan.model.model_type == "llama" and result.plan.model.own_code is None
+    assert result.plan.model.model_type == "llama" and result.plan.model.remote_code is None
     assert not any(name.startswith("model/") and name.endswith(".py") for name in result.files)
 
 
@@ -172,7 +172,7 @@ def test_a_hub_id(compiled: Compile, tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = write_own_model(repository / "snapshots" / commit)
     trusted = {"source": "org/own", "trust_remote_code": "org/own"}
     assert refused(compiled, {"source": "org/own"}).help.count("trust_remote_code: org/own") == 1
-    assert compiled(trusted).plan.model.own_code is not None
+    assert compiled(trusted).plan.model.remote_code is not None
     for name in FILES:
         (folder / name).unlink()
     diagnostic = refused(compiled, trusted)

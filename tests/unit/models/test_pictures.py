@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from shardwright.models.layer_split import NotCuttable, probe
-from shardwright.models.model_skeleton import Skeleton, without_pictures
-from shardwright.models.tasks.vision_language import NoPictures, picture_example
+from shardwright.models.layer_split import NotSplittable, probe
+from shardwright.models.model_skeleton import Skeleton, without_images
+from shardwright.models.tasks.vision_language import UnsupportedImages, example_images
 from shardwright.models.tiny_config import VOCABULARY
 from tests.unit.models import seeing
 
@@ -20,7 +20,7 @@ from tests.unit.models import seeing
 @pytest.mark.parametrize("model_type", seeing.CONFIGS)
 def test_pieces_give_the_models_logits(model_type: str) -> None:
     model = seeing.tiny(model_type)
-    ids, beside = picture_example(model, VOCABULARY)
+    ids, beside = example_images(model, VOCABULARY)
     found = probe(model, ids, beside)  # bit for bit, or it raises
     assert ".layers" in found.cut.stack and "vis" not in found.cut.stack
     tower = [name for name, _ in model.named_parameters() if "vis" in name]
@@ -30,7 +30,7 @@ def test_pieces_give_the_models_logits(model_type: str) -> None:
 
 def test_last_block_of_a_tower_that_gives_the_one_before_it_is_not_trained() -> None:
     model = seeing.tiny("llava")
-    untrained = probe(model, *picture_example(model, VOCABULARY)).cut.untrained
+    untrained = probe(model, *example_images(model, VOCABULARY)).cut.untrained
     assert "model.vision_tower.encoder.layers.2.self_attn.q_proj.weight" in untrained
     assert "model.vision_tower.encoder.layers.1.self_attn.q_proj.weight" not in untrained
 
@@ -40,7 +40,7 @@ def test_pieces_follow_where_the_pictures_stand(model_type: str) -> None:
     """Positions and masks come from the batch: one captured for another batch of the same shape
     would be wrong."""
     model = seeing.tiny(model_type)
-    ids, beside = picture_example(model, VOCABULARY)
+    ids, beside = example_images(model, VOCABULARY)
     skeleton = Skeleton(model, probe(model, ids, beside).cut, (ids.shape[0], ids.shape[1]))
     moved = {
         name: value.roll(5, 1) if value.shape == ids.shape else value
@@ -48,7 +48,7 @@ def test_pieces_follow_where_the_pictures_stand(model_type: str) -> None:
     }
     blind = {
         name: torch.zeros_like(value)
-        for name, value in without_pictures(beside).items()
+        for name, value in without_images(beside).items()
         if value.ndim == 2
     }
     blind.pop("image_grid_thw", None)
@@ -69,7 +69,7 @@ def test_pieces_follow_where_the_pictures_stand(model_type: str) -> None:
 
 def test_model_that_ignores_its_pictures_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeing.tiny("llava")
-    ids, beside = picture_example(model, VOCABULARY)
+    ids, beside = example_images(model, VOCABULARY)
     features = model.model.get_image_features
 
     def constant(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def test_model_that_ignores_its_pictures_is_refused(monkeypatch: pytest.MonkeyPa
         return found
 
     monkeypatch.setattr(model.model, "get_image_features", constant)
-    with pytest.raises(NotCuttable, match="do not depend on the pictures"):
+    with pytest.raises(NotSplittable, match="do not depend on the pictures"):
         probe(model, ids, beside)
 
 
@@ -86,5 +86,5 @@ def test_a_type_without_a_placeholder_is_told() -> None:
     config = CONFIG_MAPPING["blip"]()
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    with pytest.raises(NoPictures, match="no token that stands for a picture"):
-        picture_example(model, VOCABULARY)
+    with pytest.raises(UnsupportedImages, match="no token that stands for a picture"):
+        example_images(model, VOCABULARY)

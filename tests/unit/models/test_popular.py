@@ -17,7 +17,7 @@ from shardwright.compile import compile_recipe, estimate_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.hub_files import cached_config, hub_config
-from shardwright.models.model_catalog import nearest_ids, shipped_name
+from shardwright.models.model_catalog import match_catalog_id, nearest_ids
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.models.factory import model_section
 
@@ -52,10 +52,10 @@ def test_rope_parameters_arrive() -> None:
 
 
 def test_names() -> None:
-    assert shipped_name("qwen3-32b") == "Qwen/Qwen3-32B"
-    assert shipped_name("gpt2") == "gpt2"
-    assert shipped_name("Qwen/Qwen3-32B") == "Qwen/Qwen3-32B"
-    assert shipped_name("qwen/qwen3-320b") is None
+    assert match_catalog_id("qwen3-32b") == "Qwen/Qwen3-32B"
+    assert match_catalog_id("gpt2") == "gpt2"
+    assert match_catalog_id("Qwen/Qwen3-32B") == "Qwen/Qwen3-32B"
+    assert match_catalog_id("qwen/qwen3-320b") is None
     assert nearest_ids("meta-llama/Llama-3.1-80B")[0] == "meta-llama/Llama-3.1-8B"
     assert "Qwen/Qwen2.5-7B" in nearest_ids("Qwen2.5-7")
     assert nearest_ids("zzz/no-such-thing-at-all") == ()

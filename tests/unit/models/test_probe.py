@@ -7,7 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from shardwright.models.layer_split import NotCuttable, check_cut, find_cut, find_together, probe
+from shardwright.models.layer_split import (
+    NotSplittable,
+    check_layer_split,
+    find_inseparable_layers,
+    find_layer_split,
+    probe,
+)
 from shardwright.models.model_skeleton import Skeleton
 from tests.unit.models import toys
 from tests.unit.models.toys import IDS, LAYERS
@@ -41,7 +47,7 @@ def test_what_crosses_and_what_stays_together(toy, payload, carried, together) -
     ],
 )
 def test_what_cannot_be_cut_is_refused(toy, reason) -> None:
-    with pytest.raises(NotCuttable, match=reason):
+    with pytest.raises(NotSplittable, match=reason):
         probe(toy(), IDS)
 
 
@@ -52,8 +58,8 @@ def test_a_cut_without_its_payload_or_its_group_is_refused() -> None:
     ):
         model = toy()
         found = probe(model, IDS)
-        with pytest.raises((NotCuttable, KeyError)):
-            check_cut(
+        with pytest.raises((NotSplittable, KeyError)):
+            check_layer_split(
                 model, dataclasses.replace(found.cut, **wrong), found.embedding, found.head, IDS
             )
 
@@ -96,8 +102,8 @@ def test_own_loss(toy, loss) -> None:
 def test_a_chain_takes_every_layer_that_carries() -> None:
     """State is found between neighbours and further apart, at any depth."""
     model = toys.SharedState()
-    cut = find_cut(model, IDS)
-    assert find_together(model, cut, IDS) == ((1, 2),)
+    cut = find_layer_split(model, IDS)
+    assert find_inseparable_layers(model, cut, IDS) == ((1, 2),)
 
 
 @pytest.mark.parametrize("toy", [toys.LearnedArgument, toys.LayersOwnInput, toys.Carried])
@@ -105,7 +111,7 @@ def test_gradients_flow_back_through_the_payload(toy) -> None:
     """The pieces one after another give every parameter the plain model's gradient."""
     model = toy()
     plain = {n: p.grad for n, p in _backward(model, model(IDS).logits)}
-    skeleton = Skeleton(model, find_cut(model, IDS), (IDS.shape[0], IDS.shape[1]))
+    skeleton = Skeleton(model, find_layer_split(model, IDS), (IDS.shape[0], IDS.shape[1]))
     state = skeleton.embed(IDS, None)
     for index in range(LAYERS):
         state = skeleton.decode(index, state)

@@ -17,12 +17,12 @@ from shardwright.models import processor_stage
 from shardwright.models.graph_trace import trace_model_graph
 from shardwright.models.image_processor import (
     MissingPackage,
-    NoProcessor,
-    inline_processor,
+    ProcessorUnavailable,
     load_processor,
     processor_files,
+    processor_from_config,
 )
-from shardwright.models.vision_encoder_cost import Vision
+from shardwright.models.vision_encoder_cost import VisionEncoder
 from tests.parity.sight import MODELS
 
 
@@ -35,7 +35,7 @@ class Placeholder:
 def test_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = trace_model_graph({"model_type": "llava", **MODELS["llava"]}, "auto", inline=True)
     config = processor_stage._config(graph)
-    for name, content in processor_files(inline_processor(config), config).items():
+    for name, content in processor_files(processor_from_config(config), config).items():
         (tmp_path / name).write_bytes(content)
     processor_stage.check_processor(graph, tmp_path)
 
@@ -111,7 +111,9 @@ def test_only_what_a_processor_raises_leaves_images_whole(monkeypatch: pytest.Mo
     config = processor_stage._config(
         trace_model_graph({"model_type": "llava", **MODELS["llava"]}, "auto", inline=True)
     )
-    vision = Vision(patch=4, patches=16, patches_per_token=4.0, layers=(), tower=(), projector=())
+    vision = VisionEncoder(
+        patch=4, patches=16, patches_per_token=4.0, layers=(), tower=(), projector=()
+    )
 
     def raises(error: Exception) -> Callable[..., Any]:
         def called(*args: object, **kwargs: object) -> Any:
@@ -119,8 +121,8 @@ def test_only_what_a_processor_raises_leaves_images_whole(monkeypatch: pytest.Mo
 
         return called
 
-    monkeypatch.setattr(processor_stage, "most_tiles", raises(NoProcessor("it has none")))
+    monkeypatch.setattr(processor_stage, "max_tiles", raises(ProcessorUnavailable("it has none")))
     assert processor_stage.with_usual_tiles(vision, config, inline=False) is vision
-    monkeypatch.setattr(processor_stage, "most_tiles", raises(TypeError("a mistake of ours")))
+    monkeypatch.setattr(processor_stage, "max_tiles", raises(TypeError("a mistake of ours")))
     with pytest.raises(TypeError):
         processor_stage.with_usual_tiles(vision, config, inline=False)

@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.models import model_catalog
 from shardwright.models.graph_builder import build_model_graph
-from shardwright.models.model_catalog import shipped_config, shipped_ids
+from shardwright.models.model_catalog import catalog_config, catalog_ids
 from shardwright.utils.json_types import JsonObject
 from tests.unit.models.factory import model_section
 
@@ -139,7 +139,7 @@ MAY_DIFFER = {
 
 
 def entry(model_id: str) -> JsonObject:
-    config = shipped_config(model_id)
+    config = catalog_config(model_id)
     assert config is not None
     return config
 
@@ -147,7 +147,7 @@ def entry(model_id: str) -> JsonObject:
 def own_entries() -> list[str]:
     return [
         model_id
-        for model_id in shipped_ids()
+        for model_id in catalog_ids()
         if model_catalog.LIKE not in model_catalog._entries()[model_id]
     ]
 
@@ -181,7 +181,7 @@ def _get(config: JsonObject, *names: str) -> int:
 
 
 def test_likes_lead_to_an_own_entry_and_change_no_shape() -> None:
-    for model_id in set(shipped_ids()) - set(own_entries()):
+    for model_id in set(catalog_ids()) - set(own_entries()):
         base = str(model_catalog._entries()[model_id][model_catalog.LIKE])
         ours, theirs = entry(model_id), entry(base)
         assert {
@@ -198,4 +198,4 @@ def test_no_entry_tells_of_stored_weights_or_of_its_writer() -> None:
         "quantization_config",
         "auto_map",
     }
-    assert all(not left_out & entry(model_id).keys() for model_id in shipped_ids())
+    assert all(not left_out & entry(model_id).keys() for model_id in catalog_ids())

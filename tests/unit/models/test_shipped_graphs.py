@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from shardwright.models import graph_builder, graph_cache, popular_graphs
-from shardwright.models.model_catalog import shipped_config, shipped_ids
+from shardwright.models.model_catalog import catalog_config, catalog_ids
 from tests.unit.models.factory import model_section
 from tools.generate.traced_graphs import PATH, archive_of, config_text, trace
 
 OF_EACH_TYPE = list(
     {
-        str((shipped_config(model_id) or {})["model_type"]): model_id for model_id in shipped_ids()
+        str((catalog_config(model_id) or {})["model_type"]): model_id for model_id in catalog_ids()
     }.values()
 )
 
 
 def assert_shipped_as_traced(model_id: str) -> None:
     text = config_text(model_id)
-    shipped, traced = popular_graphs.shipped_graph(text, "auto"), trace(text)
+    shipped, traced = popular_graphs.catalog_graph(text, "auto"), trace(text)
     assert shipped is not None, "make graphs"
     assert dataclasses.asdict(shipped) == dataclasses.asdict(traced), "make graphs"
     assert graph_cache.graph_to_json(shipped) == graph_cache.graph_to_json(traced), "make graphs"
@@ -36,23 +36,23 @@ def test_one_model_of_each_type_is_as_traced(model_id: str) -> None:
 
 @pytest.mark.prove
 def test_every_model_is_as_traced() -> None:
-    for model_id in shipped_ids():
+    for model_id in catalog_ids():
         assert_shipped_as_traced(model_id)
 
 
 def test_the_archive_holds_each_configuration_once_and_no_more() -> None:
-    texts = {config_text(model_id) for model_id in shipped_ids()}
+    texts = {config_text(model_id) for model_id in catalog_ids()}
     with zipfile.ZipFile(PATH) as archive:
         assert archive.testzip() is None
         assert len(archive.namelist()) == len(texts) + 1
         assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
     assert PATH.stat().st_size < 1_000_000
-    assert all(popular_graphs.shipped_graph(text, "auto") is not None for text in texts)
+    assert all(popular_graphs.catalog_graph(text, "auto") is not None for text in texts)
 
 
 def test_the_same_graphs_are_the_same_bytes() -> None:
     texts = [config_text(model_id) for model_id in ("openai-community/gpt2", "Qwen/Qwen3-32B")]
-    found = {text: graph for text in texts if (graph := popular_graphs.shipped_graph(text, "auto"))}
+    found = {text: graph for text in texts if (graph := popular_graphs.catalog_graph(text, "auto"))}
     assert len(found) == 2
     assert archive_of(found) == archive_of(dict(reversed(found.items())))
 
@@ -78,14 +78,14 @@ def test_versions(
         name: text and text.replace("same", recorded[name]) for name, text in installed.items()
     }
     monkeypatch.setattr(popular_graphs, "installed_version", installed.get)
-    assert (popular_graphs.shipped_graph(config_text("Qwen/Qwen3-32B"), "auto") is not None) == used
+    assert (popular_graphs.catalog_graph(config_text("Qwen/Qwen3-32B"), "auto") is not None) == used
 
 
 def test_what_is_not_exactly_a_shipped_configuration_is_traced() -> None:
     text = config_text("Qwen/Qwen3-32B")
-    assert popular_graphs.shipped_graph(text, "eager") is None
+    assert popular_graphs.catalog_graph(text, "eager") is None
     assert (
-        popular_graphs.shipped_graph(
+        popular_graphs.catalog_graph(
             text.replace('"num_hidden_layers": 64', '"num_hidden_layers": 63'), "auto"
         )
         is None

@@ -13,10 +13,15 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shardwright.models import model_probe
-from shardwright.models.call_arguments import fresh, leaves, replaced
-from shardwright.models.config_special_floats import tagged, untagged
-from shardwright.models.layer_kinds import LAYERS, at_depth, keeps_every_kind, kept_layers
-from shardwright.models.pipeline_split import Cut
+from shardwright.models.call_arguments import copy_containers, leaves, replace_arguments
+from shardwright.models.config_special_floats import decode_special_floats, encode_special_floats
+from shardwright.models.layer_kinds import (
+    LAYERS,
+    has_every_layer_kind,
+    representative_layers,
+    truncate_layers,
+)
+from shardwright.models.pipeline_split import PipelineSplit
 from shardwright.models.tasks.task_registry import CAUSAL_LM
 from shardwright.models.tiny_config import VOCABULARY, shrink
 from shardwright.utils.json_records import read_record
@@ -26,7 +31,7 @@ def test_leaves_and_replaced_speak_the_same_paths() -> None:
     call = ((1, (2, [3])), {"mask": {"full": 4, "sliding": None}, "x": 5})
     paths = dict(leaves(call))
     assert paths == {"0": 1, "1.0": 2, "1.1.0": 3, "mask.full": 4, "mask.sliding": None, "x": 5}
-    new = replaced(call, {path: f"new {path}" for path in paths})
+    new = replace_arguments(call, {path: f"new {path}" for path in paths})
     assert dict(leaves(new)) == {path: f"new {path}" for path in paths}
     assert dict(leaves(call)) == paths, "the original is left alone"
     assert isinstance(new[0][1], tuple) and isinstance(new[0][1][1], list)
@@ -36,8 +41,8 @@ def test_fresh_renews_containers_once_and_keeps_tensors() -> None:
     shared, tensor = {}, torch.zeros(2)
     memo: dict[int, object] = {}
     first, second = (
-        fresh(({"state": shared}, tensor), memo),
-        fresh(({"state": shared}, tensor), memo),
+        copy_containers(({"state": shared}, tensor), memo),
+        copy_containers(({"state": shared}, tensor), memo),
     )
     assert first[1] is tensor
     assert first[0]["state"] is not shared and first[0]["state"] is second[0]["state"]
@@ -47,9 +52,12 @@ def test_fresh_renews_containers_once_and_keeps_tensors() -> None:
 
 def test_infinity_survives_json() -> None:
     document = {"limit": [0.0, math.inf], "nested": {"low": -math.inf}, "n": 1}
-    text = json.dumps(tagged(document), allow_nan=False)
-    assert untagged(json.loads(text)) == document
-    assert untagged({"__float__": "Infinity", "more": 1}) == {"__float__": "Infinity", "more": 1}
+    text = json.dumps(encode_special_floats(document), allow_nan=False)
+    assert decode_special_floats(json.loads(text)) == document
+    assert decode_special_floats({"__float__": "Infinity", "more": 1}) == {
+        "__float__": "Infinity",
+        "more": 1,
+    }
 
 
 def test_shrink_keeps_what_hangs_together() -> None:
@@ -140,9 +148,9 @@ def test_every_kind_of_layer_is_kept() -> None:
         "per_layer_config": {"3": {"head_dim": 512}, "7": {"head_dim": 512}},
         "eos_token_id": [5, 6],
     }
-    kept = kept_layers(document)
+    kept = representative_layers(document)
     assert kept == (0, 1, 3, 0)
-    assert at_depth(document, kept) == {
+    assert truncate_layers(document, kept) == {
         "num_hidden_layers": 4,
         "layer_types": ["s", "s", "f", "s"],
         "mlp_only_layers": [0, 3],
@@ -152,14 +160,14 @@ def test_every_kind_of_layer_is_kept() -> None:
 
 
 def test_a_period_makes_the_copy_deep_enough() -> None:
-    assert len(kept_layers({"num_hidden_layers": 32, "attn_layer_period": 8})) == 9
-    assert len(kept_layers({"num_hidden_layers": 32})) == LAYERS
+    assert len(representative_layers({"num_hidden_layers": 32, "attn_layer_period": 8})) == 9
+    assert len(representative_layers({"num_hidden_layers": 32})) == LAYERS
     many = {"num_hidden_layers": 30, "layer_sizes": [*range(100, 130)]}
-    assert kept_layers(many) == tuple(range(12))
+    assert representative_layers(many) == tuple(range(12))
 
 
 def test_a_cut_with_all_that_crosses_survives_plan_json() -> None:
-    cut = Cut(
+    cut = PipelineSplit(
         stack="model.layers",
         hidden_position=None,
         hidden_keyword="hidden_states",
@@ -170,7 +178,7 @@ def test_a_cut_with_all_that_crosses_survives_plan_json() -> None:
         loss="other",
         causal=False,
     )
-    assert read_record(Cut, json.loads(json.dumps(dataclasses.asdict(cut)))) == cut
+    assert read_record(PipelineSplit, json.loads(json.dumps(dataclasses.asdict(cut)))) == cut
 
 
 @pytest.mark.parametrize(
@@ -191,7 +199,7 @@ def test_a_shallow_copy_has_every_kind_of_layer(model_type: str, changes: dict[s
             CONFIG_MAPPING[model_type].from_dict(CAUSAL_LM.small(config.to_dict()))
         )
     assert len(copy.model.layers) < len(whole.model.layers)
-    assert keeps_every_kind(whole, copy)
+    assert has_every_layer_kind(whole, copy)
 
 
 def test_a_kind_that_a_copy_lacks_is_seen() -> None:
@@ -200,10 +208,10 @@ def test_a_kind_that_a_copy_lacks_is_seen() -> None:
     dense, biased = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
     whole, copy = (nn.Module() for _ in range(2))
     whole.layers, copy.layers = nn.ModuleList([dense, biased]), nn.ModuleList([dense, dense])
-    assert keeps_every_kind(copy, whole) and not keeps_every_kind(whole, copy)
+    assert has_every_layer_kind(copy, whole) and not has_every_layer_kind(whole, copy)
     whole.layers = nn.ModuleList([dense, nn.Bilinear(2, 2, 2, bias=False)])
-    assert not keeps_every_kind(whole, copy)
-    assert not keeps_every_kind(whole, nn.Linear(1, 1)), "its list of layers is not there"
+    assert not has_every_layer_kind(whole, copy)
+    assert not has_every_layer_kind(whole, nn.Linear(1, 1)), "its list of layers is not there"
 
 
 def test_a_copy_that_lacks_a_kind_is_made_as_deep_as_the_model(

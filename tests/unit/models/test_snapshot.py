@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.models.hub_snapshot import INDEX, locate_weights, weights_problem
-from shardwright.models.weights_location import LocatedWeights
+from shardwright.models.weights_location import WeightsLocation
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.models.factory import model_section, write_weights
@@ -68,14 +68,14 @@ def tensors(path: Path) -> None:
 def test_a_whole_snapshot_is_used_at_its_commit(cache: Path) -> None:
     folder = snapshot(cache, "org/name")
     tensors(folder / "model.safetensors")
-    assert locate_weights(section()) == LocatedWeights(path=str(folder), revision=COMMIT)
-    assert locate_weights(section(revision=COMMIT)) == LocatedWeights(
+    assert locate_weights(section()) == WeightsLocation(path=str(folder), revision=COMMIT)
+    assert locate_weights(section(revision=COMMIT)) == WeightsLocation(
         path=str(folder), revision=COMMIT
     )
     assert locate_weights(dataclasses.replace(section(), weights="random")) is None
     other = snapshot(cache, "org/name", commit="f" * 40, revision="v2")
     tensors(other / "model.safetensors")
-    assert locate_weights(section(revision="v2")) == LocatedWeights(
+    assert locate_weights(section(revision="v2")) == WeightsLocation(
         path=str(other), revision="f" * 40
     )
     assert refusal(revision="v3").code == "SW1913"
@@ -139,7 +139,7 @@ def test_a_local_folder(cache: Path, tmp_path: Path) -> None:
     folder.mkdir()
     assert refusal(str(folder)).code == "SW1913"
     tensors(folder / "model.safetensors")
-    assert locate_weights(section(str(folder))) == LocatedWeights(path=str(folder), revision=None)
+    assert locate_weights(section(str(folder))) == WeightsLocation(path=str(folder), revision=None)
 
 
 def online(

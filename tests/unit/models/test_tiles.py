@@ -13,21 +13,21 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig
 
-from shardwright.cost.vision_encoder_flops import largest_row
-from shardwright.data.image_files import Picture
-from shardwright.data.image_inputs import Sight
+from shardwright.cost.vision_encoder_flops import largest_image_sequence
+from shardwright.data.image_files import ImageSource
+from shardwright.data.image_inputs import ImageProcessor
 from shardwright.diagnostics import Refusal
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.image_processor import (
-    inline_processor,
+    default_image_processor,
     load_processor,
     processor_files,
-    usual_processor,
+    processor_from_config,
 )
-from shardwright.models.image_tiles import cuts, most_tiles
+from shardwright.models.image_tiles import max_tiles, tile_counts
 from shardwright.models.processor_stage import with_usual_tiles
-from shardwright.models.tasks.image_formats import tower_of
-from shardwright.models.vision_encoder_cost import Vision
+from shardwright.models.tasks.image_formats import vision_encoder_shape
+from shardwright.models.vision_encoder_cost import VisionEncoder
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import ImagesSection
 from tests.parity.sight import MODELS, TEXT, TOWER, SightCase, recipe, write_cutting
@@ -68,7 +68,7 @@ def folder_of(model_type: str, tmp_path: Path) -> Path:
     if model_type == "smolvlm":
         return write_cutting(tmp_path / "cutting")
     config = made(model_type, CUTTING[model_type])
-    for name, content in processor_files(inline_processor(config), config).items():
+    for name, content in processor_files(processor_from_config(config), config).items():
         (tmp_path / name).write_bytes(content)
     return tmp_path
 
@@ -78,13 +78,16 @@ def test_a_row_holds_what_the_processor_writes(model_type: str, tmp_path: Path) 
     """Text and tensors of each size, alone and two together, against the processor's own call."""
     folder = folder_of(model_type, tmp_path)
     processor = load_processor(folder)
-    sight = Sight(folder, ImagesSection(per_row=2, max_pixels=10**6))
-    bounds = cuts(processor, tower_of(made(model_type, CUTTING.get(model_type, MODELS["smolvlm"]))))
+    sight = ImageProcessor(folder, ImagesSection(per_row=2, max_pixels=10**6))
+    bounds = tile_counts(
+        processor,
+        vision_encoder_shape(made(model_type, CUTTING.get(model_type, MODELS["smolvlm"]))),
+    )
     most, per_token = max(t for t, _ in bounds), max(t / n for t, n in bounds)
     for sizes in [*((size,) for size in SIZES), *itertools.pairwise(SIZES)]:
         images = [Image.new("RGB", size) for size in sizes]
         pictures = [
-            Picture(path=None, data=png(image), width=image.width, height=image.height)
+            ImageSource(path=None, data=png(image), width=image.width, height=image.height)
             for image in images
         ]
         text = f"a{sight.token * len(sizes)}b"
@@ -104,12 +107,12 @@ def test_a_row_holds_what_the_processor_writes(model_type: str, tmp_path: Path) 
 @pytest.mark.parametrize(("model_type", "tiles"), [("llava_next", 5), ("llava_onevision", 37)])
 def test_a_configuration_of_a_recipe_is_cut_by_its_own_sizes(model_type: str, tiles: int) -> None:
     config = made(model_type, CUTTING[model_type])
-    processor = inline_processor(config)
+    processor = processor_from_config(config)
     assert (
         processor.image_processor.image_grid_pinpoints
         == CUTTING[model_type]["image_grid_pinpoints"]
     )
-    assert max(t for t, _ in cuts(processor, tower_of(config))) == tiles
+    assert max(t for t, _ in tile_counts(processor, vision_encoder_shape(config))) == tiles
 
 
 REAL: dict[str, tuple[dict[str, Any], int]] = {
@@ -125,8 +128,10 @@ def test_a_model_from_the_hub_is_cut_as_its_type_does_it(model_type: str) -> Non
     """Until its own processor is on this machine."""
     document, tiles = REAL[model_type]
     config = made(model_type, document)
-    assert most_tiles(*usual_processor(config), tower_of(config)) == tiles
-    whole = Vision(patch=4, patches=16, patches_per_token=4.0, layers=(), tower=(), projector=())
+    assert max_tiles(*default_image_processor(config), vision_encoder_shape(config)) == tiles
+    whole = VisionEncoder(
+        patch=4, patches=16, patches_per_token=4.0, layers=(), tower=(), projector=()
+    )
     assert with_usual_tiles(whole, config, inline=False).tiles == tiles
 
 
@@ -145,10 +150,10 @@ def test_a_models_own_processor_decides(tmp_path: Path) -> None:
 
 def test_pictures_are_kept_whole_where_the_recipe_says_so(tmp_path: Path) -> None:
     folder = write_cutting(tmp_path / "cutting")
-    picture = [Picture(path=None, data=png(Image.new("RGB", (60, 44))), width=60, height=44)]
+    picture = [ImageSource(path=None, data=png(Image.new("RGB", (60, 44))), width=60, height=44)]
     tiles = {}
     for cut in (True, False):
-        sight = Sight(folder, ImagesSection(per_row=1, max_pixels=10**6, tiles=cut))
+        sight = ImageProcessor(folder, ImagesSection(per_row=1, max_pixels=10**6, tiles=cut))
         written = sight.expand(sight.token, [], picture)
         tiles[cut] = sight.ready([picture])["pixel_values"].numel() // (3 * SIDE**2)
         assert written is not None and written[0].count(sight.token) == 4 * tiles[cut]
@@ -158,7 +163,7 @@ def test_pictures_are_kept_whole_where_the_recipe_says_so(tmp_path: Path) -> Non
 def test_a_processor_that_cannot_leave_a_picture_whole_is_told(tmp_path: Path) -> None:
     folder = folder_of("llava_next", tmp_path)
     with pytest.raises(Refusal, match="SW6133") as caught:
-        Sight(folder, ImagesSection(per_row=1, max_pixels=10**6, tiles=False))
+        ImageProcessor(folder, ImagesSection(per_row=1, max_pixels=10**6, tiles=False))
     assert "images.tiles" in caught.value.diagnostics[0].message
 
 
@@ -168,5 +173,5 @@ def test_the_largest_row_counts_tiles(cut: bool, pictures: int, tmp_path: Path) 
     document["data"]["images"]["tiles"] = cut
     (tmp_path / "recipe.json").write_text(json.dumps(document))
     read = load_recipe(tmp_path / "recipe.json")
-    row = largest_row(read, build_model_graph(read.model))
+    row = largest_image_sequence(read, build_model_graph(read.model))
     assert row is not None and (row.pictures, row.patches) == (pictures, 16)

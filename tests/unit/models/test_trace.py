@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.models.graph_builder import build_model_graph
-from shardwright.models.model_graph import Kept, ModelGraph, kept_entry
-from shardwright.parallel.activation_checkpointing import apply_recompute
+from shardwright.models.model_graph import ModelGraph, SavedActivations, saved_activations_entry
+from shardwright.parallel.activation_checkpointing import checkpoint_layers
 from shardwright.recipe.literal_types import CHECKPOINTING
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, model_section
@@ -169,10 +169,10 @@ def test_flops_are_those_that_torch_counts_on_the_whole_model(name: str) -> None
 def kept_bytes(graph: ModelGraph, checkpointing: str, element_bytes: int, length: int) -> int:
     """Of the whole model, what all layers are handed included."""
 
-    def size(entries: tuple[Kept, ...], mode: str) -> int:
-        entry = kept_entry(entries, mode, element_bytes, length)
+    def size(entries: tuple[SavedActivations, ...], mode: str) -> int:
+        entry = saved_activations_entry(entries, mode, element_bytes, length)
         assert entry is not None
-        return entry.whole_bytes(length) + entry.divided_bytes(length)
+        return entry.unsharded_bytes(length) + entry.sharded_bytes(length)
 
     # The embedding and the head are never recomputed.
     layers = sum(
@@ -201,7 +201,7 @@ def tracked_bytes(
     with nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True):
         model = plain_model(config, graph.attention, dtype)
     stack: nn.Module = model.get_submodule(graph.cut.stack)
-    apply_recompute(list(stack.children()), checkpointing, graph.attention_module)
+    checkpoint_layers(list(stack.children()), checkpointing, graph.attention_module)
     ids = torch.zeros(1, length, dtype=torch.long)
     tracker = MemTracker()
     tracker.track_external(model, ids)
@@ -269,10 +269,14 @@ def test_what_tensor_parallelism_divides() -> None:
     attention's output (2 bytes each, and the log-sum-exp of 4), and four tensors as wide as the
     feed-forward."""
     graph = graph_of(SMALL_LLAMA)
-    entry = kept_entry(graph.layers[1].kept, "none", 2, 1024)
-    assert entry is not None and not entry.whole_bytes_per_pair and not entry.divided_bytes_per_pair
-    assert entry.whole_bytes_per_token == 2 * (64 * (4 + 2 + 2) + 4)
-    assert entry.divided_bytes_per_token == 2 * (64 + 32 + 32 + 64) + 4 * 8 + 4 * 2 * 128
+    entry = saved_activations_entry(graph.layers[1].kept, "none", 2, 1024)
+    assert (
+        entry is not None
+        and not entry.unsharded_bytes_per_token_pair
+        and not entry.sharded_bytes_per_token_pair
+    )
+    assert entry.unsharded_bytes_per_token == 2 * (64 * (4 + 2 + 2) + 4)
+    assert entry.sharded_bytes_per_token == 2 * (64 + 32 + 32 + 64) + 4 * 8 + 4 * 2 * 128
 
 
 def test_equal_layers_are_traced_once_and_405b_in_seconds() -> None:

@@ -14,10 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from shardwright.models.layer_trace import fake_parameters, own_nothing
-from shardwright.models.pipeline_split import Cut
-from shardwright.models.vision_encoder_cost import Vision
-from shardwright.models.vision_trace import trace_vision
+from shardwright.models.layer_trace import fake_parameters, stub_parameters
+from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.vision_encoder_cost import VisionEncoder
+from shardwright.models.vision_trace import trace_vision_encoder
 from tests.zoo.sight_configs import sight_config
 
 TEXT = {
@@ -78,7 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"vision_config": QWEN, "text_config": {**TEXT, "rope_parameters": SECTIONS}},
     "qwen3_vl": {"vision_config": QWEN3, "text_config": {**TEXT, "rope_parameters": SECTIONS}},
 }
-CUT = Cut(
+CUT = PipelineSplit(
     stack="model.language_model.layers", hidden_position=0, hidden_keyword=None, output_length=0
 )
 
@@ -100,7 +100,7 @@ def build_on_meta(model_type: str, **options: Any) -> Any:
 def counted_flops(model: Any, **inputs: torch.Tensor) -> int:
     """By torch, of the whole tower at once, with eager attention: its counter does not know the
     CPU's fused one."""
-    own_nothing(model, torch.float32)
+    stub_parameters(model, torch.float32)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_parameters(list(model.modules()), fake), FlopCounterMode(display=False) as counter:
         model.get_image_features(**inputs)
@@ -108,13 +108,13 @@ def counted_flops(model: Any, **inputs: torch.Tensor) -> int:
 
 
 @functools.cache
-def traced(model_type: str) -> Vision:
-    found = trace_vision(build_on_meta(model_type), CUT)
+def traced(model_type: str) -> VisionEncoder:
+    found = trace_vision_encoder(build_on_meta(model_type), CUT)
     assert not found.untraced, found.untraced
     return found
 
 
-def forward_flops(vision: Vision, patches: int) -> int:
+def forward_flops(vision: VisionEncoder, patches: int) -> int:
     return sum(layer.forward.of(patches) for layer in vision.layers)
 
 
@@ -151,7 +151,11 @@ def another_size(model_type: str) -> tuple[int, int]:
         "image_grid_thw": torch.tensor([[1, 24, 40]]),
     }
     counted = counted_flops(build_on_meta(model_type, attention="eager", **depth), **inputs)
-    found = trace_vision(build_on_meta(model_type, **depth), CUT) if depth else traced(model_type)
+    found = (
+        trace_vision_encoder(build_on_meta(model_type, **depth), CUT)
+        if depth
+        else traced(model_type)
+    )
     return forward_flops(found, 24 * 40), counted
 
 
@@ -173,9 +177,11 @@ def test_towers_take_pictures_in_other_shapes(model_type: str) -> None:
         model = AutoModelForImageTextToText.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
-    found = trace_vision(
+    found = trace_vision_encoder(
         model,
-        Cut(stack=f"model.{text}.layers", hidden_position=0, hidden_keyword=None, output_length=0),
+        PipelineSplit(
+            stack=f"model.{text}.layers", hidden_position=0, hidden_keyword=None, output_length=0
+        ),
     )
     assert not found.untraced and found.patches == patches and len(found.layers) == 5
     if patches:
@@ -200,7 +206,7 @@ def kept_of(model_type: str) -> tuple[dict[str, int], int, int]:
     """(bytes that each layer is planned to keep of a picture, those that real steps of one and of
     two blocks save)."""
     depth, sizes = BYTES[model_type]
-    found = trace_vision(build_on_meta(model_type, **sizes), CUT)
+    found = trace_vision_encoder(build_on_meta(model_type, **sizes), CUT)
     assert not found.untraced, found.untraced
     patches = found.patches or 24 * 16
     kept = {

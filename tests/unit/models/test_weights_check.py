@@ -18,7 +18,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.models.graph_builder import build_model_graph, compare_weights
 from shardwright.models.safetensors_headers import read_headers, same_values
 from shardwright.parallel.weight_files import WeightFiles
-from shardwright.parallel.weight_loader import Filler, empty_model
+from shardwright.parallel.weight_loader import WeightLoader, empty_model
 from shardwright.recipe.recipe_types import ModelSection
 from tests.unit.models.quantised import quantise_fp8, quantise_mxfp4
 from tests.zoo.configs import build, tiny_config
@@ -213,7 +213,7 @@ def test_a_head_of_its_own_is_kept_as_transformers_keeps_it(
     assert [each[:2] for each in found(folder)] == [("warning", "SW2026")]
     document = {key: value for key, value in graph.config.items() if key != "model_type"}
     model = empty_model(AutoConfig.for_model(str(graph.config["model_type"]), **document), None)
-    Filler(model, WeightFiles(folder, model), {}, frozenset(), 0).fill([""])
+    WeightLoader(model, WeightFiles(folder, model), {}, frozenset(), 0).fill([""])
     wanted = dict(plain.named_parameters())
     assert (
         all(torch.equal(wanted[name], p) for name, p in model.named_parameters())
@@ -270,7 +270,7 @@ def test_quantised_weights_are_what_transformers_dequantises(
     assert "quantization_config" not in graph.config
     model = empty_model(AutoConfig.for_model(**config), None)
     files = WeightFiles(tmp_path, model)
-    Filler(model, files, {}, frozenset(), 0).fill([""])
+    WeightLoader(model, files, {}, frozenset(), 0).fill([""])
     wanted = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         files.check(name, tuple(parameter.shape))
@@ -317,7 +317,7 @@ def test_weights_that_are_not_finite_are_refused_as_they_are_read(spoil: str, fo
         lambda t: {k: torch.full_like(v, value).half() if k == HEAD else v for k, v in t.items()},
     )
     model = empty_model(AutoConfig.for_model(**tiny_config("llama")), None)
-    fill = Filler(model, WeightFiles(folder, model), {}, frozenset(), 0).fill
+    fill = WeightLoader(model, WeightFiles(folder, model), {}, frozenset(), 0).fill
     if spoil == "finite":
         fill([""])
         return

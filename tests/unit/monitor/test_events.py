@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 from shardwright.monitor.rank_events import (
-    EVENT,
-    MOST_BYTES,
+    EVENT_PREFIX,
+    MAX_EVENT_BYTES,
     RankFailed,
     RankLost,
-    RunNote,
+    RunNotice,
     RunStalled,
     emit,
-    first_cause,
+    first_failure,
     parse_event,
     read_events,
 )
@@ -32,10 +32,10 @@ def test_a_rank_s_own_error_goes_before_a_lost_rank_and_that_before_an_echo() ->
         failed(0, "RuntimeError: Connection closed by peer"),
         failed(2, "OSError: the disk went away"),
     )
-    assert first_cause([echo, lost(1), own, lost(3)]) == own
-    assert first_cause([echo, lost(1), lost(3)]) == lost(1)
-    assert first_cause([echo]) == echo
-    assert first_cause([RunNote(text="x")]) is None
+    assert first_failure([echo, lost(1), own, lost(3)]) == own
+    assert first_failure([echo, lost(1), lost(3)]) == lost(1)
+    assert first_failure([echo]) == echo
+    assert first_failure([RunNotice(text="x")]) is None
 
 
 def test_a_line_arrives_whole_however_long_the_traceback() -> None:
@@ -51,7 +51,7 @@ def test_a_line_arrives_whole_however_long_the_traceback() -> None:
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
         line = file.read()
-    assert len(line) <= MOST_BYTES and line.count(b"\n") == 1
+    assert len(line) <= MAX_EVENT_BYTES and line.count(b"\n") == 1
     event = parse_event(f"b: {line.decode()}")
     assert isinstance(event, RankFailed) and event.rank == 1
     assert event.cause.startswith("ValueError") and event.traceback.endswith("the last line")
@@ -60,9 +60,9 @@ def test_a_line_arrives_whole_however_long_the_traceback() -> None:
 def test_the_other_lines_and_halves_of_events_are_passed_over() -> None:
     lines = [
         "step 1",
-        f"a: {EVENT}" + '{"kind": "lost", "rank": 3}',
-        f"{EVENT}" + '{"kind": "lo',
-        f"{EVENT}[1]",
+        f"a: {EVENT_PREFIX}" + '{"kind": "lost", "rank": 3}',
+        f"{EVENT_PREFIX}" + '{"kind": "lo',
+        f"{EVENT_PREFIX}[1]",
     ]
     assert read_events(lines) == [RankLost(rank=3)]
 
@@ -73,25 +73,25 @@ def test_every_event_comes_back_as_it_was_sent(tmp_path: Path) -> None:
         RankLost(rank=2, host="b", stage=1, pid=7),
         RankLost(rank=0, host="a"),
         RunStalled(ranks=(1, 2), text="two ranks"),
-        RunNote(text="x"),
+        RunNotice(text="x"),
     ]
     with (tmp_path / "output").open("wb") as file:
         for event in sent:
             emit(file.fileno(), event)
     lines = (tmp_path / "output").read_text().splitlines()
     assert read_events(lines) == sent
-    assert lines[0] == EVENT + (
+    assert lines[0] == EVENT_PREFIX + (
         '{"kind": "failed", "rank": 1, "host": "b", "stage": 0, "code": "SW6301", "cause": "c", '
         '"help": "h", '
         '"traceback": "t"}'
     )
-    assert lines[2] == EVENT + '{"kind": "lost", "rank": 0, "host": "a", "stage": null}'
+    assert lines[2] == EVENT_PREFIX + '{"kind": "lost", "rank": 0, "host": "a", "stage": null}'
 
 
 def test_a_kind_of_another_version_is_no_news_but_for_its_text() -> None:
     lines = [
-        f"{EVENT}" + '{"kind": "later", "text": "x"}',
-        f"{EVENT}" + '{"kind": "later"}',
-        f"{EVENT}" + '{"kind": "lost"}',
+        f"{EVENT_PREFIX}" + '{"kind": "later", "text": "x"}',
+        f"{EVENT_PREFIX}" + '{"kind": "later"}',
+        f"{EVENT_PREFIX}" + '{"kind": "lost"}',
     ]
-    assert read_events(lines) == [RunNote(text="x"), RunNote(text="")]
+    assert read_events(lines) == [RunNotice(text="x"), RunNotice(text="")]

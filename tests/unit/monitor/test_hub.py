@@ -20,39 +20,41 @@ from shardwright.compile import compile_recipe
 from shardwright.monitor import monitor_protocol
 from shardwright.monitor import monitor_server as hub_module
 from shardwright.monitor.monitor_protocol import (
-    MOST_HELLO_BYTES,
-    MOST_LINE_BYTES,
+    MAX_HELLO_BYTES,
+    MAX_LINE_BYTES,
     Bye,
     Challenge,
     End,
     Failed,
     Hello,
     LineReader,
-    StackTaken,
+    StackReport,
     StepDone,
     Welcome,
-    call,
+    connect_to_server,
     decode,
     encode,
-    hello_of,
+    make_hello,
     proves,
 )
-from shardwright.monitor.monitor_server import MOST_STRANGERS, Hub, open_server
+from shardwright.monitor.monitor_server import MAX_UNAUTHENTICATED, MonitorServer, open_server
 from shardwright.monitor.monitor_token import (
-    IN_ENVIRONMENT,
-    VARIABLE,
+    TOKEN_IN_ENVIRONMENT,
+    TOKEN_VARIABLE,
+    delete_token,
     find_token,
-    forget_token,
     make_token,
 )
 from shardwright.monitor.rank_events import Event, RankLost, read_events
-from shardwright.monitor.stall_diagnosis import Stack
+from shardwright.monitor.stall_diagnosis import RankStack
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.utils.unauthenticated_connections import Unauthenticated
+from shardwright.utils.unauthenticated_connections import UnauthenticatedConnections
 
 TOKEN = "the run's own"
-STACK = Stack(step=3, phase="in step 4", where="x.py:1 in f", waits_in=None, counts={"0": 7})
+STACK = RankStack(
+    step=3, phase="in step 4", where="x.py:1 in f", current_collective=None, counts={"0": 7}
+)
 
 
 class Ear:
@@ -62,12 +64,14 @@ class Ear:
     def __init__(self, plan: Plan, folder: Path, server: socket.socket | None = None) -> None:
         self.folder = folder
         self.output = os.open(folder / "output", os.O_CREAT | os.O_RDWR)
-        self.hub = Hub(plan, folder, 1, self.output, server or open_server("127.0.0.1"), TOKEN)
+        self.hub = MonitorServer(
+            plan, folder, 1, self.output, server or open_server("127.0.0.1"), TOKEN
+        )
         self.port = self.hub._server.getsockname()[1]
         self.hub.start()
 
     def rank(self, rank: int, token: str = TOKEN) -> socket.socket:
-        line = call("127.0.0.1", self.port, token, rank, f"host-{rank}", 100 + rank)
+        line = connect_to_server("127.0.0.1", self.port, token, rank, f"host-{rank}", 100 + rank)
         line.settimeout(10)
         return line
 
@@ -143,7 +147,7 @@ HOSTILE = {
     "a proof that is no text": json.dumps({**HELLO, "proof": "\ud800"}).encode() + b"\n",
     "a rank that is none": json.dumps({**HELLO, "rank": "1"}).encode() + b"\n",
     "a huge rank": json.dumps({**HELLO, "rank": 10**30}).encode() + b"\n",
-    "a long hello": json.dumps({**HELLO, "host": "h" * MOST_HELLO_BYTES}).encode() + b"\n",
+    "a long hello": json.dumps({**HELLO, "host": "h" * MAX_HELLO_BYTES}).encode() + b"\n",
     "a line of 1 MiB": b"x" * 2**20 + b"\n",
     "1 MiB without an end": b"x" * 2**20,
     "many lines": b'{"kind": "bye"}\n' * 10000,
@@ -183,7 +187,7 @@ def test_a_rank_is_taken_once_and_there_are_no_others(
 def test_a_peer_that_stops_in_a_line_is_dropped_after_a_while(
     ear: Ear, ranks: dict[int, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor_protocol, "HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(monitor_protocol, "HELLO_TIMEOUT_SECONDS", 0.3)
     silent, half = ear.stranger(), ear.stranger()
     half.sendall(b'{"kind": "hel')
     assert is_dropped(silent) and is_dropped(half)
@@ -193,8 +197,8 @@ def test_a_peer_that_stops_in_a_line_is_dropped_after_a_while(
 def test_five_hundred_connections_do_not_keep_a_rank_out(ear: Ear) -> None:
     crowd = [ear.stranger() for _ in range(500)]
     ranks = {rank: ear.rank(rank) for rank in range(4)}
-    assert len(ear.hub._strangers) <= MOST_STRANGERS + 4
-    assert len(ear.hub._selector.get_map()) <= MOST_STRANGERS + 4 + 4 + 1
+    assert len(ear.hub._unauthenticated_peers) <= MAX_UNAUTHENTICATED + 4
+    assert len(ear.hub._selector.get_map()) <= MAX_UNAUTHENTICATED + 4 + 4 + 1
     ear.still_hears(ranks)
     for line in crowd:
         line.close()
@@ -202,7 +206,9 @@ def test_five_hundred_connections_do_not_keep_a_rank_out(ear: Ear) -> None:
 
 def test_an_address_that_crowds_pushes_out_its_own_connections() -> None:
     """Never those of another host, which may be a rank that is about to prove itself."""
-    found: Unauthenticated[str] = Unauthenticated(expected=4, others=8, limit=10**6)
+    found: UnauthenticatedConnections[str] = UnauthenticatedConnections(
+        expected=4, others=8, limit=10**6
+    )
     assert found.add("a rank", "10.0.0.2") == []
     gone = [
         each
@@ -211,7 +217,9 @@ def test_an_address_that_crowds_pushes_out_its_own_connections() -> None:
     ]
     assert "a rank" in found and len(found) == found.most == 12
     assert gone[0] == "noise 0" and found.pop() != "a rank"
-    few: Unauthenticated[str] = Unauthenticated(expected=512, others=256, limit=48)
+    few: UnauthenticatedConnections[str] = UnauthenticatedConnections(
+        expected=512, others=256, limit=48
+    )
     assert few.most == 4
 
 
@@ -220,7 +228,7 @@ def test_what_a_rank_may_not_say_is_passed_over(ear: Ear, ranks: dict[int, socke
     ranks[1].sendall(
         b'[]\n\xff\n{"kind": "news"}\n'
         + encode(Welcome(proof=""))
-        + encode(StackTaken(stack=STACK))
+        + encode(StackReport(stack=STACK))
     )
     ranks[1].sendall(encode(StepDone(step=5)))
     until(lambda: ear.hub._steps == {1: 5})
@@ -255,8 +263,8 @@ def test_nothing_ends_the_thread(
         with monkeypatch.context() as patch:
             patch.setattr(ear.hub, name, broken)
             ranks[1].sendall(encode(StepDone(step=1)))
-            until(lambda: ear.hub._complaints > 0)
-            ear.hub._complaints = 0
+            until(lambda: ear.hub._logged_problems > 0)
+            ear.hub._logged_problems = 0
     assert "RuntimeError: a mistake" in capsys.readouterr().err
     monkeypatch.setattr(hub_module, "write_status", full)
     ranks.pop(2).close()
@@ -297,7 +305,9 @@ def test_a_rank_does_not_take_a_stranger_for_rank_0() -> None:
         ):
             error = PermissionError if b"nonce" in said else ConnectionError
             with pytest.raises(error):
-                answered(server, said, lambda: call("127.0.0.1", port, TOKEN, 0, "h", 1))
+                answered(
+                    server, said, lambda: connect_to_server("127.0.0.1", port, TOKEN, 0, "h", 1)
+                )
 
 
 def answered(server: socket.socket, said: bytes, call_it: Callable[[], object]) -> None:
@@ -321,7 +331,7 @@ def answered(server: socket.socket, said: bytes, call_it: Callable[[], object]) 
 
 def test_a_proof_is_of_one_connection_and_of_all_that_is_said() -> None:
     challenge = Challenge(nonce="a")
-    hello = hello_of(TOKEN, challenge, 1, "h", 7)
+    hello = make_hello(TOKEN, challenge, 1, "h", 7)
     assert proves(TOKEN, challenge, hello)
     fields = {name: getattr(hello, name) for name in ("rank", "host", "pid", "nonce", "proof")}
     for changed in (
@@ -337,7 +347,7 @@ def test_a_proof_is_of_one_connection_and_of_all_that_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Challenge(nonce="n"), StepDone(step=2**40), StackTaken(stack=STACK), Bye()]
+    "message", [Challenge(nonce="n"), StepDone(step=2**40), StackReport(stack=STACK), Bye()]
 )
 def test_a_message_comes_back_from_its_line(message: Any) -> None:
     assert decode(encode(message).removesuffix(b"\n")) == message
@@ -345,7 +355,7 @@ def test_a_message_comes_back_from_its_line(message: Any) -> None:
 
 def test_lines_are_put_together_and_none_is_endless() -> None:
     ours, theirs = socket.socketpair()
-    lines = LineReader(ours, MOST_LINE_BYTES)
+    lines = LineReader(ours, MAX_LINE_BYTES)
     theirs.sendall(b"one\ntw")
     assert lines.read() == [b"one"]
     theirs.sendall(b"o\n")
@@ -362,16 +372,16 @@ def test_lines_are_put_together_and_none_is_endless() -> None:
 def test_the_token_is_a_file_for_this_user_or_comes_with_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.monitor.monitor_token.SHARED_SECONDS", 0.0)
+    monkeypatch.setattr("shardwright.monitor.monitor_token.SHARED_FILE_TIMEOUT_SECONDS", 0.0)
     (tmp_path / "run").mkdir()
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     stale, _ = make_token(tmp_path)
     token, where = make_token(tmp_path)
     (path,) = (tmp_path / "run").iterdir()
     assert (path.name, path.stat().st_mode & 0o777, path.read_text()) == (where, 0o600, token)
     assert token != stale and token not in where
     assert find_token(tmp_path, where) == token
-    assert find_token(tmp_path, IN_ENVIRONMENT) is None
+    assert find_token(tmp_path, TOKEN_IN_ENVIRONMENT) is None
     for lie in (
         "../plan.json",
         ".token-0",
@@ -380,13 +390,13 @@ def test_the_token_is_a_file_for_this_user_or_comes_with_the_environment(
         assert find_token(tmp_path, lie) is None
     path.write_text("planted")
     assert find_token(tmp_path, where) is None
-    forget_token(tmp_path)
+    delete_token(tmp_path)
     assert find_token(tmp_path, where) is None
-    monkeypatch.setenv(VARIABLE, "given")
-    assert make_token(tmp_path) == ("given", IN_ENVIRONMENT)
-    assert VARIABLE not in os.environ  # nothing that the rank starts, or prints, has it
-    monkeypatch.setenv(VARIABLE, "given")
-    assert find_token(tmp_path, IN_ENVIRONMENT) == "given"
+    monkeypatch.setenv(TOKEN_VARIABLE, "given")
+    assert make_token(tmp_path) == ("given", TOKEN_IN_ENVIRONMENT)
+    assert TOKEN_VARIABLE not in os.environ  # nothing that the rank starts, or prints, has it
+    monkeypatch.setenv(TOKEN_VARIABLE, "given")
+    assert find_token(tmp_path, TOKEN_IN_ENVIRONMENT) == "given"
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -399,7 +409,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_rank_gives_up_on_a_server_that_sends_a_byte_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(monitor_protocol, "WELCOME_SECONDS", 0.5)
+    monkeypatch.setattr(monitor_protocol, "WELCOME_TIMEOUT_SECONDS", 0.5)
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -413,5 +423,5 @@ def test_a_rank_gives_up_on_a_server_that_sends_a_byte_now_and_then(
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         with pytest.raises(TimeoutError):
-            call("127.0.0.1", server.getsockname()[1], TOKEN, 0, "h", 1)
+            connect_to_server("127.0.0.1", server.getsockname()[1], TOKEN, 0, "h", 1)
     assert time.monotonic() - began < 3

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.diloco.round_log import ROUNDS, RoundsFile, read_rounds, standing
+from shardwright.diloco.round_log import ROUNDS_FILE, RoundLog, effective_rounds, read_rounds
 
 
 def test_later_starts_undo_what_they_make_again(tmp_path: Path) -> None:
@@ -21,22 +21,22 @@ def test_later_starts_undo_what_they_make_again(tmp_path: Path) -> None:
         {"step": 8, "members": [0, 1], "store": 2},  # both resumed from step 4
         {"step": 8, "members": [1], "store": 3},  # the commit of store 2 was applied by nobody
     ]
-    path = tmp_path / ROUNDS
+    path = tmp_path / ROUNDS_FILE
     path.parent.mkdir()
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "mem\n')
     assert read_rounds(tmp_path) == lines
-    assert standing(lines) == [lines[0], lines[4]]
-    assert standing(lines[:3]) == lines[:3]
+    assert effective_rounds(lines) == [lines[0], lines[4]]
+    assert effective_rounds(lines[:3]) == lines[:3]
 
 
 def test_a_line_that_a_full_disk_cuts_short_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / ROUNDS).write_text(
+    (tmp_path / ROUNDS_FILE).write_text(
         '{"step": 2, "store": "x"}\n[1]\n{"step": 4, "store": 2}\n{"step": 8, "st'
     )
-    record = RoundsFile(tmp_path)
+    record = RoundLog(tmp_path)
     assert record.store == 3
     record.write({"step": 12})
     write = os.write
@@ -46,11 +46,11 @@ def test_a_line_that_a_full_disk_cuts_short_is_taken_back(
             return write(file, text[:8])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before = (tmp_path / ROUNDS).read_bytes()
+    before = (tmp_path / ROUNDS_FILE).read_bytes()
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
         patch.setattr(os, "write", full)
         record.write({"step": 8})
-    assert (tmp_path / ROUNDS).read_bytes() == before
+    assert (tmp_path / ROUNDS_FILE).read_bytes() == before
     record.write({"step": 16})
     record.close()
     assert [each["step"] for each in read_rounds(tmp_path)] == [2, 4, 12, 16]

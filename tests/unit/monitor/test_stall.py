@@ -6,12 +6,21 @@ import threading
 
 import pytest
 
-from shardwright.monitor.stall_diagnosis import Stack, culprits, describe, place_of
+from shardwright.monitor.stall_diagnosis import (
+    RankStack,
+    stall_text,
+    suspect_ranks,
+    thread_location,
+)
 
 
-def stack(waits_in: str | None, **counts: int) -> Stack:
-    return Stack(
-        step=4, phase="in step 5", where="train.py:7 in step", waits_in=waits_in, counts=counts
+def stack(current_collective: str | None, **counts: int) -> RankStack:
+    return RankStack(
+        step=4,
+        phase="in step 5",
+        where="train.py:7 in step",
+        current_collective=current_collective,
+        counts=counts,
     )
 
 
@@ -44,10 +53,10 @@ def stack(waits_in: str | None, **counts: int) -> Stack:
     ],
 )
 def test_the_rank_that_waits_for_nobody(
-    stacks: dict[int, Stack], ranks: int, blamed: tuple[int, ...]
+    stacks: dict[int, RankStack], ranks: int, blamed: tuple[int, ...]
 ) -> None:
-    assert culprits(stacks, range(ranks)) == blamed
-    text = describe(stacks, blamed, dict.fromkeys(range(ranks), "b"), 600)
+    assert suspect_ranks(stacks, range(ranks)) == blamed
+    text = stall_text(stacks, blamed, dict.fromkeys(range(ranks), "b"), 600)
     assert text.startswith("no step for 600 s: ")
     assert all(f"rank {rank} on b" in text for rank in blamed)
 
@@ -63,6 +72,6 @@ def test_where_a_thread_is() -> None:
     thread.start()
     began.wait()
     assert thread.ident is not None
-    where, collective = place_of(thread.ident)
+    where, collective = thread_location(thread.ident)
     end.set()
     assert "in wait" in where and collective is None

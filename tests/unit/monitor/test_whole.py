@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.diloco.island_metrics import WholeStep, missing, whole_steps
+from shardwright.diloco.island_metrics import MergedStep, merged_steps, missing
 
 
 def island(folder: Path, losses: dict[int, float | None], tokens: int = 100) -> Path:
@@ -25,9 +25,9 @@ def test_losses_are_weighted_by_tokens(tmp_path: Path) -> None:
         0: island(tmp_path / "0", {1: 4.0, 2: 3.0}),
         1: island(tmp_path / "1", {1: 1.0}, tokens=300),
     }
-    assert whole_steps(folders, [], 2) == [
-        WholeStep(step=1, islands=(0, 1), loss=pytest.approx(1.75), tokens=400),
-        WholeStep(step=2, islands=(0,), loss=3.0, tokens=100),
+    assert merged_steps(folders, [], 2) == [
+        MergedStep(step=1, islands=(0, 1), loss=pytest.approx(1.75), tokens=400),
+        MergedStep(step=2, islands=(0,), loss=3.0, tokens=100),
     ]
 
 
@@ -41,14 +41,14 @@ def test_who_took_no_part_in_the_outer_step_does_not_count(tmp_path: Path) -> No
         {"step": 2, "members": [0, 1], "joined": []},
         {"step": 4, "members": [0], "joined": [1]},
     ]
-    found = whole_steps(folders, rounds, 2)
+    found = merged_steps(folders, rounds, 2)
     assert [each.islands for each in found] == [(0, 1), (0, 1), (0,), (0,), (0, 1), (0, 1)]
     assert [each.loss for each in found] == [50.5, 51.0, 3.0, 4.0, 52.5, 53.0]
 
 
 def test_a_loss_that_is_no_number_is_seen(tmp_path: Path) -> None:
     folders = {0: island(tmp_path / "0", {1: None}), 1: island(tmp_path / "1", {1: 2.0})}
-    (found,) = whole_steps(folders, [], 10)
+    (found,) = merged_steps(folders, [], 10)
     assert math.isnan(found.loss) and found.tokens == 200
 
 

@@ -18,28 +18,28 @@ from torch import distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.models.packed_attention import flash_stand_in
-from shardwright.parallel.activation_checkpointing import apply_recompute
-from shardwright.parallel.context_batch_shards import own_piece
-from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.models.packed_attention import emulate_flash_attention
+from shardwright.parallel.activation_checkpointing import checkpoint_layers
+from shardwright.parallel.context_batch_shards import contiguous_shard
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.distributed_losses import (
     CausalLoss,
     ChunkedLoss,
-    compute_loss_inside,
     micro_batch_loss,
+    wrap_chunked_loss,
 )
 from shardwright.parallel.micro_batches import MicroBatch
-from shardwright.recipe.recipe_types import FLASH
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from shardwright.train.process_exit import leave
 from tests.zoo.configs import tiny_config
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-eager": {"attention": "eager"},
-    "llama-flash": {"attention": FLASH},
+    "llama-flash": {"attention": FLASH_ATTENTION_2},
     "llama-one-key-head": {"config": {"num_key_value_heads": 1}},
     "llama-packed": {"packed": True},
-    "llama-packed-flash": {"packed": True, "attention": FLASH},
+    "llama-packed-flash": {"packed": True, "attention": FLASH_ATTENTION_2},
     "llama-packed-chunked": {"packed": True, "chunked": True},
     "llama-recomputed": {"recompute": "full"},
     "qwen2": {},
@@ -60,7 +60,7 @@ SHAPE = (2, 24)
 def model_of(name: str, config: dict[str, Any], attention: str) -> nn.Module:
     document = tiny_config(name.split("-")[0]) | config
     torch.manual_seed(3)
-    with flash_stand_in() if attention == FLASH else nullcontext():
+    with emulate_flash_attention() if attention == FLASH_ATTENTION_2 else nullcontext():
         model: Any = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**document), attn_implementation=attention, dtype=torch.float32
         )
@@ -92,12 +92,12 @@ def run(
     stack: Any = model.get_submodule(
         "transformer.h" if hasattr(model, "transformer") else "model.layers"
     )
-    apply_recompute(list(stack), recompute, "attn" if hasattr(stack[0], "attn") else "self_attn")
+    checkpoint_layers(list(stack), recompute, "attn" if hasattr(stack[0], "attn") else "self_attn")
     loss = ChunkedLoss() if chunked else CausalLoss()
     loss.scale, loss.shifted = scale, batch.shifted
     if isinstance(loss, ChunkedLoss):
-        compute_loss_inside(model, loss)
-    with flash_stand_in() if attention == FLASH else nullcontext():
+        wrap_chunked_loss(model, loss)
+    with emulate_flash_attention() if attention == FLASH_ATTENTION_2 else nullcontext():
         value = micro_batch_loss(model, loss, batch, attention, torch.device("cpu"))
         value.backward()
     return value.detach()
@@ -121,12 +121,12 @@ def measure(
     batch = batch_of(packed)
     scale = 1 / batch.predicted
     wanted = run(whole, batch, attention, chunked, recompute, scale)
-    CONTEXT.use(dist.group.WORLD)
+    CONTEXT_PARALLEL.use(dist.group.WORLD)
     try:
-        piece = own_piece(batch, rank, ranks)
+        piece = contiguous_shard(batch, rank, ranks)
         total = run(mine, piece, attention, chunked, recompute, scale).clone()
     finally:
-        CONTEXT.use(None)
+        CONTEXT_PARALLEL.use(None)
     counted = torch.tensor(piece.predicted)
     dist.all_reduce(counted)
     assert int(counted) == batch.predicted

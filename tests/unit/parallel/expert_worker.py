@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.models.mixture_of_experts import number_of_experts
-from shardwright.parallel.expert_parallel import ExpertSpreader
+from shardwright.parallel.expert_parallel import ExpertSharder
 from shardwright.train.process_exit import leave
 from tests.zoo.configs import tiny_config
 
@@ -62,7 +62,7 @@ def measure(
     loss.backward()
     paths = [path for path, module in mine.named_modules() if number_of_experts(module)]
     experts: set[int] = set()
-    spreader = ExpertSpreader(
+    spreader = ExpertSharder(
         mine, paths, dist.group.WORLD, lambda parameter: experts.add(id(parameter))
     )
     stack = "model.layers"

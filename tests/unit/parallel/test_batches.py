@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardwright.data.dataset import Dataset
-from shardwright.data.samplers import EpochOrder
-from shardwright.data.sequences import ArrayRows, Indices, TokenBlock
-from shardwright.parallel.micro_batches import Batches, HeldOut
+from shardwright.data.samplers import EpochSampler
+from shardwright.data.sequences import ArraySequences, Indices, SequenceBatch
+from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
 
 
 def plan(
@@ -40,10 +40,10 @@ def plan(
 
 
 def dataset(n: int, *, shuffle: bool = False) -> Dataset:
-    rows = ArrayRows(np.arange(n * 4, dtype=np.int32).reshape(n, 4))
+    rows = ArraySequences(np.arange(n * 4, dtype=np.int32).reshape(n, 4))
     return Dataset(
         train=rows,
-        order=EpochOrder(n, 12, 3, shuffle=shuffle),
+        order=EpochSampler(n, 12, 3, shuffle=shuffle),
         parts=(n,),
         validation=None,
         steps=9,
@@ -52,7 +52,7 @@ def dataset(n: int, *, shuffle: bool = False) -> Dataset:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_data_ranks_share_out_the_global_batch(shuffle: bool) -> None:
-    batches = Batches(plan(), dataset(30, shuffle=shuffle))
+    batches = TrainingBatches(plan(), dataset(30, shuffle=shuffle))
     for step in (1, 2, 3, 7):
         seen = [m.input_ids for rank in (0, 1) for m in batches.micro_batches(step, rank)]
         assert torch.cat(seen)[:, 0].div(4).sort().values.tolist() == sorted(
@@ -63,7 +63,7 @@ def test_data_ranks_share_out_the_global_batch(shuffle: bool) -> None:
 def test_micro_batch_m_of_a_rank() -> None:
     """Rows [(m * data + rank) * B, ... + B): a run with as many data ranks and larger micro-batches
     sees others, and one that is resumed the same."""
-    batches = Batches(plan(), dataset(24))  # type: ignore[arg-type]
+    batches = TrainingBatches(plan(), dataset(24))  # type: ignore[arg-type]
     rows = [
         [(m.input_ids[:, 0] // 4).tolist() for m in batches.micro_batches(2, rank)]
         for rank in (0, 1)
@@ -71,47 +71,47 @@ def test_micro_batch_m_of_a_rank() -> None:
     assert rows == [[[12, 13], [16, 17], [20, 21]], [[14, 15], [18, 19], [22, 23]]]
 
 
-class Strict(ArrayRows):
-    def read(self, indices: Indices) -> TokenBlock:
+class Strict(ArraySequences):
+    def read(self, indices: Indices) -> SequenceBatch:
         assert indices.min() >= 0, "what only fills a batch up is a row, too"
         return super().read(indices)
 
 
 def test_rows_that_fill_a_batch_up_are_there() -> None:
     rows = Strict(np.arange(20).reshape(5, 4))
-    shares = [list(HeldOut(plan(), rows, rank)) for rank in (0, 1)]  # type: ignore[arg-type]
+    shares = [list(ValidationBatches(plan(), rows, rank)) for rank in (0, 1)]  # type: ignore[arg-type]
     assert sum(m.predicted for share in shares for m in share) == 5 * 3
 
 
 class OneBlock:
     """The same rows whatever is asked for."""
 
-    def __init__(self, block: TokenBlock) -> None:
+    def __init__(self, block: SequenceBatch) -> None:
         self.block = block
 
     def __len__(self) -> int:
         return len(self.block.tokens)
 
-    def read(self, indices: Indices) -> TokenBlock:
+    def read(self, indices: Indices) -> SequenceBatch:
         return self.block
 
 
 def test_packing_restarts_positions_and_drops_first_labels() -> None:
-    block = TokenBlock(
+    block = SequenceBatch(
         tokens=np.array([[5, 6, 7, 8], [1, 2, 3, 4]]),
         starts=np.array([[False, False, True, False], [True, True, False, False]]),
         trained=np.array([[True, True, True, True], [True, True, True, False]]),
     )
     data = Dataset(
         train=OneBlock(block),
-        order=EpochOrder(2, 2, 0, shuffle=False),
+        order=EpochSampler(2, 2, 0, shuffle=False),
         parts=(2,),
         validation=None,
         steps=1,
     )
-    batch = Batches(plan(data=1, micro=2, accumulation=1, packing=True), data).micro_batches(1, 0)[
-        0
-    ]
+    batch = TrainingBatches(
+        plan(data=1, micro=2, accumulation=1, packing=True), data
+    ).micro_batches(1, 0)[0]
     assert batch.position_ids is not None
     assert batch.position_ids.tolist() == [[0, 1, 0, 1], [0, 0, 1, 2]]
     assert batch.labels.tolist() == [[5, 6, -100, 8], [-100, -100, 3, -100]]
@@ -120,7 +120,7 @@ def test_packing_restarts_positions_and_drops_first_labels() -> None:
 
 def test_rows_without_documents_have_positions_where_others_have_them() -> None:
     """What crosses pipeline stages keeps its form from one micro-batch to the next."""
-    batch = Batches(plan(packing=True), dataset(30)).micro_batches(1, 0)[0]
+    batch = TrainingBatches(plan(packing=True), dataset(30)).micro_batches(1, 0)[0]
     assert batch.position_ids is not None and batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
     assert batch.predicted == 6
 
@@ -137,8 +137,10 @@ def test_rows_without_documents_have_positions_where_others_have_them() -> None:
 )
 def test_held_out_rows_are_evaluated_once_each(count: int, schedule: str, batches: int) -> None:
     """DualPipeV takes the accumulation's number of micro-batches at once."""
-    rows = ArrayRows(np.arange(count * 4).reshape(count, 4))
-    shares = [HeldOut(plan(schedule=schedule, accumulation=4), rows, rank) for rank in (0, 1)]  # type: ignore[arg-type]
+    rows = ArraySequences(np.arange(count * 4).reshape(count, 4))
+    shares = [
+        ValidationBatches(plan(schedule=schedule, accumulation=4), rows, rank) for rank in (0, 1)
+    ]  # type: ignore[arg-type]
     assert [len(share) for share in shares] == [batches, batches]
     assert [share.at_once for share in shares] == [4 if schedule == "dualpipev" else batches] * 2
     labelled = [
@@ -165,7 +167,7 @@ class Looking:
 
 def test_pictures_of_the_next_step_are_made_ready_beside_this_one() -> None:
     sight, data = Looking(), dataset(30)
-    batches, plain = Batches(plan(), data, sight), Batches(plan(), data)  # type: ignore[arg-type]
+    batches, plain = TrainingBatches(plan(), data, sight), TrainingBatches(plan(), data)  # type: ignore[arg-type]
     for step in (1, 2, 3, 7, 9):  # a resumed run begins anywhere
         found, wanted = (b.micro_batches(step, 1) for b in (batches, plain))
         assert [m.input_ids.tolist() for m in found] == [m.input_ids.tolist() for m in wanted]
@@ -178,7 +180,7 @@ def test_pictures_of_the_next_step_are_made_ready_beside_this_one() -> None:
 
 
 def test_a_failure_ahead_is_told_in_its_step() -> None:
-    class Damaged(Looking):
+    class DamagedImage(Looking):
         def inputs(
             self, tokens: np.ndarray, trained: object, pictures: object
         ) -> dict[str, torch.Tensor]:
@@ -186,7 +188,7 @@ def test_a_failure_ahead_is_told_in_its_step() -> None:
                 raise ValueError("damaged")
             return super().inputs(tokens, trained, pictures)
 
-    batches = Batches(plan(), dataset(30), Damaged())  # type: ignore[arg-type]
+    batches = TrainingBatches(plan(), dataset(30), DamagedImage())  # type: ignore[arg-type]
     assert len(batches.micro_batches(1, 0)) == 3
     with pytest.raises(ValueError, match="damaged"):
         batches.micro_batches(2, 0)

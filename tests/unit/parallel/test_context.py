@@ -13,10 +13,10 @@ import torch
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shardwright.parallel.context_batch_shards import own_piece
-from shardwright.parallel.context_parallel import CONTEXT
+from shardwright.parallel.context_batch_shards import contiguous_shard
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.micro_batches import MicroBatch
-from shardwright.utils.numeric_difference import worst
+from shardwright.utils.numeric_difference import largest_difference
 from shardwright.utils.programs import free_port
 from tests.unit.parallel.context_worker import CASES
 
@@ -31,7 +31,7 @@ def batch() -> MicroBatch:
 
 
 def test_the_label_of_a_pieces_last_token_is_the_next_pieces_first() -> None:
-    first, second = (own_piece(batch(), rank, 2) for rank in range(2))
+    first, second = (contiguous_shard(batch(), rank, 2) for rank in range(2))
     assert first.input_ids.tolist() == [[1, 2, 3, 4]] and first.labels.tolist() == [[2, 3, 4, 5]]
     assert second.input_ids.tolist() == [[5, 6, 7, 8]] and second.labels.tolist() == [
         [6, 7, 8, -100]
@@ -44,7 +44,7 @@ def test_the_label_of_a_pieces_last_token_is_the_next_pieces_first() -> None:
 
 def test_one_rank_takes_the_batch_as_it_is() -> None:
     whole = batch()
-    assert own_piece(whole, 0, 1) is whole
+    assert contiguous_shard(whole, 0, 1) is whole
 
 
 def test_switched_off_nothing_is_replaced() -> None:
@@ -52,11 +52,11 @@ def test_switched_off_nothing_is_replaced() -> None:
         type(ALL_ATTENTION_FUNCTIONS).get_interface,
         masking_utils._preprocess_mask_arguments,
     )
-    CONTEXT.use(None)
+    CONTEXT_PARALLEL.use(None)
     assert type(ALL_ATTENTION_FUNCTIONS).get_interface is interface
     assert masking_utils._preprocess_mask_arguments is preprocess
     ids = torch.ones(1, 4, dtype=torch.long)
-    assert CONTEXT.keywords("sdpa", ids, None) == {}, "a model counts its positions itself"
+    assert CONTEXT_PARALLEL.keywords("sdpa", ids, None) == {}, "a model counts its positions itself"
 
 
 @pytest.mark.launch
@@ -85,5 +85,5 @@ def test_two_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert set(found) == set(CASES)
         assert all(case["gradients"] > 30 for case in found.values()), found
-        assert worst(case["loss"] for case in found.values()) <= 5e-6, found
-        assert worst(case["gradient"] for case in found.values()) <= 1e-5, found
+        assert largest_difference(case["loss"] for case in found.values()) <= 5e-6, found
+        assert largest_difference(case["gradient"] for case in found.values()) <= 1e-5, found

@@ -15,9 +15,9 @@ from torch import multiprocessing
 from shardwright.layout.parameter_sharding import shard_sizes
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.vocabulary_cross_entropy import vocabulary_parallel_cross_entropy
-from shardwright.utils.numeric_difference import tensor_apart
+from shardwright.utils.numeric_difference import max_abs_diff
 
-IGNORED, VOCABULARY, SHAPE = -100, 64, (3, 7)
+IGNORE_INDEX, VOCABULARY, SHAPE = -100, 64, (3, 7)
 SIZES = {f"{n} ranks": list(shard_sizes(VOCABULARY, n)) for n in (2, 3)} | {"uneven": [1, 50, 13]}
 
 
@@ -27,7 +27,7 @@ def whole(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(*SHAPE, VOCABULARY, generator=generator) * 4 + 200).to(dtype)
     target = torch.randint(0, VOCABULARY, SHAPE, generator=generator)
-    target.view(-1)[::3] = IGNORED
+    target.view(-1)[::3] = IGNORE_INDEX
     return logits, target, torch.randn(SHAPE, generator=generator)
 
 
@@ -50,7 +50,7 @@ def worker(rank: int, folder: str) -> None:
             (slope,) = torch.autograd.grad((wanted * gradient).sum(), exact)
             own = logits.narrow(-1, first, sizes[rank]).clone().requires_grad_()
             losses = vocabulary_parallel_cross_entropy(
-                own, target, first=first, ignored=IGNORED, group=group
+                own, target, first=first, ignored=IGNORE_INDEX, group=group
             )
             (own_slope,) = torch.autograd.grad((losses * gradient).sum(), own)
             assert losses.dtype == torch.float32 and own_slope.dtype == dtype
@@ -59,11 +59,11 @@ def worker(rank: int, folder: str) -> None:
                 logits.double()[:, :-1].flatten(0, 1),
                 target[:, 1:].flatten(),
                 reduction="sum",
-                ignore_index=IGNORED,
+                ignore_index=IGNORE_INDEX,
             )
             apart[f"{name} {dtype}"] = [
-                tensor_apart(losses.double(), wanted),
-                tensor_apart(own_slope, slope.narrow(-1, first, sizes[rank]).to(dtype)),
+                max_abs_diff(losses.double(), wanted),
+                max_abs_diff(own_slope, slope.narrow(-1, first, sizes[rank]).to(dtype)),
                 abs(float(total.detach()) / float(shifted) - 1),
             ]
     Path(folder, f"{rank}.json").write_text(json.dumps(apart))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.parallel.tensor_parallel_rng import TensorRandom
+from shardwright.parallel.tensor_parallel_rng import TensorParallelRng
 
 
 def test_an_evaluation_draws_nothing() -> None:
     """The steps behind it draw the numbers that they would have drawn without it."""
-    random = TensorRandom()
+    random = TensorParallelRng()
     random.use(1)
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -22,7 +22,7 @@ def test_an_evaluation_draws_nothing() -> None:
 def test_tensor_ranks_draw_apart_inside_a_cut_region_and_alike_behind_it() -> None:
     drawn = []
     for rank in range(2):
-        random = TensorRandom()
+        random = TensorParallelRng()
         random.use(rank)
         torch.manual_seed(5)
         random.enter()

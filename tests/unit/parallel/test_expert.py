@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.models.mixture_of_experts import called_by_place, number_of_experts
+from shardwright.models.mixture_of_experts import call_positionally, number_of_experts
 from shardwright.parallel.expert_parallel import cut_experts
-from shardwright.utils.numeric_difference import worst
+from shardwright.utils.numeric_difference import largest_difference
 from shardwright.utils.programs import free_port
 from tests.unit.parallel.expert_worker import CASES
 
@@ -72,7 +72,7 @@ def test_arguments_may_be_named_in_any_way() -> None:
     module, hidden = Experts(2), torch.ones(1, 2)
     chosen, weights = torch.tensor([[1]]), torch.tensor([[0.5]])
     wanted = module(hidden, chosen, weights)
-    setattr(module, "forward", called_by_place(module.forward))  # noqa: B010
+    setattr(module, "forward", call_positionally(module.forward))  # noqa: B010
     assert torch.equal(module(hidden, router_indices=chosen, routing_weights=weights), wanted)
 
 
@@ -102,5 +102,5 @@ def test_two_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
         found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         assert set(found) == set(CASES)
         assert all(case["cut"] >= 2 * case["modules"] > 0 for case in found.values()), found
-        assert worst(case["loss"] for case in found.values()) <= 1e-6, found
-        assert worst(case["gradient"] for case in found.values()) <= 1e-5, found
+        assert largest_difference(case["loss"] for case in found.values()) <= 1e-6, found
+        assert largest_difference(case["gradient"] for case in found.values()) <= 1e-5, found

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.parallel.attention_head_shards import take_own_heads
+from shardwright.parallel.attention_head_shards import shard_attention_heads
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA
 
@@ -19,7 +19,7 @@ def model(config: dict[str, JsonValue]) -> nn.Module:
 def test_attributes_become_the_share() -> None:
     stablelm = model({**SMALL_LLAMA, "model_type": "stablelm"})  # eight heads, four key/value heads
     attention = stablelm.get_submodule("model.layers.0.self_attn")
-    take_own_heads(stablelm, attention, rank=1, degree=2)
+    shard_attention_heads(stablelm, attention, rank=1, degree=2)
     assert (attention.num_heads, attention.num_key_value_heads) == (4, 2)
     assert (attention.num_key_value_groups, attention.hidden_size, attention.head_dim) == (2, 32, 8)
 
@@ -27,7 +27,7 @@ def test_attributes_become_the_share() -> None:
 def test_groups_shrink_where_a_key_value_head_has_copies() -> None:
     llama = model(SMALL_LLAMA)
     attention = llama.get_submodule("model.layers.0.self_attn")
-    take_own_heads(llama, attention, rank=5, degree=8)
+    shard_attention_heads(llama, attention, rank=5, degree=8)
     assert attention.num_key_value_groups == 1
 
 
@@ -43,7 +43,7 @@ class _PerHead(nn.Module):
 def test_arguments_with_a_value_for_every_head_are_cut() -> None:
     whole = model(SMALL_LLAMA)
     module = _PerHead()
-    take_own_heads(whole, module, rank=1, degree=2)
+    shard_attention_heads(whole, module, rank=1, degree=2)
     assert module.num_heads == 2
     alibi = torch.arange(8.0).reshape(8, 1, 1)  # batch 2 x heads 4
     per_head = torch.arange(4.0).reshape(1, 4, 1, 1)

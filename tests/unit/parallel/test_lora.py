@@ -13,24 +13,24 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.checkpoint.checkpoint_compatibility import check_fits
+from shardwright.checkpoint.checkpoint_compatibility import check_resumable
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.deepspeed_optimizer_shards import held_parameters
-from shardwright.launch.preflight_checks import check_machine
-from shardwright.layout.parameter_sharding import ModuleSplit, ParameterSplit
+from shardwright.engines.deepspeed.deepspeed_optimizer_shards import parameter_shards
+from shardwright.launch.preflight_checks import check_preflight
+from shardwright.layout.parameter_sharding import ModuleSharding, ParameterSharding
 from shardwright.parallel.lora_adapters import (
     add_adapters,
-    check_adapters,
-    is_rewritten_by_peft,
-    merged,
-    plain_name,
-    unique,
+    check_lora_adapters,
+    hf_parameter_name,
+    merge_adapter,
+    peft_rewrites_targets,
+    unique_parameters,
 )
 from shardwright.parallel.model_loading import conv1d_to_linear
-from shardwright.parallel.weight_loader import DrawnByLayer, Filler, empty_model
+from shardwright.parallel.weight_loader import LayerSeededWeights, WeightLoader, empty_model
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.plan_json import plan_to_json, read_plan
-from shardwright.train.training_session import live_record
+from shardwright.train.training_session import rank_record
 from tests.zoo.configs import tiny_config
 
 CASE = Path(__file__).parents[2] / "cases" / "qwen2-tp2-zero3" / "expected"
@@ -53,11 +53,11 @@ def test_without_peft_a_run_says_how_to_install_it(
         importlib.util, "find_spec", lambda name, *a: None if name == "peft" else found(name, *a)
     )
     with pytest.raises(Refusal) as refused:
-        check_machine(plan(LORA), tmp_path, None)
+        check_preflight(plan(LORA), tmp_path, None)
     (absent,) = [d for d in refused.value.diagnostics if d.code == "SW6251"]
     assert "pip install" in absent.help
     try:
-        check_machine(plan(None), tmp_path, None)
+        check_preflight(plan(None), tmp_path, None)
     except Refusal as other:
         assert all(d.code != "SW6251" for d in other.diagnostics)
 
@@ -67,9 +67,9 @@ def test_without_peft_a_run_says_how_to_install_it(
 )
 def test_a_checkpoint_of_other_adapters(here: PlanLora | None, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan_to_json(plan(LORA)))
-    assert check_fits(plan(LORA), tmp_path, tmp_path) == ()
+    assert check_resumable(plan(LORA), tmp_path, tmp_path) == ()
     with pytest.raises(Refusal) as refused:
-        check_fits(plan(here), tmp_path, tmp_path)
+        check_resumable(plan(here), tmp_path, tmp_path)
     assert codes(refused) == ["SW6254"]
 
 
@@ -77,17 +77,17 @@ def test_a_checkpoint_of_other_adapters(here: PlanLora | None, tmp_path: Path) -
 def test_a_merge(turned: bool) -> None:
     weight, a, b, x = torch.randn(6, 5), torch.randn(4, 5), torch.randn(6, 4), torch.randn(3, 5)
     wanted = x @ weight.t() + 2.0 * (x @ a.t()) @ b.t()
-    whole = merged(weight.t() if turned else weight, a, b, LORA, turned=turned)
+    whole = merge_adapter(weight.t() if turned else weight, a, b, LORA, turned=turned)
     assert torch.allclose(x @ (whole if turned else whole.t()), wanted, atol=1e-5)
 
 
 def with_parameters(base: Plan, shapes: dict[str, tuple[int, ...]]) -> Plan:
     """shapes: parameter name -> Hugging Face's shape, of a model that nothing cuts."""
-    module = ModuleSplit(
+    module = ModuleSharding(
         module="",
         style="replicated",
         parameters=tuple(
-            ParameterSplit(name=n, shape=s, dimension=None, blocks=(), sizes=())
+            ParameterSharding(name=n, shape=s, dimension=None, blocks=(), sizes=())
             for n, s in shapes.items()
         ),
     )
@@ -103,9 +103,9 @@ def drawn(model_type: str, lora: PlanLora | None) -> tuple[dict[str, torch.Tenso
     """Filled after the adapters were put in, from weights that are drawn only then; parameters by
     plain name."""
     model = empty_model(AutoConfig.for_model(**tiny_config(model_type)), "eager")
-    weights = DrawnByLayer(model, STACKS[model_type], 3)
+    weights = LayerSeededWeights(model, STACKS[model_type], 3)
     turned = conv1d_to_linear(model)
-    filler = Filler(model, weights, {}, turned, 0)
+    filler = WeightLoader(model, weights, {}, turned, 0)
     base = plan(lora)
     cut = dataclasses.replace(base.model.cut, stack=STACKS[model_type])
     shapes = {n: tuple(p.shape)[:: -1 if n in turned else 1] for n, p in model.named_parameters()}
@@ -117,7 +117,7 @@ def drawn(model_type: str, lora: PlanLora | None) -> tuple[dict[str, torch.Tenso
         turned,
     )
     filler.fill([""])
-    return {plain_name(name): p for name, p in model.named_parameters()}, model
+    return {hf_parameter_name(name): p for name, p in model.named_parameters()}, model
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_adapters_beside_parameters_that_are_filled_later(
     assert {name for name, p in found.items() if p.requires_grad} == {
         name for name in found if "lora_" in name
     }
-    assert set(live_record(held_parameters(model), 0)["shapes"]) == set(found)  # type: ignore[arg-type]
+    assert set(rank_record(parameter_shards(model), 0)["shapes"]) == set(found)  # type: ignore[arg-type]
 
     torch.manual_seed(plan(lora).training.seed)
     config = LoraConfig(
@@ -182,7 +182,7 @@ def test_mixtures_are_adapted_where_planned(model_type: str) -> None:
     add_adapters(model, planned, frozenset())
     found = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert found.keys() == {f"{n}.lora_{x}.default.weight" for n in linears for x in "AB"}
-    assert len(unique(model.named_parameters())) == len(shapes) + len(found)
+    assert len(unique_parameters(model.named_parameters())) == len(shapes) + len(found)
     with torch.no_grad():
         for p in found.values():
             p.copy_(torch.randn_like(p) * 0.05)
@@ -197,26 +197,26 @@ def test_mixtures_are_adapted_where_planned(model_type: str) -> None:
 
 def test_other_adapters_than_planned_are_refused() -> None:
     planned = {"a.lora_A.default.weight": (4, 8), "b.lora_A.default.weight": (4, 8)}
-    check_adapters(planned, planned)
+    check_lora_adapters(planned, planned)
     for found in (
         {**planned, "c.lora_A.default.weight": (4, 8)},
         {"a.lora_A.default.weight": (4, 8)},
         {},
     ):
         with pytest.raises(Refusal, match="planned") as refused:
-            check_adapters(found, planned)
+            check_lora_adapters(found, planned)
         assert codes(refused) == ["SW6256"]
     with pytest.raises(Refusal, match="8x8, planned 4x8"):
-        check_adapters({**planned, "a.lora_A.default.weight": (8, 8)}, planned)
+        check_lora_adapters({**planned, "a.lora_A.default.weight": (8, 8)}, planned)
 
 
 def test_two_parameters_of_one_name_are_refused() -> None:
     inner, outer = (nn.Parameter(torch.zeros(1)) for _ in range(2))
     with pytest.raises(Refusal) as refused:
-        unique([("a.base_layer.weight", inner), ("a.weight", outer)])
+        unique_parameters([("a.base_layer.weight", inner), ("a.weight", outer)])
     assert codes(refused) == ["SW6257"]
     names = ("a.lora_A.default.weight", "a.base_layer.lora_A.default.weight")
-    assert unique(zip(names, (inner, outer), strict=True)).keys() == set(names)
+    assert unique_parameters(zip(names, (inner, outer), strict=True)).keys() == set(names)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +228,9 @@ def test_folders_that_peft_would_load_elsewhere(model_type: str, rewrites: bool)
     every = dataclasses.replace(
         LORA, target_modules=("q_proj", "gate_proj", "up_proj", "down_proj")
     )
-    assert is_rewritten_by_peft(every, model) == rewrites
+    assert peft_rewrites_targets(every, model) == rewrites
     assert (
-        is_rewritten_by_peft(dataclasses.replace(LORA, target_modules=("gate_proj",)), model)
+        peft_rewrites_targets(dataclasses.replace(LORA, target_modules=("gate_proj",)), model)
         == rewrites
     )
-    assert not is_rewritten_by_peft(dataclasses.replace(LORA, target_modules=("q_proj",)), model)
+    assert not peft_rewrites_targets(dataclasses.replace(LORA, target_modules=("q_proj",)), model)

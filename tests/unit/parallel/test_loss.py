@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.parallel import distributed_losses as module
-from shardwright.parallel.distributed_losses import CausalLoss, ChunkedLoss, compute_loss_inside
+from shardwright.parallel.distributed_losses import CausalLoss, ChunkedLoss, wrap_chunked_loss
 from tests.unit.models.factory import SMALL_LLAMA
 
 VOCABULARY, SHAPE, SCALE = 256, (2, 21), 0.25
@@ -69,7 +69,7 @@ def test_whole(wrapped: bool, model: Any, ids: torch.Tensor, labels: torch.Tenso
 def test_in_chunks(wrapped: bool, model: Any, ids: torch.Tensor, labels: torch.Tensor) -> None:
     wanted = plain(model, ids, labels)
     loss, seen = ChunkedLoss(), []
-    loss.scale, loss.tail = SCALE, module.Tail(model)
+    loss.scale, loss.tail = SCALE, module.OutputHead(model)
     logits = loss.tail.logits
     loss.tail.logits = lambda hidden: seen.append(hidden.shape[1]) or logits(hidden)  # type: ignore[method-assign, func-returns-value]
     hidden = loss.tail.hidden(lambda: model(input_ids=ids))
@@ -85,7 +85,7 @@ def test_inside_the_models_forward(model: Any, ids: torch.Tensor, labels: torch.
     wanted = plain(model, ids, labels)
     loss = ChunkedLoss()
     loss.scale = SCALE
-    compute_loss_inside(model, loss)
+    wrap_chunked_loss(model, loss)
     check(model(labels=labels, input_ids=ids, use_cache=False), model, wanted)
 
 

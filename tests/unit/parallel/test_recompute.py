@@ -13,11 +13,11 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from shardwright.compile import compile_recipe
 from shardwright.models.graph_builder import build_model_graph
-from shardwright.models.model_graph import kept_entry
+from shardwright.models.model_graph import saved_activations_entry
 from shardwright.parallel.activation_checkpointing import (
-    apply_recompute,
+    apply_activation_checkpointing,
+    checkpoint_layers,
     checkpointed_layers,
-    recompute_as_planned,
 )
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import plan_from_json, plan_to_json
@@ -84,7 +84,7 @@ def test_a_stage_with_fewer_layers_recomputes_all_of_them(tmp_path: Path) -> Non
 def test_they_and_no_others_run_again(layers: int, tmp_path: Path) -> None:
     plan = plan_of(tmp_path, model="llama", checkpointing={"full": layers})
     model, ran = initial_model(LLAMA, 0), Counter[int]()
-    recompute_as_planned(model, plan)
+    apply_activation_checkpointing(model, plan)
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, number=number: ran.update([number]))
     ids = torch.arange(32)[None]
@@ -101,7 +101,7 @@ def peaks(*recomputed: int) -> tuple[int, int]:
     pass is done."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = plain_model({**FAMILIES["llama"], "num_hidden_layers": 6}, "sdpa", torch.float32)
-    apply_recompute([model.model.layers[i] for i in recomputed], "full", "")
+    checkpoint_layers([model.model.layers[i] for i in recomputed], "full", "")
     tracker, ids = MemTracker(), torch.zeros(1, LENGTH, dtype=torch.long)
     tracker.track_external(model, ids)
     with tracker:
@@ -115,9 +115,9 @@ def peaks(*recomputed: int) -> tuple[int, int]:
 def test_recomputing_the_first_layers_takes_less_than_recomputing_the_last() -> None:
     graph = build_model_graph(model_section(FAMILIES["llama"], attention="sdpa"))
     whole, inputs = (
-        entry.whole_bytes(LENGTH) + entry.divided_bytes(LENGTH)
+        entry.unsharded_bytes(LENGTH) + entry.sharded_bytes(LENGTH)
         for mode in ("none", "full")
-        if (entry := kept_entry(graph.layers[1].kept, mode, 4, LENGTH)) is not None
+        if (entry := saved_activations_entry(graph.layers[1].kept, mode, 4, LENGTH)) is not None
     )
     none, first, last = peaks(), peaks(0, 1, 2), peaks(3, 4, 5)
     assert none[0] - first[0] == pytest.approx(3 * (whole - inputs), rel=0.02)

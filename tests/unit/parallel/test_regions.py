@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwright.parallel.activation_checkpointing import recompute_forward
-from shardwright.parallel.tensor_parallel_collectives import enter_column_region
+from shardwright.parallel.tensor_parallel_collectives import copy_to_tensor_region
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_modules_of_one_input_reduce_its_gradient_once(
     x = torch.randn(2, 4, requires_grad=True)
     for micro_batch in range(2):
         inner = x * 1
-        sum(linear(enter_column_region(inner, group)).sum() for linear in linears).backward()  # type: ignore[union-attr]
+        sum(linear(copy_to_tensor_region(inner, group)).sum() for linear in linears).backward()  # type: ignore[union-attr]
         assert len(reduced) == micro_batch + 1
     wanted = sum(linear.weight.sum(0) for linear in linears).expand(2, 4)  # type: ignore[union-attr]
     torch.testing.assert_close(reduced[0], wanted.detach())
@@ -52,7 +52,7 @@ def test_other_tensors_are_reduced_by_themselves(
     group: dist.ProcessGroup, reduced: list[torch.Tensor]
 ) -> None:
     x, y = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
-    parts = [enter_column_region(x * 1, group), enter_column_region(y * 1, group)]
+    parts = [copy_to_tensor_region(x * 1, group), copy_to_tensor_region(y * 1, group)]
     sum(part.sum() for part in parts).backward()  # type: ignore[union-attr]
     assert len(reduced) == 2
 
@@ -61,11 +61,11 @@ def test_a_tensor_that_was_written_into_is_another_one(
     group: dist.ProcessGroup, reduced: list[torch.Tensor]
 ) -> None:
     x = torch.randn(2, requires_grad=True) * 1
-    before = enter_column_region(x, group)
+    before = copy_to_tensor_region(x, group)
     x.add_(1)
-    assert enter_column_region(x, group) is not before
+    assert copy_to_tensor_region(x, group) is not before
     with torch.no_grad():
-        assert enter_column_region(x, group) is not enter_column_region(x, group)
+        assert copy_to_tensor_region(x, group) is not copy_to_tensor_region(x, group)
 
 
 def test_a_layer_that_is_run_again_reduces_as_often(
@@ -77,8 +77,8 @@ def test_a_layer_that_is_run_again_reduces_as_often(
             self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.first(enter_column_region(x, group)) + self.second(
-                enter_column_region(x, group)
+            return self.first(copy_to_tensor_region(x, group)) + self.second(
+                copy_to_tensor_region(x, group)
             )
 
     def gradients(layer: Layer) -> list[torch.Tensor]:

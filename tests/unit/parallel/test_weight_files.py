@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.checkpoint.checkpoint_reader import cut
 from shardwright.diagnostics import Refusal
-from shardwright.layout.parameter_sharding import ParameterSplit
+from shardwright.layout.parameter_sharding import ParameterSharding
 from shardwright.parallel.weight_files import WeightFiles
-from shardwright.parallel.weight_loader import DrawnByLayer, Filler, empty_model
+from shardwright.parallel.weight_loader import LayerSeededWeights, WeightLoader, empty_model
 from tests.zoo.configs import build, tiny_config
 
 TYPES = (
@@ -49,7 +49,7 @@ def test_the_same_model_as_from_pretrained(model_type: str, tmp_path: Path) -> N
     model = empty(model_type)
     assert all(p.untyped_storage().nbytes() == p.element_size() for p in model.parameters())
     weights = WeightFiles(tmp_path, model)
-    Filler(model, weights, {}, frozenset(), 0).fill([""])
+    WeightLoader(model, weights, {}, frozenset(), 0).fill([""])
     wanted, got = dict(plain.named_parameters()), dict(model.named_parameters())
     assert wanted.keys() == got.keys()
     assert all(torch.equal(wanted[name], got[name]) for name in wanted)
@@ -66,10 +66,10 @@ def test_a_rank_reads_its_slices_alone(dimension: int, folder: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     shape = tuple(model.get_parameter(name).shape)
     blocks = (shape[dimension],)
-    split = ParameterSplit(
+    split = ParameterSharding(
         name=name, shape=shape, dimension=dimension, blocks=blocks, sizes=(blocks[0] // 4,) * 4
     )
-    Filler(model, weights, {name: split}, frozenset(), 2).fill([name])
+    WeightLoader(model, weights, {name: split}, frozenset(), 2).fill([name])
     ((start, length),) = split.pieces(2)
     wanted = load_file(folder / "model.safetensors")[name].narrow(dimension, start, length)
     assert torch.equal(cut(split, model.get_parameter(name), 2), wanted)
@@ -128,10 +128,10 @@ def test_a_layer_is_drawn_the_same_whoever_draws_it() -> None:
     """Above 10B parameters: in any order, by any rank, and not one layer like another."""
     model = empty("llama")
     stack = "model.layers"
-    forward, other = DrawnByLayer(model, stack, 7), DrawnByLayer(model, stack, 8)
+    forward, other = LayerSeededWeights(model, stack, 7), LayerSeededWeights(model, stack, 8)
     names = list(forward.names())
     drawn = {name: forward.read(name, None).clone() for name in names}
-    backward = DrawnByLayer(model, stack, 7)
+    backward = LayerSeededWeights(model, stack, 7)
     assert all(torch.equal(backward.read(name, None), drawn[name]) for name in reversed(names))
     q = "model.layers.{}.self_attn.q_proj.weight"
     assert not torch.equal(drawn[q.format(0)], drawn[q.format(1)])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.plan.hostfile import read_hosts
+from shardwright.plan.hostfile import read_hostfile
 
 
 def test_hosts_in_order_without_comments() -> None:
-    hosts = read_hosts(
+    hosts = read_hostfile(
         "hosts", "# rack 1\nb slots=8\n\n  a.local   slots=8  \n", nodes=2, gpus_per_node=8
     )
     assert [(host.name, host.place.line) for host in hosts] == [("b", 2), ("a.local", 4)]
@@ -35,7 +35,7 @@ def test_hosts_in_order_without_comments() -> None:
 )
 def test_bad_line_is_named_with_its_number(line: str, code: str) -> None:
     with pytest.raises(Refusal) as caught:
-        read_hosts("hosts", f"a slots=8\n\n{line}\n", nodes=2, gpus_per_node=8)
+        read_hostfile("hosts", f"a slots=8\n\n{line}\n", nodes=2, gpus_per_node=8)
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == code
     assert diagnostic.location is not None and diagnostic.location.line == 3
@@ -43,14 +43,14 @@ def test_bad_line_is_named_with_its_number(line: str, code: str) -> None:
 
 def test_every_bad_line_at_once() -> None:
     with pytest.raises(Refusal) as caught:
-        read_hosts("hosts", "a\nb slots=1\nb slots=1\nc slots=2\n", nodes=2, gpus_per_node=1)
+        read_hostfile("hosts", "a\nb slots=1\nb slots=1\nc slots=2\n", nodes=2, gpus_per_node=1)
     assert [d.code for d in caught.value.diagnostics] == ["SW5201", "SW5202", "SW5203"]
 
 
 @pytest.mark.parametrize(("nodes", "line"), [(1, 2), (3, 0)])
 def test_as_many_hosts_as_nodes(nodes: int, line: int) -> None:
     with pytest.raises(Refusal) as caught:
-        read_hosts("hosts", "a slots=8\nb slots=8\n", nodes=nodes, gpus_per_node=8)
+        read_hostfile("hosts", "a slots=8\nb slots=8\n", nodes=nodes, gpus_per_node=8)
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "SW5203" and "2 hosts" in diagnostic.message
     assert diagnostic.location is not None and diagnostic.location.line == line
@@ -59,7 +59,7 @@ def test_as_many_hosts_as_nodes(nodes: int, line: int) -> None:
 def test_a_port_belongs_in_the_configuration_of_ssh() -> None:
     """pdsh would read `gpu-2:2222` as a way to log in called gpu-2."""
     with pytest.raises(Refusal) as caught:
-        read_hosts("hosts", "gpu-1 slots=8\nme@gpu-2:2222 slots=8\n", nodes=2, gpus_per_node=8)
+        read_hostfile("hosts", "gpu-1 slots=8\nme@gpu-2:2222 slots=8\n", nodes=2, gpus_per_node=8)
     (diagnostic,) = caught.value.diagnostics
     assert (
         diagnostic.code == "SW5201"
@@ -68,7 +68,7 @@ def test_a_port_belongs_in_the_configuration_of_ssh() -> None:
     )
     assert "'me@gpu-2:2222'" in diagnostic.message
     assert "~/.ssh/config: `Host gpu-2` and below it `Port 2222`" in diagnostic.help
-    (host,) = read_hosts("hosts", "me@gpu-2.local slots=8\n", nodes=1, gpus_per_node=8)
+    (host,) = read_hostfile("hosts", "me@gpu-2.local slots=8\n", nodes=1, gpus_per_node=8)
     assert host.name == "me@gpu-2.local"
 
 
@@ -92,5 +92,5 @@ def test_hosts_of_other_sizes_are_offered_as_the_clusters_that_they_make(
 ) -> None:
     text = "".join(f"gpu-{index} slots={count}\n" for index, count in enumerate(slots))
     with pytest.raises(Refusal) as caught:
-        read_hosts("hosts", text, nodes=12, gpus_per_node=16)
+        read_hostfile("hosts", text, nodes=12, gpus_per_node=16)
     assert all(d.code == "SW5203" and offered in d.help for d in caught.value.diagnostics)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.diagnostics.diagnostic_rendering import locate, render
+from shardwright.diagnostics.diagnostic_rendering import location_of, render_diagnostics
 from shardwright.recipe.recipe_loader import load_recipe
 
 GOOD = """\
@@ -42,12 +42,12 @@ def refusal(text: str | bytes, folder: Path, overrides: tuple[str, ...] = ()) ->
     with pytest.raises(Refusal) as caught:
         load_recipe(path, overrides)
     assert caught.value.source is not None
-    render(caught.value.diagnostics, caught.value.source, color=True)
+    render_diagnostics(caught.value.diagnostics, caught.value.source, color=True)
     return caught.value
 
 
 def told(found: Refusal) -> list[tuple[str, int]]:
-    places = [locate(diagnostic, found.source) for diagnostic in found.diagnostics]
+    places = [location_of(diagnostic, found.source) for diagnostic in found.diagnostics]
     return [
         (d.code, place.line if place else -1)
         for d, place in zip(found.diagnostics, places, strict=True)
@@ -324,7 +324,7 @@ def test_set_errors_point_at_the_command_line(tmp_path: Path) -> None:
         "version=1",
     )
     found = refusal(GOOD, tmp_path, overrides)
-    places = [locate(d, found.source) for d in found.diagnostics]
+    places = [location_of(d, found.source) for d in found.diagnostics]
     assert [
         (d.code, p.file, p.line, p.column)
         for d, p in zip(found.diagnostics, places, strict=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.diagnostics.diagnostic_rendering import locate
+from shardwright.diagnostics.diagnostic_rendering import location_of
 from shardwright.recipe.input_file_checks import check_files
 from tests.unit.recipe.test_bad_input import GOOD
 from tests.unit.recipe.test_load import load
@@ -38,7 +38,7 @@ def found(line: str, folder: Path) -> list[Diagnostic]:
         line = ""
     recipe = load(f"{text}{line}\n", folder)
     diagnostics = list(check_files(recipe))
-    places = [locate(d, recipe.source) for d in diagnostics]
+    places = [location_of(d, recipe.source) for d in diagnostics]
     assert all(place is not None and place.line == (4 if not line else 13) for place in places)
     return diagnostics
 

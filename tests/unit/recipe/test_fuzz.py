@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwright.diagnostics import Refusal
-from shardwright.diagnostics.diagnostic_rendering import render, to_json
+from shardwright.diagnostics.diagnostic_rendering import diagnostic_to_json, render_diagnostics
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 from tests.unit.recipe.test_load import FULL
@@ -105,9 +105,9 @@ def reads(data: bytes, overrides: tuple[str, ...] = ()) -> None:
             recipe = load_recipe(path, overrides)
         except Refusal as refusal:
             assert refusal.diagnostics
-            text = render(refusal.diagnostics, refusal.source, color=False)
+            text = render_diagnostics(refusal.diagnostics, refusal.source, color=False)
             assert "\x1b" not in text and "\u202e" not in text
-            assert all(to_json(d, refusal.source)["file"] for d in refusal.diagnostics)
+            assert all(diagnostic_to_json(d, refusal.source)["file"] for d in refusal.diagnostics)
         else:
             json.dumps(recipe.document, allow_nan=False)
 

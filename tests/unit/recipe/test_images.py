@@ -15,7 +15,7 @@ from tests.parity.sight import SightCase, recipe
 def images(tmp_path: Path, data: dict[str, Any]) -> list[ImagesSection | None]:
     document = {**recipe(SightCase("llava")), "data": data}
     (tmp_path / "recipe.json").write_text(json.dumps(document))
-    return [part.images for _, part in load_recipe(tmp_path / "recipe.json").data_parts()]
+    return [part.images for _, part in load_recipe(tmp_path / "recipe.json").dataset_sections()]
 
 
 def test_a_folder_of_pictures_is_relative_to_the_recipe(tmp_path: Path) -> None:

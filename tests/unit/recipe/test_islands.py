@@ -13,7 +13,7 @@ import pytest
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.runnable_recipes import check_executable
+from shardwright.search.runnable_recipes import check_runnable
 from tests.unit.models.factory import SMALL_LLAMA
 
 CLUSTER = {
@@ -86,12 +86,12 @@ def test_overlap_has_a_mixing(tmp_path: Path) -> None:
     for said, mixing in ((None, 0.5), (0.25, 0.25)):
         found = recipe(tmp_path, training={"outer": {"overlap_steps": 99, "mixing": said}})
         assert found.training.outer is not None and found.training.outer.mixing == mixing
-        assert not [d for d in check_executable(found) if d.code == "SW1924"]
+        assert not [d for d in check_runnable(found) if d.code == "SW1924"]
 
 
 def test_tokens_are_those_of_all_islands(tmp_path: Path) -> None:
     whole = recipe(tmp_path, training={"steps": None, "tokens": 128 * 64 * 1000 + 1})
-    assert whole.training.known_steps == 1001
+    assert whole.training.step_count_or_zero == 1001
 
 
 def test_one_island_is_no_island(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_degrees_of_an_island_are_taken(tmp_path: Path) -> None:
 
 def test_islands_freeze_parameters(tmp_path: Path) -> None:
     found = recipe(tmp_path, model={"freeze": ["model.norm.weight"]})
-    assert found.model.freeze and not [d for d in check_executable(found) if d.code == "SW1924"]
+    assert found.model.freeze and not [d for d in check_runnable(found) if d.code == "SW1924"]
 
 
 @pytest.mark.parametrize(
@@ -181,5 +181,5 @@ def test_islands_freeze_parameters(tmp_path: Path) -> None:
 def test_what_can_be_estimated_and_not_compiled(
     tmp_path: Path, changes: dict[str, Any], key: str
 ) -> None:
-    told = [d for d in check_executable(recipe(tmp_path, **changes)) if d.code == "SW1924"]
+    told = [d for d in check_runnable(recipe(tmp_path, **changes)) if d.code == "SW1924"]
     assert key in [".".join(map(str, d.key or ())) for d in told]

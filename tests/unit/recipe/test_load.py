@@ -10,11 +10,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from shardwright.diagnostics import Refusal, Source
-from shardwright.diagnostics.diagnostic_rendering import locate
+from shardwright.diagnostics.diagnostic_rendering import location_of
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.recipe.recipe_schema import properties, recipe_schema
+from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
 from shardwright.recipe.recipe_types import InlineGpu, Recipe
-from shardwright.recipe.yaml_scalar import resolve
+from shardwright.recipe.yaml_scalar import yaml_scalar_value
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 
 FULL = (
@@ -64,7 +64,7 @@ def without_source(recipe: Recipe) -> Recipe:
     ],
 )
 def test_core_schema(text: str, value: object) -> None:
-    assert resolve(text) == value and type(resolve(text)) is type(value)
+    assert yaml_scalar_value(text) == value and type(yaml_scalar_value(text)) is type(value)
 
 
 def test_numbers(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_json_is_a_recipe(tmp_path: Path) -> None:
 def test_json_keeps_places(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
         load(JSON.replace('"steps": 20', '"steps" :\t"20"'), tmp_path)
-    place = locate(caught.value.diagnostics[0], caught.value.source)
+    place = location_of(caught.value.diagnostics[0], caught.value.source)
     assert place is not None and (place.line, place.column, place.length) == (6, 74, 4)
 
 
@@ -227,7 +227,7 @@ def test_a_diagnostic_points_into_the_base(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(GOOD.replace("steps: 20", "steps: many"))
     with pytest.raises(Refusal) as caught:
         load("extends: base.yaml\nname: a b\n", tmp_path)
-    places = [locate(d, caught.value.source) for d in caught.value.diagnostics]
+    places = [location_of(d, caught.value.source) for d in caught.value.diagnostics]
     assert [(Path(p.file).name, p.line) for p in places if p] == [
         ("recipe.yaml", 2),
         ("base.yaml", 12),
@@ -270,14 +270,14 @@ def test_set(tmp_path: Path) -> None:
     assert dict(recipe.launch.env) == {"A": "x", "B": "y"}
     with pytest.raises(Refusal) as caught:
         load(GOOD, tmp_path, "name=a", 'training.steps="8"')
-    place = locate(caught.value.diagnostics[0], caught.value.source)
+    place = location_of(caught.value.diagnostics[0], caught.value.source)
     assert place is not None and (place.file, place.line, place.column) == ("--set", 2, 16)
 
 
 def test_what_set_leaves_missing_is_shown_in_the_file(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
         load(GOOD.replace("  gpu: cpu\n", ""), tmp_path, "cluster.nodes=2")
-    place = locate(caught.value.diagnostics[0], caught.value.source)
+    place = location_of(caught.value.diagnostics[0], caught.value.source)
     assert place is not None and (Path(place.file).name, place.line) == ("recipe.yaml", 5)
 
 
@@ -294,7 +294,7 @@ def test_the_schema_is_one_and_says_every_key_and_default() -> None:
         assert isinstance(sub, dict)
         count = 0
         for sample in ({}, {"kind": "jsonl"}, {"kind": "chat"}, {"mixture": []}):
-            for key, below in properties(sub, sample).items():
+            for key, below in schema_properties(sub, sample).items():
                 assert any(
                     "title" in part and "description" in part for part in (below, *_referred(below))
                 ), f"{path}{key}"

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.layout.axes import MOST_EXPERT_RANKS, expert_degrees
+from shardwright.layout.axes import MAX_EXPERT_RANKS, expert_degrees
 from shardwright.layout.planning_problem import Problem
-from shardwright.search.candidate_layouts import as_today, candidates
-from shardwright.search.layout_resolution import estimate_strategy
+from shardwright.search.candidate_layouts import candidate_layouts, zero_baseline
+from shardwright.search.layout_resolution import estimate_layout
 from shardwright.search.layout_search import search
 from shardwright.search.plan_explanation import pinned_keys
-from shardwright.search.step_time_bound import Bound
-from shardwright.utils.divisors import LEAST_PIECE, context_degrees
+from shardwright.search.step_time_bound import StepTimeBound
+from shardwright.utils.divisors import MIN_TOKENS_PER_CONTEXT_RANK, context_degrees
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 from tests.unit.search.test_expert_rules import MIXTURE
@@ -36,15 +36,15 @@ def problem(config: dict[str, JsonValue], length: int = 128, **pins: object) -> 
 
 
 def tried(found: Problem, axis: str) -> set[int]:
-    return {getattr(s, axis) for s in candidates(found)}
+    return {getattr(s, axis) for s in candidate_layouts(found)}
 
 
 def test_experts_that_divide_the_experts_and_the_ranks() -> None:
     assert expert_degrees(graph_of(MIXTURE), 16) == (1, 2)
     assert expert_degrees(graph_of(LARGE), 16) == (1, 2, 4, 8, 16)
     assert expert_degrees(graph_of(SMALL_LLAMA), 16) == (1,)
-    many = graph_of({**MIXTURE, "num_local_experts": 2 * MOST_EXPERT_RANKS})
-    assert max(expert_degrees(many, 1024)) == MOST_EXPERT_RANKS
+    many = graph_of({**MIXTURE, "num_local_experts": 2 * MAX_EXPERT_RANKS})
+    assert max(expert_degrees(many, 1024)) == MAX_EXPERT_RANKS
 
 
 def test_auto_tries_them() -> None:
@@ -55,9 +55,13 @@ def test_auto_tries_them() -> None:
 
 def test_rows_are_cut_where_each_rank_keeps_a_long_piece() -> None:
     assert tried(problem(SMALL_LLAMA, **PINS), "context") == {1}
-    assert tried(problem(SMALL_LLAMA, length=4 * LEAST_PIECE, **PINS), "context") == {1, 2, 4}
-    assert tried(problem(SMALL_LLAMA, length=4 * LEAST_PIECE, **PINS, context=8), "context") == {8}
-    assert context_degrees(3 * LEAST_PIECE, 8) == (1, 2)
+    assert tried(
+        problem(SMALL_LLAMA, length=4 * MIN_TOKENS_PER_CONTEXT_RANK, **PINS), "context"
+    ) == {1, 2, 4}
+    assert tried(
+        problem(SMALL_LLAMA, length=4 * MIN_TOKENS_PER_CONTEXT_RANK, **PINS, context=8), "context"
+    ) == {8}
+    assert context_degrees(3 * MIN_TOKENS_PER_CONTEXT_RANK, 8) == (1, 2)
     assert context_degrees(100, 8) == (1,)
 
 
@@ -67,7 +71,9 @@ def test_pins_that_fill_the_world_leave_them_plain() -> None:
 
 
 def test_what_one_runs_today_has_neither() -> None:
-    today = as_today(problem(LARGE, expert=None, context=None).recipe, zero_stage=3).parallelism
+    today = zero_baseline(
+        problem(LARGE, expert=None, context=None).recipe, zero_stage=3
+    ).parallelism
     assert today.expert == today.context == 1
 
 
@@ -81,12 +87,12 @@ def test_the_bound_is_one_for_each_degree() -> None:
         activation_checkpointing="none",
         expert=None,
     )
-    bound = Bound(asked)
-    layouts = [s for s in candidates(asked) if s.schedule == "1f1b" and s.data == 16]
+    bound = StepTimeBound(asked)
+    layouts = [s for s in candidate_layouts(asked) if s.schedule == "1f1b" and s.data == 16]
     assert {s.expert for s in layouts} == {1, 2, 4, 8, 16}
     for s in layouts:
-        assert bound.least_seconds(s) <= estimate_strategy(asked, s).time.step_seconds
-        assert bound.least_seconds(s) == pytest.approx(Bound(asked).least_seconds(s))
+        assert bound.least_seconds(s) <= estimate_layout(asked, s).time.step_seconds
+        assert bound.least_seconds(s) == pytest.approx(StepTimeBound(asked).least_seconds(s))
 
 
 def test_the_search_takes_experts_where_they_pay() -> None:

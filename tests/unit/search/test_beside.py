@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from shardwright.search import forked_call
-from shardwright.search.forked_call import Beside, may_fork
+from shardwright.search.forked_call import ForkedCall, may_fork
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
 
@@ -23,7 +23,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_another_process_says_it() -> None:
-    begun = Beside(os.getpid)
+    begun = ForkedCall(os.getpid)
     assert begun.result() != os.getpid()
 
 
@@ -39,14 +39,14 @@ def test_what_fails_there_is_said_here() -> None:
     def raises() -> int:
         raise ValueError(os.getpid())
 
-    assert Beside(dies).result() == here
+    assert ForkedCall(dies).result() == here
     with pytest.raises(ValueError, match=str(here)):
-        Beside(raises).result()
+        ForkedCall(raises).result()
 
 
 def test_where_a_copy_is_not_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forked_call, "may_fork", lambda: False)
-    assert Beside(os.getpid).result() == os.getpid()
+    assert ForkedCall(os.getpid).result() == os.getpid()
 
 
 @needs_two

@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.layout.pipeline_simulation import simulate
-from shardwright.layout.stage_balancing import cut_evenly, cut_mirrored
+from shardwright.layout.stage_balancing import (
+    balanced_contiguous_boundaries,
+    balanced_dualpipev_boundaries,
+)
 from shardwright.search import simulated_stage_boundaries
-from shardwright.search.simulated_stage_boundaries import Row, fastest_cut, fastest_cut_that
+from shardwright.search.simulated_stage_boundaries import (
+    PipelineBlocks,
+    fastest_boundaries,
+    fastest_boundaries_where,
+)
 
 
 def row(
@@ -24,12 +31,12 @@ def row(
     ratio: float = 2.0,
     send: float = 0.0,
     after: float = 0.0,
-) -> Row:
+) -> PipelineBlocks:
     """Blocks of these forward seconds; backward is `ratio` times as long, and each takes `after`
     once a step."""
     forward = (0.0, *itertools.accumulate(seconds))
     whole = tuple(max(1, round(x * 1e6)) for x in seconds)
-    return Row(
+    return PipelineBlocks(
         schedule=schedule,
         micro_batches=m,
         stages=stages,
@@ -37,19 +44,25 @@ def row(
         backward_seconds=tuple(ratio * x for x in forward),
         per_stage_seconds=(0.0, 0.0),
         send_seconds=send,
-        after_seconds=tuple(after * x for x in range(len(forward))),
-        least_slowest=(cut_mirrored if schedule == "dualpipev" else cut_evenly)(whole, stages),
+        once_per_step_seconds=tuple(after * x for x in range(len(forward))),
+        balanced_start=(
+            balanced_dualpipev_boundaries
+            if schedule == "dualpipev"
+            else balanced_contiguous_boundaries
+        )(whole, stages),
     )
 
 
-def simulated(r: Row, cut: tuple[int, ...]) -> float:
+def simulated(r: PipelineBlocks, cut: tuple[int, ...]) -> float:
     """By the discrete events, apart from the arrays that the search uses."""
     forward, backward = (
         [sums[b] - sums[a] for a, b in itertools.pairwise(cut)]
         for sums in (r.forward_seconds, r.backward_seconds)
     )
     ranks = r.stages // (2 if r.schedule == "dualpipev" else 1)
-    after = [r.after_seconds[b] - r.after_seconds[a] for a, b in itertools.pairwise(cut)]
+    after = [
+        r.once_per_step_seconds[b] - r.once_per_step_seconds[a] for a, b in itertools.pairwise(cut)
+    ]
     if r.schedule == "dualpipev":
         after = [a + b for a, b in zip(after[:ranks], reversed(after), strict=False)]
     return simulate(
@@ -62,7 +75,7 @@ def every_cut(blocks: int, stages: int) -> list[tuple[int, ...]]:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Row:
+def rows(draw: st.DrawFn) -> PipelineBlocks:
     """Up to 8 layers on up to 4 stages, free ones or a model's: a light embedding, equal layers, a
     head."""
     blocks = draw(st.integers(2, 8))
@@ -84,9 +97,9 @@ def rows(draw: st.DrawFn) -> Row:
 
 @settings(max_examples=60, deadline=None)
 @given(rows())
-def test_the_fastest_of_all_cuts(r: Row) -> None:
+def test_the_fastest_of_all_cuts(r: PipelineBlocks) -> None:
     best = min(simulated(r, cut) for cut in every_cut(r.blocks, r.stages))
-    assert simulated(r, fastest_cut(r)) == pytest.approx(best, rel=1e-8)
+    assert simulated(r, fastest_boundaries(r)) == pytest.approx(best, rel=1e-8)
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 3), ("1f1b", 5), ("dualpipev", 6)])
@@ -98,29 +111,29 @@ def test_the_descent_finds_what_trying_all_finds(
     r = row(schedule, 9, stages, seconds)
     best = min(simulated(r, cut) for cut in every_cut(r.blocks, r.stages))
     monkeypatch.setattr(simulated_stage_boundaries, "TRY_ALL", 0)
-    fastest_cut.cache_clear()
-    assert simulated(r, fastest_cut(r)) <= best * 1.01
-    fastest_cut.cache_clear()
+    fastest_boundaries.cache_clear()
+    assert simulated(r, fastest_boundaries(r)) <= best * 1.01
+    fastest_boundaries.cache_clear()
 
 
 @settings(max_examples=40, deadline=None)
 @given(rows(), st.integers(1, 7))
-def test_the_fastest_of_the_allowed_cuts(r: Row, most: int) -> None:
+def test_the_fastest_of_the_allowed_cuts(r: PipelineBlocks, most: int) -> None:
     """At most so many blocks on the first stage, as little memory would have it."""
 
     def allows(cut: tuple[int, ...]) -> bool:
         return cut[1] <= most
 
-    found = fastest_cut_that(r, allows, None)
+    found = fastest_boundaries_where(r, allows, None)
     assert found is not None and allows(found)
     best = min(simulated(r, cut) for cut in every_cut(r.blocks, r.stages) if allows(cut))
     assert simulated(r, found) == pytest.approx(best, rel=1e-8)
-    assert fastest_cut_that(r, lambda cut: False, None) is None
+    assert fastest_boundaries_where(r, lambda cut: False, None) is None
 
 
 @settings(max_examples=150, deadline=None)
 @given(rows())
-def test_no_step_is_below_its_bound(r: Row) -> None:
+def test_no_step_is_below_its_bound(r: PipelineBlocks) -> None:
     every = np.array(every_cut(r.blocks, r.stages))
     steps = simulated_stage_boundaries.step_seconds(r, every)
     assert (simulated_stage_boundaries._lower_bounds(r, every) <= steps * (1 + 1e-9)).all()
@@ -133,7 +146,7 @@ def test_heavy_stages_are_in_front(layers: int, stages: int, head: float, m: int
     """Of equal layers the first stages get more, and the step is shorter than that of the least
     slowest stage."""
     r = row("1f1b", m, stages, [0.05, *[1.0] * layers, head])
-    cut = fastest_cut(r)
+    cut = fastest_boundaries(r)
     sizes = [b - a for a, b in itertools.pairwise(cut)]
     assert sizes[0] == max(sizes) > sizes[-2]
-    assert simulated(r, cut) < simulated(r, r.least_slowest) * 0.9999
+    assert simulated(r, cut) < simulated(r, r.balanced_start) * 0.9999

@@ -8,7 +8,7 @@ from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
-from shardwright.models.model_probe import why_no_context_ranks
+from shardwright.models.model_probe import context_parallel_blocker
 from shardwright.search.rule_registry import check_layout
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
@@ -73,4 +73,4 @@ def test_dropout_is_not_proved() -> None:
 
 
 def test_the_answer_is_of_the_configuration_at_hand() -> None:
-    assert why_no_context_ranks(graph_of(SMALL_LLAMA)) == ""
+    assert context_parallel_blocker(graph_of(SMALL_LLAMA)) == ""

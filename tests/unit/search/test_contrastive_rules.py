@@ -11,7 +11,7 @@ import pytest
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.axes import AXES, choices
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe, ValidationSection
 from shardwright.search.rule_registry import check_layout
@@ -22,7 +22,7 @@ PAIRS = dataclasses.replace(graph_of(SMALL_LLAMA), task="contrastive")
 BATCH = recipe_of().training.global_batch_size
 
 
-def alone(**fields: Any) -> Strategy:
+def alone(**fields: Any) -> Layout:
     return change(
         **{
             "tensor": 1,
@@ -37,7 +37,7 @@ def alone(**fields: Any) -> Strategy:
     )
 
 
-def told(strategy: Strategy, recipe: Recipe | None = None) -> dict[str, Diagnostic]:
+def told(strategy: Layout, recipe: Recipe | None = None) -> dict[str, Diagnostic]:
     recipe = recipe or recipe_of()
     problem = Problem(recipe=recipe, graph=PAIRS, cluster=resolve_cluster(recipe.cluster))
     return {d.code: d for d in check_layout(problem, strategy)}

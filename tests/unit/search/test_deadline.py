@@ -11,11 +11,11 @@ from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.cluster_sizing import (
     LARGER,
-    OtherBatch,
-    Sizing,
+    ClusterSizing,
+    SmallerClusterBatch,
     larger_batch,
-    other_batch,
     size_cluster,
+    smaller_cluster_batch,
 )
 from shardwright.search.layout_search import search
 from shardwright.utils.json_types import JsonValue
@@ -29,7 +29,7 @@ def auto(config: dict[str, JsonValue], days: float, **training: object) -> Recip
     )
 
 
-def sized(recipe: Recipe, config: dict[str, JsonValue]) -> tuple[Recipe, Sizing]:
+def sized(recipe: Recipe, config: dict[str, JsonValue]) -> tuple[Recipe, ClusterSizing]:
     problem, sizing = size_cluster(problem_of(recipe, graph_of(config)))
     found = problem.recipe
     assert sizing is not None and problem.cluster.nodes == found.cluster.nodes == sizing.nodes
@@ -97,9 +97,9 @@ def test_a_number_of_nodes_stays() -> None:
 
 def batch_of(
     recipe: Recipe, config: dict[str, JsonValue]
-) -> tuple[Recipe, Sizing, OtherBatch | None]:
+) -> tuple[Recipe, ClusterSizing, SmallerClusterBatch | None]:
     found, sizing = sized(recipe, config)
-    return found, sizing, other_batch(problem_of(found, graph_of(config)), sizing)
+    return found, sizing, smaller_cluster_batch(problem_of(found, graph_of(config)), sizing)
 
 
 def test_a_batch_that_binds_is_named() -> None:
@@ -141,7 +141,7 @@ def test_what_a_larger_batch_gives() -> None:
         wide = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, nodes=12))
         asked = problem_of(wide, graph_of(LLAMA_8B))
         days = search(asked).ranked[0].training.days
-        sizing = Sizing(
+        sizing = ClusterSizing(
             nodes=12, days=days, days_at_most=3000.0, smaller_nodes=None, smaller_days=None
         )
         found = larger_batch(asked, sizing)

@@ -12,8 +12,8 @@ import pytest
 from shardwright.compile import estimate_recipe
 from shardwright.layout.layout_rule import Candidate
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.search.diloco_rules import unproved
-from shardwright.utils.json_records import carried
+from shardwright.search.diloco_rules import diloco_layout_verified
+from shardwright.utils.json_records import copy_shared_fields
 from tests.unit.models.factory import SMALL_LLAMA
 
 
@@ -42,7 +42,7 @@ def test_what_was_not_compared(tmp_path: Path, change: dict[str, Any], key: str 
     path.write_text(json.dumps(document))
     problem, estimate = estimate_recipe(load_recipe(path))
     strategy = dataclasses.replace(estimate.strategy, **change)
-    found = unproved(carried(Candidate, problem, strategy=strategy))
+    found = diloco_layout_verified(copy_shared_fields(Candidate, problem, strategy=strategy))
     assert (None if found is None else found.code) == (None if key is None else "SW3173")
     if found is not None:
         assert found.key == ("parallelism", key)
@@ -50,4 +50,6 @@ def test_what_was_not_compared(tmp_path: Path, change: dict[str, Any], key: str 
         plain = dataclasses.replace(
             problem, recipe=dataclasses.replace(problem.recipe, cluster=alone)
         )
-        assert unproved(carried(Candidate, plain, strategy=strategy)) is None
+        assert (
+            diloco_layout_verified(copy_shared_fields(Candidate, plain, strategy=strategy)) is None
+        )

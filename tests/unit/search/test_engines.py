@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.compile import compile_recipe, size_recipe
+from shardwright.compile import compile_recipe, resolve_recipe
 from shardwright.compiled_folder import read_folder
 from shardwright.compiled_folder_writer import write_folder
 from shardwright.cost.layout_costs import price
@@ -20,8 +20,8 @@ from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search import engine_choice, forked_call
-from shardwright.search.engine_choice import begin_others, other_engine, settle_problem
-from shardwright.search.layout_search import best_of, search
+from shardwright.search.engine_choice import other_engine, resolve_problem, start_engine_comparison
+from shardwright.search.layout_search import best_layout, search
 from tests.unit.models.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 PINS = {"tensor": 8, "pipeline": 4, "zero_stage": 1, "activation_checkpointing": "full"}
@@ -42,7 +42,7 @@ def problem(target: str, config: dict[str, Any] = LLAMA_70B, **pins: Any) -> Pro
 def test_auto_takes_the_engine_with_the_better_plan() -> None:
     """A pipeline and tensor ranks are pinned: virtual stages and a cut sequence make it shorter,
     though no key asks."""
-    settled, sizing = settle_problem(problem("auto", **PINS, micro_batch_size=1))
+    settled, sizing = resolve_problem(problem("auto", **PINS, micro_batch_size=1))
     best = {}
     for target in ("deepspeed", "megatron"):
         free = {"virtual_stages": None, "sequence_parallel": None} if target == "megatron" else {}
@@ -58,7 +58,7 @@ def test_auto_takes_the_engine_with_the_better_plan() -> None:
 def test_auto_takes_the_default_where_it_ranks_first() -> None:
     """Nothing but data ranks: both are the same but for what hides behind the backward pass."""
     pins = {"tensor": 1, "pipeline": 1, "zero_stage": 3}
-    settled, _ = settle_problem(problem("auto", **pins))
+    settled, _ = resolve_problem(problem("auto", **pins))
     assert settled.recipe.target == "deepspeed"  # the other one has no ZeRO-3
 
 
@@ -66,13 +66,13 @@ def test_auto_takes_the_default_where_it_ranks_first() -> None:
     "change", [{"model_type": "olmo2"}, {"attention_dropout": 0.1}], ids=["type", "dropout"]
 )
 def test_what_an_engine_does_not_train_it_is_not_asked_for(change: dict[str, Any]) -> None:
-    settled, _ = settle_problem(problem("auto", {**SMALL_LLAMA, **change}))
+    settled, _ = resolve_problem(problem("auto", {**SMALL_LLAMA, **change}))
     assert settled.recipe.target == "deepspeed"
     assert other_engine(settled, search(settled).ranked[0]) is None
 
 
 def test_where_no_engine_has_a_way_the_default_says_why() -> None:
-    settled, _ = settle_problem(problem("auto", tensor=3))
+    settled, _ = resolve_problem(problem("auto", tensor=3))
     assert settled.recipe.target == "deepspeed" and not search(settled).ranked
 
 
@@ -134,7 +134,7 @@ def test_the_comparison_finds_the_best_and_prices_fewer(
     monkeypatch.setattr("shardwright.search.layout_search.price", counted)
     whole, every = search(asked), priced
     priced = 0
-    assert best_of(asked) == whole.ranked[0]
+    assert best_layout(asked) == whole.ranked[0]
     assert 0 < priced < every
 
 
@@ -143,8 +143,8 @@ def test_the_comparison_is_by_the_objective() -> None:
     leanest = dataclasses.replace(
         asked, recipe=dataclasses.replace(asked.recipe, objective="memory")
     )
-    found = best_of(leanest)
-    assert found == search(leanest).ranked[0] and found != best_of(asked)
+    found = best_layout(leanest)
+    assert found == search(leanest).ranked[0] and found != best_layout(asked)
 
 
 def test_a_recipe_for_any_engine_compiles_for_one(
@@ -184,7 +184,7 @@ def test_an_engine_that_is_missing_is_named(
         "micro_batch_size": 1,
     }
     path = write_recipe({"target": "auto", "parallelism": layout})
-    problem, _ = size_recipe(load_recipe(path))
+    problem, _ = resolve_recipe(load_recipe(path))
     assert problem.recipe.target == "megatron"
     with pytest.raises(Refusal) as caught:
         compile_recipe(load_recipe(path))
@@ -197,13 +197,15 @@ def test_what_is_begun_meanwhile_is_what_would_be_said(monkeypatch: pytest.Monke
     monkeypatch.setattr(forked_call, "may_fork", lambda: True)
     asked, chosen = problem("deepspeed", **PINS), search(problem("deepspeed", **PINS)).ranked[0]
     expected = other_engine(asked, chosen)
-    begin_others(asked)
+    start_engine_comparison(asked)
     monkeypatch.setattr(
-        engine_choice, "best_of", lambda problem: pytest.fail("it is worked out in this process")
+        engine_choice,
+        "best_layout",
+        lambda problem: pytest.fail("it is worked out in this process"),
     )
-    settled, _ = settle_problem(problem("deepspeed", **PINS))
+    settled, _ = resolve_problem(problem("deepspeed", **PINS))
     assert expected is not None and other_engine(settled, chosen) == expected
-    begin_others(asked)
+    start_engine_comparison(asked)
     with pytest.raises(pytest.fail.Exception):
         other_engine(problem("deepspeed", **PINS, micro_batch_size=1), chosen)
 

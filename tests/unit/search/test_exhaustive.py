@@ -16,13 +16,13 @@ from shardwright.layout.layout_rule import Candidate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import CHECKPOINTING, PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import candidates
-from shardwright.search.layout_comparison import lost_regions, pareto_front
-from shardwright.search.layout_resolution import estimate_strategy, settled_estimate
+from shardwright.search.candidate_layouts import candidate_layouts
+from shardwright.search.layout_comparison import pareto_front, slower_regions
+from shardwright.search.layout_resolution import estimate_checked_layout, estimate_layout
 from shardwright.search.layout_search import rank_key, search
-from shardwright.search.ranking_penalties import outweighed, weighed_seconds
+from shardwright.search.ranking_penalties import penalized_seconds, with_complexity_penalty
 from shardwright.search.rule_registry import check_layout, rules_for
-from shardwright.search.step_time_bound import WORTH_PRICING, Bound
+from shardwright.search.step_time_bound import WORTH_PRICING, StepTimeBound
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
@@ -46,10 +46,12 @@ def every(recipe: Recipe, config: dict[str, JsonValue]) -> list[Estimate]:
     graph, cluster = graph_of(config), resolve_cluster(recipe.cluster)
     checked = [
         (s, check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s))
-        for s in candidates(problem_of(recipe, graph, cluster))
+        for s in candidate_layouts(problem_of(recipe, graph, cluster))
     ]
     legal = [(s, found) for s, found in checked if all(d.severity != "error" for d in found)]
-    priced = [settled_estimate(problem_of(recipe, graph, cluster), s, found) for s, found in legal]
+    priced = [
+        estimate_checked_layout(problem_of(recipe, graph, cluster), s, found) for s, found in legal
+    ]
     feasible = [e for e in priced if e.feasible]
     return sorted(feasible, key=lambda e: rank_key(recipe, e))
 
@@ -90,7 +92,7 @@ def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
     complete = search(asked)
     assert not complete.slow
-    bound = Bound(asked)
+    bound = StepTimeBound(asked)
     for e in complete.ranked:
         s = e.strategy
         if isinstance(s.activation_checkpointing, PartialCheckpointing):
@@ -100,16 +102,17 @@ def test_what_is_not_priced_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     pruned = search(dataclasses.replace(asked))
     best = pruned.ranked[0]
     assert best == complete.ranked[0] and pruned.slow
-    limit = WORTH_PRICING * weighed_seconds(recipe, best)
+    limit = WORTH_PRICING * penalized_seconds(recipe, best)
     assert all(
-        least > best.time.step_seconds and outweighed(s, least) > limit for least, s in pruned.slow
+        least > best.time.step_seconds and with_complexity_penalty(s, least) > limit
+        for least, s in pruned.slow
     )
     assert all(e in complete.ranked for e in pruned.ranked)
-    lost = {region.where: region.slower for region in lost_regions(recipe, complete.ranked)}
-    told = lost_regions(recipe, pruned.ranked, pruned.slow)
+    lost = {region.where: region.slower for region in slower_regions(recipe, complete.ranked)}
+    told = slower_regions(recipe, pruned.ranked, pruned.slow)
     assert told and all(lost[r.where] >= r.nearest * (1 - 1e-9) for r in told)
     assert all(lost[r.where] == r.slower for r in told if r.at_least is None)
-    near = {e.strategy for e in complete.ranked if weighed_seconds(recipe, e) <= limit}
+    near = {e.strategy for e in complete.ranked if penalized_seconds(recipe, e) <= limit}
     near |= {e.strategy for e in complete.ranked if e.time.step_seconds <= best.time.step_seconds}
     left_out = near - {e.strategy for e in pruned.ranked}
     assert all(isinstance(s.activation_checkpointing, PartialCheckpointing) for s in left_out)
@@ -133,7 +136,7 @@ def test_a_rule_reads_what_it_says() -> None:
     for place, recipe in enumerate(recipes):
         assert recipe.model.config is not None
         graph, cluster = graph_of(dict(recipe.model.config)), resolve_cluster(recipe.cluster)
-        for strategy in candidates(problem_of(recipe, graph, cluster)):
+        for strategy in candidate_layouts(problem_of(recipe, graph, cluster)):
             layouts += 1
             subject = Candidate(recipe=recipe, graph=graph, cluster=cluster, strategy=strategy)
             for code, rule in rules_for("deepspeed").items():
@@ -187,7 +190,7 @@ def test_the_pareto_front_and_the_lost_regions() -> None:
             e.time.step_seconds < f.time.step_seconds and e.memory.peak_bytes < f.memory.peak_bytes
         )
         assert not beats
-    lost = lost_regions(recipe, ranked)
+    lost = slower_regions(recipe, ranked)
     assert sum(region.layouts for region in lost) < len(ranked)
     keys = [tuple(value for _, value in r.where) for r in lost]
     assert len(set(keys)) == len(keys) and all(r.because for r in lost)
@@ -212,18 +215,18 @@ def test_more_memory_and_faster_links_never_hurt() -> None:
     )
     legal = [
         s
-        for s in candidates(problem_of(recipe, graph, cluster))
+        for s in candidate_layouts(problem_of(recipe, graph, cluster))
         if all(
             d.severity != "error"
             for d in check_layout(Problem(recipe=recipe, graph=graph, cluster=cluster), s)
         )
     ]
     for strategy in rng.sample(legal, 150):
-        plain = estimate_strategy(problem_of(recipe, graph, cluster), strategy)
+        plain = estimate_layout(problem_of(recipe, graph, cluster), strategy)
         assert (
-            estimate_strategy(problem_of(recipe, graph, larger), strategy).memory.fits
+            estimate_layout(problem_of(recipe, graph, larger), strategy).memory.fits
             or not plain.memory.fits
         )
-        assert estimate_strategy(
+        assert estimate_layout(
             problem_of(recipe, graph, faster), strategy
         ).time.step_seconds <= plain.time.step_seconds * (1 + 1e-9)

@@ -7,7 +7,7 @@ import dataclasses
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.frozen_parameters import frozen_names, frozen_patterns
+from shardwright.models.frozen_parameters import frozen_parameter_names, frozen_parameter_patterns
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_types import LoraSection, Recipe
 from shardwright.search.rule_registry import check_layout
@@ -52,24 +52,30 @@ def test_lora_freezes_already() -> None:
 
 def test_parts_and_patterns() -> None:
     graph = seeing()
-    vision = frozen_names(graph, ("vision",))
+    vision = frozen_parameter_names(graph, ("vision",))
     assert "model.visual.patch.weight" in vision and "model.visual.merger.weight" not in vision
-    assert frozen_names(graph, ("vision", "projector")) == frozen_names(graph, ("model.visual",))
+    assert frozen_parameter_names(graph, ("vision", "projector")) == frozen_parameter_names(
+        graph, ("model.visual",)
+    )
     every = {p.name for layer in graph.layers for p in layer.parameters}
-    assert frozen_names(graph, ("text",)) | frozen_names(graph, ("model.visual.*",)) == every
-    assert frozen_patterns(graph, ("vision",)) == (
+    assert (
+        frozen_parameter_names(graph, ("text",))
+        | frozen_parameter_names(graph, ("model.visual.*",))
+        == every
+    )
+    assert frozen_parameter_patterns(graph, ("vision",)) == (
         "model.visual.blocks.*.mlp.weight",
         "model.visual.patch.weight",
     )
-    assert frozen_patterns(graph, ("model.visual.blocks.1",)) == (
+    assert frozen_parameter_patterns(graph, ("model.visual.blocks.1",)) == (
         "model.visual.blocks.1.mlp.weight",
     )
-    assert frozen_patterns(graph, ()) == ()
+    assert frozen_parameter_patterns(graph, ()) == ()
 
 
 def test_a_tied_tensor_is_frozen_by_each_of_its_names() -> None:
     graph = graph_of({**SMALL_LLAMA, "tie_word_embeddings": True})
-    assert set(frozen_patterns(graph, ("model.embed_tokens.weight",))) == {
+    assert set(frozen_parameter_patterns(graph, ("model.embed_tokens.weight",))) == {
         "model.embed_tokens.weight",
         "lm_head.weight",
     }

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from shardwright.compile import size_recipe
+from shardwright.compile import resolve_recipe
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.kernel_choice import chosen_kernels
 from shardwright.search.layout_search import search
-from shardwright.search.runnable_recipes import check_executable
+from shardwright.search.runnable_recipes import check_runnable
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA
 
@@ -44,12 +44,12 @@ def recipe(folder: Path, config: dict[str, JsonValue] = SMALL_LLAMA, **model: ob
 
 
 def test_auto_takes_what_is_faster(tmp_path: Path) -> None:
-    problem, _ = size_recipe(recipe(tmp_path, kernels="auto"))
+    problem, _ = resolve_recipe(recipe(tmp_path, kernels="auto"))
     found = chosen_kernels(problem)
     assert found is not None and found.kernels == problem.recipe.model.kernels == "compile"
     assert found.other_seconds is not None and found.seconds < found.other_seconds
     assert f"{found.other_seconds:.3g} s with hf" in found.words()
-    plain, _ = size_recipe(recipe(tmp_path))
+    plain, _ = resolve_recipe(recipe(tmp_path))
     assert (
         search(plain).ranked[0].time.step_seconds == found.other_seconds
         and chosen_kernels(plain) is None
@@ -57,7 +57,7 @@ def test_auto_takes_what_is_faster(tmp_path: Path) -> None:
 
 
 def test_auto_takes_what_is_proved(tmp_path: Path) -> None:
-    problem, _ = size_recipe(recipe(tmp_path, MAMBA, kernels="auto"))
+    problem, _ = resolve_recipe(recipe(tmp_path, MAMBA, kernels="auto"))
     found = chosen_kernels(problem)
     assert found is not None and found.kernels == problem.recipe.model.kernels == "hf"
     assert found.other_seconds is None and "no layout runs with compile" in found.words()
@@ -68,7 +68,7 @@ def test_auto_takes_what_the_engine_runs(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     recipe(tmp_path, kernels="auto")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"target": "megatron"}))
-    problem, _ = size_recipe(load_recipe(path))
+    problem, _ = resolve_recipe(load_recipe(path))
     assert problem.recipe.model.kernels == "hf" and search(problem).ranked
 
 
@@ -79,11 +79,11 @@ def test_what_is_assumed_and_what_runs_is_one_thing(tmp_path: Path) -> None:
     )
     times = {}
     for name, each in (("runs", runs), ("assumed", assumed)):
-        problem, _ = size_recipe(each)
+        problem, _ = resolve_recipe(each)
         times[name] = {e.strategy: (e.time, e.memory) for e in search(problem).ranked}
     assert times["runs"] and all(times["assumed"][s] == found for s, found in times["runs"].items())
-    assert check_executable(runs) == ()
-    (refused,) = check_executable(assumed)
+    assert check_runnable(runs) == ()
+    (refused,) = check_runnable(assumed)
     assert refused.code == "SW1914" and "model.kernels: compile" in refused.help
 
 

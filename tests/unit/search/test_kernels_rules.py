@@ -8,10 +8,15 @@ import pytest
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.recipe.recipe_types import FLASH, LoraSection, Recipe, with_kernels
+from shardwright.recipe.recipe_types import (
+    FLASH_ATTENTION_2,
+    LoraSection,
+    Recipe,
+    with_resolved_kernels,
+)
 from shardwright.search.rule_registry import check_layout
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
@@ -23,12 +28,12 @@ ADAPTERS = LoraSection(rank=4, alpha=8.0, dropout=0.0, target_modules=("q_proj",
 
 def told(
     recipe: Recipe,
-    strategy: Strategy = PLAIN,
+    strategy: Layout = PLAIN,
     config: dict[str, JsonValue] = SMALL_LLAMA,
     **graph: object,
 ) -> dict[str, Diagnostic]:
     problem = Problem(
-        recipe=with_kernels(recipe, "compile"),
+        recipe=with_resolved_kernels(recipe, "compile"),
         graph=dataclasses.replace(graph_of(config), **graph),  # type: ignore[arg-type]
         cluster=resolve_cluster(recipe.cluster),
     )
@@ -54,7 +59,7 @@ def test_what_is_proved_runs() -> None:
         (recipe_of(target="reference"), {}, "target: reference"),
         (recipe_of(), {"model_type": "mamba"}, "'mamba'"),
         (dataclasses.replace(recipe_of(), lora=ADAPTERS), {}, "LoRA"),
-        (recipe_of(), {"attention": FLASH}, FLASH),
+        (recipe_of(), {"attention": FLASH_ATTENTION_2}, FLASH_ATTENTION_2),
         (recipe_of(training={"precision": "fp16"}), {}, "fp16"),
     ],
 )

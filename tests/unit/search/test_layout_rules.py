@@ -9,18 +9,18 @@ import pytest
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import KeyPath
 from shardwright.diagnostics.code_registry import CODES
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.expert_modules import experts_of
+from shardwright.models.expert_modules import experts_per_layer
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.tensor_parallel_plan import proved
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_types import DataSection, LoraSection, Recipe, ValidationSection
-from shardwright.search.rule_registry import check_layout, is_countable, rules_for
+from shardwright.search.rule_registry import can_be_priced, check_layout, rules_for
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 
-GOOD = Strategy(
+GOOD = Layout(
     tensor=2,
     pipeline=2,
     data=2,
@@ -34,7 +34,7 @@ GOOD = Strategy(
 
 
 def codes(
-    recipe: Recipe, strategy: Strategy, config: dict[str, JsonValue] | None = None
+    recipe: Recipe, strategy: Layout, config: dict[str, JsonValue] | None = None
 ) -> dict[str, str]:
     found = check_layout(
         Problem(
@@ -49,11 +49,11 @@ def codes(
     return {d.code: d.severity for d in found}
 
 
-def change(**changes: object) -> Strategy:
+def change(**changes: object) -> Layout:
     return dataclasses.replace(GOOD, **changes)  # type: ignore[arg-type]
 
 
-BROKEN_STRATEGIES: dict[str, Strategy] = {
+BROKEN_STRATEGIES: dict[str, Layout] = {
     "SW3101": change(data=1, gradient_accumulation_steps=16),
     "SW3102": change(micro_batch_size=3, gradient_accumulation_steps=2),
     "SW3135": change(activation_checkpointing=PartialCheckpointing(full=9)),
@@ -223,7 +223,7 @@ def test_the_fallback_asks_nothing_of_the_heads() -> None:
     }
     config |= {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20}
     graph = graph_of(config)
-    assert graph.tensor_kind == "fallback"
+    assert graph.tensor_parallel_kind == "fallback"
     assert codes(recipe_of(), GOOD, config) == {}
 
 
@@ -279,7 +279,7 @@ def test_layout_keys_of_later_versions(key: dict[str, object]) -> None:
         ),
         layout,
     )
-    assert is_countable(layout, found)
+    assert can_be_priced(layout, found)
 
 
 def test_ranks_of_a_context_group_count_in_the_world() -> None:
@@ -297,7 +297,9 @@ def test_a_mixture_of_experts_is_warned_of() -> None:
     mixture: dict[str, JsonValue] = {**SMALL_LLAMA, "model_type": "mixtral", "num_local_experts": 4}
     whole = change(tensor=1, data=4, gradient_accumulation_steps=4)
     assert codes(recipe_of(), whole, mixture) == {"SW3132": "warning"}
-    assert experts_of(graph_of(mixture)) == 4 and experts_of(graph_of(SMALL_LLAMA)) == 0
+    assert (
+        experts_per_layer(graph_of(mixture)) == 4 and experts_per_layer(graph_of(SMALL_LLAMA)) == 0
+    )
 
 
 def test_the_deepspeed_rules_are_deepspeeds() -> None:

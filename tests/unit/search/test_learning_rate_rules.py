@@ -9,7 +9,7 @@ import pytest
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.layout.planning_problem import Problem
 from shardwright.parallel.learning_rate import learning_rate
-from shardwright.plan.plan import resolve_scheduler, updates_at_rate_zero
+from shardwright.plan.plan import resolve_scheduler, zero_learning_rate_updates
 from shardwright.recipe.recipe_types import OptimizerSection, SchedulerSection
 from shardwright.search.rule_registry import check_layout
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, recipe_of
@@ -44,7 +44,7 @@ def test_the_count_is_that_of_the_formula(
     optimizer: OptimizerSection = training.optimizer
     scheduler = resolve_scheduler(training, steps)
     rates = [learning_rate(optimizer, scheduler, steps, update) for update in range(1, steps + 1)]
-    assert updates_at_rate_zero(training) == sum(rate == 0 for rate in rates), rates
+    assert zero_learning_rate_updates(training) == sum(rate == 0 for rate in rates), rates
 
     recipe = dataclasses.replace(recipe, training=training)
     problem = Problem(

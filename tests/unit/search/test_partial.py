@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from shardwright.cost.peak_memory import cautious_bytes
+from shardwright.cost.peak_memory import bytes_with_headroom
 from shardwright.diagnostics import Refusal
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.literal_types import CHECKPOINTING, PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.report.layout_space import whole_space
-from shardwright.search.layout_resolution import estimate_strategy, settle
-from shardwright.search.layout_search import choose, pinned_estimate, search
-from shardwright.search.partial_checkpointing import recompute_less
+from shardwright.report.layout_space import layout_space
+from shardwright.search.layout_resolution import estimate_layout, resolve_layout
+from shardwright.search.layout_search import choose_layout, estimate_pinned_layout, search
+from shardwright.search.partial_checkpointing import with_partial_checkpointing
 from shardwright.search.plan_explanation import explain
 from shardwright.search.why_not_answer import why_not
 from tests.unit.models.factory import LLAMA_8B, graph_of, model_section, problem_of, recipe_of
@@ -42,16 +42,16 @@ def problem(pins: dict[str, object], **more: Any) -> Problem:
 
 
 def with_layers(pins: dict[str, object], choice: object) -> Estimate:
-    return pinned_estimate(problem({**pins, "activation_checkpointing": choice}))
+    return estimate_pinned_layout(problem({**pins, "activation_checkpointing": choice}))
 
 
 @pytest.mark.parametrize("name", OPEN)
 def test_the_fewest_that_fit(name: str) -> None:
     pins = OPEN[name]
-    best = choose(problem(pins))
+    best = choose_layout(problem(pins))
     choice, limit = (
         best.strategy.activation_checkpointing,
-        cautious_bytes(best.memory.capacity_bytes),
+        bytes_with_headroom(best.memory.capacity_bytes),
     )
     assert isinstance(choice, PartialCheckpointing)
     none, full = with_layers(pins, "none"), with_layers(pins, "full")
@@ -85,13 +85,13 @@ def test_more_where_fewer_move_layers() -> None:
     )
     whole = problem_of(asked, graph)
     full = next(e for e in search(whole).ranked if e.strategy.activation_checkpointing == "full")
-    layout, memory = settle(whole, full.strategy)
-    found = recompute_less(whole, layout, memory)
+    layout, memory = resolve_layout(whole, full.strategy)
+    found = with_partial_checkpointing(whole, layout, memory)
     assert found is not None
     assert found[0].strategy.activation_checkpointing == PartialCheckpointing(full=1)
     times = {}
     for choice in ("none", PartialCheckpointing(full=1), PartialCheckpointing(full=2), "full"):
-        priced = estimate_strategy(
+        priced = estimate_layout(
             whole, dataclasses.replace(full.strategy, activation_checkpointing=choice)
         )
         assert priced.memory.fits
@@ -110,7 +110,7 @@ def test_more_memory_recomputes_fewer_layers() -> None:
     for gib in (70, 80, 90, 100):
         asked = problem(OPEN["zero-2"])
         gpu = dataclasses.replace(asked.cluster.gpu, memory_gib=float(gib))
-        choice = choose(
+        choice = choose_layout(
             dataclasses.replace(asked, cluster=dataclasses.replace(asked.cluster, gpu=gpu))
         ).strategy
         assert isinstance(choice.activation_checkpointing, PartialCheckpointing)
@@ -135,7 +135,8 @@ def test_where_nobody_asks_for_it(pins: dict[str, object], more: dict[str, Any])
 
 def test_a_pinned_headroom_is_kept() -> None:
     tight, wide = (
-        choose(problem({**OPEN["zero-2"], "memory_headroom": share})) for share in (0.02, 0.2)
+        choose_layout(problem({**OPEN["zero-2"], "memory_headroom": share}))
+        for share in (0.02, 0.2)
     )
     assert 0.8 * wide.memory.capacity_bytes >= wide.memory.peak_bytes
     assert (
@@ -151,12 +152,12 @@ def test_more_layers_than_a_stage_has() -> None:
         "activation_checkpointing": PartialCheckpointing(full=17),
     }
     with pytest.raises(Refusal) as refusal:
-        choose(problem(pins))
+        choose_layout(problem(pins))
     (found,) = refusal.value.diagnostics
     assert (found.code, found.key) == ("SW3135", ("parallelism", "activation_checkpointing"))
     assert "17" in found.message and "16" in found.message
     # An even share is legal, wherever the stages end: a smaller one recomputes all that it has.
-    assert choose(
+    assert choose_layout(
         problem({**pins, "activation_checkpointing": PartialCheckpointing(full=16)})
     ).feasible
 
@@ -166,20 +167,20 @@ def test_what_explains_it() -> None:
     report."""
     pins = {**OPEN["zero-2"], "activation_checkpointing": PartialCheckpointing(full=25)}
     asked = problem(pins)
-    chosen = pinned_estimate(asked)
+    chosen = estimate_pinned_layout(asked)
     found = explain(asked, chosen)
-    everywhere = explain(problem({}), choose(problem({})))
+    everywhere = explain(problem({}), choose_layout(problem({})))
     assert found.place is not None and 1 < found.place <= found.layouts == everywhere.layouts
     (reason,) = [r for r in found.keys if r.key == "activation_checkpointing"]
     assert reason.pinned and reason.other is not None
-    space = whole_space(asked, chosen)
+    space = layout_space(asked, chosen)
     assert space.front == (chosen.strategy,)
     assert [p.pinned for p in space.points if p.strategy == chosen.strategy] == [True]
 
 
 def test_the_report_shows_what_the_search_ranks() -> None:
     asked = problem(OPEN["zero-2"])
-    points = {p.strategy: p for p in whole_space(asked, choose(asked)).points}
+    points = {p.strategy: p for p in layout_space(asked, choose_layout(asked)).points}
     for estimate in search(asked).ranked:
         assert (
             points[estimate.strategy].pinned
@@ -189,7 +190,7 @@ def test_the_report_shows_what_the_search_ranks() -> None:
 
 def test_why_not() -> None:
     asked = problem({**OPEN["zero-2"], "activation_checkpointing": "full"})
-    best = choose(problem(OPEN["zero-2"]))
+    best = choose_layout(problem(OPEN["zero-2"]))
     answer = why_not(asked, best)
     assert answer.verdict == "loses" and "computation" in answer.because
     assert why_not(problem(OPEN["zero-2"]), best).verdict == "chosen"
@@ -197,5 +198,5 @@ def test_why_not() -> None:
 
 def test_a_plan_is_priced_as_it_stands() -> None:
     asked = problem(OPEN["pipeline"])
-    best = choose(asked)
-    assert estimate_strategy(asked, best.strategy) == best
+    best = choose_layout(asked)
+    assert estimate_layout(asked, best.strategy) == best

@@ -14,12 +14,12 @@ import pytest
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.search.candidate_layouts import candidates
+from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layers_that_fit import shortest, slowest_rank, work_of
-from shardwright.search.layout_resolution import as_planned, settle
-from shardwright.search.layout_search import NEARLY, search
-from shardwright.search.over_memory_layouts import MORE_MEMORY
-from shardwright.search.step_time_bound import Bound
+from shardwright.search.layout_resolution import price_planned_layout, resolve_layout
+from shardwright.search.layout_search import NEARLY_FITS_FACTOR, search
+from shardwright.search.over_memory_layouts import NEXT_GPU_MEMORY_FACTOR
+from shardwright.search.step_time_bound import StepTimeBound
 from tests.unit.models.factory import LLAMA_70B, graph_of, model_section, problem_of, recipe_of
 
 FIRST_IS_DENSE = "deepseek-ai/DeepSeek-V2-Lite"
@@ -51,7 +51,7 @@ def test_none_is_faster_and_none_fits_without_room(
 ) -> None:
     monkeypatch.setattr("shardwright.search.layout_search.FEW", 10**9)
     problem = asked(name, nodes=nodes, batch=batch, gpu=gpu, target=target)
-    bound, gains = Bound(problem), []
+    bound, gains = StepTimeBound(problem), []
     for e in search(problem).ranked:
         s, partial = (
             e.strategy,
@@ -63,19 +63,22 @@ def test_none_is_faster_and_none_fits_without_room(
             )  # as the search has it before it settles the loss
         if partial:
             s = dataclasses.replace(s, activation_checkpointing="full", hpz_partition_size=1)
-        assert bound.least_placed_seconds(s, may_recompute_less=partial) <= e.time.step_seconds * (
-            1 + 1e-9
-        ), e.strategy
+        assert bound.least_placed_seconds(
+            s, allows_partial_checkpointing=partial
+        ) <= e.time.step_seconds * (1 + 1e-9), e.strategy
         gains.append(bound.least_placed_seconds(s) / bound.least_seconds(s))
-        layout, _ = as_planned(problem, e.strategy, e.boundaries)
-        placed = bound.least_settled_seconds(layout)
+        layout, _ = price_planned_layout(problem, e.strategy, e.boundaries)
+        assign_stages = bound.least_settled_seconds(layout)
         assert (
-            placed <= e.time.step_seconds * (1 + 1e-9) and (placed > 0) == e.strategy.interleaves
+            assign_stages <= e.time.step_seconds * (1 + 1e-9)
+            and (assign_stages > 0) == e.strategy.is_interleaved
         ), e.strategy
     assert max(gains) > 1.05
-    crowded = [s for s in candidates(problem) if s.zero_stage <= 1 and not bound.has_room(s)]
+    crowded = [s for s in candidate_layouts(problem) if s.zero_stage <= 1 and not bound.has_room(s)]
     assert crowded
-    assert not any(settle(problem, s)[1].fits for s in crowded[:: max(1, len(crowded) // 40)])
+    assert not any(
+        resolve_layout(problem, s)[1].fits for s in crowded[:: max(1, len(crowded) // 40)]
+    )
 
 
 @pytest.mark.parametrize(("name", "nodes", "batch", "gpu", "target"), CASES)
@@ -88,7 +91,9 @@ def test_the_fastest_beyond_memory_is_the_fastest_of_all_that_are(
     monkeypatch.setattr("shardwright.search.layout_search.FEW", 0)
     pruned = search(dataclasses.replace(problem))
     step = complete.ranked[0].time.step_seconds
-    for times, share in itertools.product((NEARLY, MORE_MEMORY), (0.8, 0.95, 1.5)):
+    for times, share in itertools.product(
+        (NEARLY_FITS_FACTOR, NEXT_GPU_MEMORY_FACTOR), (0.8, 0.95, 1.5)
+    ):
         found, same = (each.beyond.fastest(times, share * step) for each in (complete, pruned))
         assert (found is None) == (same is None)
         if found is not None and same is not None:
@@ -118,8 +123,12 @@ def test_the_slowest_rank_is_one_that_has_room() -> None:
 
 
 def _passes(problem: Problem) -> Any:
-    from shardwright.cost.calibrated_costs import constants_of
-    from shardwright.cost.micro_batch_times import passes
-    from shardwright.cost.priced_layout import lay_out
+    from shardwright.cost.calibrated_costs import calibrated_constants
+    from shardwright.cost.micro_batch_times import pass_times
+    from shardwright.cost.priced_layout import build_priced_layout
 
-    return passes(lay_out(problem, next(iter(candidates(problem))), constants_of(problem.recipe)))
+    return pass_times(
+        build_priced_layout(
+            problem, next(iter(candidate_layouts(problem))), calibrated_constants(problem.recipe)
+        )
+    )

@@ -15,15 +15,15 @@ from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.tensor_parallel_plan import proved
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import candidates
+from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layout_search import (
     SearchResult,
     baselines,
-    choose,
-    pinned_estimate,
+    choose_layout,
+    estimate_pinned_layout,
     search,
 )
-from shardwright.search.ranking_penalties import weighed_seconds
+from shardwright.search.ranking_penalties import penalized_seconds
 from shardwright.search.rule_registry import check_layout
 from shardwright.utils.json_types import JsonValue
 from tests.unit.models.factory import (
@@ -45,7 +45,7 @@ def run(recipe: Recipe) -> SearchResult:
 
 def pick(recipe: Recipe) -> Estimate:
     assert recipe.model.config is not None
-    return choose(problem_of(recipe, graph_of(dict(recipe.model.config))))
+    return choose_layout(problem_of(recipe, graph_of(dict(recipe.model.config))))
 
 
 def refused(recipe: Recipe) -> tuple[Diagnostic, ...]:
@@ -90,12 +90,12 @@ def test_what_is_proposed_keeps_pins_and_rules(
         )
         assert estimate.memory.fits and estimate.feasible
     # Nothing is lost: every candidate is ranked, counted as slower, or in a rejected region.
-    tried = len(list(candidates(problem_of(recipe, graph_of(config), cluster))))
+    tried = len(list(candidate_layouts(problem_of(recipe, graph_of(config), cluster))))
     assert (
         len(result.ranked) + len(result.slow) + sum(region.count for region in result.rejected)
         == tried
     )
-    weighed = [weighed_seconds(recipe, e) for e in result.ranked]
+    weighed = [penalized_seconds(recipe, e) for e in result.ranked]
     assert weighed == pytest.approx(sorted(weighed))
     if result.ranked:
         assert pick(recipe) == result.ranked[0]
@@ -140,7 +140,7 @@ def test_the_fallback_stands_below_the_same_layout_sharded(monkeypatch: pytest.M
     monkeypatch.setitem(proved(), "llama", "fallback")
     other = {**LLAMA_8B, "rms_norm_eps": 2e-6}  # not the graph of before
     fallback = pick(recipe_of(other, parallelism=pins))
-    assert graph_of(other).tensor_kind == "fallback"
+    assert graph_of(other).tensor_parallel_kind == "fallback"
     assert fallback.time.step_seconds > sharded.time.step_seconds
     assert fallback.memory.peak_bytes > sharded.memory.peak_bytes
 
@@ -203,18 +203,20 @@ def test_the_pinned_layout_is_priced_even_if_forbidden() -> None:
             "schedule": "1f1b",
         }
     )
-    found = pinned_estimate(problem_of(recipe, graph_of(SMALL_LLAMA)))
+    found = estimate_pinned_layout(problem_of(recipe, graph_of(SMALL_LLAMA)))
     assert not found.feasible and found.time.step_seconds > 0
     assert [d.code for d in found.diagnostics] == ["SW3108"]
     partly = recipe_of(parallelism={"pipeline": 2, "zero_stage": 3})
-    found = pinned_estimate(problem_of(partly, graph_of(SMALL_LLAMA)))
+    found = estimate_pinned_layout(problem_of(partly, graph_of(SMALL_LLAMA)))
     assert (found.strategy.pipeline, found.strategy.zero_stage, found.feasible) == (2, 3, False)
 
 
 def test_autos_of_an_estimate_are_filled_by_the_search() -> None:
     recipe = recipe_of(parallelism={"tensor": 2})
     cluster = resolve_cluster(recipe.cluster)
-    assert pinned_estimate(problem_of(recipe, graph_of(SMALL_LLAMA), cluster)) == pick(recipe)
+    assert estimate_pinned_layout(problem_of(recipe, graph_of(SMALL_LLAMA), cluster)) == pick(
+        recipe
+    )
 
 
 def test_baselines_are_what_one_would_run_today() -> None:

@@ -6,19 +6,23 @@ import dataclasses
 
 import pytest
 
-from shardwright.cost.peak_memory import cautious_bytes
-from shardwright.cost.prediction_errors import bench
+from shardwright.cost.peak_memory import bytes_with_headroom
+from shardwright.cost.prediction_errors import error_benchmark
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_comparison import because
-from shardwright.search.layout_search import choose, rank_key, search
+from shardwright.search.layout_search import choose_layout, rank_key, search
 from shardwright.search.ranking_penalties import (
-    SURE,
-    chance_of_fitting,
-    expected_seconds,
-    weighed_seconds,
+    SAFE_FIT_PROBABILITY,
+    fit_probability,
+    penalized_seconds,
+    risk_adjusted_seconds,
 )
-from shardwright.search.rejected_faster_layouts import FOR_SCRIPTS, set_aside, set_aside_words
+from shardwright.search.rejected_faster_layouts import (
+    FOR_SCRIPTS,
+    rejected_faster_layouts,
+    rejected_faster_text,
+)
 from tests.unit.models.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 
@@ -51,7 +55,7 @@ def test_the_chance_of_fitting() -> None:
     recipe = recipe_of()
     some = ranked_of(recipe)[0]
     chances = [
-        chance_of_fitting(recipe, taking(some, 1.0, share).memory)
+        fit_probability(recipe, taking(some, 1.0, share).memory)
         for share in (0.5, 0.91, 0.95, 0.99, 1.1)
     ]
     assert chances == sorted(chances, reverse=True)
@@ -59,23 +63,23 @@ def test_the_chance_of_fitting() -> None:
     # Where memory_headroom ends it is what the constant says, and costs nothing; from there on it
     # does, without a step.
     capacity = some.memory.capacity_bytes
-    edge = cautious_bytes(capacity) / capacity
-    assert chance_of_fitting(recipe, taking(some, 1.0, edge).memory) == pytest.approx(
-        SURE, abs=1e-6
+    edge = bytes_with_headroom(capacity) / capacity
+    assert fit_probability(recipe, taking(some, 1.0, edge).memory) == pytest.approx(
+        SAFE_FIT_PROBABILITY, abs=1e-6
     )
-    assert expected_seconds(recipe, taking(some, 1.0, edge - 0.1)) == 1.0
-    assert expected_seconds(recipe, taking(some, 1.0, edge)) == pytest.approx(1.0, abs=1e-5)
-    assert 1.01 < expected_seconds(recipe, taking(some, 1.0, edge + 0.01)) < 1.1
+    assert risk_adjusted_seconds(recipe, taking(some, 1.0, edge - 0.1)) == 1.0
+    assert risk_adjusted_seconds(recipe, taking(some, 1.0, edge)) == pytest.approx(1.0, abs=1e-5)
+    assert 1.01 < risk_adjusted_seconds(recipe, taking(some, 1.0, edge + 0.01)) < 1.1
     # Who says how much to keep free has weighed it.
     pinned = recipe_of(parallelism={"memory_headroom": 0.0})
-    assert expected_seconds(pinned, taking(some, 1.0, 0.999)) == 1.0
+    assert risk_adjusted_seconds(pinned, taking(some, 1.0, 0.999)) == 1.0
 
 
 def test_what_cannot_fit_at_all_is_still_ranked() -> None:
     recipe = recipe_of()
     some = ranked_of(recipe)[0]
     beyond = taking(some, 1.0, 100.0)
-    assert chance_of_fitting(recipe, beyond.memory) == 0 and expected_seconds(
+    assert fit_probability(recipe, beyond.memory) == 0 and risk_adjusted_seconds(
         recipe, beyond
     ) == float("inf")
     assert in_order(recipe, beyond, some) == (some, beyond)
@@ -86,15 +90,15 @@ def test_headroom_is_a_price_and_no_wall() -> None:
     plain = find(ranked_of(recipe), pipeline=1, tensor=1)
     slow, tight = taking(plain, 3.0, 0.8), taking(plain, 1.0, 0.96)
     assert in_order(recipe, slow, tight) == (tight, slow)
-    assert set_aside(recipe, (tight, slow)) == ()
+    assert rejected_faster_layouts(recipe, (tight, slow)) == ()
     slow, tight = taking(plain, 1.1, 0.8), taking(plain, 1.0, 0.97)
     assert in_order(recipe, tight, slow) == (slow, tight)
-    (found,) = set_aside(recipe, (slow, tight))
+    (found,) = rejected_faster_layouts(recipe, (slow, tight))
     assert found.place == 2 and found.needs == () and found.faster == pytest.approx(1 - 1 / 1.1)
     assert 0.6 < found.chance < 0.8
-    assert "would be 9.1% faster, but needs" in set_aside_words(
+    assert "would be 9.1% faster, but needs" in rejected_faster_text(
         found
-    ) and "a chance of 70%" in set_aside_words(found)
+    ) and "a chance of 70%" in rejected_faster_text(found)
     assert "fits with a chance of 70%" in because(recipe, tight, slow)
 
 
@@ -105,27 +109,28 @@ def test_plain_comes_first_within_the_error() -> None:
     dual = find(ranked, pipeline=2, tensor=1, schedule="dualpipev")
     split = find(ranked, pipeline=1, tensor=2)
     plain = find(ranked, pipeline=1, tensor=1)
-    error = bench().time.error
-    assert weighed_seconds(recipe, taking(dual, 1.0)) == pytest.approx((1 + error) ** 2)
+    error = error_benchmark().time.error
+    assert penalized_seconds(recipe, taking(dual, 1.0)) == pytest.approx((1 + error) ** 2)
     order = in_order(recipe, taking(dual, 1.0), taking(pipeline, 1.01), taking(plain, 1.04))
     assert [e.strategy for e in order] == [plain.strategy, pipeline.strategy, dual.strategy]
-    (found,) = set_aside(recipe, order)
+    (found,) = rejected_faster_layouts(recipe, order)
     assert found.strategy == dual.strategy and found.needs == ("a pipeline", "dualpipev")
-    assert found.gives_up == (FOR_SCRIPTS, "LoRA") and "it gives up accelerate/" in set_aside_words(
-        found
-    )
+    assert found.unavailable_features == (
+        FOR_SCRIPTS,
+        "LoRA",
+    ) and "it gives up accelerate/" in rejected_faster_text(found)
     assert "needs a pipeline and dualpipev" in because(recipe, order[2], order[0])
     # Each part has to win more than the error, and both more than twice.
     order = in_order(recipe, taking(dual, 1.0), taking(pipeline, 1.01), taking(plain, 1.08))
     assert [e.strategy for e in order] == [pipeline.strategy, plain.strategy, dual.strategy]
-    (found,) = set_aside(recipe, order)
+    (found,) = rejected_faster_layouts(recipe, order)
     assert (
         found.needs == ("dualpipev",)
-        and found.gives_up == ()
-        and "gives up" not in set_aside_words(found)
+        and found.unavailable_features == ()
+        and "gives up" not in rejected_faster_text(found)
     )
-    assert set_aside(recipe, (taking(split, 1.0), taking(plain, 1.2))) == ()
-    assert set_aside(recipe, ()) == ()
+    assert rejected_faster_layouts(recipe, (taking(split, 1.0), taking(plain, 1.2))) == ()
+    assert rejected_faster_layouts(recipe, ()) == ()
 
 
 def test_who_asks_for_memory_is_not_told_of_speed() -> None:
@@ -135,8 +140,8 @@ def test_who_asks_for_memory_is_not_told_of_speed() -> None:
         taking(find(ranked, pipeline=1, tensor=1), 1.01),
         taking(find(ranked, pipeline=2, tensor=1), 1.0),
     )
-    assert set_aside(recipe, pair)
-    assert set_aside(dataclasses.replace(recipe, objective="memory"), pair) == ()
+    assert rejected_faster_layouts(recipe, pair)
+    assert rejected_faster_layouts(dataclasses.replace(recipe, objective="memory"), pair) == ()
 
 
 def test_llama_70b_on_eight_b200_is_zero_3() -> None:
@@ -150,6 +155,6 @@ def test_llama_70b_on_eight_b200_is_zero_3() -> None:
             "gradient_accumulation_dtype": "fp32",
         },
     )
-    best = choose(problem_of(recipe, graph_of(LLAMA_70B)))
+    best = choose_layout(problem_of(recipe, graph_of(LLAMA_70B)))
     assert (best.strategy.tensor, best.strategy.pipeline, best.strategy.zero_stage) == (1, 1, 3)
-    assert 0.5 < chance_of_fitting(recipe, best.memory) < SURE
+    assert 0.5 < fit_probability(recipe, best.memory) < SAFE_FIT_PROBABILITY

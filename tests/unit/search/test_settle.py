@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.compiled_folder import read_folder
-from shardwright.search.layout_resolution import as_planned, estimate_strategy
+from shardwright.search.layout_resolution import estimate_layout, price_planned_layout
 from tests.unit.cost.test_hpz import ZERO3, recipe_for
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of
 
@@ -19,13 +19,13 @@ TWO_STAGES = Path(__file__).parents[2] / "cases" / "gpt2-tied-pp2-dp2" / "expect
 def test_a_plan_without_a_second_copy_keeps_to_it() -> None:
     recipe, graph = recipe_for(), graph_of(LLAMA_8B)
     cluster = resolve_cluster(recipe.cluster)
-    settled = estimate_strategy(problem_of(recipe, graph, cluster), ZERO3)
+    settled = estimate_layout(problem_of(recipe, graph, cluster), ZERO3)
     assert settled.strategy.hpz_partition_size == 8
-    layout, again = as_planned(
+    layout, again = price_planned_layout(
         problem_of(recipe, graph, cluster), settled.strategy, settled.boundaries
     )
     assert again == settled
-    _, plain = as_planned(problem_of(recipe, graph, cluster), ZERO3, settled.boundaries)
+    _, plain = price_planned_layout(problem_of(recipe, graph, cluster), ZERO3, settled.boundaries)
     assert plain.strategy == ZERO3
     assert plain.time.step_seconds > settled.time.step_seconds
     assert plain.memory.peak_bytes < settled.memory.peak_bytes

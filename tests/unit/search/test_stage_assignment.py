@@ -11,16 +11,16 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.cost_constants import default_constants
-from shardwright.cost.micro_batch_times import passes
-from shardwright.cost.priced_layout import Layout
+from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Diagnostic
-from shardwright.layout.layout import Strategy
-from shardwright.layout.parameter_sharding import StagePartition
+from shardwright.layout.layout import Layout
+from shardwright.layout.parameter_sharding import LayerStages
 from shardwright.layout.pipeline_step_time import step_seconds
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import Layer, ModelGraph
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.layout_resolution import place, settled_estimate
+from shardwright.search.layout_resolution import estimate_checked_layout, with_stages_assigned
 from shardwright.search.rule_registry import check_layout
 from tests.unit.models.factory import (
     LLAMA_8B,
@@ -34,8 +34,8 @@ from tests.unit.models.factory import (
 
 def strategy(
     pipeline: int, schedule: str = "1f1b", *, m: int = 16, checkpointing: str = "none"
-) -> Strategy:
-    return Strategy(
+) -> Layout:
+    return Layout(
         tensor=1,
         pipeline=pipeline,
         data=1,
@@ -48,11 +48,11 @@ def strategy(
     )
 
 
-def boundaries(recipe: Recipe, graph: ModelGraph, s: Strategy) -> tuple[int, ...]:
-    return place(problem_of(recipe, graph), s).boundaries
+def boundaries(recipe: Recipe, graph: ModelGraph, s: Layout) -> tuple[int, ...]:
+    return with_stages_assigned(problem_of(recipe, graph), s).boundaries
 
 
-def too_few(recipe: Recipe, graph: ModelGraph, s: Strategy) -> list[Diagnostic]:
+def too_few(recipe: Recipe, graph: ModelGraph, s: Layout) -> list[Diagnostic]:
     found = check_layout(
         Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster)), s
     )
@@ -63,8 +63,8 @@ def layers_of(graph: ModelGraph, bounds: tuple[int, ...], stage: int) -> tuple[L
     return graph.layers[bounds[stage] : bounds[stage + 1]]
 
 
-def step(layout: Layout, cut: tuple[int, ...]) -> float:
-    s, found = layout.strategy, passes(layout)
+def step(layout: PricedLayout, cut: tuple[int, ...]) -> float:
+    s, found = layout.strategy, pass_times(layout)
     forward, backward = (
         tuple(a[stop] - a[start] + b[stop] - b[start] for start, stop in itertools.pairwise(cut))
         for a, b in (
@@ -102,7 +102,7 @@ def test_never_slower_than_deepspeeds_methods(
             config, training={"sequence_length": 4096}, assume={"ignore_memory": True}
         )  # type: ignore[arg-type]
         s = strategy(pipeline, schedule, m=m)
-        layout = place(problem_of(recipe, graph), s)
+        layout = with_stages_assigned(problem_of(recipe, graph), s)
         ours = step(layout, layout.boundaries)
         for method, cut in deepspeeds(graph, s.stages).items():
             assert ours <= step(layout, cut) * (1 + 1e-4), (method, m)
@@ -143,9 +143,9 @@ def test_search_and_compile_place_the_same() -> None:
         strategy(4, "dualpipev"),
         strategy(8, m=64, checkpointing="full"),
     ):
-        priced = settled_estimate(problem_of(recipe, graph, cluster), s, ())
+        priced = estimate_checked_layout(problem_of(recipe, graph, cluster), s, ())
         bounds = priced.boundaries
-        partition = StagePartition(boundaries=bounds, schedule=s.schedule)
+        partition = LayerStages(boundaries=bounds, schedule=s.schedule)
         partition.verify(len(graph.layers))
         numel = [
             sum(
@@ -178,7 +178,7 @@ def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None
     changes = {"training": {"sequence_length": 8192}}
     free = recipe_of(LLAMA_8B, **changes, assume={"ignore_memory": True})  # type: ignore[arg-type]
     cluster = resolve_cluster(free.cluster)
-    fastest = settled_estimate(problem_of(free, graph, cluster), s, ())
+    fastest = estimate_checked_layout(problem_of(free, graph, cluster), s, ())
     capacity = cluster.capacity_bytes
     # Just below what the fastest partition needs on its fullest rank, the allocator's slack left
     # out.
@@ -188,12 +188,12 @@ def test_a_partition_that_fits_comes_before_a_faster_one_that_does_not() -> None
     pinned = recipe_of(
         LLAMA_8B, **changes, parallelism={"memory_headroom": 1 - 0.98 * live / capacity}
     )  # type: ignore[arg-type]
-    tight = settled_estimate(problem_of(pinned, graph, cluster), s, ())
+    tight = estimate_checked_layout(problem_of(pinned, graph, cluster), s, ())
     assert tight.memory.fits
     assert tight.time.step_seconds > fastest.time.step_seconds
     assert boundaries(pinned, graph, s) != boundaries(free, graph, s)
     hopeless = recipe_of(LLAMA_8B, **changes, parallelism={"memory_headroom": 0.95})  # type: ignore[arg-type]
-    assert not settled_estimate(problem_of(hopeless, graph, cluster), s, ()).memory.fits
+    assert not estimate_checked_layout(problem_of(hopeless, graph, cluster), s, ()).memory.fits
 
 
 @pytest.mark.parametrize(("pipeline", "schedule"), [(7, "1f1b"), (4, "dualpipev")])

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from shardwright.layout.planning_problem import Problem
-from shardwright.search.accumulation_dtype_choice import MUCH_SLOWER, short_sums
-from shardwright.search.engine_choice import settle_problem
+from shardwright.search.accumulation_dtype_choice import (
+    BF16_ACCUMULATION_FROM,
+    low_precision_accumulation,
+)
+from shardwright.search.engine_choice import resolve_problem
 from shardwright.search.layout_search import search
-from shardwright.search.ranking_penalties import weighed_seconds
+from shardwright.search.ranking_penalties import penalized_seconds
 from tests.unit.models.factory import LLAMA_70B, graph_of, problem_of, recipe_of
 
 GIB_PER_GPU = {"much slower": 170.0, "none fits": 150.0, "room": 260.0}
@@ -46,17 +49,19 @@ def summed_in(found: Problem) -> str | None:
 
 def test_where_memory_does_not_bind_nothing_changes() -> None:
     asked = problem(GIB_PER_GPU["room"])
-    settled, sizing = settle_problem(asked)
-    assert settled is asked and sizing is None and short_sums(settled) is None
+    settled, sizing = resolve_problem(asked)
+    assert settled is asked and sizing is None and low_precision_accumulation(settled) is None
 
 
 def test_where_fp32_is_much_slower() -> None:
     asked = problem(GIB_PER_GPU["much slower"], pins={"tensor": None})
-    settled, _ = settle_problem(asked)
+    settled, _ = resolve_problem(asked)
     assert summed_in(settled) == "bf16"
     full, half = (search(each).ranked[0] for each in (asked, settled))
-    assert weighed_seconds(asked.recipe, full) >= MUCH_SLOWER * weighed_seconds(asked.recipe, half)
-    found = short_sums(settled)
+    assert penalized_seconds(asked.recipe, full) >= BF16_ACCUMULATION_FROM * penalized_seconds(
+        asked.recipe, half
+    )
+    found = low_precision_accumulation(settled)
     assert found is not None and found.seconds == full.time.step_seconds
     assert f"would take {full.time.step_seconds:.3g} s" in found.words()
     assert any(d.code == "SW3121" for d in half.diagnostics)
@@ -65,8 +70,8 @@ def test_where_fp32_is_much_slower() -> None:
 def test_where_nothing_fits_in_fp32() -> None:
     asked = problem(GIB_PER_GPU["none fits"])
     assert not search(asked).ranked
-    settled, _ = settle_problem(asked)
-    found = short_sums(settled)
+    settled, _ = resolve_problem(asked)
+    found = low_precision_accumulation(settled)
     assert search(settled).ranked and found is not None and found.seconds is None
     assert found.words() == "gradients are summed in bf16: no layout fits with sums in fp32"
 
@@ -81,12 +86,12 @@ def test_where_nothing_fits_in_fp32() -> None:
 )
 def test_where_it_is_not_open(more: dict[str, Any]) -> None:
     asked = problem(GIB_PER_GPU["none fits"], **more)
-    assert settle_problem(asked)[0] is asked
+    assert resolve_problem(asked)[0] is asked
 
 
 def test_where_bf16_does_not_help_either() -> None:
     asked = problem(40.0)
-    assert settle_problem(asked)[0] is asked
+    assert resolve_problem(asked)[0] is asked
 
 
 def test_an_engine_that_sums_in_fp32_alone_does_not_take_it() -> None:
@@ -95,4 +100,4 @@ def test_an_engine_that_sums_in_fp32_alone_does_not_take_it() -> None:
     short = dataclasses.replace(asked.recipe.training, gradient_accumulation_dtype="bf16")
     half = dataclasses.replace(asked, recipe=dataclasses.replace(asked.recipe, training=short))
     assert search(half).ranked and not search(asked).ranked
-    assert summed_in(settle_problem(asked)[0]) is None
+    assert summed_in(resolve_problem(asked)[0]) is None

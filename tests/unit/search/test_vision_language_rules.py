@@ -13,10 +13,10 @@ from tests.unit.models.factory import SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.search.test_layout_rules import GOOD, change
 
 PLAIN = change(tensor=1, pipeline=2, data=4, gradient_accumulation_steps=4)
-SEEING = dataclasses.replace(graph_of(SMALL_LLAMA), task="image-text-to-text")
+IMAGE_TASKS = dataclasses.replace(graph_of(SMALL_LLAMA), task="image-text-to-text")
 
 
-def keys(recipe: object, strategy: object, graph: ModelGraph = SEEING) -> dict[str, str]:
+def keys(recipe: object, strategy: object, graph: ModelGraph = IMAGE_TASKS) -> dict[str, str]:
     """Code -> the key that it names."""
     assert dataclasses.is_dataclass(recipe)
     problem = Problem(recipe=recipe, graph=graph, cluster=resolve_cluster(recipe.cluster))  # type: ignore[arg-type, attr-defined]
@@ -43,8 +43,8 @@ def test_a_key_that_is_not_proved_is_refused() -> None:
 
 def test_modules_that_run_once_a_picture_are_refused_zero_3() -> None:
     """Ranks whose rows hold other numbers of pictures would gather a weight as many times."""
-    often = dataclasses.replace(SEEING, once_a_picture=("model.visual.merger",))
-    for graph, stage, refused in ((often, 3, True), (often, 2, False), (SEEING, 3, False)):
+    often = dataclasses.replace(IMAGE_TASKS, modules_run_per_image=("model.visual.merger",))
+    for graph, stage, refused in ((often, 3, True), (often, 2, False), (IMAGE_TASKS, 3, False)):
         strategy = dataclasses.replace(
             PLAIN, pipeline=1, data=8, zero_stage=stage, gradient_accumulation_steps=2
         )

@@ -16,14 +16,14 @@ from shardwright.cli import main as cli
 from shardwright.compile import compile_recipe
 from shardwright.compiled_folder_writer import write_folder
 from shardwright.data import data_fingerprint
-from shardwright.data.data_fingerprint import BLOCK_BYTES, fingerprints
+from shardwright.data.data_fingerprint import BLOCK_BYTES, data_fingerprints
 from shardwright.data.data_preparation import prepare
 from shardwright.diagnostics import Refusal
-from shardwright.launch.failure_report import DID_NOT_FINISH
+from shardwright.launch.failure_report import UNFINISHED_RUN_CODES
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import plan_from_json, read_plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.train.host_consistency import check_unchanged, disagreement
+from shardwright.train.host_consistency import check_folder_digests, host_difference
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def test_what_a_run_reads_as_data_is_locked_and_scripts_are_not(out: Path) -> No
     assert set(plan.digests) == {"ds_config.json", "model/config.json"}
     for name in ("train.py", "launch.sh", "launch/hostfile"):
         (out / name).write_text((out / name).read_text() + "# mine\n")
-    check_unchanged(plan, out)
+    check_folder_digests(plan, out)
     (out / "model" / "config.json").unlink()
     with pytest.raises(Refusal) as caught:
-        check_unchanged(plan, out)
+        check_folder_digests(plan, out)
     (diagnostic,) = caught.value.diagnostics
     assert (diagnostic.code, diagnostic.message) == ("SW6010", "model/config.json is missing")
     assert "`model` section" in diagnostic.help
@@ -63,7 +63,7 @@ def test_a_folder_that_an_earlier_version_compiled_still_runs(out: Path) -> None
     document = json.loads((out / "plan.json").read_text())
     del document["digests"]
     plan = plan_from_json(json.dumps(document))
-    check_unchanged(plan, out)
+    check_folder_digests(plan, out)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "model/../../x", ".."])
@@ -101,11 +101,11 @@ PLANS = [
 def test_hosts_that_differ_are_named(
     gathered: list[tuple[str, dict[str, str]]], words: str | None
 ) -> None:
-    found = disagreement(gathered, "help")
+    found = host_difference(gathered, "help")
     assert (found is None) == (words is None)
     if found is not None:
         assert found.code == "SW6011" and str(words) in found.message
-        assert found.code in DID_NOT_FINISH  # exit 3
+        assert found.code in UNFINISHED_RUN_CODES  # exit 3
 
 
 def planned(write_recipe: Callable[..., Path], data: dict[str, Any]) -> Plan:
@@ -125,7 +125,7 @@ def test_the_same_data_with_other_times_is_the_same(
         os.utime(tmp_path / "corpus.txt", (number, number))
         folder = tmp_path / f"host-{number}"
         prepare(plan, folder, limit_bytes=None)
-        found.append(fingerprints(plan, folder))
+        found.append(data_fingerprints(plan, folder))
     assert found[0] == found[1] != found[2]
     assert list(found[0]) == [str(tmp_path / "corpus.txt")]
 
@@ -139,12 +139,12 @@ def test_of_a_large_array_the_size_and_blocks_from_end_to_end_are_read(
     tokens = np.zeros((2 * blocks * BLOCK_BYTES // 128, 32), dtype=np.int32)
     np.save(path, tokens)
     plan = planned(write_recipe, {"kind": "tokens", "path": "tokens.npy"})
-    found = [fingerprints(plan, tmp_path)]
+    found = [data_fingerprints(plan, tmp_path)]
     for changed in (0, -1, len(tokens) // 2):
         other = tokens.copy()
         other[changed] = 1
         np.save(path, other)
-        found.append(fingerprints(plan, tmp_path))
+        found.append(data_fingerprints(plan, tmp_path))
     assert len({one[str(path)] for one in found}) == 4 - (
         found[0] == found[3]
     )  # the middle may lie between two blocks

@@ -12,20 +12,21 @@ import pytest
 
 from shardwright.diagnostics import Refusal
 from shardwright.train.secret_environment import (
-    TAKEN,
-    VARIABLE,
-    blotter,
-    forget_environment,
-    load_environment,
-    take_environment,
+    ENV_FILE_VARIABLE,
+    READ_ENV_FILE_VARIABLE,
+    load_secret_environment,
+    remove_secret_environment_file,
+    restart_with_secret_environment,
+    secret_redactor,
 )
 
 RANK = """
 import os
-from shardwright.train.secret_environment import forget_environment, take_environment
-assert take_environment() is None
+from shardwright.train.secret_environment import remove_secret_environment_file
+from shardwright.train.secret_environment import restart_with_secret_environment
+assert restart_with_secret_environment() is None
 print(os.getpid(), os.environ["TOKEN"], os.environ.get("SHARDWRIGHT_ENV_FILE"))
-forget_environment()
+remove_secret_environment_file()
 """
 
 
@@ -42,7 +43,7 @@ def test_a_rank_begins_again_with_them_and_removes_the_file(tmp_path: Path) -> N
     )
     rank = subprocess.Popen(
         [sys.executable, "-u", str(tmp_path / "rank.py"), "--local_rank=1"],
-        env={**os.environ, VARIABLE: str(path)},
+        env={**os.environ, ENV_FILE_VARIABLE: str(path)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -63,34 +64,36 @@ def test_what_is_not_this_users_alone_is_refused(
         path.symlink_to(written(tmp_path / "elsewhere"))
     elif fault == "a pipe":
         os.mkfifo(path, 0o600)
-    monkeypatch.setenv(VARIABLE, str(path))
-    refusal = take_environment()
+    monkeypatch.setenv(ENV_FILE_VARIABLE, str(path))
+    refusal = restart_with_secret_environment()
     assert isinstance(refusal, Refusal)
     assert [d.code for d in refusal.diagnostics] == ["SW6012"] and str(path) in refusal.diagnostics[
         0
     ].message
-    assert VARIABLE not in os.environ and TAKEN not in os.environ
+    assert ENV_FILE_VARIABLE not in os.environ and READ_ENV_FILE_VARIABLE not in os.environ
 
 
 def test_a_loop_of_ones_own_has_them_from_there_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path / "values")
-    for name in ("TOKEN", "PYTHONPATH", TAKEN):
+    for name in ("TOKEN", "PYTHONPATH", READ_ENV_FILE_VARIABLE):
         monkeypatch.setenv(name, "before")  # put back afterwards
-    monkeypatch.setenv(VARIABLE, str(path))
-    load_environment()
+    monkeypatch.setenv(ENV_FILE_VARIABLE, str(path))
+    load_secret_environment()
     assert (
-        os.environ["TOKEN"].startswith("two words") and VARIABLE not in os.environ and path.exists()
+        os.environ["TOKEN"].startswith("two words")
+        and ENV_FILE_VARIABLE not in os.environ
+        and path.exists()
     )
-    forget_environment()
+    remove_secret_environment_file()
     assert not path.exists()
-    load_environment()
+    load_secret_environment()
 
 
 def test_without_a_file_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert take_environment() is None
+    monkeypatch.delenv(ENV_FILE_VARIABLE, raising=False)
+    assert restart_with_secret_environment() is None
 
 
 def test_values_are_blotted_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +104,7 @@ def test_values_are_blotted_out(monkeypatch: pytest.MonkeyPatch) -> None:
         "KEY": "line one\nline 2",
     }.items():
         monkeypatch.setenv(name, value)
-    blot = blotter(("TOKEN", "LONGER", "FLAG", "KEY", "UNSET"))
+    blot = secret_redactor(("TOKEN", "LONGER", "FLAG", "KEY", "UNSET"))
     assert blot("401 for hf_abcdefgh, hf_abcdef at 1") == "401 for [LONGER], [TOKEN] at 1"
     assert blot("line one\n") == "[KEY]\n" and blot("line 2\n") == "[KEY]\n"
-    assert blotter(())("hf_abcdef") == "hf_abcdef"
+    assert secret_redactor(())("hf_abcdef") == "hf_abcdef"

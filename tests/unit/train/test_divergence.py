@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.train.nonfinite_loss import Divergence
+from shardwright.train.nonfinite_loss import NonfiniteLossGuard
 
 NAN, INF = math.nan, math.inf
 
 
-def divergence(limit: int = 3, precision: str = "bf16") -> Divergence:
+def divergence(limit: int = 3, precision: str = "bf16") -> NonfiniteLossGuard:
     training: Any = SimpleNamespace(stop_after_nonfinite=limit, precision=precision)
-    return Divergence(SimpleNamespace(training=training))  # type: ignore[arg-type]
+    return NonfiniteLossGuard(SimpleNamespace(training=training))  # type: ignore[arg-type]
 
 
 def test_the_first_is_said_and_some_in_a_row_end_the_run() -> None:

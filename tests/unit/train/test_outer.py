@@ -26,14 +26,14 @@ from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
 from shardwright.diloco import master_shard
 from shardwright.diloco import outer_step as outer_module
-from shardwright.diloco.outer_step import Outer, OuterResult
-from shardwright.diloco.outer_store_client import Link, Place
-from shardwright.diloco.outer_store_secret import share_secret
+from shardwright.diloco.outer_step import DiLoCoOuterStep, OuterStepResult
+from shardwright.diloco.outer_store_client import IslandRank, Link
+from shardwright.diloco.outer_store_secret import distribute_secret
 from shardwright.diloco.outer_store_server import OuterStore
-from shardwright.diloco.round_membership import Membership, Start
-from shardwright.engines.trainer_protocol import Counters, LiveFragment
+from shardwright.diloco.round_membership import IslandStart, Membership
+from shardwright.engines.trainer_protocol import OptimizerCounters, OwnedShard
 from shardwright.plan.island_plans import plan_digest
-from shardwright.plan.plan import Plan, PlanOuter
+from shardwright.plan.plan import Plan, PlanDiLoCo
 from shardwright.plan.plan_json import read_plan
 
 STEPS, EVERY, OVERLAP, MIXING, COUNT = 10, 4, 3, 0.25, 5
@@ -76,8 +76,8 @@ class Toy:
     def __init__(self, value: float = 0.0, more: dict[str, torch.Tensor] | None = None) -> None:
         self.master, self.more = torch.full((COUNT,), value), more or {}
 
-    def owned(self) -> Iterator[LiveFragment]:
-        yield LiveFragment(
+    def owned(self) -> Iterator[OwnedShard]:
+        yield OwnedShard(
             name="w",
             shard_shape=(COUNT,),
             start=0,
@@ -86,10 +86,10 @@ class Toy:
             partitioned=True,
         )
 
-    def counters(self) -> Counters:
-        return Counters(updates=0, loss_scale=None)
+    def counters(self) -> OptimizerCounters:
+        return OptimizerCounters(updates=0, loss_scale=None)
 
-    def restored(self, step: int, counters: Counters) -> None:
+    def finish_restore(self, step: int, counters: OptimizerCounters) -> None:
         pass
 
 
@@ -104,7 +104,7 @@ class Neighbour:
     """Island 1. It brings its deltas of an outer step once its gate is open."""
 
     def __init__(self, address: str, secret: bytes, plan: Plan) -> None:
-        place = Place(
+        place = IslandRank(
             island=1,
             rank=0,
             world=1,
@@ -144,16 +144,16 @@ class Place0:
     folder: Path
     neighbour: Neighbour
     members: Membership
-    began: Start | None = None
+    began: IslandStart | None = None
     attempt: int = 0
 
-    def island(self, toy: Toy, monkeypatch: pytest.MonkeyPatch | None = None) -> Outer:
+    def island(self, toy: Toy, monkeypatch: pytest.MonkeyPatch | None = None) -> DiLoCoOuterStep:
         """monkeypatch: of one that goes on from what the toy has more."""
         if monkeypatch is not None:
             held = SimpleNamespace(tensors={"w": SimpleNamespace(states=tuple(toy.more))})
             monkeypatch.setattr(master_shard, "read_manifest", lambda path: held)
         self.attempt += 1
-        return Outer(self.plan, self.folder, cast(Any, toy), 0, self.attempt, "data")
+        return DiLoCoOuterStep(self.plan, self.folder, cast(Any, toy), 0, self.attempt, "data")
 
     def open_once_it_is_back(self) -> None:
         """The neighbour waits for island 0, which it would else go on without."""
@@ -193,7 +193,7 @@ def place(
     listener, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
 
     def made(overlap: int = OVERLAP) -> Place0:
-        outer = PlanOuter(
+        outer = PlanDiLoCo(
             every_steps=EVERY,
             optimizer="average",
             lr=None,
@@ -210,7 +210,7 @@ def place(
             plan, outer=outer, launch=dataclasses.replace(plan.launch, outer_store=address)
         )
         written.append(plan)
-        secret = share_secret(tmp_path / "out", [])
+        secret = distribute_secret(tmp_path / "out", [])
         members = Membership(2, 1, PATIENCE, "fp32")
         store = OuterStore(members, secret, plan_digest(plan), lambda line: None, lambda line: None)
         threading.Thread(target=store.serve, args=(listener,), daemon=True).start()
@@ -224,9 +224,9 @@ def place(
 
 
 def train(
-    outer: Outer, toy: Toy, done: int, until: int = STEPS, seconds: float = 0.0
-) -> list[OuterResult]:
-    results: list[OuterResult] = []
+    outer: DiLoCoOuterStep, toy: Toy, done: int, until: int = STEPS, seconds: float = 0.0
+) -> list[OuterStepResult]:
+    results: list[OuterStepResult] = []
     for step in range(done + 1, until + 1):
         time.sleep(seconds)
         toy.master += gain(0, step)
@@ -295,7 +295,7 @@ def test_a_checkpoint_loses_nothing(
         assert (told.step, told.done) == (newest, at)
     else:
         assert outer.arrived(at) is None
-    [fragment] = outer.saved(at).owned()
+    [fragment] = outer.trainer_with_states(at).owned()
     states = {name: values.clone() for name, values in fragment.states.items()}
     here.began = here.members.islands[0].start
     outer.leave(done=False)

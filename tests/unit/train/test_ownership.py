@@ -20,14 +20,14 @@ from shardwright.train import lease_ownership
 from shardwright.train.lease_ownership import (
     RANKS,
     RUN,
-    check_alone,
-    held_by_run,
-    lease_of,
+    acquire_lease_on_rank_0,
+    check_no_other_run,
+    hold_run_lease,
+    new_run_lease,
     take,
-    take_on_rank_0,
 )
 from shardwright.train.run_attempt import begin_attempt
-from shardwright.utils.run_lease import Lease, Owner, read_owner, this_process
+from shardwright.utils.run_lease import Lease, LeaseOwner, current_process_owner, lease_owner
 
 
 @pytest.fixture
@@ -48,11 +48,11 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def owned_by(pid: int, folder: Path, role: str = RANKS) -> Owner:
+def owned_by(pid: int, folder: Path, role: str = RANKS) -> LeaseOwner:
     """As that process would say."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return dataclasses.replace(
-        this_process(role, folder), pid=pid, started=int(stat[19]), parent=os.getpid()
+        current_process_owner(role, folder), pid=pid, started=int(stat[19]), parent=os.getpid()
     )
 
 
@@ -69,21 +69,21 @@ def test_a_second_launch_of_a_folder(
 ) -> None:
     out, _ = folders
     plan = read_plan(out)
-    first = Lease(lease_of(plan, out, RANKS).paths, owned_by(sleeper.pid, out))
+    first = Lease(new_run_lease(plan, out, RANKS).paths, owned_by(sleeper.pid, out))
     take(first, out)
     (out / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     before = {path: path.read_bytes() for path in (out / "run").iterdir()}
     for refused in (
-        lambda: take_on_rank_0(lease_of(plan, out, RANKS), out),
-        lambda: held_by_run(plan, out).__enter__(),
+        lambda: acquire_lease_on_rank_0(new_run_lease(plan, out, RANKS), out),
+        lambda: hold_run_lease(plan, out).__enter__(),
     ):
         assert (
             f"another run of {str(out)!r} is alive" in (said := refusal(refused))
             and f"{sleeper.pid}" in said
         )
-    check_alone(plan, out.parent, 1)  # no lease at all
-    refusal(lambda: check_alone(plan, out, 1))
-    check_alone(
+    check_no_other_run(plan, out.parent, 1)  # no lease at all
+    refusal(lambda: check_no_other_run(plan, out, 1))
+    check_no_other_run(
         dataclasses.replace(
             plan, ranks=(plan.ranks[0], dataclasses.replace(plan.ranks[1], node=1))
         ),
@@ -95,19 +95,21 @@ def test_a_second_launch_of_a_folder(
     assert after.items() >= before.items() and not (out / "run" / "status.json").exists()
     sleeper.kill()
     sleeper.wait()
-    lease = lease_of(plan, out, RANKS)
-    assert take_on_rank_0(lease, out) is False, "nobody has begun its attempt"
+    lease = new_run_lease(plan, out, RANKS)
+    assert acquire_lease_on_rank_0(lease, out) is False, "nobody has begun its attempt"
     lease.release()
     first.release()
 
 
 def test_two_folders_with_one_place_for_checkpoints(folders: tuple[Path, Path]) -> None:
     one, other = folders
-    lease = lease_of(read_plan(one), one, RANKS)
+    lease = new_run_lease(read_plan(one), one, RANKS)
     take(lease, one)
-    message = refusal(lambda: take_on_rank_0(lease_of(read_plan(other), other, RANKS), other))
+    message = refusal(
+        lambda: acquire_lease_on_rank_0(new_run_lease(read_plan(other), other, RANKS), other)
+    )
     assert f"a run of {str(one)!r}" in message and str(one.parent / "shared") in message
-    assert read_owner(other / "run" / "lease") is None, "what was taken before is given back"
+    assert lease_owner(other / "run" / "lease") is None, "what was taken before is given back"
     lease.release()
     assert not list((one.parent / "shared").iterdir())
 
@@ -117,24 +119,27 @@ def test_run_hands_its_lease_to_rank_0(
 ) -> None:
     out, _ = folders
     plan = read_plan(out)
-    with held_by_run(plan, out) as run:
+    with hold_run_lease(plan, out) as run:
         begin_attempt(plan, out, None, fresh=True, lease=run.owner.token)
-        ranks = lease_of(plan, out, RANKS)
-        assert take_on_rank_0(ranks, out) is True
-        refusal(lambda: take_on_rank_0(lease_of(plan, out, RANKS), out))
-    assert read_owner(out / "run" / "lease") == ranks.owner
+        ranks = new_run_lease(plan, out, RANKS)
+        assert acquire_lease_on_rank_0(ranks, out) is True
+        refusal(lambda: acquire_lease_on_rank_0(new_run_lease(plan, out, RANKS), out))
+    assert lease_owner(out / "run" / "lease") == ranks.owner
     ranks.release()
     # Begun by hand beside a `run` that is still choosing its checkpoint.
-    monkeypatch.setattr(lease_ownership, "HANDED_SECONDS", 0.0)
-    with held_by_run(plan, out):
-        refusal(lambda: take_on_rank_0(lease_of(plan, out, RANKS), out))
+    monkeypatch.setattr(lease_ownership, "HANDOVER_TIMEOUT_SECONDS", 0.0)
+    with hold_run_lease(plan, out):
+        refusal(lambda: acquire_lease_on_rank_0(new_run_lease(plan, out, RANKS), out))
 
 
 def test_ranks_of_one_launch_know_each_other(folders: tuple[Path, Path]) -> None:
     """Rank 0 and its neighbours have one parent."""
     out, _ = folders
-    take(Lease(lease_of(read_plan(out), out, RANKS).paths, this_process(RANKS, out)), out)
-    check_alone(read_plan(out), out, 1)
+    take(
+        Lease(new_run_lease(read_plan(out), out, RANKS).paths, current_process_owner(RANKS, out)),
+        out,
+    )
+    check_no_other_run(read_plan(out), out, 1)
 
 
 def test_compile_onto_a_folder_that_trains(
@@ -142,7 +147,7 @@ def test_compile_onto_a_folder_that_trains(
 ) -> None:
     """Started by launch.sh, without `run`'s lock; on another host, by its beats alone."""
     out, _ = folders
-    lease = lease_of(read_plan(out), out, RANKS)
+    lease = new_run_lease(read_plan(out), out, RANKS)
     take(lease, out)
     assert cli.main(["compile", str(tmp_path / "recipe.json"), "-o", str(out)]) == 1
     assert "error[SW5106]" in capsys.readouterr().err
@@ -152,8 +157,8 @@ def test_compile_onto_a_folder_that_trains(
 
 def test_who_is_taken_over_says_so(folders: tuple[Path, Path]) -> None:
     out, _ = folders
-    lease = lease_of(read_plan(out), out, RUN)
-    diagnostic = lease_ownership.taken_over(lease.owner, out).diagnostics[0]
+    lease = new_run_lease(read_plan(out), out, RUN)
+    diagnostic = lease_ownership.lease_lost(lease.owner, out).diagnostics[0]
     assert diagnostic.code == "SW6216" and f"process {os.getpid()}" in diagnostic.message
 
 
@@ -161,10 +166,10 @@ def test_a_run_that_ended_without_a_word_is_said(
     folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = folders
-    dead = dataclasses.replace(this_process(RANKS, out), pid=2**22 + 1)
+    dead = dataclasses.replace(current_process_owner(RANKS, out), pid=2**22 + 1)
     (out / "run" / "lease").write_text(json.dumps(dataclasses.asdict(dead)))
     began = time.monotonic()
-    with held_by_run(read_plan(out), out):
+    with hold_run_lease(read_plan(out), out):
         pass
     assert time.monotonic() - began < 5
     assert (
@@ -181,5 +186,5 @@ def test_a_place_that_cannot_be_written(folders: tuple[Path, Path], place: str) 
         path.rmdir()
     path.write_text("a file")
     with pytest.raises(Refusal) as refused:
-        take(lease_of(read_plan(out), out, RANKS), out)
+        take(new_run_lease(read_plan(out), out, RANKS), out)
     assert refused.value.diagnostics[0].code == "SW6209"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.engines.trainer_protocol import HeldParameter
+from shardwright.engines.trainer_protocol import ParameterShard
 from shardwright.plan.plan import Plan, PlanLora
 from shardwright.plan.plan_json import read_plan
 from shardwright.train.planned_parameters import check_parameters, planned_parameters
-from shardwright.train.training_session import live_record
+from shardwright.train.training_session import rank_record
 
 CASES = Path(__file__).parents[2] / "cases"
 NORM, FREEZABLE = "model.norm.weight", "model.layers.*.mlp.up_proj.weight"
@@ -25,10 +25,10 @@ def plan(case: str, *, frozen: tuple[str, ...] = (), lora: PlanLora | None = Non
     )
 
 
-def held(plan: Plan, rank: int) -> dict[str, HeldParameter]:
+def held(plan: Plan, rank: int) -> dict[str, ParameterShard]:
     planned = planned_parameters(plan, rank, frozenset())
     return {
-        n: HeldParameter(shape=p.shape, resident_bytes=4, is_trained=p.is_trained)
+        n: ParameterShard(shape=p.shape, resident_bytes=4, is_trained=p.is_trained)
         for n, p in planned.items()
     }
 
@@ -96,6 +96,6 @@ def test_another_rank_than_planned_is_refused(fault: str) -> None:
 
 def test_the_record_of_a_rank_counts() -> None:
     p = plan("qwen2-tp2-zero3", frozen=(NORM,))
-    record = live_record(held(p, 0), 0)
+    record = rank_record(held(p, 0), 0)
     assert record["frozen"] == {"tensors": 1, "elements": held(p, 0)[NORM].shape[0]}
     assert record["trained"]["tensors"] == len(held(p, 0)) - 1  # type: ignore[index,call-overload]

@@ -14,9 +14,9 @@ from shardwright.cli import main as cli
 from shardwright.compiled_folder import read_folder
 from shardwright.cost.goodput import goodput
 from shardwright.layout.planning_problem import Problem
-from shardwright.monitor.run_files import Saves, read_saves
+from shardwright.monitor.run_files import SaveWriter, read_save_statistics
 from shardwright.train.training_session import open_session
-from shardwright.utils.json_records import carried
+from shardwright.utils.json_records import copy_shared_fields
 from tests.conftest import SMALL_RECIPE
 
 CONFIG = {**SMALL_RECIPE["model"]["config"], "hidden_size": 256, "intermediate_size": 512}
@@ -44,7 +44,7 @@ def compiled(folder: Path, **changes: Any) -> Path:
 
 def predicted(folder: Path) -> Any:
     subject = read_folder(folder)
-    return goodput(carried(Problem, subject), subject.estimate)
+    return goodput(copy_shared_fields(Problem, subject), subject.estimate)
 
 
 def size_of(folder: Path) -> int:
@@ -90,14 +90,14 @@ def test_the_next_compile_takes_what_was_measured(
     assert isinstance(first["checkpoint"]["every_steps"], int)
     assert predicted(out).speed_from == "default"
     (out / "run").mkdir()
-    saves = Saves(out, 1, 0)
+    saves = SaveWriter(out, 1, 0)
     for step, seconds in ((10, 4.0), (20, 2.0), (30, 40.0)):
         saves.write(step, seconds, 10**9, 10**9)
     (out / "run" / "saves.jsonl").open("a").write('{"step": 40, "sec')
-    measured = read_saves(out)
+    measured = read_save_statistics(out)
     assert measured is not None
     assert (measured.count, measured.seconds, measured.gbytes_per_second) == (3, 4.0, 0.25)
-    assert read_saves(tmp_path) is None
+    assert read_save_statistics(tmp_path) is None
 
     capsys.readouterr()
     assert compiled(tmp_path) == out
@@ -146,7 +146,7 @@ def test_status_and_explain_tell_it(tmp_path: Path, capsys: pytest.CaptureFixtur
         return capsys.readouterr().out
 
     assert "saves" not in told("status") and json.loads(told("status", "--json"))["saves"] is None
-    Saves(out, 1, 0).write(7, 0.5, 10**9, 10**9)
+    SaveWriter(out, 1, 0).write(7, 0.5, 10**9, 10**9)
     state = json.loads(told("status", "--json"))
     assert state["saves"] == {"count": 1, "seconds": 0.5, "gbytes_per_second": 2.0}
     assert state["predicted_save_seconds"] == predicted(out).save_seconds

@@ -18,7 +18,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.engines.trainer_protocol import StepResult
 from shardwright.plan.plan_json import read_plan
 from shardwright.train import host_consistency
-from shardwright.train.lease_ownership import RANKS, lease_of, take
+from shardwright.train.lease_ownership import RANKS, new_run_lease, take
 from shardwright.train.training_session import Session, open_session
 from shardwright.train.training_worker import train_steps
 
@@ -148,7 +148,7 @@ def test_hosts_with_other_plans_or_other_data_train_no_step(
 
 def test_a_folder_that_another_run_holds_is_left_alone(compiled: Callable[..., Path]) -> None:
     out = compiled()
-    other = lease_of(read_plan(out), out, RANKS)
+    other = new_run_lease(read_plan(out), out, RANKS)
     take(other, out)
     with pytest.raises(Refusal) as refused, open_session(out):
         pass

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.utils.bounded_read import DEEPEST_JSON, parse_json, read_regular
+from shardwright.utils.bounded_read import MAX_JSON_DEPTH, parse_json, read_regular_file
 
 MANY = 4000
 SECONDS_AT_MOST = 2.0
@@ -38,11 +38,11 @@ def test_only_regular_files_are_read(tmp_path: Path, pipe: Path) -> None:
         (tmp_path, "folder"),
     ):
         with pytest.raises(OSError, match=words):
-            read_regular(path)
+            read_regular_file(path)
     (tmp_path / "large").write_bytes(b"x" * 2049)
     with pytest.raises(OSError, match="larger than 2 KiB"):
-        read_regular(tmp_path / "large", 2048)
-    assert len(read_regular(tmp_path / "large", 2049)) == 2049
+        read_regular_file(tmp_path / "large", 2048)
+    assert len(read_regular_file(tmp_path / "large", 2049)) == 2049
 
 
 @pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
@@ -52,7 +52,7 @@ def test_deep_json_is_a_value_error(text: str) -> None:
 
 
 def test_json_up_to_the_limit() -> None:
-    deepest = "[" * DEEPEST_JSON + "1" + "]" * DEEPEST_JSON
+    deepest = "[" * MAX_JSON_DEPTH + "1" + "]" * MAX_JSON_DEPTH
     assert json.dumps(parse_json(deepest)) == deepest
     with pytest.raises(ValueError, match="levels deep"):
         parse_json(f"[{deepest}]")

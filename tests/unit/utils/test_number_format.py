@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.utils.number_format import device_hours, duration, file_size, number, rate
+from shardwright.utils.number_format import (
+    format_bytes,
+    format_days,
+    format_device_hours,
+    format_number,
+    format_token_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,14 +25,14 @@ from shardwright.utils.number_format import device_hours, duration, file_size, n
     ],
 )
 def test_numbers(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_hours_and_rates_name_what_a_rank_runs_on() -> None:
-    assert device_hours(4.333e5, is_cpu=False) == "433,300 GPU hours"
-    assert device_hours(0.0301, is_cpu=True) == "0.0301 rank hours"
-    assert rate(14057.4, is_cpu=False) == "14,057 tokens/s per GPU"
-    assert rate(2835, is_cpu=True) == "2,835 tokens/s per rank"
+    assert format_device_hours(4.333e5, is_cpu=False) == "433,300 GPU hours"
+    assert format_device_hours(0.0301, is_cpu=True) == "0.0301 rank hours"
+    assert format_token_rate(14057.4, is_cpu=False) == "14,057 tokens/s per GPU"
+    assert format_token_rate(2835, is_cpu=True) == "2,835 tokens/s per rank"
 
 
 @pytest.mark.parametrize(
@@ -40,7 +46,7 @@ def test_hours_and_rates_name_what_a_rank_runs_on() -> None:
     ],
 )
 def test_durations(days: float, text: str) -> None:
-    assert duration(days) == text
+    assert format_days(days) == text
 
 
 @pytest.mark.parametrize(
@@ -62,4 +68,4 @@ def test_durations(days: float, text: str) -> None:
     ],
 )
 def test_sizes_of_files(size: int, text: str) -> None:
-    assert file_size(size) == text
+    assert format_bytes(size) == text

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from shardwright.utils.numeric_difference import (
-    apart,
-    series_apart,
-    share_apart,
-    tensor_apart,
-    weights_apart,
-    worst,
+    difference,
+    largest_difference,
+    max_abs_diff,
+    max_series_diff,
+    relative_error,
+    state_dict_max_abs_diff,
 )
 
 NAN, INF = math.nan, math.inf
@@ -40,56 +40,56 @@ NAN, INF = math.nan, math.inf
 def test_two_numbers(
     got: float | None, wanted: float | None, absolute: float, relative: float
 ) -> None:
-    assert (apart(got, wanted), apart(got, wanted, relative=True)) == (absolute, relative)
+    assert (difference(got, wanted), difference(got, wanted, relative=True)) == (absolute, relative)
 
 
 @pytest.mark.parametrize("place", range(3))
 def test_a_nan_is_the_worst_wherever_it_stands(place: int) -> None:
     numbers: list[float] = [1.0, 2.0, 3.0]
     planted = [*numbers[:place], NAN, *numbers[place + 1 :]]
-    assert worst(planted) == INF
+    assert largest_difference(planted) == INF
     assert (
-        series_apart(planted, numbers)
-        == series_apart(numbers, planted)
-        == series_apart(planted, planted)
+        max_series_diff(planted, numbers)
+        == max_series_diff(numbers, planted)
+        == max_series_diff(planted, planted)
         == INF
     )
-    assert tensor_apart(torch.tensor(planted), torch.tensor(numbers)) == INF
-    assert tensor_apart(torch.tensor(planted), torch.tensor(planted)) == INF
-    assert share_apart(torch.tensor(planted), torch.tensor(numbers)) == INF
-    assert share_apart(torch.tensor(numbers), torch.tensor(planted), least=1.0) == INF
+    assert max_abs_diff(torch.tensor(planted), torch.tensor(numbers)) == INF
+    assert max_abs_diff(torch.tensor(planted), torch.tensor(planted)) == INF
+    assert relative_error(torch.tensor(planted), torch.tensor(numbers)) == INF
+    assert relative_error(torch.tensor(numbers), torch.tensor(planted), least=1.0) == INF
 
 
 def test_series() -> None:
-    assert series_apart([1.0, 2.5], [1.0, 2.0]) == 0.5
-    assert series_apart([1.0, 2.5], [1.0, 2.0], relative=True) == 0.25
-    assert series_apart([1.0], [1.0, 1.0]) == series_apart([1.0, 1.0], [1.0]) == INF
-    assert series_apart([], []) == INF == worst([])
+    assert max_series_diff([1.0, 2.5], [1.0, 2.0]) == 0.5
+    assert max_series_diff([1.0, 2.5], [1.0, 2.0], relative=True) == 0.25
+    assert max_series_diff([1.0], [1.0, 1.0]) == max_series_diff([1.0, 1.0], [1.0]) == INF
+    assert max_series_diff([], []) == INF == largest_difference([])
 
 
 def test_tensors() -> None:
     a = torch.tensor([[1.0, -4.0]])
-    assert tensor_apart(a, a) == 0 == tensor_apart(torch.zeros(0), torch.zeros(0))
-    assert tensor_apart(a + 0.5, a) == 0.5 and share_apart(a + 0.5, a) == 0.125
-    assert share_apart(a + 0.5, a, least=5.0) == 0.1
+    assert max_abs_diff(a, a) == 0 == max_abs_diff(torch.zeros(0), torch.zeros(0))
+    assert max_abs_diff(a + 0.5, a) == 0.5 and relative_error(a + 0.5, a) == 0.125
+    assert relative_error(a + 0.5, a, least=5.0) == 0.1
     assert (
-        tensor_apart(a, a.t()) == tensor_apart(a, a[:, :1]) == tensor_apart(a, a.reshape(2)) == INF
+        max_abs_diff(a, a.t()) == max_abs_diff(a, a[:, :1]) == max_abs_diff(a, a.reshape(2)) == INF
     )
     infinite = torch.tensor([[1.0, -INF]])
-    assert tensor_apart(infinite, a) == tensor_apart(infinite, infinite) == INF
+    assert max_abs_diff(infinite, a) == max_abs_diff(infinite, infinite) == INF
     assert (
-        share_apart(a, torch.zeros(1, 2)) == INF
-        and share_apart(torch.zeros(2), torch.zeros(2)) == 0
+        relative_error(a, torch.zeros(1, 2)) == INF
+        and relative_error(torch.zeros(2), torch.zeros(2)) == 0
     )
-    assert tensor_apart(torch.nn.Parameter(a), a.bfloat16()) == 0
+    assert max_abs_diff(torch.nn.Parameter(a), a.bfloat16()) == 0
 
 
 def test_weights() -> None:
     a, b = torch.ones(2), torch.zeros(3)
-    assert weights_apart({"a": a, "b": b}, {"b": b + 0.25, "a": a}) == 0.25
+    assert state_dict_max_abs_diff({"a": a, "b": b}, {"b": b + 0.25, "a": a}) == 0.25
     assert (
-        weights_apart({"a": a}, {"a": a, "b": b})
-        == weights_apart({"a": a, "b": b}, {"a": a})
+        state_dict_max_abs_diff({"a": a}, {"a": a, "b": b})
+        == state_dict_max_abs_diff({"a": a, "b": b}, {"a": a})
         == INF
     )
-    assert weights_apart({}, {}) == INF
+    assert state_dict_max_abs_diff({}, {}) == INF

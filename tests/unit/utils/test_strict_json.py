@@ -12,8 +12,8 @@ import pytest
 from shardwright.launch.training_progress import TrainingProgress
 from shardwright.monitor.run_files import (
     PROGRESS,
-    Evaluations,
-    Metrics,
+    EvaluationWriter,
+    MetricsWriter,
     evaluated_step,
     read_json,
     write_json,
@@ -51,7 +51,7 @@ def test_a_runs_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert status == {"status": "failed", "loss": {"first": 2.0, "last": None, "finite": False}}
     assert read_json(tmp_path / "run" / "status.json") == status
 
-    metrics = Metrics(tmp_path, 1, 0)
+    metrics = MetricsWriter(tmp_path, 1, 0)
     metrics.write(1, 2.0, 1.0, 1e-3, 64, 0.5)
     metrics.write(2, NAN, INF, 1e-3, 64, 0.5)
     first, second = map(strict, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
@@ -65,7 +65,7 @@ def test_a_runs_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("loss", [NAN, INF])
 def test_a_validation(loss: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
-    evaluations = Evaluations(tmp_path, 1, 0)
+    evaluations = EvaluationWriter(tmp_path, 1, 0)
     evaluations.write(4, 2.0, 100, 0.1)
     evaluations.write(8, loss, 100, 0.1)
     line = strict((tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()[1])
@@ -79,5 +79,5 @@ def test_the_last_validation_behind_a_half_written_line(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "evaluation.jsonl").write_text('{"step": 4, "loss": 1.0}\n{"step": 8, "lo')
     assert evaluated_step(tmp_path) == 4
-    assert Evaluations(tmp_path, 2, 4).step == 4
-    assert Evaluations(tmp_path, 3, 3).step == 0  # cut back to an earlier step
+    assert EvaluationWriter(tmp_path, 2, 4).step == 4
+    assert EvaluationWriter(tmp_path, 3, 3).step == 0  # cut back to an earlier step

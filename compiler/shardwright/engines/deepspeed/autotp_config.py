@@ -18,17 +18,17 @@ from collections.abc import Callable
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.deepspeed.deepspeed_file_names import AUTOTP_FILE
-from shardwright.engines.deepspeed.ds_config import checked, for_scripts
-from shardwright.layout.parameter_sharding import ModuleSplit
+from shardwright.engines.deepspeed.ds_config import ds_config_for_user_scripts, validated_ds_config
+from shardwright.layout.parameter_sharding import ModuleSharding
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_types import JsonObject, JsonValue
 
-_HEADS = ("lm_head", "embed_out")
+_HEAD_NAMES = ("lm_head", "embed_out")
 """Last parts of an output embedding's name that DeepSpeed's vocabulary-parallel head accepts by
 default."""
 
 
-PROVED_TYPES = (
+AUTOTP_VERIFIED_TYPES = (
     "arcee",
     "cohere2",
     "cwm",
@@ -56,7 +56,7 @@ PROVED_TYPES = (
 tests/launch/test_autotp.py measures it."""
 
 
-def _packed(split: ModuleSplit) -> JsonObject:
+def _packed(split: ModuleSharding) -> JsonObject:
     blocks = split.parameters[0].blocks
     equal = len(set(blocks)) == 1
     shape: list[JsonValue] = [len(blocks) if equal else list(blocks), -1]
@@ -64,7 +64,7 @@ def _packed(split: ModuleSplit) -> JsonObject:
 
 
 # style -> the rest of a layer spec (module_inject/autotp_config.py, TPLayerSpec)
-_SPECS: dict[str, Callable[[ModuleSplit], JsonObject]] = {
+_SPECS: dict[str, Callable[[ModuleSharding], JsonObject]] = {
     "colwise": lambda split: {"partition_type": "column"},
     "rowwise": lambda split: {"partition_type": "row"},
     "packed_colwise": _packed,
@@ -96,12 +96,12 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
         spec = _SPECS[split.style](split)
         if specs.setdefault(pattern, spec) != spec:
             return _warning(split, "is cut in another way than in other layers")
-    if plan.model.model_type not in PROVED_TYPES:
+    if plan.model.model_type not in AUTOTP_VERIFIED_TYPES:
         return _warning(
             plan.tensor_parallel.modules[0],
             f"is of a {plan.model.model_type}, not proved under AutoTP",
         )
-    if head.rpartition(".")[2] not in _HEADS:
+    if head.rpartition(".")[2] not in _HEAD_NAMES:
         return _warning(
             plan.tensor_parallel.modules[-1], f"has an output embedding that is called {head!r}"
         )
@@ -111,7 +111,11 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
     # Without an mpu DeepSpeed 0.19.8 counts the batch over all ranks, tensor ranks too, and asserts
     # on the true one (runtime/config.py, _batch_assertion): the two numbers that hold per rank are
     # enough.
-    rest = {key: value for key, value in for_scripts(plan).items() if key != "train_batch_size"}
+    rest = {
+        key: value
+        for key, value in ds_config_for_user_scripts(plan).items()
+        if key != "train_batch_size"
+    }
     section: JsonObject = {
         "autotp_size": degree,
         "vocab_parallel_lm_head": True,
@@ -123,10 +127,10 @@ def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
             ],
         },
     }
-    return checked({**rest, "tensor_parallel": section})
+    return validated_ds_config({**rest, "tensor_parallel": section})
 
 
-def _pattern(split: ModuleSplit) -> str:
+def _pattern(split: ModuleSharding) -> str:
     """A regular expression for the module's parameters: AutoTP matches names from their start; any
     layer number."""
     name = re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(split.module))
@@ -135,7 +139,7 @@ def _pattern(split: ModuleSplit) -> str:
     return f"^{name}{ending}"
 
 
-def _obstacle(split: ModuleSplit) -> str:
+def _obstacle(split: ModuleSharding) -> str:
     if split.style not in _SPECS:
         return f"has the style {split.style}, which AutoTP does not run"
     matrices = [p for p in split.parameters if p.dimension is not None and len(p.shape) >= 2]
@@ -146,7 +150,7 @@ def _obstacle(split: ModuleSplit) -> str:
     return ""
 
 
-def _warning(split: ModuleSplit, why: str) -> Diagnostic:
+def _warning(split: ModuleSharding, why: str) -> Diagnostic:
     return Diagnostic(
         code="SW4101",
         severity="warning",

@@ -11,26 +11,26 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
-from shardwright.engines.deepspeed.deepspeed_trainer import DeepSpeedTrainer, causal_loss
-from shardwright.engines.deepspeed.hpz_groups import secondary_group
+from shardwright.engines.deepspeed.deepspeed_trainer import DeepSpeedTrainer, build_causal_loss
+from shardwright.engines.deepspeed.hpz_groups import hpz_group
 from shardwright.engines.trainer_protocol import StepResult
-from shardwright.parallel.activation_checkpointing import recompute_as_planned
+from shardwright.parallel.activation_checkpointing import apply_activation_checkpointing
 from shardwright.parallel.distributed_losses import (
     ChunkedLoss,
-    compute_loss_inside,
     micro_batch_loss,
+    wrap_chunked_loss,
 )
-from shardwright.parallel.dummy_images import BlankPicture
-from shardwright.parallel.expert_parallel import ExpertSpreader, own_splits
-from shardwright.parallel.layer_compile import compile_as_planned
-from shardwright.parallel.micro_batches import HeldOut, MicroBatch
+from shardwright.parallel.dummy_images import DummyImage
+from shardwright.parallel.expert_parallel import ExpertSharder, splits_of_local_experts
+from shardwright.parallel.layer_compile import compile_layers
+from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.parallel.torch_dtypes import DTYPES
-from shardwright.parallel.weight_loader import Filler
+from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
 
 
-class DataTrainer(DeepSpeedTrainer):
+class DataParallelTrainer(DeepSpeedTrainer):
     """The Hugging Face model itself under DeepSpeedEngine: ZeRO 0 to 3, tensor-parallel layers, no
     pipeline."""
 
@@ -39,8 +39,8 @@ class DataTrainer(DeepSpeedTrainer):
         plan: Plan,
         model: nn.Module,
         config: dict[str, Any],
-        filler: Filler,
-        experts: ExpertSpreader,
+        filler: WeightLoader,
+        experts: ExpertSharder,
     ) -> None:
         super().__init__(plan, filler.transposed)
         strategy = plan.strategy
@@ -48,28 +48,30 @@ class DataTrainer(DeepSpeedTrainer):
             num_pp=1, num_mp=strategy.tensor, num_dp=strategy.shards
         )
         self.grid = PipelineParallelGrid(topology=topology)
-        self.secondary_group = secondary_group(plan)
-        self._cut_and_fill(model, config, filler, experts)
-        compile_as_planned(model, plan)
-        recompute_as_planned(model, plan)
+        self.hpz_group = hpz_group(plan)
+        self._shard_and_load(model, config, filler, experts)
+        compile_layers(model, plan)
+        apply_activation_checkpointing(model, plan)
         self._prepare_loss(model)
         self._initialize(model, config, self.grid)
         self._blank = (
-            BlankPicture(model) if plan.model.sees and not plan.model.contrastive else None
+            DummyImage(model)
+            if plan.model.is_vision_language and not plan.model.contrastive
+            else None
         )
 
     def _prepare_loss(self, model: nn.Module) -> None:
-        self.loss_fn = causal_loss(self.plan, self.grid)
+        self.loss_fn = build_causal_loss(self.plan, self.grid)
         if isinstance(self.loss_fn, ChunkedLoss):
-            compute_loss_inside(model, self.loss_fn)
+            wrap_chunked_loss(model, self.loss_fn)
 
-    def _cut_and_fill(
-        self, model: nn.Module, config: dict[str, Any], filler: Filler, experts: ExpertSpreader
+    def _shard_and_load(
+        self, model: nn.Module, config: dict[str, Any], filler: WeightLoader, experts: ExpertSharder
     ) -> None:
         """A decoder layer at a time, and then the rest. At ZeRO-3 each is partitioned before the
         next is read."""
         plan, stack = self.plan, self.plan.model.cut.stack
-        splits = own_splits(plan) if plan.strategy.tensor > 1 else ()
+        splits = splits_of_local_experts(plan) if plan.strategy.tensor > 1 else ()
         splitter = TensorSplitter(
             model, splits, filler.transposed, self.grid.get_slice_parallel_group()
         )
@@ -113,7 +115,7 @@ class DataTrainer(DeepSpeedTrainer):
             remote_device=offload.get("device"),
             pin_memory=bool(offload.get("pin_memory", False)),
             mpu=self.grid,
-            zero_param_parallel_group=self.secondary_group,
+            zero_param_parallel_group=self.hpz_group,
         )
 
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
@@ -137,7 +139,7 @@ class DataTrainer(DeepSpeedTrainer):
         )
 
     @torch.no_grad()
-    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+    def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]:
         predicted = self._sum(held_out.predicted)
         self.loss_fn.scale = 1 / max(1, predicted)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -151,7 +153,13 @@ class DataTrainer(DeepSpeedTrainer):
     def _loss(self, m: MicroBatch) -> torch.Tensor:
         attention, dtype = self.plan.model.attention, DTYPES[self.plan.training.precision]
         return micro_batch_loss(
-            self.engine, self.loss_fn, self.piece(m), attention, self.device, dtype, self._blank
+            self.engine,
+            self.loss_fn,
+            self.context_shard(m),
+            attention,
+            self.device,
+            dtype,
+            self._blank,
         )
 
     def _zero0_grad_norm(self) -> float:

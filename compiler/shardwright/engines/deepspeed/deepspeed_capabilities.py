@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardwright.engines.deepspeed.deepspeed_file_names import ACCELERATE, AUTOTP_FILE, DS_CONFIG
 from shardwright.engines.deepspeed.deepspeed_rules import RULES
-from shardwright.engines.deepspeed.ds_config_extra import check_extra
-from shardwright.engines.engine_definition import Engine, Traits
+from shardwright.engines.deepspeed.ds_config_extra import sbatch_option_errors
+from shardwright.engines.engine_definition import Engine, EngineTraits
 
 DEEPSPEED = Engine(
     name="deepspeed",
@@ -16,28 +16,28 @@ DEEPSPEED = Engine(
     packages={"deepspeed": ">=0.19.8,<0.20"},
     artifacts=(DS_CONFIG, AUTOTP_FILE, f"{ACCELERATE}/"),
     inputs=(DS_CONFIG,),
-    traits=Traits(
-        selective_repeats_projections=True,
+    traits=EngineTraits(
+        selective_recomputes_projections=True,
         fuses_accumulation=False,
-        tensor_host="floor",
-        duplex_sends=False,
+        tensor_parallel_launch_cost="floor",
+        bidirectional_p2p=False,
         # pipe/engine.py, _exec_backward_pass; pipe/schedule.py, TrainSchedule.num_pipe_buffers
-        kept_outputs=2,
+        saved_stage_outputs=2,
         bucketed_zero=False,
         bucketed_pipeline=True,
         traffic="deepspeed",
         # overlap_comm is written from stage 2 on (engines/deepspeed/ds_config_zero.py)
         zero_1_overlaps=False,
-        gathers_layers=False,
+        zero3_gathers_flat_layers=False,
         chunked_loss=True,
         hpz=True,
     ),
     rules=RULES,
-    check_extra=check_extra,
+    sbatch_option_errors=sbatch_option_errors,
     axes=frozenset({"context", "expert"}),
     compiles_layers=True,
-    sees=True,
+    is_vision_language=True,
     islands=True,
-    measures_noise=True,
+    measures_noise_scale=True,
     compares=True,
 )

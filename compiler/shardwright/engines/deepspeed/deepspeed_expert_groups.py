@@ -18,17 +18,17 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import groups
 from torch import nn
 
-from shardwright.parallel.expert_parallel import ExpertSpreader
+from shardwright.parallel.expert_parallel import ExpertSharder
 from shardwright.parallel.learning_rate import decay_groups
 from shardwright.parallel.parameter_names import set_padding
 from shardwright.plan.plan import Plan
 
 
-def expert_spreader(plan: Plan, model: nn.Module) -> ExpertSpreader:
+def build_expert_sharder(plan: Plan, model: nn.Module) -> ExpertSharder:
     """Collective: the process groups."""
-    _forget_groups()
+    _clear_expert_groups()
     if plan.strategy.expert == 1:
-        return ExpertSpreader(model)
+        return ExpertSharder(model)
     name = _group_name(plan)
     together: dict[tuple[int, ...], list[int]] = {}
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -37,19 +37,21 @@ def expert_spreader(plan: Plan, model: nn.Module) -> ExpertSpreader:
         together.setdefault((rank.pipeline, rank.tensor, place // plan.strategy.expert), []).append(
             rank.rank
         )
-        alike.setdefault((rank.pipeline, rank.tensor, plan.expert_of(rank)), []).append(rank.rank)
-    groups._EXPERT_PARALLEL_GROUP[name], groups._EXPERT_PARALLEL_GROUP_RANKS[name] = _own(
+        alike.setdefault((rank.pipeline, rank.tensor, plan.expert_rank_of(rank)), []).append(
+            rank.rank
+        )
+    groups._EXPERT_PARALLEL_GROUP[name], groups._EXPERT_PARALLEL_GROUP_RANKS[name] = _own_group(
         together.values()
     )
-    groups._EXPERT_DATA_PARALLEL_GROUP[name], groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = _own(
-        alike.values()
+    groups._EXPERT_DATA_PARALLEL_GROUP[name], groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = (
+        _own_group(alike.values())
     )
-    return ExpertSpreader(
-        model, plan.experts, groups._EXPERT_PARALLEL_GROUP[name], partial(_mark, name)
+    return ExpertSharder(
+        model, plan.experts, groups._EXPERT_PARALLEL_GROUP[name], partial(_mark_expert, name)
     )
 
 
-def _forget_groups() -> None:
+def _clear_expert_groups() -> None:
     """Of an engine that this process had before."""
     for made in (
         groups._EXPERT_PARALLEL_GROUP,
@@ -60,7 +62,7 @@ def _forget_groups() -> None:
         made.clear()
 
 
-def _own(members: Iterable[list[int]]) -> tuple[dist.ProcessGroup, list[int]]:
+def _own_group(members: Iterable[list[int]]) -> tuple[dist.ProcessGroup, list[int]]:
     """Each rank makes all of the groups."""
     made = [(dist.new_group(ranks), ranks) for ranks in members]
     return next(each for each in made if dist.get_rank() in each[1])
@@ -72,7 +74,7 @@ def _group_name(plan: Plan) -> str:
     )
 
 
-def _mark(name: str, parameter: nn.Parameter) -> None:
+def _mark_expert(name: str, parameter: nn.Parameter) -> None:
     """ZeRO-3 reads where to partition it before it partitions anything
     (zero/partition_parameters.py)."""
     marks = {
@@ -86,7 +88,7 @@ def _mark(name: str, parameter: nn.Parameter) -> None:
         setattr(parameter, mark, value)
 
 
-class _Marker(AutoEPMoELayer):  # type: ignore[misc]
+class _ExpertLayerMarker(AutoEPMoELayer):  # type: ignore[misc]
     """What makes an engine look for experts among its parameters; of all kinds that it knows ZeRO-3
     takes this one."""
 
@@ -111,11 +113,11 @@ def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
     if plan.strategy.expert == 1 or not _trains_experts(plan):
         return decay_groups(dense, decay)
     name = _group_name(plan)
-    module.add_module("expert_marker", _Marker(len(plan.experts)))
+    module.add_module("expert_marker", _ExpertLayerMarker(len(plan.experts)))
     if plan.strategy.pipeline > 1:
         pads = _padding(padding, "experts", experts)
         for _, parameter in pads:
-            _mark(name, parameter)
+            _mark_expert(name, parameter)
         experts += pads
     return [
         *decay_groups(dense, decay),
@@ -127,7 +129,7 @@ def _trains_experts(plan: Plan) -> bool:
     """Whether any stage has an expert that is not frozen. To an engine without one the model is
     dense: it wants parameters of experts in its groups as soon as it finds a layer of them."""
     names = (p.name for module in plan.tensor_parallel.modules for p in module.parameters)
-    return any(plan.holds_experts_apart(name) and not plan.model.is_frozen(name) for name in names)
+    return any(plan.is_expert_parameter(name) and not plan.model.is_frozen(name) for name in names)
 
 
 def _padding(

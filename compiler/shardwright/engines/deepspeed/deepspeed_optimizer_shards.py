@@ -17,9 +17,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from shardwright.engines.deepspeed.hpz_groups import forget_secondary
-from shardwright.engines.trainer_protocol import HeldParameter, LiveFragment
-from shardwright.parallel.lora_adapters import unique
+from shardwright.engines.deepspeed.hpz_groups import drop_hpz_copies
+from shardwright.engines.trainer_protocol import OwnedShard, ParameterShard
+from shardwright.parallel.lora_adapters import unique_parameters
 from shardwright.parallel.parameter_names import is_padding, named_buffers, named_parameters
 from shardwright.plan.plan import Plan
 
@@ -92,27 +92,27 @@ def set_loss_scale(engine: Any, saved: dict[str, float]) -> None:
         setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
 
 
-def held_parameters(module: nn.Module) -> dict[str, HeldParameter]:
+def parameter_shards(module: nn.Module) -> dict[str, ParameterShard]:
     held = {}
-    for name, p in unique(
+    for name, p in unique_parameters(
         (name, p) for name, p in module.named_parameters() if not is_padding(p)
     ).items():
         # ds_tensor is ZeRO-3's own partition of the parameter.
         resident = getattr(p, "ds_tensor", p).numel() * p.element_size()
-        held[name] = HeldParameter(
+        held[name] = ParameterShard(
             shape=_shard_shape(p), resident_bytes=resident, is_trained=p.requires_grad
         )
     return held
 
 
-def live_fragments(plan: Plan, engine: Any) -> Iterator[LiveFragment]:
+def optimizer_shards(plan: Plan, engine: Any) -> Iterator[OwnedShard]:
     """Of every parameter of this rank, trained or not, and of every persistent buffer."""
     masters = _masters(engine)
     for name, parameter in named_parameters(plan, engine.module).items():
         if not parameter.requires_grad:
-            yield _constant(engine, name, parameter)
+            yield _untrained_shard(engine, name, parameter)
             continue
-        place = _place(engine, parameter)
+        place = _shard_address(engine, parameter)
         if place is None:  # another data rank owns all of it
             continue
         group, begin, start, numel = place
@@ -120,19 +120,19 @@ def live_fragments(plan: Plan, engine: Any) -> Iterator[LiveFragment]:
         flats = {"fp32": master.data} | {
             moment: _moments(engine, master)[moment] for moment in MOMENTS
         }
-        yield LiveFragment(
+        yield OwnedShard(
             name=name,
             shard_shape=_shard_shape(parameter),
             start=start,
             states={state: flat.view(-1).narrow(0, begin, numel) for state, flat in flats.items()},
-            live=_live(parameter, start, numel),
+            live=_model_values(parameter, start, numel),
             partitioned=group is not None,
             copied=getattr(parameter, "ds_pipe_replicated", False),
         )
 
     for name, buffer in named_buffers(engine.module).items():
         value, shape = buffer.detach().view(-1), tuple(buffer.shape)
-        yield LiveFragment(
+        yield OwnedShard(
             name=name,
             shard_shape=shape,
             start=0,
@@ -148,13 +148,13 @@ def _shard_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     )  # ds_shape: what ZeRO-3 partitions
 
 
-def _place(engine: Any, parameter: Any) -> tuple[int | None, int, int, int] | None:
+def _shard_address(engine: Any, parameter: Any) -> tuple[int | None, int, int, int] | None:
     """(master, place in it, place in the shard, elements); master None: the parameter is its
     own."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         group, begin, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start, numel = _zero3_range(optimizer, parameter)
+        start, numel = _zero3_partition_range(optimizer, parameter)
         return (group, begin, start, numel) if numel > 0 else None
     if isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
         mapping = parameter._hp_mapping
@@ -165,28 +165,30 @@ def _place(engine: Any, parameter: Any) -> tuple[int | None, int, int, int] | No
     return None, 0, 0, parameter.numel()
 
 
-def _zero3_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
+def _zero3_partition_range(optimizer: Any, parameter: Any) -> tuple[int, int]:
     """Elements of the parameter that are this data rank's; the last partition is padded."""
     size = parameter.ds_tensor.ds_numel
     start = size * optimizer._get_param_partition_rank(parameter)
     return start, min(size, parameter.ds_numel - start)
 
 
-def _live(parameter: Any, start: int, numel: int) -> torch.Tensor:
+def _model_values(parameter: Any, start: int, numel: int) -> torch.Tensor:
     """At ZeRO-3 a rank has its own partition, which begins at `start`."""
     if hasattr(parameter, "ds_tensor"):
         return parameter.ds_tensor.data.view(-1).narrow(0, 0, numel)  # type: ignore[no-any-return]
     return parameter.data.view(-1).narrow(0, start, numel)  # type: ignore[no-any-return]
 
 
-def _constant(engine: Any, name: str, parameter: Any) -> LiveFragment:
+def _untrained_shard(engine: Any, name: str, parameter: Any) -> OwnedShard:
     """A parameter that is not trained, in the type that the model computes with."""
     partitioned = hasattr(parameter, "ds_tensor")
     start, numel = (
-        _zero3_range(engine.optimizer, parameter) if partitioned else (0, parameter.numel())
+        _zero3_partition_range(engine.optimizer, parameter)
+        if partitioned
+        else (0, parameter.numel())
     )
-    value = _live(parameter, start, max(0, numel))
-    return LiveFragment(
+    value = _model_values(parameter, start, max(0, numel))
+    return OwnedShard(
         name=name,
         shard_shape=_shard_shape(parameter),
         start=start,
@@ -197,7 +199,7 @@ def _constant(engine: Any, name: str, parameter: Any) -> LiveFragment:
     )
 
 
-def use_masters(engine: Any) -> None:
+def copy_masters_to_model(engine: Any) -> None:
     """Collective. The weights that the model computes with, from the fp32 masters that were
     restored."""
     optimizer = engine.optimizer
@@ -214,4 +216,4 @@ def use_masters(engine: Any) -> None:
             for part, values in zip(optimizer.fp16_partitioned_groups[group], parts, strict=True):
                 part.data = values.data
         optimizer.checkpoint_event_epilogue()
-        forget_secondary(engine.module)
+        drop_hpz_copies(engine.module)

@@ -114,7 +114,7 @@ def _experts_count_by_tensor_rank(self: Any, params: list[Any], process_group: A
     return bool(_counts_every_rank(self, params, process_group))
 
 
-def apply_fixes() -> None:
+def patch_deepspeed() -> None:
     DeepSpeedZeroOptimizer_Stage3._grad_norm_counts_every_rank = _experts_count_by_tensor_rank
     bf16_optimizer.get_norm_with_moe_layers = _norm_with_experts
     bf16_optimizer.BF16_Optimizer.get_grads_for_norm = _gradients_for_norm

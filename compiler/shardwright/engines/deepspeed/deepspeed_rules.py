@@ -12,7 +12,7 @@ from shardwright.layout.layout_rule import Candidate, Rule, rule
 from shardwright.utils.json_types import JsonValue
 
 _TIMERS = "DeepSpeed's pipeline engine starts the timers of the backward pass twice, and fails"
-IN_A_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profiler": _TIMERS}
+EXTRA_KEYS_REFUSED_IN_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profiler": _TIMERS}
 """Key -> why a pipeline does not run with it."""
 
 
@@ -62,7 +62,7 @@ def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
     )
 
 
-def ignored_offload(x: Candidate) -> Diagnostic | None:
+def offload_without_effect(x: Candidate) -> Diagnostic | None:
     """Found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says
     nothing. The optimizer's states in a pipeline (DeepSpeed#3866) are right by now: tests/parity
     proves them."""
@@ -101,13 +101,18 @@ def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
     _exec_backward_pass, and the hook of runtime/engine.py behind it start the same timer)."""
     if x.strategy.pipeline == 1:
         return None
-    key = next((key for key in IN_A_PIPELINE if _is_on(x.recipe.extra.get(key))), None)
+    key = next(
+        (key for key in EXTRA_KEYS_REFUSED_IN_PIPELINE if _is_on(x.recipe.extra.get(key))), None
+    )
     if key is None:
         return None
     return found(
         "SW3133",
         f"extra.{key}",
-        f"extra.{key} does not run at pipeline {x.strategy.pipeline}: {IN_A_PIPELINE[key]}",
+        (
+            f"extra.{key} does not run at pipeline {x.strategy.pipeline}: "
+            f"{EXTRA_KEYS_REFUSED_IN_PIPELINE[key]}"
+        ),
         "Remove it, or write `pipeline: 1`. run/metrics.jsonl has every step's seconds.",
     )
 
@@ -137,7 +142,7 @@ RULES: dict[str, Rule] = {
     "SW3107": rule(pipeline_zero_0, "pipeline", "zero_stage"),
     "SW3108": rule(pipeline_zero_23, "pipeline", "zero_stage"),
     "SW3109": rule(dualpipev_micro_batches, "pipeline", "schedule", "gradient_accumulation_steps"),
-    "SW3111": rule(ignored_offload, "zero_stage", "offload"),
+    "SW3111": rule(offload_without_effect, "zero_stage", "offload"),
     "SW3114": rule(zero_0_half_precision, "pipeline", "zero_stage"),
     "SW3133": rule(timers_in_a_pipeline, "pipeline"),
     "SW3150": rule(experts_without_zero, "expert", "zero_stage"),

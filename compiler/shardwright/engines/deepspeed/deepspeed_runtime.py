@@ -10,10 +10,10 @@ from shardwright.engines.trainer_protocol import Trainer
 from shardwright.plan.plan import Plan
 
 
-def prepare_process(plan: Plan, *, own_loop: bool) -> None:
+def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
     if plan.is_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        if not own_loop:
+        if not user_training_loop:
             # DeepSpeed looks whether the optimizer is its Muon, whose torch.compile imports all of
             # inductor: 2 s a rank.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -15,21 +15,21 @@ from torch import nn
 
 from shardwright.engines.deepspeed.deepspeed_expert_groups import parameter_groups
 from shardwright.engines.deepspeed.deepspeed_optimizer_shards import (
-    held_parameters,
-    live_fragments,
+    copy_masters_to_model,
     loss_scale,
+    optimizer_shards,
     optimizer_step,
+    parameter_shards,
     set_loss_scale,
     set_optimizer_step,
-    use_masters,
 )
-from shardwright.engines.trainer_protocol import Counters, HeldParameter, LiveFragment
-from shardwright.models.router_aux_loss import RouterBalance
-from shardwright.parallel.context_batch_shards import own_piece
+from shardwright.engines.trainer_protocol import OptimizerCounters, OwnedShard, ParameterShard
+from shardwright.models.router_aux_loss import RouterAuxLoss
+from shardwright.parallel.context_batch_shards import contiguous_shard
 from shardwright.parallel.distributed_losses import CausalLoss, ChunkedLoss
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.parallel.parameter_names import is_padding
-from shardwright.parallel.router_balance_loss import share_of_micro_batch
+from shardwright.parallel.router_balance_loss import micro_batch_weight
 from shardwright.plan.plan import Plan
 
 
@@ -40,17 +40,17 @@ class DeepSpeedTrainer:
     engine: Any
     grid: PipelineParallelGrid
     loss_fn: CausalLoss
-    balance: RouterBalance | None = None
+    balance: RouterAuxLoss | None = None
 
     def __init__(self, plan: Plan, transposed: frozenset[str]) -> None:
         self.plan, self.transposed = plan, transposed
         self.device = torch.device(get_accelerator().current_device_name())
 
-    def owned(self) -> Iterator[LiveFragment]:
-        return live_fragments(self.plan, self.engine)
+    def owned(self) -> Iterator[OwnedShard]:
+        return optimizer_shards(self.plan, self.engine)
 
-    def held(self) -> dict[str, HeldParameter]:
-        return held_parameters(self.engine.module)
+    def held(self) -> dict[str, ParameterShard]:
+        return parameter_shards(self.engine.module)
 
     def counted(self) -> Iterator[nn.Parameter]:
         first = self.grid.get_slice_parallel_rank() == 0
@@ -62,13 +62,13 @@ class DeepSpeedTrainer:
             ):
                 yield p
 
-    def counters(self) -> Counters:
+    def counters(self) -> OptimizerCounters:
         scale = loss_scale(self.engine) if self.plan.training.precision == "fp16" else None
-        return Counters(updates=optimizer_step(self.engine), loss_scale=scale)
+        return OptimizerCounters(updates=optimizer_step(self.engine), loss_scale=scale)
 
-    def restored(self, step: int, counters: Counters) -> None:
+    def finish_restore(self, step: int, counters: OptimizerCounters) -> None:
         set_optimizer_step(self.engine, counters.updates)
-        use_masters(self.engine)
+        copy_masters_to_model(self.engine)
         if self.plan.training.precision == "fp16":
             set_loss_scale(self.engine, counters.loss_scale or {})
         self.engine.global_steps = step
@@ -96,13 +96,13 @@ class DeepSpeedTrainer:
         predicted = self._sum(sum(m.predicted for m in micro_batches))
         self.loss_fn.scale = len(micro_batches) * self.plan.strategy.shards / predicted
         if self.balance is not None:
-            self.balance.share = share_of_micro_batch(self.plan, len(micro_batches))
+            self.balance.share = micro_batch_weight(self.plan, len(micro_batches))
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
 
-    def piece(self, batch: MicroBatch) -> MicroBatch:
+    def context_shard(self, batch: MicroBatch) -> MicroBatch:
         """This rank's share of a micro-batch of its data rank."""
-        return own_piece(
+        return contiguous_shard(
             batch, self.plan.ranks[dist.get_rank()].context, self.plan.strategy.context
         )
 
@@ -113,7 +113,7 @@ class DeepSpeedTrainer:
         return int(total.item()) // self.plan.strategy.context
 
 
-def causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
+def build_causal_loss(plan: Plan, grid: PipelineParallelGrid) -> CausalLoss:
     sizes = plan.tensor_parallel.vocabulary_sizes
     kind = ChunkedLoss if plan.model.loss == "chunked" else CausalLoss
     cut = (

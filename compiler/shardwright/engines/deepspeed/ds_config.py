@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.engines.deepspeed.ds_config_extra import merged
-from shardwright.engines.deepspeed.ds_config_schema import snapshot
-from shardwright.engines.deepspeed.ds_config_validation import misfits
+from shardwright.engines.deepspeed.ds_config_extra import merge_ds_config
+from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
+from shardwright.engines.deepspeed.ds_config_validation import schema_mismatches
 from shardwright.layout.zero_hpz_key import HPZ
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_types import JsonObject, JsonValue
 
-NEVER = 1_000_000_000
+STEPS_PER_PRINT_NEVER = 1_000_000_000
 
 
 def ds_config(plan: Plan) -> JsonObject:
@@ -41,7 +41,7 @@ def ds_config(plan: Plan) -> JsonObject:
         },
         "zero_optimization": plan.zero,
         **_precision(plan),
-        "steps_per_print": NEVER,  # run/metrics.jsonl has every step
+        "steps_per_print": STEPS_PER_PRINT_NEVER,  # run/metrics.jsonl has every step
         "wall_clock_breakdown": False,
     }
     if strategy.pipeline > 1:
@@ -56,10 +56,10 @@ def ds_config(plan: Plan) -> JsonObject:
             # tensor parallelism.
             pipeline |= {"pipe_partitioned": False, "grad_partitioned": False}
         config["pipeline"] = pipeline
-    return merged(config, plan.extra)
+    return merge_ds_config(config, plan.extra)
 
 
-def for_scripts(plan: Plan) -> JsonObject:
+def ds_config_for_user_scripts(plan: Plan) -> JsonObject:
     """For scripts of the user's own: without hpZ, whose groups are wrong where DeepSpeed makes them
     itself (decision
     019)."""
@@ -68,12 +68,13 @@ def for_scripts(plan: Plan) -> JsonObject:
     )
 
 
-def checked(config: JsonObject) -> JsonObject:
+def validated_ds_config(config: JsonObject) -> JsonObject:
     """`config` itself. Raises ValueError, for it is our own doing, where DeepSpeed would not take
     it, or would ignore a key: against its models and, for the sections that it leaves loose, a
     strict schema of ours."""
     wrong = [
-        f"{misfit.kind} {'.'.join(map(str, misfit.path))}" for misfit in misfits(config, snapshot())
+        f"{misfit.kind} {'.'.join(map(str, misfit.path))}"
+        for misfit in schema_mismatches(config, ds_config_schema())
     ]
     if wrong:
         raise ValueError(f"ds_config: {', '.join(wrong)}")

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath
-from shardwright.engines.deepspeed.ds_config_schema import snapshot
-from shardwright.engines.deepspeed.ds_config_validation import Misfit, misfits
-from shardwright.layout.zero_hpz_key import HPZ, asks_for_none
+from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
+from shardwright.engines.deepspeed.ds_config_validation import SchemaMismatch, schema_mismatches
+from shardwright.layout.zero_hpz_key import HPZ, disables_hpz
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_types import JsonObject, JsonValue
 
-ALLOWED: tuple[str, ...] = (
+EXTRA_KEYS_ALLOWED: tuple[str, ...] = (
     # what a run tells
     "wall_clock_breakdown",
     "memory_breakdown",
@@ -53,7 +53,7 @@ ALLOWED: tuple[str, ...] = (
 by more than their own buffers. `make prove` trains with each, saves, and goes on on another layout
 (tests/launch/test_extra.py)."""
 
-REFUSED: dict[str, str] = {
+EXTRA_KEYS_REFUSED: dict[str, str] = {
     "zero_optimization.round_robin_gradients": "DeepSpeed then keeps the optimizer's masters in "
     "another order than it "
     "says, so that checkpoints and exports would hold weights under wrong names",
@@ -65,7 +65,7 @@ REFUSED: dict[str, str] = {
 }
 """Keys that change nothing by DeepSpeed's word, and why they may not stand here all the same."""
 
-DECIDED: dict[str, str] = {
+KEYS_SET_BY_RECIPE: dict[str, str] = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "parallelism.micro_batch_size",
     "gradient_accumulation_steps": "parallelism.micro_batch_size",
@@ -88,10 +88,13 @@ DECIDED: dict[str, str] = {
 """Key or section of ds_config.json -> the recipe's key that decides it."""
 
 
-def check_extra(recipe: Recipe) -> tuple[Diagnostic, ...]:
+def sbatch_option_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """Each key of `extra` that DeepSpeed does not know, takes another type for, or that is not
     free, once."""
-    found = {misfit.path: _misfit(misfit) for misfit in misfits(recipe.extra, snapshot())}
+    found = {
+        misfit.path: _misfit(misfit)
+        for misfit in schema_mismatches(recipe.extra, ds_config_schema())
+    }
     told = set(found)
     for path in _leaves(recipe.extra, ()):
         if not any(path[:length] in told for length in range(1, len(path) + 1)):
@@ -101,13 +104,13 @@ def check_extra(recipe: Recipe) -> tuple[Diagnostic, ...]:
     return tuple(found.values())
 
 
-def merged(base: JsonObject, extra: JsonObject) -> JsonObject:
+def merge_ds_config(base: JsonObject, extra: JsonObject) -> JsonObject:
     """`extra` over `base`, section by section."""
     result: dict[str, JsonValue] = dict(base)
     for key, value in extra.items():
         below = result.get(key)
         result[key] = (
-            merged(below, value)
+            merge_ds_config(below, value)
             if isinstance(below, Mapping) and isinstance(value, Mapping)
             else value
         )
@@ -124,7 +127,7 @@ def _leaves(section: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, .
 
 def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
     if path == ("zero_optimization", HPZ):
-        if asks_for_none(recipe.extra):
+        if disables_hpz(recipe.extra):
             return None
         message = (
             f"extra.zero_optimization.{HPZ}: the size of a second copy of the weights "
@@ -138,11 +141,13 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
             ("1",),
         )
     prefixes = [".".join(path[:length]) for length in range(len(path), 0, -1)]
-    refused = next((prefix for prefix in prefixes if prefix in REFUSED), None)
+    refused = next((prefix for prefix in prefixes if prefix in EXTRA_KEYS_REFUSED), None)
     if refused is not None:
-        message = f"extra.{refused}: compile does not pass this key on: {REFUSED[refused]}"
+        message = (
+            f"extra.{refused}: compile does not pass this key on: {EXTRA_KEYS_REFUSED[refused]}"
+        )
         return _error("SW1215", path, message, "Remove it.")
-    allowed = next((prefix for prefix in prefixes if prefix in ALLOWED), None)
+    allowed = next((prefix for prefix in prefixes if prefix in EXTRA_KEYS_ALLOWED), None)
     if allowed is not None:
         if path[0] == "fp16" and recipe.training.precision != "fp16":
             message = (
@@ -151,7 +156,7 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
             )
             return _error("SW1214", path, message, "Remove it.")
         return None
-    decided = next((prefix for prefix in prefixes if prefix in DECIDED), None)
+    decided = next((prefix for prefix in prefixes if prefix in KEYS_SET_BY_RECIPE), None)
     if decided is None:
         return _error(
             "SW1215",
@@ -167,10 +172,10 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
         path,
         (
             f"extra.{'.'.join(path)}: this key of ds_config.json follows from the recipe's "
-            f"{DECIDED[decided]}"
+            f"{KEYS_SET_BY_RECIPE[decided]}"
         ),
-        f"Remove it, and set {DECIDED[decided]} where the plan should be another.",
-        (DECIDED[decided],),
+        f"Remove it, and set {KEYS_SET_BY_RECIPE[decided]} where the plan should be another.",
+        (KEYS_SET_BY_RECIPE[decided],),
     )
 
 
@@ -182,7 +187,7 @@ _TYPES = {
 }
 
 
-def _misfit(misfit: Misfit) -> Diagnostic:
+def _misfit(misfit: SchemaMismatch) -> Diagnostic:
     """What is unknown to DeepSpeed, or of another type, choice or range than it takes."""
     name = ".".join(map(str, ("extra", *misfit.path)))
     if misfit.kind == "unknown":
@@ -196,7 +201,7 @@ def _misfit(misfit: Misfit) -> Diagnostic:
         return _error(
             "SW1216",
             misfit.path,
-            f"{name}: DeepSpeed {snapshot().version} has no such key",
+            f"{name}: DeepSpeed {ds_config_schema().version} has no such key",
             help,
             near,
         )

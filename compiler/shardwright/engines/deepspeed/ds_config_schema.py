@@ -23,7 +23,7 @@ NEWEST = "0.19.8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class DsConfigSchema:
     """What one DeepSpeed version takes.
 
     schema: of the whole document. removed: dotted keys that it refuses because the feature is gone.
@@ -41,12 +41,12 @@ class Snapshot:
 
 
 @functools.cache
-def snapshot(version: str = NEWEST) -> Snapshot:
+def ds_config_schema(version: str = NEWEST) -> DsConfigSchema:
     folder = resources.files("shardwright.engines.deepspeed.ds_config_schemas")
     table = cast(
         "dict[str, JsonValue]", json.loads(folder.joinpath(f"{version}.json").read_text("utf-8"))
     )
-    return Snapshot(
+    return DsConfigSchema(
         version=version,
         schema=cast(JsonObject, table["schema"]),
         removed=tuple(cast("list[str]", table["removed"])),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import ge, gt, le, lt
 from typing import Literal, cast
 
-from shardwright.engines.deepspeed.ds_config_schema import Snapshot
+from shardwright.engines.deepspeed.ds_config_schema import DsConfigSchema
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 Path = tuple[str | int, ...]
@@ -20,7 +20,7 @@ FALSE_WORDS = frozenset({"false", "no", "off", "f", "n", "0"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
+class SchemaMismatch:
     """kind: unknown (a key), type, text (a number or boolean written as text), choice, range, auto.
 
     schema: of the value; for an unknown key, of the section that it stands in.
@@ -34,7 +34,7 @@ class Misfit:
     checked: bool
 
 
-def misfits(document: JsonObject, snapshot: Snapshot) -> tuple[Misfit, ...]:
+def schema_mismatches(document: JsonObject, snapshot: DsConfigSchema) -> tuple[SchemaMismatch, ...]:
     """In document order. optimizer.params and scheduler.params are checked by their values' types
     only: which names are known depends on the optimizer and scheduler."""
     found = list(_section(document, snapshot.schema, ()))
@@ -52,7 +52,7 @@ def misfits(document: JsonObject, snapshot: Snapshot) -> tuple[Misfit, ...]:
                     )
                 elif value == AUTO:
                     found.append(
-                        Misfit(
+                        SchemaMismatch(
                             kind="auto",
                             path=(name, "params", key),
                             value=value,
@@ -63,7 +63,7 @@ def misfits(document: JsonObject, snapshot: Snapshot) -> tuple[Misfit, ...]:
     return tuple(found)
 
 
-def _section(value: JsonObject, schema: JsonObject, path: Path) -> Iterator[Misfit]:
+def _section(value: JsonObject, schema: JsonObject, path: Path) -> Iterator[SchemaMismatch]:
     keys = properties(schema)
     checked = schema.get("checked") is True
     if schema.get("open") or (not keys and not path):
@@ -73,8 +73,8 @@ def _section(value: JsonObject, schema: JsonObject, path: Path) -> Iterator[Misf
         # Two names of one key: DeepSpeed's model takes either, and refuses both.
         twice = known is not None and known.get("same_as") in value
         if known is None or twice:
-            if not is_note(key):
-                yield Misfit(
+            if not is_comment_key(key):
+                yield SchemaMismatch(
                     kind="unknown", path=(*path, key), value=below, schema=schema, checked=checked
                 )
         else:
@@ -86,18 +86,26 @@ def properties(schema: JsonObject) -> Mapping[str, JsonObject]:
     return cast("Mapping[str, JsonObject]", schema.get("properties", {}))
 
 
-def is_note(key: str) -> bool:
+def is_comment_key(key: str) -> bool:
     """A comment in a language that has none: "_comment", "//", "#"."""
     return key.startswith(("_", "//", "#")) or key.lower() in ("comment", "comments")
 
 
-def _value(value: JsonValue, schema: JsonObject, path: Path, checked: bool) -> Iterator[Misfit]:
+def _value(
+    value: JsonValue, schema: JsonObject, path: Path, checked: bool
+) -> Iterator[SchemaMismatch]:
     types = cast("list[str]", schema.get("type", []))
     kind: Literal["type", "text", "choice", "range", "auto"] | None = None
     if value == AUTO and not schema.get("auto"):
         kind = "auto"
-    elif types and not any(is_a(value, name, exact=bool(schema.get("exact"))) for name in types):
-        kind = "text" if isinstance(value, str) and text_value(value, types) is not None else "type"
+    elif types and not any(
+        has_json_type(value, name, exact=bool(schema.get("exact"))) for name in types
+    ):
+        kind = (
+            "text"
+            if isinstance(value, str) and number_or_bool_from_text(value, types) is not None
+            else "type"
+        )
     elif (
         "enum" in schema
         and value is not None
@@ -112,7 +120,7 @@ def _value(value: JsonValue, schema: JsonObject, path: Path, checked: bool) -> I
     ):
         kind = "range"
     if kind is not None:
-        yield Misfit(kind=kind, path=path, value=value, schema=schema, checked=checked)
+        yield SchemaMismatch(kind=kind, path=path, value=value, schema=schema, checked=checked)
     elif isinstance(value, Mapping) and "properties" in schema:
         yield from _section(value, schema, path)
     elif isinstance(value, list) and "items" in schema:
@@ -120,7 +128,7 @@ def _value(value: JsonValue, schema: JsonObject, path: Path, checked: bool) -> I
             yield from _value(item, cast(JsonObject, schema["items"]), (*path, index), checked)
 
 
-def is_a(value: JsonValue, name: str, *, exact: bool = False) -> bool:
+def has_json_type(value: JsonValue, name: str, *, exact: bool = False) -> bool:
     """A whole float is an integer (1e9): so does DeepSpeed read it. 0 and 1 do for booleans."""
     if name == "boolean":
         return isinstance(value, bool) or (not exact and isinstance(value, int) and value in (0, 1))
@@ -139,7 +147,7 @@ def is_a(value: JsonValue, name: str, *, exact: bool = False) -> bool:
     return name in kinds and isinstance(value, kinds[name])
 
 
-def text_value(text: str, types: list[str]) -> int | float | bool | None:
+def number_or_bool_from_text(text: str, types: list[str]) -> int | float | bool | None:
     """The number or boolean that `text` spells, if one of `types` takes it."""
     if "integer" in types or "number" in types:
         try:

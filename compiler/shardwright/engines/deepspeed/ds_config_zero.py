@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from shardwright.layout.layout import Strategy
+from shardwright.layout.layout import Layout
 from shardwright.layout.zero_buckets import BUCKET_NUMEL, LIVE_NUMEL, PREFETCH_NUMEL
 from shardwright.layout.zero_hpz_key import HPZ
 from shardwright.utils.json_types import JsonObject, JsonValue
 
 
-def zero_section(strategy: Strategy, *, numel: int, is_cpu: bool) -> JsonObject:
+def zero_section(strategy: Layout, *, numel: int, is_cpu: bool) -> JsonObject:
     """DeepSpeed's own defaults are written out where a run depends on them.
 
     numel: parameters of the fullest rank's part of the model. A gradient bucket, which is allocated

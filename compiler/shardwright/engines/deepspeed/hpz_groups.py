@@ -10,7 +10,7 @@ from torch import nn
 from shardwright.plan.plan import Plan
 
 
-def secondary_group(plan: Plan) -> dist.ProcessGroup | None:
+def hpz_group(plan: Plan) -> dist.ProcessGroup | None:
     """Collective. The ranks that share one secondary copy; None without hpZ.
 
     DeepSpeed's own (utils/groups.py, _create_zero_param_parallel_group) are consecutive ranks of
@@ -32,7 +32,7 @@ def secondary_group(plan: Plan) -> dist.ProcessGroup | None:
     return groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
 
 
-def forget_secondary(module: nn.Module) -> None:
+def drop_hpz_copies(module: nn.Module) -> None:
     """After weights were loaded: the next gather makes the copy anew. DeepSpeed drops that of
     trained weights only (zero/stage3.py, invalidate_secondary_tensor); one of a frozen weight would
     be stale for good."""

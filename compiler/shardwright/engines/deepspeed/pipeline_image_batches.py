@@ -11,18 +11,18 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from shardwright.models.model_skeleton import Batch, Skeleton, State
-from shardwright.parallel.dummy_images import BlankPicture, on_device
+from shardwright.parallel.dummy_images import DummyImage, inputs_on_device
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.parallel.torch_dtypes import DTYPES
 from shardwright.plan.plan import Plan
 
 
-class SeenBatches:
+class PipelineImageBatches:
     """batches: those whose numbers cross now, on every stage the same."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.batches: list[MicroBatch] = []
-        self._blank = BlankPicture(model)
+        self._blank = DummyImage(model)
         self._device = torch.device(get_accelerator().current_device_name())
         self._dtype = DTYPES[plan.training.precision]
         self._current: MicroBatch | None = None
@@ -35,7 +35,7 @@ class SeenBatches:
             integers = {
                 n: v for n, v in (micro_batch.beside or {}).items() if not v.is_floating_point()
             }
-            moved = on_device(
+            moved = inputs_on_device(
                 {"input_ids": micro_batch.input_ids, **integers}, self._device, self._dtype
             )
             assert moved is not None
@@ -46,6 +46,8 @@ class SeenBatches:
         """The embedding's piece: state holds the ids in the place of hidden states."""
         micro_batch = self._current
         assert micro_batch is not None
-        beside = on_device(micro_batch.beside, self._device, self._dtype)
-        with self._blank.shown(on_device(micro_batch.blank, self._device, self._dtype)) as picture:
+        beside = inputs_on_device(micro_batch.beside, self._device, self._dtype)
+        with self._blank.shown(
+            inputs_on_device(micro_batch.blank, self._device, self._dtype)
+        ) as picture:
             return skeleton.embed(state.hidden, None, {**(beside or {}), **picture})

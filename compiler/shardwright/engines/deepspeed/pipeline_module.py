@@ -19,29 +19,29 @@ from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from shardwright.engines.deepspeed.pipeline_image_batches import SeenBatches
-from shardwright.engines.deepspeed.pipeline_tensors import Packing, Wire
-from shardwright.layout.parameter_sharding import ModuleSplit
-from shardwright.models.forward_patches import adapt
+from shardwright.engines.deepspeed.pipeline_image_batches import PipelineImageBatches
+from shardwright.engines.deepspeed.pipeline_tensors import StageTensors, StatePacker
+from shardwright.layout.parameter_sharding import ModuleSharding
+from shardwright.models.forward_patches import patch_forwards
 from shardwright.models.model_skeleton import Skeleton, State
-from shardwright.models.output_head import Tail
-from shardwright.models.router_aux_loss import ROW_LENGTHS
-from shardwright.parallel.activation_checkpointing import recompute_as_planned
-from shardwright.parallel.context_parallel import CONTEXT
-from shardwright.parallel.expert_parallel import ExpertSpreader, own_splits
-from shardwright.parallel.layer_compile import compile_as_planned
+from shardwright.models.output_head import OutputHead
+from shardwright.models.router_aux_loss import SEQUENCE_LENGTHS
+from shardwright.parallel.activation_checkpointing import apply_activation_checkpointing
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.parallel.expert_parallel import ExpertSharder, splits_of_local_experts
+from shardwright.parallel.layer_compile import compile_layers
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.parallel.tensor_parallel import TensorSplitter
-from shardwright.parallel.weight_loader import Filler
+from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
 
 
-class StageModel:
+class StageBuilder:
     """The skeleton and the plan, shared by the pieces of one rank; `group` is set once DeepSpeed's
     grid exists."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, filler: Filler, experts: ExpertSpreader
+        self, model: nn.Module, plan: Plan, filler: WeightLoader, experts: ExpertSharder
     ) -> None:
         self.plan, self.filler, self.experts = plan, filler, experts
         tokens = (
@@ -49,13 +49,13 @@ class StageModel:
             plan.training.sequence_length // plan.strategy.context,
         )
         self.skeleton = Skeleton(model, plan.model.cut, tokens)
-        self.skeleton.keywords = CONTEXT.keywords
-        self.seen = SeenBatches(model, plan) if plan.model.sees else None
-        self.lengths = LengthsInTurn()
-        self.tail = Tail(model) if plan.model.loss == "chunked" else None
+        self.skeleton.keywords = CONTEXT_PARALLEL.keywords
+        self.seen = PipelineImageBatches(model, plan) if plan.model.is_vision_language else None
+        self.lengths = SequenceLengthQueue()
+        self.tail = OutputHead(model) if plan.model.loss == "chunked" else None
         self.group: dist.ProcessGroup | None = None
         self.names: dict[int, str] = {}  # id of a parameter -> its Hugging Face name
-        self._splits = own_splits(plan)
+        self._splits = splits_of_local_experts(plan)
         self._split: set[str] = set()
         self._splitter: TensorSplitter | None = None
 
@@ -68,8 +68,8 @@ class StageModel:
             self.experts.cut(layer)
             self._cut([m for m in self._splits if m.module.startswith(layer + ".")])
             self.experts.dispatch(layer)
-            compile_as_planned(model, plan, [layer])
-            recompute_as_planned(model, plan, [layer])
+            compile_layers(model, plan, [layer])
+            apply_activation_checkpointing(model, plan, [layer])
             return [layer]
         modules = plan.model.embedding_modules if layer == "embedding" else plan.model.head_modules
         self.filler.fill(modules)
@@ -78,10 +78,10 @@ class StageModel:
         self._cut(
             [m for m in self._splits if m.module in modules or m.style == f"vocabulary_{layer}"]
         )
-        recompute_as_planned(model, plan, [layer])
+        apply_activation_checkpointing(model, plan, [layer])
         return list(modules)
 
-    def _cut(self, splits: list[ModuleSplit]) -> None:
+    def _cut(self, splits: list[ModuleSharding]) -> None:
         if self.plan.tensor_parallel.degree == 1:
             return
         if self._splitter is None:
@@ -92,11 +92,13 @@ class StageModel:
         for split in splits:
             if split.module not in self._split:
                 self._splitter.split(split)
-                self.skeleton.lookup_is_collective |= split.style == "vocabulary_embedding"
+                self.skeleton.embedding_is_vocabulary_parallel |= (
+                    split.style == "vocabulary_embedding"
+                )
                 self._split.add(split.module)
 
 
-class LengthsInTurn:
+class SequenceLengthQueue:
     """The row lengths of a step's micro-batches for each stage that this rank runs. A stage takes
     the micro-batches of its data rank in order, so it finds them by counting."""
 
@@ -111,14 +113,14 @@ class LengthsInTurn:
         """The next micro-batch enters the stage that begins with layer `stage`."""
         at = self._taken[stage]
         self._taken[stage] += 1
-        ROW_LENGTHS.current = self._of_batches[at] if self._of_batches else None
+        SEQUENCE_LENGTHS.current = self._of_batches[at] if self._of_batches else None
 
 
-class Piece(nn.Module):
+class PipelineLayer(nn.Module):
     """One pipeline layer. Its modules are registered under their Hugging Face paths, so state dicts
     speak HF names."""
 
-    def __init__(self, stage: StageModel, layer: str, index: int) -> None:
+    def __init__(self, stage: StageBuilder, layer: str, index: int) -> None:
         """layer: "embedding", "head" or the decoder layer's path; index: the decoder layer's
         number."""
         super().__init__()
@@ -158,27 +160,27 @@ def _register(piece: nn.Module, path: str, model: nn.Module) -> None:
         at.add_module(leaf, owner.get_submodule(leaf))
 
 
-class Stages(PipelineModule):
+class HfPipelineModule(PipelineModule):
     """PipelineModule with the plan's partition, Hugging Face's parameter names, and tied parameters
     by name."""
 
-    def __init__(self, stage: StageModel, loss_fn: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, stage: StageBuilder, loss_fn: Callable[..., torch.Tensor]) -> None:
         plan = stage.plan
         self.__dict__["stage_model"] = (
             stage  # DeepSpeed calls _partition_layers before this class can set attributes
         )
         layers = [name for s in plan.stages for name in s.layers]
-        specs = [LayerSpec(Piece, stage, name, i - 1) for i, name in enumerate(layers)]
+        specs = [LayerSpec(PipelineLayer, stage, name, i - 1) for i, name in enumerate(layers)]
         strategy = plan.strategy
         topology = PipeModelDataParallelTopology(
             num_pp=strategy.pipeline, num_mp=strategy.tensor, num_dp=strategy.shards
         )
         super().__init__(layers=specs, topology=topology, loss_fn=loss_fn)
         self._last_spec = len(specs)
-        self._packings: dict[tuple[str, int], Packing] = {}
+        self._packings: dict[tuple[str, int], StatePacker] = {}
 
-    def forward(self, forward_input: Wire) -> Wire:
-        stage: StageModel = self.__dict__["stage_model"]
+    def forward(self, forward_input: StageTensors) -> StageTensors:
+        stage: StageBuilder = self.__dict__["stage_model"]
         cut, first, last = stage.plan.model.cut, self._local_start, self._local_stop
         crossing = bool(cut.payload or cut.carried)
         stage.skeleton.begin()
@@ -210,32 +212,34 @@ class Stages(PipelineModule):
         """The micro-batches that this rank's stages take from now on, in their order."""
         self.__dict__["stage_model"].lengths.begin(micro_batches)
 
-    def train(self, mode: bool = True) -> Stages:
+    def train(self, mode: bool = True) -> HfPipelineModule:
         """Switch the whole model between training and evaluation: modules without parameters, and
         the base model, whose forward may drop out by itself, are in no piece."""
         super().train(mode)
         self.__dict__["stage_model"].skeleton.model.train(mode)
         return self
 
-    def see(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def register_image_batches(
+        self, micro_batches: Sequence[MicroBatch]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of a model that sees: the micro-batches whose numbers cross stages from now on, as
         DeepSpeed takes them."""
-        seen: SeenBatches = self.__dict__["stage_model"].seen
+        seen: PipelineImageBatches = self.__dict__["stage_model"].seen
         seen.batches = list(micro_batches)
         return [(m.input_ids, torch.tensor([number])) for number, m in enumerate(micro_batches)]
 
     @property
-    def tail(self) -> Tail | None:
+    def tail(self) -> OutputHead | None:
         return self.__dict__["stage_model"].tail  # type: ignore[no-any-return]
 
-    def _packing(self, way: str) -> Packing:
+    def _packing(self, way: str) -> StatePacker:
         """DualPipeV has two stages a rank, so the stage's first layer is in the key."""
-        return self._packings.setdefault((way, self._local_start), Packing())
+        return self._packings.setdefault((way, self._local_start), StatePacker())
 
     def _partition_layers(self, method: str = "uniform") -> None:
         # DeepSpeed's methods know no cost but parameters. The grid exists by now: take the tensor
         # group from it.
-        stage: StageModel = self.__dict__["stage_model"]
+        stage: StageBuilder = self.__dict__["stage_model"]
         stage.group = self._grid.get_slice_parallel_group()
         self.parts = list(stage.plan.boundaries)
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
@@ -287,7 +291,7 @@ class Stages(PipelineModule):
             dist.broadcast(comm["module"][0].data, src=min(comm["ranks"]), group=comm["group"])
 
 
-class DualPipeVStages(DualPipeVModule, Stages):
+class HfDualPipeVModule(DualPipeVModule, HfPipelineModule):
     """The same, cut into two stages a pipeline rank, for DeepSpeed's DualPipeV schedule."""
 
 
@@ -297,13 +301,13 @@ def build_pipeline(
     loss_fn: Callable[..., torch.Tensor],
     device: torch.device,
     dtype: torch.dtype,
-    filler: Filler,
-    experts: ExpertSpreader,
-) -> Stages:
+    filler: WeightLoader,
+    experts: ExpertSharder,
+) -> HfPipelineModule:
     """The module of this rank; every parameter of other stages is freed."""
-    adapt(model)
-    stage = StageModel(model, plan, filler, experts)
-    kind = DualPipeVStages if plan.strategy.schedule == "dualpipev" else Stages
+    patch_forwards(model)
+    stage = StageBuilder(model, plan, filler, experts)
+    kind = HfDualPipeVModule if plan.strategy.schedule == "dualpipev" else HfPipelineModule
     module = kind(stage, loss_fn)
     stage.skeleton.release({id(p) for p in module.parameters()}, device, dtype)
     return module

@@ -16,8 +16,8 @@ import torch
 
 from shardwright.models.model_skeleton import State
 
-Wire = torch.Tensor | tuple[torch.Tensor, ...]
-DTYPES = (
+StageTensors = torch.Tensor | tuple[torch.Tensor, ...]
+STATE_DTYPES = (
     torch.float32,
     torch.bfloat16,
     torch.float16,
@@ -28,7 +28,7 @@ DTYPES = (
 )
 
 
-class Packing:
+class StatePacker:
     """Of one way into a stage, or out of one: shapes are read from the first micro-batch and
     kept."""
 
@@ -76,12 +76,12 @@ class Packing:
 
 
 def _description(part: torch.Tensor | None) -> tuple[int, ...]:
-    return (-1,) if part is None else (DTYPES.index(part.dtype), part.ndim, *part.shape)
+    return (-1,) if part is None else (STATE_DTYPES.index(part.dtype), part.ndim, *part.shape)
 
 
 def _layout(numbers: list[int]) -> list[tuple[torch.dtype, tuple[int, ...]] | None]:
     rest, layout = iter(numbers), []
     for dtype in rest:
         shape = () if dtype < 0 else tuple(itertools.islice(rest, next(rest)))
-        layout.append(None if dtype < 0 else (DTYPES[dtype], shape))
+        layout.append(None if dtype < 0 else (STATE_DTYPES[dtype], shape))
     return layout

@@ -15,10 +15,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
-from shardwright.engines.megatron.megatron_context_shards import gathered_places, own_places
+from shardwright.engines.megatron.megatron_context_shards import gathered_positions, rank_positions
 
 
-class Attention(MegatronModule):  # type: ignore[misc]
+class TorchCoreAttention(MegatronModule):  # type: ignore[misc]
     """softmax(Q K^T * scale) V, causal, by torch's fused kernels. Megatron's own writes the S x S
     scores to memory and takes neither values of another width than the keys nor context ranks
     (megatron/core/transformer/dot_product_attention.py).
@@ -84,7 +84,7 @@ class Attention(MegatronModule):  # type: ignore[misc]
                 enable_gqa=k.shape[1] != heads,
             )
         else:
-            out = _with_sinks(q, k, v, mask, scale, self.softmax_offset)
+            out = _attention_with_sinks(q, k, v, mask, scale, self.softmax_offset)
         return out.permute(2, 0, 1, 3).reshape(length, batch, heads * value.shape[-1])
 
     def _mask(
@@ -92,27 +92,27 @@ class Attention(MegatronModule):  # type: ignore[misc]
     ) -> torch.Tensor | None:
         """(s, S) or (B, 1, s, S) in the order of the gathered keys. None: causal, without context
         ranks."""
-        is_cut, near = self.ranks > 1, self.window
+        is_sharded, near = self.ranks > 1, self.window
         whole = length * self.ranks
-        if not is_cut and (near is None or near >= whole) and self.softmax_offset is None:
+        if not is_sharded and (near is None or near >= whole) and self.softmax_offset is None:
             return attention_mask
-        keys = gathered_places(whole, self.ranks).to(device)
+        keys = gathered_positions(whole, self.ranks).to(device)
         queries = keys
-        if is_cut:
-            queries = own_places(whole, self.ranks, parallel_state.get_context_parallel_rank()).to(
-                device
-            )
-        seen = (
+        if is_sharded:
+            queries = rank_positions(
+                whole, self.ranks, parallel_state.get_context_parallel_rank()
+            ).to(device)
+        visible = (
             queries[:, None] >= keys[None, :]
             if attention_mask is None
             else attention_mask[..., keys]
         )
         if near is not None:
-            seen = seen & (queries[:, None] - keys[None, :] < near)
-        return seen
+            visible = visible & (queries[:, None] - keys[None, :] < near)
+        return visible
 
 
-def _with_sinks(
+def _attention_with_sinks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.models.tasks.causal_lm import IGNORED
+from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.parallel.micro_batches import MicroBatch
 
 
-def own_places(length: int, ranks: int, rank: int) -> torch.Tensor:
+def rank_positions(length: int, ranks: int, rank: int) -> torch.Tensor:
     """(length / ranks,): places in the row."""
     if ranks == 1:
         return torch.arange(length)
@@ -19,18 +19,20 @@ def own_places(length: int, ranks: int, rank: int) -> torch.Tensor:
     return torch.cat((pieces[rank], pieces[2 * ranks - 1 - rank]))
 
 
-def gathered_places(length: int, ranks: int) -> torch.Tensor:
+def gathered_positions(length: int, ranks: int) -> torch.Tensor:
     """(length,): of the ranks' pieces one behind the other."""
-    return torch.cat([own_places(length, ranks, rank) for rank in range(ranks)])
+    return torch.cat([rank_positions(length, ranks, rank) for rank in range(ranks)])
 
 
-def own_piece(batch: MicroBatch, ranks: int, rank: int) -> MicroBatch:
+def zigzag_shard(batch: MicroBatch, ranks: int, rank: int) -> MicroBatch:
     """A rank's tokens, the labels moved to where they are predicted. position_ids stay as they are:
     whole rows', of which the mask of packed documents is made. One rank: the batch itself."""
     if ranks == 1:
         return batch
-    places = own_places(batch.input_ids.shape[1], ranks, rank)
-    ahead = torch.cat((batch.labels[:, 1:], torch.full_like(batch.labels[:, :1], IGNORED)), dim=1)
+    places = rank_positions(batch.input_ids.shape[1], ranks, rank)
+    ahead = torch.cat(
+        (batch.labels[:, 1:], torch.full_like(batch.labels[:, :1], IGNORE_INDEX)), dim=1
+    )
     return MicroBatch(
         input_ids=batch.input_ids[:, places],
         labels=ahead[:, places],

@@ -24,7 +24,7 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
 
 
-class _OnCpu(TorchFunctionMode):
+class _CudaToCpuMode(TorchFunctionMode):
     """Every call of torch that names a CUDA device names the CPU instead, and tensors say that they
     are on a GPU where Megatron picks its way by that."""
 
@@ -52,7 +52,7 @@ class _OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class _Nothing:
+class _NoOpStream:
     """A stream or an event: work on a CPU is done when the call returns."""
 
     cuda_stream = 0
@@ -60,7 +60,7 @@ class _Nothing:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __enter__(self) -> _Nothing:
+    def __enter__(self) -> _NoOpStream:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -71,8 +71,8 @@ class _Nothing:
 
     wait_stream = wait_event = record = wait = synchronize = _done
 
-    def record_event(self, event: _Nothing | None = None) -> _Nothing:
-        return event or _Nothing()
+    def record_event(self, event: _NoOpStream | None = None) -> _NoOpStream:
+        return event or _NoOpStream()
 
     def query(self) -> bool:
         return True
@@ -93,7 +93,7 @@ def _nothing() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
+def _skip_compile(function: Callable[..., Any] | None = None, **_: Any) -> Callable[..., Any]:
     """torch.compile, also as a decorator with arguments: its C++ compiler would start for each
     elementwise chain."""
     return function if function is not None else lambda f: f
@@ -145,16 +145,16 @@ def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[.
     return call
 
 
-def build_on(device: torch.device) -> None:
+def set_megatron_device(device: torch.device) -> None:
     """Where Megatron's modules get their memory from here on: meta gives them none."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: device
 
 
-def run_on_cpu() -> None:
+def patch_torch_for_cpu() -> None:
     """For the rest of the process."""
     torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]  # it looks at the stream's type first
-    torch.compile = _as_it_is  # type: ignore[assignment]
+    torch.compile = _skip_compile  # type: ignore[assignment]
     cuda: Any = torch.cuda
     if getattr(cuda, "shardwright_on_cpu", False):
         return
@@ -172,8 +172,8 @@ def run_on_cpu() -> None:
         _scatter_uneven(ranks.reduce_scatter),
     )
     cuda._lazy_call = lambda call, **kwargs: call()
-    cuda.Stream = cuda.Event = _Nothing
-    cuda.current_stream = cuda.default_stream = _Nothing
+    cuda.Stream = cuda.Event = _NoOpStream
+    cuda.current_stream = cuda.default_stream = _NoOpStream
     cuda.stream = lambda stream: contextlib.nullcontext()
     cuda.device = lambda device: contextlib.nullcontext()
     cuda.default_generators = _Generators()
@@ -181,7 +181,7 @@ def run_on_cpu() -> None:
     for module in (cuda, cuda.random):
         module.get_rng_state = lambda device="cuda": torch.get_rng_state()
         module.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
-    here = _OnCpu()
+    here = _CudaToCpuMode()
     # torch sets a mode aside for the length of a call that it sees, which a backward pass is: what
     # is recomputed inside of it needs the mode, too.
     autograd: Any = torch.autograd

@@ -17,23 +17,28 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.models.graph_cache import PACKAGE, cache_folder, is_off, source_hash
+from shardwright.models.graph_cache import (
+    PACKAGE,
+    cache_folder,
+    graph_cache_is_off,
+    tracing_source_hash,
+)
 from shardwright.plan.plan import Plan
 from shardwright.plan.plan_json import plan_to_json
 from shardwright.utils.json_types import JsonObject
 
-_SECONDS = 600
-_INSTEAD = "Write `target: deepspeed`, which runs the model's own modules."
+_TIMEOUT_SECONDS = 600
+_HELP = "Write `target: deepspeed`, which runs the model's own modules."
 
 
-def prove(plan: Plan, config: JsonObject) -> None:
+def check_megatron_equivalence(plan: Plan, config: JsonObject) -> None:
     """config: the model's, whole. Raises Refusal: SW2051 to SW2053."""
-    place = _remembered(plan, config)
+    place = _memo_file(plan, config)
     if place is not None and place.exists():
         return
-    told = _asked({"config": config, "plan": json.loads(plan_to_json(plan))})
-    if told:
-        raise _refusal(plan, told)
+    result = _run_check_process({"config": config, "plan": json.loads(plan_to_json(plan))})
+    if result:
+        raise _refusal(plan, result)
     if place is not None:
         with suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +47,7 @@ def prove(plan: Plan, config: JsonObject) -> None:
             os.replace(fresh, place)
 
 
-def _asked(question: dict[str, Any]) -> dict[str, Any]:
+def _run_check_process(question: dict[str, Any]) -> dict[str, Any]:
     """{} where all agrees. -P: a file of the current directory that has a module's name is never
     imported."""
     command = [
@@ -52,7 +57,11 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
         "shardwright.engines.megatron.megatron_equivalence_process",
     ]
     done = subprocess.run(
-        command, input=json.dumps(question), capture_output=True, text=True, timeout=_SECONDS
+        command,
+        input=json.dumps(question),
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_SECONDS,
     )
     if done.returncode == 0:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -65,42 +74,42 @@ def _asked(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refusal(plan: Plan, told: dict[str, Any]) -> Refusal:
+def _refusal(plan: Plan, result: dict[str, Any]) -> Refusal:
     kind = plan.model.model_type
-    if "unsupported" in told:
+    if "unsupported" in result:
         return refusal(
             "SW2051",
-            f"target: megatron cannot build this {kind!r}: {told['unsupported']}",
-            _INSTEAD,
+            f"target: megatron cannot build this {kind!r}: {result['unsupported']}",
+            _HELP,
         )
-    if "apart" in told:
+    if "apart" in result:
         return refusal(
             "SW2052",
             (
                 f"Megatron-Core computes something else than this {kind!r}: on a tiny copy "
-                f"{told['apart']}"
+                f"{result['apart']}"
             ),
-            _INSTEAD,
+            _HELP,
         )
-    if "layout" in told:
+    if "layout" in result:
         help = (
             "The plan's layout is right for DeepSpeed alone: change the degrees, or write "
             "`target: deepspeed`."
         )
         return refusal(
-            "SW2053", f"Megatron-Core does not build the plan's ranks: {told['layout']}", help
+            "SW2053", f"Megatron-Core does not build the plan's ranks: {result['layout']}", help
         )
     return refusal(
         "SW2052",
-        f"Megatron-Core cannot build a tiny copy of this {kind!r}: {told['failed']}",
-        _INSTEAD,
+        f"Megatron-Core cannot build a tiny copy of this {kind!r}: {result['failed']}",
+        _HELP,
     )
 
 
-def _remembered(plan: Plan, config: JsonObject) -> Path | None:
+def _memo_file(plan: Plan, config: JsonObject) -> Path | None:
     """The file that stands where this was proved: by all that the answer depends on."""
     folder = cache_folder()
-    if folder is None or is_off():
+    if folder is None or graph_cache_is_off():
         return None
     ranks = {(r.pipeline, r.tensor): r.parameter_bytes for r in plan.ranks}
     layout = [
@@ -112,7 +121,7 @@ def _remembered(plan: Plan, config: JsonObject) -> Path | None:
     here = Path(__file__).parent
     code = [path.read_text(encoding="utf-8") for path in sorted(here.glob("*.py"))]
     own = [
-        source_hash(PACKAGE),
+        tracing_source_hash(PACKAGE),
         code,
     ]  # the tiny copy is made, and run, by other folders' code (models/tiny_config.py)
     parts = [

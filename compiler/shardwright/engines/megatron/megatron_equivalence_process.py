@@ -12,26 +12,31 @@ import sys
 import warnings
 from typing import Any
 
-from shardwright.engines.megatron.megatron_cpu_patches import build_on, run_on_cpu
+from shardwright.engines.megatron.megatron_cpu_patches import (
+    patch_torch_for_cpu,
+    set_megatron_device,
+)
 
-BOUND = 1e-5
+RELATIVE_TOLERANCE = 1e-5
 """Of the largest logit and of the largest gradient, in fp32."""
 
 
 def main() -> None:
     question = json.loads(sys.stdin.read())
     warnings.simplefilter("ignore")
-    run_on_cpu()
-    from shardwright.engines.megatron.megatron_model_weights import Unsupported
+    patch_torch_for_cpu()
+    from shardwright.engines.megatron.megatron_model_configs import Unsupported
 
     try:
-        found = _numbers(question["config"]) or _ranks(question["config"], question["plan"])
+        found = _compare_tiny_copy(question["config"]) or _compare_ranks(
+            question["config"], question["plan"]
+        )
     except Unsupported as error:
         found = {"unsupported": str(error)}
     print(json.dumps(found))
 
 
-def _numbers(document: dict[str, Any]) -> dict[str, Any]:
+def _compare_tiny_copy(document: dict[str, Any]) -> dict[str, Any]:
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -39,21 +44,21 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
 
     from shardwright.engines.megatron.megatron_model import (
         build_model,
-        family_of,
-        fill,
-        keep_padding_row,
-        pieces,
-        rotary_of,
+        freeze_padding_row,
+        load_parameter_ranges,
+        parameter_ranges,
+        rotary_frequencies,
         transformer_config,
+        weight_mapping,
     )
-    from shardwright.engines.megatron.megatron_model_weights import configuration
+    from shardwright.engines.megatron.megatron_model_weights import hf_config
     from shardwright.models.tasks.task_registry import task_of
     from shardwright.models.tiny_config import shrink
     from shardwright.parallel.model_loading import conv1d_names
 
-    whole = configuration(document)
-    family_of(whole).settings(whole)  # a copy has fewer layers and experts
-    config = configuration(shrink(whole.to_dict()))
+    whole = hf_config(document)
+    weight_mapping(whole).settings(whole)  # a copy has fewer layers and experts
+    config = hf_config(shrink(whole.to_dict()))
     torch.manual_seed(0)
     model = task_of(config).build(config, None)
     stored = set(model.state_dict())
@@ -65,25 +70,27 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     ids = task_of(config).example(config)
 
-    rotary = rotary_of(model)
+    rotary = rotary_frequencies(model)
     named = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     first = {id(p): name for name, p in reversed(list(named.items()))}
-    tied, turned = {name: first[id(p)] for name, p in named.items()}, conv1d_names(model)
+    tied, transposed = {name: first[id(p)] for name, p in named.items()}, conv1d_names(model)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(0)
         other = build_model(config, transformer_config(config), rotary, length=ids.shape[1])
-        keep_padding_row(other, model.get_input_embeddings())
-        found = list(pieces(config, other, tensor_rank=0, tied=tied))
+        freeze_padding_row(other, model.get_input_embeddings())
+        found = list(parameter_ranges(config, other, tensor_rank=0, tied=tied))
         held = named | buffers
-        fill(found, lambda name: held[name].t() if name in turned else held[name])
+        load_parameter_ranges(
+            found, lambda name: held[name].t() if name in transposed else held[name]
+        )
         if lost := buffers.keys() - {piece.name for piece in found}:
             return {"apart": f"it has no {min(lost)}"}
         return _differences(
-            config.vocab_size, ids, model, other, [p for p in found if not p.is_buffer], turned
+            config.vocab_size, ids, model, other, [p for p in found if not p.is_buffer], transposed
         )
     finally:
         parallel_state.destroy_model_parallel()
@@ -91,13 +98,13 @@ def _numbers(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differences(
-    vocabulary: int, ids: Any, model: Any, other: Any, found: list[Any], turned: frozenset[str]
+    vocabulary: int, ids: Any, model: Any, other: Any, found: list[Any], transposed: frozenset[str]
 ) -> dict[str, Any]:
     """model: Hugging Face's; other: Megatron's, with the same weights, found by its pieces. turned:
     weights that it has the other way round."""
     import torch
 
-    from shardwright.utils.numeric_difference import share_apart, tensor_apart
+    from shardwright.utils.numeric_difference import max_abs_diff, relative_error
 
     wanted = model(input_ids=ids).logits
     places = torch.arange(ids.shape[1]).expand_as(ids)
@@ -105,13 +112,13 @@ def _differences(
     covered, total = sum(piece.numel for piece in found), sum(p.numel() for p in model.parameters())
     if covered != total:
         return {"apart": f"it has {covered:,} of the model's {total:,} parameters"}
-    if not (off := share_apart(logits, wanted)) <= BOUND:
+    if not (off := relative_error(logits, wanted)) <= RELATIVE_TOLERANCE:
         return {"apart": f"logits differ by {off:.1e} of the largest"}
     direction = torch.randn_like(wanted)
     wanted.backward(direction)
     logits.backward(direction)
     gradients = {
-        name: (p.grad.t() if name in turned else p.grad)
+        name: (p.grad.t() if name in transposed else p.grad)
         for name, p in model.named_parameters(remove_duplicate=False)
         if p.grad is not None
     }
@@ -121,22 +128,22 @@ def _differences(
         if mine is None:
             return {"apart": f"{piece.name} has no gradient"}
         theirs = gradients[piece.name].reshape(-1)[piece.start : piece.start + piece.numel]
-        off = tensor_apart(mine.view(-1)[piece.own : piece.own + piece.numel], theirs) / largest
-        if not off <= BOUND:
+        off = max_abs_diff(mine.view(-1)[piece.own : piece.own + piece.numel], theirs) / largest
+        if not off <= RELATIVE_TOLERANCE:
             return {"apart": f"the gradient of {piece.name} differs by {off:.1e} of the largest"}
     return {}
 
 
-def _ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str, Any]:
+def _compare_ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str, Any]:
     """Each kind of rank: of the first and the last stage the first and the last tensor rank, and
     one of each number of layers between them."""
     import torch
 
-    from shardwright.engines.megatron.megatron_model_weights import configuration
+    from shardwright.engines.megatron.megatron_model_weights import hf_config
     from shardwright.plan.plan_json import plan_from_json
 
     plan = plan_from_json(json.dumps(plan_document))
-    config = configuration(document)
+    config = hf_config(document)
     chosen: dict[Any, int] = {}
     for r in plan.ranks:
         layers = tuple(len(s.layers) for s in plan.stages if s.pipeline_rank == r.pipeline)
@@ -144,10 +151,10 @@ def _ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str,
         tensor = r.tensor if any(ends) and r.tensor in (0, plan.strategy.tensor - 1) else 0
         if r.tensor == tensor:
             chosen.setdefault((layers, ends, tensor), r.rank)
-    build_on(torch.device("meta"))
+    set_megatron_device(torch.device("meta"))
     for rank in chosen.values():
         try:
-            wrong = _rank(plan, config, rank)
+            wrong = _rank_difference(plan, config, rank)
         except (AssertionError, ValueError, RuntimeError) as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
@@ -155,14 +162,18 @@ def _ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> dict[str,
     return {}
 
 
-def _rank(plan: Any, config: Any, rank: int) -> str:
+def _rank_difference(plan: Any, config: Any, rank: int) -> str:
     """What is wrong with it; "" where it is as planned."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from torch import distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from shardwright.engines.megatron.megatron_model import build_chunks, pieces, transformer_config
+    from shardwright.engines.megatron.megatron_model import (
+        build_model_chunks,
+        parameter_ranges,
+        transformer_config,
+    )
     from shardwright.engines.megatron.megatron_parallel_config import parallel_settings
     from shardwright.engines.megatron.megatron_runtime import group_settings
 
@@ -180,17 +191,21 @@ def _rank(plan: Any, config: Any, rank: int) -> str:
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_expert_model_parallel_rank(),
         )
-        ours = (at.pipeline, at.data, at.context, at.tensor, plan.expert_of(at))
+        ours = (at.pipeline, at.data, at.context, at.tensor, plan.expert_rank_of(at))
         if theirs != ours:
             return f"its pipeline, data, context, tensor and expert places are {theirs}, not {ours}"
         settings = transformer_config(config, **parallel_settings(plan))
         length = plan.training.sequence_length
-        chunks = build_chunks(config, settings, None, length=length, pipeline_rank=at.pipeline)
+        chunks = build_model_chunks(
+            config, settings, None, length=length, pipeline_rank=at.pipeline
+        )
         tied = {alias: group[0] for group in plan.model.tied for alias in group}
         held: dict[str, int] = {}
         size = 0
         for piece in (
-            p for chunk in chunks for p in pieces(config, chunk, tensor_rank=at.tensor, tied=tied)
+            p
+            for chunk in chunks
+            for p in parameter_ranges(config, chunk, tensor_rank=at.tensor, tied=tied)
         ):
             if piece.is_buffer:
                 continue
@@ -198,7 +213,9 @@ def _rank(plan: Any, config: Any, rank: int) -> str:
             size = piece.parameter.element_size()
         splits = {p.name: p for module in plan.tensor_parallel.modules for p in module.parameters}
         for name, numel in held.items():
-            if numel != (planned := splits[name].shard_numel(at.tensor) // plan.expert_cut(name)):
+            if numel != (
+                planned := splits[name].shard_numel(at.tensor) // plan.expert_shard_count(name)
+            ):
                 return f"it holds {numel:,} elements of {name}, not {planned:,}"
         if (found := size * sum(held.values())) != at.parameter_bytes:
             return f"it holds {found:,} bytes of parameters, not {at.parameter_bytes:,}"

@@ -8,7 +8,7 @@ from shardwright.plan.plan import Plan
 from shardwright.utils.json_types import JsonObject
 
 
-def plan_section(plan: Plan) -> JsonObject:
+def zero_settings(plan: Plan) -> JsonObject:
     """distributed_optimizer: Megatron's own word for states that are shared out."""
     stage = plan.strategy.zero_stage
     return {"stage": stage, "distributed_optimizer": stage > 0 and plan.strategy.shards > 1}
@@ -23,7 +23,7 @@ def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagn
             f"the model's dropout of {plan.model.dropout} does not run under target: megatron",
             "Set its probabilities to 0 in model.config, or write `target: deepspeed`.",
         )
-    from shardwright.engines.megatron.megatron_equivalence import prove
+    from shardwright.engines.megatron.megatron_equivalence import check_megatron_equivalence
 
-    prove(plan, config)
+    check_megatron_equivalence(plan, config)
     return arguments_file(plan, config)

@@ -12,7 +12,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import nn
 
 
-class Norm(nn.Module):
+class TorchNorm(nn.Module):
     """LayerNorm or RMSNorm. Megatron's own asserts against sequence parallelism and weights that
     are centred on zero (megatron/core/transformer/torch_norm.py).
 
@@ -46,7 +46,7 @@ class Norm(nn.Module):
         return self.weight * wide.type_as(x)
 
 
-class GatheredColumns(nn.Module):
+class GatheredWeightLinear(nn.Module):
     """A linear whose weight tensor ranks share out by rows, and gather before it turns a rank's
     part of the sequence into all of the features. Megatron's own gathers the features instead, and
     the gradient of the keys' rotary part, which all heads share, stays that of a rank's own heads
@@ -56,17 +56,19 @@ class GatheredColumns(nn.Module):
     def __init__(self, config: Any, inputs: int, outputs: int) -> None:
         super().__init__()
         ranks = config.tensor_model_parallel_size
-        self.is_cut = ranks > 1 and outputs % ranks == 0
-        rows = outputs // ranks if self.is_cut else outputs
+        self.is_sharded = ranks > 1 and outputs % ranks == 0
+        rows = outputs // ranks if self.is_sharded else outputs
         device = torch.cuda.current_device()
         self.weight = nn.Parameter(
             torch.empty(rows, inputs, dtype=config.params_dtype, device=device)
         )
-        self.weight.tensor_model_parallel = self.is_cut  # type: ignore[attr-defined]
-        self.weight.sequence_parallel = config.sequence_parallel and not self.is_cut  # type: ignore[attr-defined]
+        self.weight.tensor_model_parallel = self.is_sharded  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel and not self.is_sharded  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        weight = gather_from_sequence_parallel_region(self.weight) if self.is_cut else self.weight
+        weight = (
+            gather_from_sequence_parallel_region(self.weight) if self.is_sharded else self.weight
+        )
         return F.linear(x, weight), None
 
 
@@ -75,13 +77,13 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         super().__init__(config, *args, **more)
         size = config.hidden_size
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = GatheredColumns(config, size, config.q_lora_rank)
-        self.linear_kv_down_proj = GatheredColumns(
+            self.linear_q_down_proj = GatheredWeightLinear(config, size, config.q_lora_rank)
+        self.linear_kv_down_proj = GatheredWeightLinear(
             config, size, config.kv_lora_rank + config.qk_pos_emb_head_dim
         )
 
 
-class ExpertColumns(nn.Module):
+class TransposedExpertLinear(nn.Module):
     """An expert's linear as GPT-OSS has it: the weight is (in, out). Whole on each rank: a bias of
     experts that tensor ranks cut does not run under Megatron
     (megatron/core/transformer/transformer_config.py)."""
@@ -99,13 +101,13 @@ class ExpertColumns(nn.Module):
         return x @ self.weight, self.bias
 
 
-class GateAndUpColumns(ExpertColumns):
+class InterleavedGateUpLinear(TransposedExpertLinear):
     """Columns of gate and up by turns, given one behind the other."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, bias = super().forward(x)
-        return _sorted(out), None if bias is None else _sorted(bias)
+        return _deinterleave(out), None if bias is None else _deinterleave(bias)
 
 
-def _sorted(x: torch.Tensor) -> torch.Tensor:
+def _deinterleave(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)

@@ -22,16 +22,20 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
-from shardwright.engines.megatron.megatron_attention import Attention
+from shardwright.engines.megatron.megatron_attention import TorchCoreAttention
 from shardwright.engines.megatron.megatron_layers import (
-    ExpertColumns,
-    GateAndUpColumns,
+    InterleavedGateUpLinear,
     LatentAttention,
-    Norm,
+    TorchNorm,
+    TransposedExpertLinear,
 )
-from shardwright.engines.megatron.megatron_model_weights import FAMILIES, Family, Unsupported
-from shardwright.engines.megatron.megatron_weight_rows import Heads, Source
-from shardwright.engines.megatron.transformer_engine_layers import plain_name
+from shardwright.engines.megatron.megatron_model_configs import Unsupported
+from shardwright.engines.megatron.megatron_model_weights import (
+    MODEL_MAPPINGS,
+    ModelMapping,
+)
+from shardwright.engines.megatron.megatron_weight_rows import RankHeads, RowSource
+from shardwright.engines.megatron.transformer_engine_layers import local_layer_name
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # 0.16.1 asks for it everywhere (megatron/core/transformer/moe/moe_utils.py:1192), and imports
@@ -45,7 +49,7 @@ _EXPERT = re.compile(r"(?<=local_experts)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rotary:
+class RotaryFrequencies:
     """Of the Hugging Face model: fp32 frequencies (size / 2,), and what multiplies queries and keys
     behind them."""
 
@@ -54,7 +58,7 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterPiece:
+class ParameterRange:
     """`numel` elements from `start` of this rank's flattened shard of Hugging Face's parameter
     `name` are those from `own` of Megatron's flattened `parameter`, which is a buffer where Hugging
     Face has one."""
@@ -70,17 +74,17 @@ class ParameterPiece:
         return not isinstance(self.parameter, nn.Parameter)
 
 
-def family_of(config: Any) -> Family:
+def weight_mapping(config: Any) -> ModelMapping:
     """Raises Unsupported."""
-    family = FAMILIES.get(config.model_type)
+    family = MODEL_MAPPINGS.get(config.model_type)
     if family is None:
         raise Unsupported(
-            f"model_type {config.model_type!r}: known are {', '.join(sorted(FAMILIES))}"
+            f"model_type {config.model_type!r}: known are {', '.join(sorted(MODEL_MAPPINGS))}"
         )
     return family
 
 
-def rotary_of(model: nn.Module) -> Rotary | None:
+def rotary_frequencies(model: nn.Module) -> RotaryFrequencies | None:
     """The frequencies that Hugging Face computed: Megatron's own formula has numbers of one model
     in it (megatron/core/models/common/embeddings/rotary_pos_embedding.py:90). Raises Unsupported
     for positions that are no frequencies."""
@@ -92,12 +96,12 @@ def rotary_of(model: nn.Module) -> Rotary | None:
     if len(modules) > 1 or not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
         raise Unsupported(f"rope_type {kind}: its frequencies follow the length at hand")
     scaling = float(getattr(rotary, "attention_scaling", 1.0))
-    return Rotary(frequencies=rotary.inv_freq.detach().float().clone(), scaling=scaling)
+    return RotaryFrequencies(frequencies=rotary.inv_freq.detach().float().clone(), scaling=scaling)
 
 
 def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
     """config: Hugging Face's. parallel: what the layout adds. Raises Unsupported."""
-    settings = family_of(config).settings(config)
+    settings = weight_mapping(config).settings(config)
     fixed: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -105,7 +109,8 @@ def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
         # tensor ranks, and the gradient's norm would count the first rank's alone
         # (megatron/core/tensor_parallel/layers.py, _initialize_affine_weight_gpu).
         **dict.fromkeys(
-            ("init_method", "output_layer_init_method", "embedding_init_method"), _untouched
+            ("init_method", "output_layer_init_method", "embedding_init_method"),
+            _skip_initialization,
         ),
         # The loss is scaled by the labels of the global batch before its backward pass: nothing is
         # left to divide.
@@ -115,12 +120,16 @@ def transformer_config(config: Any, **parallel: Any) -> TransformerConfig:
     return kind(**{**fixed, **settings, **parallel})
 
 
-def _untouched(parameter: torch.Tensor) -> torch.Tensor:
+def _skip_initialization(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
 def layer_spec(
-    config: TransformerConfig, family: Family, *, experts: bool, transformer_engine: bool = False
+    config: TransformerConfig,
+    family: ModelMapping,
+    *,
+    experts: bool,
+    transformer_engine: bool = False,
 ) -> ModuleSpec:
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(
@@ -137,17 +146,17 @@ def layer_spec(
         normalization=config.normalization,
     )
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = Attention
+    attention.core_attention = TorchCoreAttention
     if config.multi_latent_attention:
         layer.self_attention.module = LatentAttention
-        attention.q_layernorm = attention.kv_layernorm = Norm
+        attention.q_layernorm = attention.kv_layernorm = TorchNorm
     elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = Norm
-    if experts and family.columns:
+        attention.q_layernorm = attention.k_layernorm = TorchNorm
+    if experts and family.has_transposed_experts:
         linears = _submodules(_submodules(layer.mlp).experts)
-        linears.linear_fc1, linears.linear_fc2 = GateAndUpColumns, ExpertColumns
+        linears.linear_fc1, linears.linear_fc2 = InterleavedGateUpLinear, TransposedExpertLinear
     return spec
 
 
@@ -165,7 +174,7 @@ def padded_vocabulary(vocabulary: int, tensor: int) -> int:
 def build_model(
     config: Any,
     megatron: TransformerConfig,
-    rotary: Rotary | None,
+    rotary: RotaryFrequencies | None,
     *,
     length: int,
     first: bool = True,
@@ -175,7 +184,7 @@ def build_model(
 ) -> GPTModel:
     """One stage's part, without values. config: Hugging Face's; length: of a row. first, last:
     whether the stage has the embedding and the head."""
-    family = family_of(config)
+    family = weight_mapping(config)
     if rotary is not None:
         _scale_scores(megatron, rotary)
     block = _block_spec(megatron, family, virtual_stage, transformer_engine)
@@ -191,7 +200,7 @@ def build_model(
         vp_stage=virtual_stage,
     )
     if rotary is not None:
-        _turn_as(model, rotary)
+        _set_rotary_frequencies(model, rotary)
     _mark_experts(model, megatron)
     if first and family.scaled_embedding:
         scale = torch.tensor(config.hidden_size**0.5, dtype=megatron.params_dtype)
@@ -201,7 +210,7 @@ def build_model(
     return model
 
 
-class _WithoutRow(torch.autograd.Function):
+class _DropRowGradient(torch.autograd.Function):
     """A table (rows, hidden) as it is; one row of it gets no gradient from here."""
 
     @staticmethod
@@ -216,7 +225,7 @@ class _WithoutRow(torch.autograd.Function):
         return gradient, None
 
 
-def keep_padding_row(model: GPTModel, embedding: nn.Module) -> None:
+def freeze_padding_row(model: GPTModel, embedding: nn.Module) -> None:
     """Let lookups of the padding token train nothing, as in torch.nn.Embedding. embedding: Hugging
     Face's input embedding, whose padding_idx counts. A tied head's part of the row's gradient
     stays."""
@@ -230,7 +239,7 @@ def keep_padding_row(model: GPTModel, embedding: nn.Module) -> None:
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         weight = words._parameters.pop("weight")
-        words.weight = _WithoutRow.apply(weight, row)
+        words.weight = _DropRowGradient.apply(weight, row)
         try:
             return inner(ids)  # type: ignore[no-any-return]
         finally:
@@ -240,10 +249,10 @@ def keep_padding_row(model: GPTModel, embedding: nn.Module) -> None:
     words.forward = forward
 
 
-def build_chunks(
+def build_model_chunks(
     config: Any,
     megatron: TransformerConfig,
-    rotary: Rotary | None,
+    rotary: RotaryFrequencies | None,
     *,
     length: int,
     pipeline_rank: int,
@@ -270,7 +279,10 @@ def build_chunks(
 
 
 def _block_spec(
-    config: TransformerConfig, family: Family, virtual_stage: int | None, transformer_engine: bool
+    config: TransformerConfig,
+    family: ModelMapping,
+    virtual_stage: int | None,
+    transformer_engine: bool,
 ) -> TransformerBlockSubmodules:
     """Of the layers that the stage has, some with experts and some without."""
     from megatron.core.transformer.enums import LayerType
@@ -294,13 +306,13 @@ def _block_spec(
         experts: layer_spec(config, family, experts=experts, transformer_engine=transformer_engine)
         for experts in set(which)
     }
-    norm = TENorm if transformer_engine else Norm
+    norm = TENorm if transformer_engine else TorchNorm
     return TransformerBlockSubmodules(
         layer_specs=[specs[experts] for experts in which], layer_norm=norm
     )
 
 
-def _scale_scores(config: TransformerConfig, rotary: Rotary) -> None:
+def _scale_scores(config: TransformerConfig, rotary: RotaryFrequencies) -> None:
     """What scales both queries and keys scales the scores, where all of a head is turned."""
     if rotary.scaling == 1.0:
         return
@@ -309,7 +321,7 @@ def _scale_scores(config: TransformerConfig, rotary: Rotary) -> None:
     config.softmax_scale = config.kv_channels**-0.5 * rotary.scaling**2
 
 
-def _turn_as(model: GPTModel, rotary: Rotary) -> None:
+def _set_rotary_frequencies(model: GPTModel, rotary: RotaryFrequencies) -> None:
     """Hugging Face's frequencies, wherever Megatron keeps its own."""
     places = [
         m.rotary_pos_emb for m in model.modules() if getattr(m, "rotary_pos_emb", None) is not None
@@ -329,12 +341,12 @@ def _mark_experts(model: GPTModel, config: TransformerConfig) -> None:
                 parameter.allreduce = False
 
 
-def pieces(
+def parameter_ranges(
     config: Any, model: nn.Module, *, tensor_rank: int, tied: dict[str, str]
-) -> Iterator[ParameterPiece]:
+) -> Iterator[ParameterRange]:
     """Of all of the model's parameters, in order, then of its buffers that Hugging Face has too.
     tied: name -> the first name of the same tensor."""
-    family = family_of(config)
+    family = weight_mapping(config)
     buffers = [(path, buffer) for path, buffer in model.named_buffers() if _is_shared(family, path)]
     for path, parameter in (*model.named_parameters(), *buffers):
         prefix, source, expert = _source(family, model, path)
@@ -346,34 +358,34 @@ def pieces(
         width = parameter[0].numel()
         for part in source(rows, _heads(model.config)):
             name = prefix + part.name
-            yield ParameterPiece(
+            yield ParameterRange(
                 name=tied.get(name, name),
-                start=(part.theirs + expert * rows) * width,
+                start=(part.hf_start + expert * rows) * width,
                 parameter=parameter,
                 own=part.own * width,
                 numel=part.count * width,
             )
 
 
-def _is_shared(family: Family, path: str) -> bool:
+def _is_shared(family: ModelMapping, path: str) -> bool:
     return path.startswith("decoder.layers.") and path.split(".", 3)[3] in family.layer
 
 
-def _source(family: Family, model: Any, path: str) -> tuple[str, Source, int]:
+def _source(family: ModelMapping, model: Any, path: str) -> tuple[str, RowSource, int]:
     """(what stands before Hugging Face's names, where the rows come from, the expert's number)."""
     if not path.startswith("decoder.layers."):
-        return "", family.outside[path], 0
+        return "", family.non_layer_weights[path], 0
     local, leaf = path.removeprefix("decoder.layers.").split(".", 1)
-    leaf = plain_name(leaf)
+    leaf = local_layer_name(leaf)
     number = model.decoder.layers[int(local)].layer_number - 1
     expert = _EXPERT.search(leaf)
     leaf = _EXPERT.sub(".N.", leaf)
     return f"{family.stack}.{number}.", family.layer[leaf], int(expert[1]) if expert else 0
 
 
-def _heads(config: Any) -> Heads:
+def _heads(config: Any) -> RankHeads:
     ranks = config.tensor_model_parallel_size
-    return Heads(
+    return RankHeads(
         query=config.num_attention_heads // ranks,
         groups=config.num_query_groups // ranks,
         size=config.kv_channels,
@@ -381,7 +393,7 @@ def _heads(config: Any) -> Heads:
 
 
 @torch.no_grad()
-def fill(found: Iterable[ParameterPiece], shard: Any) -> None:
+def load_parameter_ranges(found: Iterable[ParameterRange], shard: Any) -> None:
     """shard: name -> this rank's shard of it, from where the weights are. Rows behind the last
     token are zero."""
     name, values = None, torch.empty(0)

@@ -36,7 +36,7 @@ def _squared_relu(x: Any) -> Any:
     return x.relu().square()
 
 
-def refuse(config: Any, **plain: Any) -> None:
+def require_values(config: Any, **plain: Any) -> None:
     """plain: key -> the one value that Megatron has."""
     for key, value in plain.items():
         if getattr(config, key, value) not in (value, None):
@@ -52,7 +52,7 @@ def windows(config: Any) -> Settings:
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": chosen}
 
 
-def plain_heads(config: Any) -> Settings:
+def common_sizes(config: Any) -> Settings:
     """Sizes that most types name alike."""
     heads = config.num_attention_heads
     return {
@@ -68,13 +68,13 @@ def plain_heads(config: Any) -> Settings:
 
 
 def llama(config: Any) -> Settings:
-    refuse(config, attention_bias=False, mlp_bias=False)
+    require_values(config, attention_bias=False, mlp_bias=False)
     return gated(config)
 
 
 def gated(config: Any) -> Settings:
     return {
-        **plain_heads(config),
+        **common_sizes(config),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
@@ -91,20 +91,20 @@ def qwen3(config: Any) -> Settings:
 
 
 def gemma(config: Any) -> Settings:
-    refuse(config, use_bidirectional_attention=False)
+    require_values(config, use_bidirectional_attention=False)
     return {**llama(config), "layernorm_zero_centered_gamma": True}
 
 
 def seed_oss(config: Any) -> Settings:
-    refuse(config, attention_bias=True, attention_out_bias=False, mlp_bias=False)
+    require_values(config, attention_bias=True, attention_out_bias=False, mlp_bias=False)
     return {**gated(config), "add_qkv_bias": True}
 
 
 def stablelm(config: Any) -> Settings:
-    refuse(config, use_parallel_residual=False, qk_layernorm=False)
+    require_values(config, use_parallel_residual=False, qk_layernorm=False)
     norm = {"normalization": "LayerNorm", "layernorm_epsilon": config.layer_norm_eps}
     return {
-        **plain_heads(config),
+        **common_sizes(config),
         **norm,
         "gated_linear_unit": True,
         "add_qkv_bias": bool(config.use_qkv_bias),
@@ -116,23 +116,23 @@ def arcee(config: Any) -> Settings:
 
 
 def nemotron(config: Any) -> Settings:
-    refuse(config, attention_bias=False, mlp_bias=False)
+    require_values(config, attention_bias=False, mlp_bias=False)
     norm = {
         "normalization": "LayerNorm",
         "layernorm_epsilon": config.norm_eps,
         "layernorm_zero_centered_gamma": True,
     }
-    return {**plain_heads(config), **norm}
+    return {**common_sizes(config), **norm}
 
 
 def starcoder2(config: Any) -> Settings:
-    refuse(config, use_bias=True)
+    require_values(config, use_bias=True)
     norm = {"normalization": "LayerNorm", "layernorm_epsilon": config.norm_epsilon}
-    return {**plain_heads(config), **norm, "add_bias_linear": True, **windows(config)}
+    return {**common_sizes(config), **norm, "add_bias_linear": True, **windows(config)}
 
 
 def gpt2(config: Any) -> Settings:
-    refuse(
+    require_values(
         config,
         scale_attn_by_inverse_layer_idx=False,
         add_cross_attention=False,
@@ -179,7 +179,7 @@ def _softmax(config: Any) -> Settings:
 
 
 def mixtral(config: Any) -> Settings:
-    refuse(config, router_jitter_noise=0.0)
+    require_values(config, router_jitter_noise=0.0)
     return {
         **llama(config),
         **_experts(config, config.num_local_experts, config.intermediate_size),
@@ -188,7 +188,7 @@ def mixtral(config: Any) -> Settings:
 
 
 def qwen2_moe(config: Any) -> Settings:
-    refuse(config, decoder_sparse_step=1, mlp_only_layers=[], qkv_bias=True)
+    require_values(config, decoder_sparse_step=1, mlp_only_layers=[], qkv_bias=True)
     shared = {
         "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
         "moe_shared_expert_gate": True,
@@ -198,7 +198,7 @@ def qwen2_moe(config: Any) -> Settings:
 
 
 def qwen3_moe(config: Any) -> Settings:
-    refuse(config, decoder_sparse_step=1)
+    require_values(config, decoder_sparse_step=1)
     dense = [layer in config.mlp_only_layers for layer in range(config.num_hidden_layers)]
     frequency = {"moe_layer_freq": [int(not d) for d in dense]} if any(dense) else {}
     sizes = _experts(config, config.num_experts, config.moe_intermediate_size)
@@ -209,7 +209,7 @@ def gpt_oss(config: Any) -> Settings:
     """Sinks, biases everywhere, a gate that is cut off (arXiv 2508.10925)."""
     from functools import partial
 
-    refuse(config, attention_bias=True)
+    require_values(config, attention_bias=True)
     return {
         **gated(config),
         **_experts(config, config.num_local_experts, config.intermediate_size),
@@ -226,7 +226,7 @@ def quick_gelu(x: Any, slope: float) -> Any:
     return x * (x * slope).sigmoid()
 
 
-def _behind_dense_layers(config: Any) -> Settings:
+def _moe_after_dense_layers(config: Any) -> Settings:
     """The first layers of DeepSeek's kind have one feed-forward network, the others experts and
     some that all tokens share."""
     dense = config.first_k_dense_replace
@@ -248,7 +248,7 @@ def _sigmoid(config: Any) -> Settings:
     """DeepSeek-V3's router (arXiv 2412.19437, 2.1.2), the bias as the checkpoint has it: no forward
     pass of Hugging Face's moves it. Megatron weighs a group by its best topk / group_topk experts,
     Hugging Face by two (megatron/core/transformer/moe/moe_utils.py, group_limited_topk)."""
-    refuse(config, norm_topk_prob=True)
+    require_values(config, norm_topk_prob=True)
     groups, chosen, topk = config.n_group, config.topk_group, config.num_experts_per_tok
     if groups > 1 and topk // chosen != 2:
         raise Unsupported(
@@ -256,7 +256,7 @@ def _sigmoid(config: Any) -> Settings:
             f"{topk // chosen}"
         )
     return {
-        **_behind_dense_layers(config),
+        **_moe_after_dense_layers(config),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
@@ -270,7 +270,7 @@ def _latent(config: Any) -> Settings:
     """Multi-head latent attention (arXiv 2405.04434, 2.1)."""
     import math
 
-    refuse(config, attention_bias=False, mlp_bias=False)
+    require_values(config, attention_bias=False, mlp_bias=False)
     rope = getattr(config, "rope_parameters", None) or {}
     piped = rope.get("rope_type", "default") != "default"
     whole = rope.get("mscale_all_dim", 0) if piped else 0
@@ -295,13 +295,13 @@ def _latent(config: Any) -> Settings:
 
 
 def deepseek_v3(config: Any) -> Settings:
-    refuse(config, rope_interleave=True)
+    require_values(config, rope_interleave=True)
     return {**_latent(config), **_sigmoid(config)}
 
 
 def deepseek_v2(config: Any) -> Settings:
-    refuse(config, topk_method="greedy", norm_topk_prob=False)
-    return {**_latent(config), **_behind_dense_layers(config), "moe_router_pre_softmax": True}
+    require_values(config, topk_method="greedy", norm_topk_prob=False)
+    return {**_latent(config), **_moe_after_dense_layers(config), "moe_router_pre_softmax": True}
 
 
 def glm4_moe(config: Any) -> Settings:
@@ -310,5 +310,5 @@ def glm4_moe(config: Any) -> Settings:
 
 
 def dots1(config: Any) -> Settings:
-    refuse(config, attention_bias=False)
+    require_values(config, attention_bias=False)
     return {**gated(config), **_sigmoid(config), "qk_layernorm": True}

@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Master:
+class ParameterStates:
     """Of one parameter, flattened: elements from `start` that this rank updates. states: 1-D views
     by AdamW's names."""
 
@@ -28,19 +28,19 @@ class Master:
         return self.states["fp32"].numel()
 
 
-def _counts_by_group(part: Any) -> bool:
+def _steps_per_group(part: Any) -> bool:
     """Updates: where Transformer Engine or Apex is installed, Megatron takes its FusedAdam
     (megatron/core/optimizer/__init__.py), whose groups have the number once the first is made."""
     return not isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
-class States:
+class MegatronOptimizerStates:
     """The optimizers behind Megatron's own: one, or one for experts beside it."""
 
     def __init__(self, optimizer: Any) -> None:
         self.parts: list[Any] = list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
-    def of(self, parameter: nn.Parameter) -> Master | None:
+    def of(self, parameter: nn.Parameter) -> ParameterStates | None:
         """None: other data ranks update all of it."""
         for part in self.parts:
             if isinstance(part, DistributedOptimizer):
@@ -61,16 +61,18 @@ class States:
                 return self._master(part, parameter, 0, False)
         return None
 
-    def _master(self, part: Any, master: torch.Tensor, start: int, partitioned: bool) -> Master:
+    def _master(
+        self, part: Any, master: torch.Tensor, start: int, partitioned: bool
+    ) -> ParameterStates:
         state = self._state(part, master)
         flats = {"fp32": master.detach(), **{moment: state[moment] for moment in MOMENTS}}
         states = {name: values.view(-1) for name, values in flats.items()}
-        return Master(start=start, states=states, partitioned=partitioned)
+        return ParameterStates(start=start, states=states, partitioned=partitioned)
 
     def _state(self, part: Any, master: torch.Tensor) -> dict[str, Any]:
         """AdamW makes it in its first update; what saves or restores needs it earlier."""
         state: dict[str, Any] = part.optimizer.state[master]
-        if not state and not _counts_by_group(part):
+        if not state and not _steps_per_group(part):
             state["step"] = torch.tensor(0.0)
         for moment in MOMENTS:
             if moment not in state:
@@ -91,7 +93,7 @@ class States:
     def updates(self, count: int) -> None:
         for part in self.parts:
             for group in part.optimizer.param_groups:
-                if _counts_by_group(part):
+                if _steps_per_group(part):
                     group["step"] = count
             for master in self._masters(part):
                 state = self._state(part, master)
@@ -102,11 +104,11 @@ class States:
         return [p for group in part.optimizer.param_groups for p in group["params"]]
 
     def _steps(self, part: Any, master: torch.Tensor) -> int:
-        if _counts_by_group(part):
+        if _steps_per_group(part):
             return max(int(group.get("step", 0)) for group in part.optimizer.param_groups)
         return int(self._state(part, master)["step"])
 
-    def use_masters(self, chunks: list[Any]) -> None:
+    def copy_masters_to_model(self, chunks: list[Any]) -> None:
         """Collective. The weights that the model computes with, from the masters that were
         restored."""
         for part in self.parts:

@@ -41,11 +41,11 @@ def parallel_settings(plan: Plan) -> dict[str, Any]:
         "deallocate_pipeline_outputs": piped and not plan.is_cpu,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        **recomputation(plan),
+        **recompute_settings(plan),
     }
 
 
-def recomputation(plan: Plan) -> dict[str, Any]:
+def recompute_settings(plan: Plan) -> dict[str, Any]:
     """Megatron counts the recomputed layers of each chunk from its first
     (megatron/core/transformer/transformer_block.py)."""
     choice = plan.strategy.activation_checkpointing

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.megatron.transformer_engine_layers import (
-    REASONS,
-    told_of_gpus,
-    wanted_in_vain,
+    TRANSFORMER_ENGINE_AXES,
+    gpu_layers_text,
+    transformer_engine_unavailable,
 )
 from shardwright.layout.layout_rule import Candidate, Rule, rule
-from shardwright.models.expert_modules import expert_modules, experts_of
+from shardwright.models.expert_modules import expert_modules, experts_per_layer
 from shardwright.recipe.literal_types import PartialCheckpointing
 
 
-def zero_2_and_3(x: Candidate) -> Diagnostic | None:
+def zero_stage_above_1(x: Candidate) -> Diagnostic | None:
     """Its distributed optimizer shares out the optimizer's states; gradients stay whole."""
     stage = x.strategy.zero_stage
     if stage <= 1:
@@ -71,7 +71,7 @@ def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
     )
 
 
-def other_schedules(x: Candidate) -> Diagnostic | None:
+def schedule_not_1f1b(x: Candidate) -> Diagnostic | None:
     if x.strategy.schedule == "1f1b":
         return None
     return found(
@@ -98,7 +98,7 @@ def offload(x: Candidate) -> Diagnostic | None:
 def experts_without_sequence(x: Candidate) -> Diagnostic | None:
     """The configuration warns, the layer raises (megatron/core/transformer/moe/moe_layer.py)."""
     s = x.strategy
-    if s.tensor == 1 or s.sequence_parallel or experts_of(x.graph) < 2:
+    if s.tensor == 1 or s.sequence_parallel or experts_per_layer(x.graph) < 2:
         return None
     return found(
         "SW3156",
@@ -141,7 +141,7 @@ def virtual_stages(x: Candidate) -> Diagnostic | None:
     )
 
 
-def context_pieces(x: Candidate) -> Diagnostic | None:
+def context_divides_sequence(x: Candidate) -> Diagnostic | None:
     """A rank has a piece from the front of a row and one from the back
     (megatron/training/arguments.py, validate_args: seq_length % (context_parallel_size * 2))."""
     c, length = x.strategy.context, x.recipe.training.sequence_length
@@ -220,7 +220,7 @@ def expert_tensor(x: Candidate) -> Diagnostic | None:
     )
 
 
-def on_gpus(x: Candidate) -> Diagnostic | None:
+def not_tested_on_gpus(x: Candidate) -> Diagnostic | None:
     """Everything about this engine is proved on CPU ranks."""
     if x.cluster.gpu.is_cpu:
         return None
@@ -228,17 +228,17 @@ def on_gpus(x: Candidate) -> Diagnostic | None:
         "SW3168",
         "target",
         "target: megatron on GPUs: not run by us",
-        f"{told_of_gpus(x)} Compare its first losses there with those of `target: deepspeed`: "
+        f"{gpu_layers_text(x)} Compare its first losses there with those of `target: deepspeed`: "
         "weights and data are the same.",
         severity="warning",
     )
 
 
 RULES: dict[str, Rule] = {
-    "SW3151": rule(zero_2_and_3, "zero_stage"),
+    "SW3151": rule(zero_stage_above_1, "zero_stage"),
     "SW3152": rule(key_value_copies, "tensor"),
     "SW3153": rule(sequence_without_tensor, "sequence_parallel", "tensor", "context"),
-    "SW3154": rule(other_schedules, "schedule"),
+    "SW3154": rule(schedule_not_1f1b, "schedule"),
     "SW3155": rule(offload, "offload"),
     "SW3156": rule(experts_without_sequence, "sequence_parallel", "tensor"),
     "SW3157": rule(
@@ -248,13 +248,13 @@ RULES: dict[str, Rule] = {
         "gradient_accumulation_steps",
         "activation_checkpointing",
     ),
-    "SW3164": rule(context_pieces, "context"),
+    "SW3164": rule(context_divides_sequence, "context"),
     "SW3165": rule(expert_groups, "expert", "expert_tensor", "tensor", "data", "context"),
     "SW3166": rule(expert_biases, "expert_tensor", "tensor"),
     "SW3167": rule(expert_tensor, "expert_tensor", "tensor"),
-    "SW3168": rule(on_gpus, *REASONS),
-    "SW3169": rule(wanted_in_vain, *REASONS),
+    "SW3168": rule(not_tested_on_gpus, *TRANSFORMER_ENGINE_AXES),
+    "SW3169": rule(transformer_engine_unavailable, *TRANSFORMER_ENGINE_AXES),
 }
-OWN_MODULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
+HF_MODULE_RULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
 """Rules about this project's modules of context and expert ranks, which this engine does
 without."""

@@ -12,13 +12,13 @@ from shardwright.engines.trainer_protocol import Trainer
 from shardwright.plan.plan import Plan
 
 
-def prepare_process(plan: Plan, *, own_loop: bool) -> None:
+def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
     # That Transformer Engine and Apex are not there: each of its modules says so once a rank.
     warnings.filterwarnings("ignore", module="megatron")
     if plan.is_cpu:
-        from shardwright.engines.megatron.megatron_cpu_patches import run_on_cpu
+        from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cpu
 
-        run_on_cpu()
+        patch_torch_for_cpu()
         return
     if plan.strategy.tensor > 1 or plan.strategy.context > 1:
         # Kernels start in the order in which they were launched: a collective before the product

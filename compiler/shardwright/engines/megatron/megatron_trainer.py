@@ -19,29 +19,37 @@ from megatron.core.transformer.module import Float16Module
 from torch import distributed as dist
 from torch import nn
 
-from shardwright.engines.fp32_masters import fill_masters
-from shardwright.engines.megatron.megatron_context_shards import own_piece, own_places
+from shardwright.engines.fp32_masters import fill_fp32_masters
+from shardwright.engines.megatron.megatron_context_shards import rank_positions, zigzag_shard
 from shardwright.engines.megatron.megatron_model import (
-    ParameterPiece,
-    build_chunks,
-    fill,
-    keep_padding_row,
-    pieces,
-    rotary_of,
+    ParameterRange,
+    build_model_chunks,
+    freeze_padding_row,
+    load_parameter_ranges,
+    parameter_ranges,
+    rotary_frequencies,
     transformer_config,
 )
-from shardwright.engines.megatron.megatron_optimizer_states import States
+from shardwright.engines.megatron.megatron_optimizer_states import MegatronOptimizerStates
 from shardwright.engines.megatron.megatron_parallel_config import parallel_settings
-from shardwright.engines.megatron.transformer_engine_layers import is_taken, report
-from shardwright.engines.trainer_protocol import Counters, HeldParameter, LiveFragment, StepResult
+from shardwright.engines.megatron.transformer_engine_layers import (
+    layers_log_line,
+    uses_transformer_engine,
+)
+from shardwright.engines.trainer_protocol import (
+    OptimizerCounters,
+    OwnedShard,
+    ParameterShard,
+    StepResult,
+)
 from shardwright.parallel.distributed_losses import CausalLoss
-from shardwright.parallel.micro_batches import HeldOut, MicroBatch
+from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_config_loading import load_config
 from shardwright.parallel.model_loading import conv1d_to_linear, open_model
-from shardwright.parallel.weight_shards import Shards
+from shardwright.parallel.weight_shards import ShardReader
 from shardwright.plan.plan import Plan
 
-_UNDECAYED = "shardwright_undecayed"
+_NO_WEIGHT_DECAY = "shardwright_undecayed"
 """An attribute of parameters that weight decay leaves alone."""
 
 
@@ -49,13 +57,13 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     """Collective. resumes: a checkpoint is loaded next, so that no weights are read or drawn."""
     config = load_config(plan, folder)
     model, weights = open_model(plan, folder, resumes=resumes)
-    rotary, transposed = rotary_of(model), conv1d_to_linear(model)
+    rotary, transposed = rotary_frequencies(model), conv1d_to_linear(model)
     settings = transformer_config(config, **parallel_settings(plan))
     mine = plan.ranks[dist.get_rank()]
-    fused = is_taken(plan)
+    fused = uses_transformer_engine(plan)
     if not plan.is_cpu and mine.rank == 0:
-        print(report(plan, taken=fused), flush=True)
-    chunks = build_chunks(
+        print(layers_log_line(plan, taken=fused), flush=True)
+    chunks = build_model_chunks(
         config,
         settings,
         rotary,
@@ -65,17 +73,19 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Megatro
     )
     embedding = getattr(model, "get_input_embeddings")()  # noqa: B009
     for chunk in chunks:
-        keep_padding_row(chunk, embedding)
+        freeze_padding_row(chunk, embedding)
     tied = {alias: group[0] for group in plan.model.tied for alias in group}
     found = [
-        p for chunk in chunks for p in pieces(config, chunk, tensor_rank=mine.tensor, tied=tied)
+        p
+        for chunk in chunks
+        for p in parameter_ranges(config, chunk, tensor_rank=mine.tensor, tied=tied)
     ]
-    shards = Shards(plan, weights, transposed)
+    shards = ShardReader(plan, weights, transposed)
     if not resumes:
-        fill(found, shards.read)
+        load_parameter_ranges(found, shards.read)
     trainer = MegatronTrainer(plan, settings, chunks, found, shards)
     if not resumes:
-        fill_masters(trainer.owned(), shards)
+        fill_fp32_masters(trainer.owned(), shards)
     return trainer
 
 
@@ -88,8 +98,8 @@ class MegatronTrainer:
         plan: Plan,
         settings: Any,
         chunks: list[Any],
-        found: list[ParameterPiece],
-        shards: Shards,
+        found: list[ParameterRange],
+        shards: ShardReader,
     ) -> None:
         self.plan, self.settings, self.shards, self.transposed = (
             plan,
@@ -101,17 +111,16 @@ class MegatronTrainer:
         self.device = torch.device("cpu" if plan.is_cpu else "cuda")
         self._mark_undecayed()
         self.engine = [
-            self._under_data_ranks(chunk.to(self.device), place)
-            for place, chunk in enumerate(chunks)
+            self._wrap_in_ddp(chunk.to(self.device), place) for place, chunk in enumerate(chunks)
         ]
         settings.finalize_model_grads_func = _finalize
         self.optimizer = get_megatron_optimizer(
             self._optimizer_config(),
             self.engine,
-            config_overrides={ParamKey(attr=_UNDECAYED): {"wd_mult": 0.0}},
+            config_overrides={ParamKey(attr=_NO_WEIGHT_DECAY): {"wd_mult": 0.0}},
             use_gloo_process_groups=False,
         )
-        self.states = States(self.optimizer)
+        self.states = MegatronOptimizerStates(self.optimizer)
         self.forward_backward = get_forward_backward_func()
         self.loss_fn = CausalLoss(*self._vocabulary())
         self.loss_fn.shifted = plan.strategy.context > 1
@@ -121,13 +130,13 @@ class MegatronTrainer:
         vector here."""
         for piece in self.found:
             if not piece.is_buffer and len(self.shards.splits[piece.name].shape) < 2:
-                setattr(piece.parameter, _UNDECAYED, True)
+                setattr(piece.parameter, _NO_WEIGHT_DECAY, True)
 
     @property
     def _shares_states(self) -> bool:
         return self.plan.strategy.zero_stage > 0 and self.plan.strategy.shards > 1
 
-    def _under_data_ranks(self, chunk: Any, place: int) -> Any:
+    def _wrap_in_ddp(self, chunk: Any, place: int) -> Any:
         """place: from the second of a rank's chunks on, all of its gradients are one bucket."""
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=self.plan.training.gradient_accumulation_dtype == "fp32",
@@ -177,7 +186,7 @@ class MegatronTrainer:
         return StepResult(loss=loss, grad_norm=float(norm))
 
     @torch.no_grad()
-    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+    def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]:
         for chunk in self.engine:
             chunk.eval()
         found = self._pass(list(held_out), held_out.predicted, forward_only=True)
@@ -194,7 +203,7 @@ class MegatronTrainer:
         labels = int(self._sum(predicted if first else 0))
         self.loss_fn.scale = 1 / max(1, labels)
         feeds = [iter(batches) for _ in self.engine]
-        told = self.forward_backward(
+        losses = self.forward_backward(
             forward_step_func=self._forward,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=self.engine if len(feeds) > 1 else self.engine[0],
@@ -203,7 +212,7 @@ class MegatronTrainer:
             micro_batch_size=self.plan.strategy.micro_batch_size,
             forward_only=forward_only,
         )
-        mine = sum(float(part["loss"]) for part in told) if self.mine.tensor == 0 else 0.0
+        mine = sum(float(part["loss"]) for part in losses) if self.mine.tensor == 0 else 0.0
         return self._sum(mine), labels
 
     def _sum(self, number: float) -> float:
@@ -215,19 +224,19 @@ class MegatronTrainer:
     def _forward(self, feed: Iterator[MicroBatch], chunk: Any, *_: Any) -> tuple[torch.Tensor, Any]:
         """One micro-batch through one chunk, as Megatron's schedules call it."""
         whole, ranks = next(feed), self.plan.strategy.context
-        batch = own_piece(whole, ranks, self.mine.context)
-        own = own_places(whole.input_ids.shape[1], ranks, self.mine.context)
-        ids, places, seen = (
+        batch = zigzag_shard(whole, ranks, self.mine.context)
+        own = rank_positions(whole.input_ids.shape[1], ranks, self.mine.context)
+        ids, places, visible = (
             batch.input_ids.to(self.device),
             own.expand(len(whole.input_ids), -1),
             None,
         )
         if whole.position_ids is not None:
-            places, seen = (
+            places, visible = (
                 whole.position_ids[:, own],
-                _own_document(whole.position_ids)[:, :, own].to(self.device),
+                _document_mask(whole.position_ids)[:, :, own].to(self.device),
             )
-        out = chunk(input_ids=ids, position_ids=places.to(self.device), attention_mask=seen)
+        out = chunk(input_ids=ids, position_ids=places.to(self.device), attention_mask=visible)
 
         def loss(
             logits: torch.Tensor,
@@ -240,10 +249,10 @@ class MegatronTrainer:
 
         return out, loss
 
-    def owned(self) -> Iterator[LiveFragment]:
+    def owned(self) -> Iterator[OwnedShard]:
         for piece in self.found:
             if not isinstance(piece.parameter, nn.Parameter):
-                yield self._constant(piece)
+                yield self._untrained_shard(piece)
                 continue
             master = self.states.of(piece.parameter)
             if master is None:
@@ -252,7 +261,7 @@ class MegatronTrainer:
             numel = min(piece.own + piece.numel, master.start + master.numel) - first
             if numel <= 0:
                 continue
-            yield LiveFragment(
+            yield OwnedShard(
                 name=piece.name,
                 shard_shape=self.shards.shape(piece.name),
                 start=piece.start + first - piece.own,
@@ -265,11 +274,11 @@ class MegatronTrainer:
                 copied=getattr(piece.parameter, "shared", False),
             )
 
-    def _constant(self, piece: ParameterPiece) -> LiveFragment:
+    def _untrained_shard(self, piece: ParameterRange) -> OwnedShard:
         """A buffer, which each rank of a stage has whole."""
         value = piece.parameter.detach().view(-1)
         shape = tuple(piece.parameter.shape)
-        return LiveFragment(
+        return OwnedShard(
             name=piece.name,
             shard_shape=shape,
             start=0,
@@ -278,12 +287,12 @@ class MegatronTrainer:
             partitioned=False,
         )
 
-    def held(self) -> dict[str, HeldParameter]:
+    def held(self) -> dict[str, ParameterShard]:
         """Without the rows that pad a vocabulary."""
-        held: dict[str, HeldParameter] = {}
+        held: dict[str, ParameterShard] = {}
         for piece in (p for p in self.found if not p.is_buffer):
             name, earlier = piece.name, held.get(piece.name)
-            held[name] = HeldParameter(
+            held[name] = ParameterShard(
                 shape=self.shards.shape(name),
                 resident_bytes=piece.numel * piece.parameter.element_size()
                 + (earlier.resident_bytes if earlier else 0),
@@ -292,12 +301,12 @@ class MegatronTrainer:
             )
         return held
 
-    def counters(self) -> Counters:
-        return Counters(updates=self.states.updates, loss_scale=None)
+    def counters(self) -> OptimizerCounters:
+        return OptimizerCounters(updates=self.states.updates, loss_scale=None)
 
-    def restored(self, step: int, counters: Counters) -> None:
+    def finish_restore(self, step: int, counters: OptimizerCounters) -> None:
         self.states.updates = counters.updates
-        self.states.use_masters(self.engine)
+        self.states.copy_masters_to_model(self.engine)
 
 
 def _finalize(chunks: list[Any], tokens: torch.Tensor | None = None, **groups: Any) -> None:
@@ -305,7 +314,7 @@ def _finalize(chunks: list[Any], tokens: torch.Tensor | None = None, **groups: A
     finalize_model_grads(chunks, None, **groups)
 
 
-def _own_document(places: torch.Tensor) -> torch.Tensor:
+def _document_mask(places: torch.Tensor) -> torch.Tensor:
     """places: (B, S), from 0 in each document of a row. (B, 1, S, S), True where a token sees one
     of its own document that is not later. Rotary angles tell distances alone, so that a place in
     the row does as well."""

@@ -14,12 +14,12 @@ from typing import Any
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.megatron.megatron_file_names import ARGUMENTS_FILE
-from shardwright.engines.megatron.megatron_model_weights import FAMILIES, configuration
-from shardwright.engines.megatron.megatron_parallel_config import recomputation, stage_layers
+from shardwright.engines.megatron.megatron_model_weights import MODEL_MAPPINGS, hf_config
+from shardwright.engines.megatron.megatron_parallel_config import recompute_settings, stage_layers
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_types import JsonObject
 
-_LETTERS = {"embedding": "E", "decoder": "t", "loss": "L"}
+_LAYER_LETTERS = {"embedding": "E", "decoder": "t", "loss": "L"}
 _CURVES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
 _NAMES = {"layernorm_epsilon": "norm-epsilon", "num_moe_experts": "num-experts"}
 """TransformerConfig's field -> its option, where that is not the same word."""
@@ -44,7 +44,7 @@ Option = tuple[str, ...]
 """The option and its values."""
 
 
-class NotAnOption(Exception):
+class MissingOption(Exception):
     """What of the model pretrain_gpt.py cannot be told. The text begins with the key and its
     value."""
 
@@ -57,12 +57,12 @@ def arguments_file(
         return {}, ()  # the script wants a GPU
     try:
         groups = {
-            "the model": [*_model(plan, config)],
-            "the run": [*_run(plan)],
-            "the ranks": [*_ranks(plan)],
+            "the model": [*_model_options(plan, config)],
+            "the run": [*_training_options(plan)],
+            "the ranks": [*_parallel_options(plan)],
         }
-    except NotAnOption as error:
-        told = Diagnostic(
+    except MissingOption as error:
+        diagnostic = Diagnostic(
             code="SW2055",
             message=f"no {ARGUMENTS_FILE}: Megatron-LM's pretrain_gpt.py has no option for {error}",
             severity="warning",
@@ -71,7 +71,7 @@ def arguments_file(
                 "model's configuration."
             ),
         )
-        return {}, (told,)
+        return {}, (diagnostic,)
     lines = [
         (
             "# This plan for Megatron-LM's pretrain_gpt.py (tag core_v0.19.0), which reads its own "
@@ -95,12 +95,12 @@ def arguments_file(
     return {ARGUMENTS_FILE: ("\n".join([*lines, ")"]) + "\n").encode()}, ()
 
 
-def _model(plan: Plan, config: JsonObject) -> Iterator[Option]:
-    whole = configuration(config)
-    family = FAMILIES[plan.model.model_type]
+def _model_options(plan: Plan, config: JsonObject) -> Iterator[Option]:
+    whole = hf_config(config)
+    family = MODEL_MAPPINGS[plan.model.model_type]
     settings = family.settings(whole)
     if family.scaled_embedding:
-        raise NotAnOption("an embedding scaled by the square root of the hidden size")
+        raise MissingOption("an embedding scaled by the square root of the hidden size")
     length = plan.training.sequence_length
     yield from (
         ("--seq-length", str(length)),
@@ -148,7 +148,7 @@ def _activation(config: Any, *, gated: bool) -> Iterator[Option]:
     slope = getattr(config, "swiglu_alpha", None)
     if gated and slope is not None:
         if slope != 1.702:  # megatron/core/fusions/fused_bias_geglu.py, quick_gelu
-            raise NotAnOption(f"swiglu_alpha {slope}")
+            raise MissingOption(f"swiglu_alpha {slope}")
         yield ("--quick-geglu",)
     elif gated and name == "silu":
         yield ("--swiglu",)
@@ -157,31 +157,31 @@ def _activation(config: Any, *, gated: bool) -> Iterator[Option]:
     elif not gated and name == "gelu":
         yield ("--no-bias-gelu-fusion",)
     elif gated or name not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise NotAnOption(f"the activation {name!r}{' behind a gate' * gated}")
+        raise MissingOption(f"the activation {name!r}{' behind a gate' * gated}")
 
 
 def _rope(config: Any) -> Iterator[Option]:
     rope = getattr(config, "rope_parameters", None) or {}
     kind, base = rope.get("rope_type", "default"), float(rope.get("rope_theta", 10000.0))
     if not base.is_integer():
-        raise NotAnOption(f"rope_theta {base}: --rotary-base takes whole numbers")
+        raise MissingOption(f"rope_theta {base}: --rotary-base takes whole numbers")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise NotAnOption(
+        raise MissingOption(
             f"partial_rotary_factor {rope['partial_rotary_factor']} of a kind that is proved here"
         )
     yield from (("--position-embedding-type", "rope"), ("--rotary-base", str(int(base))))
     if kind == "llama3":
         for key, value in _LLAMA_3.items():
             if rope.get(key) != value:
-                raise NotAnOption(
+                raise MissingOption(
                     f"{key} {rope.get(key)} of a llama3 rope: {value} is written into its code"
                 )
         yield from (("--use-rope-scaling",), ("--rope-scaling-factor", repr(float(rope["factor"]))))
     elif kind != "default":
-        raise NotAnOption(f"rope_type {kind} as Hugging Face computes it")
+        raise MissingOption(f"rope_type {kind} as Hugging Face computes it")
 
 
-def _run(plan: Plan) -> Iterator[Option]:
+def _training_options(plan: Plan) -> Iterator[Option]:
     training, optimizer, scheduler = plan.training, plan.optimizer, plan.scheduler
     s = plan.strategy
     yield from (
@@ -215,7 +215,7 @@ def _run(plan: Plan) -> Iterator[Option]:
         yield ("--bf16",)
 
 
-def _ranks(plan: Plan) -> Iterator[Option]:
+def _parallel_options(plan: Plan) -> Iterator[Option]:
     s = plan.strategy
     yield "--tensor-model-parallel-size", str(s.tensor)
     if s.sequence_parallel:
@@ -228,18 +228,18 @@ def _ranks(plan: Plan) -> Iterator[Option]:
     if s.expert_tensor_ranks != s.tensor:
         yield "--expert-tensor-parallel-size", str(s.expert_tensor_ranks)
     if s.pipeline > 1:
-        yield "--pipeline-model-parallel-layout", layout_text(plan)
+        yield "--pipeline-model-parallel-layout", pipeline_layout_text(plan)
     if s.zero_stage > 0 and s.shards > 1:
         yield ("--use-distributed-optimizer",)
-    for name, value in recomputation(plan).items():
+    for name, value in recompute_settings(plan).items():
         yield f"--{name.replace('_', '-')}", *(value if isinstance(value, list) else [str(value)])
 
 
-def layout_text(plan: Plan) -> str:
+def pipeline_layout_text(plan: Plan) -> str:
     """pipeline_model_parallel_layout as its parser reads it: Et*3|t*4|t*4|t*3,L."""
     stages = []
     for kinds in stage_layers(plan):
-        runs = [(_LETTERS[kind], len(list(same))) for kind, same in itertools.groupby(kinds)]
+        runs = [(_LAYER_LETTERS[kind], len(list(same))) for kind, same in itertools.groupby(kinds)]
         stages.append(
             ",".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
         )

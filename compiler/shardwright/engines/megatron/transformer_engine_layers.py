@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.diagnostics import Diagnostic, found, refusal
-from shardwright.engines.megatron.megatron_model_weights import FAMILIES
+from shardwright.engines.megatron.megatron_model_weights import MODEL_MAPPINGS
 from shardwright.layout.layout_rule import Candidate
 from shardwright.plan.plan import Plan
-from shardwright.recipe.literal_types import Choice
+from shardwright.recipe.literal_types import AutoSwitch
 from shardwright.recipe.recipe_types import DOCUMENT_KINDS, DataSection, Recipe
 
 PACKAGE = "transformer-engine"
-REASONS = ("tensor", "context", "expert_tensor")
+TRANSFORMER_ENGINE_AXES = ("tensor", "context", "expert_tensor")
 """Keys of a layout that decide whether they are taken."""
 _FUSED = {
     "self_attention.linear_qkv": "input_layernorm",
@@ -34,7 +34,7 @@ _NORM = re.compile(rf"({'|'.join(map(re.escape, _FUSED))})\.layer_norm_(weight|b
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
-def plain_name(leaf: str) -> str:
+def local_layer_name(leaf: str) -> str:
     """A layer's parameter as this project's layers call it: Transformer Engine's hold norms in the
     linear behind them, and all experts in one module."""
     if norm := _NORM.fullmatch(leaf):
@@ -44,7 +44,7 @@ def plain_name(leaf: str) -> str:
     return leaf
 
 
-def why_not(x: Candidate) -> str:
+def transformer_engine_obstacle(x: Candidate) -> str:
     """What of the recipe and the layout keeps them out; "" where they may be taken."""
     s, kind, config = x.strategy, x.graph.model_type, x.graph.config
     if x.cluster.gpu.is_cpu:
@@ -53,8 +53,8 @@ def why_not(x: Candidate) -> str:
         return f"its fused attention does not take {x.recipe.training.precision}"
     if any(map(_packs, _data(x.recipe))):
         return "packed rows have a mask of their own, and its causal attention reads none"
-    family = FAMILIES.get(kind)
-    if family is not None and family.columns:
+    family = MODEL_MAPPINGS.get(kind)
+    if family is not None and family.has_transposed_experts:
         return f"the experts and the attention of a {kind} are this project's own"
     is_latent = family is not None and "self_attention.linear_kv_up_proj.weight" in family.layer
     if is_latent and s.tensor * s.context > 1:
@@ -68,13 +68,13 @@ def why_not(x: Candidate) -> str:
     return ""
 
 
-def choice(x: Candidate) -> Choice:
+def transformer_engine_choice(x: Candidate) -> AutoSwitch:
     """Of the plan: on and auto only where they may be taken."""
-    return "off" if why_not(x) else x.recipe.model.transformer_engine
+    return "off" if transformer_engine_obstacle(x) else x.recipe.model.transformer_engine
 
 
-def wanted_in_vain(x: Candidate) -> Diagnostic | None:
-    why = why_not(x) if x.recipe.model.transformer_engine == "on" else ""
+def transformer_engine_unavailable(x: Candidate) -> Diagnostic | None:
+    why = transformer_engine_obstacle(x) if x.recipe.model.transformer_engine == "on" else ""
     if not why:
         return None
     return found(
@@ -86,13 +86,15 @@ def wanted_in_vain(x: Candidate) -> Diagnostic | None:
     )
 
 
-def told_of_gpus(x: Candidate) -> str:
+def gpu_layers_text(x: Candidate) -> str:
     """Which layers a run on GPUs takes, for who has to decide whether to trust it."""
-    why = "" if x.recipe.model.transformer_engine == "off" else why_not(x)
+    why = "" if x.recipe.model.transformer_engine == "off" else transformer_engine_obstacle(x)
     own = "this project's own in Megatron-Core, which are proved on CPU ranks"
-    if choice(x) == "off":
+    if transformer_engine_choice(x) == "off":
         return f"Layers: {own}; without Transformer Engine{f': {why}' if why else ''}."
-    other = "" if choice(x) == "on" else f" where it is installed, otherwise {own}"
+    other = (
+        "" if transformer_engine_choice(x) == "on" else f" where it is installed, otherwise {own}"
+    )
     return (
         f"Layers: Megatron-Core's of Transformer Engine{other}. `model.transformer_engine: off` "
         "keeps it out."
@@ -114,7 +116,7 @@ def _is_windowed(config: Mapping[str, Any]) -> bool:
     return config.get("sliding_window") is not None and (not kinds or "sliding_attention" in kinds)
 
 
-def is_taken(plan: Plan) -> bool:
+def uses_transformer_engine(plan: Plan) -> bool:
     """Collective. Whether this run's ranks take them, the same on all. Raises Refusal: SW6015 where
     the recipe wants them and they are not there, or where ranks have different ones."""
     wish = plan.model.transformer_engine
@@ -123,14 +125,14 @@ def is_taken(plan: Plan) -> bool:
     from torch import distributed as dist
 
     mine = _absent() or f"transformer_engine {_version()}"
-    told = [mine] * plan.strategy.world_size
-    dist.all_gather_object(told, mine)
+    rank_layers = [mine] * plan.strategy.world_size
+    dist.all_gather_object(rank_layers, mine)
     help_text = (
         "Install the same version on every host, or write `model.transformer_engine: off` "
         "and compile again."
     )
-    if len(kinds := sorted(set(told))) > 1:
-        ranks = "; ".join(f"{kind}: rank {told.index(kind)}" for kind in kinds)
+    if len(kinds := sorted(set(rank_layers))) > 1:
+        ranks = "; ".join(f"{kind}: rank {rank_layers.index(kind)}" for kind in kinds)
         raise refusal("SW6015", f"ranks have different layers: {ranks}", help_text)
     if not _absent():
         return True
@@ -139,7 +141,7 @@ def is_taken(plan: Plan) -> bool:
     return False
 
 
-def report(plan: Plan, *, taken: bool) -> str:
+def layers_log_line(plan: Plan, *, taken: bool) -> str:
     """A line for the log of a run on GPUs."""
     if taken:
         return f"layers: Megatron-Core's of Transformer Engine {_version()}, not run by us"

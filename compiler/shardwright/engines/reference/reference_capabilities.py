@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwright.engines.engine_definition import Engine, Traits
+from shardwright.engines.engine_definition import Engine, EngineTraits
 from shardwright.engines.reference.reference_rules import RULES
 
 REFERENCE = Engine(
@@ -12,21 +12,21 @@ REFERENCE = Engine(
     lowering="shardwright.engines.reference.reference_files",
     program="python",
     reads_hosts=False,
-    traits=Traits(
-        selective_repeats_projections=True,
+    traits=EngineTraits(
+        selective_recomputes_projections=True,
         fuses_accumulation=False,
-        tensor_host="floor",
-        duplex_sends=False,
-        kept_outputs=0,
+        tensor_parallel_launch_cost="floor",
+        bidirectional_p2p=False,
+        saved_stage_outputs=0,
         bucketed_zero=False,
         bucketed_pipeline=False,
         traffic="deepspeed",
         zero_1_overlaps=False,
-        gathers_layers=False,
+        zero3_gathers_flat_layers=False,
         chunked_loss=True,
         hpz=False,
     ),
     rules=RULES,  # SW1921 refuses `extra`
-    sees=True,
+    is_vision_language=True,
     automatic=False,
 )

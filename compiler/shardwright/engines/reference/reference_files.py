@@ -8,7 +8,7 @@ from shardwright.utils.json_types import JsonObject
 from shardwright.utils.template_rendering import render_template
 
 
-def plan_section(plan: Plan) -> JsonObject:
+def zero_settings(plan: Plan) -> JsonObject:
     return {"stage": 0}
 
 

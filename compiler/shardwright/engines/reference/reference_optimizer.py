@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class PlainOptimizer:
+class ReferenceAdamW:
     """Of a model's trained parameters, by name. Matrices decay, vectors do not.
 
     live: what the model computes with; masters: their fp32 values, the same tensors where it
@@ -45,7 +45,7 @@ class PlainOptimizer:
         self.clipping = clipping
         self.unused: frozenset[str] = frozenset()
 
-    def take_gradients(self) -> None:
+    def accumulate_master_gradients(self) -> None:
         """Behind a backward pass: gradients of half precision are added to their masters', in
         fp32."""
         for name, master in self.masters.items():
@@ -66,7 +66,7 @@ class PlainOptimizer:
         self.adamw.step()
         self.unused = frozenset(name for name, p in self.masters.items() if p.grad is None)
         self.adamw.zero_grad()
-        self.use_masters()
+        self.copy_masters_to_model()
         return norm
 
     def states(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ class PlainOptimizer:
         return state
 
     @torch.no_grad()
-    def use_masters(self) -> None:
+    def copy_masters_to_model(self) -> None:
         """The model computes with the masters' values."""
         for name, p in self.live.items():
             if p is not self.masters[name]:

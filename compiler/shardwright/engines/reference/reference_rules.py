@@ -7,7 +7,7 @@ from shardwright.layout.layout_rule import Candidate, rule
 from shardwright.utils.json_types import JsonScalar
 
 
-def one_process(x: Candidate) -> Diagnostic | None:
+def single_process_only(x: Candidate) -> Diagnostic | None:
     """Nothing is split, and nothing is kept elsewhere."""
     s = x.strategy
     wrong = [
@@ -28,7 +28,7 @@ def one_process(x: Candidate) -> Diagnostic | None:
     )
 
 
-def not_taken(x: Candidate) -> Diagnostic | None:
+def unsupported_recipe_key(x: Candidate) -> Diagnostic | None:
     """Keys that are DeepSpeed's or ask for more than one process; the first."""
     launch, cluster, training = x.recipe.launch, x.recipe.cluster, x.recipe.training
     asked: tuple[tuple[str, JsonScalar, tuple[JsonScalar, ...]], ...] = (
@@ -55,6 +55,6 @@ def not_taken(x: Candidate) -> Diagnostic | None:
 
 
 RULES = {
-    "SW1921": rule(not_taken),
-    "SW3134": rule(one_process, "tensor", "pipeline", "data", "zero_stage", "offload"),
+    "SW1921": rule(unsupported_recipe_key),
+    "SW3134": rule(single_process_only, "tensor", "pipeline", "data", "zero_stage", "offload"),
 }

@@ -8,7 +8,7 @@ from shardwright.engines.trainer_protocol import Trainer
 from shardwright.plan.plan import Plan
 
 
-def prepare_process(plan: Plan, *, own_loop: bool) -> None:
+def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:
     pass
 
 

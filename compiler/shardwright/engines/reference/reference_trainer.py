@@ -8,22 +8,27 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwright.engines.reference.reference_optimizer import PlainOptimizer
-from shardwright.engines.trainer_protocol import Counters, HeldParameter, LiveFragment, StepResult
-from shardwright.parallel.activation_checkpointing import recompute_as_planned
+from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
+from shardwright.engines.trainer_protocol import (
+    OptimizerCounters,
+    OwnedShard,
+    ParameterShard,
+    StepResult,
+)
+from shardwright.parallel.activation_checkpointing import apply_activation_checkpointing
 from shardwright.parallel.distributed_losses import (
     CausalLoss,
     ChunkedLoss,
-    compute_loss_inside,
     micro_batch_loss,
+    wrap_chunked_loss,
 )
-from shardwright.parallel.lora_adapters import add_adapters, unique
-from shardwright.parallel.micro_batches import HeldOut, MicroBatch
+from shardwright.parallel.lora_adapters import add_adapters, unique_parameters
+from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_loading import conv1d_to_linear, open_model
 from shardwright.parallel.parameter_names import named_buffers, named_parameters
-from shardwright.parallel.router_balance_loss import router_balance, share_of_micro_batch
+from shardwright.parallel.router_balance_loss import micro_batch_weight, router_balance
 from shardwright.parallel.torch_dtypes import DTYPES
-from shardwright.parallel.weight_loader import Filler
+from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
 
 
@@ -32,9 +37,9 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Referen
     model, weights = open_model(plan, folder, resumes=resumes)
     transposed = conv1d_to_linear(model)
     # Before the adapters, which have their values.
-    Filler(model, weights, {}, transposed, 0).fill([""])
+    WeightLoader(model, weights, {}, transposed, 0).fill([""])
     add_adapters(model, plan, transposed)
-    recompute_as_planned(model, plan)
+    apply_activation_checkpointing(model, plan)
     return ReferenceTrainer(plan, model, transposed)
 
 
@@ -54,8 +59,8 @@ class ReferenceTrainer:
         self.loss_fn = ChunkedLoss() if chunked else CausalLoss()
         self.balance = router_balance(plan, model)
         if isinstance(self.loss_fn, ChunkedLoss):
-            compute_loss_inside(model, self.loss_fn)
-        self.optimizer = PlainOptimizer(
+            wrap_chunked_loss(model, self.loss_fn)
+        self.optimizer = ReferenceAdamW(
             model,
             betas=plan.optimizer.betas,
             eps=plan.optimizer.eps,
@@ -67,19 +72,19 @@ class ReferenceTrainer:
     def step(self, micro_batches: list[MicroBatch], learning_rate: float) -> StepResult:
         self.loss_fn.scale = 1 / max(1, sum(m.predicted for m in micro_batches))
         if self.balance is not None:
-            self.balance.share = share_of_micro_batch(self.plan, len(micro_batches))
+            self.balance.share = micro_batch_weight(self.plan, len(micro_batches))
         total = torch.zeros((), device=self.device)
         for m in micro_batches:
             loss = self._loss(m)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
             if self.plan.training.gradient_accumulation_dtype == "fp32":
-                self.optimizer.take_gradients()
-        self.optimizer.take_gradients()
+                self.optimizer.accumulate_master_gradients()
+        self.optimizer.accumulate_master_gradients()
         return StepResult(loss=total.item(), grad_norm=self.optimizer.step(learning_rate))
 
     @torch.no_grad()
-    def evaluate(self, held_out: HeldOut) -> tuple[float, int]:
+    def evaluate(self, held_out: ValidationBatches) -> tuple[float, int]:
         self.loss_fn.scale = 1 / max(1, held_out.predicted)
         self.engine.eval()
         total = sum(self._loss(m).item() for m in held_out)
@@ -91,33 +96,33 @@ class ReferenceTrainer:
             self.engine, self.loss_fn, m, self.plan.model.attention, self.device, self._dtype
         )
 
-    def owned(self) -> Iterator[LiveFragment]:
+    def owned(self) -> Iterator[OwnedShard]:
         for name, p in named_parameters(self.plan, self.engine).items():
             states = self.optimizer.states(p) if p.requires_grad else {"value": p.detach()}
-            yield _whole(name, p.detach(), states)
+            yield _unsharded(name, p.detach(), states)
         for name, buffer in named_buffers(self.engine).items():
-            yield _whole(name, buffer, {"value": buffer})
+            yield _unsharded(name, buffer, {"value": buffer})
 
-    def held(self) -> dict[str, HeldParameter]:
+    def held(self) -> dict[str, ParameterShard]:
         return {
-            name: HeldParameter(
+            name: ParameterShard(
                 shape=tuple(p.shape),
                 resident_bytes=p.numel() * p.element_size(),
                 is_trained=p.requires_grad,
             )
-            for name, p in unique(self.engine.named_parameters()).items()
+            for name, p in unique_parameters(self.engine.named_parameters()).items()
         }
 
-    def counters(self) -> Counters:
-        return Counters(updates=self.optimizer.updates, loss_scale=None)
+    def counters(self) -> OptimizerCounters:
+        return OptimizerCounters(updates=self.optimizer.updates, loss_scale=None)
 
-    def restored(self, step: int, counters: Counters) -> None:
+    def finish_restore(self, step: int, counters: OptimizerCounters) -> None:
         self.optimizer.updates = counters.updates
-        self.optimizer.use_masters()
+        self.optimizer.copy_masters_to_model()
 
 
-def _whole(name: str, live: torch.Tensor, states: dict[str, torch.Tensor]) -> LiveFragment:
-    return LiveFragment(
+def _unsharded(name: str, live: torch.Tensor, states: dict[str, torch.Tensor]) -> OwnedShard:
+    return OwnedShard(
         name=name,
         shard_shape=tuple(live.shape),
         start=0,

@@ -19,7 +19,7 @@ from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.plan.plan import Plan
 from shardwright.utils.programs import program_path
 
-SECONDS = 15.0
+COMMAND_TIMEOUT_SECONDS = 15.0
 """For each command: a controller that is there answers in a few."""
 _LOG = re.compile(r"^(?:(?:sbatch|srun|sinfo|scontrol): )?(?:(?:error|fatal): )?", re.MULTILINE)
 
@@ -38,7 +38,7 @@ class SchedulerReply:
         return " ".join(_LOG.sub("", self.err or self.out).split())[-300:]
 
 
-def ask(*command: str, cwd: Path | None = None) -> SchedulerReply:
+def run_scheduler_command(*command: str, cwd: Path | None = None) -> SchedulerReply:
     env = {**os.environ, "PATH": program_path()}
     try:
         done = subprocess.run(
@@ -48,16 +48,18 @@ def ask(*command: str, cwd: Path | None = None) -> SchedulerReply:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=SECONDS,
+            timeout=COMMAND_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return SchedulerReply(code=None, out="", err=f"no answer in {SECONDS:.0f} s")
+        return SchedulerReply(
+            code=None, out="", err=f"no answer in {COMMAND_TIMEOUT_SECONDS:.0f} s"
+        )
     except OSError as error:
         return SchedulerReply(code=None, out="", err=error.strerror or str(error))
     return SchedulerReply(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
-def missing(programs: tuple[str, ...], launcher: str) -> tuple[Diagnostic, ...]:
+def missing_programs(programs: tuple[str, ...], launcher: str) -> tuple[Diagnostic, ...]:
     return tuple(
         red(
             "SW5313",

@@ -22,7 +22,7 @@ def submit(plan: Plan, folder: Path, resume: str) -> int:
     return 0
 
 
-def handed_over(command: list[str], folder: Path) -> str:
+def submit_job(command: list[str], folder: Path) -> str:
     """Standard output."""
     try:
         done = subprocess.run(
@@ -34,17 +34,17 @@ def handed_over(command: list[str], folder: Path) -> str:
             timeout=SUBMIT_TIMEOUT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise not_taken(
+        raise submission_refusal(
             f"{command[0]} did not answer in {SUBMIT_TIMEOUT_SECONDS:.0f} s", "Is the scheduler up?"
         ) from None
     if done.returncode != 0:
         said = " ".join(done.stderr.split())[-300:] or f"exit code {done.returncode}"
-        raise not_taken(
+        raise submission_refusal(
             f"the job was not submitted: {said}",
             "Change the recipe's `launch` section and compile again.",
         )
     return done.stdout
 
 
-def not_taken(message: str, help: str) -> Refusal:
+def submission_refusal(message: str, help: str) -> Refusal:
     return refusal("SW5208", message, help)

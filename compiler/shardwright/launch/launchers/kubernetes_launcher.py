@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwright.diagnostics.host_check import HostCheck, red, unchecked
-from shardwright.launch.launchers.job_scheduler import SECONDS, ask, missing
-from shardwright.launch.launchers.job_submission import handed_over, not_taken
+from shardwright.diagnostics.host_check import HostCheck, red, skipped_check
+from shardwright.launch.launchers.job_scheduler import (
+    COMMAND_TIMEOUT_SECONDS,
+    missing_programs,
+    run_scheduler_command,
+)
+from shardwright.launch.launchers.job_submission import submission_refusal, submit_job
 from shardwright.plan.plan import Plan
 
 
 def submit(plan: Plan, folder: Path, resume: str) -> None:
     if resume != "auto":
-        raise not_taken(
+        raise submission_refusal(
             "the pods always continue from the newest checkpoint", "Leave --resume out."
         )
-    print(handed_over(["bash", "launch.sh"], folder).strip())
+    print(submit_job(["bash", "launch.sh"], folder).strip())
     print("watch        kubectl get pods -w")
 
 
@@ -25,18 +29,26 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
     kubernetes = plan.launch.kubernetes
     if kubernetes is None:
         raise ValueError("a plan for kubernetes has its section")
-    absent = missing(("kubectl",), "kubernetes")
-    version = ask("kubectl", "version", "--client").out
+    absent = missing_programs(("kubectl",), "kubernetes")
+    version = run_scheduler_command("kubectl", "version", "--client").out
     yield HostCheck(
         name="commands",
         told="kubectl " + (version.split("Client Version: ")[-1].split() or [""])[0],
         problems=absent,
     )
     where = (f"--namespace={kubernetes.namespace}",) if kubernetes.namespace else ()
-    cluster = ask("kubectl", "version", "--output=json", f"--request-timeout={SECONDS - 5:.0f}s")
+    cluster = run_scheduler_command(
+        "kubectl",
+        "version",
+        "--output=json",
+        f"--request-timeout={COMMAND_TIMEOUT_SECONDS - 5:.0f}s",
+    )
     reached = not absent and cluster.code == 0
     if not absent:
-        context = ask("kubectl", "config", "current-context").out.strip() or "no context"
+        context = (
+            run_scheduler_command("kubectl", "config", "current-context").out.strip()
+            or "no context"
+        )
         help = (
             "`kubectl get pods` must work here: choose a context with `kubectl config use-context`."
         )
@@ -49,11 +61,11 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
         yield _dry_run(folder)
         yield from _objects(plan, where)
     else:
-        yield unchecked(
+        yield skipped_check(
             "job",
             "no cluster was asked: rights, quota, the volume claim, the secret and the manifests",
         )
-    yield unchecked(
+    yield skipped_check(
         "pods",
         f"their GPUs, network and the image; that {kubernetes.directory} in them is this folder",
     )
@@ -69,7 +81,10 @@ def _kind(plan: Plan) -> tuple[str, tuple[str, ...]]:
 def _rights(plan: Plan, where: tuple[str, ...]) -> HostCheck:
     resource, files = _kind(plan)
     wanted = [resource, *(["services"] if "service.yaml" in files else [])]
-    answers = {name: ask("kubectl", "auth", "can-i", "create", name, *where) for name in wanted}
+    answers = {
+        name: run_scheduler_command("kubectl", "auth", "can-i", "create", name, *where)
+        for name in wanted
+    }
     problems = tuple(
         red(
             "SW5315",
@@ -88,7 +103,9 @@ def _dry_run(folder: Path) -> HostCheck:
     for path in sorted((folder / "launch").glob("*.yaml")):
         verb = "apply" if path.name == "service.yaml" else "create"
         names.append(path.name)
-        answer = ask("kubectl", verb, "--dry-run=server", "-f", f"launch/{path.name}", cwd=folder)
+        answer = run_scheduler_command(
+            "kubectl", verb, "--dry-run=server", "-f", f"launch/{path.name}", cwd=folder
+        )
         if answer.code != 0:
             gone = f"kubectl delete -f launch/{path.name}"
             exists = "AlreadyExists" in answer.err
@@ -115,7 +132,9 @@ def _objects(plan: Plan, where: tuple[str, ...]) -> Iterator[HostCheck]:
     ):
         if wanted is None:
             continue
-        answer = ask("kubectl", "get", resource, "--output=name", *where, "--", wanted)
+        answer = run_scheduler_command(
+            "kubectl", "get", resource, "--output=name", *where, "--", wanted
+        )
         if answer.code == 0:
             yield HostCheck(name=name, told=wanted)
         elif "NotFound" in answer.err:
@@ -126,7 +145,7 @@ def _objects(plan: Plan, where: tuple[str, ...]) -> Iterator[HostCheck]:
             )
             yield HostCheck(name=name, told="", problems=(problem,))
         else:
-            yield unchecked(name, f"{wanted}: {answer.said}")
+            yield skipped_check(name, f"{wanted}: {answer.said}")
 
 
 def allocated_hosts() -> list[str]:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
-from shardwright.launch.launchers.pod_template_patch import with_pod_patch
+from shardwright.launch.launchers.pod_template_patch import apply_pod_patch
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import POD_CONTAINER
 from shardwright.utils.template_rendering import render_template
 
-PATCHED = ("launch/job.yaml", "launch/jobset.yaml")
+PATCHED_MANIFESTS = ("launch/job.yaml", "launch/jobset.yaml")
 
-_FILES = (files for row in LAUNCHERS.values() for files in (row.templates, *row.kinds.values()))
-SCRIPTS: frozenset[str] = frozenset(
+_FILES = (
+    files
+    for row in LAUNCHERS.values()
+    for files in (row.templates, *row.templates_by_kind.values())
+)
+SCRIPT_NAMES: frozenset[str] = frozenset(
     path for files in _FILES for path in files if path.endswith(".sh")
 )
 
 
 def is_launch_file(name: str) -> bool:
     """Whether `launch_files` writes it."""
-    return name in SCRIPTS or name == "train.py" or name.startswith("launch/")
+    return name in SCRIPT_NAMES or name == "train.py" or name.startswith("launch/")
 
 
 def launch_files(plan: Plan) -> dict[str, bytes]:
     """Path in the compiled folder -> content. No host's name: those are bound when the run
     starts."""
     launcher, kubernetes = LAUNCHERS[plan.launch.launcher], plan.launch.kubernetes
-    templates = launcher.kinds.get(
+    templates = launcher.templates_by_kind.get(
         "" if kubernetes is None else kubernetes.kind, launcher.templates
     )
     files = {
@@ -33,8 +37,8 @@ def launch_files(plan: Plan) -> dict[str, bytes]:
     }
     if kubernetes is not None and kubernetes.pod_patch:
         files |= {
-            path: with_pod_patch(files[path], kubernetes.pod_patch)
-            for path in PATCHED
+            path: apply_pod_patch(files[path], kubernetes.pod_patch)
+            for path in PATCHED_MANIFESTS
             if path in files
         }
     files["train.py"] = _render("launch/train.py.j2", plan, "train.py")

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.launch.launchers.launcher_table import LAUNCHERS, SEVERAL_NODES, launcher_of
-from shardwright.plan.hostfile import SAFE_UNQUOTED
+from shardwright.launch.launchers.launcher_table import (
+    LAUNCHERS,
+    MULTI_NODE_LAUNCHER,
+    resolve_launcher,
+)
+from shardwright.plan.hostfile import SHELL_SAFE
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import MADE_HERE, LaunchSection, Recipe
+from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, LaunchSection, Recipe
 
 
 def check_launch(recipe: Recipe) -> tuple[Diagnostic, ...]:
     """What the chosen launcher cannot do with these values."""
     launch, nodes, wrong = recipe.launch, recipe.cluster.nodes or 1, list[Diagnostic]()
-    launcher = launcher_of(launch, nodes)
-    if not launcher.several_nodes and nodes > 1:
+    launcher = resolve_launcher(launch, nodes)
+    if not launcher.is_multi_node and nodes > 1:
         message = f"launch.launcher: {launcher.name} starts one node, the cluster has {nodes}"
-        help = f"Write `launcher: auto`: {SEVERAL_NODES} for several nodes."
-        valid = ("auto", *(row.name for row in LAUNCHERS.values() if row.several_nodes))
+        help = f"Write `launcher: auto`: {MULTI_NODE_LAUNCHER} for several nodes."
+        valid = ("auto", *(row.name for row in LAUNCHERS.values() if row.is_multi_node))
         wrong.append(found("SW5206", "launch.launcher", message, help, valid))
     if launcher.scheduler and launch.hostfile is not None:
         message = f"launch.hostfile: under {launcher.name} the hosts come from the scheduler"
         wrong.append(found("SW5207", "launch.hostfile", message, "Remove it."))
-    if launcher.needs_hosts:
+    if launcher.uses_hostfile:
         wrong.extend(_unquoted(launch, launcher.name))
     return tuple(wrong)
 
 
-def unseen_paths(plan: Plan) -> tuple[Diagnostic, ...]:
+def unmounted_paths(plan: Plan) -> tuple[Diagnostic, ...]:
     """Warnings for what the ranks read or write and their container or pod, by the recipe, does not
     mount. An image may have it all the same."""
     slurm, kubernetes = plan.launch.slurm, plan.launch.kubernetes
@@ -50,7 +54,7 @@ def unseen_paths(plan: Plan) -> tuple[Diagnostic, ...]:
         if data
         for part in (data, *data.mixture)
     ]
-    named = [(("data", "path"), part.path) for part in parts if part.path not in MADE_HERE]
+    named = [(("data", "path"), part.path) for part in parts if part.path not in BUILT_IN_DATASETS]
     named += [
         (("model", "source"), plan.model.weights_path),
         (("checkpoint", "directory"), plan.checkpoint.directory),
@@ -80,5 +84,5 @@ def _unquoted(launch: LaunchSection, launcher: str) -> list[Diagnostic]:
     return [
         found("SW5205", key, f"{'.'.join(key)}: {value!r} {why}", help)
         for key, value in values
-        if not SAFE_UNQUOTED.fullmatch(value)
+        if not SHELL_SAFE.fullmatch(value)
     ]

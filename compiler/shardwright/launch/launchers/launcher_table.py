@@ -17,10 +17,10 @@ class Launcher:
     """templates: path in the compiled folder -> template. kinds: other ones, by the kind that its
     section says. program: what `run` needs here to start it.
 
-    several_nodes: whether it starts more than one. needs_hosts: it reaches the nodes by name; the
+    is_multi_node: whether it starts more than one. uses_hostfile: it reaches the nodes by name; the
     others are started on
-        each node, which knows only its number: node_number, in the shell's words. by_hand: nothing
-        here can start the other nodes.
+        each node, which knows only its number: node_rank_expression, in the shell's words. by_hand:
+        nothing here can start the other nodes.
     unquoted: it hands the folder's path to the nodes' shells without quotes.
     outlived: the ranks outlive what started them here, until their output has no reader.
 
@@ -28,27 +28,27 @@ class Launcher:
     launcher's name is
         its own.
     allocation: the variable that stands inside of one, where `run` starts the ranks there and then.
-    allocated_nodes:
+    allocated_nodes_variable:
         the variable with their number.
-    own_files: the ranks see other files than this machine. named_hosts: they meet at a node's name,
-    not its address.
+    has_separate_filesystem: the ranks see other files than this machine. meets_by_host_name: they
+    meet at a node's name, not its address.
     """
 
     name: str
     templates: Mapping[str, str]
-    kinds: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    templates_by_kind: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     program: str | None = None
-    several_nodes: bool = True
-    needs_hosts: bool = False
+    is_multi_node: bool = True
+    uses_hostfile: bool = False
     by_hand: bool = False
-    node_number: str | None = None
-    unquoted: bool = False
-    outlived: bool = False
+    node_rank_expression: str | None = None
+    passes_path_unquoted: bool = False
+    ranks_outlive_launcher: bool = False
     scheduler: str | None = None
     allocation: str | None = None
-    allocated_nodes: str | None = None
-    own_files: bool = False
-    named_hosts: bool = False
+    allocated_nodes_variable: str | None = None
+    has_separate_filesystem: bool = False
+    meets_by_host_name: bool = False
 
     @property
     def submits(self) -> bool:
@@ -66,20 +66,20 @@ _JOBSET = {
     "launch/node.sh": "node.sh.j2",
 }
 _ROWS = (
-    Launcher(name="local", templates={"launch.sh": "local.sh.j2"}, several_nodes=False),
+    Launcher(name="local", templates={"launch.sh": "local.sh.j2"}, is_multi_node=False),
     Launcher(
         name="pdsh",
         templates={"launch.sh": "pdsh.sh.j2"},
         program="pdsh",
-        needs_hosts=True,
-        unquoted=True,
-        outlived=True,
+        uses_hostfile=True,
+        passes_path_unquoted=True,
+        ranks_outlive_launcher=True,
     ),
     Launcher(
         name="no_ssh",
         templates={"launch.sh": "node.sh.j2"},
         by_hand=True,
-        node_number="${NODE_RANK:?give the number of this node, from 0}",
+        node_rank_expression="${NODE_RANK:?give the number of this node, from 0}",
     ),
     Launcher(
         name="slurm",
@@ -90,16 +90,16 @@ _ROWS = (
         },
         program="sbatch",
         scheduler="shardwright.launch.launchers.slurm_launcher",
-        node_number="${SLURM_NODEID:?srun starts this file}",
+        node_rank_expression="${SLURM_NODEID:?srun starts this file}",
         allocation="SLURM_JOB_ID",
-        allocated_nodes="SLURM_JOB_NUM_NODES",
-        named_hosts=True,
+        allocated_nodes_variable="SLURM_JOB_NUM_NODES",
+        meets_by_host_name=True,
     ),
     Launcher(
         name="openmpi",
         templates={"launch.sh": "openmpi.sh.j2", "launch/rank.sh": "openmpi_rank.sh.j2"},
         program="mpirun",
-        needs_hosts=True,
+        uses_hostfile=True,
     ),
     Launcher(
         name="kubernetes",
@@ -109,32 +109,32 @@ _ROWS = (
             "launch/job.yaml": "kubernetes_job.yaml.j2",
             "launch/node.sh": "node.sh.j2",
         },
-        kinds={"jobset": _JOBSET},
+        templates_by_kind={"jobset": _JOBSET},
         program="kubectl",
         scheduler="shardwright.launch.launchers.kubernetes_launcher",
-        node_number="${JOB_COMPLETION_INDEX:?an Indexed Job starts this file}",
-        own_files=True,
+        node_rank_expression="${JOB_COMPLETION_INDEX:?an Indexed Job starts this file}",
+        has_separate_filesystem=True,
     ),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ROWS}
-ONE_NODE, SEVERAL_NODES = "local", "pdsh"
+SINGLE_NODE_LAUNCHER, MULTI_NODE_LAUNCHER = "local", "pdsh"
 """`auto`, where the recipe has no scheduler's section."""
 
 
-def launcher_of(launch: LaunchSection, nodes: int) -> Launcher:
+def resolve_launcher(launch: LaunchSection, nodes: int) -> Launcher:
     """auto, settled by what the recipe holds."""
     if launch.launcher != "auto":
         return LAUNCHERS[launch.launcher]
     given = (row for row in _ROWS if row.scheduler and getattr(launch, row.name) is not None)
-    return next(given, LAUNCHERS[ONE_NODE if nodes == 1 else SEVERAL_NODES])
+    return next(given, LAUNCHERS[SINGLE_NODE_LAUNCHER if nodes == 1 else MULTI_NODE_LAUNCHER])
 
 
 def plan_launch(launch: LaunchSection, nodes: int, *, reads_hosts: bool) -> LaunchSection:
     """As the plan has it: auto settled, files by their place in the compiled folder. reads_hosts:
     the engine's."""
-    launcher = launcher_of(launch, nodes)
+    launcher = resolve_launcher(launch, nodes)
     has_hostfile = reads_hosts and (
-        nodes == 1 or launch.hostfile is not None or not launcher.needs_hosts
+        nodes == 1 or launch.hostfile is not None or not launcher.uses_hostfile
     )
     return dataclasses.replace(
         launch,

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.diagnostics.host_check import HostCheck, red, unchecked
-from shardwright.launch.launchers.job_scheduler import ask, missing
-from shardwright.launch.launchers.job_submission import handed_over, not_taken
+from shardwright.diagnostics.host_check import HostCheck, red, skipped_check
+from shardwright.launch.launchers.job_scheduler import missing_programs, run_scheduler_command
+from shardwright.launch.launchers.job_submission import submission_refusal, submit_job
 from shardwright.plan.plan import Plan
 
 SHARED = (
@@ -39,10 +39,10 @@ SHARED = (
 def submit(plan: Plan, folder: Path, resume: str) -> None:
     # An absolute path: the job goes on in the folder, not in the shell that submitted it.
     chosen = resume if resume in ("auto", "never") else str(Path(resume).resolve())
-    printed = handed_over(["sbatch", "--parsable", "launch/job.sh", chosen], folder)
+    printed = submit_job(["sbatch", "--parsable", "launch/job.sh", chosen], folder)
     job = re.fullmatch(r"(\d+)(;\S+)?", printed.strip().splitlines()[-1] if printed.strip() else "")
     if job is None:
-        raise not_taken(
+        raise submission_refusal(
             f"sbatch printed no job id: {printed.strip()[-200:]!r}", "Look for the job with squeue."
         )
     print(f"submitted    job {job[1]}")
@@ -57,13 +57,13 @@ def submit(plan: Plan, folder: Path, resume: str) -> None:
 def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
     """Outside of an allocation: the commands, the controller, and what it would do with
     launch/job.sh."""
-    absent = missing(("sbatch", "srun", "scontrol", "sinfo"), "slurm")
-    version = ask("sbatch", "--version").out.strip() or "version unknown"
+    absent = missing_programs(("sbatch", "srun", "scontrol", "sinfo"), "slurm")
+    version = run_scheduler_command("sbatch", "--version").out.strip() or "version unknown"
     yield HostCheck(
         name="commands", told=f"sbatch, srun, scontrol, sinfo: {version}", problems=absent
     )
     if not absent:
-        ping = ask("sinfo", "--noheader", "--format=%R|%D")
+        ping = run_scheduler_command("sinfo", "--noheader", "--format=%R|%D")
         if ping.code != 0:
             yield HostCheck(
                 name="controller",
@@ -81,7 +81,7 @@ def checks(plan: Plan, folder: Path, *, shared: bool) -> Iterator[HostCheck]:
             yield _partition(plan, ping.out)
             yield _slurm_job(folder)
     yield _file_system(folder, shared=shared)
-    yield unchecked(
+    yield skipped_check(
         "nodes",
         (
             "Slurm has yet to choose them. In an allocation (`salloc`, then doctor again) they "
@@ -120,7 +120,7 @@ def _partition(plan: Plan, rows: str) -> HostCheck:
 def _slurm_job(folder: Path) -> HostCheck:
     """Partition, account, limits, features, memory, options: the controller judges the job script
     and forgets it."""
-    answer = ask("sbatch", "--test-only", "launch/job.sh", "auto", cwd=folder)
+    answer = run_scheduler_command("sbatch", "--test-only", "launch/job.sh", "auto", cwd=folder)
     if answer.code == 0:
         return HostCheck(name="job", told=answer.said or "Slurm would take it")
     help = "Change launch.slurm in the recipe, and compile again."
@@ -150,6 +150,6 @@ def _file_system(folder: Path, *, shared: bool) -> HostCheck:
 
 def allocated_hosts() -> list[str]:
     """The nodes of the Slurm allocation that this process is in, in Slurm's order."""
-    return ask(
+    return run_scheduler_command(
         "scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")
     ).out.split()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """Label of a token that is not predicted."""
 
 
@@ -24,7 +24,7 @@ def own_loss(
     if logits.ndim != 3 or logits.shape[:2] != input_ids.shape:
         return None
     wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), input_ids[:, 1:].flatten())
-    shifted = F.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
+    shifted = F.pad(input_ids[:, 1:], (0, 1), value=IGNORE_INDEX)
     for kind, labels in (("next_token", input_ids), ("given", shifted)):
         try:
             loss = model(input_ids=input_ids, labels=labels, **given).loss

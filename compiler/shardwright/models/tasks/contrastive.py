@@ -19,15 +19,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwright.models.layer_split import (
-    NotCuttable,
-    Probed,
+    ModelStructure,
+    NotSplittable,
     attention_module,
-    find_cut,
-    reached_from,
+    find_layer_split,
+    parameters_with_gradient,
 )
 from shardwright.models.model_skeleton import Skeleton
-from shardwright.models.pipeline_split import Cut
-from shardwright.models.tasks.vision_language import NoPictures, tower_config
+from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.tasks.vision_language import UnsupportedImages, vision_encoder_config
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 """`Cut.loss`: CLIP's symmetric cross-entropy (arXiv 2103.00020, figure 3), SigLIP's sigmoid of
@@ -35,7 +35,7 @@ every pair (arXiv
 2303.15343, algorithm 1)."""
 
 
-def pair_loss(
+def contrastive_loss(
     kind: str,
     own: tuple[torch.Tensor, torch.Tensor],
     every: tuple[torch.Tensor, torch.Tensor],
@@ -63,16 +63,16 @@ def pair_loss(
     return -F.logsigmoid(signs * by_text).sum() / rows
 
 
-def loss_of_pairs(
+def contrastive_batch_loss(
     model: Any, kind: str, input_ids: torch.Tensor, pixel_values: torch.Tensor
 ) -> torch.Tensor:
     """In one process, over all rows of the batch."""
     output = model(input_ids=input_ids, pixel_values=pixel_values)
     own = output.text_embeds, output.image_embeds
-    return pair_loss(kind, own, own, model.logit_scale, getattr(model, "logit_bias", None))
+    return contrastive_loss(kind, own, own, model.logit_scale, getattr(model, "logit_bias", None))
 
 
-def as_text_side(model: PreTrainedModel) -> None:
+def use_text_encoder(model: PreTrainedModel) -> None:
     """Its forward becomes that of its text side alone, (B, S) ids -> features (B, P) as `logits`:
     what traces and cuts decoder layers finds those of the text. Copies of it keep that."""
     whole = type(model)
@@ -85,40 +85,42 @@ def _text_alone(self: Any, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace
 
 def pairs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """A batch for a tiny copy: a picture of noise beside each row of tokens (B, S). Raises
-    NoPictures."""
+    UnsupportedImages."""
     config: Any = model.config
-    tower: Any = tower_config(config)
+    tower: Any = vision_encoder_config(config)
     end = getattr(config.get_text_config(), "eos_token_id", None)
     ids = tokens.clone()
     if isinstance(end, int) and 2 < end < config.get_text_config().vocab_size:
         ids[:, -1] = end  # what some types take a text's features at
     side = getattr(tower, "image_size", None)
     if not isinstance(side, int):
-        raise NoPictures("its pictures have no size of their own")
+        raise UnsupportedImages("its pictures have no size of their own")
     return {
         "input_ids": ids,
         "pixel_values": torch.randn(len(ids), getattr(tower, "num_channels", 3), side, side),
     }
 
 
-def probe_pairs(model: PreTrainedModel, tokens: torch.Tensor) -> Probed:
+def probe_contrastive(model: PreTrainedModel, tokens: torch.Tensor) -> ModelStructure:
     """`model`: tiny, on the CPU, in training mode without anything random. It is the text side
-    alone afterwards. Raises NotCuttable where its loss is none of the two that are known,
-    NoPictures."""
+    alone afterwards. Raises NotSplittable where its loss is none of the two that are known,
+    UnsupportedImages."""
     batch = pairs(model, tokens)
     loss = _own_loss(model, batch)
     named = dict(model.named_parameters())
-    reached = reached_from([loss_of_pairs(model, loss, **batch).reshape(1)], named)
-    seen = reached_from(
+    reached = parameters_with_gradient(
+        [contrastive_batch_loss(model, loss, **batch).reshape(1)], named
+    )
+    seen = parameters_with_gradient(
         [model.get_image_features(pixel_values=batch["pixel_values"]).pooler_output],
         named,
     )
-    as_text_side(model)
-    cut = find_cut(model, batch["input_ids"])
+    use_text_encoder(model)
+    cut = find_layer_split(model, batch["input_ids"])
     before = seen | _embedding(model, cut, batch["input_ids"], named)
     outside = [name for name in named if not name.startswith(f"{cut.stack}.")]
     untrained = tuple(name for name in named if name not in reached)
-    return Probed(
+    return ModelStructure(
         cut=replace(cut, loss=loss, untrained=untrained),
         embedding=tuple(name for name in outside if name in before),
         head=tuple(name for name in outside if name not in before),
@@ -135,16 +137,18 @@ def _own_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> str:
         {**batch, "input_ids": batch["input_ids"].roll(1, 0)},
     ):
         if torch.equal(model(**other, return_loss=True).loss, wanted):
-            raise NotCuttable("its loss does not depend on both the pictures and the captions")
+            raise NotSplittable("its loss does not depend on both the pictures and the captions")
     for kind in (SOFTMAX, SIGMOID):
-        if torch.allclose(loss_of_pairs(model, kind, **batch), wanted, rtol=1e-5, atol=1e-6):
+        if torch.allclose(
+            contrastive_batch_loss(model, kind, **batch), wanted, rtol=1e-5, atol=1e-6
+        ):
             return kind
-    raise NotCuttable("its loss is neither CLIP's nor SigLIP's")
+    raise NotSplittable("its loss is neither CLIP's nor SigLIP's")
 
 
 def _embedding(
-    model: nn.Module, cut: Cut, ids: torch.Tensor, named: dict[str, nn.Parameter]
+    model: nn.Module, cut: PipelineSplit, ids: torch.Tensor, named: dict[str, nn.Parameter]
 ) -> set[str]:
     """What the state before the first layer of the text side depends on."""
     state = Skeleton(model, cut, (ids.shape[0], ids.shape[1])).embed(ids, None)
-    return reached_from([state.hidden], named)
+    return parameters_with_gradient([state.hidden], named)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 Pictures = Mapping[str, torch.Tensor]
-Rows = Sequence[Sequence[int]]
+ImageRows = Sequence[Sequence[int]]
 """For each row its pictures, by width: 1 is a square, 2 is half as wide again. A shape of fixed
 size ignores it."""
 
@@ -24,12 +24,12 @@ _TILES = 5
 """Of a picture that is cut into tiles: the whole one, and up to four parts."""
 
 
-class NoPictures(Exception):
+class UnsupportedImages(Exception):
     """The model takes no pictures in a shape that is known here: one line, the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tower:
+class VisionEncoderShape:
     """What a configuration says of its pictures. cell: patches on a side that become one token;
     side: pixels of a picture of fixed size, fine_side of its copy for a second tower, 0 where there
     is none. times: as large as the smallest are the sides of a picture that may have any size."""
@@ -43,10 +43,10 @@ class Tower:
     times: int = 1
 
 
-Make = Callable[[Tower, Rows], dict[str, torch.Tensor]]
+MakeImages = Callable[[VisionEncoderShape, ImageRows], dict[str, torch.Tensor]]
 
 
-def shapes(names: set[str]) -> Iterator[Make]:
+def shapes(names: set[str]) -> Iterator[MakeImages]:
     """What may fit a forward that takes these names, the likeliest first."""
     for key, found in _BY_KEY.items():
         if key in names:
@@ -58,7 +58,7 @@ def shapes(names: set[str]) -> Iterator[Make]:
     yield _rows_of_patches
 
 
-def patches(tower: Tower, made: Pictures) -> int:
+def patches(tower: VisionEncoderShape, made: Pictures) -> int:
     """Of all pictures in `made`, those that only fill up included; in squares of the patch's
     side."""
     found = made["pixel_values"].numel() // (tower.channels * tower.patch**2)
@@ -71,13 +71,13 @@ def patches(tower: Tower, made: Pictures) -> int:
     )
 
 
-def tower_config(config: Any) -> Any:
-    """The part of the configuration that describes the tower. Raises NoPictures."""
+def vision_encoder_config(config: Any) -> Any:
+    """The part of the configuration that describes the tower. Raises UnsupportedImages."""
     found = next(
         (part for part in _parts(config) if getattr(part, "patch_size", None) is not None), None
     )
     if found is None:
-        raise NoPictures("its configuration has no tower with a patch size")
+        raise UnsupportedImages("its configuration has no tower with a patch size")
     return found
 
 
@@ -92,12 +92,12 @@ def _parts(config: Any) -> Iterator[Any]:
     yield config
 
 
-def tower_of(config: Any) -> Tower:
-    """Raises NoPictures."""
-    part = tower_config(config)
+def vision_encoder_shape(config: Any) -> VisionEncoderShape:
+    """Raises UnsupportedImages."""
+    part = vision_encoder_config(config)
     patch = _number(part.patch_size)
     fine = getattr(config, "high_res_vision_config", None)
-    return Tower(
+    return VisionEncoderShape(
         channels=next(
             (
                 v
@@ -136,18 +136,20 @@ def _number(size: Any) -> int:
     return first if isinstance(first, int) else 0
 
 
-def _flat(rows: Rows) -> list[int]:
+def _flat(rows: ImageRows) -> list[int]:
     return list(chain.from_iterable(rows))
 
 
-def _grid(tower: Tower, rows: Rows) -> torch.Tensor:
+def _grid(tower: VisionEncoderShape, rows: ImageRows) -> torch.Tensor:
     """(N, 2): patches of each picture's height and width, where its size is its own."""
     return tower.times * torch.tensor(
         [[2 * tower.cell, (1 + width) * tower.cell] for width in _flat(rows)]
     )
 
 
-def _beside(make: Make, names: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _beside(
+    make: MakeImages, names: set[str], tower: VisionEncoderShape, rows: ImageRows
+) -> dict[str, torch.Tensor]:
     """With what only some types take beside a grid."""
     made = make(tower, rows)
     if "image_merge_sizes" in names:
@@ -155,7 +157,9 @@ def _beside(make: Make, names: set[str], tower: Tower, rows: Rows) -> dict[str, 
     return made
 
 
-def _patches(key: str, form: str, tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _patches(
+    key: str, form: str, tower: VisionEncoderShape, rows: ImageRows
+) -> dict[str, torch.Tensor]:
     """The patches of all pictures one behind the other."""
     grid, c, t, p = _grid(tower, rows), tower.channels, tower.frames, tower.patch
     if form == "token":  # a square of patches that become one token is counted, and held, as one
@@ -174,14 +178,14 @@ def _patches(key: str, form: str, tower: Tower, rows: Rows) -> dict[str, torch.T
     }
 
 
-def _packed(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _packed(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
     """As a strip (1, C, P, n P)."""
     grid = 2 * _grid(tower, rows)
     pixels = torch.randn(1, tower.channels, tower.patch, int(grid.prod(-1).sum()) * tower.patch)
     return {"pixel_values": pixels, "target_sizes": grid.int()}
 
 
-def _padded(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _padded(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
     """(N, most patches of a picture, C P P), those that are none masked."""
     grid = _grid(tower, rows)
     there = torch.arange(int(grid.prod(-1).max())) < grid.prod(-1, keepdim=True)
@@ -189,7 +193,9 @@ def _padded(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, "spatial_shapes": grid, "pixel_attention_mask": there.long()}
 
 
-def _placed(patch_of_tokens: bool, tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _placed(
+    patch_of_tokens: bool, tower: VisionEncoderShape, rows: ImageRows
+) -> dict[str, torch.Tensor]:
     """(N, most patches, C P P), each with its column and row. patch_of_tokens: a patch is as large
     as a token."""
     grid, cell = _grid(tower, rows), tower.cell
@@ -202,7 +208,7 @@ def _placed(patch_of_tokens: bool, tower: Tower, rows: Rows) -> dict[str, torch.
     return {"pixel_values": pixels, "image_position_ids": places}
 
 
-def _pooled(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _pooled(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
     """One view a picture, (N, n, C P P), and for each token the four patches that it is made of."""
     n, count = (tower.side // tower.patch) ** 2, len(_flat(rows))
     side = tower.side // tower.patch
@@ -215,7 +221,7 @@ def _pooled(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
     }
 
 
-def _images(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _images(extra: set[str], tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
     """(N, C, H, W)"""
     count = len(_flat(rows))
     return {"pixel_values": torch.randn(count, tower.channels, tower.side, tower.side)} | _sides(
@@ -223,7 +229,7 @@ def _images(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor
     )
 
 
-def _tiles(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _tiles(extra: set[str], tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
     """(N, tiles, C, H, W): a picture of two tiles by two, or of one by two, whose last tiles are
     none."""
     high = [2 - (width > 1) for width in _flat(rows)]
@@ -234,7 +240,9 @@ def _tiles(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]
     return made
 
 
-def _of_rows(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _of_rows(
+    extra: set[str], tower: VisionEncoderShape, rows: ImageRows
+) -> dict[str, torch.Tensor]:
     """(B, most pictures of a row, C, H, W), zeros where a row has fewer."""
     there = torch.tensor(
         [[place < len(row) for place in range(max(1, *map(len, rows)))] for row in rows]
@@ -249,7 +257,7 @@ def _of_rows(extra: set[str], tower: Tower, rows: Rows) -> dict[str, torch.Tenso
     return made
 
 
-def _rows_of_patches(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
+def _rows_of_patches(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
     """(N, n, C P P)"""
     count = len(_flat(rows))
     return {
@@ -259,7 +267,7 @@ def _rows_of_patches(tower: Tower, rows: Rows) -> dict[str, torch.Tensor]:
     }
 
 
-_SIDES: dict[str, Callable[[Tower, tuple[int, ...]], torch.Tensor]] = {
+_SIDES: dict[str, Callable[[VisionEncoderShape, tuple[int, ...]], torch.Tensor]] = {
     "image_sizes": lambda tower, shape: torch.full((*shape, 2), tower.side),
     "pixel_mask": lambda tower, shape: torch.ones(*shape, tower.side, tower.side, dtype=torch.bool),
     "pixel_attention_mask": lambda tower, shape: torch.ones(
@@ -272,12 +280,14 @@ _SIDES: dict[str, Callable[[Tower, tuple[int, ...]], torch.Tensor]] = {
 """What stands beside pictures of fixed size: by name, for that many of them."""
 
 
-def _sides(extra: set[str], tower: Tower, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def _sides(
+    extra: set[str], tower: VisionEncoderShape, shape: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
     return {name: _SIDES[name](tower, shape) for name in sorted(extra)}
 
 
 _FORMS = ("flat", "square", "one frame", "token")
-_BY_KEY: dict[str, tuple[Make, ...]] = {
+_BY_KEY: dict[str, tuple[MakeImages, ...]] = {
     "image_grid_thw": tuple(partial(_patches, "image_grid_thw", form) for form in _FORMS),
     "image_grid_hw": (partial(_patches, "image_grid_hw", "one frame"),),
     "target_sizes": (_packed,),

@@ -28,10 +28,10 @@ from transformers.models.auto.modeling_auto import (
 
 from shardwright.models.model_skeleton import Batch
 from shardwright.models.special_token_ids import token_ids
-from shardwright.models.tasks.vision_language import picture_example
+from shardwright.models.tasks.vision_language import example_images
 from shardwright.models.tiny_config import VOCABULARY, shrink
-from shardwright.models.tiny_vision_encoder import small_tower, with_one_width
-from shardwright.recipe.literal_types import PAIR_TYPES, SEEING, TaskName
+from shardwright.models.tiny_vision_encoder import equalize_encoder_widths, tiny_vision_encoder
+from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES, IMAGE_TASKS, TaskName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +88,9 @@ class Task:
         return model
 
     @property
-    def sees(self) -> bool:
+    def is_vision_language(self) -> bool:
         """Whether its rows hold pictures."""
-        return self.name in SEEING
+        return self.name in IMAGE_TASKS
 
     @property
     def contrastive(self) -> bool:
@@ -102,19 +102,21 @@ class Task:
     ) -> dict[str, Any]:
         """A complete configuration, made tiny (models/tiny_config.py)."""
         made = shrink(document, depth=depth, widths=widths)
-        if not self.sees or not widths:
+        if not self.is_vision_language or not widths:
             return made
         return (
-            with_one_width(small_tower(made, document))
+            equalize_encoder_widths(tiny_vision_encoder(made, document))
             if self.contrastive
-            else small_tower(made, document)
+            else tiny_vision_encoder(made, document)
         )
 
     def shown(self, model: PreTrainedModel) -> tuple[torch.Tensor, Batch | None]:
         """(ids, what stands beside them) that a tiny copy is taken apart with. Raises
-        NoPictures."""
+        UnsupportedImages."""
         return (
-            picture_example(model, VOCABULARY) if self.sees else (self.example(model.config), None)
+            example_images(model, VOCABULARY)
+            if self.is_vision_language
+            else (self.example(model.config), None)
         )
 
     def example(self, config: PretrainedConfig) -> torch.Tensor:
@@ -154,7 +156,7 @@ IMAGE_TEXT = Task(
 CONTRASTIVE = Task(
     name="contrastive",
     auto_class=AutoModelForZeroShotImageClassification,  # the class that has both sides
-    types=PAIR_TYPES,
+    types=CONTRASTIVE_MODEL_CLASSES,
     registered=MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING,
     example_shape=(4, 12),
     peft_type="FEATURE_EXTRACTION",

@@ -18,25 +18,25 @@ from torch import nn
 from shardwright.models.model_skeleton import Batch
 from shardwright.models.special_token_ids import token_ids
 from shardwright.models.tasks.image_formats import (
-    Make,
-    NoPictures,
-    Rows,
-    Tower,
+    ImageRows,
+    MakeImages,
+    UnsupportedImages,
+    VisionEncoderShape,
     shapes,
-    tower_config,
-    tower_of,
+    vision_encoder_config,
+    vision_encoder_shape,
 )
-from shardwright.utils.exception_summary import first_line
+from shardwright.utils.exception_summary import exception_summary
 
 __all__ = [
-    "NoPictures",
-    "PictureRows",
+    "ImageSequences",
+    "UnsupportedImages",
+    "example_images",
+    "find_image_sequences",
+    "forward_input_names",
     "image_features",
     "image_token",
-    "input_names",
-    "picture_example",
-    "picture_rows",
-    "tower_config",
+    "vision_encoder_config",
 ]
 
 IMAGE_TOKENS = (
@@ -49,7 +49,7 @@ IMAGE_TOKENS = (
 _PLACES = ("mm_token_type_ids", "token_type_ids")
 _MASK = "image_embeds_position_mask"
 """Says where a row's pictures stand, for a type that has no token of its own for them."""
-_ONE_A_ROW: Rows = ((1,), (1,))
+_ONE_A_ROW: ImageRows = ((1,), (1,))
 _TEXT = 12
 
 
@@ -62,10 +62,10 @@ def image_token(config: Any) -> int | None:
 
 def image_features(model: nn.Module) -> Callable[..., Any]:
     """What makes of pictures the features that take the places of their tokens. It leaves out what
-    it does not take. Raises NoPictures."""
+    it does not take. Raises UnsupportedImages."""
     found = [each for each in _all_features(model) if "pixel_values" in _parameters(each)]
     if not found:
-        raise NoPictures("it has no get_image_features")
+        raise UnsupportedImages("it has no get_image_features")
     taken = _taken(found)
     return lambda **given: found[0](
         **{name: value for name, value in given.items() if name in taken}
@@ -98,19 +98,19 @@ def _taken(functions: Sequence[Callable[..., Any]]) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureRows:
+class ImageSequences:
     """Makes rows for one tiny model. token: that stands for a picture; names: of what its forward
     takes."""
 
     model: nn.Module
-    make: Make
-    tower: Tower
+    make: MakeImages
+    tower: VisionEncoderShape
     token: int
     names: frozenset[str]
     vocabulary: int
 
     def rows(
-        self, rows: Rows, length: int | None = None
+        self, rows: ImageRows, length: int | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(ids (B, S), what the forward takes beside them): text around the pictures of each row,
         each row beginning at another place. length: S; None is as short as it may be."""
@@ -139,16 +139,16 @@ class PictureRows:
 
 
 @torch.no_grad()
-def picture_rows(model: nn.Module, vocabulary: int) -> PictureRows:
-    """The first shape that the model takes. Raises NoPictures."""
+def find_image_sequences(model: nn.Module, vocabulary: int) -> ImageSequences:
+    """The first shape that the model takes. Raises UnsupportedImages."""
     config: Any = model.config
-    names = input_names(model)
+    names = forward_input_names(model)
     token = token_ids(config).plain[0] if _MASK in names else image_token(config)
     if token is None:
-        raise NoPictures("its configuration names no token that stands for a picture")
-    tower, whys = tower_of(config), []
+        raise UnsupportedImages("its configuration names no token that stands for a picture")
+    tower, whys = vision_encoder_shape(config), []
     for make in shapes(set(names)):
-        found = PictureRows(
+        found = ImageSequences(
             model=model, make=make, tower=tower, token=token, names=names, vocabulary=vocabulary
         )
         try:
@@ -156,26 +156,26 @@ def picture_rows(model: nn.Module, vocabulary: int) -> PictureRows:
             model(input_ids=ids, use_cache=False, **beside)
             return found
         except Exception as error:  # whatever a type's own code raises on another type's shape
-            whys.append(first_line(error, 120))
-    raise NoPictures(f"its tower takes none of the known shapes of a picture ({whys[0]})")
+            whys.append(exception_summary(error, 120))
+    raise UnsupportedImages(f"its tower takes none of the known shapes of a picture ({whys[0]})")
 
 
-def picture_example(model: nn.Module, vocabulary: int) -> tuple[torch.Tensor, Batch]:
+def example_images(model: nn.Module, vocabulary: int) -> tuple[torch.Tensor, Batch]:
     """(ids (2, S), what the forward takes beside them): a picture in each row. Raises
-    NoPictures."""
-    return picture_rows(model, vocabulary).rows(_ONE_A_ROW)
+    UnsupportedImages."""
+    return find_image_sequences(model, vocabulary).rows(_ONE_A_ROW)
 
 
 @torch.no_grad()
-def once_a_picture(model: nn.Module, vocabulary: int, stack: str) -> tuple[str, ...]:
+def modules_run_per_image(model: nn.Module, vocabulary: int, stack: str) -> tuple[str, ...]:
     """Modules with parameters, outside the decoder layers at `stack`, that run more often where a
-    row holds more pictures. Raises NoPictures."""
-    made = picture_rows(model, vocabulary)
+    row holds more pictures. Raises UnsupportedImages."""
+    made = find_image_sequences(model, vocabulary)
     few, many = (_runs(made, stack, rows) for rows in (_ONE_A_ROW, ((1, 1), (1,))))
     return tuple(sorted(name for name, count in many.items() if count != few[name]))
 
 
-def _runs(made: PictureRows, stack: str, rows: Rows) -> Counter[str]:
+def _runs(made: ImageSequences, stack: str, rows: ImageRows) -> Counter[str]:
     ids, beside = made.rows(rows)
     found: Counter[str] = Counter()
     handles = [
@@ -190,7 +190,7 @@ def _runs(made: PictureRows, stack: str, rows: Rows) -> Counter[str]:
     return found
 
 
-def input_names(model: nn.Module) -> frozenset[str]:
+def forward_input_names(model: nn.Module) -> frozenset[str]:
     """Of what its forward takes; some hand on what they do not name themselves."""
     return frozenset(_taken([type(model).forward, *_all_features(model)]))
 
