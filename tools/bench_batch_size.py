@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.monitor.gradient_noise_scale import ratio_of_means, read_step_noise
-from tools.prove.code_digest import ROOT
+from tools.prove.proof_ledger import ROOT
 
 FILE = ROOT / "benchmarks" / "batch-size.json"
 TARGET = 2.0

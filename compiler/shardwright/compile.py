@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from shardwright.cluster.cluster_types import Cluster
-from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.compiled_folder_files import compiled_files, with_file_digests
-from shardwright.compiled_folder_writer import check_checkpoint_folder
+from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
+from shardwright.compiled_folder import check_checkpoint_folder, compiled_files, with_file_digests
 from shardwright.cost.calibrated_costs import calibration_errors, check_calibration
 from shardwright.cost.goodput import goodput
 from shardwright.diagnostics import Diagnostic, Refusal
@@ -25,22 +23,19 @@ from shardwright.engines.engine_table import (
     recipe_for_engine,
 )
 from shardwright.launch.launchers.launch_files import is_launch_file
-from shardwright.launch.launchers.launcher_checks import check_launch, unmounted_paths
-from shardwright.launch.launchers.launcher_table import plan_launch
+from shardwright.launch.launchers.launcher_table import check_launch, plan_launch, unmounted_paths
+from shardwright.layout.layout import Candidate
 from shardwright.layout.layout_estimate import Estimate, PredictionError
-from shardwright.layout.layout_rule import Candidate
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.tensor_parallel_map import tensor_parallel_map, with_unsplit_experts
 from shardwright.models.config_schema import config_warnings
 from shardwright.models.graph_builder import build_model_graph, compare_weights
-from shardwright.models.hub_files import local_processor
-from shardwright.models.hub_snapshot import locate_weights, tokenizer_folder
+from shardwright.models.model_files import RemoteCode, WeightsLocation
 from shardwright.models.model_graph import ModelGraph
+from shardwright.models.model_sources import local_processor, locate_weights, tokenizer_folder
 from shardwright.models.remote_code import locate_remote_code
-from shardwright.models.remote_code_files import RemoteCode
 from shardwright.models.tokenizer_packages import missing_packages_warning
-from shardwright.models.weights_location import WeightsLocation
 from shardwright.plan.copied_inputs import input_files_to_copy, pretrained_companion_files
 from shardwright.plan.folder_paths import MODEL_DIRECTORY, TOKENIZER_DIRECTORY
 from shardwright.plan.island_plans import island_plan
@@ -339,11 +334,11 @@ def _lower_plan(
         and not plan.model.contrastive
         and (here := local_processor(problem.recipe.model)) is not None
     ):
-        from shardwright.models.processor_stage import check_processor
+        from shardwright.models.image_processor import check_processor
 
         check_processor(problem.graph, here[0])
     if plan.model.is_vision_language and problem.recipe.model.source is None:
-        from shardwright.models.processor_stage import processor_files_from_config
+        from shardwright.models.image_processor import processor_files_from_config
 
         processor = processor_files_from_config(problem.graph)
         files |= {f"{TOKENIZER_DIRECTORY}/{name}": content for name, content in processor.items()}

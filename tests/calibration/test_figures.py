@@ -10,7 +10,7 @@ from shardwright.layout.layout_estimate import Estimate
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search.layout_search import estimate_pinned_layout
-from shardwright.utils.data_folders import recipes_folder
+from shardwright.utils.installation import recipes_folder
 from tests.unit.models.factory import problem_of
 
 FIGURES = recipes_folder() / "figures"

@@ -14,9 +14,9 @@ import pytest
 
 from shardwright.calibrate.calibration import calibrate, cores
 from shardwright.calibrate.layout_trials import launch, recipe_for, step_seconds_figure
-from shardwright.cli.measurement_text import shared_cores_lines
+from shardwright.cli.estimate_command import shared_cores_lines
 from shardwright.compile import compile_recipe, read_problem
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from shardwright.search.layout_search import estimate_pinned_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import graph_of, problem_of, recipe_of
 
 # arXiv 2104.04473, table 2: (layers, hidden size, heads), batch, GPUs, micro-batch, TFLOP/s per

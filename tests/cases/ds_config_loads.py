@@ -23,9 +23,8 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright.engines.deepspeed.hpz_groups import hpz_group
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import read_plan
+from shardwright.engines.deepspeed.deepspeed_groups import hpz_group
+from shardwright.plan.plan import Plan, read_plan
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 

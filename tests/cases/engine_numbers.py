@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwright.compile import CompileResult
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.plan.plan import Plan
 
 LOADER = Path(__file__).with_name("ds_config_loads.py")

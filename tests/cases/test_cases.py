@@ -18,11 +18,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.compile import CompileResult, compile_recipe
-from shardwright.compiled_folder_files import MARKER
-from shardwright.plan.plan_json import plan_from_json, plan_to_json
+from shardwright.compiled_folder import MARKER
+from shardwright.plan.plan import plan_from_json, plan_to_json
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
-from shardwright.utils.data_folders import recipes_folder
+from shardwright.utils.installation import recipes_folder
 from tests.cases.engine_numbers import load, numbers
 
 HERE = Path(__file__).parent

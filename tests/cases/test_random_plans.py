@@ -15,11 +15,10 @@ import pytest
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.compile import CompileResult, compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
-from shardwright.engines.deepspeed.ds_config_validation import schema_mismatches
+from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema, schema_mismatches
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.search.candidate_layouts import candidate_layouts
+from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.rule_registry import check_layout
 from tests.cases.engine_numbers import load, numbers
 from tests.unit.models.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, problem_of

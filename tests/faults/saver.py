@@ -28,13 +28,11 @@ from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.resume_checkpoint import choose_checkpoint, print_resume_notes
 from shardwright.checkpoint.run_history import SaveMetadata
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.deepspeed_trainer import DeepSpeedTrainer
+from shardwright.engines.deepspeed.deepspeed_trainers import DeepSpeedTrainer
 from shardwright.monitor.run_files import MetricsWriter
-from shardwright.parallel.model_config_loading import load_config
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import read_plan
-from shardwright.train.lease_ownership import hold_run_lease
-from shardwright.train.run_attempt import begin_attempt
+from shardwright.parallel.model_loading import load_config
+from shardwright.plan.plan import Plan, read_plan
+from shardwright.train.run_attempt import begin_attempt, hold_run_lease
 
 ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as engines.deepspeed.runtime does
 

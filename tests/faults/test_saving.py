@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.checkpoint.checkpoint_manifest import damage
-from shardwright.checkpoint.step_folders import published_steps, step_name
+from shardwright.checkpoint.checkpoint_storage import published_steps, step_name
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
 from shardwright.utils import run_lease

@@ -20,15 +20,13 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
-from shardwright.checkpoint.checkpoint_saver import save_checkpoint
-from shardwright.checkpoint.master_weight_check import check_master_weights
+from shardwright.checkpoint.checkpoint_saver import check_master_weights, save_checkpoint
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.compiled_folder import write_folder
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.deepspeed.ds_config import ds_config
 from shardwright.engines.trainer_protocol import StepResult, Trainer
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import Plan, read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.launch import extra_keys
 from tests.launch.extra_keys import LAST, LAYOUTS, RESUMED_ON, SAVED

@@ -20,18 +20,17 @@ from deepspeed import ops
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import TrainingBatches
-from shardwright.parallel.tensor_parallel_rng import seed_dropout
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import read_plan
+from shardwright.parallel.tensor_parallel_collectives import seed_dropout
+from shardwright.plan.plan import Plan, read_plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.train.process_exit import leave
+from shardwright.train.training_worker import leave
 from tests.launch.resume_matrix import LAST, SAVED, case
 from tests.parity import harness
 from tests.parity.groups import share_groups

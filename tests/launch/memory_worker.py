@@ -24,7 +24,7 @@ from shardwright.parallel.expert_parallel import ExpertSharder
 from shardwright.parallel.model_loading import conv1d_to_linear, open_model
 from shardwright.parallel.weight_files import WeightFiles
 from shardwright.parallel.weight_loader import WeightLoader
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 
 
 def anonymous_bytes() -> int:

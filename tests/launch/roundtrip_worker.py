@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
 from shardwright.checkpoint.huggingface_export import export_checkpoint
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.models import graph_trace
 from shardwright.models.layer_trace import ModelTrace
 from shardwright.parallel.micro_batches import TrainingBatches
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.utils.numeric_difference import max_abs_diff
 from tests.launch.roundtrip import LAYOUTS

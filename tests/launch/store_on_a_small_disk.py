@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from shardwright.diloco.round_log import ROUNDS_FILE
+from shardwright.diloco.island_metrics import ROUNDS_FILE
 from tests.faults.disks import enlarge, small_disk
 from tests.launch.islands import PATIENCE, Process, listening, processes
 from tests.parity.islands import ISLANDS

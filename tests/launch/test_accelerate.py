@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from shardwright.compile import CompileResult, compile_recipe
-from shardwright.compiled_folder_writer import write_folder
-from shardwright.engines.deepspeed.accelerate_files import (
+from shardwright.compiled_folder import write_folder
+from shardwright.engines.deepspeed.deepspeed_files import (
     ACCELERATE_CONFIG,
     ACCELERATE_DS_CONFIG,
     HF_TRAINER_DS_CONFIG,

@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoConfig
 
 from shardwright.compile import CompileResult, compile_recipe
-from shardwright.engines.deepspeed.autotp_config import AUTOTP_FILE, AUTOTP_VERIFIED_TYPES
+from shardwright.engines.deepspeed.deepspeed_files import AUTOTP_FILE, AUTOTP_VERIFIED_TYPES
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.utils.numeric_difference import largest_difference, max_series_diff
 from shardwright.utils.programs import free_port

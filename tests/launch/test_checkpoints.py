@@ -11,7 +11,7 @@ import pytest
 
 from shardwright.checkpoint.checkpoint_manifest import damage
 from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from tests.parity.harness import STEPS, Case, metrics, must, recipe, shardwright, write_inputs
 
 pytestmark = pytest.mark.launch

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwright.checkpoint.checkpoint_manifest import read_manifest
 from shardwright.data.dataset import open_dataset
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from tests.launch.resume import same_numbers
 from tests.parity.harness import (
     LENGTH,

@@ -15,7 +15,7 @@ import pytest
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import resolve
 from shardwright.parallel.micro_batches import TrainingBatches
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from tests.parity.harness import Case, metrics, must, recipe, shardwright
 from tests.parity.models import LLAMA
 

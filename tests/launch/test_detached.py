@@ -72,7 +72,7 @@ def test_the_rank_that_all_wait_for_is_named(tmp_path: Path) -> None:
     out = compiled(Case(model="llama", pipeline=2), tmp_path)
     script = out / "train.py"
     script.write_text(
-        "import os, time, shardwright.engines.deepspeed.deepspeed_trainer_builder as engine\n"
+        "import os, time, shardwright.engines.deepspeed.deepspeed_trainers as engine\n"
         "whole = engine.PipelineTrainer.step\n"
         "def step(self, *a):\n"
         "    if os.environ['RANK'] == '1' and self.engine.global_steps == 2:\n"

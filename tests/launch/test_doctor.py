@@ -15,10 +15,9 @@ import torch
 
 from shardwright.cli import main as cli
 from shardwright.cli.doctor_command import as_json, as_text, check_has_errors
+from shardwright.launch.host_checks import PlannedBandwidth, links
+from shardwright.launch.host_probe import LinkRates, ProbedHost, RendezvousResult
 from shardwright.launch.link_bandwidth import measure
-from shardwright.launch.probe_messages import LinkRates, RendezvousResult
-from shardwright.launch.remote_probe import ProbedHost
-from shardwright.launch.rendezvous_check import PlannedBandwidth, links
 from tests.parity.harness import must, shardwright
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from shardwright.checkpoint.checkpoint_manifest import damage
-from shardwright.checkpoint.step_folders import published_steps, step_name
+from shardwright.checkpoint.checkpoint_storage import published_steps, step_name
 from shardwright.utils.programs import free_port
 from tests.faults.phases import PHASES
 from tests.faults.test_saving import DAMAGES, size_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.diloco.outer_store_secret import SECRET_FILE
+from shardwright.diloco.outer_store_channel import SECRET_FILE
 from tests.launch.islands import (
     PATIENCE,
     Process,

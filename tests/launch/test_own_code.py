@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from tests.parity.harness import (
     BETAS,
     DECAY,

@@ -20,7 +20,7 @@ from shardwright.train.experiment_trackers import missing_trackers
 from shardwright.utils.json_records import copy_shared_fields
 from tests.figures import same
 from tests.parity.harness import must, shardwright
-from tools.pages.page_blocks import blocks
+from tools.pages.page_commands import blocks
 
 pytestmark = pytest.mark.launch
 CHANGES = {
@@ -154,7 +154,7 @@ def _check_curves_once(out: Path) -> None:
 def test_a_tracker_that_is_not_installed(
     write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwright.plan.plan_json import read_plan
+    from shardwright.plan.plan import read_plan
 
     must(shardwright("compile", write_recipe(CHANGES), "-o", tmp_path / "out"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -124,7 +124,7 @@ def test_a_failing_rank_speaks_before_its_echo(tmp_path: Path) -> None:
     out = compiled(Case(model="llama", pipeline=2), tmp_path)
     script = out / "train.py"
     script.write_text(
-        "import os, shardwright.engines.deepspeed.deepspeed_trainer_builder as engine\n"
+        "import os, shardwright.engines.deepspeed.deepspeed_trainers as engine\n"
         "whole = engine.PipelineTrainer.step\n"
         "def step(self, *a):\n"
         "    if os.environ['RANK'] == '1' and self.engine.global_steps == 2:\n"

@@ -13,8 +13,7 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.diagnostics.code_explanations import ds_config_explanations
 from shardwright.lint.ds_config_document import parse_ds_config
-from shardwright.lint.ds_config_fixes import fixed
-from shardwright.lint.ds_config_linter import lint, linted_ds_config
+from shardwright.lint.ds_config_linter import fixed, lint, linted_ds_config
 
 BEFORE = """\
 {

@@ -21,7 +21,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
 from shardwright.lint.ds_config_document import parse_ds_config
 from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
-from shardwright.models.hub_files import read_config_file
+from shardwright.models.model_sources import read_config_file
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.lint.test_rules import GOOD
 from tests.migrate.fuzz import commands, deep, try_import
@@ -167,8 +167,7 @@ def _plain(path: Path) -> Any:
 def _is_key(document: Any, where: Path_, wrong: str) -> bool:
     """Whether the misspelt word is a key of that section by itself: then it is another setting, not
     a typo."""
-    from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
-    from shardwright.engines.deepspeed.ds_config_validation import schema_mismatches
+    from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema, schema_mismatches
 
     only = renamed(document, where, wrong)
     return not any(

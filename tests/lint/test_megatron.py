@@ -12,9 +12,8 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.diagnostics.code_explanations import CodeExplanation, megatron_args_explanations
-from shardwright.diagnostics.megatron_args_codes import MEGATRON_ARGS_CODES
-from shardwright.lint.megatron_lint import RULES, lint_arguments
-from shardwright.lint.megatron_option_reader import options, read_arguments
+from shardwright.diagnostics.code_registry import MEGATRON_ARGS_CODES
+from shardwright.lint.megatron_lint import RULES, lint_arguments, options, read_arguments
 
 NAME = "megatron_args.sh"
 SCRIPT = """#!/bin/bash

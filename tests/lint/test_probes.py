@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from shardwright.diagnostics.code_explanations import ds_config_explanations
-from shardwright.diagnostics.ds_config_codes import DS_CONFIG_CODES
-from shardwright.lint.ds_config_value_rules import TRAINER_AUTO_KEYS
+from shardwright.diagnostics.code_registry import DS_CONFIG_CODES
+from shardwright.lint.ds_config_key_rules import TRAINER_AUTO_KEYS
 from tests.lint.probes import PROBES, Probe
 
 GOOD = sorted((Path(__file__).parent / "good").glob("*.json"))

@@ -12,11 +12,10 @@ import pytest
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.code_explanations import CodeExplanation, ds_config_explanations
+from shardwright.diagnostics.code_registry import DS_CONFIG_CODES
 from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
-from shardwright.diagnostics.ds_config_codes import DS_CONFIG_CODES
 from shardwright.lint.ds_config_document import parse_ds_config
-from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
-from shardwright.lint.ds_config_rule_table import RULES
+from shardwright.lint.ds_config_linter import RULES, diagnostic, lint, linted_ds_config
 from shardwright.lint.lint_rule import Audience
 from tools.generate.lint_page import PAGE, written
 

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from shardwright.diagnostics import Refusal
 from shardwright.engines.deepspeed.ds_config import validated_ds_config
-from shardwright.engines.deepspeed.ds_config_schema import NEWEST, ds_config_schema
-from shardwright.engines.deepspeed.ds_config_validation import schema_mismatches
+from shardwright.engines.deepspeed.ds_config_schema import (
+    NEWEST,
+    ds_config_schema,
+    schema_mismatches,
+)
 from shardwright.lint.ds_config_document import parse_ds_config
-from shardwright.lint.ds_config_fixes import fixed
-from shardwright.lint.ds_config_linter import diagnostic, lint, linted_ds_config
+from shardwright.lint.ds_config_linter import diagnostic, fixed, lint, linted_ds_config
 from tools.generate import deepspeed_untyped_sections as loose
 
 SITE = Path(deepspeed.__file__).parent

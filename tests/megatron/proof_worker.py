@@ -13,24 +13,28 @@ from shardwright.engines.megatron.megatron_cpu_patches import patch_torch_for_cp
 warnings.simplefilter("ignore")
 patch_torch_for_cpu()
 
-from shardwright.engines.megatron import megatron_equivalence_process, megatron_model_weights
-from shardwright.engines.megatron.megatron_weight_rows import grouped_qkv_rows
+from shardwright.engines.megatron import (
+    megatron_equivalence_process,
+    megatron_model_configs,
+    megatron_weight_mapping,
+)
+from shardwright.engines.megatron.megatron_weight_mapping import grouped_qkv_rows
 
 PLANTED = {
     "swapped keys and values": grouped_qkv_rows(*(f"self_attn.{p}_proj.weight" for p in "qvk")),
-    "": megatron_model_weights.MODEL_MAPPINGS["llama"].layer["self_attention.linear_qkv.weight"],
+    "": megatron_weight_mapping.MODEL_MAPPINGS["llama"].layer["self_attention.linear_qkv.weight"],
 }
 
 if __name__ == "__main__":
     for planted, config, plan in json.loads(sys.stdin.read()):
-        layer = megatron_model_weights.MODEL_MAPPINGS["llama"].layer
+        layer = megatron_weight_mapping.MODEL_MAPPINGS["llama"].layer
         layer["self_attention.linear_qkv.weight"] = PLANTED[planted]  # type: ignore[index]
         try:
             found = (
-                megatron_equivalence_process._numbers(config)
+                megatron_equivalence_process._compare_tiny_copy(config)
                 if plan is None
-                else megatron_equivalence_process._ranks(config, plan)
+                else megatron_equivalence_process._compare_ranks(config, plan)
             )
-        except megatron_model_weights.Unsupported as error:
+        except megatron_model_configs.Unsupported as error:
             found = {"unsupported": str(error)}
         print(json.dumps(found), flush=True)

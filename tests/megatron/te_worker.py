@@ -27,9 +27,9 @@ from shardwright.engines.megatron import (
     megatron_model,
     transformer_engine_layers,
 )
-from shardwright.engines.megatron.megatron_model_weights import hf_config
-from shardwright.engines.megatron.megatron_optimizer_states import MegatronOptimizerStates
-from shardwright.plan.plan_json import plan_from_json
+from shardwright.engines.megatron.megatron_trainer import MegatronOptimizerStates
+from shardwright.engines.megatron.megatron_weight_mapping import hf_config
+from shardwright.plan.plan import plan_from_json
 
 BUILD = megatron_model.build_model
 
@@ -44,7 +44,7 @@ def numbers(document: dict[str, Any]) -> dict[str, Any]:
 
     megatron_model.build_model = build_model
     try:
-        found = megatron_equivalence_process._numbers(document)
+        found = megatron_equivalence_process._compare_tiny_copy(document)
     finally:
         megatron_model.build_model = BUILD
     layers = built[0].decoder.layers

@@ -49,7 +49,7 @@ def measure(case: Case, plan: Plan, wanted: Any, folder: Path) -> dict[str, floa
     from megatron.core import parallel_state
     from torch import distributed as dist
 
-    from shardwright.checkpoint.master_weight_check import check_master_weights
+    from shardwright.checkpoint.checkpoint_saver import check_master_weights
     from shardwright.data.dataset import open_dataset
     from shardwright.engines.megatron.megatron_runtime import group_settings
     from shardwright.engines.megatron.megatron_trainer import build_trainer

@@ -14,9 +14,9 @@ from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.migrate.config_import import ImportedRecipe, convert_config
 from shardwright.migrate.deepspeed_engine_keys import documented_key
-from shardwright.migrate.recipe_draft_yaml import draft_yaml
-from shardwright.recipe.key_descriptions import FILL_IN
+from shardwright.migrate.recipe_draft import draft_yaml
 from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_schema import FILL_IN
 from tests.conftest import SMALL_RECIPE
 from tests.lint.test_rules import BAD, GOOD
 

@@ -39,7 +39,7 @@ MADE_UP = {
     "tests/packaging/test_citations.py",
     "tests/unit/prove/test_pieces.py",
     "tests/unit/models/test_cache.py",
-    "compiler/shardwright/data/megatron_indexed_dataset.py",  # Megatron-LM's file
+    "compiler/shardwright/data/indexed_dataset.py",  # Megatron-LM's file
 }
 """Names files that are not of this repository."""
 

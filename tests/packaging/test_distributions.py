@@ -79,7 +79,7 @@ def test_wheel_names_the_command(built: Path) -> None:
 def test_installed_package_finds_its_own_data(built: Path, tmp_path: Path) -> None:
     wheel(built).extractall(tmp_path)
     code = (
-        "import shardwright.utils.data_folders as r; print(r.__file__, r.templates_folder(), "
+        "import shardwright.utils.installation as r; print(r.__file__, r.templates_folder(), "
         "r.recipes_folder(), sep='\\n')"
     )
     done = subprocess.run(
@@ -91,7 +91,7 @@ def test_installed_package_finds_its_own_data(built: Path, tmp_path: Path) -> No
     )
     package = tmp_path / "shardwright"
     assert done.stdout.split("\n")[:3] == [
-        str(package / name) for name in ("utils/data_folders.py", "_templates", "_recipes")
+        str(package / name) for name in ("utils/installation.py", "_templates", "_recipes")
     ], done.stderr
     assert (package / "_recipes/tiny-llama-cpu.yaml").read_bytes() == (
         ROOT / "recipes/tiny-llama-cpu.yaml"

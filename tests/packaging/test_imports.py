@@ -15,14 +15,10 @@ HEAVY = {"torch", "transformers", "deepspeed"}
 # What runs on the ranks, and what takes models apart.
 FREE = {"checkpoint", "engines", "models", "parallel", "train"}
 FREE_FILES = {
-    "calibrate/collective_benchmarks.py",
-    "calibrate/engine_benchmarks.py",
-    "calibrate/kernel_benchmarks.py",
+    "calibrate/device_benchmarks.py",
     "calibrate/layer_benchmarks.py",
-    "calibrate/stopwatch.py",
-    "diloco/master_shard.py",
     "diloco/outer_step.py",
-    "diloco/store_connections.py",
+    "diloco/outer_store_client.py",
     "launch/link_bandwidth.py",
     "verify/reference_run.py",
 }
@@ -31,17 +27,14 @@ FREE_FILES = {
 LIGHT_RUNTIME = {
     "checkpoint/resume_checkpoint.py",
     "checkpoint/checkpoint_manifest.py",
-    "checkpoint/checkpoint_store.py",
+    "checkpoint/checkpoint_storage.py",
     "train/run_attempt.py",
     "train/experiment_trackers.py",
 }
 # What finds a graph that was traced before.
 LIGHT_MODEL = {
     "models/graph_builder.py",
-    "models/graph_cache.py",
-    "models/hub_files.py",
-    "models/model_catalog.py",
-    "models/popular_graphs.py",
+    "models/model_sources.py",
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

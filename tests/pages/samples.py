@@ -11,18 +11,17 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwright.checkpoint.model_reader import require_trust
+from shardwright.checkpoint.huggingface_export import require_trust
 from shardwright.cli.terminal import print_refusal
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.launch.failure_report import report_failure
-from shardwright.models.remote_code_files import RemoteCode
+from shardwright.launch.run_state import report_failure
+from shardwright.models.model_files import RemoteCode
 from shardwright.monitor.gradient_noise_scale import NoiseScale, noise_scale_text
-from shardwright.monitor.rank_events import EVENT_PREFIX
-from shardwright.monitor.stall_diagnosis import RankStack, stall_text, suspect_ranks
+from shardwright.monitor.rank_events import EVENT_PREFIX, RankStack, stall_text, suspect_ranks
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.train.nonfinite_loss import NonfiniteLossGuard
-from tools.pages.page_blocks import ROOT
+from shardwright.train.training_metrics import NonfiniteLossGuard
+from tools.pages.page_commands import ROOT
 
 RECIPE = ROOT / "recipes/tiny-llama-cpu.yaml"
 

@@ -15,9 +15,20 @@ from ruamel.yaml import YAML
 from shardwright.cli.main import COMMANDS
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.pages.samples import ELSEWHERE, SAMPLES
-from tools.pages.page_blocks import ROOT, Block, blocks, commands, inline_commands, pages
-from tools.pages.page_command_exceptions import EXCEPTIONS, part_of
-from tools.pages.page_session import Session, exit_code, parse, same
+from tools.pages.page_commands import (
+    EXCEPTIONS,
+    ROOT,
+    Block,
+    Session,
+    blocks,
+    commands,
+    exit_code,
+    inline_commands,
+    pages,
+    parse,
+    part_of,
+    same,
+)
 
 LANGUAGES = ("sh", "console", "python", "yaml", "text")
 BLOCKS = [block for page in pages() for block in blocks(page)]

@@ -91,12 +91,12 @@ for _what, _place in _PLACES.items():
 _count_sends()
 
 from shardwright.compile import read_problem
-from shardwright.cost import zero3_gathers
+from shardwright.cost import communication_bytes
 from shardwright.cost.communication_bytes import step_traffic
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed import ds_config_zero
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
-from shardwright.layout.zero_buckets import LIVE_NUMEL, PREFETCH_NUMEL
+from shardwright.engines.deepspeed import ds_config
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
+from shardwright.layout.zero_settings import LIVE_NUMEL, PREFETCH_NUMEL
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.plan.plan import Plan
@@ -114,9 +114,9 @@ def measure(case: Case, folder: Path) -> dict[str, float]:
     """Of the second step: what was counted less what was planned, and what was planned."""
     live = int(folder.name.partition(LIVE)[2] or LIVE_NUMEL)
     with (
-        patch.object(zero3_gathers, "LIVE_NUMEL", live),
-        patch.object(ds_config_zero, "LIVE_NUMEL", live),
-        patch.object(ds_config_zero, "PREFETCH_NUMEL", PREFETCH_NUMEL if live == LIVE_NUMEL else 0),
+        patch.object(communication_bytes, "LIVE_NUMEL", live),
+        patch.object(ds_config, "LIVE_NUMEL", live),
+        patch.object(ds_config, "PREFETCH_NUMEL", PREFETCH_NUMEL if live == LIVE_NUMEL else 0),
     ):
         return _measure(case, folder)
 
@@ -162,7 +162,7 @@ def by_purpose(plan: Plan, calls: list[Call]) -> Counter[str]:
         elif ranks == tensor and what == "all_reduce":
             found["activations"] += size if numel > A_TOKEN * tokens else 0
         elif ranks == tensor:
-            found["joined"] += size
+            found["tensor_all_gather"] += size
         elif not ranks <= data:
             found["tied"] += size
         elif what.startswith("all_gather"):

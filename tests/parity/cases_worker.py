@@ -22,10 +22,10 @@ import transformers
 from deepspeed import comm as dist
 from deepspeed import ops
 
-from shardwright.checkpoint.master_weight_check import check_master_weights
+from shardwright.checkpoint.checkpoint_saver import check_master_weights
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import StepResult, Trainer
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.distributed_losses import CausalLoss
@@ -33,8 +33,8 @@ from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.train.planned_parameters import check_parameters
-from shardwright.train.process_exit import leave
+from shardwright.train.training_session import check_parameters
+from shardwright.train.training_worker import leave
 from tests.figures import training_apart
 from tests.parity.groups import share_groups
 from tests.parity.harness import STEPS, Case, reference, write_inputs

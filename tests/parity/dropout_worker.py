@@ -21,13 +21,13 @@ from deepspeed import ops
 
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.parallel.micro_batches import TrainingBatches
-from shardwright.parallel.tensor_parallel_rng import seed_dropout
+from shardwright.parallel.tensor_parallel_collectives import seed_dropout
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.train.process_exit import leave
+from shardwright.train.training_worker import leave
 from tests.parity.dropout_cases import LAYOUTS, MODELS
 from tests.parity.groups import share_groups
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
+from shardwright.checkpoint.checkpoint_storage import published_steps
 from shardwright.checkpoint.run_history import RunHistory
-from shardwright.checkpoint.step_folders import published_steps
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
 from shardwright.data.sequences import SubsetSequences
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
-from shardwright.parallel.tensor_parallel_rng import seed_dropout
+from shardwright.parallel.tensor_parallel_collectives import seed_dropout
 from shardwright.plan.plan import Plan
 from shardwright.train.run_attempt import Attempt
 from shardwright.train.training_session import Session

@@ -23,15 +23,15 @@ from deepspeed.utils import groups
 from shardwright.checkpoint.checkpoint_loader import load_checkpoint
 from shardwright.checkpoint.checkpoint_saver import save_checkpoint
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed import data_parallel_trainer as engine
 from shardwright.engines.deepspeed import deepspeed_optimizer_shards
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed import deepspeed_trainers as engine
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.deepspeed.ds_config import ds_config
 from shardwright.engines.trainer_protocol import OwnedShard, Trainer
-from shardwright.layout.zero_hpz_key import HPZ
+from shardwright.layout.zero_settings import HPZ
 from shardwright.parallel.micro_batches import ValidationBatches
 from shardwright.plan.plan import Plan
-from shardwright.train.process_exit import leave
+from shardwright.train.training_worker import leave
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff, max_series_diff
 from tests.parity.cases_worker import begin, compiled, difference, train
 from tests.parity.harness import STEPS, Case, reference

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from shardwright.checkpoint.checkpoint_reader import CheckpointReader
-from shardwright.diloco.round_log import effective_rounds, read_rounds
+from shardwright.checkpoint.checkpoint_loader import CheckpointReader
+from shardwright.diloco.island_metrics import effective_rounds, read_rounds
 from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
 from shardwright.verify.reference_run import cosine, mean_loss
 from tests.parity import harness

@@ -17,12 +17,11 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM
 
-from shardwright.checkpoint.checkpoint_reader import CheckpointReader
-from shardwright.checkpoint.checkpoint_saver import save_checkpoint
-from shardwright.checkpoint.master_weight_check import check_master_weights
+from shardwright.checkpoint.checkpoint_loader import CheckpointReader
+from shardwright.checkpoint.checkpoint_saver import check_master_weights, save_checkpoint
 from shardwright.checkpoint.resume_checkpoint import published_steps
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.plan.plan import Plan
 from shardwright.search.rule_registry import RUNTIME_RULES

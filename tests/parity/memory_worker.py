@@ -15,7 +15,7 @@ from deepspeed import ops
 
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.recipe.recipe_loader import load_recipe
 

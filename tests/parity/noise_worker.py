@@ -15,13 +15,13 @@ from torch import nn
 
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import MicroBatch, TrainingBatches
-from shardwright.parallel.torch_dtypes import DTYPES
+from shardwright.parallel.model_loading import DTYPES
 from shardwright.plan.plan import Plan
 from shardwright.train.noise_scale_meter import NoiseScaleMeasurement, build_noise_scale_meter
 from shardwright.utils.numeric_difference import largest_difference

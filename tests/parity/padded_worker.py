@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
 from shardwright.data.sequences import SequenceBatch
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from tests.figures import training_apart
 from tests.parity.balance import add_balance

@@ -10,8 +10,8 @@ from deepspeed import comm as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
-from shardwright.parallel.activation_checkpointing import checkpointed_layers
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
+from shardwright.parallel.layer_compile_and_recompute import checkpointed_layers
 from shardwright.plan.plan import Plan
 from tests.parity.cases_worker import compiled, difference, main, train
 from tests.parity.harness import STEPS, Case

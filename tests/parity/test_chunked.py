@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwright.layout.loss_chunk_length import chunk_length
+from shardwright.layout.layout import chunk_length
 from shardwright.utils.programs import free_port
 from tests.parity.harness import BF16_RELATIVE, LENGTH, LOSS_ABSOLUTE, NORM_RELATIVE, Case, recipe
 from tests.parity.launched import launched

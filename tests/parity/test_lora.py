@@ -16,7 +16,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+from shardwright.checkpoint.checkpoint_loader import CheckpointReader
 from shardwright.utils.numeric_difference import (
     difference,
     max_abs_diff,

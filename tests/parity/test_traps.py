@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.parallel.activation_checkpointing import recompute_forward
+from shardwright.parallel.layer_compile_and_recompute import recompute_forward
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.plan.plan import PlanScheduler
 from shardwright.recipe.recipe_types import OptimizerSection

@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwright.layout.parameter_sharding import ModuleSharding, ParameterSharding, shard_sizes
 from shardwright.parallel.tensor_parallel import TensorSplitter
-from shardwright.train.process_exit import leave
+from shardwright.train.training_worker import leave
 from shardwright.utils.numeric_difference import max_abs_diff
 
 Layer = Callable[[nn.Linear, dist.ProcessGroup], nn.Module]

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from shardwright.compile import compile_recipe
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import open_dataset
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import StepResult, Trainer
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import TrainingBatches, build_image_processor

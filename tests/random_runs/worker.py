@@ -114,12 +114,12 @@ def initial(case: Case) -> Any:
 def compiled(folder: Path, recipe: str, out: str) -> dict[str, Any]:
     """Rank 0 compiles and prepares the data; every rank hears {} or what was refused."""
     from shardwright.compile import compile_recipe
-    from shardwright.compiled_folder_writer import write_folder
+    from shardwright.compiled_folder import write_folder
     from shardwright.data.data_preparation import prepare
     from shardwright.data.dataset import open_dataset
     from shardwright.diagnostics import Refusal
     from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
-    from shardwright.plan.plan_json import read_plan
+    from shardwright.plan.plan import read_plan
     from shardwright.recipe.recipe_loader import load_recipe
 
     said: list[dict[str, Any]] = [{}]
@@ -153,7 +153,7 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     second = None if case.second is None else compiled(folder, "second.yaml", "second")
     if second and second["outcome"] == "error":
         return second
-    from shardwright.plan.plan_json import read_plan
+    from shardwright.plan.plan import read_plan
 
     first = trained(case, folder / "out", range(1, STEPS + 1), None)
     resumed = None
@@ -174,14 +174,14 @@ def trained(case: Case, out: Path, steps: range, resume: Path | None) -> dict[st
     and the last."""
     from shardwright.checkpoint.checkpoint_loader import load_checkpoint
     from shardwright.checkpoint.checkpoint_saver import save_checkpoint
-    from shardwright.checkpoint.step_folders import step_name
+    from shardwright.checkpoint.checkpoint_storage import step_name
     from shardwright.data.dataset import open_dataset
     from shardwright.engines.trainer_protocol import engine_runtime
     from shardwright.parallel.learning_rate import learning_rate
     from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
-    from shardwright.parallel.tensor_parallel_rng import seed_dropout
-    from shardwright.plan.plan_json import read_plan
-    from shardwright.train.planned_parameters import check_parameters
+    from shardwright.parallel.tensor_parallel_collectives import seed_dropout
+    from shardwright.plan.plan import read_plan
+    from shardwright.train.training_session import check_parameters
 
     plan = read_plan(out)
     opened = open_megatron(plan) if case.engine == "megatron" else None
@@ -307,7 +307,7 @@ def compared(
     folder: Path,
 ) -> dict[str, Any]:
     """The largest differences. Raises nothing: the test judges them, and NaN counts as infinite."""
-    from shardwright.checkpoint.step_folders import step_name
+    from shardwright.checkpoint.checkpoint_storage import step_name
     from shardwright.utils.numeric_difference import max_series_diff
 
     found: dict[str, Any] = {
@@ -345,8 +345,8 @@ def compared(
 def evaluated_saved(case: Case, plan: Any, folder: Path) -> float:
     """The validation loss of the last checkpoint's weights, under Hugging Face's model in one
     process."""
-    from shardwright.checkpoint.checkpoint_reader import CheckpointReader
-    from shardwright.checkpoint.step_folders import step_name
+    from shardwright.checkpoint.checkpoint_loader import CheckpointReader
+    from shardwright.checkpoint.checkpoint_storage import step_name
     from shardwright.data.dataset import open_dataset
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -368,7 +368,7 @@ def evaluated_saved(case: Case, plan: Any, folder: Path) -> float:
 def weights_off(checkpoint: Path, wanted: plain.Plain) -> float:
     """Of the saved weights from the plain loop's; parameters that no loss reaches are left out:
     ZeRO decays them."""
-    from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+    from shardwright.checkpoint.checkpoint_loader import CheckpointReader
     from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 
     off = []
@@ -412,7 +412,7 @@ def begin(engine: str) -> None:
 
 
 def main() -> None:
-    from shardwright.train.process_exit import leave
+    from shardwright.train.training_worker import leave
 
     cases = [draw(int(seed)) for seed in os.environ["SHARDWRIGHT_RANDOM_SEEDS"].split(",")]
     begin(cases[0].engine)

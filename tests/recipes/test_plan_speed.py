@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.cluster.gpu_catalogue import catalogue
-from shardwright.models.model_catalog import catalog_config, catalog_ids
+from shardwright.models.model_sources import catalog_config, catalog_ids
 
 NODES, LIMIT, ROUNDS = 64, 2.0, 3
 NO_SHAPE = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"))

@@ -21,7 +21,7 @@ import pytest
 from shardwright.compiled_folder import read_folder
 from shardwright.data.data_preparation import prepare
 from shardwright.data.dataset import resolve
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from shardwright.report.report_files import write_report
 from shardwright.report.report_page import render_page
 from shardwright.report.run_results import read_run

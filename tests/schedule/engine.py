@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
-from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.layer_times import pass_times
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.layout.layout import Layout
 from shardwright.layout.pipeline_step_time import step_seconds

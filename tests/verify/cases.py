@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shardwright.verify.tiny_data import TEMPLATE
+from shardwright.verify.tiny_copy import TEMPLATE
 
 Pins = dict[str, int | str]
 PIPELINE: Pins = {"pipeline": 4, "schedule": "1f1b"}
@@ -85,7 +85,7 @@ Skeleton.head = lambda self, state: head(self, state) * self.model.logit_scale
         "mistralai/Mixtral-8x7B-v0.1",
         EXPERTS,
         """
-from shardwright.engines.deepspeed import deepspeed_expert_groups as experts
+from shardwright.engines.deepspeed import deepspeed_groups as experts
 from deepspeed.utils import groups
 plain = experts._mark
 def summed_over_other_experts(name, parameter):
@@ -99,7 +99,7 @@ experts._mark = summed_over_other_experts
         "mistralai/Mixtral-8x7B-v0.1",
         EXPERTS,
         """
-from shardwright.parallel import expert_dispatch as dispatch
+from shardwright.parallel import expert_parallel as dispatch
 def own_rows(ctx, gradient):
     kept = gradient.new_zeros(sum(ctx.sent), gradient.shape[1])
     rows = min(len(kept), len(gradient))
@@ -113,7 +113,7 @@ dispatch._Exchange.backward = staticmethod(own_rows)
         CONTEXT,
         """
 import torch
-from shardwright.parallel import context_all_to_all as exchange
+from shardwright.parallel import context_parallel as exchange
 def own_piece(ctx, gradient):
     split, join, group = ctx.back
     return torch.cat(gradient.chunk(2, dim=split), dim=join), None, None, None
@@ -126,7 +126,7 @@ exchange._Trade.backward = staticmethod(own_piece)
         """
 import torch.nn.functional as F
 from dataclasses import replace
-from shardwright.engines.deepspeed import deepspeed_trainer as base
+from shardwright.engines.deepspeed import deepspeed_trainers as base
 plain = base.own_piece
 def shifted_late(batch, rank, ranks):
     piece = plain(batch, rank, ranks)
@@ -225,7 +225,7 @@ DocumentSequences.read = lambda self, indices: replace(plain(self, indices), len
         {"context": 4, "data": 2, "expert": 2},
         {"model": {"router_aux_loss": 0.5}, "data": {**TALKS, "packing": True}},
         """
-from shardwright.parallel import router_balance_loss as balance
+from shardwright.parallel import expert_parallel as balance
 plain = balance.RouterAuxLoss
 balance.RouterAuxLoss = lambda model, coefficient, affinity, pieces, piece, summed: plain(
     model, coefficient, affinity, pieces, 0, summed

@@ -15,8 +15,8 @@ import torch
 
 from shardwright.cli.verify_command import _as_json, _as_text
 from shardwright.verify import layout_verification
+from shardwright.verify.layout_verification import Comparison, VerificationResult
 from shardwright.verify.reference_run import Reference
-from shardwright.verify.verification_result import Comparison, VerificationResult
 
 STEPS = [4.0, 3.0, 2.0]
 WEIGHTS = {"first": torch.ones(2, 2), "second": torch.full((3,), 2.0)}

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.data.megatron_indexed_dataset import open_megatron
+from shardwright.data.indexed_dataset import open_megatron
 from shardwright.data.sequences import ChunkedSequences
 from shardwright.layout.layout import Layout
 from shardwright.recipe.recipe_types import DataSection, Recipe, ValidationSection
 from shardwright.verify import tiny_copy
-from shardwright.verify.tiny_data import packs_documents, random_tokens
+from shardwright.verify.tiny_copy import packs_documents, random_tokens
 from tests.unit.cost.test_estimate import BASE
 from tests.unit.models.factory import recipe_of
 

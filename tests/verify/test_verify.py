@@ -17,8 +17,8 @@ import pytest
 from shardwright.layout.layout import Layout
 from shardwright.models.tiny_config import VOCABULARY
 from shardwright.verify import tiny_copy
+from shardwright.verify.layout_verification import Comparison
 from shardwright.verify.tiny_copy import ODD_VOCABULARY, tiny_config, tiny_strategy
-from shardwright.verify.verification_result import Comparison
 from tests.parity.harness import shardwright
 from tests.verify.cases import (
     ADAPTED,

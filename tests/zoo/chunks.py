@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwright.models.output_head import OutputHead
+from shardwright.models.model_skeleton import OutputHead
 from shardwright.utils.numeric_difference import largest_difference, relative_error
 
 TOLERANCE = 1e-6
@@ -32,11 +32,11 @@ def why_not_chunked(model: nn.Module, input_ids: torch.Tensor) -> str:
         )
     if chunks.shape != whole.shape:
         return f"the logits of its chunks are {tuple(chunks.shape)}, not {tuple(whole.shape)}"
-    off = relative_error(chunks, whole, least=1.0)
+    off = relative_error(chunks, whole, smallest_scale=1.0)
     if not off <= TOLERANCE:
         return f"the logits of its chunks differ by {off:.1e}"
     pairs = zip(_gradients(chunks, parameters), _gradients(whole, parameters), strict=True)
-    off = largest_difference(relative_error(a, b, least=1.0) for a, b in pairs)
+    off = largest_difference(relative_error(a, b, smallest_scale=1.0) for a, b in pairs)
     return "" if off <= 1e-4 else f"the gradients of its chunks differ by {off:.1e}"
 
 

@@ -28,12 +28,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwright.compile import compile_recipe
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.engines.trainer_protocol import OwnedShard
 from shardwright.models import graph_trace
 from shardwright.models.layer_trace import ModelTrace
-from shardwright.models.parameter_name_pattern import name_pattern
-from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.model_graph import PipelineSplit, name_pattern
 from shardwright.models.tensor_parallel_plan import proved, unsplit_parameters
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
 from shardwright.parallel.expert_parallel import local_expert_range
@@ -42,8 +41,8 @@ from shardwright.parallel.micro_batches import TrainingBatches
 from shardwright.parallel.parameter_names import is_padding
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.train.planned_parameters import check_parameters
-from shardwright.train.process_exit import leave
+from shardwright.train.training_session import check_parameters
+from shardwright.train.training_worker import leave
 from shardwright.utils.numeric_difference import largest_difference, max_abs_diff
 from shardwright.verify.reference_run import mean_loss
 from tests.figures import training_apart

@@ -18,16 +18,15 @@ from deepspeed import comm as dist
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from shardwright.compile import compile_recipe
-from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer
+from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer
 from shardwright.models import graph_trace
 from shardwright.models.byte_tokenizer import byte_tokenizer
-from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.model_graph import PipelineSplit, VisionEncoder
 from shardwright.models.tasks.vision_language import find_image_sequences
-from shardwright.models.vision_encoder_cost import VisionEncoder
 from shardwright.parallel.learning_rate import learning_rate
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.train.planned_parameters import check_parameters
+from shardwright.train.training_session import check_parameters
 from shardwright.utils.numeric_difference import largest_difference
 from shardwright.verify.reference_run import mean_loss
 from tests.figures import training_apart

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.models.forward_patches import patch_forwards
+from shardwright.models.model_skeleton import patch_forwards
 from shardwright.models.model_support import supports_chunked_loss
 from tests.zoo.chunks import why_not_chunked
 from tests.zoo.configs import RUNNABLE, TEXT_VOCABULARY, randomize, tiny_config

@@ -26,10 +26,10 @@ from shardwright.layout.layout_estimate import Estimate
 from shardwright.search.layout_resolution import resolve_layout, with_stages_assigned
 from tools.fit_cost import score, score_engines
 from tools.fit_cost.least_squares_fit import LinearizedFit, as_megatron_run
-from tools.fit_cost.live_memory import allocated_bytes
 from tools.fit_cost.published_runs import (
     HARDWARE,
     Case,
+    allocated_bytes,
     as_scored,
     estimate,
     hardware_of,

@@ -20,8 +20,14 @@ from shardwright.cost.step_time import estimate_time
 from shardwright.layout.layout import Layout
 from shardwright.search.layout_resolution import resolve_layout, with_stages_assigned
 from tools.fit_cost import score, score_engines
-from tools.fit_cost.live_memory import live_bytes
-from tools.fit_cost.published_runs import Case, Row, estimate, is_engine_row, is_megatron
+from tools.fit_cost.published_runs import (
+    Case,
+    Row,
+    estimate,
+    is_engine_row,
+    is_megatron,
+    live_bytes,
+)
 
 # A published figure scatters this much between runs (its logarithm); larger errors count less and
 # less (Cauchy).

@@ -1,5 +1,6 @@
 """Published rows -> what the cost model takes, in process: hundreds of estimates in a fraction of a
-second."""
+second.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.cluster_types import Cluster
-from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
 from shardwright.cost.cost_constants import Constants
+from shardwright.cost.peak_memory import RankMemoryModel, framework_bytes
 from shardwright.cost.prediction_errors import error_json_fields
+from shardwright.cost.priced_layout import PricedLayout
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
@@ -21,8 +23,8 @@ from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layout_resolution import estimate_checked_layout
+from shardwright.search.legal_layouts import candidate_layouts
 from tools.fit_cost import score, score_engines
 
 ROWS = Path(__file__).with_name("rows.json")
@@ -145,3 +147,18 @@ def as_scored(found: Estimate) -> dict[str, Any]:
     return {
         part: dataclasses.asdict(getattr(found, part)) | told[part] for part in ("time", "memory")
     }
+
+
+# What of a layout's memory is alive: what decides whether it fits, and what some sources print.
+
+
+def live_bytes(layout: PricedLayout) -> int:
+    """The fullest rank's, without what the allocator keeps beside it."""
+    ranks = RankMemoryModel(layout)
+    return max(ranks.peak_bytes(blocks, 0) for blocks in layout.ranks)
+
+
+def allocated_bytes(layout: PricedLayout) -> float:
+    """torch.cuda.max_memory_allocated() of the first pipeline rank: no context, nothing that the
+    allocator keeps."""
+    return RankMemoryModel(layout).peak_bytes(layout.ranks[0], 0) - framework_bytes(layout)

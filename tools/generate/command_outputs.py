@@ -6,9 +6,17 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tools.pages.page_blocks import ROOT, Block, blocks, commands, pages
-from tools.pages.page_command_exceptions import EXCEPTIONS, part_of
-from tools.pages.page_session import Session, same
+from tools.pages.page_commands import (
+    EXCEPTIONS,
+    ROOT,
+    Block,
+    Session,
+    blocks,
+    commands,
+    pages,
+    part_of,
+    same,
+)
 
 
 def written(page: str, folder: Path) -> str:

@@ -7,7 +7,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from shardwright.recipe.pod_fields import TABLE_FILE
+from shardwright.recipe.kubernetes_pod_patch import TABLE_FILE
 
 VERSION = "1.37"
 ROOT = "io.k8s.api.core.v1.PodTemplateSpec"

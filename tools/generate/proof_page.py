@@ -9,8 +9,7 @@ import re
 from typing import Any
 
 from tests.figures import worst_of_cases
-from tools.prove.code_digest import ROOT
-from tools.prove.proof_ledger import BENCHMARKS, state
+from tools.prove.proof_ledger import BENCHMARKS, ROOT, state
 from tools.prove.proof_pieces import BENCHES, PIECES
 
 PAGE = ROOT / "docs" / "proof.md"

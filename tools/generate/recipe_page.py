@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, cast
 
-from shardwright.engines.deepspeed.deepspeed_rules import EXTRA_KEYS_REFUSED_IN_PIPELINE
-from shardwright.engines.deepspeed.ds_config_extra import EXTRA_KEYS_ALLOWED, EXTRA_KEYS_REFUSED
+from shardwright.engines.deepspeed.deepspeed_capabilities import EXTRA_KEYS_REFUSED_IN_PIPELINE
+from shardwright.engines.deepspeed.ds_config import EXTRA_KEYS_ALLOWED, EXTRA_KEYS_REFUSED
 from shardwright.recipe.recipe_schema import recipe_schema
 
 KINDS = ("text", "jsonl", "parquet", "chat", "tokens", "megatron", "synthetic")

@@ -13,13 +13,17 @@ from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.code_registry import CODES
 from shardwright.engines.engine_table import ENGINES
-from shardwright.engines.megatron.megatron_recipe_keys import REFUSED_KEYS, SUPPORTED_KEYS
-from shardwright.layout.layout import Layout
-from shardwright.layout.layout_rule import Candidate, Rule
+from shardwright.engines.megatron.megatron_capabilities import REFUSED_KEYS, SUPPORTED_KEYS
+from shardwright.layout.layout import Candidate, Layout, Rule
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.recipe.recipe_types import DataSection, LoraSection, Recipe, with_resolved_kernels
-from shardwright.recipe.tracking_types import NoiseScaleSection
+from shardwright.recipe.recipe_types import (
+    DataSection,
+    LoraSection,
+    NoiseScaleSection,
+    Recipe,
+    with_resolved_kernels,
+)
 from shardwright.search.rule_registry import GENERAL_RULES, rules_for
 from tests.unit.models.factory import model_section, recipe_of
 

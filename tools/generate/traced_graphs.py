@@ -9,12 +9,12 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwright.models import popular_graphs
-from shardwright.models.graph_cache import graph_to_json
-from shardwright.models.model_catalog import catalog_config, catalog_ids
+from shardwright.models import graph_builder
+from shardwright.models.graph_builder import graph_to_json
 from shardwright.models.model_graph import ModelGraph
+from shardwright.models.model_sources import catalog_config, catalog_ids
 
-PATH = Path(popular_graphs.__file__).with_name(popular_graphs.ARCHIVE)
+PATH = Path(graph_builder.__file__).with_name(graph_builder.ARCHIVE)
 
 
 def config_text(model_id: str) -> str:
@@ -24,17 +24,17 @@ def config_text(model_id: str) -> str:
 def trace(text: str) -> ModelGraph:
     from shardwright.models.graph_trace import trace_model_graph
 
-    return trace_model_graph(json.loads(text), popular_graphs.ATTENTION, inline=False)
+    return trace_model_graph(json.loads(text), graph_builder.ATTENTION, inline=False)
 
 
 def archive_of(found: Mapping[str, ModelGraph]) -> bytes:
     """graphs.zip. `found`: configuration as text -> its graph. The same graphs are the same
     bytes."""
-    members = {popular_graphs.member(text): graph_to_json(graph) for text, graph in found.items()}
+    members = {graph_builder.member(text): graph_to_json(graph) for text, graph in found.items()}
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, text in [
-            (popular_graphs.VERSIONS, json.dumps(popular_graphs.versions())),
+            (graph_builder.VERSIONS, json.dumps(graph_builder.versions())),
             *sorted(members.items()),
         ]:
             archive.writestr(

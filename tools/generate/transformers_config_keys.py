@@ -22,8 +22,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils.import_utils import define_import_structure
 
 from shardwright.models import config_schema
-from shardwright.models.config_class_keys import config_class_keys
-from shardwright.models.hf_config import COMMON_KEYS, refused_value
+from shardwright.models.hf_config import COMMON_KEYS, config_class_keys, refused_value
 from shardwright.models.model_support import vision_language_types
 from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
 from tests.zoo.configs import tiny_config

@@ -12,8 +12,7 @@ import sys
 import time
 
 from tools.generate.proof_page import AREAS
-from tools.prove.code_digest import ROOT
-from tools.prove.proof_ledger import BENCHMARKS, Ledger, digest_of, summary
+from tools.prove.proof_ledger import BENCHMARKS, ROOT, Ledger, digest_of, summary
 from tools.prove.proof_pieces import PIECES
 
 HOST_COMMANDS = ("ip", "pdsh", "sshd")

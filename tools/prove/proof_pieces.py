@@ -28,8 +28,7 @@ LAUNCH = (
     "checkpoint",
     "engines",
     "launch",
-    "compiled_folder_files.py",
-    "compiled_folder_writer.py",
+    "compiled_folder.py",
     "parallel",
     "train",
     "monitor",
@@ -39,7 +38,6 @@ TRAITS = (
     "engines/kernel_traffic.py",
     "engines/engine_table.py",
     "engines/deepspeed/deepspeed_capabilities.py",
-    "engines/deepspeed/deepspeed_rules.py",
     "engines/megatron",
 )
 """What the cost model and the rules read of engines."""
@@ -85,7 +83,7 @@ PIECES: dict[str, Piece] = {
             "tests/unit/data/test_fuzz.py",
             "tests/unit/models/test_fuzz.py",
         ),
-        source_paths=(*READ, "data", "migrate", "models", "utils/bounded_read.py"),
+        source_paths=(*READ, "data", "migrate", "models", "utils/file_io.py"),
         areas=("fuzz",),
     ),
     "ds-config": Piece(
@@ -94,8 +92,7 @@ PIECES: dict[str, Piece] = {
             "engines/deepspeed",
             "models/model_graph.py",
             "layout",
-            "compiled_folder_files.py",
-            "compiled_folder_writer.py",
+            "compiled_folder.py",
             "plan",
             "search",
         ),
@@ -139,7 +136,7 @@ PIECES: dict[str, Piece] = {
     "mutations": Piece(tests=("tests/mutations/test_mutations.py",), source_paths=("",)),
     "recipes": Piece(
         tests=("tests/recipes/test_recipes.py",),
-        source_paths=(*COST, "compiled_folder_files.py", "compiled_folder_writer.py", "plan"),
+        source_paths=(*COST, "compiled_folder.py", "compiled_folder.py", "plan"),
         areas=("recipes",),
     ),
     "plan-speed": Piece(

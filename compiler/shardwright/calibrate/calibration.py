@@ -1,9 +1,12 @@
 """`shardwright calibrate`: copies of the model are compiled, processes measure, and their seconds
-become figures."""
+become figures.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -15,17 +18,114 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.calibrate import shallow_copies
 from shardwright.calibrate.calibration_file import measurements
-from shardwright.calibrate.machine_info import versions
-from shardwright.calibrate.measurement_job import EngineJob, Job, LayerJob, ProcessResult
-from shardwright.calibrate.measurement_plan import MeasurementPlan, measurement_plan
-from shardwright.compile import resolve_recipe
+from shardwright.calibrate.measurement_job import (
+    EngineJob,
+    Job,
+    LayerJob,
+    MeasurementPlan,
+    ProcessResult,
+    measurement_plan,
+    versions,
+)
+from shardwright.compile import compile_recipe, resolve_recipe
+from shardwright.compiled_folder import write_folder
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.planning_problem import Problem
+from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.literal_types import Checkpointing
 from shardwright.recipe.measurements import MeasuredMachine, Measurements
+from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_search import baselines, search
+from shardwright.utils.json_values import JsonObject
+
+# Shallow copies of the recipe's model, compiled: what the measuring processes build. Widths, heads
+# and vocabulary are the model's own, so that a layer is the very layer.
+
+
+MODEL = "model"
+SHORT = 16
+"""Tokens of a row where the engine's own time is wanted."""
+ACCUMULATION = (1, 3)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CopyShape:
+    """Of a copy that one process builds. rows: of the micro-batch. places: decoder layers of the
+    whole model, as indices into its layers, the embedding being 0."""
+
+    tensor: int = 1
+    zero_stage: int = 0
+    micro_batch: int = 1
+    accumulation: int = 1
+    length: int
+    places: tuple[int, ...]
+    checkpointing: Checkpointing = "none"
+
+
+def shallow_model(graph: ModelGraph, places: Sequence[int], folder: Path) -> Path:
+    """A folder with the configuration alone: random weights need no more."""
+    from shardwright.models.tiny_config import truncate_layers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**graph.config, **truncate_layers(graph.config, tuple(place - 1 for place in places))}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def document_of(recipe: Recipe, shape: CopyShape, model: Path) -> JsonObject:
+    """A recipe of the copy on one node: nothing of the data, the launcher or the checkpoints is in
+    it."""
+    document = recipe.document
+    training: JsonObject = dict(document["training"])  # type: ignore[arg-type]
+    cluster: JsonObject = dict(document["cluster"])  # type: ignore[arg-type]
+    kept = ("gpu", "intra_node_gbytes_per_second", "inter_node_gbits_per_second")
+    return {
+        "version": 1,
+        "name": "calibrate",
+        "target": recipe.target,
+        "model": {
+            "source": str(model),
+            "weights": "random",
+            "attention": recipe.model.attention,
+            "loss": "full",
+        },
+        "cluster": {
+            "nodes": 1,
+            "gpus_per_node": shape.tensor,
+            **{key: cluster[key] for key in kept},
+        },
+        "training": {
+            "sequence_length": shape.length,
+            "global_batch_size": shape.micro_batch * shape.accumulation,
+            "steps": 1,
+            "precision": training["precision"],
+            "gradient_accumulation_dtype": training["gradient_accumulation_dtype"],
+            "optimizer": training["optimizer"],
+            "gradient_clipping": training["gradient_clipping"],
+        },
+        "data": {"kind": "synthetic"},
+        "parallelism": {
+            "tensor": shape.tensor,
+            "pipeline": 1,
+            "data": 1,
+            "zero_stage": shape.zero_stage,
+            "micro_batch_size": shape.micro_batch,
+            "activation_checkpointing": shape.checkpointing,
+        },
+    }
+
+
+def compile_copy(recipe: Recipe, shape: CopyShape, model: Path, folder: Path) -> Path:
+    """Raises Refusal as `compile` does: what does not fit here, or what the engine does not run on
+    one rank."""
+    folder.mkdir(parents=True)
+    path = folder / "recipe.json"
+    path.write_text(json.dumps(document_of(recipe, shape, model)), encoding="utf-8")
+    write_folder(folder / "out", compile_recipe(load_recipe(path)).files)
+    return folder / "out"
+
 
 GRACE_SECONDS = 240
 """For imports, models and what is repeated at least so often, on a machine that has other work
@@ -117,13 +217,11 @@ def _job(
     engine: list[EngineJob] = []
     if recipe.model.trust_remote_code is None:
         length, last = recipe.training.sequence_length, len(graph.layers) - 1
-        model = shallow_copies.shallow_model(graph, asked.places, folder / "kinds")
+        model = shallow_model(graph, asked.places, folder / "kinds")
         for each in asked.layers:
-            shape = shallow_copies.CopyShape(tensor=each.tensor, length=length, places=asked.places)
+            shape = CopyShape(tensor=each.tensor, length=length, places=asked.places)
             with _collect_errors(skipped, f"layers at tensor {each.tensor}"):
-                out = shallow_copies.compile_copy(
-                    recipe, shape, model, folder / f"tensor-{each.tensor}"
-                )
+                out = compile_copy(recipe, shape, model, folder / f"tensor-{each.tensor}")
                 layers.append(
                     LayerJob(
                         folder=str(out),
@@ -168,16 +266,16 @@ def _engine_folders(
     found = []
     for layers in (1, 2):
         places = asked.places[:1] * layers
-        model = shallow_copies.shallow_model(problem.graph, places, folder / f"layers-{layers}")
-        for accumulation in shallow_copies.ACCUMULATION:
-            shape = shallow_copies.CopyShape(
+        model = shallow_model(problem.graph, places, folder / f"layers-{layers}")
+        for accumulation in ACCUMULATION:
+            shape = CopyShape(
                 zero_stage=stage,
                 accumulation=accumulation,
-                length=shallow_copies.SHORT,
+                length=SHORT,
                 places=places,
             )
             where = folder / f"zero-{stage}-{layers}-{accumulation}"
-            found.append(str(shallow_copies.compile_copy(problem.recipe, shape, model, where)))
+            found.append(str(compile_copy(problem.recipe, shape, model, where)))
     return tuple(found)
 
 

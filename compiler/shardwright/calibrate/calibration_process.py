@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.calibrate.machine_info import cpu_name
-from shardwright.calibrate.measurement_job import Job, ProcessResult
+from shardwright.calibrate.measurement_job import Job, ProcessResult, cpu_name
 from shardwright.utils.host_memory import keep_freed_memory
 from shardwright.utils.programs import free_port
 
 if TYPE_CHECKING:
-    from shardwright.calibrate.stopwatch import Stopwatch
+    from shardwright.calibrate.device_benchmarks import Stopwatch
 
 SHARES = {"layers": 0.4, "engine": 0.45, "kernels": 0.6}
 """Of what is left when each begins, the weightiest first; the collectives take the rest."""
@@ -37,7 +36,7 @@ def main(folder: Path) -> int:
     torch.set_num_threads(job.threads)
     if not job.is_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    from shardwright.calibrate.stopwatch import Stopwatch
+    from shardwright.calibrate.device_benchmarks import Stopwatch
 
     bench = Stopwatch(job)
     measure(bench, folder / "meeting")
@@ -49,8 +48,7 @@ def main(folder: Path) -> int:
 
 def measure(bench: Stopwatch, rendezvous_file: Path) -> None:
     """meeting: see measure_collectives."""
-    from shardwright.calibrate.collective_benchmarks import measure_collectives
-    from shardwright.calibrate.kernel_benchmarks import measure_kernels
+    from shardwright.calibrate.device_benchmarks import measure_collectives, measure_kernels
     from shardwright.calibrate.layer_benchmarks import measure_layers
 
     job = bench.job
@@ -72,9 +70,9 @@ def measure(bench: Stopwatch, rendezvous_file: Path) -> None:
 
 def _engine(bench: Stopwatch, budget: float) -> None:
     """Each thing's own budget. The engine's groups are of this process alone."""
-    from shardwright.calibrate.engine_benchmarks import measure_engine, measure_short_layers
+    from shardwright.calibrate.layer_benchmarks import measure_engine, measure_short_layers
     from shardwright.engines.trainer_protocol import engine_runtime
-    from shardwright.plan.plan_json import load_plan
+    from shardwright.plan.plan import load_plan
 
     jobs = bench.job.engine
     measure_short_layers(bench, Path(jobs[0].folders[-1]), budget)

@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 
 from shardwright.calibrate.calibration import cores
-from shardwright.calibrate.machine_info import cpu_name, versions
+from shardwright.calibrate.measurement_job import cpu_name, versions
 from shardwright.compile import compile_recipe, resolve_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.cost.calibrated_costs import calibration_for, measured_over_predicted
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.axes import AXES

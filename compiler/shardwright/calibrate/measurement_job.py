@@ -1,16 +1,118 @@
 """What the parent tells its measuring processes, and what they tell it: JSON files in a folder of
-its own."""
+its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
-from collections.abc import Mapping
+import platform
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardwright.calibrate.measurement_plan import ProductShape
+from shardwright.cost.calibrated_costs import representative_layers
+from shardwright.cost.layer_shapes import model_shapes
+from shardwright.layout.layout import Layout
+from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import Checkpointing, Precision
 from shardwright.utils.json_records import read_record
+
+# What is worth measuring for a recipe: what its search would ask about, the likeliest layouts
+# first.
+
+
+MOST_PRODUCTS = 24
+MOST_TOKENS = 65_536
+"""Of a micro-batch that is timed: a larger one is on the same line."""
+ATTENTION_LENGTHS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductShape:
+    """(m, k) by (k, n)."""
+
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCases:
+    """The model's layers at one tensor degree. Micro-batches in the order in which they are worth
+    their time."""
+
+    tensor: int
+    micro_batches: tuple[int, ...]
+    checkpointing: tuple[Checkpointing, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurementPlan:
+    """places: in graph.layers, of the decoder layers that stand for their kind."""
+
+    products: tuple[ProductShape, ...]
+    attention: tuple[int, ...]
+    layers: tuple[LayerCases, ...]
+    zero_stages: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+def measurement_plan(problem: Problem, ranked: Sequence[Estimate]) -> MeasurementPlan:
+    """ranked: the search's, best first."""
+    strategies = [estimate.strategy for estimate in ranked]
+    degrees = list(dict.fromkeys(s.tensor for s in strategies)) or [1]
+    shapes = model_shapes(problem.graph, 1)
+    decoders = {
+        first
+        for first, kind in zip(representative_layers(shapes.kind_of), shapes.kind_of, strict=True)
+        if kind >= 0
+    }
+    return MeasurementPlan(
+        products=tuple(dict.fromkeys(_products(problem, strategies)))[:MOST_PRODUCTS],
+        attention=ATTENTION_LENGTHS,
+        layers=tuple(
+            _layers(problem, [s for s in strategies if s.tensor == t], t) for t in degrees
+        ),
+        zero_stages=tuple(sorted({s.zero_stage for s in strategies})) or (0,),
+        places=tuple(sorted(decoders)),
+    )
+
+
+def _layers(problem: Problem, strategies: Sequence[Layout], tensor: int) -> LayerCases:
+    longest = max(1, MOST_TOKENS // problem.recipe.training.sequence_length)
+    sizes = {min(s.micro_batch_size, longest) for s in strategies} or {1}
+    kept = tuple(dict.fromkeys(s.checkpointing for s in strategies if not s.sequence_parallel))
+    return LayerCases(
+        tensor=tensor,
+        micro_batches=pick_micro_batch_sizes(sizes),
+        checkpointing=("none", *(k for k in kept if k != "none")),
+    )
+
+
+def pick_micro_batch_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Four at most: the ends first, for a line needs two, then what lies between them."""
+    ordered = sorted(set(sizes))
+    if len(ordered) <= 2:
+        return tuple(ordered)
+    places = (0, len(ordered) - 1, len(ordered) // 2, len(ordered) // 4)
+    return tuple(dict.fromkeys(ordered[place] for place in places))
+
+
+def _products(problem: Problem, strategies: Sequence[Layout]) -> Iterable[ProductShape]:
+    """Of a decoder layer and of the head, as the ranks of these layouts run them."""
+    recipe, graph = problem.recipe, problem.graph
+    for s in strategies:
+        shapes, m = (
+            model_shapes(graph, s.tensor),
+            min(MOST_TOKENS, s.micro_batch_size * recipe.training.sequence_length),
+        )
+        for kind in shapes.kinds:
+            yield from (ProductShape(m=m, n=p.n, k=p.k) for p in kind.products if p.batch == 1)
+        yield ProductShape(m=m, n=shapes.head_width, k=graph.hidden_size)
+
 
 JOB = "job.json"
 
@@ -96,3 +198,22 @@ class ProcessResult:
         return read_record(
             ProcessResult, json.loads(ProcessResult.path(folder, rank).read_text(encoding="utf-8"))
         )
+
+
+# What a file of measurements says of the machine.
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("shardwright", "torch", "deepspeed", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

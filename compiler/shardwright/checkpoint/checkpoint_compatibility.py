@@ -10,8 +10,7 @@ from typing import Literal
 from shardwright.checkpoint.checkpoint_manifest import MANIFEST, checksum
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.layout import Layout, axes_in_print_order
-from shardwright.plan.plan import Plan, PlanLora
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import Plan, PlanLora, read_plan
 from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
 from shardwright.recipe.literal_types import Precision
 from shardwright.recipe.recipe_types import DataSection

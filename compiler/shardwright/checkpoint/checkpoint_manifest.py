@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.layout.parameter_sharding import ParameterSharding
-from shardwright.utils.bounded_read import parse_json, read_regular_file
+from shardwright.utils.file_io import parse_json, read_regular_file
 from shardwright.utils.json_records import read_record
 
 MANIFEST_VERSION = 1
@@ -92,7 +92,7 @@ class Manifest:
 
     loss_scale: fp16's scaler, attribute -> value; None where the precision has none. rows: training
     sequences of each part of the data, () where nobody counted them. data: data.path -> digest of
-    what it held (data/data_fingerprint.py). finite: whether the loss of its step and every trained
+    what it held (data/dataset.py). finite: whether the loss of its step and every trained
     weight are finite numbers.
     """
 

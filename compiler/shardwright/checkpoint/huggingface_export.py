@@ -9,42 +9,252 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+from shardwright.checkpoint.checkpoint_compatibility import incomplete_checkpoint
+from shardwright.checkpoint.checkpoint_loader import CheckpointReader
+from shardwright.checkpoint.checkpoint_manifest import CHECKSUMS, damages, read_checksums
 from shardwright.checkpoint.checkpoint_saver import save_safetensors
-from shardwright.checkpoint.generation_config import write_generation_config
-from shardwright.checkpoint.model_reader import (
-    is_byte_level,
-    merged_parameter,
-    open_checkpoint,
-    tokenizer_files,
-)
-from shardwright.data.data_sources import all_data_sections
+from shardwright.data.conversations import end_of_turn_id
+from shardwright.data.data_sources import all_data_sections, data_sections
+from shardwright.data.tokenizers import Tokenizer, load_tokenizer
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.byte_tokenizer import write_byte_tokenizer
-from shardwright.models.remote_code_files import RemoteCode
+from shardwright.models.lora_target_paths import adapter_names
+from shardwright.models.model_files import TOKENIZER_PATTERNS, RemoteCode
 from shardwright.models.tasks.task_registry import Task, task_named
 from shardwright.parallel.lora_adapters import (
     ADAPTER_WEIGHTS,
     is_adapter,
+    merge_adapter,
     peft_rewrites_targets,
     peft_saved_name,
     write_adapter_config,
 )
-from shardwright.parallel.model_config_loading import load_config
-from shardwright.parallel.torch_dtypes import DTYPES
-from shardwright.plan.plan import Plan
-from shardwright.utils.atomic_write import umask
+from shardwright.parallel.model_loading import DTYPES, load_config
+from shardwright.plan.plan import Plan, read_plan
+from shardwright.recipe.recipe_types import TOKENIZED_KINDS, DataSection
+from shardwright.utils.file_io import parse_json, read_regular_file, umask
+
+# The model in a checkpoint: verified, trusted, and read parameter by parameter. What `export` and
+# `generate` share.
+
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+def open_checkpoint(checkpoint: Path, trust_code: str | None) -> Plan:
+    """Every byte that is read of it is what the run wrote, and code that came with the model is
+    trusted by its fingerprint.
+
+    Raises Refusal: SW6201 with each file that is not, SW2014.
+    """
+    wrong = list(damages(checkpoint, contents=True))
+    if not wrong:
+        try:
+            plan = read_plan(checkpoint)
+        except (OSError, ValueError) as error:
+            wrong = [f"its plan.json cannot be read ({str(error).splitlines()[0]})"]
+        else:
+            wrong = [
+                f"{CHECKSUMS} does not name {name}"
+                for name in _files_without_checksum(checkpoint, plan)
+            ]
+    if wrong:
+        help = "Give one `step-XXXXXXXX` folder under the compiled folder's checkpoint directory."
+        raise Refusal(
+            *(d for why in wrong for d in incomplete_checkpoint(checkpoint, why, help).diagnostics)
+        )
+    require_trust(plan.model.remote_code, (checkpoint / plan.model.config_file).parent, trust_code)
+    return plan
+
+
+def require_trust(code: RemoteCode | None, folder: Path, given: str | None) -> None:
+    """The folder itself cannot say that it is trusted: whoever wrote the code wrote the rest of it
+    too.
+
+    folder: that of the files. given: --trust-code. Raises Refusal: SW2014.
+    """
+    if code is None or given == code.fingerprint:
+        return
+    # names are theirs too
+    look = f"cd {shlex.quote(str(folder))} && less {shlex.join(name for name, _ in code.files)}"
+    message = (
+        f"the model in {str(folder)!r} runs on Python code that came with it"
+        if given is None
+        else f"--trust-code is not the fingerprint of the Python code in {str(folder)!r}"
+    )
+    raise refusal(
+        "SW2014",
+        message,
+        f"Nothing was run. Read the files first: `{look}`.\n"
+        "If you trust them, name them by the SHA-256 over their names and contents:\n"
+        f"--trust-code {code.fingerprint}",
+    )
+
+
+def merged_parameter(plan: Plan, reader: CheckpointReader, name: str) -> torch.Tensor:
+    """The parameter, with its adapter where it has one."""
+    saved = reader.saved(name)
+    tensor = reader.whole(name, saved.states[0])
+    a, b = adapter_names(name.removesuffix(".weight"))
+    if plan.lora is None or a not in reader.manifest.tensors:
+        return tensor
+    return merge_adapter(
+        tensor,
+        reader.whole(a, "fp32"),
+        reader.whole(b, "fp32"),
+        plan.lora,
+        is_transposed=saved.transposed,
+    )
+
+
+def is_byte_level(plan: Plan) -> bool:
+    return any(part.tokenizer == "byte" for part in all_data_sections(plan))
+
+
+def tokenizer_files(checkpoint: Path) -> list[Path]:
+    """The model's own, then the data's: of the same name the last one counts."""
+    folders = (checkpoint / "model", checkpoint / "tokenizer")
+    found = [
+        path
+        for folder in folders
+        for pattern in TOKENIZER_PATTERNS
+        for path in sorted(folder.glob(pattern))
+    ]
+    return [path for path in found if path.is_file() and path.suffix != ".py"]
+
+
+def _files_without_checksum(checkpoint: Path, plan: Plan) -> list[str]:
+    """What is read beside the manifest's own files, and has no checksum."""
+    code = () if plan.model.remote_code is None else plan.model.remote_code.files
+    beside = [
+        checkpoint / plan.model.config_file,
+        *(checkpoint / "model" / name for name, _ in code),
+    ]
+    generation = [path for path in (checkpoint / "model" / GENERATION_CONFIG,) if path.is_file()]
+    paths = [checkpoint / "plan.json", *beside, *generation, *tokenizer_files(checkpoint)]
+    sums = read_checksums(checkpoint)
+    return [
+        name
+        for name in (path.relative_to(checkpoint).as_posix() for path in paths)
+        if name not in sums
+    ]
+
+
+# generation_config.json of a trained model: the model's own settings, with the end tokens that the
+# run trained.
+
+
+_MOST_BYTES = 2**20
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def trained_end_ids(plan: Plan, checkpoint: Path) -> tuple[int, ...]:
+    """Ids that the training data writes where a text ends: the tokenizer's eos_token behind
+    documents, the chat template's end of turn behind answers. () where the data are token ids
+    already. Raises Refusal (SW6121)."""
+    ends: dict[int, None] = {}
+    for part, tokenizer in _tokenized(plan, checkpoint):
+        template = part.template or tokenizer.template
+        if part.kind != "chat":
+            ends |= dict.fromkeys(tokenizer.end)
+        elif template is not None and (end := end_of_turn_id(tokenizer, template)) is not None:
+            ends[end] = None
+    return tuple(end for end in ends if end < plan.model.vocabulary_size)
+
+
+def special_ids(
+    plan: Plan, checkpoint: Path, own: dict[str, Any]
+) -> dict[str, int | list[int] | None]:
+    """bos_token_id, eos_token_id and pad_token_id. own: what the model came with.
+
+    Pretrained weights keep their own ids and ends, behind the trained ends. Random weights know the
+    tokenizer's ids alone: those of the model type mean nothing. Raises Refusal (SW6121).
+    """
+    ids = {key: own.get(key) for key in _IDS}
+    tokenizer = next((tokenizer for _, tokenizer in _tokenized(plan, checkpoint)), None)
+    if tokenizer is None:
+        return ids
+    ends = list(trained_end_ids(plan, checkpoint))
+    if plan.model.weights_path is None:
+        ids |= {"bos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
+        ends = ends or tokenizer.end
+    else:
+        ends = list(dict.fromkeys([*ends, *end_ids(own.get("eos_token_id"))]))
+    return ids | {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+
+
+def end_ids(ids: Any) -> list[int]:
+    """eos_token_id as a list, whichever of its three forms it has."""
+    return [
+        id for id in (ids if isinstance(ids, list | tuple | set) else [ids]) if isinstance(id, int)
+    ]
+
+
+def write_generation_config(
+    plan: Plan, model: PreTrainedModel, checkpoint: Path, folder: Path
+) -> None:
+    """Of the file that came with the model everything else is kept: sampling settings, suppressed
+    tokens."""
+    own = _model_generation_config(checkpoint)
+    if own is None:
+        if isinstance(
+            getattr(model, "generation_config", None), GenerationConfig
+        ):  # a contrastive model has none
+            set_special_ids(plan, model.generation_config, checkpoint)
+            model.generation_config.save_pretrained(folder)
+        return
+    document = {
+        **own,
+        **{key: ids for key, ids in special_ids(plan, checkpoint, own).items() if ids is not None},
+    }
+    (folder / GENERATION_CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def own_generation_config(plan: Plan, model: PreTrainedModel, checkpoint: Path) -> GenerationConfig:
+    """What `generate` goes by: the same ids as an export has."""
+    own = _model_generation_config(checkpoint)
+    config = model.generation_config if own is None else GenerationConfig.from_dict(own)
+    set_special_ids(plan, config, checkpoint)
+    return config
+
+
+def set_special_ids(plan: Plan, config: GenerationConfig, checkpoint: Path) -> None:
+    own = (
+        {} if is_byte_level(plan) else {key: getattr(config, key, None) for key in _IDS}
+    )  # an id is a byte there
+    for key, ids in special_ids(plan, checkpoint, own).items():
+        setattr(config, key, ids)
+
+
+def _model_generation_config(checkpoint: Path) -> dict[str, Any] | None:
+    path = checkpoint / "model" / GENERATION_CONFIG
+    if not path.is_file():
+        return None
+    try:
+        document = parse_json(read_regular_file(path, _MOST_BYTES))
+    except ValueError:
+        return None
+    return dict(document) if isinstance(document, dict) else None
+
+
+def _tokenized(plan: Plan, checkpoint: Path) -> Iterator[tuple[DataSection, Tokenizer]]:
+    for part in data_sections(plan.data):
+        if part.kind in TOKENIZED_KINDS and part.tokenizer is not None:
+            yield part, load_tokenizer(part.tokenizer, checkpoint)
+
 
 _MTP_LAYER_KEYS = re.compile(
     r"num_nextn_predict_layers|_?num_mtp_(\w*)layers|mtp_num_hidden_layers"

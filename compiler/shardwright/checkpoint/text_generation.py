@@ -16,19 +16,20 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from shardwright.checkpoint.checkpoint_loader import CheckpointReader
 from shardwright.checkpoint.checkpoint_manifest import MANIFEST
-from shardwright.checkpoint.checkpoint_reader import CheckpointReader
-from shardwright.checkpoint.generation_config import end_ids, own_generation_config
-from shardwright.checkpoint.model_reader import (
+from shardwright.checkpoint.huggingface_export import (
     GENERATION_CONFIG,
+    end_ids,
     is_byte_level,
     merged_parameter,
     open_checkpoint,
+    own_generation_config,
     require_trust,
     tokenizer_files,
 )
 from shardwright.data.chat_format import Message, TemplateError
-from shardwright.data.chat_template_renderer import ChatTemplateRenderer, RenderLimitExceeded
+from shardwright.data.chat_template import ChatTemplateRenderer, RenderLimitExceeded
 from shardwright.data.data_sources import all_data_sections
 from shardwright.data.image_files import MAX_IMAGE_PIXELS, DamagedImage, inspect_image
 from shardwright.data.image_inputs import ImageProcessor
@@ -37,14 +38,13 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.byte_tokenizer import byte_tokenizer
 from shardwright.models.remote_code_import import needs_remote_code, read_remote_code, register
 from shardwright.models.tasks.task_registry import CAUSAL_LM, CONTRASTIVE, task_of_type
-from shardwright.parallel.model_config_loading import load_config
-from shardwright.parallel.torch_dtypes import DTYPES
+from shardwright.parallel.model_loading import DTYPES, load_config
 from shardwright.parallel.weight_files import SliceRange
 from shardwright.parallel.weight_loader import WeightLoader, empty_model
 from shardwright.plan.plan import Plan
 from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
 from shardwright.recipe.recipe_types import ImagesSection
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 
 _RENDERER = ChatTemplateRenderer()
 

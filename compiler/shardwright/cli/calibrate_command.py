@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from shardwright.calibrate.calibration import calibrate
-    from shardwright.cli.measurement_text import measurement_lines
-    from shardwright.utils.atomic_write import write_atomically
+    from shardwright.cli.estimate_command import measurement_lines
+    from shardwright.utils.file_io import write_atomically
+    from shardwright.utils.json_values import strict_json
     from shardwright.utils.sigterm_interrupt import sigterm_as_interrupt
-    from shardwright.utils.strict_json import strict_json
 
     limit = args.minutes or (CPU_MINUTES if recipe.cluster.gpu == "cpu" else GPU_MINUTES)
     with sigterm_as_interrupt():

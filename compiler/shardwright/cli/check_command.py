@@ -15,8 +15,8 @@ from shardwright.diagnostics.diagnostic_rendering import (
     diagnostic_to_json,
     escape_control_characters,
 )
-from shardwright.models.weights_location import weights_summary
-from shardwright.utils.strict_json import strict_json
+from shardwright.models.model_files import weights_summary
+from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
     from shardwright.recipe.recipe_types import Recipe
@@ -68,7 +68,7 @@ def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
     from shardwright.engines.engine_table import engines_for
     from shardwright.models.model_check import check_model
     from shardwright.recipe.input_file_checks import check_files
-    from shardwright.search.precision_rules import fp16_on_cpu_error, missing_peak_error
+    from shardwright.search.layout_rules import fp16_on_cpu_error, missing_peak_error
     from shardwright.search.runnable_recipes import check_tokenizers
 
     found = [*gpu_errors(recipe.cluster)]

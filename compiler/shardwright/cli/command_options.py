@@ -64,7 +64,7 @@ def island_folder(args: argparse.Namespace) -> Path:
     """args.folder, or the island's in it that args.island names. Raises Refusal: SW6001, SW6014."""
     from shardwright.diagnostics import refusal
     from shardwright.plan.island_plans import select_island_folder
-    from shardwright.plan.plan_json import load_plan
+    from shardwright.plan.plan import load_plan
 
     folder: Path = args.folder
     if args.island is not None and not args.island.isdecimal():

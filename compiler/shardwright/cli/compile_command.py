@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from shardwright.cli.command_options import add_json, add_overrides
 from shardwright.cli.terminal import print_diagnostics, shell_quoted
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
-from shardwright.models.weights_location import weights_summary
+from shardwright.models.model_files import weights_summary
+from shardwright.utils.json_values import strict_json
 from shardwright.utils.number_format import SECONDS_PER_DAY, format_days, format_number
-from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.compile import CompileResult
@@ -33,14 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.compiled_folder_writer import (
+    from shardwright.compiled_folder import (
         check_output_folder,
         remove_surplus_island_plans,
         write_folder,
     )
     from shardwright.plan.island_plans import island_name
-    from shardwright.recipe.auto_values import with_measured_checkpoint_rate
-    from shardwright.recipe.recipe_loader import load_recipe
+    from shardwright.recipe.recipe_loader import load_recipe, with_measured_checkpoint_rate
 
     recipe = load_recipe(args.recipe, args.overrides)
     # Before the seconds that torch needs.

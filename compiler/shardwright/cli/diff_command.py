@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.command_options import add_json
-from shardwright.cli.terminal_tables import table_lines, title
+from shardwright.cli.terminal import table_lines, title
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
-from shardwright.models.weights_location import TOKENIZER_PATTERNS
-from shardwright.utils.strict_json import strict_json
+from shardwright.models.model_files import TOKENIZER_PATTERNS
+from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.checkpoint_compatibility import ResumeRequirements, TokenizerFiles
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shardwright.cli.resume_verdict import ResumeSide, ResumeVerdict
     from shardwright.layout.layout_estimate import Estimate
     from shardwright.recipe.recipe_types import Recipe
-    from shardwright.utils.json_types import JsonObject, JsonValue
+    from shardwright.utils.json_values import JsonObject, JsonValue
 
 GIB = 2**30
 Change = tuple[str, "JsonValue", "JsonValue"]
@@ -120,7 +120,7 @@ def _facts(subject: PricedRecipe) -> ResumeRequirements:
         resume_requirements,
         sample_order,
     )
-    from shardwright.models.frozen_parameters import frozen_parameter_patterns
+    from shardwright.models.trainable_parameters import frozen_parameter_patterns
     from shardwright.plan.plan_builder import plan_data, plan_lora
 
     recipe, graph, name = subject.recipe, subject.graph, _tokenizer_name(subject.recipe)

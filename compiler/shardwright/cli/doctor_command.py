@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardwright.cli.command_options import add_island, add_json, island_folder
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
-from shardwright.utils.strict_json import strict_json
+from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
     from shardwright.diagnostics.host_check import HostCheck
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwright.plan.plan_json import load_plan
+    from shardwright.plan.plan import load_plan
 
     folder = island_folder(args)
     plan = load_plan(folder)
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 def _store_check(plan: Plan, folder: Path) -> HostCheck:
     """Of an island's folder."""
     from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost
-    from shardwright.diloco.outer_store_check import PlannedLink, check_outer_store_link
+    from shardwright.diloco.link_probe import PlannedLink, check_outer_store_link
     from shardwright.recipe.recipe_loader import load_recipe
 
     step = inner_step_seconds(plan.predicted.time)
@@ -64,11 +64,10 @@ def _checks(plan: Plan, folder: Path, hostfile: Path | None) -> Sequence[HostChe
     """
     from shardwright.cluster.gpu_catalogue import resolve_cluster
     from shardwright.diagnostics.host_check import skipped_check
-    from shardwright.launch.host_checks import check_hosts
+    from shardwright.launch.host_checks import PlannedBandwidth, check_hosts
     from shardwright.launch.launchers.job_scheduler import scheduler_of
     from shardwright.launch.launchers.launcher_table import LAUNCHERS
     from shardwright.launch.preflight_checks import hostfile_errors, scheduler_errors
-    from shardwright.launch.rendezvous_check import PlannedBandwidth
     from shardwright.recipe.recipe_loader import load_recipe
 
     cluster = resolve_cluster(load_recipe(folder / "recipe.resolved.json").cluster)
@@ -108,7 +107,7 @@ def read_hostfile(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
     cluster."""
     from shardwright.launch.preflight_checks import missing_hostfile
     from shardwright.plan.hostfile import read_hostfile as hostfile_slots
-    from shardwright.utils.bounded_read import read_regular_text_file
+    from shardwright.utils.file_io import read_regular_text_file
 
     if plan.nodes == 1:
         return ["localhost"]

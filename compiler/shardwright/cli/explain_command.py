@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shardwright.cli.command_options import add_json, add_overrides
 from shardwright.cli.terminal import error, print_diagnostics
 from shardwright.diagnostics import Refusal
-from shardwright.utils.strict_json import strict_json
+from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
     from shardwright.diagnostics.code_explanations import CodeExplanation

@@ -11,27 +11,29 @@ from shardwright.cli.estimate_command import (
     goodput_rows,
     islands_json,
     islands_rows,
+    measurement_section_lines,
+    measurements_json,
     training_length_text,
 )
-from shardwright.cli.measurement_text import measurement_section_lines, measurements_json
-from shardwright.cli.plan_table import GIB
-from shardwright.cli.terminal_tables import table_lines, title
-from shardwright.cost.cost_breakdown import RankBreakdown, StepTimeBreakdown
+from shardwright.cli.plan_command import GIB
+from shardwright.cli.terminal import table_lines, title
 from shardwright.cost.goodput import Goodput, goodput
+from shardwright.cost.layout_costs import RankBreakdown, StepTimeBreakdown
 from shardwright.cost.prediction_errors import error_bar_text
 from shardwright.layout.layout import in_layer_axes, in_layer_collectives_text
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.weights_location import weights_summary
+from shardwright.models.model_files import weights_summary
 from shardwright.search.layout_comparison import hpz_text
 from shardwright.search.plan_explanation import (
+    MORE_FACTOR,
     AlternativeLayout,
     HpzAlternative,
     KeyExplanation,
     PlanExplanation,
+    Sensitivity,
     explain,
 )
 from shardwright.search.rejected_faster_layouts import rejected_faster_text
-from shardwright.search.resource_sensitivity import MORE_FACTOR, Sensitivity
 from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.number_format import format_bytes, format_token_rate
 
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from shardwright.cli.priced_recipe import PricedRecipe
     from shardwright.layout.layout_estimate import Estimate, Time
     from shardwright.recipe.recipe_types import Recipe, TrainingSection
-    from shardwright.utils.json_types import JsonObject
+    from shardwright.utils.json_values import JsonObject
 
 # `StepTimeBreakdown`' fields in words; {} is in_layer_collectives_text() of the layout.
 STEP_PART_LABELS = {
@@ -61,7 +63,7 @@ TRAFFIC_LABELS = {
     "rows": "rows of tokens to their experts and back",
     "context_all_to_all": "tokens for heads around attention",
     "activations": "activations over tensor ranks, reduced",
-    "joined": "activations over tensor ranks, gathered",
+    "tensor_all_gather": "activations over tensor ranks, gathered",
     "sent": "activations and gradients to other pipeline ranks",
     "tied": "the gradient of the tied weights",
     "reduced": "gradients over data ranks, reduced",

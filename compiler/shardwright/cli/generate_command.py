@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwright.cli.command_options import add_json, add_trust_code
 from shardwright.cli.terminal import error
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
-from shardwright.utils.strict_json import strict_json
+from shardwright.utils.json_values import strict_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

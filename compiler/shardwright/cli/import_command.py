@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the recipe, or writes it with -o. Raises Refusal: SW1451 to SW1453, and lint's of a
     file."""
     from shardwright.migrate.config_import import convert_config
-    from shardwright.migrate.recipe_draft_yaml import draft_yaml
+    from shardwright.migrate.recipe_draft import draft_yaml
 
     output: Path | None = args.output
     if args.file is None and args.launch is None:

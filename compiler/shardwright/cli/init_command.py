@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.command_options import add_recipe_output
-from shardwright.cli.starter_recipe import STARTER_GPUS_PER_NODE, StarterSettings, draft_yaml
+from shardwright.cli.recipe_writer import (
+    STARTER_GPUS_PER_NODE,
+    StarterSettings,
+    starter_recipe_yaml,
+)
 from shardwright.cli.terminal import error
 from shardwright.diagnostics import KeyPath, Refusal, found, refusal
 
@@ -46,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the recipe, or writes it with -o. Raises Refusal: SW1442 to SW1444, and for an unknown
     model or GPU."""
-    from shardwright.cli.model_recipe import flags_by_recipe_key
-    from shardwright.models.model_catalog import match_catalog_id
+    from shardwright.cli.recipe_writer import flags_by_recipe_key
+    from shardwright.models.model_sources import match_catalog_id
 
     output: Path | None = args.output
     if output is not None and os.path.lexists(output):
@@ -71,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         gpus_per_node=args.gpus_per_node,
     )
     source = os.path.abspath(args.model) if folder else settings.model
-    text = draft_yaml(settings, source)
+    text = starter_recipe_yaml(settings, source)
     words = flags_by_recipe_key(args, args.model) | {("cluster", "gpu"): f"--gpu {gpu}"}
     _check(text, words, None if output is None else output.parent)
     if output is None:
@@ -133,7 +137,7 @@ def _exists(output: Path) -> Refusal:
 def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None:
     """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of
     the cluster."""
-    from shardwright.cli.model_recipe import load_model_recipe
+    from shardwright.cli.recipe_writer import load_model_recipe
     from shardwright.compile import read_problem
     from shardwright.search.layout_search import choose_layout
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.cli import status_command
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import load_plan
+from shardwright.plan.plan import Plan, load_plan
+from shardwright.utils.json_values import strict_json
 from shardwright.utils.number_format import format_number
-from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.launch.run_state import RunState
@@ -53,8 +52,12 @@ def all_islands_json(
     """here: the islands that are on this machine. step, islands, loss, tokens_per_second: of the
     newest step that all of those have made who took part in the last outer step. tokens: trained
     until then. None where there is none."""
-    from shardwright.diloco.island_metrics import merged_steps, missing
-    from shardwright.diloco.round_log import effective_rounds, read_rounds
+    from shardwright.diloco.island_metrics import (
+        effective_rounds,
+        merged_steps,
+        missing,
+        read_rounds,
+    )
 
     assert plan.outer is not None, "asked for before"
     rounds = effective_rounds(read_rounds(folder))

@@ -17,12 +17,12 @@ from shardwright.diagnostics.diagnostic_rendering import (
     escape_control_characters,
     location_of,
 )
-from shardwright.utils.strict_json import strict_json
+from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
     from shardwright.lint.ds_config_document import Document
     from shardwright.lint.lint_rule import LintFinding
-    from shardwright.utils.json_types import JsonValue
+    from shardwright.utils.json_values import JsonValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,7 @@ def _lint(path: str, args: argparse.Namespace) -> LintResult:
         ds_config = linted_ds_config(document, args.audience, args.world_size)
         findings = lint(document, ds_config)
         if args.model is not None:
-            from shardwright.lint.ds_config_model_rules import lint_for_model
-            from shardwright.lint.model_memory_rule import memory
+            from shardwright.lint.ds_config_model_rules import lint_for_model, memory
 
             model_findings = lint_for_model(ds_config, args.model, args.sequence_length)
             memory_findings, notes = memory(ds_config, args.model, args.gpu, args.sequence_length)
@@ -150,8 +149,7 @@ def _lint(path: str, args: argparse.Namespace) -> LintResult:
 
 
 def _lint_arguments(name: str, text: str, world_size: int | None) -> LintResult:
-    from shardwright.lint.megatron_lint import lint_arguments
-    from shardwright.lint.megatron_option_reader import read_arguments
+    from shardwright.lint.megatron_lint import lint_arguments, read_arguments
 
     arguments = read_arguments(name, text, world_size)
     told = lint_arguments(arguments)
@@ -161,8 +159,8 @@ def _lint_arguments(name: str, text: str, world_size: int | None) -> LintResult:
 
 
 def _fix(document: Document, args: argparse.Namespace) -> tuple[Document, tuple[LintFinding, ...]]:
-    from shardwright.lint.ds_config_fixes import fixed
-    from shardwright.utils.atomic_write import write_atomically
+    from shardwright.lint.ds_config_linter import fixed
+    from shardwright.utils.file_io import write_atomically
 
     changed, applied_fixes = fixed(document, args.audience, args.world_size)
     if applied_fixes:

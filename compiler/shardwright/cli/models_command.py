@@ -11,7 +11,7 @@ from shardwright.cli.command_options import add_json
 from shardwright.cli.terminal import use_color
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.literal_types import TaskName
-from shardwright.utils.strict_json import strict_json
+from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
     from shardwright.models.model_support import Cell, Support
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def known_model_type(text: str, table: Support, second: Support) -> str:
     """A type's own name, or that of a model that comes with shardwright. Raises Refusal: SW2003,
     SW2004, SW2017, SW2019."""
-    from shardwright.models.model_catalog import catalog_config, match_catalog_id
+    from shardwright.models.model_sources import catalog_config, match_catalog_id
 
     known = {*table.types, *second.types}
     if text in known:
@@ -81,7 +81,7 @@ def known_model_type(text: str, table: Support, second: Support) -> str:
 def contrastive_type(text: str) -> str | None:
     """A type that learns from pairs of a picture and a caption, or such a model that comes with
     shardwright."""
-    from shardwright.models.model_catalog import catalog_config, match_catalog_id
+    from shardwright.models.model_sources import catalog_config, match_catalog_id
     from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
 
     config = catalog_config(match_catalog_id(text) or "") or {"model_type": text}
@@ -113,13 +113,13 @@ def contrastive_type_json(model_type: str) -> str:
 
 
 def _unknown_type_refusal(text: str, table: Support) -> Refusal:
-    from shardwright.models.model_refusals import (
+    from shardwright.models.model_support import (
         encoder_decoder,
         not_causal_lm,
         not_vision_language,
+        support,
         unknown_type_error,
     )
-    from shardwright.models.model_support import support
 
     if _is_vision_language(table):
         causal = support()

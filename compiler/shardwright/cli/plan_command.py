@@ -1,31 +1,38 @@
 """`shardwright plan R`: search the layouts and rank them. `plan MODEL --gpu G --nodes N` does it
-without a recipe."""
+without a recipe.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli import model_recipe
+from shardwright.cli import recipe_writer
 from shardwright.cli.command_options import add_json, add_overrides, positive
-from shardwright.cli.terminal import error, print_diagnostics, print_refusal
+from shardwright.cli.terminal import error, print_diagnostics, print_refusal, table_lines
+from shardwright.cost.prediction_errors import flops_source_text, not_calibrated_text, source
 from shardwright.diagnostics import Refusal
+from shardwright.layout.axes import AXES, Axis
+from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.weights_location import weights_summary
-from shardwright.utils.strict_json import strict_json
+from shardwright.models.model_files import weights_summary
+from shardwright.utils.json_values import strict_json
+from shardwright.utils.number_format import format_number, rank_or_gpu
 
 if TYPE_CHECKING:
-    from shardwright.cli.plan_table import PlanRow
     from shardwright.layout.layout import Layout
     from shardwright.layout.layout_estimate import Estimate
     from shardwright.recipe.recipe_types import Recipe
     from shardwright.search.cluster_sizing import ClusterSizing, LargerBatch, SmallerClusterBatch
     from shardwright.search.layout_comparison import SlowerRegion
     from shardwright.search.layout_search import SearchResult
-    from shardwright.utils.json_types import JsonObject, JsonValue
+    from shardwright.utils.json_values import JsonObject, JsonValue
+
 
 MAX_SLOWER_REGIONS = 5  # regions that the page names; --json has them all
 
@@ -67,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-node",
         type=positive,
         metavar="N",
-        help=f"GPUs on each node (default {model_recipe.GPUS_PER_NODE})",
+        help=f"GPUs on each node (default {recipe_writer.GPUS_PER_NODE})",
     )
     model.add_argument(
         "--sequence-length",
@@ -75,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=(
             "tokens per sequence (default: the model's longest, at most "
-            f"{model_recipe.MAX_ASSUMED_SEQUENCE_LENGTH})"
+            f"{recipe_writer.MAX_ASSUMED_SEQUENCE_LENGTH})"
         ),
     )
     model.add_argument(
@@ -85,20 +92,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sequences per step (default: about 4 M tokens, a multiple of the number of GPUs)",
     )
     model.add_argument(
-        "--precision", metavar="P", help=f"bf16, fp16 or fp32 (default {model_recipe.PRECISION})"
+        "--precision", metavar="P", help=f"bf16, fp16 or fp32 (default {recipe_writer.PRECISION})"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit 1 where no layout is feasible; the rejected regions are printed all the same."""
-    from shardwright.cli.measurement_text import measurement_note_lines
+    from shardwright.cli.estimate_command import measurement_note_lines
     from shardwright.compile import resolve_recipe
     from shardwright.recipe.recipe_loader import load_recipe
     from shardwright.search.cluster_sizing import larger_batch, smaller_cluster_batch
     from shardwright.search.layout_search import choose_layout, search
 
-    model = model_recipe.model_source(args)
-    wrong = model_recipe.model_flags_error(args, model)
+    model = recipe_writer.model_source(args)
+    wrong = recipe_writer.model_flags_error(args, model)
     if wrong:
         error(wrong)
         return 1
@@ -106,9 +113,9 @@ def run(args: argparse.Namespace) -> int:
     if model is None:
         recipe = load_recipe(Path(args.recipe), args.overrides)
     else:
-        text = model_recipe.draft_yaml(args, model)
-        recipe = model_recipe.load_model_recipe(
-            text, args.overrides, model_recipe.flags_by_recipe_key(args, model)
+        text = recipe_writer.draft_yaml(args, model)
+        recipe = recipe_writer.load_model_recipe(
+            text, args.overrides, recipe_writer.flags_by_recipe_key(args, model)
         )
     problem, sizing = resolve_recipe(recipe, prices_other_engines=True)
     recipe = problem.recipe
@@ -123,13 +130,13 @@ def run(args: argparse.Namespace) -> int:
         found = _object(args.recipe, problem, rows, result, sizing, batch, larger)
         if model is not None:
             found["planned_as"], found["assumed"] = (
-                model_recipe.planned_as(recipe),
-                list(model_recipe.assumed_keys(args)),
+                recipe_writer.planned_as(recipe),
+                list(recipe_writer.assumed_keys(args)),
             )
         print(strict_json({**found, **_measured(problem)}))
     else:
         lines = [
-            *model_recipe.heading(args, text),
+            *recipe_writer.heading(args, text),
             *plan_text_lines(problem, rows, result, sizing, batch, larger),
         ]
         print(
@@ -150,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(problem: Problem) -> JsonObject:
     """Where the recipe names a file."""
-    from shardwright.cli.measurement_text import measurements_json
+    from shardwright.cli.estimate_command import measurements_json
 
     found = measurements_json(problem.recipe, problem.graph, None)
     return {} if found is None else {"measured": found}
@@ -199,8 +206,7 @@ def _row(
     ranked: bool,
     is_faster_but_rejected: bool,
 ) -> PlanRow:
-    from shardwright.cli.measurement_text import measured_run_note
-    from shardwright.cli.plan_table import PlanRow
+    from shardwright.cli.estimate_command import measured_run_note
 
     s = estimate.strategy
     notes = [axis.note.format(value) for axis, value in s.enabled_axes() if axis.note]
@@ -320,7 +326,6 @@ def plan_text_lines(
     """What `plan` prints, without a line end. rows: of plan_table_rows; batch: of
     smaller_cluster_batch; larger: of larger_batch."""
     from shardwright.cli.estimate_command import islands_rows
-    from shardwright.cli.plan_table import error_notes, table
     from shardwright.search.accumulation_dtype_choice import low_precision_accumulation
     from shardwright.search.engine_choice import other_engine
     from shardwright.search.kernel_choice import chosen_kernels
@@ -413,13 +418,13 @@ def _pinned_file(args: argparse.Namespace) -> Path:
         return Path(args.output)
     return (
         Path(args.recipe)
-        if model_recipe.model_source(args) is None
+        if recipe_writer.model_source(args) is None
         else Path(f"{Path(args.recipe).name}.yaml")
     )
 
 
 def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> None:
-    from shardwright.cli.recipe_pins import write_pinned_recipe
+    from shardwright.cli.recipe_writer import write_pinned_recipe
 
     source = text or recipe.source.texts[recipe.source.file]
     target = _pinned_file(args)
@@ -427,3 +432,113 @@ def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> N
     print(
         f"row {args.pin} is pinned in {target}: {row.estimate.strategy.describe()}", file=sys.stderr
     )
+
+
+# The table of `shardwright plan`.
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow:
+    """note: what sets the row apart, such as a schedule, a broken rule, or that it is outside the
+    pins."""
+
+    estimate: Estimate
+    note: str
+    broken: bool
+
+
+DEGREES = "degrees"  # the table names the axes
+HEADER = (
+    *("#", DEGREES, "ZeRO", "micro x accum", "checkpointing", "peak / capacity GiB (headroom)"),
+    *("s/step", "tokens/s/GPU", "MFU", "days", "cost", "Δ", ""),
+)
+TEXT_COLUMNS = ("checkpointing", "")  # the others are numbers, and stand on the right
+
+
+def table(rows: Sequence[PlanRow], *, is_cpu: bool) -> list[str]:
+    """Lines without a line end. Δ: step time against row 1."""
+    axes = [
+        axis for axis in AXES if axis.short and (axis.is_auto_by_default or _is_had(axis, rows))
+    ]
+    cells = [
+        _cells(place, row, rows[0].estimate, axes, is_cpu=is_cpu)
+        for place, row in enumerate(rows, start=1)
+    ]
+    text = [i for i, name in enumerate(HEADER) if name in TEXT_COLUMNS]
+    header = [name.replace("/GPU", f"/{rank_or_gpu(is_cpu=is_cpu)}") for name in HEADER]
+    header[HEADER.index(DEGREES)] = " x ".join(axis.short for axis in axes)
+    return table_lines(header, cells, text=text, bold=() if rows[0].broken else (0,))
+
+
+def _is_had(axis: Axis, rows: Sequence[PlanRow]) -> bool:
+    return any(row.estimate.strategy.values()[axis] != axis.plain for row in rows)
+
+
+def _cells(
+    place: int, row: PlanRow, first: Estimate, axes: Sequence[Axis], *, is_cpu: bool
+) -> tuple[str, ...]:
+    e, s = row.estimate, row.estimate.strategy
+    peak, capacity, step = e.memory.peak_bytes, e.memory.capacity_bytes, e.time.step_seconds
+    training = e.training
+    days = format_number(training.days) if training.steps else "-"
+    hours = f"{format_number(training.gpu_hours)} {rank_or_gpu(is_cpu=is_cpu)}-h"
+    cost = f"{training.cost:,.0f}" if training.cost is not None else hours
+    return (
+        str(place),
+        " x ".join(str(s.values()[axis]) for axis in axes),
+        str(s.zero_stage),
+        f"{s.micro_batch_size} x {s.gradient_accumulation_steps}",
+        str(s.activation_checkpointing),
+        f"{peak / GIB:.1f} / {capacity / GIB:.1f} {free_memory_text(e.memory)}",
+        f"{step:.3g}" + ("" if e.error.step_time is None else f" ± {step * e.error.step_time:.2g}"),
+        f"{e.time.tokens_per_second_per_gpu:,.0f}",
+        f"{e.time.mfu:.1%}",
+        days,
+        cost if training.steps else "-",
+        f"{step / first.time.step_seconds - 1:+.1%}" if place > 1 else "",
+        row.note,
+    )
+
+
+def free_memory_text(memory: Memory) -> str:
+    """The share of a device that is left, or how often the peak would fill it."""
+    times = memory.peak_bytes / memory.capacity_bytes
+    return (
+        f"({1 - times:.0%})"
+        if memory.fits
+        else f"does not fit ({times:.{1 if times >= 1.05 else 2}f}x)"
+    )
+
+
+def error_notes(estimates: Sequence[Estimate]) -> list[str]:
+    """Where the ± comes from, why rows of the table have none, and what else makes them less
+    sure."""
+    notes = []
+    known = [
+        (e.error.step_time, e.error.step_time_regime)
+        for e in estimates
+        if e.error.step_time is not None
+    ]
+    if known:
+        regimes = "; ".join(f"{share:.1%} ({regime})" for share, regime in dict.fromkeys(known))
+        notes.append(f"± {regimes}: {source()}")
+    for reason, rows in _rows_by(e.error.step_time_reason for e in estimates).items():
+        which = (
+            ""
+            if len(rows) == len(estimates)
+            else f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))}: "
+        )
+        notes.append(which + not_calibrated_text(reason))
+    flops = flops_source_text(estimates[0].flops_source) if estimates else ""
+    return [*notes, *([f"FLOPs are {flops}"] if flops else [])]
+
+
+def _rows_by(reasons: Iterable[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for place, reason in enumerate(reasons, start=1):
+        if reason:
+            found.setdefault(reason, []).append(place)
+    return found

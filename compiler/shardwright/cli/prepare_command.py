@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.cli.command_options import add_json, positive
-from shardwright.cli.terminal import print_diagnostics, shell_quoted, use_color
-from shardwright.cli.terminal_tables import table_lines
+from shardwright.cli.terminal import print_diagnostics, shell_quoted, table_lines, use_color
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
-from shardwright.utils.strict_json import strict_json
+from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
-    from shardwright.data.data_summary import SampleSpan, SourceSummary
+    from shardwright.data.data_summary import ImageThroughput, SampleSpan, SourceSummary
     from shardwright.data.dataset import Dataset
-    from shardwright.data.image_throughput import ImageThroughput
     from shardwright.plan.plan import Plan
 
 
@@ -45,11 +43,15 @@ def run(args: argparse.Namespace) -> int:
     if args.check is not None:
         return _run_check(args.folder, args.check, as_json=args.json)
     from shardwright.data.data_preparation import prepare
-    from shardwright.data.data_summary import samples, summarize, summarize_validation
+    from shardwright.data.data_summary import (
+        image_throughput,
+        samples,
+        summarize,
+        summarize_validation,
+    )
     from shardwright.data.dataset import resolve
-    from shardwright.data.image_throughput import image_throughput
     from shardwright.plan.island_plans import island_folders
-    from shardwright.plan.plan_json import load_plan
+    from shardwright.plan.plan import load_plan
 
     folder = args.folder
     plan = load_plan(folder)
@@ -77,7 +79,7 @@ def _run_check(subject: Path, max_records: int, *, as_json: bool) -> int:
     than the recipe lets go, once the report is printed."""
     from shardwright.data.data_preparation import prepared_sample
     from shardwright.data.data_summary import record_samples, summarize, summarize_validation
-    from shardwright.plan.plan_json import load_plan
+    from shardwright.plan.plan import load_plan
 
     with tempfile.TemporaryDirectory(prefix="shardwright-check-") as temporary:
         folder = Path(temporary) if subject.is_file() else subject
@@ -102,7 +104,7 @@ def _run_check(subject: Path, max_records: int, *, as_json: bool) -> int:
 
 def _compile_into(folder: Path, recipe_file: Path) -> None:
     from shardwright.compile import compile_recipe
-    from shardwright.compiled_folder_writer import write_folder
+    from shardwright.compiled_folder import write_folder
     from shardwright.recipe.recipe_loader import load_recipe
 
     recipe = load_recipe(recipe_file)
@@ -117,7 +119,7 @@ def _check_shares(plan: Plan, tolerant: Plan, copy: Path) -> None:
     from shardwright.data.data_preparation import prepared_folder
     from shardwright.data.data_sources import tokenized_sections
     from shardwright.data.image_files import read_image_counts
-    from shardwright.data.record_counts import read_record_counts
+    from shardwright.data.source_files import read_record_counts
 
     for part, prepared in zip(tokenized_sections(plan), tokenized_sections(tolerant), strict=True):
         here = prepared_folder(prepared, copy)
@@ -251,8 +253,8 @@ def _notes(p: SourceSummary, length: int) -> Iterator[str]:
     )
     yield f"{text}; {p.padding:.1%} padding{alone}"
     if p.begin is not None:
-        first = escape_control_characters(p.begin) or "no token of its own (data.add_bos_token)"
-        yield f"each document begins with {first}"
+        begin = escape_control_characters(p.begin) or "no token of its own (data.add_bos_token)"
+        yield f"each document begins with {begin}"
     for count, why in (
         (p.cut, f"are cut at {length:,} tokens"),
         (p.reasoning_not_rendered, "have reasoning that the chat template does not write"),

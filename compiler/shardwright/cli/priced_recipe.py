@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shardwright.utils.json_records import copy_shared_fields
 
 if TYPE_CHECKING:
-    from shardwright.cluster.cluster_types import Cluster
+    from shardwright.cluster.gpu_catalogue import Cluster
     from shardwright.layout.layout_estimate import Estimate
     from shardwright.models.model_graph import ModelGraph
     from shardwright.monitor.run_files import SaveStatistics

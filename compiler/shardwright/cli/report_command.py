@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shardwright.cli.command_options import add_json
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
+from shardwright.utils.json_values import strict_json
 from shardwright.utils.number_format import format_bytes
-from shardwright.utils.strict_json import strict_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,9 +12,9 @@ from shardwright.checkpoint.checkpoint_compatibility import (
     compare_requirements,
 )
 from shardwright.layout.layout import Layout
-from shardwright.layout.zero_hpz_key import HPZ
+from shardwright.layout.zero_settings import HPZ
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 BIT_FOR_BIT, SAME_RANKS, CONVERTED, NO = "bit for bit", "same ranks", "converted", "no"
 # Keys that change when bytes move, and no number.

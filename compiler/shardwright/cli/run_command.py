@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         return run_all_islands(args.folder, args.resume)
     folder = island_folder(args)
     if args.detach:
-        from shardwright.launch.detached_run import run_detached
+        from shardwright.launch.launcher_process import run_detached
 
         return run_detached(folder, args.hostfile, args.resume)
     from shardwright.launch.launcher_process import run_folder

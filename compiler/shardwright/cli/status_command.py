@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from shardwright.cli.command_options import add_json
 from shardwright.cli.terminal import shell_quoted
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
+from shardwright.utils.json_values import strict_json
 from shardwright.utils.number_format import format_number
-from shardwright.utils.strict_json import strict_json
 
 if TYPE_CHECKING:
     from shardwright.launch.run_state import RunState
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.plan.island_plans import island_folders
-    from shardwright.plan.plan_json import load_plan
+    from shardwright.plan.plan import load_plan
 
     plan = load_plan(args.folder)
     islands = island_folders(plan, args.folder)
@@ -84,7 +84,7 @@ def _predicted_save_seconds(folder: Path) -> float | None:
 
 
 def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None = None) -> str:
-    from shardwright.checkpoint.step_folders import step_name
+    from shardwright.checkpoint.checkpoint_storage import step_name
     from shardwright.monitor.gradient_noise_scale import noise_scale_text
 
     rows = [

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwright.launch.run_state import is_alive, read_state
-    from shardwright.plan.plan_json import load_plan
+    from shardwright.plan.plan import load_plan
 
     folder = island_folder(args)
     plan = load_plan(folder)

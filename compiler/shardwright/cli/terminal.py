@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-if TYPE_CHECKING:  # `shardwright --help` shall not pay for them
+if TYPE_CHECKING:
     from shardwright.diagnostics import Diagnostic, Refusal, Source
 
 
@@ -52,3 +52,89 @@ def error(message: str) -> None:
     from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 
     print(f"shardwright: {escape_control_characters(message)}", file=sys.stderr)
+
+
+# Tables: aligned text where it is piped, drawn on a terminal. The same cells in both.
+
+
+Rows = Sequence[Sequence[str]]
+NARROWEST_TEXT = 12
+COLUMN_EDGES = 3  # the padding of a column, and the line between two
+
+
+def table_lines(
+    header: Sequence[str],
+    rows: Rows,
+    *,
+    text: Sequence[int] = (),
+    indent: str = "",
+    bold: Sequence[int] = (),
+) -> list[str]:
+    """Lines without a line end. text: columns that stand on the left; the others are numbers, and
+    stand on the right. bold: rows that a terminal shows in green."""
+    if sys.stdout.isatty() and (drawn := _drawn(header, rows, text, bold, len(indent))):
+        return [indent + line for line in drawn]
+    every = [tuple(header), *(tuple(row) for row in rows)]
+    widths = [max(len(row[i]) for row in every) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(row, widths, range(len(row)), strict=True)
+        return (
+            indent
+            + "  ".join(cell.ljust(w) if i in text else cell.rjust(w) for cell, w, i in cells)
+        ).rstrip()
+
+    return [line(row) for row in every]
+
+
+def _drawn(
+    header: Sequence[str], rows: Rows, text: Sequence[int], bold: Sequence[int], indent: int
+) -> list[str]:
+    """Headings and text are folded where the terminal is narrow, figures never: where they do not
+    fit, nothing is drawn and the terminal breaks the plain lines."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(soft_wrap=False, color_system="auto" if use_color(sys.stdout) else None)
+    widths = _widths(header, rows, text, console.width - indent - COLUMN_EDGES * len(header))
+    if widths is None:
+        return []
+    drawn = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for i, name in enumerate(header):
+        drawn.add_column(
+            name, justify="left" if i in text else "right", width=widths[i], overflow="fold"
+        )
+    for place, row in enumerate(rows):
+        # Text: a cell such as [0, 4) is no markup.
+        drawn.add_row(*(Text(cell) for cell in row), style="bold green" if place in bold else None)
+    with console.capture() as captured:
+        console.print(drawn)
+    # Without the empty first and last line of the box.
+    return [line.rstrip() for line in captured.get().splitlines() if line.strip()]
+
+
+def _widths(
+    header: Sequence[str], rows: Rows, text: Sequence[int], available: int
+) -> list[int] | None:
+    """Of each column. A heading is broken between its words; what figures leave is the text's, the
+    shorter ones first. None where not even the narrowest text has room."""
+    natural = [max((len(row[i]) for row in rows), default=0) for i in range(len(header))]
+    words = [max(map(len, name.split()), default=0) for name in header]
+    widths = [max(cell, word) for cell, word in zip(natural, words, strict=True)]
+    left = available - sum(width for i, width in enumerate(widths) if i not in text)
+    waiting = sorted(text, key=lambda i: widths[i])
+    for place, i in enumerate(waiting):
+        share = left // (len(waiting) - place)
+        if share < min(widths[i], NARROWEST_TEXT):
+            return None
+        widths[i] = min(widths[i], share)
+        left -= widths[i]
+    return widths if left >= 0 else None
+
+
+def title(words: str) -> str:
+    """A heading: bold on a terminal."""
+
+    return f"\033[1m{words}\033[0m" if use_color(sys.stdout) else words

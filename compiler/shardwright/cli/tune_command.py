@@ -13,7 +13,7 @@ from shardwright.cli.terminal import error, shell_quoted
 
 if TYPE_CHECKING:
     from shardwright.calibrate.layout_trials import LayoutTrial, TuningResult
-    from shardwright.utils.json_types import JsonObject
+    from shardwright.utils.json_values import JsonObject
 
 FILE = "tuned.json"
 
@@ -65,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from shardwright.calibrate.layout_trials import tune
-    from shardwright.utils.atomic_write import write_atomically
+    from shardwright.utils.file_io import write_atomically
+    from shardwright.utils.json_values import strict_json
     from shardwright.utils.sigterm_interrupt import sigterm_as_interrupt
-    from shardwright.utils.strict_json import strict_json
 
     parent = None if args.folder is None else args.folder.resolve()
     with sigterm_as_interrupt():
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             "`shardwright plan`"
         )
     if args.pin:
-        from shardwright.cli.recipe_pins import write_pinned_recipe
+        from shardwright.cli.recipe_writer import write_pinned_recipe
 
         write_pinned_recipe(
             recipe.source.texts[recipe.source.file],
@@ -125,7 +125,7 @@ def _usage_error(args: argparse.Namespace) -> str:
 
 def table(done: TuningResult) -> list[str]:
     """Measured beside predicted, the fastest one marked."""
-    from shardwright.cli.terminal_tables import table_lines
+    from shardwright.cli.terminal import table_lines
 
     rows = [
         _cells(place, each, each is done.winner) for place, each in enumerate(done.trials, start=1)

@@ -16,7 +16,7 @@ from shardwright.cli.terminal import print_diagnostics
 from shardwright.diagnostics import Diagnostic, Refusal, found
 
 if TYPE_CHECKING:
-    from shardwright.verify.verification_result import Comparison, VerificationResult
+    from shardwright.verify.layout_verification import Comparison, VerificationResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.layout.layout import Layout

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwright.cluster.cluster_types import Cluster
 from shardwright.cluster.collective_bandwidth import Collective, bandwidth_share
+from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.cost_constants import Constants
 from shardwright.recipe.literal_types import Fabric
 

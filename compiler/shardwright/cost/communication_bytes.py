@@ -10,15 +10,165 @@ vocabulary, losses, norms and an expert's counts of rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.cost.expert_parallel_costs import routed_token_bytes
-from shardwright.cost.layer_shapes import LayerShape
-from shardwright.cost.layer_times import recompute_stops_early
-from shardwright.cost.priced_layout import PricedLayout
-from shardwright.cost.zero3_gathers import backward_gather_fraction
+from shardwright.cost.collective_seconds import all_to_all_seconds, gather_seconds
+from shardwright.cost.layer_shapes import LayerShape, recompute_stops_early
+from shardwright.cost.priced_layout import ModelChunk, PricedLayout
+from shardwright.layout.zero_settings import LIVE_NUMEL
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
+from shardwright.utils.memoize import memoize
+
+# Weights that ZeRO-3 leaves whole on each rank, and so does not gather again.
+#
+# DeepSpeed releases a module's weights unless they come up again before LIVE_NUMEL elements of
+# others
+# do (zero/partitioned_param_coordinator.py, __params_to_release; stage3_max_reuse_distance): the
+# last
+# layers stay from their forward to their backward pass, and so does of a layer that is recomputed
+# what is behind.
+
+
+class UnshardedWeights(NamedTuple):
+    """Elements of a rank: those that are gathered again between a micro-batch's forward and
+    backward pass, and those that are whole when the forward pass ends."""
+
+    again: float
+    kept: float
+
+
+def backward_gather_fraction(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> float:
+    """Of a pipeline rank's parameters the share that is gathered for the backward pass, beside all
+    of them for the forward pass. PyTorch's FSDP gathers all of them twice."""
+    if layout.traits.zero3_gathers_flat_layers:
+        return 1.0
+    held = layout.numel_of_chunks(blocks) - layout.expert_numel_of(blocks) * (
+        1 - 1 / layout.strategy.expert
+    )
+    return unsharded_weights(layout, blocks).again / held if held else 0.0
+
+
+def _depends_on(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> Hashable:
+    spans = [(b.start, b.stop, _recomputed_until(layout, b)) for b in blocks]
+    return layout.graph.identity, layout.strategy.tensor, layout.strategy.expert, LIVE_NUMEL, *spans
+
+
+@memoize(_depends_on)
+def unsharded_weights(layout: PricedLayout, blocks: tuple[ModelChunk, ...]) -> UnshardedWeights:
+    again = kept = between = (
+        0.0  # between: elements that come up after a layer's forward pass and before its next use
+    )
+    for block in reversed(blocks):
+        until = _recomputed_until(layout, block)
+        for at in reversed(range(block.start, block.stop)):
+            modules = _modules(layout, blocks, at)
+            own, behind, recomputed = (
+                sum(modules),
+                0.0,
+                layout.shapes.kind_of[at] >= 0 and at < until,
+            )
+            for numel in reversed(modules):
+                # All of the layer comes up from a module's forward pass to where it is recomputed,
+                # but for itself.
+                released = between + (own - numel if recomputed else 2 * behind) >= LIVE_NUMEL
+                kept += numel * (not released)
+                # The last module stays: recomputation ends inside it.
+                again += numel * (
+                    released + (recomputed and behind > 0 and 2 * behind >= LIVE_NUMEL)
+                )
+                behind += numel
+            between += (3 if recomputed else 2) * own
+    return UnshardedWeights(again, kept)
+
+
+def _recomputed_until(layout: PricedLayout, block: ModelChunk) -> int:
+    if layout.checkpointed_activations is not None:
+        return layout.checkpointed_stop(block.start, block.stop)
+    return block.stop if layout.strategy.checkpointing == "full" else block.start
+
+
+def _modules(layout: PricedLayout, blocks: tuple[ModelChunk, ...], at: int) -> list[float]:
+    """Elements of a layer's matrices on a device, in their order; experts' are one module. The rest
+    of its parameters counts with the first."""
+    shapes, expert = layout.shapes, layout.strategy.expert
+    numel = float(shapes.numel[at + 1] - shapes.numel[at])
+    if shapes.kind_of[at] < 0:
+        tied = at == 0 and layout.has_head(blocks)  # it came with the head
+        return [numel - shapes.shared_numel * tied]
+    kind = shapes.kinds[shapes.kind_of[at]]
+    sizes = [float(p.n * p.k) for p in kind.products if p.batch == 1]
+    if kind.expert_numel:
+        sizes.append(kind.expert_numel / expert)
+    rest = numel - kind.expert_numel * (1 - 1 / expert) - sum(sizes)
+    return [sizes[0] + rest, *sizes[1:]] if sizes else [rest]
+
+
+# What expert ranks cost beside their experts' own products: rows that travel, and rows that arrive
+# unevenly.
+#
+# A routed token's hidden states go to the rank of each chosen expert and come back: 2 b S k H
+# elements a layer forward, of which (e - 1) / e leave the rank, and as many backward; every tensor
+# rank sends all of it. Shape letters: b micro-batch, S tokens of a row on a rank, H hidden size, k
+# chosen experts, e expert ranks, t tensor ranks.
+
+
+EXPERT_IMBALANCE = 1.25
+"""Rows of the fullest rank over the mean. Nothing is dropped, so that there is no bound: routers
+trained with a balance loss stay near the mean, and an estimate is of those. Twice the mean is
+possible early in training."""
+
+
+def expert_exchange_seconds(layout: PricedLayout) -> list[float]:
+    """Of each layer forward: the counts, the rows' way there and their way back. As long
+    backward."""
+    s, cluster = layout.strategy, layout.cluster
+    if s.expert == 1:
+        return [0.0] * len(layout.graph.layers)
+    # With the sequence shared out each tensor rank sends the rows of its own tokens; those that cut
+    # an expert together gather them first, and reduce what comes out
+    # (megatron/core/transformer/moe/token_dispatcher.py).
+    share = s.tensor if s.sequence_parallel else 1
+    group = layout.group(s.expert, s.expert_tensor_ranks)
+    gathers = share > 1 and s.expert_tensor_ranks > 1
+
+    def of_layer(kind: LayerShape) -> float:
+        rows = EXPERT_IMBALANCE * 2 * routed_token_bytes(layout, kind)
+        travel = all_to_all_seconds(cluster, layout.constants, group, rows / share, 3)
+        together = layout.group(s.expert_tensor_ranks, 1)
+        return travel + (
+            gather_seconds(cluster, layout.constants, together, rows, 2) if gathers else 0.0
+        )
+
+    seconds = [of_layer(kind) if kind.experts_per_token else 0.0 for kind in layout.shapes.kinds]
+    return [0.0 if kind < 0 else seconds[kind] for kind in layout.shapes.kind_of]
+
+
+def routed_token_bytes(layout: PricedLayout, kind: LayerShape) -> float:
+    """The rows of one micro-batch, a copy for each chosen expert."""
+    return layout.tokens * kind.experts_per_token * layout.graph.hidden_size * layout.element_bytes
+
+
+def imbalance_bytes(layout: PricedLayout, kind: LayerShape) -> float:
+    """What a layer keeps on a rank beyond what it keeps without expert ranks: inputs and inner
+    features of the rows beyond the mean. The rows that arrived are the experts' inputs themselves,
+    and those that came back their weighed outputs: the layer's own activations have both already,
+    and an all-to-all saves nothing for its backward pass."""
+    s = layout.strategy
+    if s.expert == 1 or not kind.experts_per_token:
+        return 0.0
+    inner = layout.tokens * kind.experts_per_token * kind.expert_features * layout.element_bytes
+    return (EXPERT_IMBALANCE - 1) * (routed_token_bytes(layout, kind) + inner)
+
+
+def dispatch_buffer_bytes(layout: PricedLayout, kind: LayerShape) -> float:
+    """An all-to-all's own input, which stands beside what arrives while the rows travel."""
+    return (
+        routed_token_bytes(layout, kind)
+        if layout.strategy.expert > 1 and kind.experts_per_token
+        else 0.0
+    )
 
 
 class LayerAllReduces(NamedTuple):

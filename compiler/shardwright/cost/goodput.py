@@ -21,8 +21,8 @@ from shardwright.cost.layout_costs import SECONDS_PER_DAY
 from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.frozen_parameters import frozen_parameter_names
 from shardwright.models.model_graph import ModelGraph
+from shardwright.models.trainable_parameters import frozen_parameter_names
 from shardwright.utils.memoize import memoize
 from shardwright.utils.number_format import format_days, format_number
 
@@ -274,7 +274,7 @@ def node_checkpoint_bytes(layout: PricedLayout) -> list[float]:
 
 def _ranks(layout: PricedLayout) -> Iterator[tuple[int, int]]:
     """(rank, pipeline rank): the pipeline is the slowest axis, then data, context and tensor
-    (plan/rank_map.py)."""
+    (plan/plan_builder.py)."""
     a_stage = layout.strategy.tensor * layout.strategy.shards
     return ((rank, rank // a_stage) for rank in range(layout.strategy.world_size))
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from shardwright.cluster.cluster_types import Gpu
+from shardwright.cluster.gpu_catalogue import Gpu
 from shardwright.cost.cost_constants import Constants
 from shardwright.utils.memoize import hashed_key, memoize
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.cost.activation_bytes import ActivationBytes, SavedActivations, runs_hf_modules
-from shardwright.cost.contrastive_costs import contrastive_loss_bytes
+from shardwright.cost.communication_bytes import (
+    dispatch_buffer_bytes,
+    imbalance_bytes,
+    unsharded_weights,
+)
 from shardwright.cost.cost_constants import Constants, default_constants
-from shardwright.cost.expert_parallel_costs import dispatch_buffer_bytes, imbalance_bytes
+from shardwright.cost.layer_shapes import ActivationBytes, SavedActivations, runs_hf_modules
 from shardwright.cost.priced_layout import ModelChunk, PricedLayout
-from shardwright.cost.zero3_gathers import unsharded_weights
+from shardwright.cost.task_costs import contrastive_loss_bytes
 from shardwright.layout.layout_estimate import Memory, StageMemory
 from shardwright.layout.planning_problem import Problem
-from shardwright.layout.zero_buckets import BUCKET_NUMEL, LIVE_NUMEL
+from shardwright.layout.zero_settings import BUCKET_NUMEL, LIVE_NUMEL
 from shardwright.recipe.literal_types import Checkpointing
 from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from importlib import resources
 
 from shardwright.cost.cost_constants import default_constants
-from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.layer_times import pass_times
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.engines.engine_table import engine_family, engine_title
 from shardwright.layout.layout_estimate import PredictionError
 from shardwright.models.expert_modules import experts_per_layer
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 
 LEAST_RUNS, LEAST_SOURCES = 20, 2
 LONG_TOKENS = 16_384

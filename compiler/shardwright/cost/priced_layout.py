@@ -8,8 +8,7 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwright.cluster.cluster_types import Cluster
-from shardwright.cost.activation_bytes import SavedActivations, activations
+from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.calibrated_costs import (
     calibration_for,
     measured_activation_bytes,
@@ -17,18 +16,21 @@ from shardwright.cost.calibrated_costs import (
 )
 from shardwright.cost.collective_seconds import Group, group_of
 from shardwright.cost.cost_constants import Constants
-from shardwright.cost.layer_shapes import ModelShapes, model_shapes
+from shardwright.cost.layer_shapes import ModelShapes, SavedActivations, activations, model_shapes
 from shardwright.cost.vision_encoder_flops import vision_encoder_activation_bytes
 from shardwright.engines.engine_definition import EngineTraits
 from shardwright.engines.engine_table import traits_of
 from shardwright.layout.interleaved_schedule import micro_batches_in_flight
-from shardwright.layout.layout import Layout
-from shardwright.layout.loss_chunk_length import chunk_length
+from shardwright.layout.layout import Layout, chunk_length
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.tensor_parallel_map import split_parameter
-from shardwright.models.frozen_parameters import frozen_parameter_names, is_decoder_frozen
-from shardwright.models.lora_targets import adapted_modules, adapter_sizes
 from shardwright.models.model_graph import ModelGraph
+from shardwright.models.trainable_parameters import (
+    adapted_modules,
+    adapter_sizes,
+    frozen_parameter_names,
+    is_decoder_frozen,
+)
 from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
 from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe, accumulation_dtype
 from shardwright.utils.memoize import memoize

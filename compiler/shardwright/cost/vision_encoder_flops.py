@@ -3,7 +3,7 @@
 
 The tower stands on the first stage, whole on each tensor rank, and runs in every micro-batch.
 Letters: n patches of a picture; FLOPs and bytes are a n + b n^2 of it
-(models/vision_encoder_cost.py).
+(models/model_graph.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwright.models.frozen_parameters import frozen_parameter_names
-from shardwright.models.model_graph import ModelGraph
-from shardwright.models.vision_encoder_cost import VisionEncoder, VisionLayer
+from shardwright.models.model_graph import ModelGraph, VisionEncoder, VisionLayer
+from shardwright.models.trainable_parameters import frozen_parameter_names
 from shardwright.recipe.literal_types import Checkpointing
 from shardwright.recipe.recipe_types import Recipe
 

@@ -25,14 +25,13 @@ from pathlib import Path
 import numpy as np
 
 from shardwright.data import conversations
+from shardwright.data.conversations import ImageConversationReader
 from shardwright.data.data_sources import DataSource, find_source, shapes_folder, tokenized_sections
-from shardwright.data.document_packing import write_packing_table
 from shardwright.data.image_captions import (
     ContrastiveProcessor,
     ImageCaptionReader,
     has_image_captions,
 )
-from shardwright.data.image_conversations import ImageConversationReader
 from shardwright.data.image_files import ImageCounts, ImageWriter
 from shardwright.data.image_inputs import ImageProcessor
 from shardwright.data.indexed_dataset import (
@@ -41,15 +40,14 @@ from shardwright.data.indexed_dataset import (
     open_documents,
     read_manifest,
 )
-from shardwright.data.reading_progress import ReadingProgress
-from shardwright.data.record_counts import RecordCounts
+from shardwright.data.sequences import write_packing_table
 from shardwright.data.shapes_dataset import draw_shapes
-from shardwright.data.source_records import records, text_chunks, texts
+from shardwright.data.source_files import ReadingProgress, RecordCounts, records, text_chunks, texts
 from shardwright.data.tokenizers import Tokenizer, document_prefix, load_tokenizer
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import DRAWN_SHAPES_DATASET, DataSection
-from shardwright.utils.atomic_write import write_atomically
+from shardwright.utils.file_io import write_atomically
 
 MAX_UNPREPARED_BYTES = 64 * 2**20
 """Of sources that `run` tokenizes by itself: about a minute for a slow tokenizer, while the GPUs

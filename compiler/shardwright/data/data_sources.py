@@ -14,8 +14,7 @@ from pathlib import Path
 
 from shardwright.data.indexed_dataset import PREPARED_FORMAT
 from shardwright.diagnostics import refusal
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import images_without_defaults
+from shardwright.plan.plan import Plan, images_without_defaults
 from shardwright.recipe.recipe_types import (
     DOCUMENT_KINDS,
     DRAWN_SHAPES_DATASET,

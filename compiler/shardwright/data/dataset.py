@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass, replace
@@ -11,25 +12,26 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwright.data.data_preparation import data_folder, explain_disk_errors, prepared_folder
-from shardwright.data.data_sources import data_sections
-from shardwright.data.document_packing import open_document_sequences
+from shardwright.data.data_sources import all_data_sections, data_sections
 from shardwright.data.image_captions import has_image_captions, open_caption_sequences
-from shardwright.data.image_files import open_images
-from shardwright.data.indexed_dataset import open_documents, read_manifest
-from shardwright.data.megatron_indexed_dataset import open_megatron
-from shardwright.data.samplers import EpochSampler, MixtureSampler, Sampler
+from shardwright.data.image_files import IMAGE_BYTES_FILE, IMAGE_INDEX_FILE, open_images
+from shardwright.data.indexed_dataset import MANIFEST, open_documents, open_megatron, read_manifest
 from shardwright.data.sequences import (
     ArraySequences,
     ChunkedSequences,
     ConcatSequences,
+    EpochSampler,
     Indices,
+    MixtureSampler,
+    Sampler,
     SequenceDataset,
     SubsetSequences,
+    open_document_sequences,
 )
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import DataSection
-from shardwright.utils.atomic_write import write_atomically
+from shardwright.utils.file_io import write_atomically
 
 CHECKED_TOKENS = 2**26
 """Of an array that was not made by `prepare`: a full pass over terabytes would idle the GPUs."""
@@ -289,3 +291,49 @@ def validation_batches(count: int, rows_at_once: int, batches_at_once: int) -> I
     numbers = np.full(batches * rows_at_once, -1, dtype=np.int64)
     numbers[:count] = np.arange(count)
     return numbers.reshape(batches, rows_at_once)
+
+
+# Digests what the ranks read, to compare the data of two hosts, or of two days. It needs no
+# torch.
+
+
+_PREPARED = ("tokens.bin", "documents.bin", "trained.bin", IMAGE_BYTES_FILE, IMAGE_INDEX_FILE)
+BLOCK_BYTES, BLOCKS = 2**16, 1024
+"""Of a larger file its size and this many blocks, from its first to its last bytes: terabytes are
+not read. What was prepared has a digest of all its tokens in its manifest."""
+
+
+def data_fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
+    """Returns data.path -> digest (hex) of each part that is read from files. It was prepared.
+    Raises OSError."""
+    found: dict[str, str] = {}
+    for part in all_data_sections(plan):
+        total = hashlib.sha256()
+        for path in _files(part, folder):
+            total.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            _add(total, path)
+        if part.kind != "synthetic":
+            found[str(part.path)] = total.hexdigest()
+    return found
+
+
+def _files(part: DataSection, folder: Path) -> list[Path]:
+    if part.kind == "synthetic":
+        return []
+    if part.kind == "tokens":
+        return [Path(str(part.path))]
+    if part.kind == "megatron":
+        return [Path(f"{part.path}.idx"), Path(f"{part.path}.bin")]
+    here = prepared_folder(part, folder)
+    return [path for name in (MANIFEST, *_PREPARED) if (path := here / name).exists()]
+
+
+def _add(total: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= BLOCKS * BLOCK_BYTES:
+            total.update(file.read())
+            return
+        for number in range(BLOCKS):
+            file.seek((size - BLOCK_BYTES) * number // (BLOCKS - 1))
+            total.update(file.read(BLOCK_BYTES))

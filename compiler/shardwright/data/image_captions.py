@@ -29,13 +29,11 @@ from shardwright.data.image_files import (
 )
 from shardwright.data.image_inputs import load_or_refuse
 from shardwright.data.indexed_dataset import Documents, DocumentWriter
-from shardwright.data.reading_progress import ReadingProgress
-from shardwright.data.record_counts import RecordCounts
 from shardwright.data.sequences import Indices, SequenceBatch
-from shardwright.data.source_records import record_text, records
+from shardwright.data.source_files import ReadingProgress, RecordCounts, record_text, records
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.recipe.recipe_types import DataSection, ImagesSection
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +64,7 @@ class ContrastiveProcessor:
     def __init__(
         self, folder: Path, images: ImagesSection, *, decoders: ImageDecoders | None = None
     ) -> None:
-        from shardwright.models.pair_processor import load_pair_processor
+        from shardwright.models.image_processor import load_pair_processor
 
         self._tokenizer, self._images = load_or_refuse(load_pair_processor, folder)
         self.images, self.decoders = images, decoders

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from shardwright.data.chat_format import Message
 from shardwright.diagnostics import refusal
-from shardwright.utils.bounded_read import read_regular_file
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.utils.file_io import read_regular_file
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 IMAGE_BYTES_FILE, IMAGE_INDEX_FILE, IMAGE_COUNTS_FILE = (
     "pictures.bin",

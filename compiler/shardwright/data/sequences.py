@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data.image_files import ImageSource, ImageTable
+from shardwright.data.image_files import ImageSource, ImageTable, open_images
 from shardwright.data.indexed_dataset import Documents
 
 Indices = npt.NDArray[np.int64]
@@ -189,3 +191,179 @@ class ConcatSequences:
             pictures=shown,
             lengths=lengths if any(block.lengths is not None for _, block in blocks) else None,
         )
+
+
+# Decides once which whole conversations share a row, and keeps that beside the tokens.
+
+
+def _paths(folder: Path, length: int, packed: bool) -> tuple[Path, Path]:
+    name = f"{length}-{'packed' if packed else 'apart'}"
+    return folder / f"members-{name}.npy", folder / f"bounds-{name}.npy"
+
+
+def write_packing_table(folder: Path, documents: Documents, length: int, *, packed: bool) -> None:
+    paths = _paths(folder, length, packed)
+    if all(path.exists() for path in paths):
+        return
+    is_vision_language = open_images(folder) is not None
+    for path, array in zip(
+        paths, _table(documents, length, packed=packed, whole=is_vision_language), strict=True
+    ):
+        temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
+        np.save(temporary, array)
+        os.replace(temporary, path)
+
+
+def open_document_sequences(
+    folder: Path, documents: Documents, length: int, *, packed: bool
+) -> DocumentSequences:
+    paths = _paths(folder, length, packed)
+    if not all(path.exists() for path in paths):
+        write_packing_table(folder, documents, length, packed=packed)
+    members, bounds = (np.load(path, mmap_mode="r") for path in paths)
+    return DocumentSequences(documents, length, packed, members, bounds, open_images(folder))
+
+
+def _table(
+    documents: Documents, length: int, *, packed: bool, whole: bool = False
+) -> tuple[Indices, Indices]:
+    """Documents without a label among their first S tokens teach nothing, and are left out. whole:
+    so are those that are longer than S, for a cut might go through a picture."""
+    ends, lengths = documents.ends, documents.lengths
+    kept = np.flatnonzero((lengths > 1) & ((lengths <= length) | (not whole)))
+    if documents.trained is not None:
+        trained = documents.trained
+        first = np.concatenate([[0], ends[:-1]])
+        kept = np.asarray(
+            [d for d in kept if trained[first[d] + 1 : min(ends[d], first[d] + length)].any()],
+            np.int64,
+        )
+    if packed:
+        return pack(np.minimum(lengths[kept], length), kept, length)
+    return kept, np.arange(len(kept) + 1, dtype=np.int64)
+
+
+def pack(lengths: Indices, documents: Indices, sequence_length: int) -> tuple[Indices, Indices]:
+    """Returns (members, bounds) of rows.DocumentSequences. lengths: of `documents`, each 1 to room.
+
+    Best fit decreasing, as in arXiv 2404.10830 (Fewer Truncations Improve Language Modeling): the
+    longest first, each into the fullest row that still has room for it. Rows stand in the order of
+    their first document, and documents in their own order within a row.
+    """
+    rows: list[list[int]] = []
+    by_space: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # free tokens -> rows
+    spaces = 0  # bit i: some row has i tokens free
+    for place in np.argsort(-lengths, kind="stable"):
+        size = int(lengths[place])
+        fitting = spaces >> size
+        if fitting:
+            space = size + (fitting & -fitting).bit_length() - 1
+            row = by_space[space].pop()
+            if not by_space[space]:
+                spaces &= ~(1 << space)
+        else:
+            space, row = sequence_length, len(rows)
+            rows.append([])
+        rows[row].append(int(documents[place]))
+        left = space - size
+        if left:
+            by_space[left].append(row)
+            spaces |= 1 << left
+    ordered = sorted(sorted(row) for row in rows)
+    return (
+        np.asarray([d for row in ordered for d in row], dtype=np.int64),
+        np.cumsum([0, *(len(row) for row in ordered)], dtype=np.int64),
+    )
+
+
+# Says which rows a step takes, as a function of the seed and the step alone, so that a resumed run
+# goes on where it was.
+
+
+class EpochShuffle:
+    """Puts the rows of one part in an order of its own each epoch; without shuffle it is the
+    file's."""
+
+    def __init__(self, count: int, seed: Sequence[int], *, shuffle: bool) -> None:
+        self.count, self.seed, self.shuffle = count, tuple(seed), shuffle
+        self._order: tuple[int, Indices] | None = None
+
+    def epoch(self, number: int) -> Indices:
+        if self._order is None or self._order[0] != number:
+            random = np.random.default_rng([*self.seed, number])
+            self._order = (
+                number,
+                random.permutation(self.count) if self.shuffle else np.arange(self.count),
+            )
+        return self._order[1]
+
+
+class EpochSampler:
+    """Step k of an epoch takes the k-th block of global_batch_size rows; the remainder of an epoch
+    is dropped."""
+
+    def __init__(self, count: int, batch: int, seed: int, *, shuffle: bool) -> None:
+        self._shuffle, self.batch = EpochShuffle(count, [seed], shuffle=shuffle), batch
+        self.steps_per_epoch = count // batch
+
+    def indices(self, step: int) -> Indices:
+        """Returns the rows of the global batch of `step` (from 1)."""
+        epoch, position = divmod(step - 1, self.steps_per_epoch)
+        return self._shuffle.epoch(epoch)[position * self.batch : (position + 1) * self.batch]
+
+
+class MixtureSampler:
+    """Takes row by row from the part that is owed most, so that every stretch of rows has the
+    weights' shares, to a row.
+
+    Each part goes through its own rows, epoch after epoch. An epoch of the mixture has as many rows
+    as all parts together: within it a part with more than its share of weight is repeated, and one
+    with less is seen in part.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        weights: Sequence[float],
+        batch: int,
+        seed: int,
+        *,
+        shuffle: bool,
+    ) -> None:
+        self.counts, self.batch = list(counts), batch
+        self.firsts = np.cumsum([0, *counts])
+        # What is left of the whole when the parts before have taken theirs: each part is drawn
+        # against the rest of it.
+        rests = np.cumsum(np.asarray(weights, dtype=np.float64)[::-1])[::-1]
+        self.shares = [w / rest for w, rest in zip(weights, rests, strict=True)]
+        self._parts = [
+            EpochShuffle(n, [seed, part], shuffle=shuffle) for part, n in enumerate(counts)
+        ]
+        self.steps_per_epoch = sum(counts) // batch
+
+    def indices(self, step: int) -> Indices:
+        """Returns what EpochSampler's does."""
+        rest = np.arange((step - 1) * self.batch, step * self.batch, dtype=np.int64)
+        out, places = np.empty(self.batch, dtype=np.int64), np.arange(self.batch)
+        for part, share in enumerate(self.shares):
+            before, after = (
+                np.floor((rest + more) * share + 0.5).astype(np.int64) for more in (0, 1)
+            )
+            mine = (
+                after > before
+                if part < len(self.shares) - 1
+                else np.ones(len(rest), dtype=np.bool_)
+            )
+            taken = before[mine] if part < len(self.shares) - 1 else rest[mine]
+            epochs, positions = np.divmod(taken, self.counts[part])
+            rows = np.empty(len(taken), dtype=np.int64)
+            for epoch in np.unique(epochs):
+                rows[epochs == epoch] = self._parts[part].epoch(int(epoch))[
+                    positions[epochs == epoch]
+                ]
+            out[places[mine]] = rows + self.firsts[part]
+            rest, places = (rest - before)[~mine], places[~mine]
+        return out
+
+
+Sampler = EpochSampler | MixtureSampler

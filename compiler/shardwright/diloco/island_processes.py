@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.diloco.outer_store_secret import distribute_secret
+from shardwright.diloco.island_metrics import ROUNDS_FILE, RoundLog
+from shardwright.diloco.outer_store_channel import distribute_secret
 from shardwright.diloco.outer_store_server import OuterStore
-from shardwright.diloco.round_log import ROUNDS_FILE, RoundLog
 from shardwright.diloco.round_membership import Membership
 from shardwright.plan.island_plans import island_folders, plan_digest
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import load_plan
+from shardwright.plan.plan import Plan, load_plan
 from shardwright.utils.programs import shardwright_command
 
 POLL_SECONDS = 0.2

@@ -1,5 +1,6 @@
 """The link between an island and the outer store, measured through the store's own protocol: a
-PROBE in the place of a HELLO. Who probes takes no part in an outer step."""
+PROBE in the place of a HELLO. Who probes takes no part in an outer step.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +11,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.diagnostics.host_check import MIN_BANDWIDTH_FRACTION, HostCheck, red
 from shardwright.diloco.outer_store_channel import (
     CHUNK_BYTES,
     AuthenticatedChannel,
     ChannelError,
     FrameKind,
+    WrongSecret,
     authenticate,
     document_of,
+    read_secret,
     set_unacknowledged_timeout,
 )
+from shardwright.plan.island_plans import plan_digest
+from shardwright.plan.plan import Plan
 
 PROBE_TIMEOUT_SECONDS = 20.0
 ROUND_TRIPS = 5
@@ -169,3 +177,87 @@ def _rate(links: list[AuthenticatedChannel], trip: float, *, is_up: bool) -> flo
             if seconds >= ENOUGH_SECONDS or size >= MAX_BURST_BYTES:
                 return each * len(links) / max(seconds - trip, seconds / 10)
             size *= 4
+
+
+# The link between an island and the outer store, beside the rate that the recipe gives it.
+
+
+NAME = "outer store"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLink:
+    """outer_seconds: of an outer step at that rate; between_seconds: of the steps between two of
+    them."""
+
+    gbits_per_second: float
+    outer_seconds: float
+    between_seconds: float
+
+
+def check_outer_store_link(plan: Plan, folder: Path, planned: PlannedLink) -> HostCheck:
+    """From this host. folder: an island's."""
+    address = str(plan.launch.outer_store)
+    try:
+        measured = measure_link(
+            address, read_secret(folder), plan_digest(plan), plan.strategy.world_size
+        )
+    except Refusal as refusal:
+        return _failed(*refusal.diagnostics)
+    except WrongSecret:
+        help = (
+            "Copy run/outer.secret of the folder that `shardwright outer-store` runs on to the "
+            "same place here."
+        )
+        return _failed(red("SW6313", f"the outer store at {address} has another secret", help))
+    except ChannelError as broken:
+        help = (
+            f"Start `shardwright outer-store DIR` where {address} leads to, on the compiled folder "
+            "of all islands, and see that this host reaches that port (launch.outer_store)."
+        )
+        return _failed(
+            red("SW6314", f"the outer store is not reached at {address}: {broken}", help)
+        )
+    if not measured.has_same_plan:
+        help = "Compile once, and copy DIR/island-K to each site."
+        return _failed(
+            red("SW6316", f"the outer store at {address} was started for another plan", help)
+        )
+    return _compare_with_recipe(str(plan.launch.outer_store), measured, planned)
+
+
+def _failed(*problems: Diagnostic) -> HostCheck:
+    return HostCheck(name=NAME, told="", problems=problems)
+
+
+def _compare_with_recipe(address: str, measured: MeasuredLink, planned: PlannedLink) -> HostCheck:
+    slowest = min(measured.up_bytes_per_second, measured.down_bytes_per_second) * 8 / 1e9
+    up, down = (
+        _gbits(rate) for rate in (measured.up_bytes_per_second, measured.down_bytes_per_second)
+    )
+    seconds = planned.outer_seconds * planned.gbits_per_second / slowest
+    told = (
+        f"{address} answers in {measured.round_trip_seconds * 1e3:.3g} ms; {up} Gbit/s up, {down} "
+        f"down, {planned.gbits_per_second:g} planned; an outer step takes {seconds:.3g} s, "
+        f"{planned.outer_seconds:.3g} planned, every {planned.between_seconds:.3g} s; islands "
+        f"there: {', '.join(map(str, measured.connected_islands)) or 'none'}"
+    )
+    if slowest >= MIN_BANDWIDTH_FRACTION * planned.gbits_per_second:
+        return HostCheck(name=NAME, told=told)
+    message = (
+        f"the link to the outer store at {address} gives {slowest:.3g} Gbit/s, the recipe says "
+        f"{planned.gbits_per_second:g}: an outer step takes {seconds:.3g} s, not "
+        f"{planned.outer_seconds:.3g}"
+    )
+    key = f"cluster.inter_island_gbits_per_second={slowest:.3g}"
+    help = (
+        f"If this is what the link gives, compile again with --set {key}. With a larger "
+        "training.outer.every_steps training waits less often."
+    )
+    return HostCheck(
+        name=NAME, told=told, problems=(found("SW5312", None, message, help, severity="warning"),)
+    )
+
+
+def _gbits(bytes_per_second: float) -> str:
+    return f"{bytes_per_second * 8 / 1e9:.3g}"

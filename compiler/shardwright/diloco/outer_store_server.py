@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from shardwright.diloco.delta_mean import RoundAborted
 from shardwright.diloco.link_probe import answer_probe
 from shardwright.diloco.outer_store_channel import (
     HANDSHAKE_SECONDS,
@@ -30,6 +29,7 @@ from shardwright.diloco.round_membership import (
     Membership,
     OuterRound,
     RankArrival,
+    RoundAborted,
     RoundDecision,
 )
 from shardwright.utils.unauthenticated_connections import (

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shardwright.diagnostics import Diagnostic
-from shardwright.layout.layout_rule import Candidate, Rule
+from shardwright.layout.layout import Candidate, Rule
 from shardwright.models.model_graph import ModelGraph
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import AutoSwitch, Fabric
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from shardwright.engines.trainer_protocol import OwnedShard
-from shardwright.parallel.weight_shards import ShardReader
+from shardwright.parallel.weight_loader import ShardReader
 
 CHUNK_ELEMENTS = 2**24
 """Copied at a time: what is made for it stays small beside the weights."""

@@ -12,19 +12,254 @@ import hashlib
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
+from typing import Any, TypeVar
 
 from shardwright.engines.engine_table import ENGINES
-from shardwright.launch import probe_messages
-from shardwright.launch.extension_build_locks import stale_build_locks
-from shardwright.utils.json_types import JsonObject
+from shardwright.launch.preflight_checks import stale_build_locks
+from shardwright.utils.json_values import JsonObject
+
+# What `doctor` and its probe on each host say to each other, one JSON object a line. A probe
+# imports it first.
+#
+# What a probe of another version leaves out has its default, and what it says beside is passed
+# over.
+
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """inputs: paths or globs that every host needs. port: the master's; None where any free one
+    does. builds: whether DeepSpeed compiles an optimizer on each host."""
+
+    folder: str
+    checkpoints: str
+    mark: str
+    cpu: bool
+    inputs: tuple[str, ...]
+    port: int | None
+    environment: Mapping[str, str]
+    builds: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """time: of the host's clock, seconds. digest: of the compiled files, None where there is no
+    plan. sees_marker: whether the folder is the one that doctor looks at. busy: a sentence for each
+    GPU that somebody holds. absent: of the inputs. free_port: None where something listens on the
+    master's. missing_tools: what a build needs and is not there. stale_build_locks: that builds
+    left behind."""
+
+    time: float = 0.0
+    hostname: str = ""
+    python: str = ""
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    digest: str | None = None
+    sees_marker: bool = False
+    interfaces: tuple[str, ...] = ()
+    address: str | None = None
+    devices: int = 0
+    busy: tuple[str, ...] = ()
+    free_bytes: int = 0
+    writable: bool = False
+    memory_bytes: int = 0
+    absent: tuple[str, ...] = ()
+    free_port: int | None = None
+    missing_tools: tuple[str, ...] = ()
+    stale_build_locks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousRequest:
+    """address, port: of the first host. seconds: what it may take."""
+
+    rank: int
+    world: int
+    address: str
+    port: int
+    seconds: float
+    cpu: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """Bytes per second; None where there was nothing to measure."""
+
+    to_next: float | None = None
+    all_reduce: float | None = None
+    local: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousResult:
+    """How the meeting went: unreachable, an error, or a sum over all hosts and the links."""
+
+    unreachable: str | None = None
+    error: str | None = None
+    sum: int | None = None
+    links: LinkRates = LinkRates()
+
+
+def host_facts_to_json(facts: HostFacts) -> JsonObject:
+    return {"kind": "facts", **asdict(facts)}
+
+
+def rendezvous_result_to_json(met: RendezvousResult) -> JsonObject:
+    told = {name: value for name, value in asdict(met).items() if value is not None}
+    if met.sum is None:
+        del told["links"]
+    return {"kind": "met", **told}
+
+
+def message_from_json(kind: type[M], document: Mapping[str, Any]) -> M:
+    """A request, or HostFacts; a list becomes a tuple."""
+    values = {f.name: document[f.name] for f in fields(kind) if f.name in document}  # type: ignore[arg-type]
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def rendezvous_result_from_json(document: Mapping[str, Any]) -> RendezvousResult:
+    return message_from_json(
+        RendezvousResult,
+        {**document, "links": message_from_json(LinkRates, document.get("links") or {})},
+    )
+
+
+# A probe on every host at once, over ssh, each with a limit. No torch here.
+
+
+LIMIT_SECONDS = 18.0
+"""From the first ssh to the last answer."""
+CONNECT_SECONDS = 5
+_SSH_NOISE = re.compile(r"Warning: Permanently added|^\s*$")
+
+
+@dataclass(slots=True)
+class ProbedHost:
+    """One host's answers. received: time.time() of its facts, 0 until then. problem: why there are
+    none."""
+
+    host: str
+    facts: HostFacts = field(default_factory=HostFacts)
+    received: float = 0.0
+    met: RendezvousResult = field(default_factory=RendezvousResult)
+    problem: str = ""
+
+
+TRANSPORTS = ("local", "ssh", "srun")
+"""How a host is reached: local is this machine, srun a node of the Slurm allocation that this
+process is in."""
+
+
+def _srun(host: str) -> list[str]:
+    """A step beside others on that node, with what the allocation has there."""
+    return [
+        "srun",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={host}",
+        "--overlap",
+        "--cpu-bind=none",
+        "--quiet",
+    ]
+
+
+class Probe:
+    """A running probe."""
+
+    def __init__(self, host: str, *, reach: str) -> None:
+        self.result = ProbedHost(host=host)
+        # As DeepSpeed forwards them. The other variables go through the pipe: a command line can be
+        # read by all.
+        values = [
+            f"{name}={value}" for name, value in os.environ.items() if name.startswith("PYTHON")
+        ]
+        remote = ["env", *values, sys.executable, "-P", "-m", "shardwright.launch.host_probe"]
+        ssh = ["ssh", *shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", "")), "-oBatchMode=yes"]
+        ssh += [f"-oConnectTimeout={CONNECT_SECONDS}", host, "exec " + shlex.join(remote)]
+        self._process = subprocess.Popen(
+            {"local": remote, "ssh": ssh, "srun": [*_srun(host), *remote]}[reach],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._errors: list[str] = []
+        self._answered = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._read_errors, daemon=True).start()
+
+    def ask(self, message: ProbeRequest | RendezvousRequest) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asdict(message)) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it ended; what it said last tells why
+
+    def wait(self, kind: str, deadline: float) -> None:
+        """Until it has answered with `kind`, has ended, or time.monotonic() is past `deadline`."""
+        with self._answered:
+            self._answered.wait_for(
+                lambda: self._has(kind) or self._ended,
+                timeout=max(0.0, deadline - time.monotonic()),
+            )
+        if not self._has(kind) and not self.result.problem:
+            self.result.problem = self._end_cause() if self._ended else "no answer within the limit"
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _has(self, kind: str) -> bool:
+        return (
+            self.result.received > 0 if kind == "facts" else self.result.met != RendezvousResult()
+        )
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(ANSWER_PREFIX):
+                message = json.loads(line.removeprefix(ANSWER_PREFIX))
+                with self._answered:
+                    if message["kind"] == "facts":
+                        self.result.facts, self.result.received = (
+                            message_from_json(HostFacts, message),
+                            time.time(),
+                        )
+                    else:
+                        self.result.met = rendezvous_result_from_json(message)
+                    self._answered.notify_all()
+        self._process.wait()
+        time.sleep(0.1)  # what it says last on standard error
+        with self._answered:
+            self._ended = True
+            self._answered.notify_all()
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors.extend(
+            line.rstrip() for line in self._process.stderr if not _SSH_NOISE.search(line)
+        )
+
+    def _end_cause(self) -> str:
+        return self._errors[-1] if self._errors else f"ended with code {self._process.returncode}"
+
 
 _ENGINES = (name for engine in ENGINES.values() for name in engine.packages)
 PACKAGES = tuple(
@@ -39,24 +274,16 @@ ANSWER_PREFIX = "@shardwright-probe "
 
 
 def main() -> int:
-    request = probe_messages.message_from_json(
-        probe_messages.ProbeRequest, json.loads(sys.stdin.readline())
-    )
+    request = message_from_json(ProbeRequest, json.loads(sys.stdin.readline()))
     os.environ.update(request.environment)
-    _answer(probe_messages.host_facts_to_json(_facts(request)))
+    _answer(host_facts_to_json(_facts(request)))
     for line in sys.stdin:
-        meeting = probe_messages.message_from_json(
-            probe_messages.RendezvousRequest, json.loads(line)
-        )
+        meeting = message_from_json(RendezvousRequest, json.loads(line))
         try:
-            _answer(probe_messages.rendezvous_result_to_json(_rendezvous(meeting)))
+            _answer(rendezvous_result_to_json(_rendezvous(meeting)))
         except Exception as error:  # whatever gloo raises is the answer
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            _answer(
-                probe_messages.rendezvous_result_to_json(
-                    probe_messages.RendezvousResult(error=text)
-                )
-            )
+            _answer(rendezvous_result_to_json(RendezvousResult(error=text)))
         sys.stdout.flush()
         os._exit(0)  # gloo's threads may wait for peers that are not there
     return 0
@@ -66,10 +293,10 @@ def _answer(message: JsonObject) -> None:
     print(ANSWER_PREFIX + json.dumps(message), flush=True)
 
 
-def _facts(request: probe_messages.ProbeRequest) -> probe_messages.HostFacts:
+def _facts(request: ProbeRequest) -> HostFacts:
     folder = Path(request.folder)
     checkpoints = folder / request.checkpoints
-    return probe_messages.HostFacts(
+    return HostFacts(
         time=time.time(),
         hostname=socket.gethostname(),
         python=platform.python_version(),
@@ -206,7 +433,7 @@ def _free_port(port: int | None) -> int | None:
         return int(s.getsockname()[1])
 
 
-def _rendezvous(meeting: probe_messages.RendezvousRequest) -> probe_messages.RendezvousResult:
+def _rendezvous(meeting: RendezvousRequest) -> RendezvousResult:
     """A TCP connection to the master's port, then an all-reduce over all hosts, as training would
     open it."""
     from datetime import timedelta
@@ -220,7 +447,7 @@ def _rendezvous(meeting: probe_messages.RendezvousRequest) -> probe_messages.Ren
     rank, world, limit = meeting.rank, meeting.world, meeting.seconds
     end = time.monotonic() + limit
     if rank and (why := _cannot_connect(meeting.address, meeting.port, limit)):
-        return probe_messages.RendezvousResult(unreachable=why)
+        return RendezvousResult(unreachable=why)
     left = timedelta(seconds=limit)
     store = TCPStore(
         meeting.address,
@@ -239,7 +466,7 @@ def _rendezvous(meeting: probe_messages.RendezvousRequest) -> probe_messages.Ren
     links = measure(
         rank, world, device, min(MEASURING_SECONDS, max(0.0, end - time.monotonic() - 2))
     )
-    return probe_messages.RendezvousResult(sum=int(total.item()), links=links)
+    return RendezvousResult(sum=int(total.item()), links=links)
 
 
 def _cannot_connect(address: str, port: int, limit: float) -> str | None:

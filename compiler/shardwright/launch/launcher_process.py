@@ -8,39 +8,99 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import TextIO
 
 import psutil
+from tqdm import tqdm
 
 from shardwright.checkpoint.checkpoint_manifest import OUTER_ANCHOR, read_manifest
-from shardwright.checkpoint.checkpoint_store import CheckpointStore
+from shardwright.checkpoint.checkpoint_storage import CheckpointStore
 from shardwright.checkpoint.resume_checkpoint import choose_checkpoint, print_resume_notes
 from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.launch.failure_report import port_was_taken, report_failure
-from shardwright.launch.launchers.job_submission import submit
+from shardwright.launch.launchers.job_scheduler import submit
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.launch.preflight_checks import check_preflight, check_versions
-from shardwright.launch.training_progress import TrainingProgress
-from shardwright.models.weights_location import weights_summary
+from shardwright.launch.run_state import is_alive, port_was_taken, report_failure
+from shardwright.models.model_files import weights_summary
 from shardwright.monitor.rank_events import RunNotice, RunStalled, parse_event
-from shardwright.monitor.run_files import PROGRESS, evaluated_step, read_status, write_status
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import load_plan
+from shardwright.monitor.run_files import (
+    PROGRESS,
+    evaluated_step,
+    number,
+    read_attempt_record,
+    read_status,
+    write_status,
+)
+from shardwright.plan.plan import Plan, load_plan
 from shardwright.train.host_consistency import check_folder_digests
-from shardwright.train.lease_ownership import hold_run_lease
-from shardwright.train.run_attempt import begin_attempt
+from shardwright.train.run_attempt import begin_attempt, hold_run_lease
 from shardwright.train.secret_environment import secret_redactor
-from shardwright.utils.programs import free_port, program_path
+from shardwright.utils.programs import free_port, program_path, shardwright_command
+
+# Rank 0's progress: a bar on a terminal, plain lines in a log.
+
+
+PLAIN_SECONDS = 2.0
+"""At most one plain line in this time, the first and the last step always."""
+
+
+class TrainingProgress:
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._bar = (
+            tqdm(total=steps, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        )
+        self._last = 0.0
+
+    def __enter__(self) -> TrainingProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, text: str) -> None:
+        """text: one line of metrics.jsonl."""
+        m = json.loads(text)
+        figures = (
+            f"loss {number(m['loss']):.4f}  grad_norm {number(m['grad_norm']):.3f}  lr "
+            f"{m['learning_rate']:.2e}  {m['tokens_per_second']:,.0f} tokens/s"
+        )
+        if self._bar is not None:
+            self._bar.n = m["step"]
+            self._bar.set_postfix_str(figures)
+            return
+        now = time.monotonic()
+        if m["step"] in (1, self.steps) or now - self._last >= PLAIN_SECONDS:
+            self._last = now
+            print(f"step {m['step']}/{self.steps}  {figures}", flush=True)
+
+    def note(self, line: str) -> None:
+        """A line of rank 0's own output."""
+        if self._bar is not None:
+            self._bar.write(line)
+        else:
+            print(line, flush=True)
+
 
 INTERRUPT_GRACE_SECONDS = 10.0
 HOST_GRACE_SECONDS = 15.0
@@ -310,3 +370,50 @@ def _conclude(plan: Plan, folder: Path, attempt: int, code: int) -> int:
         print(f"checkpoints  {folder / plan.checkpoint.directory}")
         return 0
     return report_failure(plan, folder, attempt, code)
+
+
+# `run --detach`: the same command in a session of its own, which no terminal and no ssh session
+# takes down.
+
+
+POLL_SECONDS = 0.2
+
+
+def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
+    """Returns once the run has passed its checks: 0, or the exit code of one that did not."""
+    plan, before = load_plan(folder), _attempt(folder)
+    if is_alive(folder):
+        raise run_alive_refusal(folder)
+    log = folder / "run" / "logs" / "run.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    hosts = ["--hostfile", str(hostfile)] if hostfile else []
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            shardwright_command("run", str(folder), "--resume", resume, *hosts),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    while (code := process.poll()) is None and (_attempt(folder) == before or not is_alive(folder)):
+        time.sleep(POLL_SECONDS)
+    if code is not None:
+        print(log.read_text(errors="replace"), end="", file=sys.stderr if code else sys.stdout)
+        return code
+    print(_started_text(plan, folder, process.pid, log))
+    return 0
+
+
+def _attempt(folder: Path) -> int | None:
+    return read_attempt_record(folder).number
+
+
+def _started_text(plan: Plan, folder: Path, pid: int, log: Path) -> str:
+    place = shlex.quote(str(folder))
+    return (
+        f"running    {plan.name}, process {pid}, detached\n"
+        f"output     {log}\n"
+        f"how it is  shardwright status {place}\n"
+        f"follow it  shardwright logs {place} -f\n"
+        f"end it     shardwright stop {place}"
+    )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import distributed
 
-from shardwright.launch.probe_messages import LinkRates
+from shardwright.launch.host_probe import LinkRates
 
 SIZES = tuple(2**n for n in range(20, 29, 2))
 """Bytes: 1 MiB to 256 MiB. Small messages measure latency."""

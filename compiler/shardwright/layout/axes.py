@@ -215,9 +215,7 @@ AXES: tuple[Axis, ...] = (
     Axis(
         name="activation_checkpointing",
         plain="none",
-        values=lambda problem, degrees: (
-            CHECKPOINTING
-        ),  # {full: N}: see search/partial_checkpointing.py
+        values=lambda problem, degrees: CHECKPOINTING,  # {full: N}: see search/layout_resolution.py
     ),
     Axis(
         name="micro_batch_size",

@@ -14,8 +14,13 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardwright.layout.pipeline_instructions import BACKWARD, FORWARD
-from shardwright.layout.pipeline_simulation import ComputeInterval, MessageWait, PipelineTimeline
+from shardwright.layout.pipeline_simulation import (
+    BACKWARD,
+    FORWARD,
+    ComputeInterval,
+    MessageWait,
+    PipelineTimeline,
+)
 
 MIN_SIMULATED_GROUPS = 4
 MAX_SIMULATED_PASSES = 6000

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
+from shardwright.diagnostics import Diagnostic
 from shardwright.layout import axes
 from shardwright.layout.axes import Axis, Value, rank_axes, world_size_of
+from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import (
     Checkpointing,
     Loss,
@@ -16,7 +18,21 @@ from shardwright.recipe.literal_types import (
     Schedule,
 )
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
+
+# How far `model.loss: chunked` cuts a micro-batch: what the runtime runs is what the cost model
+# counts.
+
+
+MAX_CHUNK_TOKENS = 1024
+"""Enough rows for a matrix product over the vocabulary to run at its rate."""
+MIN_CHUNKS = 8
+
+
+def chunk_length(micro_batch_size: int, sequence_length: int) -> int:
+    """Positions of every row whose logits exist at a time: at most MAX_CHUNK_TOKENS tokens, and at
+    most an eighth."""
+    return max(1, min(MAX_CHUNK_TOKENS // micro_batch_size, -(-sequence_length // MIN_CHUNKS)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,3 +195,26 @@ def auto_by_default_axes() -> tuple[Axis, ...]:
     """Those of them whose default is auto. A search that was not asked to does not offload states
     to the host."""
     return tuple(axis for axis in layout_axes() if axis.is_auto_by_default)
+
+
+# A rule about layouts: what it looks at, what it says, and what of the layout it reads.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Problem):
+    """What a rule looks at: a strategy for a problem."""
+
+    strategy: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """reads: the strategy's keys that decide whether the layout breaks it (its message may name
+    others). A search that has settled these rules out everything below at once."""
+
+    check: Callable[[Candidate], Diagnostic | None]
+    reads: frozenset[str]
+
+
+def rule(check: Callable[[Candidate], Diagnostic | None], *reads: str) -> Rule:
+    return Rule(check=check, reads=frozenset(reads))

@@ -20,9 +20,7 @@ from shardwright.layout.parameter_sharding import (
     shard_sizes,
 )
 from shardwright.models.expert_modules import expert_modules
-from shardwright.models.model_graph import ModelGraph, Parameter
-from shardwright.models.parameter_name_pattern import name_pattern
-from shardwright.models.tensor_parallel_style_names import (
+from shardwright.models.model_graph import (
     COLUMN_STYLES,
     FUSED_QKV,
     GROUPED_QKV,
@@ -30,6 +28,9 @@ from shardwright.models.tensor_parallel_style_names import (
     ROW_STYLES,
     STYLES_THAT_MAY_STAY_UNSHARDED,
     VOCABULARY_STYLES,
+    ModelGraph,
+    Parameter,
+    name_pattern,
 )
 from shardwright.utils.memoize import memoize
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source, found
-from shardwright.recipe.json_parser import json_events
-from shardwright.recipe.parse_events import LineOffsets
-from shardwright.utils.bounded_read import is_nested_too_deeply, read_regular_file
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.recipe.json_parser import LineOffsets, json_events
+from shardwright.utils.file_io import is_nested_too_deeply, read_regular_file
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 STDIN = "<stdin>"
 MOST_BYTES = 512 * 1024

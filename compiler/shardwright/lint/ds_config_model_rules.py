@@ -1,22 +1,42 @@
 """What a ds_config asks of DeepSpeed that the named model does not take: AutoEP's expert ranks, and
 the wrapper that shares rows out over sequence ranks (Ulysses). The file alone does not show it, so
-these rules want `--model`."""
+these rules want `--model`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import resources
+from pathlib import Path
 
+from shardwright.cluster.gpu_catalogue import catalogue, resolve_cluster
+from shardwright.cost.peak_memory import estimate_memory
 from shardwright.diagnostics import Refusal, Severity
+from shardwright.engines.deepspeed.ds_config_schema import schema_mismatches
+from shardwright.layout.layout import Layout
+from shardwright.layout.layout_estimate import Memory
+from shardwright.layout.planning_problem import Problem
+from shardwright.layout.zero_settings import HPZ
+from shardwright.lint.ds_config_training_rules import (
+    ACCUMULATION_STEPS_KEY,
+    MICRO_BATCH_SIZE_KEY,
+    TRAIN_BATCH_SIZE_KEY,
+    dtype,
+    precision,
+)
 from shardwright.lint.lint_rule import LintedDsConfig, LintFinding
 from shardwright.models.graph_builder import build_model_graph
-from shardwright.models.hub_files import read_config
-from shardwright.models.model_catalog import match_catalog_id
-from shardwright.recipe.recipe_types import ModelSection
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.models.model_graph import ModelGraph
+from shardwright.models.model_sources import match_catalog_id, read_config
+from shardwright.recipe.literal_types import Checkpointing, Offload
+from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.recipe.recipe_types import ModelSection, Recipe
+from shardwright.search.layout_resolution import with_stages_assigned
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 SEQUENCE = "sequence_parallel_size"
 AUTOEP = "expert_parallel"
@@ -164,3 +184,183 @@ def _whole(value: JsonValue) -> int | None:
 
 def _kind(config: JsonObject) -> str:
     return str(config.get("model_type") or "the model")
+
+
+# What a named model needs of each GPU under a ds_config, by the cost model.
+#
+# A ds_config does not say whether activations are recomputed, nor how long a sample is: both
+# answers
+# are given for the first, and the second is an argument. Tensor parallelism counts where AutoTP is
+# told to; a pipeline's degree is not in the file, so there is no answer with one.
+
+
+ASSUMED_SEQUENCE = 4096
+GIB = 2**30
+CHECKPOINTING_CHOICES: tuple[Checkpointing, ...] = ("full", "none")
+
+
+def memory(
+    ds_config: LintedDsConfig, model: str, gpu: str | None, sequence_length: int | None
+) -> tuple[tuple[LintFinding, ...], tuple[str, ...]]:
+    """(SW4801 where it does not fit, lines to print). Raises Refusal: SW2xxx the model, SW3001 the
+    GPU."""
+    why = _unknown(ds_config)
+    if why:
+        return (), (f"memory   not predicted: {why}",)
+    strategy = _strategy(ds_config)
+    length = sequence_length or ASSUMED_SEQUENCE
+    first = gpu or next(iter(catalogue()["gpus"]))
+    recipe = _recipe(ds_config, strategy, model, first, length)
+    graph = build_model_graph(recipe.model)
+    names = [gpu] if gpu else [name for name in catalogue()["gpus"] if name != "cpu"]
+    predicted = {
+        recompute: {name: _memory(recipe, graph, strategy, name, recompute) for name in names}
+        for recompute in CHECKPOINTING_CHOICES
+    }
+    stage = predicted["full"][names[-1]].stages[0]
+    states = stage.parameters_bytes + stage.gradients_bytes + stage.optimizer_bytes
+    lines = [
+        f"memory   {match_catalog_id(model) or model}, {graph.total_parameters / 1e9:.2f} B "
+        f"parameters, {strategy.world_size} ranks, ZeRO stage {strategy.zero_stage}, micro-batch "
+        f"{strategy.micro_batch_size} x {length} tokens",
+        f"         {states / GIB:.1f} GiB of model states a GPU: parameters "
+        f"{stage.parameters_bytes / GIB:.1f}, gradients {stage.gradients_bytes / GIB:.1f}, "
+        f"optimizer {stage.optimizer_bytes / GIB:.1f}",
+    ]
+    for recompute, words in zip(CHECKPOINTING_CHOICES, ("with", "without"), strict=True):
+        fits = [name for name, found in predicted[recompute].items() if found.fits]
+        lines.append(
+            f"         {words} activation checkpointing it fits on "
+            f"{', '.join(fits) or 'none of them'}"
+        )
+    if any(found.fits for found in predicted["full"].values()):
+        return (), tuple(lines)
+    peak = min(found.peak_bytes for found in predicted["full"].values())
+    where = (
+        f"{gpu} ({predicted['full'][names[0]].capacity_bytes / GIB:.0f} GiB)"
+        if gpu
+        else "any GPU of the catalogue"
+    )
+    risk = LintFinding(
+        code="SW4801",
+        key=("zero_optimization", "stage") if ds_config.has("zero_optimization", "stage") else (),
+        message=(
+            f"about {peak / GIB:.0f} GiB a GPU, {states / GIB:.0f} of them model states, do "
+            f"not fit on {where}"
+        ),
+        help=_help(strategy),
+        severity="warning",
+    )
+    return (risk,), tuple(lines)
+
+
+def _unknown(ds_config: LintedDsConfig) -> str:
+    """What the file leaves open, "" where nothing is."""
+    if ds_config.has_pipeline:
+        return "the pipeline's degree is not in the file"
+    if any(
+        misfit.kind in ("type", "text", "range")
+        for misfit in schema_mismatches(ds_config.config, ds_config.ds_config_schema)
+    ):
+        return "the file has errors"
+    if ds_config.stage is None:
+        return "the ZeRO stage is filled in later"
+    world = _world(ds_config)
+    if world is None:
+        return "give --world-size N"
+    tensor = max(1, ds_config.integer("tensor_parallel", "autotp_size") or 1)
+    return "" if world % tensor == 0 else f"autotp_size {tensor} does not divide {world} ranks"
+
+
+def _world(ds_config: LintedDsConfig) -> int | None:
+    train, micro, steps = (
+        ds_config.integer(key)
+        for key in (TRAIN_BATCH_SIZE_KEY, MICRO_BATCH_SIZE_KEY, ACCUMULATION_STEPS_KEY)
+    )
+    if ds_config.world_size is not None:
+        return ds_config.world_size
+    if train and micro and steps and train % (micro * steps) == 0:
+        return train // (micro * steps)
+    return None
+
+
+def _strategy(ds_config: LintedDsConfig) -> Layout:
+    """What is filled in later counts as micro-batch 1 without accumulation: the least memory."""
+    world = _world(ds_config) or 1
+    tensor = max(1, ds_config.integer("tensor_parallel", "autotp_size") or 1)
+    train, micro, steps = (
+        ds_config.integer(key)
+        for key in (TRAIN_BATCH_SIZE_KEY, MICRO_BATCH_SIZE_KEY, ACCUMULATION_STEPS_KEY)
+    )
+    if not micro:
+        micro = max(1, train // world // (steps or 1)) if train else 1
+    if not steps:
+        steps = max(1, train // (micro * world)) if train else 1
+    offload: Offload = "none"
+    hpz_partition_size = 1
+    if ds_config.offload("offload_optimizer") in ("cpu", "nvme") and ds_config.stage:
+        offload = "optimizer"
+    if ds_config.offload("offload_param") in ("cpu", "nvme") and ds_config.stage == 3:
+        offload = "parameters"
+    if ds_config.stage == 3:
+        hpz_partition_size = min(world, max(1, ds_config.integer("zero_optimization", HPZ) or 1))
+    return Layout(
+        tensor=tensor,
+        pipeline=1,
+        data=world // tensor,
+        zero_stage=ds_config.stage or 0,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=steps,
+        activation_checkpointing="none",
+        schedule="1f1b",
+        offload=offload,
+        hpz_partition_size=hpz_partition_size,
+    )
+
+
+def _recipe(
+    ds_config: LintedDsConfig, strategy: Layout, model: str, gpu: str, length: int
+) -> Recipe:
+    """The recipe that stands for the file: what the cost model reads."""
+    world = strategy.world_size
+    per_node = 8 if world % 8 == 0 else world if world <= 1024 else 1
+    source = os.path.abspath(model) if os.path.isdir(model) else match_catalog_id(model) or model
+    kind = precision(ds_config) or "bf16"
+    document = {
+        "version": 1,
+        "name": "lint",
+        "model": {"source": source, "weights": "random"},
+        "cluster": {"nodes": world // per_node, "gpus_per_node": per_node, "gpu": gpu},
+        "training": {
+            "sequence_length": length,
+            "global_batch_size": strategy.micro_batch_size
+            * strategy.gradient_accumulation_steps
+            * strategy.data,
+            "steps": 1,
+            "precision": kind,
+            # Without the key gradients have the parameters' precision (engine.py, get_data_types).
+            "gradient_accumulation_dtype": dtype(ds_config, "grad_accum_dtype") or kind,
+        },
+    }
+    return load_recipe(Path("-"), (), stdin_text=json.dumps(document))
+
+
+def _memory(
+    recipe: Recipe, graph: ModelGraph, strategy: Layout, gpu: str, recompute: Checkpointing
+) -> Memory:
+    cluster = resolve_cluster(dataclasses.replace(recipe.cluster, gpu=gpu))
+    chosen = dataclasses.replace(strategy, activation_checkpointing=recompute)
+    return estimate_memory(
+        with_stages_assigned(Problem(recipe=recipe, graph=graph, cluster=cluster), chosen)
+    )
+
+
+def _help(strategy: Layout) -> str:
+    if strategy.zero_stage < 3:
+        return (
+            "Take a higher ZeRO stage, more ranks, a smaller micro-batch, or offload_optimizer "
+            "to the CPU."
+        )
+    if strategy.offload == "none":
+        return "Take more ranks, a smaller micro-batch, or offload_optimizer to the CPU."
+    return "Take more ranks, a smaller micro-batch or shorter samples."

@@ -5,9 +5,344 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from shardwright.lint.ds_config_precision_rules import precision
-from shardwright.lint.ds_config_zero_rules import OFFLOADS, ZERO
+from shardwright.engines.deepspeed.ds_config_schema import properties
+from shardwright.layout.zero_settings import HPZ
+from shardwright.lint.ds_config_training_rules import dtype, precision
 from shardwright.lint.lint_rule import Edit, LintedDsConfig, RuleViolation, rule
+from shardwright.utils.json_values import JsonObject
+
+# zero_optimization: what a stage takes, and what it leaves without effect.
+
+
+ZERO = "zero_optimization"
+Offload = Literal["offload_optimizer", "offload_param"]
+OFFLOADS: tuple[Offload, Offload] = ("offload_optimizer", "offload_param")
+
+_STAGE_3 = frozenset(
+    {"sub_group_size", "memory_efficient_linear", "override_module_apply", "leaf_module"}
+)
+_ZERO_PLUS_PLUS_KEYS = (HPZ, "zero_quantized_weights", "zero_quantized_gradients")
+_GATHER_ON_SAVE_KEYS = (
+    "stage3_gather_16bit_weights_on_model_save",
+    "gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+)
+_BELOW_3 = ("round_robin_gradients", "parameter_alignment")
+
+
+@rule("SW4401", "warning", at="key", help="Remove what is for stage 3 only, or take stage 3.")
+def stage_3_keys(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    zero = ds_config.section(ZERO)
+    known = properties(_zero_schema(ds_config))
+    # Accelerate gathers tensor ranks' shards by a key with the name of stage 3 (accelerator.py,
+    # get_state_dict).
+    gathered = _GATHER_ON_SAVE_KEYS if _tensor_ranks(ds_config) > 1 else ()
+    unused = [
+        key
+        for key, value in zero.items()
+        if key not in gathered
+        and (key.startswith("stage3_") or key in _STAGE_3 or "same_as" in known.get(key, {}))
+        and key in known
+        and value is not False
+        and value != "auto"
+    ]
+    if unused and ds_config.stage in (0, 1, 2):
+        yield RuleViolation(
+            (ZERO, unused[0]),
+            f"at ZeRO stage {ds_config.stage} there is no effect of {', '.join(unused)}",
+        )
+
+
+@rule("SW4402", "warning", at="key", help="Take stage 3, or remove the section.")
+def parameter_offload(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.offload("offload_param") in ("cpu", "nvme") and ds_config.stage in (0, 1, 2):
+        yield RuleViolation(
+            (ZERO, "offload_param"),
+            (
+                f"offload_param does nothing at ZeRO stage {ds_config.stage}: parameters stay "
+                "on the GPU"
+            ),
+        )
+
+
+@rule("SW4403", "warning", at="key", help="Take stage 1, 2 or 3.")
+def offload_without_zero(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.offload("offload_optimizer") in ("cpu", "nvme") and ds_config.stage == 0:
+        yield RuleViolation(
+            (ZERO, "offload_optimizer"),
+            "offload_optimizer does nothing at ZeRO stage 0: there is no ZeRO optimizer",
+        )
+
+
+@rule("SW4404", help='Add "nvme_path": a folder on the NVMe disk.')
+def nvme_without_path(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for name in OFFLOADS:
+        needed = ds_config.stage == 3 and ds_config.offload(name) == "nvme"
+        if needed and ds_config.get(ZERO, name, "nvme_path") in (None, ""):
+            yield RuleViolation(
+                (ZERO, name, "device"), f"{ZERO}.{name}: device nvme has no nvme_path"
+            )
+
+
+@rule("SW4405", "warning", help="Take stage 3, or write device: cpu.")
+def nvme_below_stage_3(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.offload("offload_optimizer") == "nvme" and ds_config.stage in (1, 2):
+        yield RuleViolation(
+            (ZERO, "offload_optimizer", "device"),
+            f"at ZeRO stage {ds_config.stage} the optimizer states go to host memory, not to NVMe",
+        )
+
+
+@rule("SW4406", "warning", at="key", help="Write device: nvme, or remove the path.")
+def path_without_nvme(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for name in OFFLOADS:
+        path = ds_config.get(ZERO, name, "nvme_path")
+        if path not in (None, "", "auto", "none") and ds_config.offload(name) in ("none", "cpu"):
+            yield RuleViolation(
+                (ZERO, name, "nvme_path"),
+                f"{ZERO}.{name}: nvme_path has no effect with device {ds_config.offload(name)}",
+            )
+
+
+@rule("SW4407", help="Take stage 3, or remove the ratio.")
+def partial_offload(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    ratio = ds_config.number(ZERO, "offload_optimizer", "ratio")
+    if ratio is not None and ratio < 1 and ds_config.stage in (0, 1, 2):
+        yield RuleViolation(
+            (ZERO, "offload_optimizer", "ratio"),
+            f"an offload ratio of {ratio:g} needs ZeRO stage 3",
+        )
+
+
+@rule("SW4408", "warning", at="key", help="Take stage 3, or remove it.")
+def zero_plus_plus(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    unused = [
+        key
+        for key in _ZERO_PLUS_PLUS_KEYS
+        if ds_config.is_on(ZERO, key) and ds_config.integer(ZERO, key) != 1
+    ]
+    if unused and ds_config.stage in (0, 1, 2):
+        yield RuleViolation(
+            (ZERO, unused[0]),
+            (
+                f"ZeRO++ is for stage 3; at stage {ds_config.stage} there is no effect of "
+                f"{', '.join(unused)}"
+            ),
+        )
+
+
+@rule("SW4409")
+def gradient_norm_off(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    key = (ZERO, "compute_grad_norm")
+    if ds_config.get(*key) is not False or ds_config.stage is None:
+        return
+    clipping = ds_config.get("gradient_clipping")
+    if ds_config.stage not in (1, 2):
+        why = "is for ZeRO stages 1 and 2"
+    elif clipping is None or (ds_config.number("gradient_clipping") or 0) > 0:
+        given = (
+            "clips at 1.0 unless told otherwise"
+            if clipping is None
+            else f"is told to clip at {clipping}"
+        )
+        why = f"needs gradient_clipping: 0; DeepSpeed {given}"
+    elif ds_config.offload("offload_optimizer") != "none":
+        why = "does not go with offload_optimizer"
+    elif (
+        ds_config.stage == 1
+        and precision(ds_config) == "bf16"
+        and dtype(ds_config, "grad_accum_dtype") == "fp32"
+    ):
+        why = "does not go with bf16 summed in fp32 at ZeRO stage 1"
+    else:
+        return
+    yield RuleViolation(
+        key, f"compute_grad_norm: false {why}", "Remove the key, or change the other."
+    )
+
+
+@rule("SW4410", help="Write mean, and scale the loss.")
+def summed_gradients(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.text("gradient_allreduce_op") != "sum":
+        return
+    others = {
+        "ZeRO stage 3": ds_config.stage == 3,
+        "ZenFlow": ds_config.section(ZERO).get("zenflow") is not None,
+        "DeepCompile": ds_config.is_on("compile", "deepcompile"),
+    }
+    for other, given in others.items():
+        if given:
+            yield RuleViolation(
+                ("gradient_allreduce_op",), f"gradient_allreduce_op: sum does not go with {other}"
+            )
+            return
+
+
+@rule("SW4411")
+def prescaled_gradients(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.stage not in (2, 3) or ds_config.section(ZERO).get("reduce_scatter") is False:
+        return
+    factor = ds_config.number("gradient_predivide_factor")
+    wrong = {"prescale_gradients": ds_config.is_on("prescale_gradients")}
+    wrong["gradient_predivide_factor"] = factor is not None and factor != 1
+    for key, given in wrong.items():
+        if given:
+            yield RuleViolation(
+                (key,),
+                f"{key} does not go with reduce_scatter at ZeRO stage {ds_config.stage}",
+                f"Remove it, or write {ZERO}.reduce_scatter: false.",
+            )
+
+
+@rule("SW4412", at="key", help="Remove the key.")
+def legacy_stage_1(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.is_on(ZERO, "legacy_stage1") and ds_config.stage != 0:
+        yield RuleViolation(
+            (ZERO, "legacy_stage1"),
+            "legacy_stage1 is gone since DeepSpeed 0.5.9, which refuses to start with it",
+            fix=(Edit(kind="remove", path=(ZERO, "legacy_stage1")),),
+        )
+
+
+@rule("SW4413", "warning", at="key")
+def elastic_checkpoint(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.is_on(ZERO, "elastic_checkpoint") and ds_config.stage == 3:
+        yield RuleViolation(
+            (ZERO, "elastic_checkpoint"),
+            "elastic_checkpoint has no effect at ZeRO stage 3",
+            (
+                "Convert with ds_to_universal and write checkpoint.load_universal: true to change "
+                "the ranks."
+            ),
+        )
+
+
+@rule("SW4414")
+def odd_bucket(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    size = ds_config.integer(ZERO, "allgather_bucket_size")
+    if size is not None and size % 2 and ds_config.stage in (1, 2):
+        yield RuleViolation(
+            (ZERO, "allgather_bucket_size"),
+            (
+                f"allgather_bucket_size {size} is odd: DeepSpeed refuses it at ZeRO stage "
+                f"{ds_config.stage}"
+            ),
+            f"Write {size + 1}.",
+            fix=(Edit(kind="set", path=(ZERO, "allgather_bucket_size"), value=size + 1),),
+        )
+
+
+@rule("SW4415", "warning")
+def weights_not_gathered(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    given = next((name for name in _GATHER_ON_SAVE_KEYS if ds_config.has(ZERO, name)), None)
+    cut = ds_config.stage == 3 or _tensor_ranks(ds_config) > 1
+    if (
+        ds_config.audience == "trainer"
+        and cut
+        and (given is None or ds_config.get(ZERO, given) is False)
+    ):
+        yield RuleViolation(
+            (ZERO, given or "stage"),
+            (
+                f"without {_GATHER_ON_SAVE_KEYS[0]} the Trainer saves no usable model: the weights "
+                "stay cut "
+                "over the ranks"
+            ),
+            f'Write "{_GATHER_ON_SAVE_KEYS[0]}": true'
+            + (
+                ", or convert each checkpoint with zero_to_fp32.py."
+                if ds_config.stage == 3
+                else "."
+            ),
+        )
+
+
+@rule("SW4416", "warning", at="key", help="Remove it; it is for stages 1 and 2.")
+def keys_without_effect_at_stage_3(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    unused = [key for key in _BELOW_3 if ds_config.is_on(ZERO, key)]
+    if unused and ds_config.stage == 3:
+        yield RuleViolation(
+            (ZERO, unused[0]), f"at ZeRO stage 3 there is no effect of {', '.join(unused)}"
+        )
+
+
+@rule(
+    "SW4417", at="key", help='Take stage 1, 2 or 3 and add "offload_optimizer": {"device": "cpu"}.'
+)
+def zenflow(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if not isinstance(ds_config.get(ZERO, "zenflow"), dict) or ds_config.stage is None:
+        return
+    if ds_config.stage == 0 or ds_config.offload("offload_optimizer") != "cpu":
+        yield RuleViolation(
+            (ZERO, "zenflow"), "zenflow needs ZeRO and offload_optimizer with device cpu"
+        )
+
+
+@rule("SW4418", "warning", help="Take stage 3, or remove the key.")
+def super_offload(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.is_on(ZERO, "offload_optimizer", "super_offload") and ds_config.stage in (0, 1, 2):
+        yield RuleViolation(
+            (ZERO, "offload_optimizer", "super_offload"),
+            f"super_offload has no effect at ZeRO stage {ds_config.stage}",
+        )
+
+
+@rule("SW4419", "warning")
+def boolean_zero(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    value = ds_config.get(ZERO)
+    if isinstance(value, bool):
+        yield RuleViolation(
+            (ZERO,),
+            (
+                f"zero_optimization: {str(value).lower()} is the form of 2020, and means stage "
+                f"{int(value)}"
+            ),
+            f'Write {{"stage": {int(value)}}}.',
+            fix=(Edit(kind="set", path=(ZERO,), value={"stage": int(value)}),),
+        )
+
+
+@rule("SW4420", help="Write overlap_comm: false, or take stage 2.")
+def unmanaged_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.get("managed_gradient_accumulation") is not False:
+        return
+    overlaps = ds_config.is_on(ZERO, "overlap_comm") or (
+        ds_config.stage == 3 and ds_config.get(ZERO, "overlap_comm") is None
+    )
+    if overlaps and ds_config.stage in (0, 1, 3):
+        yield RuleViolation(
+            ("managed_gradient_accumulation",),
+            (
+                "managed_gradient_accumulation: false does not go with overlap_comm at ZeRO stage "
+                f"{ds_config.stage}"
+            ),
+        )
+
+
+@rule(
+    "SW4421",
+    at="key",
+    help="Remove one of the two. `shardwright compile` makes groups of its own, which run both.",
+)
+def hpz_with_tensor_parallel(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    """The groups are consecutive ranks, as tensor-parallel ones are."""
+    size, tensor = ds_config.integer(ZERO, HPZ) or 1, _tensor_ranks(ds_config)
+    if ds_config.stage == 3 and size > 1 and tensor > 1:
+        yield RuleViolation(
+            (ZERO, HPZ),
+            (
+                f"{HPZ} {size} with autotp_size {tensor}: weights are gathered from ranks that "
+                "hold other shards"
+            ),
+        )
+
+
+def _tensor_ranks(ds_config: LintedDsConfig) -> int:
+    return ds_config.integer("tensor_parallel", "autotp_size") or 1
+
+
+def _zero_schema(ds_config: LintedDsConfig) -> JsonObject:
+    return properties(ds_config.ds_config_schema.schema)[ZERO]
 
 
 @rule(

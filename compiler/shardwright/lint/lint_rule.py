@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardwright.diagnostics import KeyPath, Severity
-from shardwright.engines.deepspeed.ds_config_schema import DsConfigSchema
-from shardwright.engines.deepspeed.ds_config_validation import TRUE_WORDS, SchemaMismatch
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.engines.deepspeed.ds_config_schema import (
+    TRUE_WORDS,
+    DsConfigSchema,
+    SchemaMismatch,
+)
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 Audience = Literal["deepspeed", "trainer"]
 """Who hands the file to DeepSpeed: a script of one's own, or the HF Trainer or Accelerate."""

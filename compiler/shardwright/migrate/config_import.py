@@ -10,17 +10,19 @@ from shardwright.lint.ds_config_document import Document, parse_ds_config, read_
 from shardwright.lint.ds_config_linter import lint, linted_ds_config
 from shardwright.lint.lint_rule import dotted
 from shardwright.migrate import (
-    batch_size_keys,
     deepspeed_engine_keys,
     launcher_keys,
-    optimizer_keys,
     trainer_arguments,
+    training_keys,
 )
-from shardwright.migrate.accelerate_config import read_accelerate_config, resolve_config_path
-from shardwright.migrate.import_sources import ImportSources
-from shardwright.migrate.launch_command import LaunchCommand, read_command
-from shardwright.migrate.recipe_draft import RecipeDraft
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.migrate.launch_command import (
+    LaunchCommand,
+    read_accelerate_config,
+    read_command,
+    resolve_config_path,
+)
+from shardwright.migrate.recipe_draft import ImportSources, RecipeDraft
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 # Words that only the HF Trainer's arguments have.
 _TRAINER_ARGUMENTS = frozenset(
@@ -97,15 +99,15 @@ def convert_config(
 def _fill_draft(s: ImportSources, model: str | None, folder: str) -> None:
     trainer_arguments.model(s, model)
     launcher_keys.cluster(s, folder)
-    batch_size_keys.parallel(s)
-    batch_size_keys.length(s)
-    batch_size_keys.batch(s)
-    batch_size_keys.duration(s)
+    training_keys.parallel(s)
+    training_keys.length(s)
+    training_keys.batch(s)
+    training_keys.duration(s)
     deepspeed_engine_keys.precision(s)
-    optimizer_keys.optimizer(s)
+    training_keys.optimizer(s)
     trainer_arguments.kwargs(s)
-    optimizer_keys.scheduler(s)
-    optimizer_keys.clipping(s)
+    training_keys.scheduler(s)
+    training_keys.clipping(s)
     trainer_arguments.data(s)
     deepspeed_engine_keys.zero(s)
     deepspeed_engine_keys.recomputation(s)

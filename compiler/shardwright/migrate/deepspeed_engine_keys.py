@@ -6,14 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from shardwright.engines.deepspeed.ds_config_extra import EXTRA_KEYS_ALLOWED
-from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
-from shardwright.engines.deepspeed.ds_config_validation import AUTO, is_comment_key, properties
+from shardwright.engines.deepspeed.ds_config import EXTRA_KEYS_ALLOWED
+from shardwright.engines.deepspeed.ds_config_schema import (
+    AUTO,
+    ds_config_schema,
+    is_comment_key,
+    properties,
+)
 from shardwright.lint.ds_config_key_rules import REMOVED_KEYS
-from shardwright.migrate.import_sources import ImportSources, as_integer, as_switch, as_text
+from shardwright.migrate.recipe_draft import ImportSources, as_integer, as_switch, as_text
 from shardwright.recipe.recipe_tree import MAX_RECIPE_DEPTH
-from shardwright.utils.bounded_read import is_nested_too_deeply
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.utils.file_io import is_nested_too_deeply
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 ZERO = "zero_optimization"
 ZERO_STAGE, OFFLOAD, PRECISION = (

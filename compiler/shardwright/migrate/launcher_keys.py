@@ -6,10 +6,9 @@ import os
 import re
 
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
-from shardwright.migrate.import_sources import ImportSources, as_count, as_text
 from shardwright.migrate.launch_command import hostfile_slots, parse_include_filter
-from shardwright.migrate.recipe_draft import is_secret
-from shardwright.utils.bounded_read import read_regular_text_file
+from shardwright.migrate.recipe_draft import ImportSources, as_count, as_text, is_secret
+from shardwright.utils.file_io import read_regular_text_file
 
 _LAUNCHERS = tuple(
     name for name, row in LAUNCHERS.items() if row.program and not row.has_separate_filesystem

@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 import re
 
-from shardwright.migrate.import_sources import (
+from shardwright.migrate.recipe_draft import (
+    LONGEST_VALUE,
     ImportSources,
     as_count,
     as_integer,
     as_number,
     as_switch,
     as_text,
+    redacted,
 )
-from shardwright.migrate.recipe_draft import LONGEST_VALUE, redacted
 
 _ATTENTION = ("sdpa", "eager", "flash_attention_2")
 _DATA_ARGUMENTS = (

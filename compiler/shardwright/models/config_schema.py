@@ -9,23 +9,57 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
-from shardwright.models.model_catalog import published_keys
-from shardwright.models.model_refusals import (
+from shardwright.models.model_sources import published_keys
+from shardwright.models.model_support import (
     config_key_errors,
     encoder_decoder,
     not_causal_lm,
+    support,
     unknown_type_error,
+    vision_language_types,
 )
-from shardwright.models.model_support import support, vision_language_types
 from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
-from shardwright.utils.json_types import JsonObject, JsonValue
-from shardwright.utils.optional_packages import installed_version
+from shardwright.utils.installation import installed_version
+from shardwright.utils.json_values import JsonObject, JsonValue
+
+# Infinity and NaN in a config.json: JSON has none, and transformers writes {"__float__":
+# "Infinity"}.
+
+
+_TAG = "__float__"
+_NAMES = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def decode_special_floats(value: Any) -> Any:
+    """Every tagged float of a JSON document as the number."""
+    if isinstance(value, dict):
+        if value.keys() == {_TAG} and value[_TAG] in _NAMES:
+            return _NAMES[value[_TAG]]
+        return {name: decode_special_floats(inner) for name, inner in value.items()}
+    return (
+        [decode_special_floats(inner) for inner in value]
+        if isinstance(value, list | tuple)
+        else value
+    )
+
+
+def encode_special_floats(value: Any) -> Any:
+    """The inverse: a document that every JSON reader takes."""
+    if isinstance(value, dict):
+        return {name: encode_special_floats(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode_special_floats(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_TAG: next(name for name, number in _NAMES.items() if str(number) == str(value))}
+    return value
+
 
 TABLE = "config_keys.json"
 _SIZES = (

@@ -8,16 +8,20 @@ names.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
 import re
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import transformers
+from PIL import Image
 from transformers import (
+    AutoConfig,
     AutoImageProcessor,
     AutoTokenizer,
     PretrainedConfig,
@@ -27,8 +31,17 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import requires_backends
 
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.models.byte_tokenizer import byte_tokenizer
-from shardwright.models.tasks.vision_language import image_token, vision_encoder_config
+from shardwright.models.config_schema import decode_special_floats
+from shardwright.models.model_graph import ModelGraph, VisionEncoder
+from shardwright.models.model_support import missing_processor_package
+from shardwright.models.tasks.vision_language import (
+    VisionEncoderShape,
+    image_token,
+    vision_encoder_config,
+    vision_encoder_shape,
+)
 from shardwright.utils.exception_summary import exception_summary
 
 _FILE = "processor_config.json"
@@ -324,3 +337,237 @@ def _byte_tokenizer(config: PretrainedConfig, kind: Any) -> PreTrainedTokenizerF
         clean_up_tokenization_spaces=False,
         extra_special_tokens={attribute: text for attribute, (text, _) in names.items()},
     )
+
+
+# Into how many tiles a type's processor cuts a picture: asked of the processor itself, on pictures
+# of one colour.
+
+
+SIDES = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (4, 3), (3, 4), (1, 4), (4, 1), (1, 12), (12, 1))
+"""Of a picture, in sides of the tower's own: where a processor cuts by area, by proportions or by a
+list of sizes."""
+
+
+def tile_counts(processor: Any, tower: VisionEncoderShape) -> list[tuple[int, int]]:
+    """Of pictures of several sizes: (tiles, the whole one among them; tokens of a row that stand
+    for them). tower: whose pictures have one size. Raises ProcessorUnavailable."""
+    found = []
+    options = image_processor_arguments(processor)
+    for image in _pictures(tower):
+        made, written = _called(processor._process_images, image, options)
+        found.append((_tiles(made, tower), str(written[0]).count(processor.image_token)))
+    return found
+
+
+def max_tiles(images: Any, options: dict[str, Any], tower: VisionEncoderShape) -> int:
+    """images: a processor's part for pictures; options: that it is called with. Raises
+    ProcessorUnavailable."""
+    options = {**options, "return_tensors": "pt"}
+    return max(_tiles(_called(images, image, options), tower) for image in _pictures(tower))
+
+
+def _called(processor: Callable[..., Any], image: Image.Image, options: dict[str, Any]) -> Any:
+    try:
+        return processor([image], **options)
+    except Exception as error:  # whatever a type's own class raises at this size
+        raise ProcessorUnavailable(exception_summary(error, 160)) from None
+
+
+def _pictures(tower: VisionEncoderShape) -> Iterator[Image.Image]:
+    yield from (Image.new("RGB", (a * tower.side, b * tower.side)) for a, b in SIDES)
+
+
+def _tiles(made: Any, tower: VisionEncoderShape) -> int:
+    return max(1, int(made["pixel_values"].numel()) // (tower.channels * tower.side**2))
+
+
+# The two sides of a processor for pairs of a picture and a caption: a tokenizer and an image
+# processor, which need Pillow alone. Of a configuration that stands in a recipe they are made here:
+# the tower's size, and a token a byte.
+
+
+START, END = "<|startoftext|>", "<|endoftext|>"
+_HIGHEST = 2
+"""As eos_token_id of a CLIP: features are taken at a text's highest id (transformers,
+CLIPTextModel)."""
+_ANYWHERE = ("siglip",)
+"""Types that take a text's features at the last place, whatever stands there."""
+
+
+def load_pair_processor(folder: Path) -> tuple[Any, Any]:
+    """(tokenizer, image processor) of a folder with their files. Raises ProcessorUnavailable."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        images = AutoImageProcessor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, backend="pil"
+        )
+    except Exception as error:  # whatever the files make a stranger's class raise
+        raise ProcessorUnavailable(exception_summary(error, 160)) from None
+    return tokenizer, images
+
+
+def pair_processor_files(config: PretrainedConfig) -> dict[str, bytes]:
+    """Name -> content of what load_pair_processor reads, and transformers' AutoProcessor. Raises
+    ProcessorUnavailable."""
+    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    images = classes.get("pil") if isinstance(classes, dict) else None
+    if images is None:
+        raise ProcessorUnavailable(
+            f"transformers has no processor for a {config.model_type} that needs Pillow alone"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        _caption_tokenizer(config).save_pretrained(folder)
+        _pair_image_processor(getattr(transformers, images), config).save_pretrained(folder)
+        document = {"processor_class": PROCESSOR_MAPPING_NAMES[config.model_type]}
+        Path(folder, "processor_config.json").write_text(
+            json.dumps(document, indent=2) + "\n", encoding="utf-8"
+        )
+        load_pair_processor(Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def _pair_image_processor(kind: Any, config: PretrainedConfig) -> Any:
+    side, default = getattr(vision_encoder_config(config), "image_size", None), kind()
+    if not isinstance(side, int):
+        raise ProcessorUnavailable("its tower's pictures have no size of their own")
+    values = {
+        name: dict.fromkeys((key for key, value in dict(edges).items() if value is not None), side)
+        for name in ("size", "crop_size")
+        if (edges := getattr(default, name, None)) is not None
+    }
+    return kind(**values)
+
+
+def _caption_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
+    """A token a byte between the configuration's own start and end of a text. Raises
+    ProcessorUnavailable."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    text = config.get_text_config()
+    start, end = _ends(config.model_type, text)
+    names = {START: start, END: end} if start is not None else {END: end}
+    settings = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    document = json.loads(byte_tokenizer().to_str())
+    ordered = sorted(names.items(), key=lambda each: each[1])
+    document["model"]["vocab"] |= dict(ordered)
+    document["added_tokens"] = [
+        {"id": value, "content": name, **settings} for name, value in ordered
+    ]
+    tokenizer = Tokenizer.from_str(json.dumps(document))
+    around = f"{START} $A {END}" if start is not None else f"$A {END}"
+    tokenizer.post_processor = TemplateProcessing(single=around, special_tokens=list(names.items()))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        model_max_length=text.max_position_embeddings,
+        eos_token=END,
+        pad_token=END,
+        **({} if start is None else {"bos_token": START}),
+    )
+
+
+def _ends(model_type: str, text: Any) -> tuple[int | None, int]:
+    """Ids of the start (None where there is none) and the end of a text."""
+    size, start, end = text.vocab_size, text.bos_token_id, text.eos_token_id
+    if end == _HIGHEST or (model_type in _ANYWHERE and not _is_free(end, size)):
+        start, end = (None if model_type in _ANYWHERE else size - 2), size - 1
+    if not _is_free(end, size):
+        raise ProcessorUnavailable(
+            f"text_config.eos_token_id {end} is no id from {BYTES} to {size - 1}: the first "
+            f"{BYTES} ids are bytes, and the end of a text has one of its own in the vocabulary"
+        )
+    return (start if _is_free(start, size) and start != end else None), end
+
+
+def _is_free(token: Any, size: int) -> bool:
+    return isinstance(token, int) and BYTES <= token < size
+
+
+# The processor of a model that sees: as files of the compiled folder, where its configuration
+# stands in the recipe; and into how many tiles it cuts a picture.
+
+
+def with_usual_tiles(
+    vision: VisionEncoder, config: PretrainedConfig, *, inline: bool
+) -> VisionEncoder:
+    """As the type's own defaults cut a picture, or the processor that a configuration in the recipe
+    gets; whole where it has none, or one that needs a package which is not here (compiling
+    tells)."""
+    if not vision.patches:
+        return vision
+    tower = vision_encoder_shape(config)
+    try:
+        if inline:
+            return _cut(vision, tile_counts(processor_from_config(config), tower))
+        return dataclasses.replace(vision, tiles=max_tiles(*default_image_processor(config), tower))
+    except ProcessorUnavailable:
+        return vision
+
+
+def with_processor_tiles(graph: ModelGraph, folder: Path) -> ModelGraph:
+    """As the processor in `folder` cuts. The graph itself where its files cannot be used: preparing
+    tells why. Where a package is missing, compiling does (check_processor)."""
+    assert graph.vision is not None
+    tower = vision_encoder_shape(_config(graph))
+    try:
+        found = tile_counts(load_processor(folder), tower)
+    except ProcessorUnavailable:
+        return graph
+    return dataclasses.replace(graph, vision=_cut(graph.vision, found))
+
+
+def _cut(vision: VisionEncoder, found: list[tuple[int, int]]) -> VisionEncoder:
+    """found: (tiles, tokens) of pictures of several sizes."""
+    per_token = (
+        max((tiles / tokens for tiles, tokens in found if tokens), default=0.0) * vision.patches
+    )
+    tiles = max(tiles for tiles, _ in found)
+    return dataclasses.replace(
+        vision, tiles=tiles, patches_per_token=per_token or vision.patches_per_token
+    )
+
+
+def _config(graph: ModelGraph) -> PretrainedConfig:
+    document = dict(decode_special_floats(dict(graph.config)))
+    return AutoConfig.for_model(str(document.pop("model_type")), **document)
+
+
+def check_processor(graph: ModelGraph, folder: Path) -> None:
+    """Raises Refusal where the model's own processor needs a package that is not installed:
+    SW2080."""
+    try:
+        load_processor(folder)
+    except MissingPackage as why:
+        raise Refusal(missing_processor_package(graph.model_type, str(why), why.package)) from None
+    except ProcessorUnavailable:
+        return  # preparing tells why
+
+
+def processor_files_from_config(graph: ModelGraph) -> dict[str, bytes]:
+    """Name -> content. Errors: SW2020, SW2080."""
+    config = _config(graph)
+    try:
+        return (
+            pair_processor_files(config)
+            if graph.contrastive
+            else processor_files(processor_from_config(config), config)
+        )
+    except MissingPackage as why:
+        raise Refusal(missing_processor_package(graph.model_type, str(why), why.package)) from None
+    except ProcessorUnavailable as why:
+        raise refusal(
+            "SW2020",
+            f"a {graph.model_type!r} of this configuration gets no processor: {why}",
+            "A model.source brings its own; of a configuration in the recipe the processor is made "
+            "from the tower's sizes, and its tokenizer is a token a byte.",
+            ("model", "config"),
+        ) from None

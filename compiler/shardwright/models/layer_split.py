@@ -14,14 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.models.call_arguments import Arguments, leaves
-from shardwright.models.model_skeleton import Batch, Skeleton, State, without_images
-from shardwright.models.parameter_name_pattern import name_pattern
-from shardwright.models.pipeline_split import (
+from shardwright.models.model_graph import (
     LayerRange,
     PipelineSplit,
     layers_that_share_parameters,
     merge_overlapping_ranges,
+    name_pattern,
+)
+from shardwright.models.model_skeleton import (
+    Arguments,
+    Batch,
+    Skeleton,
+    State,
+    leaves,
+    without_images,
 )
 from shardwright.models.tasks.causal_lm import is_causal, own_loss
 

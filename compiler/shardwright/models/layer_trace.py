@@ -24,11 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwright.models.call_arguments import Arguments
-from shardwright.models.config_sizes import first_size
-from shardwright.models.model_graph import SavedActivations
-from shardwright.models.model_skeleton import Skeleton, State
-from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.hf_config import first_size
+from shardwright.models.model_graph import PipelineSplit, SavedActivations
+from shardwright.models.model_skeleton import Arguments, Skeleton, State
 from shardwright.models.trace_meter import PieceTrace, ShardedBytes, measure_piece, tensors_in
 from shardwright.recipe.literal_types import CHECKPOINTING, Checkpointing
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwright.models.parameter_name_pattern import name_pattern
+from shardwright.models.model_graph import name_pattern
 from shardwright.recipe.recipe_types import LoraSection
 from shardwright.utils.numeric_difference import relative_error
 

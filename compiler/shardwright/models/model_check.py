@@ -19,26 +19,30 @@ from shardwright.models.config_schema import (
     processor_packages,
     vocabulary_size,
 )
-from shardwright.models.hub_files import (
+from shardwright.models.model_files import TOKENIZER_PATTERNS
+from shardwright.models.model_sources import (
     CONFIG_NAME,
     PROCESSOR_FILES,
     cached_config,
+    catalog_config,
     invalid_model_id,
     local_config,
     local_processor,
+    locate_weights,
+    nearest_ids,
     read_config_file,
 )
-from shardwright.models.hub_snapshot import locate_weights
-from shardwright.models.model_catalog import catalog_config, nearest_ids
-from shardwright.models.model_refusals import missing_processor_package
-from shardwright.models.model_support import support, vision_language_types
+from shardwright.models.model_support import (
+    missing_processor_package,
+    support,
+    vision_language_types,
+)
 from shardwright.models.remote_code import untrusted_code_error
 from shardwright.models.tokenizer_packages import missing_packages_warning
 from shardwright.models.weights_check import check_headers
-from shardwright.models.weights_location import TOKENIZER_PATTERNS
 from shardwright.recipe.recipe_types import ModelSection, Recipe
-from shardwright.utils.bounded_read import parse_json, read_regular_file
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.file_io import parse_json, read_regular_file
+from shardwright.utils.json_values import JsonObject
 
 MOST_TOKENIZER_BYTES = 128 * 2**20
 BYTE_SYMBOLS = 256

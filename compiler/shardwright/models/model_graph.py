@@ -6,14 +6,220 @@ Shape letters: S sequence length, H hidden size, F feed-forward size, V vocabula
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
-from shardwright.models.pipeline_split import PipelineSplit
-from shardwright.models.vision_encoder_cost import VisionEncoder
 from shardwright.recipe.literal_types import IMAGE_TASKS, Checkpointing, TaskName
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
+
+# Dotted names of modules and parameters.
+
+
+def name_pattern(path: str) -> str:
+    """ "model.layers.3.mlp.up_proj" -> "model.layers.*.mlp.up_proj": the same for all layers of a
+    kind."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
+# The names of the tensor-parallel styles, by what they cut. transformers' own, and ours.
+
+
+FUSED_QKV = "fused_qkv_colwise"
+"""Query, key and value, one behind the other: three blocks, the last two as wide as the key/value
+heads."""
+
+GROUPED_QKV = "grouped_qkv_colwise"
+"""Fused by key/value head: each with its query heads. Cut plainly, between key/value heads."""
+
+MULTI_QUERY = "multi_query_colwise"
+"""Fused query heads and a single key/value head, which every rank needs."""
+
+COLUMN_STYLES = (
+    "colwise",
+    "packed_colwise",
+    FUSED_QKV,
+    GROUPED_QKV,
+    MULTI_QUERY,
+    "colwise_gather_output",
+    "mla_kv_a_proj",
+)
+ROW_STYLES = ("rowwise", "packed_rowwise", "rowwise_split_input", "embedding_colwise")
+VOCABULARY_STYLES = ("vocabulary_embedding", "vocabulary_head")
+STYLES_THAT_MAY_STAY_UNSHARDED = (
+    MULTI_QUERY,
+    "colwise_gather_output",
+    "mla_kv_a_proj",
+    "rowwise_split_input",
+    "embedding_colwise",
+)
+"""Whole in, whole out: where their dimension does not divide they stay plain layers."""
+
+# Where a Hugging Face model can be cut into pipeline pieces: found by running it, never written by
+# hand.
+
+
+LayerRange = tuple[int, int]
+"""First and last number of neighbouring decoder layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSplit:
+    """stack: dotted path of the ModuleList whose children run once each, in order.
+
+    hidden_position, hidden_keyword: which argument of a decoder layer is the hidden states; one of
+    the two. output_length: 0 where a layer returns the hidden states alone, else the length of the
+    tuple that starts with them. payload: paths of the decoder layers' arguments that the
+    embedding's side computes and that cross stages with the
+        hidden states: "2" is the third positional one, "position_embeddings.0" lies inside a
+        keyword's tuple.
+    carried: places in a layer's output tuple that come back as a later layer's argument, and so
+    cross stages too. together: decoder layers that share parameters or state, and so stay on one
+    stage. untrained: parameters that the logits have no gradient for, with * for numbers: constant
+    tables, towers that text
+        does not pass, a router's correction; by their own names the blocks of a tower behind the
+        one that its model takes. An optimizer must leave them alone, weight decay included.
+    loss: what the model computes itself from labels: "next_token" (labels = inputs, as the trainer
+    does), "given" (it
+        expects labels that are shifted already) or "other". The trainer's is next-token
+        cross-entropy in any case.
+    causal: whether no logit sees a later token.
+    """
+
+    stack: str
+    hidden_position: int | None
+    hidden_keyword: str | None
+    output_length: int
+    payload: tuple[str, ...] = ()
+    carried: tuple[int, ...] = ()
+    together: tuple[LayerRange, ...] = ()
+    untrained: tuple[str, ...] = ()
+    loss: str = "next_token"
+    causal: bool = True
+
+    def blocks(self, decoder_layers: int) -> tuple[int, ...]:
+        """Numbers of pipeline layers (embedding, decoder layers, head) that no stage boundary may
+        part, in order."""
+        sizes, at = [1], 0
+        for first, last in self.together:
+            sizes += [1] * (first - at) + [last - first + 1]
+            at = last + 1
+        return (*sizes, *[1] * (decoder_layers - at), 1)
+
+
+def merge_overlapping_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
+    """Ranges that have a layer in common are one; in order."""
+    out: list[LayerRange] = []
+    for first, last in sorted(ranges):
+        if out and first <= out[-1][1]:
+            out[-1] = (out[-1][0], max(last, out[-1][1]))
+        elif first < last:
+            out.append((first, last))
+    return tuple(out)
+
+
+def layers_that_share_parameters(
+    names: Iterable[tuple[str, ...]], stack: str
+) -> tuple[LayerRange, ...]:
+    """Decoder layers that share a parameter. names: per parameter, every name that it has in the
+    whole model."""
+    prefix = stack + "."
+    layers = [
+        [int(n[len(prefix) :].split(".")[0]) for n in group if n.startswith(prefix)]
+        for group in names
+    ]
+    return merge_overlapping_ranges((min(group), max(group)) for group in layers if group)
+
+
+def boundaries_in_layers(boundaries: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Stage boundaries counted in blocks -> counted in layers."""
+    starts = (0, *itertools.accumulate(blocks))
+    return tuple(starts[b] for b in boundaries)
+
+
+# The tower of a model that sees, as parts of the piece that holds the embedding: what each
+# computes and keeps.
+
+
+ModelPart = Literal["vision", "projector", "text"]
+"""Of a model that sees: the tower; what brings its features to the decoder's width; the decoder
+with its embedding and head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCost:
+    """FLOPs, or bytes, of one picture (or tile) of n patches: per_image + per_patch n + per_pair
+    n^2."""
+
+    per_image: int = 0
+    per_patch: int = 0
+    per_pair: int = 0
+
+    def of(self, patches: int) -> int:
+        return self.per_image + (self.per_patch + self.per_pair * patches) * patches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedVisionActivations:
+    """Bytes that a layer of the tower keeps for its backward pass; checkpointing and element_bytes
+    as in model_graph.Kept."""
+
+    checkpointing: Checkpointing
+    element_bytes: int
+    bytes: ImageCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionLayer:
+    """A layer of its own kind, `vision`: one block of a tower; or, with name "", all that stands
+    around the blocks, the projector included.
+
+    widths: (out, in) of its widest matrix; (0, 0) where it has none.
+    """
+
+    name: str  # "model.visual.blocks.0"
+    widths: tuple[int, int]
+    forward: ImageCost
+    backward: ImageCost
+    kept: tuple[SavedVisionActivations, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionEncoder:
+    """patch: pixels of a patch's side. patches: of every picture, or tile of one, whatever its
+    size; 0 where its size decides. tiles: that a picture is cut into at the most, the whole one
+    among them. patches_per_token: that become one token of a row.
+
+    layers: in the order in which they run, the one around them last; () where untraced says why
+    they could not be run. tower, projector: paths of modules and of single parameters; what lies
+    under both is the projector's, what lies
+        under neither is the text part.
+    """
+
+    patch: int
+    patches: int
+    patches_per_token: float
+    layers: tuple[VisionLayer, ...]
+    tower: tuple[str, ...]
+    projector: tuple[str, ...]
+    untraced: str = ""
+    tiles: int = 1
+
+    def patches_per_image(self, pixels: int) -> int:
+        """Of a picture with so many pixels, or of a tile."""
+        return self.patches or max(1, pixels // self.patch**2)
+
+    def part(self, parameter: str) -> ModelPart:
+        if _lies_under(parameter, self.projector):
+            return "projector"
+        return "vision" if _lies_under(parameter, self.tower) else "text"
+
+
+def _lies_under(name: str, paths: tuple[str, ...]) -> bool:
+    return any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.models.model_graph import Layer, ModelGraph
-from shardwright.utils.bounded_read import parse_json
+from shardwright.utils.file_io import parse_json
 from shardwright.utils.json_records import read_record
 
 GRAPH_FILE = "model_graph.json"

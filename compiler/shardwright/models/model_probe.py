@@ -1,5 +1,6 @@
 """The compile-time probe: the model's own type and switches, tiny, run plain and in isolated
-pieces."""
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from shardwright.diagnostics import KeyPath, Refusal, refusal
-from shardwright.models.config_special_floats import decode_special_floats
+from shardwright.models.config_schema import decode_special_floats
 from shardwright.models.context_parallel_probe import context_split_blocker
 from shardwright.models.expert_modules import expert_modules
-from shardwright.models.forward_patches import patch_forwards
-from shardwright.models.layer_kinds import has_every_layer_kind
 from shardwright.models.layer_split import (
     ModelStructure,
     NotSplittable,
@@ -28,25 +27,75 @@ from shardwright.models.layer_split import (
     find_layer_split,
     logits_of,
     probe,
+    run_in_pieces,
 )
 from shardwright.models.lora_target_paths import lora_blocker
-from shardwright.models.lora_targets import adapted_modules
+from shardwright.models.mixture_of_experts import NoRouterAuxLoss, detect_affinity
 from shardwright.models.mixture_of_experts import expert_parallel_blocker as split_experts_blocker
-from shardwright.models.model_graph import ModelGraph
-from shardwright.models.model_skeleton import Batch
-from shardwright.models.packing_probe import packing_blocker
-from shardwright.models.parameter_name_pattern import name_pattern
-from shardwright.models.pipeline_split import LayerRange, PipelineSplit
-from shardwright.models.router_aux_loss import NoRouterAuxLoss, detect_affinity
+from shardwright.models.model_graph import LayerRange, ModelGraph, PipelineSplit, name_pattern
+from shardwright.models.model_skeleton import Batch, patch_forwards
+from shardwright.models.packed_attention import packed_attention_arguments, packed_document_masks
 from shardwright.models.tasks.contrastive import probe_contrastive
 from shardwright.models.tasks.task_registry import CAUSAL_LM, Task, task_named
 from shardwright.models.tasks.vision_language import UnsupportedImages, modules_run_per_image
-from shardwright.models.tiny_config import VOCABULARY, shrink
+from shardwright.models.tiny_config import VOCABULARY, has_every_layer_kind, shrink
+from shardwright.models.trainable_parameters import adapted_modules
 from shardwright.recipe.literal_types import TaskName
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2, LoraSection
 from shardwright.utils.exception_summary import exception_summary
-from shardwright.utils.numeric_difference import relative_error
-from shardwright.utils.optional_packages import missing_peft
+from shardwright.utils.installation import missing_peft
+from shardwright.utils.numeric_difference import max_abs_diff, relative_error
+
+# Whether documents that share a sequence stay apart, given positions that start again at each one
+# (also for the masks: document_masks.py).
+
+
+LENGTHS = ((7, 5, 12), (1, 16, 7))
+"""Of the documents in each row of the probe: borders differ between the rows, and one document is a
+single token."""
+TOLERANCE = 2e-5
+"""Of the largest logit: other shapes of a matrix product sum in another order."""
+
+
+def positions() -> torch.Tensor:
+    """(2, 24) int64: each document counts from 0."""
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+
+
+@torch.no_grad()
+def packing_blocker(model: PreTrainedModel, cut: PipelineSplit, input_ids: torch.Tensor) -> str:
+    """ "" where it is proved. model: tiny, nothing random; input_ids: (2, 24).
+
+    In one piece, each document's logits must be those of the document alone; in isolated pieces, as
+    pipeline stages run, those of one piece.
+    """
+    place = positions()
+    with packed_document_masks(model, place):
+        keywords = packed_attention_arguments(model.config._attn_implementation, place)
+        whole = model(input_ids=input_ids, use_cache=False, **keywords).logits
+    if not whole.isfinite().all():
+        return "a tiny copy's logits are not finite"
+    scale = TOLERANCE * max(1.0, float(whole.abs().max()))
+    for row, lengths in enumerate(LENGTHS):
+        at = 0
+        for length in lengths:
+            alone = model(
+                input_ids=input_ids[row : row + 1, at : at + length], use_cache=False
+            ).logits[0]
+            off = max_abs_diff(whole[row, at : at + length], alone)
+            if not off <= scale:
+                return f"a packed document's logits differ by {off:.1e} from its own"
+            at += length
+    outside = {id(p) for p in model.parameters()} - {
+        id(p) for p in model.get_submodule(cut.stack).parameters()
+    }
+    off = max_abs_diff(run_in_pieces(model, cut, outside, outside, input_ids, place), whole)
+    return (
+        ""
+        if off <= scale
+        else f"packed logits of isolated layers differ by {off:.1e} from the model's"
+    )
+
 
 IMAGES_NOT_VERIFIED = "its rows hold pictures, which is not proved"
 MAX_PROBE_PARAMETERS = 250_000_000

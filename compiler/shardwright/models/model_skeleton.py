@@ -10,19 +10,97 @@ micro-batch, S sequence, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
-from shardwright.models.call_arguments import Arguments, copy_containers, leaves, replace_arguments
-from shardwright.models.packed_attention import packed_attention_arguments
-from shardwright.models.packed_document_masks import packed_document_masks
-from shardwright.models.pipeline_split import PipelineSplit
+from shardwright.models.model_graph import PipelineSplit
+from shardwright.models.packed_attention import packed_attention_arguments, packed_document_masks
+
+# The arguments of a call as one tree: positional ones by number, keywords by name, containers
+# inside by path.
+#
+# A path is "2", "attention_mask" or "position_embeddings.0"; tuples, lists and dictionaries are
+# walked, nothing else.
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one call."""
+
+
+def leaves(arguments: Arguments) -> Iterator[tuple[str, Any]]:
+    """Every value that is no container, with its path, in order."""
+    args, kwargs = arguments
+    yield from _leaves(args, "")
+    yield from _leaves(kwargs, "")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, tuple | list):
+        items: Iterator[tuple[Any, Any]] = iter(enumerate(value))
+    elif isinstance(value, dict):
+        items = iter(value.items())
+    else:
+        yield path, value
+        return
+    for key, inner in items:
+        yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+
+
+def replace_arguments(arguments: Arguments, values: Mapping[str, Any]) -> Arguments:
+    """The same arguments with the values at these paths; containers beside a path are kept as they
+    are."""
+    args, kwargs = arguments
+    for path, new in values.items():
+        parts = path.split(".")
+        if parts[0].isdecimal():
+            args = _with(args, parts, new)
+        else:
+            kwargs = _with(kwargs, parts, new)
+    return args, kwargs
+
+
+def _with(container: Any, parts: list[str], new: Any) -> Any:
+    head, rest = parts[0], parts[1:]
+    if isinstance(container, dict):
+        key = next(k for k in container if str(k) == head)
+        return {**container, key: _with(container[key], rest, new) if rest else new}
+    at = int(head)
+    inner = _with(container[at], rest, new) if rest else new
+    items = [*container[:at], inner, *container[at + 1 :]]
+    if isinstance(container, list):
+        return items
+    return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
+
+
+def copy_containers(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy in which every mutable container is new, tensors and all else the same.
+
+    memo: by id, so that one container handed to several layers stays one: that is how layers share
+    state.
+    """
+    if isinstance(value, tuple):
+        items = [copy_containers(v, memo) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list | MutableMapping):
+        if id(value) not in memo:
+            new = copy.copy(value)
+            memo[id(value)] = new
+            for key in range(len(new)) if isinstance(new, list) else list(new):
+                new[key] = copy_containers(new[key], memo)
+        return memo[id(value)]
+    return value
+
 
 Batch = Mapping[str, torch.Tensor]
 """What the forward of a model that sees takes, by name: `input_ids` (B, S) and the integers that
@@ -327,3 +405,157 @@ def _slots(
             ):
                 uses.setdefault(id(value), []).append((layer, path))
     return tuple(Slot(source=markers.get(at), uses=tuple(where)) for at, where in uses.items())
+
+
+# What a model does behind its base model - head, scaling, soft caps - for some of the tokens at a
+# time.
+
+
+class OutputHead:
+    """The model's own forward with its base model's answer put in place, so that no family needs
+    code of its own.
+
+    Shapes: B micro-batch, S sequence, C tokens of a chunk, H hidden, V vocabulary (or this tensor
+    rank's slice).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        # Not `base_model` alone: an OPT's head calls its model's decoder.
+        self._bases = [
+            m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model
+        ]
+        self._base: nn.Module = model
+        self._output: type[ModelOutput] = ModelOutput
+
+    def hidden(self, run: Callable[[], Any]) -> torch.Tensor:
+        """`run` calls the model -> the base model's last hidden states (B, S, H). The tail sees no
+        token of them."""
+        running: list[nn.Module] = []
+        found: list[torch.Tensor] = []
+
+        def without_tokens(
+            base: nn.Module, inner: Callable[..., Any], /, *args: Any, **kwargs: Any
+        ) -> Any:
+            running.append(base)
+            output = inner(*args, **kwargs)
+            running.pop()
+            if running:  # the outermost is what the head's module calls
+                return output
+            found.append(output.last_hidden_state)
+            self._base, self._output = base, type(output)
+            return self._with(output.last_hidden_state[:, :0])
+
+        with ExitStack() as stack:
+            for base in self._bases:
+                stack.enter_context(
+                    replace_forward(base, partial(without_tokens, base, base.forward))
+                )
+            run()
+        if len(found) != 1:
+            raise ValueError("its head is behind no module of its own")
+        return found[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, C, H) -> (B, C, V). Each token's logits depend on its own hidden state alone:
+        tests/zoo/chunks.py."""
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        with replace_forward(self._base, lambda *_, **__: self._with(hidden)):
+            # The class's own: an engine's model may have its instance's forward replaced by what
+            # calls this.
+            return type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    def _with(self, hidden: torch.Tensor) -> ModelOutput:
+        return self._output(last_hidden_state=hidden)
+
+
+# Model types whose own loop computes something between the layers that no argument shows: one
+# small adapter each.
+#
+# An adapter changes the forward of module instances, in place, so that the hidden states carry what
+# the loop keeps; the model computes the same bits before and after. Everything else is found by the
+# probe. New forwards are bound methods: a closure over a module would still mean the original in a
+# copy of the model.
+
+
+def _inkling2(model: Any) -> None:
+    """The loop collects hidden states of earlier layers in `block_states`, which later layers and
+    the final norm read. Here they travel in front of the hidden states: (B, S, blocks + 1, H)."""
+    for layer in model.model.layers:
+        layer.collects, layer.is_block_boundary = (
+            layer.is_block_boundary,
+            False,
+        )  # the loop itself collects nothing
+        layer.forward = MethodType(_inkling2_layer, layer)
+    model.model.final_input.forward = MethodType(_inkling2_final, model.model.final_input)
+
+
+def _inkling2_layer(
+    layer: Any, hidden: torch.Tensor, _: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    carried = hidden if hidden.ndim == 4 else hidden.unsqueeze(-2)  # the embedding's has no blocks
+    layer.is_block_boundary = layer.collects
+    out = type(layer).forward(layer, carried[..., -1, :], carried[..., :-1, :], **kwargs)
+    layer.is_block_boundary = False
+    return torch.cat(
+        [carried if layer.collects else carried[..., :-1, :], out.unsqueeze(-2)], dim=-2
+    )
+
+
+def _inkling2_final(module: Any, _: torch.Tensor, hidden: torch.Tensor) -> Any:
+    carried = hidden if hidden.ndim == 4 else hidden.unsqueeze(-2)
+    return type(module).forward(module, carried[..., :-1, :], carried[..., -1, :])
+
+
+ADAPTERS: dict[str, Callable[[nn.Module], None]] = {
+    "inkling2_text": _inkling2,
+}
+
+
+def _deepstack(decoder: Any, features: int) -> None:
+    """The loop adds a tower's features behind each of its first layers, at the places of pictures.
+    Here they travel beside the hidden states, each scattered over the row, (B, S, 1 + those not
+    added yet, H): of one shape, however many pictures a row holds."""
+    decoder.deepstack_features = features
+    for index, layer in enumerate(decoder.layers[:features]):
+        layer.deepstack_left = features - index
+        layer.forward = MethodType(_deepstack_layer, layer)
+    decoder.forward = MethodType(_deepstack_forward, decoder)
+
+
+def _deepstack_forward(decoder: Any, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> Any:
+    places, added = (
+        kwargs.pop("visual_pos_masks", None),
+        kwargs.pop("deepstack_visual_embeds", None),
+    )
+    rows = [torch.zeros_like(inputs_embeds)] * decoder.deepstack_features
+    if added is not None:
+        rows = [
+            row.masked_scatter(places.unsqueeze(-1), each.to(row))
+            for row, each in zip(rows, added, strict=True)
+        ]
+    carried = torch.stack([inputs_embeds, *rows], dim=-2)
+    return type(decoder).forward(decoder, *args, inputs_embeds=carried, **kwargs)
+
+
+def _deepstack_layer(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    out = type(layer).forward(layer, hidden[..., 0, :], *args, **kwargs) + hidden[..., 1, :]
+    if layer.deepstack_left == 1:
+        return out  # type: ignore[no-any-return]
+    return torch.cat([out.unsqueeze(-2), hidden[..., 2:, :]], dim=-2)
+
+
+def patch_forwards(model: Any) -> bool:
+    """Before the model is probed, and before a pipeline is built of it. Whether its type has an
+    adapter."""
+    adapter = ADAPTERS.get(model.config.model_type)
+    if adapter is not None:
+        adapter(model)
+    adapted = adapter is not None
+    tower = getattr(model.config, "vision_config", None)
+    features = len(getattr(tower, "deepstack_visual_indexes", None) or ())
+    for module in list(model.modules()) if features else ():
+        if "deepstack_visual_embeds" in inspect.signature(type(module).forward).parameters:
+            _deepstack(module, features)
+            adapted = True
+    return adapted

@@ -9,11 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, found, refusal
-from shardwright.models.hub_files import read_config
-from shardwright.models.hub_snapshot import code_folder
-from shardwright.models.remote_code_files import RemoteCode
+from shardwright.models.model_files import RemoteCode
+from shardwright.models.model_sources import code_folder, read_config
 from shardwright.recipe.recipe_types import ModelSection
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 _KEY: KeyPath = ("model", "source")
 FINGERPRINT = "remote_code_sha256"

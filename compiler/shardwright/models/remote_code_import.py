@@ -24,9 +24,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from shardwright.models.remote_code_files import RemoteCode
+from shardwright.models.model_files import RemoteCode
 from shardwright.models.tasks.task_registry import CAUSAL_LM
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 
 class NoRemoteClasses(ValueError):

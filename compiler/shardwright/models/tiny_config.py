@@ -1,16 +1,162 @@
 """A configuration of any type, made tiny: the same structure and switches, sizes that a CPU runs in
 a blink.
 
-One table of sizes by attribute name; what it does not name stays as it is. models/layer_kinds.py
+One table of sizes by attribute name; what it does not name stays as it is. models/tiny_config.py
 says which layers are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from shardwright.models.layer_kinds import representative_layers, truncate_layers
+from torch import nn
+from transformers import PretrainedConfig
+
+from shardwright.models.model_graph import name_pattern
+
+# Which layers a shallow copy of a model keeps: one of every kind, in their order, and what the
+# configuration says of each kept layer.
+#
+# A configuration describes its layers one by one in lists as long as the model is deep, in lists of
+# layer numbers, and in `per_layer_config`.
+
+
+LAYERS = 4
+MOST_KINDS = 12
+"""Some lists have a value of its own for each layer."""
+
+DEPTHS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "num_blocks",
+    "num_decoder_layers",
+)
+# A kind of layer that comes once in so many layers, where no list says which.
+_PERIODS = (
+    "attn_layer_period",
+    "expert_layer_period",
+    "layer_group_size",
+    "n_layers_per_attn_res_block",
+    "global_attn_every_n_layers",
+    "interleave_moe_layer_step",
+    "rescale_every",
+    "decoder_sparse_step",
+    "moe_layer_interval",
+)
+# Counted from one end of the stack.
+_COUNTS = (
+    "first_k_dense_replace",
+    "moe_layer_start_index",
+    "num_dense_layers",
+    "num_kv_shared_layers",
+)
+_PER_LAYER = "per_layer_config"
+
+
+def representative_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of the original layers that stand in the copy, repeated where there are fewer kinds
+    than LAYERS."""
+    layers = next((document[n] for n in DEPTHS if isinstance(document.get(n), int)), 0)
+    kinds = list({_kind(document, i, layers): i for i in reversed(range(layers))}.values())[::-1][
+        :MOST_KINDS
+    ] or [0]
+    periods = [
+        document[n] + 1
+        for n in _PERIODS
+        if isinstance(document.get(n), int) and document[n] < MOST_KINDS
+    ]
+    depth = max(LAYERS, len(kinds), *periods)
+    return tuple(kinds[i % len(kinds)] for i in range(depth))
+
+
+def truncate_layers(document: Mapping[str, Any], kept: tuple[int, ...]) -> dict[str, Any]:
+    """The attributes that speak of layers, for the kept ones only."""
+    layers = next((document[n] for n in DEPTHS if isinstance(document.get(n), int)), 0)
+    out: dict[str, Any] = {}
+    for name, value in document.items():
+        if name in DEPTHS and isinstance(value, int):
+            out[name] = len(kept)
+        elif name in _COUNTS and isinstance(value, int):
+            out[name] = min(value, 1)
+        elif _is_list_of_layers(name, value, layers):
+            out[name] = [value[i] for i in kept]
+        elif _is_list_of_numbers(name, value, layers):
+            out[name] = [place for place, i in enumerate(kept) if i in value]
+        elif name == _PER_LAYER and isinstance(value, dict):
+            by_number = {int(layer): sizes for layer, sizes in value.items()}
+            out[name] = {str(place): by_number[i] for place, i in enumerate(kept) if i in by_number}
+    if (
+        "attention_types" in out.keys() | document.keys() and "attention_layers" in out
+    ):  # gpt_neo says it twice
+        out["attention_types"] = [[[kind], 1] for kind in out["attention_layers"]]
+    return out
+
+
+def has_every_layer_kind(model: nn.Module, copy: nn.Module) -> bool:
+    """Whether each kind of layer of `model` stands in `copy`, too: by the classes of its modules
+    and the names of its parameters, whatever the configuration calls it."""
+    theirs = _kinds_by_list(copy)
+    return all(
+        kinds <= theirs.get(path, frozenset()) for path, kinds in _kinds_by_list(model).items()
+    )
+
+
+def _kinds_by_list(model: nn.Module) -> dict[str, frozenset[object]]:
+    """Of each list of layers that stands in no other one, the kinds of its members."""
+    lists = {
+        path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
+    outermost = {
+        p: m for p, m in lists.items() if not any(p.startswith(f"{other}.") for other in lists)
+    }
+    return {
+        path: frozenset(
+            (
+                frozenset(type(module) for module in layer.modules()),
+                frozenset(name_pattern(name) for name, _ in layer.named_parameters()),
+            )
+            for layer in layers
+        )
+        for path, layers in outermost.items()
+    }
+
+
+def _kind(document: Mapping[str, Any], layer: int, layers: int) -> str:
+    said: list[Any] = []
+    for name, value in document.items():
+        if _is_list_of_layers(name, value, layers):
+            said.append(value[layer])
+        elif _is_list_of_numbers(name, value, layers):
+            said.append(layer in value)
+        elif name == _PER_LAYER and isinstance(value, dict):
+            said.append([sizes for number, sizes in value.items() if int(number) == layer])
+    return repr(said)
+
+
+def _is_list_of_layers(name: str, value: Any, layers: int) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == layers > 0
+        and not _is_list_of_numbers(name, value, layers)
+    )
+
+
+def _is_list_of_numbers(name: str, value: Any, layers: int) -> bool:
+    """Layer numbers, ascending: `mlp_only_layers`, `full_attn_idxs`. A list of zeros and ones is
+    one value a layer."""
+    named = "layer" in name or name.endswith(("_idxs", "_indices"))
+    return (
+        named
+        and isinstance(value, list | tuple)
+        and all(type(n) is int and 0 <= n < layers for n in value)
+        and list(value) == sorted(set(value))
+    )
+
 
 VOCABULARY = 260
 
@@ -281,3 +427,184 @@ def _tables(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         nested = [table for table in value.values() if isinstance(table, dict)]
         yield from nested or [value]
+
+
+# A vision tower made narrow, beside what models/tiny_config.py does to any configuration: small
+# pictures of few patches, and widths that fit the decoder's. It keeps its depth.
+
+
+PATCH, SIDE = 4, 4
+"""Pixels of a patch's side, patches of a picture's side."""
+
+_TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
+_PICTURE_SIZES = ("image_size", "image_resolution", "crop_size")
+_DEPTHS = ("depth", "num_hidden_layers", "num_layers", "n_layers")
+_TO_TEXT = ("out_hidden_size", "projection_dim", "output_dim", "text_hidden_size")
+_ENCODER_HEADS = ("encoder_attention_heads", "num_encoder_attention_heads")
+_TOKENS = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens")
+
+
+def tiny_vision_encoder(
+    document: Mapping[str, Any], real: Mapping[str, Any], text_width: int | None = None
+) -> dict[str, Any]:
+    """document: `real`, a configuration, as shrink() made it tiny. The same with its towers' sizes
+    made tiny too. text_width: of the decoder that a part stands beside."""
+    text: Mapping[str, Any] = next(
+        (document[name] for name in _TEXT if isinstance(document.get(name), dict)), document
+    )
+    width = text.get("hidden_size") if text_width is None else text_width
+    out: dict[str, Any] = {}
+    for name, value in document.items():
+        if isinstance(value, dict) and isinstance(value.get("patch_size"), int):
+            out[name] = _tower(value, real[name], width)
+        elif value is text and isinstance(value, dict):
+            out[name] = {**value, **_sections(value, real[name])}
+        elif isinstance(value, dict) and "model_type" in value:
+            out[name] = tiny_vision_encoder(value, real[name], width)
+        elif name in _TO_TEXT and isinstance(value, int) and width is not None:
+            out[name] = width
+        elif name in _ENCODER_HEADS and isinstance(value, int):
+            out[name] = min(value, 4)
+        elif name in _TOKENS and isinstance(value, int):
+            out[name] = SIDE if name == "mm_tokens_per_image" else SIDE * SIDE
+        else:
+            out[name] = value
+    return {**out, **_of_towers(out, real)}
+
+
+def equalize_encoder_widths(document: Mapping[str, Any]) -> dict[str, Any]:
+    """document: as tiny_vision_encoder made it, of a model that compares features of texts and
+    pictures: both are as wide."""
+    sides = {
+        name: value for name, value in document.items() if name in _TEXT and isinstance(value, dict)
+    }
+    tower = next((v for v in document.values() if isinstance(v, dict) and "patch_size" in v), {})
+    return {
+        **document,
+        **{
+            name: {**side, "projection_size": tower["hidden_size"]}
+            for name, side in sides.items()
+            if "projection_size" in side
+        },
+    }
+
+
+def _of_towers(document: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says of its tower beside it."""
+    names = [
+        name
+        for name, value in document.items()
+        if isinstance(value, dict) and "patch_size" in value
+    ]
+    name = next(iter(names), None)
+    if name is None:
+        return {}
+    tower, real_tower, out = document[name], real[name], {}
+    wide, real_wide = tower.get("hidden_size"), real_tower.get("hidden_size")
+    for key, value in real.items():
+        if isinstance(value, int) and key.endswith("hidden_size") and wide and real_wide:
+            if value == real_wide:
+                out[key] = wide
+            elif (
+                value == real_wide * (tower.get("merge_size") or 0) ** 2
+            ):  # of the patches of one token
+                out[key] = wide * tower["merge_size"] ** 2
+        elif key == "image_grid_pinpoints" and isinstance(value, list):
+            tile = real_tower["image_size"]
+            out[key] = [[PATCH * SIDE * side // tile for side in pair] for pair in value]
+    return out
+
+
+def _sections(text: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary sections over time, height and width, which share out half a head: shrink() leaves out
+    lists that are as long as the real one."""
+    for name in ("rope_parameters", "rope_scaling"):
+        table, small = real.get(name), text.get(name)
+        if (
+            isinstance(table, dict)
+            and isinstance(small, dict)
+            and isinstance(table.get("mrope_section"), list)
+        ):
+            sizes, half = table["mrope_section"], _head(text) // 2
+            parts = [max(1, half * size // sum(sizes)) for size in sizes[:-1]]
+            return {name: {**small, "mrope_section": [*parts, half - sum(parts)]}}
+    return {}
+
+
+def _head(text: Mapping[str, Any]) -> int:
+    size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    rotated = (text.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0
+    return int(size * rotated)
+
+
+def _tower(
+    document: Mapping[str, Any], real: Mapping[str, Any], text_width: int | None
+) -> dict[str, Any]:
+    merge = document.get("spatial_merge_size") or 1
+    out = dict(document)
+    for name, value in document.items():
+        if name in _PICTURE_SIZES and isinstance(value, int):
+            out[name] = PATCH * SIDE
+        elif name in _PICTURE_SIZES and isinstance(value, list):
+            out[name] = [PATCH * SIDE] * len(value)
+        elif name in _DEPTHS or (isinstance(value, list) and "layer" in name):
+            out[name] = real[
+                name
+            ]  # which blocks a model takes features from is told by their numbers
+        elif name in _TO_TEXT and isinstance(value, int) and text_width is not None:
+            out[name] = text_width
+    width, inner = real.get("hidden_size"), real.get("intermediate_size")
+    if width and inner and not inner % width:  # what is as wide as so many patches
+        out["intermediate_size"] = inner // width * out["hidden_size"]
+    if isinstance(document.get("patch_size"), int):
+        out["patch_size"] = PATCH
+    if isinstance(document.get("window_size"), int):
+        out["window_size"] = PATCH * merge * 2
+    if isinstance(document.get("num_position_embeddings"), int):
+        out["num_position_embeddings"] = SIDE * SIDE
+    return out
+
+
+# Which token ids of a configuration are plain text, which are special there, and which stand for
+# something else.
+
+
+_IN_TEXT = ("pad", "bos", "eos", "unk", "sep", "cls", "mask")
+"""Beginnings of the names of ids that a text may hold."""
+_ENDINGS = ("_token_id", "_token_index", "_patch_id", "_token_ids", "_start_id", "_end_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIds:
+    """plain: mean nothing special, ascending. special: each id with a meaning of its own in a text,
+    the first id and the last one. In neither: those that stand for an image, audio or the like."""
+
+    plain: tuple[int, ...]
+    special: tuple[int, ...]
+
+
+def token_ids(config: PretrainedConfig) -> TokenIds:
+    """Read the ids of `config` and of the configurations inside of it, by name."""
+    text = config.get_text_config(decoder=True)
+    size = int(
+        getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or VOCABULARY
+    )
+    named = [(name, number) for name, number in _named(config.to_dict()) if 0 <= number < size]
+    others = {number for name, number in named if not name.startswith(_IN_TEXT)}
+    inside = {number for name, number in named if name.startswith(_IN_TEXT)}
+    special = sorted(({0, size - 1} | inside) - others)
+    plain = tuple(number for number in range(size) if number not in others and number not in inside)
+    return TokenIds(plain=plain[1:-1], special=tuple(special))
+
+
+def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """(name, id) of each key that names token ids, one or a list of them."""
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield from _named(value)
+        elif isinstance(name, str) and (
+            name.endswith(_ENDINGS) or name in ("image_token", "video_token", "audio_token")
+        ):
+            for number in value if isinstance(value, list) else [value]:
+                if type(number) is int:
+                    yield name, number

@@ -2,7 +2,7 @@
 models/layer_trace.py runs the decoder layers.
 
 `get_image_features` is run as it is, in the first shape of picture that it takes
-(models/tasks/image_formats.py), on real values and real integers (grids, which its code asks for
+(models/tasks/vision_language.py), on real values and real integers (grids, which its code asks for
 their values); each block that computes other shapes than those before it is then run alone. No type
 is named: the blocks are the children of the outermost lists of modules that run once each. Letters:
 n patches of a picture.
@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from shardwright.models.call_arguments import Arguments
 from shardwright.models.layer_trace import (
     TRACED_DTYPES,
     error_reason,
@@ -32,24 +31,25 @@ from shardwright.models.layer_trace import (
     shape_signature,
     stub_parameters,
 )
-from shardwright.models.model_skeleton import Batch, replace_forward
-from shardwright.models.pipeline_split import PipelineSplit
-from shardwright.models.tasks.image_formats import (
-    MakeImages,
-    UnsupportedImages,
-    VisionEncoderShape,
-    patches,
-    shapes,
-    vision_encoder_shape,
-)
-from shardwright.models.tasks.vision_language import forward_input_names, image_features
-from shardwright.models.trace_meter import PieceTrace, measure_piece, tensors_in
-from shardwright.models.vision_encoder_cost import (
+from shardwright.models.model_graph import (
     ImageCost,
+    PipelineSplit,
     SavedVisionActivations,
     VisionEncoder,
     VisionLayer,
 )
+from shardwright.models.model_skeleton import Arguments, Batch, replace_forward
+from shardwright.models.tasks.vision_language import (
+    MakeImages,
+    UnsupportedImages,
+    VisionEncoderShape,
+    forward_input_names,
+    image_features,
+    patches,
+    shapes,
+    vision_encoder_shape,
+)
+from shardwright.models.trace_meter import PieceTrace, measure_piece, tensors_in
 from shardwright.recipe.literal_types import CHECKPOINTING
 
 SIDE = 16

@@ -21,8 +21,8 @@ from transformers.core_model_loading import (
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
-from shardwright.models.weights_location import DEQUANTIZED_METHODS
-from shardwright.utils.json_types import JsonObject
+from shardwright.models.model_files import DEQUANTIZED_METHODS
+from shardwright.utils.json_values import JsonObject
 
 _TYPES = {
     "F8_E4M3": torch.float8_e4m3fn,

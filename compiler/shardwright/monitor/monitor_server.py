@@ -21,19 +21,21 @@ import traceback
 from pathlib import Path
 
 from shardwright.monitor import monitor_protocol
-from shardwright.monitor.monitor_token import delete_token
+from shardwright.monitor.monitor_protocol import delete_token
 from shardwright.monitor.rank_events import (
     RankFailed,
     RankLost,
+    RankStack,
     RunNotice,
     RunStalled,
     emit,
     first_failure,
+    stall_text,
+    suspect_ranks,
 )
 from shardwright.monitor.run_files import write_status
-from shardwright.monitor.stall_diagnosis import RankStack, stall_text, suspect_ranks
 from shardwright.plan.plan import Plan
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from shardwright.utils.unauthenticated_connections import (
     UnauthenticatedConnections,
     is_out_of_descriptors,

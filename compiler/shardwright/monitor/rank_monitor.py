@@ -22,16 +22,22 @@ from pathlib import Path
 
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.monitor import monitor_protocol
-from shardwright.monitor.monitor_server import GRACE_SECONDS, MonitorServer, keep_alive, open_server
-from shardwright.monitor.monitor_token import (
+from shardwright.monitor.monitor_protocol import (
     TOKEN_IN_ENVIRONMENT,
     TOKEN_VARIABLE,
     find_token,
     make_token,
 )
-from shardwright.monitor.rank_events import MAX_CAUSE_CHARACTERS, RankFailed, RankLost, emit
+from shardwright.monitor.monitor_server import GRACE_SECONDS, MonitorServer, keep_alive, open_server
+from shardwright.monitor.rank_events import (
+    MAX_CAUSE_CHARACTERS,
+    RankFailed,
+    RankLost,
+    RankStack,
+    emit,
+    thread_location,
+)
 from shardwright.monitor.run_files import read_status, write_status
-from shardwright.monitor.stall_diagnosis import RankStack, thread_location
 from shardwright.plan.plan import Plan
 
 RENDEZVOUS_SECONDS = 600.0

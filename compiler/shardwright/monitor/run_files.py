@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
-from shardwright.utils.atomic_write import write_atomically
-from shardwright.utils.json_types import JsonObject, JsonValue
-from shardwright.utils.strict_json import strict_json
+from shardwright.utils.file_io import write_atomically
+from shardwright.utils.json_values import JsonObject, JsonValue, strict_json
 
 Record = TypeVar("Record")
 OUTER_STEPS_FILE = "run/outer.jsonl"

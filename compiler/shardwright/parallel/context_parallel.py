@@ -3,26 +3,156 @@
 Masks are made for whole rows, so that windows, chunks and packed documents are what they are
 without context ranks. transformers makes them in one function, which counts the tokens that it is
 handed. Rotary embeddings that depend on the length see whole rows, too
-(models/rotary_embedding.py).
+(models/context_parallel_probe.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
 from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
+from shardwright.models.context_parallel_probe import full_sequence_rope
 from shardwright.models.packed_attention import packed_attention_arguments
-from shardwright.models.rotary_embedding import full_sequence_rope
-from shardwright.parallel.context_attention import Attention, ulysses_attention
+from shardwright.models.tasks.causal_lm import IGNORE_INDEX
+from shardwright.parallel.micro_batches import MicroBatch
+
+# Context ranks: each holds a piece of every row. In attention they trade their tokens' heads for
+# their heads' tokens (arXiv 2309.14509); everything else of a model works on each token alone.
+#
+# `CONTEXT` (ranks.py) is the switch. Shapes: B micro-batch, S a whole row, s context ranks, H and K
+# the heads of queries and of keys that this rank would hold without them, D their size.
+
+# The one collective of a context group: what was whole in one dimension becomes whole in
+# another.
+
+
+class _HeadsAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.back = join, split, group
+        return _transpose_over_ranks(x, split, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _transpose_over_ranks(gradient, *ctx.back), None, None, None
+
+
+def _transpose_over_ranks(
+    x: torch.Tensor, split: int, join: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    sent = torch.stack(x.chunk(dist.get_world_size(group), dim=split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), dim=join)
+
+
+def heads_all_to_all(
+    x: torch.Tensor, *, split: int, join: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Dimension `split` is cut over the group's ranks, which its size must divide by; their parts
+    are joined along `join`, in the order of the ranks. The gradient takes the way back."""
+    return _HeadsAllToAll.apply(x, split, join, group)
+
+
+# A model's own attention function, run on all tokens of a row and a share of its heads.
+
+
+Attention = Callable[..., tuple[torch.Tensor, Any]]
+"""What transformers' attention interface holds: (module, query (B, H, S, D), key, value (B, K, S,
+D), mask, ...) -> (output (B, S, H, D), weights or None)."""
+
+
+class _LocalHeadsView:
+    """An attention module to the function that reads it, with other values of what depends on the
+    number of heads."""
+
+    def __init__(self, module: nn.Module, values: dict[str, Any]) -> None:
+        self._module = module
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def ulysses_attention(
+    inner: Attention,
+    group: dist.ProcessGroup,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`inner` for S/s tokens of each rank. attention_mask: of the whole row. Raises ValueError
+    where the heads do not divide over the ranks."""
+    ranks, heads = dist.get_world_size(group), query.shape[1]
+    if heads % ranks:
+        raise ValueError(f"{heads} attention heads do not divide over {ranks} context ranks")
+    first, own = dist.get_rank(group) * heads // ranks, heads // ranks
+
+    def of_own_heads(x: Any, dimension: int) -> Any:
+        """Of a tensor with a value for each head."""
+        if (
+            not isinstance(x, torch.Tensor)
+            or x.ndim <= dimension
+            or x.shape[dimension] != heads
+            or heads == 1
+        ):
+            return x
+        return x.narrow(dimension, first, own)
+
+    def whole_row(x: torch.Tensor) -> torch.Tensor:
+        # Keys' heads that the ranks do not divide are repeated: each rank has those that its
+        # queries read.
+        copies = math.lcm(x.shape[1], ranks) // x.shape[1]
+        return heads_all_to_all(
+            x.repeat_interleave(copies, dim=1) if copies > 1 else x, split=1, join=2, group=group
+        )
+
+    query, key, value = whole_row(query), whole_row(key), whole_row(value)
+    values: dict[str, Any] = {}
+    if hasattr(module, "num_key_value_groups"):
+        values["num_key_value_groups"] = query.shape[1] // key.shape[1]
+    if hasattr(module, "sinks"):
+        values["sinks"] = of_own_heads(module.sinks, 0)
+    if "s_aux" in kwargs:
+        kwargs["s_aux"] = of_own_heads(kwargs["s_aux"], 0)
+    mask = of_own_heads(attention_mask, 1)
+    output, _ = inner(_LocalHeadsView(module, values), query, key, value, mask, *args, **kwargs)
+    return heads_all_to_all(output, split=1, join=2, group=group), None
+
+
+# The piece of a row that a context rank trains on.
+
+
+def contiguous_shard(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
+    """S/s neighbouring tokens of each row; the batch itself where there is one rank. Its labels are
+    shifted before the cut, for a piece's last label is the first token of the next piece.
+    position_ids stay those of the whole rows."""
+    if ranks == 1:
+        return batch
+    shifted = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(ranks, dim=1)[rank].contiguous()
+
+    return replace(batch, input_ids=own(batch.input_ids), labels=own(shifted), shifted=True)
 
 
 class ContextParallel:

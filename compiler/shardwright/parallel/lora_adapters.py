@@ -20,7 +20,7 @@ from shardwright.models.lora_target_paths import (
 )
 from shardwright.models.tasks.task_registry import Task
 from shardwright.plan.plan import Plan, PlanLora
-from shardwright.utils.optional_packages import missing_peft
+from shardwright.utils.installation import missing_peft
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 

@@ -1,8 +1,10 @@
 """The Hugging Face model and its first weights, and the one change of representation that every
-layout shares."""
+layout shares.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,16 +12,53 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.pytorch_utils import Conv1D
 
+from shardwright.diagnostics import refusal
+from shardwright.models.config_schema import decode_special_floats
 from shardwright.models.mixture_of_experts import use_grouped_mm_where_it_fits
+from shardwright.models.remote_code_import import register
 from shardwright.models.tasks.task_registry import task_named
-from shardwright.parallel.model_config_loading import load_config
 from shardwright.parallel.weight_files import WeightFiles, Weights
 from shardwright.parallel.weight_loader import EmptyWeights, LayerSeededWeights, empty_model
 from shardwright.plan.plan import Plan
+
+# The recipe's precisions as torch's types.
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# The model's configuration, a compiled folder's or a checkpoint's own copy. No deepspeed: `export`
+# reads it too.
+
+
+def load_config(plan: Plan, folder: Path) -> PretrainedConfig:
+    """Runs the model's own code where it has some: who runs a compiled folder trusts what is in it,
+    and the commands that take a stranger's folder ask first (trust.py). Raises Refusal: SW6008."""
+    if plan.model.remote_code is not None:
+        _register_own_code(plan, (folder / plan.model.config_file).parent)
+    document = decode_special_floats(
+        json.loads((folder / plan.model.config_file).read_text(encoding="utf-8"))
+    )
+    model_type = document.pop("model_type")
+    document.pop("auto_map", None)
+    return AutoConfig.for_model(model_type, **document)
+
+
+def _register_own_code(plan: Plan, folder: Path) -> None:
+    assert plan.model.remote_code is not None
+    try:
+        register(folder, plan.model.remote_code)
+    except Exception as error:  # whatever the files raise
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise refusal(
+            "SW6008",
+            f"the model's own code in {str(folder)!r} cannot be used: {why}",
+            "Compile the recipe again; what is in model/ is not to be edited.",
+        ) from None
+
 
 EXACT_PARAMETERS = 10_000_000_000
 """Up to here a random model is drawn as Hugging Face draws it; larger ones layer by layer, the same

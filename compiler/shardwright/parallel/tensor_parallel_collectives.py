@@ -8,12 +8,79 @@ their input as it is, which a model must not write into; so these are ours.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
 
-from shardwright.parallel.tensor_parallel_rng import TENSOR_PARALLEL_RNG
+from shardwright.plan.plan import Plan
+
+# Random numbers under tensor parallelism: whole tensors see one stream, cut tensors one stream a
+# rank.
+#
+# Tensor ranks share the seed, so dropout on a tensor that each of them holds whole drops the same
+# elements everywhere. Between a column-parallel layer and the row-parallel one behind it a rank
+# works
+# on features of its own; there it draws from a stream that is seeded by one number of the shared
+# stream and its tensor rank. No state of its own survives the region, so recomputation and resume,
+# which restore the shared stream, reproduce it without knowing of it.
+
+
+class TensorParallelRng:
+    """The default generators' switch; one a process, as they are."""
+
+    def __init__(self) -> None:
+        self._tensor_rank: int | None = None
+        self._shared: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def use(self, tensor_rank: int | None) -> None:
+        """None (the default) switches it off: without dropout nothing is random."""
+        self._tensor_rank, self._shared = tensor_rank, None
+
+    def enter(self) -> None:
+        """A column-parallel layer was passed. A second one (query, key, value) changes nothing. An
+        evaluation drops nothing out, and must draw nothing: the steps behind it would draw other
+        numbers."""
+        if self._tensor_rank is None or self._shared is not None or not torch.is_grad_enabled():
+            return
+        seed = int(torch.randint(2**62, ()))
+        on_gpu = torch.cuda.is_available()
+        self._shared = (torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None)
+        torch.manual_seed(seed + self._tensor_rank)
+
+    def leave(self) -> None:
+        """A row-parallel layer was reached: what comes behind it is whole again."""
+        if self._shared is None:
+            return
+        cpu, gpu = self._shared
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
+        self._shared = None
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Recomputation starts outside any region and may stop inside one, as soon as it has what
+        it needs."""
+        before, self._shared = self._shared, None
+        try:
+            yield
+        finally:
+            self._shared = before
+
+
+TENSOR_PARALLEL_RNG = TensorParallelRng()
+
+
+def seed_dropout(plan: Plan, rank: int) -> None:
+    """Data ranks and stages differ; the tensor ranks of one model copy share the seed."""
+    at = plan.ranks[rank]
+    shards = plan.strategy.shards
+    torch.manual_seed(
+        plan.training.seed + 1 + at.pipeline * shards + at.data * plan.strategy.context + at.context
+    )
 
 
 class _CopyToTensorRegion(torch.autograd.Function):
@@ -153,3 +220,59 @@ def all_reduce_gradient_of_copies(
 
     if parameter.requires_grad:
         parameter.register_hook(summed)
+
+
+# Cross-entropy over logits whose vocabulary is cut over the tensor ranks: no rank ever holds a
+# whole row.
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        first: int,
+        ignored: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        highest = logits.float().amax(dim=-1)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits.float() - highest.unsqueeze(-1)
+        counts = target != ignored
+        here = counts & (target >= first) & (target < first + logits.shape[-1])
+        place = (target - first).masked_fill(~here, 0).unsqueeze(-1)
+        own = (
+            shifted.gather(-1, place).squeeze(-1).masked_fill(~here, 0.0)
+        )  # 0 on the ranks that do not hold it
+        exponentials = shifted.exp_()
+        sums = torch.stack([exponentials.sum(dim=-1), own])
+        dist.all_reduce(sums, group=group)
+        softmax = exponentials.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(softmax, place, here, counts)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).masked_fill(~counts, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        softmax, place, here, counts = ctx.saved_tensors
+        scale = gradient.float().masked_fill(~counts, 0.0).unsqueeze(-1)
+        wanted = (softmax * scale).scatter_add_(-1, place, -scale * here.unsqueeze(-1))
+        return wanted.to(ctx.dtype), None, None, None, None
+
+
+def vocabulary_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    first: int,
+    ignored: int,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """logits (..., V of this rank), target (...) ids of the whole vocabulary -> (...) fp32 losses,
+    0 where `ignored`.
+
+    first: the vocabulary's id of this rank's first logit. Computed in fp32; the gradient has the
+    logits' type.
+    """
+    return _CrossEntropy.apply(logits, target, first, ignored, group)

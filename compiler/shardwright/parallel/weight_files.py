@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.models.safetensors_headers import FLOATS, INDEX, SINGLE, weight_file_names
 from shardwright.models.weight_conversion import Conversion, dequantizer, map_keys, meta_tensor
-from shardwright.utils.bounded_read import parse_json, read_regular_file
-from shardwright.utils.json_types import JsonObject
+from shardwright.models.weights_check import FLOATS, INDEX, SINGLE, weight_file_names
+from shardwright.utils.file_io import parse_json, read_regular_file
+from shardwright.utils.json_values import JsonObject
 
 _EXACT_IN = {
     torch.float32: ("F32", "F16", "BF16"),

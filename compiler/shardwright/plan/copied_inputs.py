@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.diagnostics import Diagnostic, Refusal, refusal
-from shardwright.models.weights_location import TOKENIZER_PATTERNS
+from shardwright.models.model_files import TOKENIZER_PATTERNS
 from shardwright.plan.folder_paths import (
     HOSTFILE,
     MODEL_DIRECTORY,
@@ -19,7 +19,7 @@ from shardwright.plan.hostfile import read_hostfile
 from shardwright.plan.plan import Plan
 from shardwright.recipe.measurements import MEASURED_FILE
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.utils.bounded_read import read_regular_file, read_regular_text_file
+from shardwright.utils.file_io import read_regular_file, read_regular_text_file
 
 
 def input_files_to_copy(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwright.diagnostics import refusal
 from shardwright.plan.plan import Plan
-from shardwright.utils.strict_json import canonical_hash
+from shardwright.utils.json_values import canonical_hash
 
 
 def island_name(island: int) -> str:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
 import shardwright
-from shardwright.cluster.cluster_types import Cluster
-from shardwright.diagnostics import Diagnostic, found
+from shardwright.cluster.gpu_catalogue import Cluster
+from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.layout.axes import rank_coordinates
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
 from shardwright.models.expert_modules import expert_modules
-from shardwright.models.frozen_parameters import frozen_parameter_patterns
-from shardwright.models.lora_targets import adapted_modules
+from shardwright.models.model_files import RemoteCode, WeightsLocation
 from shardwright.models.model_graph import Layer, ModelGraph
-from shardwright.models.remote_code_files import RemoteCode
-from shardwright.models.weights_location import WeightsLocation
+from shardwright.models.trainable_parameters import (
+    adapted_modules,
+    adapter_sizes,
+    frozen_parameter_patterns,
+)
 from shardwright.plan.folder_paths import CONFIG_FILE, TOKENIZER_DIRECTORY
-from shardwright.plan.image_data_checks import image_data_errors
 from shardwright.plan.plan import (
     PLAN_VERSION,
     Plan,
@@ -28,16 +30,18 @@ from shardwright.plan.plan import (
     PlanDiLoCo,
     PlanLora,
     PlanModel,
+    PlanRank,
     PlanRouterAuxLoss,
     PlanStage,
     PlanTraining,
     Predicted,
     resolve_scheduler,
 )
-from shardwright.plan.rank_map import build_rank_map
 from shardwright.recipe.recipe_types import (
+    ELEMENT_BYTES,
     TOKENIZED_KINDS,
     DataSection,
+    ImagesSection,
     LaunchSection,
     Recipe,
     TrainingSection,
@@ -45,7 +49,166 @@ from shardwright.recipe.recipe_types import (
     accumulation_dtype,
 )
 from shardwright.utils.json_records import copy_shared_fields
-from shardwright.utils.strict_json import canonical_hash
+from shardwright.utils.json_values import canonical_hash
+
+# Which rank sits where, and how many bytes of parameters it holds.
+
+
+def build_rank_map(
+    graph: ModelGraph,
+    cluster: Cluster,
+    strategy: Layout,
+    partition: LayerStages,
+    tensor_map: TensorParallelMap,
+    recipe: Recipe,
+) -> tuple[PlanRank, ...]:
+    """By the order of the axes (layout/axes.py); nodes in order."""
+    bytes_held = {
+        (pipeline, tensor): _parameter_bytes(
+            graph, strategy, partition, tensor_map, recipe, pipeline, tensor
+        )
+        for pipeline in range(strategy.pipeline)
+        for tensor in range(strategy.tensor)
+    }
+    ranks = []
+    for rank, at in enumerate(rank_coordinates(strategy.degrees())):
+        node, slot = divmod(rank, cluster.gpus_per_node)
+        held = bytes_held[at["pipeline"], at["tensor"]]
+        ranks.append(PlanRank(rank=rank, node=node, slot=slot, **at, parameter_bytes=held))
+    return tuple(ranks)
+
+
+def _parameter_bytes(
+    graph: ModelGraph,
+    strategy: Layout,
+    partition: LayerStages,
+    tensor_map: TensorParallelMap,
+    recipe: Recipe,
+    pipeline: int,
+    tensor: int,
+) -> int:
+    """A tensor that is tied over two stages counts on both, but only once on one rank.
+
+    ZeRO-3 keeps ceil(numel / (data x context)) elements of each parameter; of an expert's, which
+    `expert` ranks cut before, as many ranks fewer share each part.
+    """
+    experts = expert_modules(graph) if strategy.shards_experts else {}
+    shard_numel = {
+        p.name: p.shard_numel(tensor) for module in tensor_map.modules for p in module.parameters
+    }
+    names = {
+        parameter.name
+        for stage in partition.stages_of_pipeline_rank(pipeline)
+        for layer in graph.layers[partition.boundaries[stage] : partition.boundaries[stage + 1]]
+        for parameter in layer.parameters
+    }
+    held = [
+        (shard_numel[n], strategy.expert if n.rpartition(".")[0] in experts else 1) for n in names
+    ]
+    if recipe.lora is not None:
+        modules = adapted_modules(graph, recipe.lora)
+        held += [
+            (numel, 1)
+            for layer in graph.layers
+            for numel in adapter_sizes(layer, modules, recipe.lora.rank)
+        ]
+    shares = strategy.shards if strategy.zero_stage == 3 else 1
+
+    def resident(numel: int, cut: int) -> int:
+        return -(-(numel // cut) // max(1, shares // cut))
+
+    return sum(resident(*each) for each in held) * ELEMENT_BYTES[recipe.training.precision]
+
+
+# Whether a recipe's data and its model agree on pictures.
+
+
+_PAIR_EXAMPLE = "images: {per_row: 1, max_pixels: 1048576}"
+PAIR_KINDS = ("jsonl", "parquet")
+_EXAMPLE = "images: {per_row: 4, max_pixels: 1048576}"
+
+
+def image_data_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
+    """SW1403 to SW1408."""
+    parts = recipe.dataset_sections()
+    if not graph.is_vision_language:
+        for key, part in parts:
+            if part.images is not None:
+                what = f"a {graph.model_type!r} is trained for {graph.task}, and takes no pictures"
+                help = (
+                    "Remove `images`, or write `task: image-text-to-text` for a type that "
+                    "transformers has it of."
+                )
+                yield found("SW1404", (*key, "images"), f"data.images: {what}", help)
+        return
+    own = "byte" if recipe.model.source is None else recipe.model.source
+    if graph.contrastive:
+        yield from _pair_errors(recipe, graph)
+    for key, part in parts if not graph.contrastive else ():
+        if part.kind != "chat" or part.images is None:
+            what = f"{part.kind} data" if part.kind != "chat" else "chat data without `images`"
+            yield found(
+                "SW1403",
+                key,
+                f"{what} is not for a {graph.model_type!r} that sees ({graph.task})",
+                f"Write `kind: chat` with for example `{_EXAMPLE}`; `task: causal-lm` trains on "
+                "text alone where the type has such a model.",
+            )
+        elif _without_folder(part.images) != _without_folder(parts[0][1].images):
+            yield _different_images_error(key)
+    for key, part in parts:
+        if part.images is not None and part.tokenizer not in (None, own):
+            yield found(
+                "SW1406",
+                (*key, "tokenizer"),
+                f"the tokenizer {part.tokenizer!r} is not the one of the model's processor",
+                f"Write `tokenizer: {own}`, or leave it out.",
+                (own,),
+            )
+
+
+def _pair_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
+    parts = recipe.dataset_sections()
+    for key, part in parts:
+        if part.kind not in PAIR_KINDS or part.images is None:
+            what = (
+                f"{part.kind} data"
+                if part.kind not in PAIR_KINDS
+                else f"{part.kind} data without `images`"
+            )
+            yield found(
+                "SW1407",
+                key,
+                f"{what} is not for a {graph.model_type!r} that learns from pairs ({graph.task})",
+                f"Write `kind: jsonl` (or parquet), `field: caption` and `{_PAIR_EXAMPLE}`: a "
+                "record has its caption under that field and its picture under `image`.",
+                PAIR_KINDS,
+            )
+        elif part.images.per_row != 1:
+            yield found(
+                "SW1408",
+                (*key, "images"),
+                f"data.images: per_row {part.images.per_row}, and a pair has one picture",
+                "Write `per_row: 1`.",
+                (1,),
+            )
+        elif _without_folder(part.images) != _without_folder(parts[0][1].images):
+            yield _different_images_error(key)
+
+
+def _without_folder(images: ImagesSection | None) -> ImagesSection | None:
+    """Parts may have their pictures in folders of their own."""
+    return images and dataclasses.replace(images, folder=None)
+
+
+def _different_images_error(key: KeyPath) -> Diagnostic:
+    help = "Give all parts the largest of each."
+    return found(
+        "SW1405",
+        (*key, "images"),
+        "every part of the data has the same `images`: the processor is one",
+        help,
+    )
 
 
 def installed_versions(engine_packages: Iterable[str]) -> dict[str, str]:

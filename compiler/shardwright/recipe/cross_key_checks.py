@@ -18,12 +18,12 @@ from shardwright.recipe.island_keys import (
     island_key_errors,
     single_island_document,
 )
-from shardwright.recipe.key_descriptions import join_with_or
-from shardwright.recipe.pod_patch_checks import pod_patch_errors
+from shardwright.recipe.kubernetes_pod_patch import pod_patch_errors
+from shardwright.recipe.recipe_schema import join_with_or
 from shardwright.recipe.recipe_types import FREE_DEGREES, optimizer_steps
 from shardwright.recipe.sbatch_options import sbatch_option_errors
 from shardwright.utils.divisors import context_degrees, degree_mismatch, nearest_multiples
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 
 class DocumentView:

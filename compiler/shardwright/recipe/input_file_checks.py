@@ -11,8 +11,8 @@ from pathlib import Path
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.recipe.foreign_checkpoints import foreign_checkpoint_error
-from shardwright.recipe.key_descriptions import dotted_key, quote_text
-from shardwright.recipe.recipe_paths import GLOB_KINDS
+from shardwright.recipe.recipe_composition import GLOB_KINDS
+from shardwright.recipe.recipe_schema import dotted_key, quote_text
 from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, DataSection, Recipe
 
 

@@ -7,11 +7,15 @@ from collections.abc import Iterable
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, found
-from shardwright.recipe.key_descriptions import join_with_or
-from shardwright.recipe.recipe_schema import fill_in_defaults, recipe_schema, schema_properties
+from shardwright.recipe.recipe_schema import (
+    fill_in_defaults,
+    join_with_or,
+    recipe_schema,
+    schema_properties,
+)
 from shardwright.recipe.recipe_types import optimizer_steps
 from shardwright.utils.divisors import nearest_multiples
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 DEFAULT_OUTER_STORE = "127.0.0.1:29471"
 DEFAULT_MIXING = 0.5

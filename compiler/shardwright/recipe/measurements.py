@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.recipe.literal_types import Checkpointing, Precision
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 KIND: Literal["shardwright measurements"] = "shardwright measurements"
 VERSION: Literal[1] = 1

@@ -1,25 +1,262 @@
 """Text -> Node tree, by one of two readers. Everything wrong that lets the reading go on is
-collected, not raised."""
+collected, not raised.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
-from shardwright.diagnostics import Diagnostic, Location, found
-from shardwright.recipe.json_parser import is_json, json_events
-from shardwright.recipe.parse_events import LineOffsets, ParseError, ParseEvent
-from shardwright.recipe.recipe_nodes import (
-    ListNode,
-    MapEntry,
-    MapNode,
-    Node,
-    ScalarNode,
-    list_node,
-    map_node,
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
 )
-from shardwright.recipe.yaml_parser import yaml_events
-from shardwright.recipe.yaml_scalar import scalar_errors, yaml_scalar_value
+from ruamel.yaml.reader import ReaderError
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Location, found
+from shardwright.recipe.json_parser import LineOffsets, ParseError, ParseEvent, is_json, json_events
+from shardwright.utils.json_values import JsonScalar, JsonValue
+
+# A recipe before it is checked: values with the place they were read from.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarNode:
+    value: JsonScalar
+    location: Location
+    size: int = 1
+    depth: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListNode:
+    items: tuple[Node, ...]
+    location: Location
+    size: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapEntry:
+    key: str
+    key_location: Location
+    node: Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapNode:
+    """size: nodes in the tree; depth: levels of it. Aliases count as often as they are used."""
+
+    entries: tuple[MapEntry, ...]
+    location: Location
+    size: int
+    depth: int
+
+    def get(self, key: str) -> MapEntry | None:
+        return next((entry for entry in self.entries if entry.key == key), None)
+
+
+Node = ScalarNode | ListNode | MapNode
+
+
+def map_node(entries: tuple[MapEntry, ...], location: Location) -> MapNode:
+    size = 1 + sum(entry.node.size for entry in entries)
+    depth = 1 + max((entry.node.depth for entry in entries), default=0)
+    return MapNode(entries=entries, location=location, size=size, depth=depth)
+
+
+def list_node(items: tuple[Node, ...], location: Location) -> ListNode:
+    size, depth = (
+        1 + sum(item.size for item in items),
+        1 + max((item.depth for item in items), default=0),
+    )
+    return ListNode(items=items, location=location, size=size, depth=depth)
+
+
+def node_value(node: Node) -> JsonValue:
+    """Without the places. Depth is bounded by the reader, so recursion is safe."""
+    if isinstance(node, ScalarNode):
+        return node.value
+    if isinstance(node, ListNode):
+        return [node_value(item) for item in node.items]
+    return {entry.key: node_value(entry.node) for entry in node.entries}
+
+
+def node_locations(
+    node: Node, path: KeyPath = ()
+) -> Iterator[tuple[KeyPath, Location, Location | None]]:
+    """(key path, place of the value, place of the key) of everything in the tree."""
+    if path == ():
+        yield (), node.location, None
+    if isinstance(node, MapNode):
+        for entry in node.entries:
+            yield (*path, entry.key), entry.node.location, entry.key_location
+            yield from node_locations(entry.node, (*path, entry.key))
+    elif isinstance(node, ListNode):
+        for index, item in enumerate(node.items):
+            yield (*path, index), item.location, None
+            yield from node_locations(item, (*path, index))
+
+
+# Plain scalars by the core schema of YAML 1.2 (section 10.3.2), and what they must not be.
+
+
+LARGEST_INTEGER = 2**53
+INTEGER_HELP = "Write an integer of at most 9007199254740992, such as 1e12."
+
+_NULL = re.compile(r"null|Null|NULL|~|")
+_TRUE = re.compile(r"true|True|TRUE")
+_FALSE = re.compile(r"false|False|FALSE")
+_DECIMAL = re.compile(r"[-+]?[0-9]+")
+_OCTAL = re.compile(r"0o[0-7]+")
+_HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+
+
+def yaml_scalar_value(text: str) -> JsonScalar:
+    """The value of an unquoted scalar; infinity and NaN come back as such, and integers of any
+    size."""
+    if _NULL.fullmatch(text):
+        return None
+    if _TRUE.fullmatch(text):
+        return True
+    if _FALSE.fullmatch(text):
+        return False
+    if _OCTAL.fullmatch(text) or _HEXADECIMAL.fullmatch(text):
+        return _integer(text[2:], 8 if text[1] == "o" else 16)
+    if _DECIMAL.fullmatch(text):
+        return _integer(text, 10)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", ""))
+    return text
+
+
+def _integer(digits: str, base: int) -> int:
+    # int() refuses thousands of digits; anything this long is beyond 2^53 however it ends.
+    significant = digits.lstrip("+-").lstrip("0")
+    value = int(significant[:40] or "0", base)
+    return -value if digits.startswith("-") else value
+
+
+def scalar_errors(value: JsonScalar, text: str, location: Location) -> Iterator[Diagnostic]:
+    """Numbers that JSON cannot hold, and halves of a surrogate pair."""
+    shown = text if len(text) <= 40 else f"{text[:37]}..."
+    if isinstance(value, float) and not math.isfinite(value):
+        help = "Write a finite number; a key that should have its default is left out."
+        yield found("SW1013", location, f"{shown} is not a finite number", help)
+    elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        message = f"the integer {shown} is beyond 2^53, where JSON readers no longer agree"
+        yield found("SW1014", location, message, INTEGER_HELP)
+    elif isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        message = "this text holds half of a surrogate pair, which is no character"
+        yield found(
+            "SW1016", location, message, "Write the character itself, or both halves of its pair."
+        )
+
+
+# YAML 1.2 -> events, by ruamel.yaml's parser; nothing of its object construction is used.
+
+
+_HINTS: dict[str, str] = {
+    "found character '\\t' that cannot start any token": (
+        "Indent with spaces; YAML does not allow tabs there."
+    ),
+    "mapping values are not allowed here": (
+        "A value that holds `: ` needs quotes; check the indentation of this line."
+    ),
+    "could not find expected ':'": "Every key needs a colon and a space after it.",
+    "found unexpected end of stream": "A quote or bracket is opened and never closed.",
+}
+_DEFAULT_HINT = "Check quotes, brackets and indentation at this place and just before it."
+
+
+def yaml_events(text: str) -> Iterator[ParseEvent]:
+    """Raises ParseError."""
+    try:
+        for event in YAML(typ="safe", pure=True).parse(text):
+            start, end = event.start_mark.index, event.end_mark.index
+            anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+            if isinstance(event, ScalarEvent):
+                plain = not event.style
+                yield ParseEvent(
+                    kind="scalar",
+                    start=start,
+                    end=end,
+                    text=event.value,
+                    plain=plain,
+                    anchor=anchor,
+                    tag=tag,
+                )
+            elif isinstance(event, MappingStartEvent | SequenceStartEvent):
+                kind: Literal["map", "list"] = (
+                    "map" if isinstance(event, MappingStartEvent) else "list"
+                )
+                yield ParseEvent(
+                    kind=kind,
+                    start=start,
+                    end=end,
+                    flow=bool(event.flow_style),
+                    anchor=anchor,
+                    tag=tag,
+                )
+            elif isinstance(event, MappingEndEvent | SequenceEndEvent):
+                yield ParseEvent(kind="end", start=start, end=end)
+            elif isinstance(event, AliasEvent):
+                yield ParseEvent(kind="alias", start=start, end=end, text=str(event.anchor))
+            elif isinstance(event, DocumentStartEvent):
+                if event.version not in (None, (1, 2)):
+                    raise ParseError(
+                        (
+                            f"the file asks for YAML {'.'.join(map(str, event.version))}; recipes "
+                            "are YAML 1.2"
+                        ),
+                        start,
+                        "Remove the %YAML line.",
+                    )
+                yield ParseEvent(kind="document", start=start, end=end)
+    except ReaderError as error:
+        raise ParseError(
+            f"character U+{_code_point(error.character):04X} is not allowed in YAML",
+            int(error.position or 0),
+            "Remove it, or write it as an escape inside double quotes.",
+        ) from None
+    except MarkedYAMLError as error:
+        problem = " ".join(str(error.problem or error.context or "it cannot be read").split())
+        # An unclosed quote is found at the end of the text, and is to be mended where it was
+        # opened.
+        unclosed = (
+            problem.startswith("found unexpected end of stream") and error.context_mark is not None
+        )
+        mark = error.context_mark if unclosed else error.problem_mark or error.context_mark
+        hint = next(
+            (hint for start, hint in _HINTS.items() if problem.startswith(start)), _DEFAULT_HINT
+        )
+        raise ParseError(f"not valid YAML: {problem}", mark.index if mark else 0, hint) from None
+    except (YAMLError, ValueError, IndexError, OverflowError, AssertionError) as error:
+        # ruamel.yaml raises these, without a place, for some escapes and directives.
+        raise ParseError(
+            f"not valid YAML: {' '.join(str(error).split()) or type(error).__name__}",
+            0,
+            _DEFAULT_HINT,
+        ) from None
+
+
+def _code_point(character: object) -> int:
+    return character if isinstance(character, int) else ord(str(character)[:1] or "\0")
+
 
 MAX_RECIPE_DEPTH = 48
 MAX_RECIPE_NODES = 20_000

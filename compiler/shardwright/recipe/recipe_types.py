@@ -1,5 +1,6 @@
 """Stage 1's output: the recipe, typed. Field names are the recipe's own keys; `None` stands for
-`auto`."""
+`auto`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,33 @@ from shardwright.recipe.literal_types import (
     TaskName,
 )
 from shardwright.recipe.measurements import MeasurementsFile
-from shardwright.recipe.tracking_types import TrackingSection
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
+
+# What a recipe has a run keep track of, beside its metrics.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WandbSection:
+    project: str
+    entity: str | None
+    name: str | None  # None: the recipe's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseScaleSection:
+    """every_steps: a step in so many is measured. rows: of it, its first ones, up to the end of a
+    micro-batch."""
+
+    every_steps: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingSection:
+    tensorboard: bool
+    wandb: WandbSection | None
+    noise_scale: NoiseScaleSection | None = None
+
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Of a precision or an accumulation type."""
@@ -37,7 +63,7 @@ class ModelSection:
     """`source` (hub id or local folder, already made absolute if a folder) or `config`, exactly
     one.
 
-    freeze: parts of a model that sees (models/frozen_parameters.py) and patterns of parameters'
+    freeze: parts of a model that sees (models/trainable_parameters.py) and patterns of parameters'
     names, which are not trained."""
 
     source: str | None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 
 KEY: KeyPath = ("launch", "slurm", "extra")
 SAFE_VALUE = re.compile(r"[A-Za-z0-9._,@+=:/%&|*()\[\] -]+")

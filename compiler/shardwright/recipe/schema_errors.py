@@ -10,28 +10,26 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
-from shardwright.recipe.key_descriptions import (
+from shardwright.recipe.recipe_schema import (
     FILL_IN,
+    allowed_types,
+    allows_other_keys,
     close_choices,
     describe_types,
     describe_value,
     dotted_key,
+    fits_choice,
+    has_allowed_type,
     join_with_or,
     path_of_synonym,
     paths_of_key,
     quote_text,
-)
-from shardwright.recipe.recipe_schema import (
-    allowed_types,
-    allows_other_keys,
-    fits_choice,
-    has_allowed_type,
     recipe_schema,
     schema_items,
     schema_properties,
 )
-from shardwright.recipe.yaml_scalar import INTEGER_HELP, LARGEST_INTEGER, yaml_scalar_value
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.recipe.recipe_tree import INTEGER_HELP, LARGEST_INTEGER, yaml_scalar_value
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 MAX_SUGGESTION_SEARCHES = 200
 """Unknown keys of one section for which a near name is looked for: a search each, and nobody

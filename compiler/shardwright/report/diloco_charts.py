@@ -14,12 +14,16 @@ from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 
 from shardwright.compiled_folder import CompiledFolder
-from shardwright.diloco.island_metrics import MergedStep, merged_steps, missing
-from shardwright.diloco.round_log import effective_rounds, read_rounds
+from shardwright.diloco.island_metrics import (
+    MergedStep,
+    effective_rounds,
+    merged_steps,
+    missing,
+    read_rounds,
+)
 from shardwright.monitor.run_files import OUTER_STEPS_FILE
 from shardwright.plan.island_plans import island_folders
-from shardwright.report.chart_colors import CHOSEN, ORANGE, group_colors
-from shardwright.report.report_charts import hover, plot
+from shardwright.report.report_charts import CHOSEN, ORANGE, group_colors, hover, plot
 from shardwright.report.run_results import MOST_POINTS, MeasuredRun, read_run
 
 MOST_DRAWN = 16  # islands with a curve of their own

@@ -10,7 +10,6 @@ from shardwright.layout.layout import Layout, auto_by_default_axes
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import candidate_layouts, without_layout_pins
 from shardwright.search.layout_comparison import (
     SlowerRegion,
     binding_constraint,
@@ -18,15 +17,14 @@ from shardwright.search.layout_comparison import (
     slower_regions,
 )
 from shardwright.search.layout_resolution import (
+    allows_partial_checkpointing,
     estimate_checked_layout,
     keeps_headroom,
     resolve_layout,
-)
-from shardwright.search.layout_search import search
-from shardwright.search.partial_checkpointing import (
-    allows_partial_checkpointing,
     with_partial_checkpointing,
 )
+from shardwright.search.layout_search import search
+from shardwright.search.legal_layouts import candidate_layouts, without_layout_pins
 from shardwright.search.rejected_faster_layouts import RejectedFasterLayout, rejected_faster_layouts
 from shardwright.search.rule_registry import check_layout
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardwright.compiled_folder import read_folder
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.report.step_timeline import chrome_trace
-from shardwright.utils.atomic_write import write_atomically
+from shardwright.utils.file_io import write_atomically
 
 
 def write_report(folder: Path, output: Path, trace: Path | None) -> list[tuple[Path, int]]:

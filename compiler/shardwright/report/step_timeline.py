@@ -7,14 +7,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.layer_times import pass_times
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.cost.step_time import is_simulated, stage_pass_seconds
 from shardwright.layout import interleaved_schedule
 from shardwright.layout.layout_estimate import Time
-from shardwright.layout.pipeline_instructions import FORWARD
-from shardwright.layout.pipeline_simulation import PipelineTimeline, simulate
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.layout.pipeline_simulation import FORWARD, PipelineTimeline, simulate
+from shardwright.utils.json_values import JsonObject, JsonValue
 
 OUTER = "outer step between islands, a step's share"
 KINDS = ("forward", "backward", "messages", "data-parallel collectives", "optimizer", OUTER)

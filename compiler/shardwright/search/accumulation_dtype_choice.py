@@ -13,7 +13,7 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.search.cluster_sizing import ClusterSizing, size_cluster
 from shardwright.search.layout_search import SearchResult, search
 from shardwright.search.ranking_penalties import penalized_seconds
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 BF16_ACCUMULATION_FROM = 1.2
 """Weighed time of the best layout with sums in fp32, over that with sums in bf16, from which on

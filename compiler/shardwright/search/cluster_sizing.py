@@ -7,7 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.layer_shapes import model_shapes
 from shardwright.cost.layer_times import peak_flops
 from shardwright.cost.layout_costs import SECONDS_PER_DAY

@@ -22,7 +22,7 @@ from shardwright.search.forked_call import ForkedCall
 from shardwright.search.kernel_choice import resolve_kernels
 from shardwright.search.layout_comparison import because
 from shardwright.search.layout_search import best_layout, rank_key, search
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from shardwright.recipe.recipe_types import with_resolved_kernels
 from shardwright.search.cluster_sizing import ClusterSizing
 from shardwright.search.layout_search import search
 from shardwright.search.ranking_penalties import penalized_seconds
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 ResolvedProblem = tuple[Problem, ClusterSizing | None]
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.cost.layer_shapes import model_shapes
-from shardwright.cost.micro_batch_times import PassTimes
+from shardwright.cost.layer_times import PassTimes
 from shardwright.cost.peak_memory import (
     kept_of_layers,
     least_rank_bytes,

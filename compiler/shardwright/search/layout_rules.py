@@ -5,22 +5,53 @@ Lines are of DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
+from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import rank_axes
-from shardwright.layout.layout_rule import Candidate
+from shardwright.layout.layout import Candidate
 from shardwright.layout.stage_balancing import (
     max_decoder_layers_per_stage,
     max_stages,
     too_few_layers_error,
 )
 from shardwright.layout.tensor_parallel_map import divisibility_errors
+from shardwright.layout.zero_settings import fits_in_host_memory, offloaded_bytes
 from shardwright.models.expert_modules import experts_per_layer
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.model_support import supports_chunked_loss
-from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.search.precision_rules import fp16_on_cpu_error, missing_peak_error
+from shardwright.recipe.literal_types import PartialCheckpointing, Precision
 from shardwright.utils.divisors import degree_mismatch, nearest_divisors, nearest_multiples
+
+# What a GPU computes in. Of the recipe and the cluster alone, so that `check` can ask, too.
+
+
+def missing_peak_error(precision: Precision, cluster: Cluster) -> Diagnostic | None:
+    if precision in cluster.gpu.peak_flops:
+        return None
+    return found(
+        "SW3118",
+        "training.precision",
+        f"gpu {cluster.gpu.name} has no {precision} peak",
+        (
+            "Choose a precision that the GPU computes in, or give its peak in an inline gpu's "
+            "peak_tflops."
+        ),
+        tuple(cluster.gpu.peak_flops),
+    )
+
+
+def fp16_on_cpu_error(precision: Precision, cluster: Cluster) -> Diagnostic | None:
+    if precision != "fp16" or not cluster.gpu.is_cpu:
+        return None
+    return found(
+        "SW3119",
+        "training.precision",
+        "DeepSpeed refuses to run precision fp16 on a CPU",
+        "Write bf16 or fp32, or name the GPU that it is for.",
+        ("bf16", "fp32"),
+    )
+
 
 SLOW_LINK_BYTES_PER_SECOND = 200e9 / 8  # 200 Gb/s
 
@@ -194,7 +225,7 @@ def chunked_loss_verified(x: Candidate) -> Diagnostic | None:
 def layer_drop_supported(x: Candidate) -> Diagnostic | None:
     """Skipping layers at random: a stage cannot skip what another one sends, and ZeRO-3 hangs where
     data ranks, each with its own numbers, gather different layers. Ordinary dropout runs under
-    every layout (parallel/tensor_parallel_rng.py)."""
+    every layout (parallel/tensor_parallel_collectives.py)."""
     s = x.strategy
     name = next((k for k in ("layerdrop", "decoder_layerdrop") if x.graph.config.get(k)), None)
     if name is None or (s.pipeline == 1 and s.zero_stage < 3):
@@ -367,4 +398,35 @@ def hf_loss_is_next_token(x: Candidate) -> Diagnostic | None:
         f"Hugging Face's own loss of a {x.graph.model_type!r} is another one",
         "The trainer's is next-token cross-entropy on the logits, for every type.",
         severity="warning",
+    )
+
+
+# The layout rules about states in host memory.
+
+
+def offload_fits_host_memory(x: Candidate) -> Diagnostic | None:
+    """A node that runs out of memory kills its ranks with signal 9 and no message."""
+    if x.strategy.offload == "none":
+        return None
+    needed = offloaded_bytes(x.strategy.offload, x.graph.total_parameters, x.cluster.nodes)
+    has = x.cluster.host_memory_bytes
+    if has is None:
+        return found(
+            "SW3127",
+            "parallelism.offload",
+            f"offload {x.strategy.offload} keeps {needed / 2**30:.0f} GiB in each node's memory",
+            "Give cluster.host_memory_gib, and the compiler checks that it is there.",
+            severity="warning",
+        )
+    if fits_in_host_memory(has, needed):
+        return None
+    return found(
+        "SW3127",
+        "parallelism.offload",
+        f"offload {x.strategy.offload} keeps {needed / 2**30:.0f} GiB in each node's memory, which "
+        f"has {has / 2**30:.0f} GiB",
+        (
+            "The system would kill the ranks with signal 9. Use more nodes (each then keeps less), "
+            "or offload: none."
+        ),
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from shardwright.cluster.cluster_types import Cluster
+from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.cost.layout_costs import price
 from shardwright.cost.peak_memory import memory_is_accepted
 from shardwright.cost.priced_layout import PricedLayout
@@ -20,17 +20,25 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import candidate_layouts, pinned_layout, zero_baseline
-from shardwright.search.layout_resolution import estimate_layout, resolve_layout
-from shardwright.search.legal_layouts import Legal, RejectedRegion, Rejections, legal_layouts
+from shardwright.search.layout_resolution import (
+    allows_partial_checkpointing,
+    estimate_layout,
+    resolve_layout,
+    with_partial_checkpointing,
+)
+from shardwright.search.legal_layouts import (
+    Legal,
+    RejectedRegion,
+    Rejections,
+    candidate_layouts,
+    legal_layouts,
+    pinned_layout,
+    zero_baseline,
+)
 from shardwright.search.over_memory_layouts import (
     MEMORY_BOUND_FROM,
     NEXT_GPU_MEMORY_FACTOR,
     OverMemoryLayouts,
-)
-from shardwright.search.partial_checkpointing import (
-    allows_partial_checkpointing,
-    with_partial_checkpointing,
 )
 from shardwright.search.ranking_penalties import penalized_seconds, with_complexity_penalty
 from shardwright.search.rule_registry import UNPRICEABLE_CODES, check_layout

@@ -1,32 +1,104 @@
 """Why this layout: what it is made of, what each of its keys would cost otherwise, and what comes
-next."""
+next.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.cost.cost_breakdown import Breakdown, break_down
-from shardwright.cost.layout_costs import price
+from shardwright.cluster.gpu_catalogue import Cluster, Gpu
+from shardwright.cost.layout_costs import Breakdown, break_down, price
 from shardwright.cost.peak_memory import estimate_memory, memory_is_accepted
 from shardwright.cost.priced_layout import PricedLayout
+from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.layout.layout import Layout, axes_in_print_order, searched_axes
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import without_layout_pins
 from shardwright.search.engine_choice import OtherEngine, other_engine
 from shardwright.search.layout_comparison import because, binding_constraint
 from shardwright.search.layout_resolution import (
+    estimate_layout,
     keeps_headroom,
     price_planned_layout,
     with_hpz,
     without_hpz,
 )
-from shardwright.search.layout_search import SearchResult, rank_key, search
-from shardwright.search.legal_layouts import RejectedRegion
+from shardwright.search.layout_search import SearchResult, estimate_pinned_layout, rank_key, search
+from shardwright.search.legal_layouts import RejectedRegion, without_layout_pins
 from shardwright.search.rejected_faster_layouts import RejectedFasterLayout, rejected_faster_layouts
-from shardwright.search.resource_sensitivity import Sensitivity, sensitivities
+
+# What a little more of each resource would change: the chosen layout priced again, and the search
+# run again.
+
+
+MORE_FACTOR = 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """same: the chosen layout on the better cluster; best: the layout that a search finds there
+    (the same strategy where nothing better comes up), None where none fits."""
+
+    resource: str
+    same: Estimate
+    best: Estimate | None
+
+
+def sensitivities(problem: Problem, chosen: Estimate) -> tuple[Sensitivity, ...]:
+    """Resources that the cluster has no use for (links between nodes, on one node) are left out."""
+    cluster = problem.cluster
+    found: list[Sensitivity] = []
+    for resource, (matters, better) in RESOURCES.items():
+        if matters(cluster):
+            there = dataclasses.replace(problem, cluster=better(cluster))
+            same, best = (
+                estimate_layout(there, chosen.strategy),
+                next(iter(search(there).ranked), None),
+            )
+            found.append(Sensitivity(resource=resource, same=same, best=best))
+    return tuple(found)
+
+
+def _faster_gpu(cluster: Cluster) -> Cluster:
+    """At the same power a FLOP: with the old limit in watts a board would throttle away what it
+    gains."""
+    gpu = cluster.gpu
+    peaks = {precision: flops * MORE_FACTOR for precision, flops in gpu.peak_flops.items()}
+    watts = None if gpu.watts is None else gpu.watts * MORE_FACTOR
+    best = None if gpu.best_product_flops is None else gpu.best_product_flops * MORE_FACTOR
+    return _with_gpu(cluster, peak_flops=peaks, watts=watts, best_product_flops=best)
+
+
+def _with_gpu(cluster: Cluster, **changes: object) -> Cluster:
+    changed: Gpu = dataclasses.replace(cluster.gpu, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(cluster, gpu=changed)
+
+
+# resource -> whether a cluster has a use for it, and the cluster with more of it
+RESOURCES: dict[str, tuple[Callable[[Cluster], bool], Callable[[Cluster], Cluster]]] = {
+    "inter_node_bandwidth": (
+        lambda c: c.nodes > 1,
+        lambda c: dataclasses.replace(
+            c, inter_node_bytes_per_second=c.inter_node_bytes_per_second * MORE_FACTOR
+        ),
+    ),
+    "intra_node_bandwidth": (
+        lambda c: c.gpus_per_node > 1,
+        lambda c: dataclasses.replace(
+            c, intra_node_bytes_per_second=c.intra_node_bytes_per_second * MORE_FACTOR
+        ),
+    ),
+    "memory": (lambda c: True, lambda c: _with_gpu(c, memory_gib=c.gpu.memory_gib * MORE_FACTOR)),
+    "memory_bandwidth": (
+        lambda c: True,
+        lambda c: _with_gpu(c, hbm_bytes_per_second=c.gpu.hbm_bytes_per_second * MORE_FACTOR),
+    ),
+    "peak_flops": (lambda c: True, _faster_gpu),
+}
+
 
 NEXT = 3
 
@@ -202,4 +274,60 @@ def _reason(
         other=None if other is None else alternative(recipe, other, chosen),
         slow_seconds=slow if other is None else None,
         refused=refused if other is None and slow is None else None,
+    )
+
+
+# Why the plan is not some other layout: the rule that forbids all of it, or what its best
+# completion loses by.
+
+
+CHOSEN, LOSES, WINS, FORBIDDEN, TOO_LARGE = "chosen", "loses", "wins", "forbidden", "does not fit"
+MEMORY_CODE = "SW3201"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyNotResult:
+    """verdict: chosen (it is the plan), loses (it runs, and ranks behind the plan), wins (it ranks
+    before the plan, which other pins hold), forbidden (a rule), does not fit (memory).
+
+    estimate: of the best completion, as `estimate` prints it; None where there is nothing to count.
+    diagnostics: the rules that it breaks, or what is said of it. because: the part of the step, or
+    the memory, that decides.
+    """
+
+    verdict: str
+    estimate: Estimate | None
+    diagnostics: tuple[Diagnostic, ...]
+    because: str
+
+
+def why_not(problem: Problem, chosen: Estimate) -> WhyNotResult:
+    """problem: its recipe pins the region that is asked about, and nothing else of the layout."""
+    asked = problem.recipe
+    try:
+        best = estimate_pinned_layout(problem)
+    except Refusal as refusal:
+        return refused(refusal)
+    errors = [d for d in best.diagnostics if d.severity == "error"]
+    if errors:
+        verdict = TOO_LARGE if all(d.code == MEMORY_CODE for d in errors) else FORBIDDEN
+        reason = errors[0].message
+    elif best.strategy == chosen.strategy:
+        verdict, reason = CHOSEN, ""
+    elif not chosen.feasible:
+        verdict, reason = WINS, "the plan itself does not run"
+    elif rank_key(asked, best) < rank_key(asked, chosen):
+        verdict, reason = WINS, because(asked, chosen, best)
+    else:
+        verdict, reason = LOSES, because(asked, best, chosen)
+    return WhyNotResult(
+        verdict=verdict, estimate=best, diagnostics=best.diagnostics, because=reason
+    )
+
+
+def refused(refusal: Refusal) -> WhyNotResult:
+    """Where nothing multiplies out to the GPUs and the batch."""
+    found = refusal.diagnostics
+    return WhyNotResult(
+        verdict=FORBIDDEN, estimate=None, diagnostics=tuple(found), because=found[0].message
     )

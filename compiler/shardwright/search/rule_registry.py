@@ -8,24 +8,15 @@ from collections.abc import Iterable
 from shardwright.diagnostics import Diagnostic
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import AXES, rank_axes
-from shardwright.layout.layout import Layout
-from shardwright.layout.layout_rule import Candidate, Rule, rule
+from shardwright.layout.layout import Candidate, Layout, Rule, rule
 from shardwright.layout.planning_problem import Problem
 from shardwright.search import (
     attention_rules,
-    context_parallel_rules,
-    contrastive_rules,
-    diloco_rules,
-    expert_parallel_rules,
-    freeze_rules,
-    kernel_rules,
     layout_rules,
-    lora_rules,
-    noise_scale_rules,
-    offload_rules,
-    router_aux_loss_rules,
-    scheduler_rules,
-    vision_language_rules,
+    moe_rules,
+    runnable_recipes,
+    training_rules,
+    vision_rules,
 )
 
 _DEGREES = [axis.name for axis in rank_axes()]
@@ -61,7 +52,7 @@ GENERAL_RULES: dict[str, Rule] = {
 
 # What this project's own modules do not run, under whatever engine.
 RUNTIME_RULES: dict[str, Rule] = {
-    "SW3127": rule(offload_rules.offload_fits_host_memory, "offload"),
+    "SW3127": rule(layout_rules.offload_fits_host_memory, "offload"),
     "SW3113": rule(layout_rules.layer_drop_supported, "pipeline", "zero_stage"),
     "SW3123": rule(layout_rules.tensor_parallel_styles, "tensor"),
     "SW3124": rule(attention_rules.attention_module_exists, "activation_checkpointing"),
@@ -69,27 +60,27 @@ RUNTIME_RULES: dict[str, Rule] = {
     "SW3136": rule(attention_rules.packed_rope_length),
     "SW3128": rule(attention_rules.flash_attention_supported),
     "SW1431": rule(layout_rules.chunked_loss_verified),
-    "SW1432": rule(lora_rules.lora_without_pipeline, "pipeline"),
-    "SW1433": rule(lora_rules.lora_without_tensor_parallel, "tensor"),
-    "SW1434": rule(lora_rules.lora_target_modules_exist),
-    "SW1435": rule(freeze_rules.freeze_names_exist),
-    "SW1436": rule(freeze_rules.freeze_leaves_trainable),
-    "SW1437": rule(freeze_rules.freeze_without_lora),
-    "SW3141": rule(context_parallel_rules.context_divides_sequence, "context"),
-    "SW3142": rule(context_parallel_rules.context_divides_heads, "context", "tensor"),
-    "SW3143": rule(context_parallel_rules.context_parallel_supported, "context"),
-    "SW3144": rule(context_parallel_rules.context_without_dropout, "context"),
-    "SW3145": rule(expert_parallel_rules.expert_divides_ranks, "expert", "data", "context"),
-    "SW3146": rule(expert_parallel_rules.expert_divides_experts, "expert"),
-    "SW3147": rule(expert_parallel_rules.expert_parallel_supported, "expert"),
-    "SW3148": rule(expert_parallel_rules.expert_without_dropout, "expert"),
-    "SW3149": rule(expert_parallel_rules.expert_without_lora, "expert"),
-    "SW3158": rule(router_aux_loss_rules.router_aux_loss_supported),
-    "SW3159": rule(router_aux_loss_rules.router_aux_loss_verified),
-    "SW3160": rule(router_aux_loss_rules.router_aux_loss_requested_by_config),
-    "SW3161": rule(kernel_rules.compiled_model_verified),
+    "SW1432": rule(training_rules.lora_without_pipeline, "pipeline"),
+    "SW1433": rule(training_rules.lora_without_tensor_parallel, "tensor"),
+    "SW1434": rule(training_rules.lora_target_modules_exist),
+    "SW1435": rule(training_rules.freeze_names_exist),
+    "SW1436": rule(training_rules.freeze_leaves_trainable),
+    "SW1437": rule(training_rules.freeze_without_lora),
+    "SW3141": rule(attention_rules.context_divides_sequence, "context"),
+    "SW3142": rule(attention_rules.context_divides_heads, "context", "tensor"),
+    "SW3143": rule(attention_rules.context_parallel_supported, "context"),
+    "SW3144": rule(attention_rules.context_without_dropout, "context"),
+    "SW3145": rule(moe_rules.expert_divides_ranks, "expert", "data", "context"),
+    "SW3146": rule(moe_rules.expert_divides_experts, "expert"),
+    "SW3147": rule(moe_rules.expert_parallel_supported, "expert"),
+    "SW3148": rule(moe_rules.expert_without_dropout, "expert"),
+    "SW3149": rule(moe_rules.expert_without_lora, "expert"),
+    "SW3158": rule(moe_rules.router_aux_loss_supported),
+    "SW3159": rule(moe_rules.router_aux_loss_verified),
+    "SW3160": rule(moe_rules.router_aux_loss_requested_by_config),
+    "SW3161": rule(training_rules.compiled_model_verified),
     "SW3162": rule(
-        kernel_rules.compiled_layout_verified,
+        training_rules.compiled_layout_verified,
         "tensor",
         "context",
         "expert",
@@ -98,11 +89,11 @@ RUNTIME_RULES: dict[str, Rule] = {
         "activation_checkpointing",
         "offload",
     ),
-    "SW3163": rule(kernel_rules.liger_missing),
-    "SW3171": rule(vision_language_rules.vision_language_verified, "schedule", "offload"),
-    "SW3172": rule(vision_language_rules.vision_encoder_not_counted),
+    "SW3163": rule(training_rules.liger_missing),
+    "SW3171": rule(vision_rules.vision_language_verified, "schedule", "offload"),
+    "SW3172": rule(vision_rules.vision_encoder_not_counted),
     "SW3173": rule(
-        diloco_rules.diloco_layout_verified,
+        runnable_recipes.diloco_layout_verified,
         "expert",
         "zero_stage",
         "context",
@@ -110,23 +101,23 @@ RUNTIME_RULES: dict[str, Rule] = {
         "schedule",
     ),
     "SW3181": rule(
-        contrastive_rules.contrastive_is_data_parallel, "tensor", "pipeline", "context", "expert"
+        vision_rules.contrastive_is_data_parallel, "tensor", "pipeline", "context", "expert"
     ),
     "SW3182": rule(
-        contrastive_rules.contrastive_has_one_micro_batch,
+        vision_rules.contrastive_has_one_micro_batch,
         "data",
         "micro_batch_size",
         "gradient_accumulation_steps",
     ),
-    "SW3183": rule(contrastive_rules.contrastive_verified, "activation_checkpointing"),
-    "SW3191": rule(noise_scale_rules.noise_scale_verified, "context", "expert", "pipeline"),
+    "SW3183": rule(vision_rules.contrastive_verified, "activation_checkpointing"),
+    "SW3191": rule(training_rules.noise_scale_verified, "context", "expert", "pipeline"),
     "SW3192": rule(
-        noise_scale_rules.noise_scale_has_two_batch_sizes,
+        training_rules.noise_scale_has_two_batch_sizes,
         "data",
         "micro_batch_size",
         "gradient_accumulation_steps",
     ),
-    "SW3220": rule(scheduler_rules.learning_rate_is_zero),
+    "SW3220": rule(training_rules.learning_rate_is_zero),
     "SW3119": rule(layout_rules.fp16_on_cpu),
     "SW3120": rule(layout_rules.zero_3_over_slow_links, "zero_stage"),
 }

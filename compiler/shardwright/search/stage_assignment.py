@@ -11,27 +11,306 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.cost.vision_encoder_flops import vision_encoder_flops
 from shardwright.engines.engine_table import traits_of
 from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
 from shardwright.layout.layout import Layout
-from shardwright.layout.pipeline_step_time import MAX_SIMULATED_DUALPIPEV_RANKS
+from shardwright.layout.pipeline_step_time import (
+    MAX_SIMULATED_DUALPIPEV_RANKS,
+    Floats,
+    step_seconds_of_partitions,
+)
 from shardwright.layout.stage_balancing import (
     balanced_boundaries,
     balanced_interleaved_boundaries,
     max_stages,
 )
-from shardwright.models.model_graph import ModelGraph
-from shardwright.models.pipeline_split import boundaries_in_layers
+from shardwright.models.model_graph import ModelGraph, boundaries_in_layers
+from shardwright.recipe.literal_types import Schedule
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.simulated_stage_boundaries import (
-    PipelineBlocks,
-    fastest_boundaries,
-    fastest_boundaries_where,
-)
+
+# Where to cut a row of blocks into pipeline stages, so that the simulated step is the shortest.
+#
+# The slowest stage alone does not decide: of the cuts that tie on it, those with the heavy stages
+# in
+# front are faster, for a rank that waits for its first gradient has forward passes to run, and the
+# first rank has the most of them. Where there are few cuts, all are candidates; else a descent
+# moves
+# one block from one stage to another at a time. Cuts whose lower bound is not below the best step
+# so
+# far are never simulated.
+
+
+BoundaryArray = NDArray[np.int64]
+"""(cuts, stages + 1): boundaries, counted in blocks."""
+
+MAX_EXHAUSTIVE = 400
+ALL_PAIRS = 16
+TILTS = (0.0, 0.1, 0.3)
+# Arrays of this many cuts times stages squared (the closed form) or times stages (levels) take
+# hardly longer than one.
+BATCH_SIZE = 4000
+BATCH_SIZE_SIMULATED = 1000
+# Up to so many stages: descents, each from another start, and arrays in each. A search asks for
+# hundreds of partitions, and many stages leave little to gain beyond the starts.
+EFFORT = ((6, 3, 8), (8, 2, 6), (16, 2, 4), (32, 1, 2), (math.inf, 1, 1))
+EFFORT_WITHOUT_CLOSED_FORM = ((6, 3, 8), (16, 1, 2), (math.inf, 1, 1))
+# Steps closer than this share are equal: what floating-point noise decides would not be a choice.
+TIE_TOLERANCE = 1e-9
+# A descent goes on for this share of the step.
+MIN_GAIN = 3e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineBlocks:
+    """Blocks in order, and the schedule that runs them. Seconds are of one micro-batch.
+
+    forward_seconds, backward_seconds: prefix sums over the blocks (length blocks + 1);
+    per_stage_seconds: what a stage takes beyond its blocks, forward and backward; send_seconds: one
+    message. once_per_step_seconds: prefix sums too, of what a rank does once, when all
+    micro-batches are through; the ranks do it at the same time. balanced_start: a cut whose slowest
+    rank takes as little as it can, the first start of the descent.
+    """
+
+    schedule: Schedule
+    micro_batches: int
+    stages: int
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    per_stage_seconds: tuple[float, float]
+    send_seconds: float
+    once_per_step_seconds: tuple[float, ...]
+    balanced_start: tuple[int, ...]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.forward_seconds) - 1
+
+
+@functools.lru_cache(maxsize=8192)
+def fastest_boundaries(pipeline_blocks: PipelineBlocks) -> tuple[int, ...]:
+    """Boundaries of non-empty stages, counted in blocks; there are at least as many blocks as
+    stages."""
+    found = fastest_boundaries_where(pipeline_blocks, lambda cut: True)
+    assert found is not None, "every cut is allowed"
+    return found
+
+
+def fastest_boundaries_where(
+    pipeline_blocks: PipelineBlocks,
+    is_allowed: Callable[[tuple[int, ...]], bool],
+    start: tuple[int, ...] | None = None,
+) -> tuple[int, ...] | None:
+    """The fastest of the cuts that `allows` (memory, say). start: one of them, where one is known.
+    None: none found."""
+    best = _Descent(pipeline_blocks, is_allowed, 0)
+    if math.comb(pipeline_blocks.blocks - 1, pipeline_blocks.stages - 1) <= MAX_EXHAUSTIVE:
+        best.improve(_all_cuts(pipeline_blocks.blocks, pipeline_blocks.stages), math.inf)
+        return best.best
+    known = [] if start is None else [start]
+    starts = np.array(list(dict.fromkeys([*known, *_starts(pipeline_blocks)])))
+    steps = step_seconds(pipeline_blocks, starts)
+    tried, (descents, arrays) = 0, _effort(pipeline_blocks)
+    for index in np.argsort(np.round(steps / steps.max(), 9), kind="stable"):
+        cut = _as_tuple(starts[index])
+        if tried == descents or not is_allowed(cut):
+            continue
+        tried += 1
+        descent = _Descent(pipeline_blocks, is_allowed, arrays, cut, float(steps[index]))
+        while descent.improve(_neighbours(cut), descent.step_seconds * (1 - MIN_GAIN), first=True):
+            cut = descent.best or cut
+        if descent.step_seconds < best.step_seconds * (1 - TIE_TOLERANCE):
+            best = descent
+    return best.best
+
+
+def _effort(pipeline_blocks: PipelineBlocks) -> tuple[int, int]:
+    has_form = (
+        pipeline_blocks.schedule == "1f1b"
+        and pipeline_blocks.micro_batches >= pipeline_blocks.stages
+    )
+    table = EFFORT if has_form else EFFORT_WITHOUT_CLOSED_FORM
+    return next(
+        (descents, arrays) for most, descents, arrays in table if pipeline_blocks.stages <= most
+    )
+
+
+class _Descent:
+    """The best cut so far, and how many more arrays may be simulated."""
+
+    def __init__(
+        self,
+        pipeline_blocks: PipelineBlocks,
+        is_allowed: Callable[[tuple[int, ...]], bool],
+        arrays: int,
+        best: tuple[int, ...] | None = None,
+        step_seconds: float = math.inf,
+    ) -> None:
+        self.pipeline_blocks, self.is_allowed, self.best, self.step_seconds = (
+            pipeline_blocks,
+            is_allowed,
+            best,
+            step_seconds,
+        )
+        self._arrays = arrays
+
+    def improve(self, cuts: BoundaryArray, limit_seconds: float, *, first: bool = False) -> bool:
+        """Whether an allowed one of the cuts takes less than the limit; the fastest of them (first:
+        of the first array that has one) is then the best. Of equal ones, the first."""
+        bounds = _lower_bounds(self.pipeline_blocks, cuts)
+        order = np.argsort(np.round(bounds / bounds.max(initial=1e-300), 9), kind="stable")
+        size = max(4, BATCH_SIZE // self.pipeline_blocks.stages**2)
+        if (
+            self.pipeline_blocks.schedule == "dualpipev"
+            or self.pipeline_blocks.micro_batches < self.pipeline_blocks.stages
+        ):
+            size = max(16, BATCH_SIZE_SIMULATED // self.pipeline_blocks.stages)
+        found = False
+        for at in range(0, len(cuts), size):
+            chosen = order[at : at + size]
+            chosen = chosen[bounds[chosen] < limit_seconds * (1 - TIE_TOLERANCE)]
+            if not len(chosen) or (found and first) or (first and not self._arrays):
+                break
+            self._arrays -= first
+            steps = step_seconds(self.pipeline_blocks, cuts[chosen])
+            for index in np.argsort(np.round(steps / steps.max(), 9), kind="stable"):
+                if steps[index] >= limit_seconds * (1 - TIE_TOLERANCE):
+                    break
+                cut = _as_tuple(cuts[chosen[index]])
+                if self.is_allowed(cut):
+                    self.best, self.step_seconds, limit_seconds, found = (
+                        cut,
+                        steps[index],
+                        steps[index],
+                        True,
+                    )
+                    break
+        return found
+
+
+def step_seconds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Floats:
+    """Simulated, one a cut."""
+    forward, backward = _stage_seconds(pipeline_blocks, cuts)
+    schedule = step_seconds_of_partitions(
+        pipeline_blocks.schedule,
+        pipeline_blocks.micro_batches,
+        forward,
+        backward,
+        pipeline_blocks.send_seconds,
+    )
+    return schedule + _after_seconds(pipeline_blocks, cuts)
+
+
+def _after_seconds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Floats:
+    after = _stage_sums(pipeline_blocks.once_per_step_seconds, cuts)
+    if pipeline_blocks.schedule == "dualpipev":
+        after = (
+            after[:, : pipeline_blocks.stages // 2]
+            + after[:, : pipeline_blocks.stages // 2 - 1 : -1]
+        )
+    longest: Floats = after.max(axis=1)
+    return longest
+
+
+def _starts(pipeline_blocks: PipelineBlocks) -> list[tuple[int, ...]]:
+    """The least slowest, DeepSpeed's `uniform`, and cuts that are even in one respect, with more or
+    less more in front: each boundary where the running sum comes nearest to its share."""
+    seconds = np.add(pipeline_blocks.forward_seconds, pipeline_blocks.backward_seconds)
+    stages = np.arange(1, pipeline_blocks.stages)
+    share = stages / pipeline_blocks.stages
+    each, left = divmod(pipeline_blocks.blocks, pipeline_blocks.stages)
+    cuts = [
+        pipeline_blocks.balanced_start,
+        tuple(each * s + min(s, left) for s in range(pipeline_blocks.stages + 1)),
+    ]
+    blocks = np.arange(pipeline_blocks.blocks + 1)
+    between = np.clip(blocks - 1, 0, pipeline_blocks.blocks - 2)
+    # In seconds, in blocks, in decoder layers alone, and as if the first block were as slow as the
+    # last.
+    even = (seconds, blocks, between, seconds + np.minimum(blocks, 1) * (seconds[-1] - seconds[-2]))
+    wanted = share + np.array(TILTS)[:, None] * share * (1 - share)
+    for sums in even:
+        nearest = np.searchsorted((sums[:-1] + sums[1:]) / 2, sums[-1] * wanted, side="right")
+        spread = np.maximum.accumulate(nearest - stages, axis=1) + stages
+        inner = np.clip(spread, stages, pipeline_blocks.blocks - pipeline_blocks.stages + stages)
+        cuts += [(0, *cut, pipeline_blocks.blocks) for cut in inner.tolist()]
+    return cuts
+
+
+def _as_tuple(cut: NDArray[np.int64]) -> tuple[int, ...]:
+    return tuple(cut.tolist())
+
+
+def _neighbours(cut: tuple[int, ...]) -> BoundaryArray:
+    cuts: BoundaryArray = np.array(cut) + _moves(len(cut) - 1)
+    return cuts[(cuts[:, 1:] > cuts[:, :-1]).all(axis=1)]
+
+
+@functools.lru_cache(maxsize=256)
+def _all_cuts(blocks: int, stages: int) -> BoundaryArray:
+    inner = itertools.combinations(range(1, blocks), stages - 1)
+    return np.array([(0, *cut, blocks) for cut in inner])
+
+
+@functools.lru_cache(maxsize=256)
+def _moves(stages: int) -> BoundaryArray:
+    """One block from one stage to another; every boundary between them moves along. Where there are
+    many stages, only to the neighbours, and to and from the first and the last."""
+    moves = []
+    for a, b in itertools.combinations(range(stages), 2):
+        if stages <= ALL_PAIRS or a == 0 or b == stages - 1 or b - a == 1:
+            move = [int(a < i <= b) for i in range(stages + 1)]
+            moves += [move, [-x for x in move]]
+    return np.array(moves, dtype=np.int64).reshape(-1, stages + 1)
+
+
+def _stage_seconds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> tuple[Floats, Floats]:
+    forward = (
+        _stage_sums(pipeline_blocks.forward_seconds, cuts) + pipeline_blocks.per_stage_seconds[0]
+    )
+    backward = (
+        _stage_sums(pipeline_blocks.backward_seconds, cuts) + pipeline_blocks.per_stage_seconds[1]
+    )
+    return forward, backward
+
+
+def _stage_sums(sums: tuple[float, ...], cuts: BoundaryArray) -> Floats:
+    """Each stage's part of the prefix sums; np.diff takes three times as long on arrays this
+    small."""
+    at = np.array(sums)[cuts]
+    result: Floats = at[:, 1:] - at[:, :-1]
+    return result
+
+
+def _lower_bounds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Floats:
+    """No step is shorter. A rank starts behind one forward pass of each before it, ends a backward
+    pass of each before its own last, and has m of both in between. Under 1F1B it also waits, once,
+    for a micro-batch to come back from the ranks behind it: after its first m' = min(p - rank, m)
+    forward passes at the start, before its last m' backward passes at the end."""
+    forward, backward = _stage_seconds(pipeline_blocks, cuts)
+    both, m = forward + backward, pipeline_blocks.micro_batches
+    if pipeline_blocks.schedule == "dualpipev":
+        ranks = pipeline_blocks.stages // 2
+        front = both[:, :ranks]
+        loads = front + both[:, : ranks - 1 : -1]
+        bounds: Floats = (np.cumsum(front, axis=1) - front + m * loads).max(axis=1)
+        return bounds + _after_seconds(pipeline_blocks, cuts)
+    total = both.sum(axis=1, keepdims=True)
+    ahead = np.minimum(pipeline_blocks.stages - np.arange(pipeline_blocks.stages), m)
+    own = np.cumsum(both, axis=1) - both + m * both
+    start = total + (m - ahead) * forward + (m - 1) * backward
+    end = total + (m - 1) * forward + (m - ahead) * backward
+    waiting: Floats = np.maximum(own, np.maximum(start, end)).max(axis=1)
+    return waiting + _after_seconds(pipeline_blocks, cuts)
 
 
 class StageCosts(Protocol):

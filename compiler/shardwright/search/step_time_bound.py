@@ -14,16 +14,16 @@ import numpy as np
 
 from shardwright.cost.calibrated_costs import calibrated_constants, measured_over_predicted
 from shardwright.cost.layer_shapes import model_shapes
-from shardwright.cost.micro_batch_times import (
+from shardwright.cost.layer_times import (
     FORWARD_SHARE,
     PassTimes,
     micro_batch_overhead_seconds,
     pass_times,
     pipeline_send_seconds,
 )
+from shardwright.cost.layout_costs import StageCosts
 from shardwright.cost.peak_memory import usable_bytes
 from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
-from shardwright.cost.stage_costs import StageCosts
 from shardwright.cost.step_time import (
     bubble_divisor,
     data_parallel_seconds,
@@ -352,7 +352,7 @@ def _of_ranks(
     One micro-batch takes W on all ranks. Beside it, rank r has m - 1 of its own to do under 1F1B,
     but for the forward passes that it makes ahead. DualPipeV's rank r has made 2 p - r and p + 1
     forward passes of its two stages, and p - r backward passes of the second, before the first
-    micro-batch comes back to the first (layout/pipeline_instructions.py); of its four messages with
+    micro-batch comes back to the first (layout/pipeline_simulation.py); of its four messages with
     a neighbour, two at most pass at once.
 
     Where the rank with the most layers has c of them, others have few or many: of the k ranks with

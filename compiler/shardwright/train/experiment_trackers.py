@@ -20,7 +20,7 @@ from typing import Any
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.monitor.run_files import read_json, write_json
 from shardwright.plan.plan import Plan
-from shardwright.recipe.tracking_types import WandbSection
+from shardwright.recipe.recipe_types import WandbSection
 
 Tracker = Callable[[int, Mapping[str, float]], None]
 """Takes a step's number and its values by name."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardwright.checkpoint.checkpoint_manifest import checksum
-from shardwright.data.data_fingerprint import data_fingerprints
+from shardwright.data.dataset import data_fingerprints
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import engine_of
 from shardwright.plan.folder_paths import CONFIG_FILE, MODEL_DIRECTORY, PLAN_FILE

@@ -24,8 +24,8 @@ from shardwright.monitor.gradient_noise_scale import (
 )
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.plan.plan import Plan
-from shardwright.recipe.tracking_types import NoiseScaleSection
-from shardwright.utils.json_types import JsonObject
+from shardwright.recipe.recipe_types import NoiseScaleSection
+from shardwright.utils.json_values import JsonObject
 
 
 def build_noise_scale_meter(

@@ -1,8 +1,10 @@
 """What every rank runs under the `deepspeed` launcher: the compiled folder's train.py calls
-main()."""
+main().
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -17,15 +19,13 @@ from shardwright.engines.trainer_protocol import engine_runtime
 from shardwright.monitor.rank_events import RankFailed, event_object, is_secondary_failure
 from shardwright.monitor.rank_monitor import RankMonitor
 from shardwright.monitor.run_files import read_attempt_record, write_json
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import read_plan
-from shardwright.train.lease_ownership import (
+from shardwright.plan.plan import Plan, read_plan
+from shardwright.train.run_attempt import (
     RANKS,
     acquire_lease_on_rank_0,
     check_no_other_run,
     new_run_lease,
 )
-from shardwright.train.process_exit import leave
 from shardwright.train.secret_environment import restart_with_secret_environment, secret_redactor
 from shardwright.utils.host_memory import keep_freed_memory
 from shardwright.utils.run_lease import Lease
@@ -34,6 +34,23 @@ if TYPE_CHECKING:
     import torch
 
     from shardwright.train.training_session import Session
+
+# How a rank that finished ends.
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process with this exit status, once what was registered to run at exit has run.
+
+    Not the interpreter's own way out. A thread of gloo's may still hold the last collective's
+    tensors, and dropping them needs the interpreter: where that is torn down already, the process
+    dies by SIGABRT ("terminate called without an active exception"), and a launcher takes a run
+    that is done for one that failed.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
 
 SECONDARY_FAILURE_DELAY_SECONDS = 4.0
 

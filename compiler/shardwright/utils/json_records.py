@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 
 Record = TypeVar("Record")
 Reader = Callable[[Any], Any]

@@ -6,7 +6,7 @@ import shlex
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from shardwright.utils.data_folders import templates_folder
+from shardwright.utils.installation import templates_folder
 
 
 def render_template(template: str, **variables: object) -> str:

@@ -1,5 +1,6 @@
 """Compile, launch, compare: the tiny copy under the real launcher against one plain process of the
-same weights."""
+same weights.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ import numpy as np
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
@@ -33,12 +35,12 @@ from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.engine_choice import resolve_problem
 from shardwright.search.layout_search import choose_layout
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.installation import missing_peft
+from shardwright.utils.json_values import JsonObject
 from shardwright.utils.numeric_difference import max_series_diff, state_dict_max_abs_diff
-from shardwright.utils.optional_packages import missing_peft
 from shardwright.utils.programs import shardwright_command
 from shardwright.verify import tiny_copy
-from shardwright.verify.tiny_data import (
+from shardwright.verify.tiny_copy import (
     Conversations,
     Tokens,
     has_conversations,
@@ -47,14 +49,6 @@ from shardwright.verify.tiny_data import (
     random_tokens,
     separate_sequences,
 )
-from shardwright.verify.verification_result import (
-    LOSS_ABSOLUTE,
-    NORM_RELATIVE,
-    RATE_ABSOLUTE,
-    WEIGHT_ABSOLUTE,
-    Comparison,
-    VerificationResult,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +56,45 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from shardwright.verify.reference_run import Reference, Rows
+
+# What was compared, how far it was off, and the limits (the same as of the project's own
+# proofs).
+
+
+LOSS_ABSOLUTE, NORM_RELATIVE, WEIGHT_ABSOLUTE, RATE_ABSOLUTE = 1e-5, 1e-4, 2e-5, 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """worst: the largest difference (utils/numeric_difference.py: infinite, never NaN), in the unit
+    that `what` names; it passes up to limit."""
+
+    name: str
+    what: str
+    worst: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.worst <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationResult:
+    """model: the tiny one. layout, verified: recipe key names, of the recipe's own and of the tiny
+    layout."""
+
+    architecture: str
+    parameters: int
+    layout: str
+    verified: str
+    checks: tuple[Comparison, ...]
+    seconds: float
+
+    @property
+    def matches(self) -> bool:
+        return all(check.passed for check in self.checks)
+
 
 DROPOUT = "dropout"
 LAUNCH_SECONDS = 600
@@ -137,8 +170,8 @@ def _prepare(
 
     from shardwright.data.data_preparation import prepare
     from shardwright.data.dataset import open_dataset
-    from shardwright.models.rotary_embedding import length_dependent_rope
-    from shardwright.models.special_token_ids import token_ids
+    from shardwright.models.context_parallel_probe import length_dependent_rope
+    from shardwright.models.tiny_config import token_ids
     from shardwright.verify.reference_run import (
         ReferenceAuxLoss,
         loaded,
@@ -228,7 +261,7 @@ def _prepare(
 def _configuration(document: JsonObject) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    from shardwright.models.config_special_floats import decode_special_floats
+    from shardwright.models.config_schema import decode_special_floats
 
     whole = dict(decode_special_floats(dict(document)))
     config: PretrainedConfig = AutoConfig.for_model(whole.pop("model_type"), **whole)
@@ -243,8 +276,8 @@ def _tiny_model(
     import torch
     from transformers.utils import logging
 
-    from shardwright.models.layer_kinds import has_every_layer_kind
     from shardwright.models.tasks.task_registry import task_of
+    from shardwright.models.tiny_config import has_every_layer_kind
 
     of_copy = (graph.config, strategy, sequence_length)
     logging.set_verbosity_error()  # of a tiny configuration, transformers has much to say
@@ -450,7 +483,7 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
     """The model's parameters, adapters merged into them, and the adapters themselves as the
     checkpoint has them."""
 
-    from shardwright.checkpoint.checkpoint_reader import CheckpointReader
+    from shardwright.checkpoint.checkpoint_loader import CheckpointReader
     from shardwright.checkpoint.huggingface_export import export_checkpoint
     from shardwright.verify.reference_run import loaded
 

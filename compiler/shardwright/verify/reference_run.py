@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwright.engines.reference.reference_optimizer import ReferenceAdamW
-from shardwright.models.router_aux_loss import AFFINITIES, find_routers
+from shardwright.models.mixture_of_experts import AFFINITIES, find_routers
 from shardwright.models.tasks.causal_lm import IGNORE_INDEX
 from shardwright.models.tasks.task_registry import task_of
 
@@ -171,8 +171,8 @@ def merge_reference_lora(
 
 class ReferenceAuxLoss:
     """DeepSeek-V3's balance loss of a model's routers (arXiv 2412.19437, equations 17 to 20),
-    sequence by sequence and expert by expert: written apart from models/router_aux_loss.py, which
-    it is compared with."""
+    sequence by sequence and expert by expert: written apart from models/mixture_of_experts.py,
+    which it is compared with."""
 
     def __init__(self, model: nn.Module, coefficient: float, affinity: str) -> None:
         self.coefficient, self._affinity = coefficient, AFFINITIES[affinity]

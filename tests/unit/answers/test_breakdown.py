@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from shardwright.cluster.cluster_types import Cluster
-from shardwright.cost.cost_breakdown import break_down
+from shardwright.cluster.gpu_catalogue import Cluster
+from shardwright.cost.layout_costs import break_down
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layout_resolution import estimate_layout, resolve_layout
+from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.rule_registry import check_layout
 from tests.unit.answers.cases import MODELS, cluster_of, recipe_for
 from tests.unit.models.factory import problem_of

@@ -17,8 +17,8 @@ import pytest
 
 from shardwright.cli.explain_plan_text import last_learning_rate_is_zero
 from shardwright.cli.main import main
-from shardwright.models.model_catalog import catalog_ids
 from shardwright.models.model_graph_json import graph_from_json, graph_to_json
+from shardwright.models.model_sources import catalog_ids
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.cli.test_speed import LIGHT
 from tests.unit.answers.cases import shipped, write_llama

@@ -117,7 +117,7 @@ def test_a_pipe_is_asked_nothing(
 def test_a_folder_is_named_from_where_the_recipe_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwright.models.model_catalog import catalog_config
+    from shardwright.models.model_sources import catalog_config
 
     (tmp_path / "models/tiny").mkdir(parents=True)
     (tmp_path / "models/tiny/config.json").write_text(json.dumps(catalog_config("gpt2")))
@@ -137,7 +137,7 @@ def test_a_folder_with_weights_is_fine_tuned(
     summary say which."""
     from safetensors.numpy import save
 
-    from shardwright.models.model_catalog import catalog_config
+    from shardwright.models.model_sources import catalog_config
     from shardwright.recipe.recipe_loader import load_recipe
 
     folder = tmp_path / "tiny"

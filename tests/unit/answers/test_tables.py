@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shardwright.cli.terminal_tables import table_lines, title
+from shardwright.cli.terminal import table_lines, title
 
 HEADER = ("layout", "peak memory, GiB", "ms", "")
 ROWS = (

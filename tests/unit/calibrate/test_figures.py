@@ -6,15 +6,21 @@ import itertools
 
 import pytest
 
-from shardwright.calibrate.calibration_file import measurements, samples
-from shardwright.calibrate.measurement_job import Job, ProcessResult, Timing
-from shardwright.calibrate.measurement_plan import measurement_plan, pick_micro_batch_sizes
-from shardwright.calibrate.timing_repeats import (
+from shardwright.calibrate.calibration_file import (
     FEWEST,
     MOST,
     Deadline,
+    measurements,
     median_figure,
+    samples,
     time_repeatedly,
+)
+from shardwright.calibrate.measurement_job import (
+    Job,
+    ProcessResult,
+    Timing,
+    measurement_plan,
+    pick_micro_batch_sizes,
 )
 from shardwright.recipe.measurements import Measurements
 from shardwright.search.layout_search import search

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from shardwright.compile import compile_recipe, estimate_recipe
-from shardwright.compiled_folder import read_folder
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import read_folder, write_folder
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.utils.strict_json import canonical_hash
+from shardwright.utils.json_values import canonical_hash
 from tests.unit.calibrate.files import figure, measurements, write
 from tests.unit.models.factory import SMALL_LLAMA
 

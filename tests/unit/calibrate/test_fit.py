@@ -6,10 +6,14 @@ import dataclasses
 
 import pytest
 
-from shardwright.calibrate.constants_fit import device_of, fit_constants, least, line
-from shardwright.calibrate.timing_repeats import median_figure
-from shardwright.cluster.cluster_types import Cluster
-from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.calibrate.calibration_file import (
+    device_of,
+    fit_constants,
+    least,
+    line,
+    median_figure,
+)
+from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
 from shardwright.cost.collective_seconds import Group, all_reduce_seconds
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.kernel_seconds import product_seconds

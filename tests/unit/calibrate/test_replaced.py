@@ -13,8 +13,8 @@ from shardwright.cost.calibrated_costs import (
     calibrated_constants,
     measured_run_of,
 )
-from shardwright.cost.cost_breakdown import break_down
 from shardwright.cost.cost_constants import default_constants
+from shardwright.cost.layout_costs import break_down
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from shardwright.checkpoint.checkpoint_loader import cut
 from shardwright.checkpoint.checkpoint_manifest import (
     CHECKSUMS,
     MANIFEST,
@@ -20,7 +21,6 @@ from shardwright.checkpoint.checkpoint_manifest import (
     checksums_text,
     write_manifest,
 )
-from shardwright.checkpoint.checkpoint_reader import cut
 from shardwright.checkpoint.run_history import RunHistory, write_run_history
 from shardwright.layout.parameter_sharding import ParameterSharding
 

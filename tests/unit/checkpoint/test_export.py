@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.checkpoint.checkpoint_reader import join
+from shardwright.checkpoint.checkpoint_loader import join
 from shardwright.layout.parameter_sharding import ParameterSharding
 
 

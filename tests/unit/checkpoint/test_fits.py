@@ -11,8 +11,7 @@ import pytest
 
 from shardwright.checkpoint.checkpoint_compatibility import check_resumable, same_sharding
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan import Plan, PlanLora
-from shardwright.plan.plan_json import plan_to_json, read_plan
+from shardwright.plan.plan import Plan, PlanLora, plan_to_json, read_plan
 
 
 @pytest.fixture

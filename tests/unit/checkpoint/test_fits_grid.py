@@ -20,9 +20,9 @@ from shardwright.cli.diff_command import resume_side
 from shardwright.cli.priced_recipe import read_priced_recipe
 from shardwright.cli.resume_verdict import ResumeSide, resume_verdict_of
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shardwright.checkpoint.checkpoint_manifest import MANIFEST
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
-from shardwright.parallel.model_config_loading import load_config
-from shardwright.plan.plan_json import read_plan
+from shardwright.compiled_folder import write_folder
+from shardwright.parallel.model_loading import load_config
+from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import write_model_checkpoint

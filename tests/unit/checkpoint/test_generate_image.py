@@ -14,10 +14,10 @@ from transformers import AutoModelForImageTextToText
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.models.image_processor import load_processor
-from shardwright.parallel.model_config_loading import load_config
-from shardwright.plan.plan_json import read_plan
+from shardwright.parallel.model_loading import load_config
+from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.sight import IMAGE, SightCase, recipe, template, write_pictures
 from tests.unit.checkpoint.saved import write_model_checkpoint

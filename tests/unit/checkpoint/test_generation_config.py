@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.data.conversations import end_of_turn_id
-from shardwright.parallel.model_config_loading import load_config
-from shardwright.plan.plan_json import read_plan
+from shardwright.parallel.model_loading import load_config
+from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import write_model_checkpoint

@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 
 from shardwright.checkpoint.checkpoint_manifest import CHECKSUMS, MANIFEST
-from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
-from shardwright.checkpoint.run_history import ParentRun, new_run_history
-from shardwright.checkpoint.step_folders import (
+from shardwright.checkpoint.checkpoint_storage import (
     parse_step,
     prune_moved_aside,
     publish,
     published_steps,
     superseded_checkpoints,
 )
+from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
+from shardwright.checkpoint.run_history import ParentRun, new_run_history
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import plan_to_json, read_plan
+from shardwright.plan.plan import Plan, plan_to_json, read_plan
 from shardwright.train.run_attempt import Attempt, begin_attempt
 from tests.unit.checkpoint.saved import write_checkpoint
 

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from shardwright.checkpoint import master_weight_check
-from shardwright.checkpoint.master_weight_check import check_master_weights
+from shardwright.checkpoint import checkpoint_saver
+from shardwright.checkpoint.checkpoint_saver import check_master_weights
 from shardwright.diagnostics import Refusal
 from shardwright.engines.trainer_protocol import OwnedShard
 
@@ -18,8 +18,8 @@ HALVES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master_weight_check, "CHUNK_ELEMENTS", 7)
-    monkeypatch.setattr(master_weight_check.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(checkpoint_saver, "CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr(checkpoint_saver.dist, "get_world_size", lambda: 1)
 
     def gather(everyone: list[object], mine: object) -> None:
         everyone[0] = mine

@@ -14,12 +14,10 @@ from shardwright.checkpoint.checkpoint_compatibility import (
     resume_requirements,
 )
 from shardwright.checkpoint.checkpoint_manifest import MANIFEST
-from shardwright.checkpoint.diloco_resume import check_round_complete
-from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
+from shardwright.checkpoint.resume_checkpoint import check_round_complete, choose_checkpoint
 from shardwright.diagnostics import Refusal
 from shardwright.monitor.run_files import AttemptRecord, write_attempt_record
-from shardwright.plan.plan import Plan, PlanDiLoCo
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import Plan, PlanDiLoCo, read_plan
 from tests.unit.checkpoint.saved import write_checkpoint
 
 OUTER = PlanDiLoCo(

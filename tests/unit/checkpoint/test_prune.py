@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.checkpoint import checkpoint_saver as checkpoint
-from shardwright.checkpoint.checkpoint_store import CheckpointStore
+from shardwright.checkpoint.checkpoint_storage import CheckpointStore
 from shardwright.checkpoint.run_history import RunHistory
 from tests.unit.checkpoint.saved import write_checkpoint
 

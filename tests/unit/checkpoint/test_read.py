@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwright.checkpoint.checkpoint_reader import CheckpointReader, cut
+from shardwright.checkpoint.checkpoint_loader import CheckpointReader, cut
 from shardwright.diagnostics import Refusal
 from shardwright.layout.parameter_sharding import ParameterSharding
 from tests.unit.checkpoint.saved import WHOLE, write_checkpoint

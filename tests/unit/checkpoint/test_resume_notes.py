@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from shardwright.checkpoint.checkpoint_loader import data_changes, schedule_changes
 from shardwright.checkpoint.checkpoint_manifest import read_manifest, write_manifest
-from shardwright.checkpoint.resume_warnings import data_changes, schedule_changes
 from shardwright.cli import main as cli
-from shardwright.data.data_fingerprint import data_fingerprints
 from shardwright.data.data_preparation import prepare
-from shardwright.data.dataset import resolve
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import plan_to_json, read_plan
+from shardwright.data.dataset import data_fingerprints, resolve
+from shardwright.plan.plan import Plan, plan_to_json, read_plan
 from tests.unit.checkpoint.saved import write_checkpoint
 
 

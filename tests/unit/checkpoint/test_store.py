@@ -17,12 +17,12 @@ from shardwright.checkpoint.checkpoint_manifest import (
     damage,
     read_checksums,
 )
-from shardwright.checkpoint.checkpoint_store import CheckpointStore
+from shardwright.checkpoint.checkpoint_storage import CheckpointStore
 from shardwright.checkpoint.resume_checkpoint import choose_checkpoint
 from shardwright.checkpoint.run_history import RunHistory
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan_json import plan_to_json, read_plan
+from shardwright.plan.plan import plan_to_json, read_plan
 from shardwright.train.run_attempt import Attempt, begin_attempt
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import write_checkpoint

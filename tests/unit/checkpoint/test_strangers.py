@@ -14,9 +14,9 @@ import torch
 from shardwright.checkpoint.huggingface_export import export_checkpoint
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.conftest import SMALL_RECIPE
 from tests.unit.checkpoint.saved import sum_up, write_model_checkpoint
@@ -44,7 +44,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _state(folder: Path) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
-    from shardwright.parallel.model_config_loading import load_config
+    from shardwright.parallel.model_loading import load_config
 
     torch.manual_seed(0)
     return dict(

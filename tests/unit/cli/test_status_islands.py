@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from tools.pages.page_blocks import ROOT
+from tools.pages.page_commands import ROOT
 
 
 @pytest.fixture(scope="module")

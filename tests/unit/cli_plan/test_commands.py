@@ -14,7 +14,7 @@ import pytest
 
 from shardwright.cli import estimate_command as estimate_command
 from shardwright.cli import plan_command as plan_command
-from shardwright.cli.plan_table import free_memory_text
+from shardwright.cli.plan_command import free_memory_text
 from shardwright.diagnostics import Refusal
 from shardwright.layout.layout_estimate import Memory
 from shardwright.search.cluster_sizing import SmallerClusterBatch

@@ -20,7 +20,7 @@ from shardwright.compile import (
 )
 from shardwright.cost.goodput import goodput
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan_json import plan_from_json
+from shardwright.plan.plan import plan_from_json
 from shardwright.recipe.recipe_loader import load_recipe
 
 

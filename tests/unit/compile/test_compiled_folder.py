@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright import compiled_folder_writer
-from shardwright.compiled_folder_files import MARKER, MARKER_TEXT
-from shardwright.compiled_folder_writer import write_folder
+from shardwright import compiled_folder
+from shardwright.compiled_folder import MARKER, MARKER_TEXT, write_folder
 from shardwright.diagnostics import Refusal
 from tests.privileges import bound_by_permissions
 
@@ -162,7 +161,7 @@ def test_cut_off_between_two_files_is_still_ours(
         original(source, target)
 
     original = os.replace
-    monkeypatch.setattr(compiled_folder_writer.os, "replace", replace_once)
+    monkeypatch.setattr(compiled_folder.os, "replace", replace_once)
     assert refused(tmp_path / "out") == "SW5103"
     monkeypatch.undo()
     write_folder(tmp_path / "out", FILES)
@@ -198,7 +197,7 @@ def test_cut_off_leaves_no_plan_of_a_mixture(
         original(source, target)
 
     original = os.replace
-    monkeypatch.setattr(compiled_folder_writer.os, "replace", replace_until_launch)
+    monkeypatch.setattr(compiled_folder.os, "replace", replace_until_launch)
     with pytest.raises(KeyboardInterrupt):
         write_folder(out, {**FILES, "model/config.json": b"new", "plan.json": b"new"})
     assert not (out / "plan.json").exists()

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
-from shardwright.layout.layout import Layout
+from shardwright.layout.layout import Layout, chunk_length
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.layout.loss_chunk_length import chunk_length
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import estimate_layout
 from tests.unit.cost.test_estimate import change

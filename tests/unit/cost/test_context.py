@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.cost.collective_seconds import gather_seconds, group_of
 from shardwright.cost.cost_constants import default_constants
-from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.layer_times import pass_times
 from shardwright.cost.peak_memory import estimate_memory, model_state_bytes
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.layout.layout import Layout

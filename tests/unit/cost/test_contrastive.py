@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.compile import estimate_recipe
-from shardwright.cost.contrastive_costs import HELD
+from shardwright.cost.task_costs import HELD
 from shardwright.cost.vision_encoder_flops import largest_image_sequence, vision_encoder_flops
-from shardwright.models.popular_graphs import catalog_graph
+from shardwright.models.graph_builder import catalog_graph
 from shardwright.models.tasks.contrastive import contrastive_loss
 from tests.unit.models.factory import model_section, recipe_of
 from tools.generate.traced_graphs import config_text

@@ -20,7 +20,7 @@ from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import estimate_layout, with_stages_assigned
 from shardwright.search.rule_registry import check_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
     SMALL_GPT2,
@@ -29,7 +29,7 @@ from tests.unit.models.factory import (
     problem_of,
     recipe_of,
 )
-from tools.fit_cost.live_memory import live_bytes
+from tools.fit_cost.published_runs import live_bytes
 
 BASE = Layout(
     tensor=1,

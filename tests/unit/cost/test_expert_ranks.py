@@ -8,20 +8,20 @@ import dataclasses
 import pytest
 
 from shardwright.cost.collective_seconds import all_reduce_seconds, all_to_all_seconds, group_of
+from shardwright.cost.communication_bytes import EXPERT_IMBALANCE, expert_exchange_seconds
 from shardwright.cost.cost_constants import Constants, default_constants
-from shardwright.cost.data_parallel_times import data_comm_seconds
-from shardwright.cost.expert_parallel_costs import EXPERT_IMBALANCE, expert_exchange_seconds
 from shardwright.cost.layer_shapes import model_shapes
-from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.layer_times import pass_times
 from shardwright.cost.peak_memory import estimate_memory
 from shardwright.cost.priced_layout import PricedLayout
+from shardwright.cost.step_time import data_comm_seconds
 from shardwright.layout.layout import Layout
 from shardwright.layout.parameter_sharding import LayerStages
 from shardwright.layout.tensor_parallel_map import tensor_parallel_map
-from shardwright.plan.rank_map import build_rank_map
+from shardwright.plan.plan_builder import build_rank_map
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
 from shardwright.search.layout_resolution import with_stages_assigned
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.cost.test_estimate import change
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 

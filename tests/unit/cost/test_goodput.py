@@ -28,7 +28,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import price_planned_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
     SMALL_GPT2,

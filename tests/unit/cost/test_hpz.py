@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster.cluster_types import Cluster
-from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layout_costs import price
 from shardwright.cost.peak_memory import estimate_memory, framework_bytes, model_state_bytes

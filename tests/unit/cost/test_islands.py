@@ -11,8 +11,8 @@ import pytest
 
 from shardwright.compile import estimate_recipe
 from shardwright.compiled_folder import price_planned_layout
-from shardwright.cost.cost_breakdown import break_down
 from shardwright.cost.diloco_costs import DATA_PARALLEL, ISLANDS, inner_step_seconds, islands_cost
+from shardwright.cost.layout_costs import break_down
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.search.rule_registry import check_layout
 from tests.unit.models.factory import SMALL_LLAMA, graph_of

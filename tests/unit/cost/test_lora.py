@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.models.lora_targets import adapted_modules, adapter_sizes
+from shardwright.models.trainable_parameters import adapted_modules, adapter_sizes
 from shardwright.recipe.recipe_types import LoraSection
 from shardwright.search.layout_resolution import estimate_layout
 from tests.unit.cost.test_estimate import change

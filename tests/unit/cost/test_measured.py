@@ -29,7 +29,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import PredictionError
 from shardwright.recipe.recipe_types import LoraSection
 from shardwright.search.layout_resolution import with_stages_assigned
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 from tools.fit_cost.bench_cost import half_width
 
@@ -172,7 +172,7 @@ def test_the_half_width_holds_eighty_percent() -> None:
 
 def test_the_file_is_of_the_bench() -> None:
     written = json.loads(
-        resources.files("shardwright.cost").joinpath("measured.json").read_text("utf-8")
+        resources.files("shardwright.cost").joinpath("prediction_errors.json").read_text("utf-8")
     )
     assert (
         written["time"]["runs"] == error_benchmark().time.runs >= 600

@@ -11,12 +11,12 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.peak_memory import estimate_memory
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.layout.layout import Layout
-from shardwright.layout.zero_buckets import BUCKET_NUMEL
+from shardwright.layout.zero_settings import BUCKET_NUMEL
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import with_stages_assigned
 from tests.unit.cost.test_estimate import BASE, change
 from tests.unit.models.factory import LLAMA_8B, graph_of, problem_of, recipe_of
-from tools.fit_cost.live_memory import live_bytes
+from tools.fit_cost.published_runs import live_bytes
 
 TOKENS = 4096
 LOGITS_BYTES = TOKENS * 128_256 * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cost.cost_breakdown import break_down
+from shardwright.cost.layout_costs import break_down
 from shardwright.cost.peak_memory import RankMemoryModel, estimate_memory
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.recipe.literal_types import PartialCheckpointing

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster.cluster_types import Cluster
-from shardwright.cluster.gpu_catalogue import catalogue, resolve_cluster
+from shardwright.cluster.gpu_catalogue import Cluster, catalogue, resolve_cluster
 from shardwright.diagnostics import Refusal
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
@@ -21,7 +20,7 @@ from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import estimate_layout
 from shardwright.search.rule_registry import check_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
     LLAMA_70B,

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from shardwright.cost import zero3_gathers
+from shardwright.cost import communication_bytes
 from shardwright.cost.communication_bytes import layer_all_reduces, pipeline_sends, step_traffic
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.layout.layout import Layout
@@ -29,8 +29,8 @@ def layout_of(strategy: Layout) -> PricedLayout:
 
 def again(strategy: Layout, live: int) -> int:
     layout = layout_of(strategy)
-    with patch.object(zero3_gathers, "LIVE_NUMEL", live):
-        return round(zero3_gathers.backward_gather_fraction(layout, layout.ranks[0]) * NUMEL)
+    with patch.object(communication_bytes, "LIVE_NUMEL", live):
+        return round(communication_bytes.backward_gather_fraction(layout, layout.ranks[0]) * NUMEL)
 
 
 def test_the_last_layers_are_gathered_once() -> None:
@@ -60,9 +60,11 @@ def test_partial_checkpointing_is_between_none_and_all() -> None:
 
 def test_weights_that_stay_whole_take_memory() -> None:
     layout = layout_of(ZERO_3)
-    assert zero3_gathers.unsharded_weights(layout, layout.ranks[0]).kept == 128256 * 4096 + 4096
-    with patch.object(zero3_gathers, "LIVE_NUMEL", 100 * NUMEL):
-        assert zero3_gathers.unsharded_weights(layout, layout.ranks[0]).kept == NUMEL
+    assert (
+        communication_bytes.unsharded_weights(layout, layout.ranks[0]).kept == 128256 * 4096 + 4096
+    )
+    with patch.object(communication_bytes, "LIVE_NUMEL", 100 * NUMEL):
+        assert communication_bytes.unsharded_weights(layout, layout.ranks[0]).kept == NUMEL
 
 
 @pytest.mark.parametrize(

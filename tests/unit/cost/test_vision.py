@@ -14,9 +14,10 @@ from shardwright.cost.vision_encoder_flops import (
     vision_encoder_flops,
 )
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.models.model_graph import ModelGraph, Parameter
-from shardwright.models.vision_encoder_cost import (
+from shardwright.models.model_graph import (
     ImageCost,
+    ModelGraph,
+    Parameter,
     SavedVisionActivations,
     VisionEncoder,
     VisionLayer,
@@ -111,13 +112,13 @@ def estimate(
 def test_a_row_holds_no_more_patches_than_it_has_tokens_for() -> None:
     graph = seeing()
     assert largest_image_sequence(recipe(length=2048), graph) == SequenceImages(
-        pictures=2, patches=4096
+        image_count=2, patches=4096
     )
     assert largest_image_sequence(recipe(length=512), graph) == SequenceImages(
-        pictures=1, patches=2048
+        image_count=1, patches=2048
     )
     assert largest_image_sequence(recipe(max_pixels=14 * 14 * 64), graph) == SequenceImages(
-        pictures=4, patches=64
+        image_count=4, patches=64
     )
     assert largest_image_sequence(recipe(), graph_of(LLAMA_8B)) is None
 

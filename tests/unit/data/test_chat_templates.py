@@ -18,8 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from shardwright.data import conversations
 from shardwright.data.chat_format import _Turns
 from shardwright.data.chat_template import _answer
-from shardwright.data.record_counts import RecordCounts
-from shardwright.data.source_records import records
+from shardwright.data.source_files import RecordCounts, records
 from shardwright.data.tokenizers import TransformersTokenizer
 from shardwright.diagnostics import Refusal
 from tests.unit.data.chat_families import (

@@ -76,7 +76,7 @@ def test_each_document_begins_as_the_tokenizer_says(
 
 
 def test_long_text_begins_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.data.source_records.PIECE_BYTES", 4)
+    monkeypatch.setattr("shardwright.data.source_files.PIECE_BYTES", 4)
     tokenizer(tmp_path / "tokenizer", "<s> $A")
     (tmp_path / "a.txt").write_text("the\ncat\nsat\n")
     p = plan(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwright.data import conversations
-from shardwright.data.chat_template_renderer import ChatTemplateRenderer
+from shardwright.data.chat_template import ChatTemplateRenderer
 from tests.unit.data import fuzz
 from tests.unit.data.chat_families import tokenizers
 from tests.unit.data.plans import part, plan, refused

@@ -13,7 +13,7 @@ import pytest
 
 from shardwright.data import conversations
 from shardwright.data.chat_format import TemplateError
-from shardwright.data.chat_template_renderer import ChatTemplateRenderer, RenderLimitExceeded
+from shardwright.data.chat_template import ChatTemplateRenderer, RenderLimitExceeded
 from tests.unit.data.plans import part, plan, refused
 
 TALK = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]

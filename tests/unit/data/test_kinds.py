@@ -101,7 +101,7 @@ def test_a_broken_tokenizer(tmp_path: Path) -> None:
 
 
 def test_long_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.data.source_records.PIECE_BYTES", 5)
+    monkeypatch.setattr("shardwright.data.source_files.PIECE_BYTES", 5)
     text = "ab\ncdefé\n" + "ö" * 9 + "z"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     block = every_row(opened(plan(part("text", tmp_path / "a.txt"), length=3), tmp_path))

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from shardwright.data.chat_format import SENTINEL, detect_turn_format, find_turns
-from shardwright.data.conversations import conversation, encode
-from shardwright.data.label_check import MissingLabel
+from shardwright.data.conversations import MissingLabel, conversation, encode
 from shardwright.data.tokenizers import ByteTokenizer
 from shardwright.diagnostics import Refusal
 

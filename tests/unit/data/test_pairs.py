@@ -13,13 +13,12 @@ from transformers import AutoConfig, AutoProcessor
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.data.data_preparation import prepare
 from shardwright.data.data_summary import summarize
 from shardwright.data.dataset import open_dataset
 from shardwright.diagnostics import Refusal
-from shardwright.models.image_processor import ProcessorUnavailable
-from shardwright.models.pair_processor import pair_processor_files
+from shardwright.models.image_processor import ProcessorUnavailable, pair_processor_files
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.contrastive import LENGTH, MODELS, PairCase, recipe, write_pairs

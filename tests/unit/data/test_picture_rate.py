@@ -15,17 +15,16 @@ from PIL import Image
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.data import image_inputs as sight_module
 from shardwright.data.data_preparation import prepare
+from shardwright.data.data_summary import image_throughput
 from shardwright.data.dataset import open_dataset
 from shardwright.data.image_decoder import ImageDecoders
 from shardwright.data.image_files import ImageSource, decode
 from shardwright.data.image_inputs import ImageProcessor
-from shardwright.data.image_throughput import image_throughput
 from shardwright.parallel.micro_batches import TrainingBatches, build_image_processor
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import Plan, read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.cli.command import tree
 from tests.parity.sight import TEXT, SightCase, recipe, write_pictures

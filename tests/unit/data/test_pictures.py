@@ -259,11 +259,10 @@ def reader(tmp_path: Path) -> Callable[..., Any]:
     document."""
     from transformers import AutoConfig
 
-    from shardwright.data.image_conversations import ImageConversationReader
+    from shardwright.data.conversations import ImageConversationReader
     from shardwright.data.image_inputs import ImageProcessor
     from shardwright.data.indexed_dataset import DocumentWriter, open_documents
-    from shardwright.data.reading_progress import ReadingProgress
-    from shardwright.data.record_counts import RecordCounts
+    from shardwright.data.source_files import ReadingProgress, RecordCounts
     from shardwright.data.tokenizers import TransformersTokenizer
     from shardwright.models.image_processor import processor_files, processor_from_config
     from shardwright.recipe.recipe_types import DataSection, ImagesSection

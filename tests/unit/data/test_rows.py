@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from shardwright.data.dataset import epochs_to_steps, with_resolved_epochs
-from shardwright.data.document_packing import pack
-from shardwright.data.indexed_dataset import Documents
-from shardwright.data.megatron_indexed_dataset import open_megatron
-from shardwright.data.samplers import EpochSampler, MixtureSampler
-from shardwright.data.sequences import ArraySequences, ConcatSequences, DocumentSequences
+from shardwright.data.indexed_dataset import Documents, open_megatron
+from shardwright.data.sequences import (
+    ArraySequences,
+    ConcatSequences,
+    DocumentSequences,
+    EpochSampler,
+    MixtureSampler,
+    pack,
+)
 from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import PlanScheduler
 from shardwright.recipe.recipe_types import ValidationSection

@@ -17,8 +17,14 @@ import numpy as np
 import pytest
 
 from shardwright.data.data_summary import summarize
-from shardwright.data.record_counts import RecordCounts, read_record_counts
-from shardwright.data.source_records import json_records, records, text_chunks, texts
+from shardwright.data.source_files import (
+    RecordCounts,
+    json_records,
+    read_record_counts,
+    records,
+    text_chunks,
+    texts,
+)
 from shardwright.diagnostics import Refusal
 from tests.unit.data.plans import opened, part, plan, refused
 
@@ -73,7 +79,7 @@ def test_zstd_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_json_array_of_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, indent: int | None
 ) -> None:
-    monkeypatch.setattr("shardwright.data.source_records.PIECE_BYTES", size)
+    monkeypatch.setattr("shardwright.data.source_files.PIECE_BYTES", size)
     document = json.dumps([{"text": text} for text in TEXTS], indent=indent, ensure_ascii=False)
     (tmp_path / "a.json").write_text(f"\n {document}\n\n", encoding="utf-8")
     assert read(tmp_path / "a.json") == TEXTS
@@ -276,8 +282,8 @@ def test_a_turn_without_an_end_is_counted(tmp_path: Path) -> None:
 def test_a_line_in_an_array_that_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.data.source_records.LONGEST_LINE_BYTES", 1000)
-    monkeypatch.setattr("shardwright.data.source_records.PIECE_BYTES", 100)
+    monkeypatch.setattr("shardwright.data.source_files.LONGEST_LINE_BYTES", 1000)
+    monkeypatch.setattr("shardwright.data.source_files.PIECE_BYTES", 100)
     (tmp_path / "a.json").write_text('[{"text": "' + "x" * 5000)
     with pytest.raises(Refusal, match="SW6108"):
         read(tmp_path / "a.json")

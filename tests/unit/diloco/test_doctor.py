@@ -13,13 +13,13 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diloco import link_probe
-from shardwright.diloco.outer_store_check import PlannedLink, check_outer_store_link
+from shardwright.diloco.link_probe import PlannedLink, check_outer_store_link
 from shardwright.diloco.outer_store_server import OuterStore
 from shardwright.diloco.round_membership import Membership
 from shardwright.plan.island_plans import island_plan, plan_digest
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from tools.pages.page_blocks import ROOT
+from tools.pages.page_commands import ROOT
 
 SECRET = b"k" * 32
 PLANNED = PlannedLink(gbits_per_second=1e-3, outer_seconds=10.0, between_seconds=40.0)

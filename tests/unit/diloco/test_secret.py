@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.diloco.outer_store_secret import SECRET_FILE, distribute_secret, read_secret
+from shardwright.diloco.outer_store_channel import SECRET_FILE, distribute_secret, read_secret
 
 
 @pytest.mark.parametrize("at", ["store", "island"])

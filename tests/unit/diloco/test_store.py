@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 
 from shardwright.diloco import outer_store_channel
-from shardwright.diloco.delta_mean import WINDOW_CHUNKS
 from shardwright.diloco.outer_store_channel import (
     CHUNK_BYTES,
     MAGIC,
@@ -24,7 +23,7 @@ from shardwright.diloco.outer_store_channel import (
 )
 from shardwright.diloco.outer_store_client import IslandRank, Link, RefusedByStore
 from shardwright.diloco.outer_store_server import MOST_LINES_OF_AN_ADDRESS, OuterStore
-from shardwright.diloco.round_membership import Membership, chunk_sizes
+from shardwright.diloco.round_membership import WINDOW_CHUNKS, Membership, chunk_sizes
 from tests.unit.diloco.threads import SECRET, SIZE, WORLD, Island, Running, begun
 
 

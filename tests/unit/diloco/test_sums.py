@@ -7,16 +7,16 @@ import threading
 import numpy as np
 import pytest
 
-from shardwright.diloco.delta_mean import (
+from shardwright.diloco.outer_store_channel import CHUNK_BYTES
+from shardwright.diloco.round_membership import (
     WINDOW_CHUNKS,
     ChunkMeans,
     RoundAborted,
+    chunk_sizes,
     decode_chunk,
     encode_chunk,
     mean,
 )
-from shardwright.diloco.outer_store_channel import CHUNK_BYTES
-from shardwright.diloco.round_membership import chunk_sizes
 
 RANDOM = np.random.default_rng(7)
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Diagnostic
-from shardwright.engines.deepspeed.autotp_config import (
+from shardwright.engines.deepspeed.deepspeed_files import (
     AUTOTP_FILE,
     AUTOTP_VERIFIED_TYPES,
     autotp_config,

@@ -16,8 +16,8 @@ from shardwright.engines.engine_table import ENGINES, recipe_for_engine
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layout_search import search
+from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.step_time_bound import StepTimeBound
 from tests.conftest import SMALL_RECIPE
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of

@@ -13,7 +13,7 @@ import pytest
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import location_of
-from shardwright.engines.deepspeed.ds_config_extra import (
+from shardwright.engines.deepspeed.ds_config import (
     EXTRA_KEYS_ALLOWED,
     EXTRA_KEYS_REFUSED,
     KEYS_SET_BY_RECIPE,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwright.engines.deepspeed.deepspeed_expert_groups import parameter_groups
+from shardwright.engines.deepspeed.deepspeed_groups import parameter_groups
 
 NAMES = [f"layers.{layer}.experts.gate_up_proj" for layer in range(2)]
 

@@ -22,15 +22,14 @@ from shardwright.engines import engine_table
 from shardwright.engines.megatron import (
     megatron_equivalence,
     megatron_model_configs,
-    megatron_model_weights,
 )
-from shardwright.engines.megatron.megatron_recipe_keys import (
+from shardwright.engines.megatron.megatron_capabilities import (
     REFUSED_KEYS,
+    RULES,
     SUPPORTED_KEYS,
     check_recipe_keys,
 )
-from shardwright.engines.megatron.megatron_rules import RULES
-from shardwright.engines.megatron.megatron_weight_rows import (
+from shardwright.engines.megatron.megatron_weight_mapping import (
     RankHeads,
     copied_rows,
     fused_qkv_rows,
@@ -40,14 +39,13 @@ from shardwright.engines.megatron.megatron_weight_rows import (
 from shardwright.layout.axes import AXES
 from shardwright.layout.layout import Layout
 from shardwright.layout.parameter_sharding import padded_shard_sizes
-from shardwright.lint.megatron_lint import lint_arguments
-from shardwright.lint.megatron_option_reader import read_arguments
+from shardwright.lint.megatron_lint import lint_arguments, read_arguments
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
-from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layout_resolution import price_planned_layout
 from shardwright.search.layout_search import search
+from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.rule_registry import check_layout
 from shardwright.search.step_time_bound import StepTimeBound
 from tests.conftest import SMALL_RECIPE
@@ -171,7 +169,7 @@ def test_who_holds_which_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neighbours among the ranks that do not cut an expert, each place as often as any."""
-    monkeypatch.setattr(megatron_equivalence, "prove", lambda *asked: None)
+    monkeypatch.setattr(megatron_equivalence, "check_megatron_equivalence", lambda *asked: None)
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
     layout = {
         **LAYOUT,
@@ -241,7 +239,7 @@ def test_rows_of_fused_parameters() -> None:
         out = torch.full((rows,), -1)
         for part in source(rows, HEADS):
             out[part.own : part.own + part.count] = shards[part.name][
-                part.theirs : part.theirs + part.count
+                part.hf_start : part.hf_start + part.count
             ]
         return out
 
@@ -316,7 +314,7 @@ def test_one_expert_a_token_is_refused_in_words() -> None:
     own."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 1}
     with pytest.raises(
-        megatron_model_weights.Unsupported, match=r"num_experts_per_tok 1: .*norm_topk_prob: false"
+        megatron_model_configs.Unsupported, match=r"num_experts_per_tok 1: .*norm_topk_prob: false"
     ):
         megatron_model_configs.qwen3_moe(
             AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=True)
@@ -325,7 +323,7 @@ def test_one_expert_a_token_is_refused_in_words() -> None:
         AutoConfig.for_model("qwen3_moe", **sizes, norm_topk_prob=False)
     )
     assert made["moe_router_pre_softmax"] and made["moe_router_topk"] == 1
-    with pytest.raises(megatron_model_weights.Unsupported, match=r"2 experts a token or more\)$"):
+    with pytest.raises(megatron_model_configs.Unsupported, match=r"2 experts a token or more\)$"):
         megatron_model_configs.mixtral(AutoConfig.for_model("mixtral", num_experts_per_tok=1))
 
 
@@ -352,7 +350,7 @@ def test_dropout_is_refused(
 
 def arguments(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str | None, list[str]]:
     """(megatron_args.sh, the warnings' codes)"""
-    monkeypatch.setattr(megatron_equivalence, "prove", lambda *asked: None)
+    monkeypatch.setattr(megatron_equivalence, "check_megatron_equivalence", lambda *asked: None)
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
     made = compile_recipe(load_recipe(recipe))
     file = made.files.get("megatron_args.sh")
@@ -439,7 +437,7 @@ def test_what_its_script_has_no_option_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Said in a warning: train.py runs it all the same."""
-    monkeypatch.setattr(megatron_equivalence, "prove", lambda *asked: None)
+    monkeypatch.setattr(megatron_equivalence, "check_megatron_equivalence", lambda *asked: None)
     monkeypatch.setattr("shardwright.compile.package_errors", lambda engine: ())
     made = compile_recipe(
         load_recipe(write_recipe({**H100, "parallelism": PIPED, "model.config": config}))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.data.dataset import resolve
 from shardwright.engines.trainer_protocol import engine_runtime
 from shardwright.parallel.learning_rate import learning_rate

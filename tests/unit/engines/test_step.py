@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwright.data.dataset import Dataset
-from shardwright.data.samplers import EpochSampler
-from shardwright.data.sequences import Indices, SequenceBatch
-from shardwright.engines.deepspeed import deepspeed_trainer_builder as engine
+from shardwright.data.sequences import EpochSampler, Indices, SequenceBatch
+from shardwright.engines.deepspeed import deepspeed_trainers as engine
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.micro_batches import MicroBatch, TrainingBatches, ValidationBatches
 from tests.unit.parallel.test_batches import plan

@@ -11,7 +11,7 @@ from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
 from shardwright.engines.engine_table import AUTO_TARGET, DEFAULT_TARGET, ENGINES, engine_of
 from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
 
 TESTS = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.engines.deepspeed.pipeline_tensors import StatePacker
+from shardwright.engines.deepspeed.pipeline_module import StatePacker
 from shardwright.models.model_skeleton import State
 
 

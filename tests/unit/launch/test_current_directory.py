@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.diagnostics import Refusal
-from shardwright.launch.detached_run import run_detached
-from shardwright.launch.probe_messages import ProbeRequest
-from shardwright.launch.remote_probe import Probe
+from shardwright.launch.host_probe import Probe, ProbeRequest
+from shardwright.launch.launcher_process import run_detached
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.verify.layout_verification import _launch
 

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.launch.extension_build_locks import compiles_cpu_adam
 from shardwright.launch.host_checks import HostCheckInput, _build_tools, _memory
-from shardwright.launch.probe_messages import (
+from shardwright.launch.host_probe import (
     HostFacts,
     LinkRates,
+    ProbedHost,
     RendezvousResult,
     host_facts_to_json,
     message_from_json,
     rendezvous_result_from_json,
     rendezvous_result_to_json,
 )
-from shardwright.launch.remote_probe import ProbedHost
+from shardwright.launch.preflight_checks import compiles_cpu_adam
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 

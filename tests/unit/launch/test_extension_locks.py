@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.launch.extension_build_locks import (
+from shardwright.launch.preflight_checks import (
     STALE_LOCK_AGE_SECONDS,
     extensions_root,
     stale_build_locks,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.launch.failure_report import port_was_taken, report_failure
+from shardwright.launch.run_state import port_was_taken, report_failure
 from shardwright.monitor.rank_events import EVENT_PREFIX
 from shardwright.monitor.run_files import PROGRESS
 from shardwright.plan.plan import Plan

@@ -14,9 +14,8 @@ import pytest
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.host_checks import HostCheckInput, _versions
+from shardwright.launch.host_probe import HostFacts, ProbedHost
 from shardwright.launch.preflight_checks import check_preflight
-from shardwright.launch.probe_messages import HostFacts
-from shardwright.launch.remote_probe import ProbedHost
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.models.factory import write_weights

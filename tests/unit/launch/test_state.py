@@ -15,7 +15,7 @@ import pytest
 from shardwright.cli import main as cli
 from shardwright.launch.run_state import is_alive
 from shardwright.monitor.run_files import write_json
-from shardwright.plan.plan_json import load_plan
+from shardwright.plan.plan import load_plan
 from shardwright.train.run_attempt import begin_attempt
 
 STEP = {"step": 3, "loss": 2.5, "tokens": 100, "step_seconds": 0.5, "attempt": 2}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.recipes import TWO_NODES, Compile
 

@@ -16,7 +16,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import write_folder
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.shims import install, start

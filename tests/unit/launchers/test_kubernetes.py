@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from shardwright.diagnostics import Refusal
 from shardwright.launch.launchers.launch_files import kubernetes_name
-from shardwright.recipe import pod_fields
+from shardwright.recipe import kubernetes_pod_patch
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.recipes import KUBERNETES, TWO_NODES, Compile
 from tests.unit.launchers.shims import install, start
@@ -246,7 +246,7 @@ def test_a_pod_patch_is_one(
 
 
 def test_the_fields_of_a_pod_are_the_published_ones() -> None:
-    assert pod_fields.TABLE_FILE.read_text() == kubernetes_pod_fields.text(), (
+    assert kubernetes_pod_patch.TABLE_FILE.read_text() == kubernetes_pod_fields.text(), (
         "python -m tools.generate.kubernetes_pod_fields"
     )
 

@@ -15,7 +15,7 @@ from shardwright.engines.engine_table import ENGINES
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
-from shardwright.utils.data_folders import templates_folder
+from shardwright.utils.installation import templates_folder
 
 START = re.compile(r'include "launch/start/" ~ plan.target ~ "/([^"]+)"')
 

@@ -13,7 +13,7 @@ import pytest
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
 from shardwright.launch.launcher_process import run_folder
-from shardwright.launch.launchers.launcher_checks import unmounted_paths
+from shardwright.launch.launchers.launcher_table import unmounted_paths
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.launchers.recipes import KUBERNETES, TWO_NODES, Compile
 from tests.unit.launchers.shims import install, start

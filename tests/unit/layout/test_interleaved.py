@@ -39,9 +39,9 @@ def test_later_groups_go_on_as_the_last_simulated_one(
 ) -> None:
     ranks, chunks = ((4, 2), (8, 4), (6, 3))[seed % 3]
     forward, backward = uneven(seed, ranks * chunks, 0.05)
-    monkeypatch.setattr(interleaved_schedule, "PASSES", 0)
+    monkeypatch.setattr(interleaved_schedule, "MAX_SIMULATED_PASSES", 0)
     shortened = step_seconds.__wrapped__(ranks, 12 * ranks, forward, backward)
-    monkeypatch.setattr(interleaved_schedule, "PASSES", 10**9)
+    monkeypatch.setattr(interleaved_schedule, "MAX_SIMULATED_PASSES", 10**9)
     assert shortened == pytest.approx(
         step_seconds.__wrapped__(ranks, 12 * ranks, forward, backward), rel=0.01
     )

@@ -11,7 +11,7 @@ from shardwright.layout.stage_balancing import (
     balanced_contiguous_boundaries,
     balanced_dualpipev_boundaries,
 )
-from shardwright.models.pipeline_split import (
+from shardwright.models.model_graph import (
     PipelineSplit,
     boundaries_in_layers,
     layers_that_share_parameters,

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from shardwright.cost.step_time import bubble_divisor
 from shardwright.layout.layout import Layout
-from shardwright.layout.pipeline_instructions import BACKWARD, FORWARD
-from shardwright.layout.pipeline_simulation import PipelineTimeline, simulate
-from shardwright.layout.pipeline_step_time import step_seconds
-from shardwright.layout.vectorized_pipeline_simulation import simulated_step_seconds
+from shardwright.layout.pipeline_simulation import BACKWARD, FORWARD, PipelineTimeline, simulate
+from shardwright.layout.pipeline_step_time import simulated_step_seconds, step_seconds
 
 
 def events(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
-from shardwright.layout.pipeline_instructions import COMMIT, Instruction, instruction_stream
+from shardwright.layout.pipeline_simulation import COMMIT, Instruction, instruction_stream
 
 LEFT_OUT = ("LoadMicroBatch", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 

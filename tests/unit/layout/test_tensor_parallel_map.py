@@ -8,7 +8,7 @@ from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from shardwright.diagnostics import Refusal
 from shardwright.layout.parameter_sharding import ParameterSharding, shard_sizes
 from shardwright.layout.tensor_parallel_map import tensor_parallel_map
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of
 
 TIED_LLAMA: dict[str, JsonValue] = {

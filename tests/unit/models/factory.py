@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from shardwright.cluster.cluster_types import Cluster
-from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.cluster.gpu_catalogue import Cluster, resolve_cluster
 from shardwright.diagnostics import Source
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
@@ -23,10 +22,10 @@ from shardwright.recipe.recipe_types import (
     ParallelismSection,
     Recipe,
     SchedulerSection,
+    TrackingSection,
     TrainingSection,
 )
-from shardwright.recipe.tracking_types import TrackingSection
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 
 SMALL_LLAMA: dict[str, JsonValue] = {
     "model_type": "llama",

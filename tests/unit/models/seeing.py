@@ -8,9 +8,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from shardwright.models.forward_patches import patch_forwards
-from shardwright.models.tiny_config import shrink
-from shardwright.models.tiny_vision_encoder import tiny_vision_encoder
+from shardwright.models.model_skeleton import patch_forwards
+from shardwright.models.tiny_config import shrink, tiny_vision_encoder
 
 # A tower of a few blocks, and rotary sections where the class leaves them out of its defaults.
 QWEN = {"depth": 3, "fullatt_block_indexes": [1]}

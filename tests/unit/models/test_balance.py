@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwright.models.router_aux_loss import (
+from shardwright.models.mixture_of_experts import (
     SEQUENCE_LENGTHS,
     NoRouterAuxLoss,
     RouterAuxLoss,
     detect_affinity,
     find_routers,
 )
-from shardwright.parallel.activation_checkpointing import recompute_forward
+from shardwright.parallel.layer_compile_and_recompute import recompute_forward
 from shardwright.utils.numeric_difference import max_abs_diff
 from tests.parity.balance import row_loss
 from tests.parity.models import MODELS

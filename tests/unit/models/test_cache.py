@@ -15,10 +15,10 @@ import pytest
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
-from shardwright.models import graph_builder, graph_cache, graph_trace
+from shardwright.models import graph_builder, graph_trace
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, model_section
 
 
@@ -26,7 +26,7 @@ from tests.unit.models.factory import LLAMA_405B, SMALL_GPT2, SMALL_LLAMA, model
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache, and nothing remembered in this process."""
     graph_builder._KNOWN.clear()
-    monkeypatch.setenv(graph_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(graph_builder.VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -65,7 +65,7 @@ def test_the_second_one_is_read_and_is_the_same(
     assert len(traced) == 1
     assert second == first
     # 1, 1.0 and True are equal in Python, and so are tuples of them: the text tells them apart.
-    assert graph_cache.graph_to_json(second) == graph_cache.graph_to_json(first)
+    assert graph_builder.graph_to_json(second) == graph_builder.graph_to_json(first)
     assert only_file(folder).stat().st_size < 30_000
 
 
@@ -84,13 +84,13 @@ def test_what_belongs_to_another_graph_is_not_read(
     for package in ("torch", "transformers"):
         with monkeypatch.context() as patch:
             patch.setattr(
-                graph_cache,
+                graph_builder,
                 "installed_version",
                 lambda name, other=package: "1" if name == other else "0",
             )
             built(SMALL_LLAMA)
     assert len(traced) == 6
-    monkeypatch.setattr(graph_cache, "GRAPH_VERSION", -1)
+    monkeypatch.setattr(graph_builder, "GRAPH_VERSION", -1)
     built(SMALL_LLAMA)
     assert len(traced) == 7
     assert len([path for path in folder.rglob("*") if path.is_file()]) == 7
@@ -98,17 +98,17 @@ def test_what_belongs_to_another_graph_is_not_read(
 
 @pytest.mark.parametrize(
     "edited",
-    ["models/graph_trace.py", "models/layer_split.py", "hf/new.py", "models/model_graph.py"],
+    ["models/graph_trace.py", "models/layer_split.py", "models/new.py", "models/model_graph.py"],
 )
 def test_an_edit_of_the_tracing_code_makes_a_new_key(edited: str, tmp_path: Path) -> None:
-    package = Path(graph_cache.__file__).parent.parent
+    package = Path(graph_builder.__file__).parent.parent
     copied = tmp_path / "shardwright"
     shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    assert graph_cache.tracing_source_hash(copied) == graph_cache.tracing_source_hash(package)
+    assert graph_builder.tracing_source_hash(copied) == graph_builder.tracing_source_hash(package)
     with (copied / edited).open("a") as file:
         file.write("# edited\n")
-    graph_cache.tracing_source_hash.cache_clear()
-    assert graph_cache.tracing_source_hash(copied) != graph_cache.tracing_source_hash(package)
+    graph_builder.tracing_source_hash.cache_clear()
+    assert graph_builder.tracing_source_hash(copied) != graph_builder.tracing_source_hash(package)
 
 
 def _other(content: bytes) -> bytes:
@@ -161,7 +161,7 @@ def test_no_file_can_be_written_or_read(
     assert built(SMALL_LLAMA) == first
     assert list(folder.rglob("*")) == [path.parent, path]  # nothing unfinished is left
     (folder / "file").touch()
-    monkeypatch.setenv(graph_cache.VARIABLE, str(folder / "file"))
+    monkeypatch.setenv(graph_builder.VARIABLE, str(folder / "file"))
     assert built(SMALL_LLAMA) == first
     assert len(traced) == 3
 
@@ -171,8 +171,8 @@ def test_readers_see_whole_files_while_others_write(folder: Path) -> None:
     key = only_file(folder).name.removesuffix(".json.gz")
 
     def write_and_read(_: int) -> ModelGraph | None:
-        graph_cache.store_graph(key, first)
-        return graph_cache.cached_graph(key)
+        graph_builder.store_graph(key, first)
+        return graph_builder.cached_graph(key)
 
     with ThreadPoolExecutor(8) as pool:
         assert all(found == first for found in pool.map(write_and_read, range(40)))
@@ -183,7 +183,7 @@ def test_off_traces_and_writes_nothing(
     traced: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(graph_cache.VARIABLE, "off")
+    monkeypatch.setenv(graph_builder.VARIABLE, "off")
     graph_builder._KNOWN.clear()
     graph_builder.build_model_graph(model_section(None, source="openai-community/gpt2"))
     built(SMALL_LLAMA)
@@ -208,9 +208,9 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "/base", "/base/shardwright"),
         ("/own", "/base", "/own"),
     ]:
-        monkeypatch.setenv(graph_cache.VARIABLE, own)
+        monkeypatch.setenv(graph_builder.VARIABLE, own)
         monkeypatch.setenv("XDG_CACHE_HOME", base)
-        assert graph_cache.cache_folder() == Path(expected)
+        assert graph_builder.cache_folder() == Path(expected)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_compile_gives_the_same_bytes_from_the_trace_the_cache_and_the_package(
         return dict(compile_recipe(load_recipe(path)).files)
 
     with monkeypatch.context() as patch:
-        patch.setenv(graph_cache.VARIABLE, "off")
+        patch.setenv(graph_builder.VARIABLE, "off")
         from_trace = files()
     with monkeypatch.context() as patch:
         patch.setattr(graph_builder, "catalog_graph", lambda config_text, attention: None)

@@ -21,8 +21,8 @@ from shardwright.models.config_schema import (
     vocabulary_size,
 )
 from shardwright.models.hf_config import resolve_config
-from shardwright.models.model_catalog import catalog_config, catalog_ids
-from shardwright.models.model_refusals import METADATA_KEYS
+from shardwright.models.model_sources import catalog_config, catalog_ids
+from shardwright.models.model_support import METADATA_KEYS
 from tests.conftest import SMALL_RECIPE
 from tests.zoo.configs import RUNNABLE, TYPES, tiny_config
 from tests.zoo.overrides import IMPOSSIBLE

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
-from shardwright.models import rotary_embedding
+from shardwright.models import context_parallel_probe
 from shardwright.models.context_parallel_probe import context_split_blocker
 from tests.zoo.configs import tiny_config
 
@@ -101,7 +101,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_row(
     are not given it."""
     changes = LENGTH_DEPENDENT[kind]
     assert context_split_blocker(model_of("llama", **changes), ids()) == ""
-    monkeypatch.setattr(rotary_embedding, "length_dependent_rope", lambda model: [])
+    monkeypatch.setattr(context_parallel_probe, "length_dependent_rope", lambda model: [])
     assert context_split_blocker(model_of("llama", **changes), ids()) == COUNTS
 
 
@@ -119,7 +119,7 @@ def test_a_rotary_embedding_is_called_in_any_way_and_gives_one_table_or_two() ->
             return table if layer_type == "one" else (table, table)
 
     model, own = Table(), torch.tensor([[2, 3]])
-    with rotary_embedding.full_sequence_rope(model, lambda _: 7):
+    with context_parallel_probe.full_sequence_rope(model, lambda _: 7):
         one = model(own, position_ids=own, layer_type="one")
         two = model(own, own, "two")
     assert seen == [[2, 3, 7], [2, 3, 7]]

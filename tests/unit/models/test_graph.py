@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardwright.diagnostics import Refusal
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.hf_config import resolve_config
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
     LLAMA_405B,

@@ -13,7 +13,7 @@ import pytest
 
 from shardwright.compile import CompileResult, compile_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
-from shardwright.parallel.model_config_loading import load_config
+from shardwright.parallel.model_loading import load_config
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.models.own_model import FILES, write_own_model
 

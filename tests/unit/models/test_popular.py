@@ -16,8 +16,12 @@ from huggingface_hub import constants, errors
 from shardwright.compile import compile_recipe, estimate_recipe
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.models.graph_builder import build_model_graph
-from shardwright.models.hub_files import cached_config, hub_config
-from shardwright.models.model_catalog import match_catalog_id, nearest_ids
+from shardwright.models.model_sources import (
+    cached_config,
+    hub_config,
+    match_catalog_id,
+    nearest_ids,
+)
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.unit.models.factory import model_section
 

@@ -13,7 +13,7 @@ import transformers
 
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
-from shardwright.models import processor_stage
+from shardwright.models import image_processor
 from shardwright.models.graph_trace import trace_model_graph
 from shardwright.models.image_processor import (
     MissingPackage,
@@ -22,7 +22,7 @@ from shardwright.models.image_processor import (
     processor_files,
     processor_from_config,
 )
-from shardwright.models.vision_encoder_cost import VisionEncoder
+from shardwright.models.model_graph import VisionEncoder
 from tests.parity.sight import MODELS
 
 
@@ -34,10 +34,10 @@ class Placeholder:
 
 def test_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = trace_model_graph({"model_type": "llava", **MODELS["llava"]}, "auto", inline=True)
-    config = processor_stage._config(graph)
+    config = image_processor._config(graph)
     for name, content in processor_files(processor_from_config(config), config).items():
         (tmp_path / name).write_bytes(content)
-    processor_stage.check_processor(graph, tmp_path)
+    image_processor.check_processor(graph, tmp_path)
 
     def placeholder(kind: object, backends: object) -> None:
         if backends:
@@ -50,7 +50,7 @@ def test_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(MissingPackage, match="torchvision"):
         load_processor(tmp_path)
     with pytest.raises(Refusal) as refused:
-        processor_stage.check_processor(graph, tmp_path)
+        image_processor.check_processor(graph, tmp_path)
     (told,) = refused.value.diagnostics
     assert (
         told.code == "SW2080"
@@ -108,7 +108,7 @@ def test_check_refuses_a_model_type_that_is_no_word(
 
 def test_only_what_a_processor_raises_leaves_images_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mistake of our own is no type whose processor cannot be asked."""
-    config = processor_stage._config(
+    config = image_processor._config(
         trace_model_graph({"model_type": "llava", **MODELS["llava"]}, "auto", inline=True)
     )
     vision = VisionEncoder(
@@ -121,8 +121,8 @@ def test_only_what_a_processor_raises_leaves_images_whole(monkeypatch: pytest.Mo
 
         return called
 
-    monkeypatch.setattr(processor_stage, "max_tiles", raises(ProcessorUnavailable("it has none")))
-    assert processor_stage.with_usual_tiles(vision, config, inline=False) is vision
-    monkeypatch.setattr(processor_stage, "max_tiles", raises(TypeError("a mistake of ours")))
+    monkeypatch.setattr(image_processor, "max_tiles", raises(ProcessorUnavailable("it has none")))
+    assert image_processor.with_usual_tiles(vision, config, inline=False) is vision
+    monkeypatch.setattr(image_processor, "max_tiles", raises(TypeError("a mistake of ours")))
     with pytest.raises(TypeError):
-        processor_stage.with_usual_tiles(vision, config, inline=False)
+        image_processor.with_usual_tiles(vision, config, inline=False)

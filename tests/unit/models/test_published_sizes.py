@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardwright.models import model_catalog
+from shardwright.models import model_sources
 from shardwright.models.graph_builder import build_model_graph
-from shardwright.models.model_catalog import catalog_config, catalog_ids
-from shardwright.utils.json_types import JsonObject
+from shardwright.models.model_sources import catalog_config, catalog_ids
+from shardwright.utils.json_values import JsonObject
 from tests.unit.models.factory import model_section
 
 # The number of parameters on the model's page (the sum over its safetensors header, or its table),
@@ -148,7 +148,7 @@ def own_entries() -> list[str]:
     return [
         model_id
         for model_id in catalog_ids()
-        if model_catalog.LIKE not in model_catalog._entries()[model_id]
+        if model_sources.LIKE not in model_sources._entries()[model_id]
     ]
 
 
@@ -182,7 +182,7 @@ def _get(config: JsonObject, *names: str) -> int:
 
 def test_likes_lead_to_an_own_entry_and_change_no_shape() -> None:
     for model_id in set(catalog_ids()) - set(own_entries()):
-        base = str(model_catalog._entries()[model_id][model_catalog.LIKE])
+        base = str(model_sources._entries()[model_id][model_sources.LIKE])
         ours, theirs = entry(model_id), entry(base)
         assert {
             key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)

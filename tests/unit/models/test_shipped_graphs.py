@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.models import graph_builder, graph_cache, popular_graphs
-from shardwright.models.model_catalog import catalog_config, catalog_ids
+from shardwright.models import graph_builder
+from shardwright.models.model_sources import catalog_config, catalog_ids
 from tests.unit.models.factory import model_section
 from tools.generate.traced_graphs import PATH, archive_of, config_text, trace
 
@@ -23,10 +23,12 @@ OF_EACH_TYPE = list(
 
 def assert_shipped_as_traced(model_id: str) -> None:
     text = config_text(model_id)
-    shipped, traced = popular_graphs.catalog_graph(text, "auto"), trace(text)
+    shipped, traced = graph_builder.catalog_graph(text, "auto"), trace(text)
     assert shipped is not None, "make graphs"
     assert dataclasses.asdict(shipped) == dataclasses.asdict(traced), "make graphs"
-    assert graph_cache.graph_to_json(shipped) == graph_cache.graph_to_json(traced), "make graphs"
+    assert graph_builder.graph_to_json(shipped) == graph_builder.graph_to_json(traced), (
+        "make graphs"
+    )
 
 
 @pytest.mark.parametrize("model_id", OF_EACH_TYPE)
@@ -47,12 +49,12 @@ def test_the_archive_holds_each_configuration_once_and_no_more() -> None:
         assert len(archive.namelist()) == len(texts) + 1
         assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
     assert PATH.stat().st_size < 1_000_000
-    assert all(popular_graphs.catalog_graph(text, "auto") is not None for text in texts)
+    assert all(graph_builder.catalog_graph(text, "auto") is not None for text in texts)
 
 
 def test_the_same_graphs_are_the_same_bytes() -> None:
     texts = [config_text(model_id) for model_id in ("openai-community/gpt2", "Qwen/Qwen3-32B")]
-    found = {text: graph for text in texts if (graph := popular_graphs.catalog_graph(text, "auto"))}
+    found = {text: graph for text in texts if (graph := graph_builder.catalog_graph(text, "auto"))}
     assert len(found) == 2
     assert archive_of(found) == archive_of(dict(reversed(found.items())))
 
@@ -77,15 +79,15 @@ def test_versions(
     installed = {
         name: text and text.replace("same", recorded[name]) for name, text in installed.items()
     }
-    monkeypatch.setattr(popular_graphs, "installed_version", installed.get)
-    assert (popular_graphs.catalog_graph(config_text("Qwen/Qwen3-32B"), "auto") is not None) == used
+    monkeypatch.setattr(graph_builder, "installed_version", installed.get)
+    assert (graph_builder.catalog_graph(config_text("Qwen/Qwen3-32B"), "auto") is not None) == used
 
 
 def test_what_is_not_exactly_a_shipped_configuration_is_traced() -> None:
     text = config_text("Qwen/Qwen3-32B")
-    assert popular_graphs.catalog_graph(text, "eager") is None
+    assert graph_builder.catalog_graph(text, "eager") is None
     assert (
-        popular_graphs.catalog_graph(
+        graph_builder.catalog_graph(
             text.replace('"num_hidden_layers": 64', '"num_hidden_layers": 63'), "auto"
         )
         is None
@@ -98,8 +100,8 @@ def test_without_a_readable_archive_the_models_are_traced(
 ) -> None:
     if content is not None:
         (tmp_path / "graphs.zip").write_bytes(content)
-    monkeypatch.setattr(popular_graphs, "ARCHIVE", str(tmp_path / "graphs.zip"))
-    monkeypatch.setenv(graph_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(graph_builder, "ARCHIVE", str(tmp_path / "graphs.zip"))
+    monkeypatch.setenv(graph_builder.VARIABLE, str(tmp_path / "cache"))
     graph_builder._KNOWN.clear()
     assert (
         graph_builder.build_model_graph(

@@ -13,17 +13,18 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shardwright.models import model_probe
-from shardwright.models.call_arguments import copy_containers, leaves, replace_arguments
-from shardwright.models.config_special_floats import decode_special_floats, encode_special_floats
-from shardwright.models.layer_kinds import (
+from shardwright.models.config_schema import decode_special_floats, encode_special_floats
+from shardwright.models.model_graph import PipelineSplit
+from shardwright.models.model_skeleton import copy_containers, leaves, replace_arguments
+from shardwright.models.tasks.task_registry import CAUSAL_LM
+from shardwright.models.tiny_config import (
     LAYERS,
+    VOCABULARY,
     has_every_layer_kind,
     representative_layers,
+    shrink,
     truncate_layers,
 )
-from shardwright.models.pipeline_split import PipelineSplit
-from shardwright.models.tasks.task_registry import CAUSAL_LM
-from shardwright.models.tiny_config import VOCABULARY, shrink
 from shardwright.utils.json_records import read_record
 
 

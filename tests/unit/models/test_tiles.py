@@ -21,13 +21,14 @@ from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.image_processor import (
     default_image_processor,
     load_processor,
+    max_tiles,
     processor_files,
     processor_from_config,
+    tile_counts,
+    with_usual_tiles,
 )
-from shardwright.models.image_tiles import max_tiles, tile_counts
-from shardwright.models.processor_stage import with_usual_tiles
-from shardwright.models.tasks.image_formats import vision_encoder_shape
-from shardwright.models.vision_encoder_cost import VisionEncoder
+from shardwright.models.model_graph import VisionEncoder
+from shardwright.models.tasks.vision_language import vision_encoder_shape
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import ImagesSection
 from tests.parity.sight import MODELS, TEXT, TOWER, SightCase, recipe, write_cutting
@@ -174,4 +175,4 @@ def test_the_largest_row_counts_tiles(cut: bool, pictures: int, tmp_path: Path) 
     (tmp_path / "recipe.json").write_text(json.dumps(document))
     read = load_recipe(tmp_path / "recipe.json")
     row = largest_image_sequence(read, build_model_graph(read.model))
-    assert row is not None and (row.pictures, row.patches) == (pictures, 16)
+    assert row is not None and (row.image_count, row.patches) == (pictures, 16)

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from shardwright.models.graph_builder import build_model_graph
-from shardwright.models.special_token_ids import token_ids
 from shardwright.models.tasks.task_registry import CAUSAL_LM, IMAGE_TEXT
+from shardwright.models.tiny_config import token_ids
 from tests.unit.models.factory import model_section
 
 LLAMA: dict[str, Any] = {

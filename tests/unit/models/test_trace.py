@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph, SavedActivations, saved_activations_entry
-from shardwright.parallel.activation_checkpointing import checkpoint_layers
+from shardwright.parallel.layer_compile_and_recompute import checkpoint_layers
 from shardwright.recipe.literal_types import CHECKPOINTING
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, model_section
 
 WIDE: dict[str, JsonValue] = {

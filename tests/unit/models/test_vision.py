@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from shardwright.models.layer_trace import fake_parameters, stub_parameters
-from shardwright.models.pipeline_split import PipelineSplit
-from shardwright.models.vision_encoder_cost import VisionEncoder
+from shardwright.models.model_graph import PipelineSplit, VisionEncoder
 from shardwright.models.vision_trace import trace_vision_encoder
 from tests.zoo.sight_configs import sight_config
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from shardwright.cli.main import main
 from shardwright.diagnostics import Refusal
 from shardwright.models.graph_builder import build_model_graph, compare_weights
-from shardwright.models.safetensors_headers import read_headers, same_values
+from shardwright.models.weights_check import read_headers, same_values
 from shardwright.parallel.weight_files import WeightFiles
 from shardwright.parallel.weight_loader import WeightLoader, empty_model
 from shardwright.recipe.recipe_types import ModelSection

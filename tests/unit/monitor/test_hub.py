@@ -22,6 +22,8 @@ from shardwright.monitor import monitor_server as hub_module
 from shardwright.monitor.monitor_protocol import (
     MAX_HELLO_BYTES,
     MAX_LINE_BYTES,
+    TOKEN_IN_ENVIRONMENT,
+    TOKEN_VARIABLE,
     Bye,
     Challenge,
     End,
@@ -33,20 +35,15 @@ from shardwright.monitor.monitor_protocol import (
     Welcome,
     connect_to_server,
     decode,
+    delete_token,
     encode,
+    find_token,
     make_hello,
+    make_token,
     proves,
 )
 from shardwright.monitor.monitor_server import MAX_UNAUTHENTICATED, MonitorServer, open_server
-from shardwright.monitor.monitor_token import (
-    TOKEN_IN_ENVIRONMENT,
-    TOKEN_VARIABLE,
-    delete_token,
-    find_token,
-    make_token,
-)
-from shardwright.monitor.rank_events import Event, RankLost, read_events
-from shardwright.monitor.stall_diagnosis import RankStack
+from shardwright.monitor.rank_events import Event, RankLost, RankStack, read_events
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.utils.unauthenticated_connections import UnauthenticatedConnections
@@ -372,7 +369,7 @@ def test_lines_are_put_together_and_none_is_endless() -> None:
 def test_the_token_is_a_file_for_this_user_or_comes_with_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwright.monitor.monitor_token.SHARED_FILE_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr("shardwright.monitor.monitor_protocol.SHARED_FILE_TIMEOUT_SECONDS", 0.0)
     (tmp_path / "run").mkdir()
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     stale, _ = make_token(tmp_path)

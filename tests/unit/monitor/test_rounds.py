@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.diloco.round_log import ROUNDS_FILE, RoundLog, effective_rounds, read_rounds
+from shardwright.diloco.island_metrics import ROUNDS_FILE, RoundLog, effective_rounds, read_rounds
 
 
 def test_later_starts_undo_what_they_make_again(tmp_path: Path) -> None:

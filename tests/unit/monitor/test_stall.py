@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shardwright.monitor.stall_diagnosis import (
+from shardwright.monitor.rank_events import (
     RankStack,
     stall_text,
     suspect_ranks,

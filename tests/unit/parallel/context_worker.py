@@ -19,18 +19,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.models.packed_attention import emulate_flash_attention
-from shardwright.parallel.activation_checkpointing import checkpoint_layers
-from shardwright.parallel.context_batch_shards import contiguous_shard
-from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL, contiguous_shard
 from shardwright.parallel.distributed_losses import (
     CausalLoss,
     ChunkedLoss,
     micro_batch_loss,
     wrap_chunked_loss,
 )
+from shardwright.parallel.layer_compile_and_recompute import checkpoint_layers
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
-from shardwright.train.process_exit import leave
+from shardwright.train.training_worker import leave
 from tests.zoo.configs import tiny_config
 
 CASES: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.models.mixture_of_experts import number_of_experts
 from shardwright.parallel.expert_parallel import ExpertSharder
-from shardwright.train.process_exit import leave
+from shardwright.train.training_worker import leave
 from tests.zoo.configs import tiny_config
 
 TYPES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")

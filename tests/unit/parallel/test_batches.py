@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from shardwright.data.dataset import Dataset
-from shardwright.data.samplers import EpochSampler
-from shardwright.data.sequences import ArraySequences, Indices, SequenceBatch
+from shardwright.data.sequences import ArraySequences, EpochSampler, Indices, SequenceBatch
 from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
 
 

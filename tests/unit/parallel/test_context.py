@@ -13,8 +13,7 @@ import torch
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shardwright.parallel.context_batch_shards import contiguous_shard
-from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.parallel.context_parallel import CONTEXT_PARALLEL, contiguous_shard
 from shardwright.parallel.micro_batches import MicroBatch
 from shardwright.utils.numeric_difference import largest_difference
 from shardwright.utils.programs import free_port

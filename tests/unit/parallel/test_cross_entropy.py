@@ -14,7 +14,7 @@ from torch import multiprocessing
 
 from shardwright.layout.parameter_sharding import shard_sizes
 from shardwright.parallel.distributed_losses import CausalLoss
-from shardwright.parallel.vocabulary_cross_entropy import vocabulary_parallel_cross_entropy
+from shardwright.parallel.tensor_parallel_collectives import vocabulary_parallel_cross_entropy
 from shardwright.utils.numeric_difference import max_abs_diff
 
 IGNORE_INDEX, VOCABULARY, SHAPE = -100, 64, (3, 7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.parallel.tensor_parallel_rng import TensorParallelRng
+from shardwright.parallel.tensor_parallel_collectives import TensorParallelRng
 
 
 def test_an_evaluation_draws_nothing() -> None:

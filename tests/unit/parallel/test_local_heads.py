@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwright.parallel.attention_head_shards import shard_attention_heads
-from shardwright.utils.json_types import JsonValue
+from shardwright.parallel.tensor_parallel import shard_attention_heads
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA
 
 

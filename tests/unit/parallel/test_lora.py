@@ -28,8 +28,7 @@ from shardwright.parallel.lora_adapters import (
 )
 from shardwright.parallel.model_loading import conv1d_to_linear
 from shardwright.parallel.weight_loader import LayerSeededWeights, WeightLoader, empty_model
-from shardwright.plan.plan import Plan, PlanLora
-from shardwright.plan.plan_json import plan_to_json, read_plan
+from shardwright.plan.plan import Plan, PlanLora, plan_to_json, read_plan
 from shardwright.train.training_session import rank_record
 from tests.zoo.configs import tiny_config
 
@@ -77,7 +76,7 @@ def test_a_checkpoint_of_other_adapters(here: PlanLora | None, tmp_path: Path) -
 def test_a_merge(turned: bool) -> None:
     weight, a, b, x = torch.randn(6, 5), torch.randn(4, 5), torch.randn(6, 4), torch.randn(3, 5)
     wanted = x @ weight.t() + 2.0 * (x @ a.t()) @ b.t()
-    whole = merge_adapter(weight.t() if turned else weight, a, b, LORA, turned=turned)
+    whole = merge_adapter(weight.t() if turned else weight, a, b, LORA, is_transposed=turned)
     assert torch.allclose(x @ (whole if turned else whole.t()), wanted, atol=1e-5)
 
 

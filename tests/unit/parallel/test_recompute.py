@@ -14,13 +14,12 @@ from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from shardwright.compile import compile_recipe
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import saved_activations_entry
-from shardwright.parallel.activation_checkpointing import (
+from shardwright.parallel.layer_compile_and_recompute import (
     apply_activation_checkpointing,
     checkpoint_layers,
     checkpointed_layers,
 )
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import plan_from_json, plan_to_json
+from shardwright.plan.plan import Plan, plan_from_json, plan_to_json
 from shardwright.recipe.recipe_loader import load_recipe
 from tests.parity.harness import Case, initial_model, write_inputs
 from tests.parity.models import LLAMA

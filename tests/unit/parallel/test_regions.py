@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwright.parallel.activation_checkpointing import recompute_forward
+from shardwright.parallel.layer_compile_and_recompute import recompute_forward
 from shardwright.parallel.tensor_parallel_collectives import copy_to_tensor_region
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from shardwright.checkpoint.checkpoint_reader import cut
+from shardwright.checkpoint.checkpoint_loader import cut
 from shardwright.diagnostics import Refusal
 from shardwright.layout.parameter_sharding import ParameterSharding
 from shardwright.parallel.weight_files import WeightFiles

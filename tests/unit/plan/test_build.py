@@ -18,7 +18,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe, accumulation_dtype
-from shardwright.utils.strict_json import canonical_hash
+from shardwright.utils.json_values import canonical_hash
 from tests.unit.models.factory import write_weights
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from tools.generate import proof_page
 from tools.prove import __main__ as prove
-from tools.prove import code_digest, proof_ledger
+from tools.prove import proof_ledger
 from tools.prove.proof_ledger import Ledger, digest_of
 from tools.prove.proof_pieces import BENCHES, PIECES
 
-ROOT = code_digest.ROOT
+ROOT = proof_ledger.ROOT
 MARK = "mark.prove"
 
 
@@ -58,8 +58,8 @@ def test_a_piece_names_code_that_is_there(piece: str) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(code_digest, "ROOT", tmp_path)
-    monkeypatch.setattr(code_digest, "PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(proof_ledger, "ROOT", tmp_path)
+    monkeypatch.setattr(proof_ledger, "PACKAGE", tmp_path / "package")
     (tmp_path / "package").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / "package" / "loss.py").write_text("def loss(x):\n    return x + 1\n")
@@ -74,9 +74,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def digest_there() -> str:
-    code_digest._content.cache_clear()
-    code_digest._imports.cache_clear()
-    return code_digest.code_digest(("loss.py",), ("tests/test_loss.py::test_it",))
+    proof_ledger._content.cache_clear()
+    proof_ledger._imports.cache_clear()
+    return proof_ledger.code_digest(("loss.py",), ("tests/test_loss.py::test_it",))
 
 
 @pytest.mark.parametrize(

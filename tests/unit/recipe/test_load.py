@@ -13,8 +13,8 @@ from shardwright.diagnostics import Refusal, Source
 from shardwright.diagnostics.diagnostic_rendering import location_of
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_schema import recipe_schema, schema_properties
+from shardwright.recipe.recipe_tree import yaml_scalar_value
 from shardwright.recipe.recipe_types import InlineGpu, Recipe
-from shardwright.recipe.yaml_scalar import yaml_scalar_value
 from tests.unit.recipe.test_bad_input import GOOD, JSON
 
 FULL = (

@@ -8,13 +8,13 @@ import pytest
 
 from shardwright.layout.axes import MAX_EXPERT_RANKS, expert_degrees
 from shardwright.layout.planning_problem import Problem
-from shardwright.search.candidate_layouts import candidate_layouts, zero_baseline
 from shardwright.search.layout_resolution import estimate_layout
 from shardwright.search.layout_search import search
+from shardwright.search.legal_layouts import candidate_layouts, zero_baseline
 from shardwright.search.plan_explanation import pinned_keys
 from shardwright.search.step_time_bound import StepTimeBound
 from shardwright.utils.divisors import MIN_TOKENS_PER_CONTEXT_RANK, context_degrees
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of
 from tests.unit.search.test_expert_rules import MIXTURE
 

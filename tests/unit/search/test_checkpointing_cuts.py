@@ -14,8 +14,8 @@ from shardwright.layout.stage_balancing import (
     balanced_contiguous_boundaries,
     balanced_dualpipev_boundaries,
 )
-from shardwright.search import simulated_stage_boundaries
-from shardwright.search.simulated_stage_boundaries import (
+from shardwright.search import stage_assignment
+from shardwright.search.stage_assignment import (
     PipelineBlocks,
     fastest_boundaries,
     fastest_boundaries_where,
@@ -110,7 +110,7 @@ def test_the_descent_finds_what_trying_all_finds(
     seconds = np.random.default_rng(seed).uniform(0.1, 1, 10).tolist()
     r = row(schedule, 9, stages, seconds)
     best = min(simulated(r, cut) for cut in every_cut(r.blocks, r.stages))
-    monkeypatch.setattr(simulated_stage_boundaries, "TRY_ALL", 0)
+    monkeypatch.setattr(stage_assignment, "MAX_EXHAUSTIVE", 0)
     fastest_boundaries.cache_clear()
     assert simulated(r, fastest_boundaries(r)) <= best * 1.01
     fastest_boundaries.cache_clear()
@@ -135,8 +135,8 @@ def test_the_fastest_of_the_allowed_cuts(r: PipelineBlocks, most: int) -> None:
 @given(rows())
 def test_no_step_is_below_its_bound(r: PipelineBlocks) -> None:
     every = np.array(every_cut(r.blocks, r.stages))
-    steps = simulated_stage_boundaries.step_seconds(r, every)
-    assert (simulated_stage_boundaries._lower_bounds(r, every) <= steps * (1 + 1e-9)).all()
+    steps = stage_assignment.step_seconds(r, every)
+    assert (stage_assignment._lower_bounds(r, every) <= steps * (1 + 1e-9)).all()
 
 
 @pytest.mark.parametrize(

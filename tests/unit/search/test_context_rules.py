@@ -10,7 +10,7 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_probe import context_parallel_blocker
 from shardwright.search.rule_registry import check_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.search.test_layout_rules import change
 

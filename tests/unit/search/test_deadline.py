@@ -18,7 +18,7 @@ from shardwright.search.cluster_sizing import (
     smaller_cluster_batch,
 )
 from shardwright.search.layout_search import search
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import LLAMA_8B, LLAMA_70B, graph_of, problem_of, recipe_of
 
 

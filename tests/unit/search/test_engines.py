@@ -12,8 +12,7 @@ import pytest
 
 from shardwright.cli.main import main
 from shardwright.compile import compile_recipe, resolve_recipe
-from shardwright.compiled_folder import read_folder
-from shardwright.compiled_folder_writer import write_folder
+from shardwright.compiled_folder import read_folder, write_folder
 from shardwright.cost.layout_costs import price
 from shardwright.diagnostics import Refusal
 from shardwright.layout.layout_estimate import Estimate

@@ -11,19 +11,19 @@ import time
 import pytest
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
+from shardwright.layout.layout import Candidate
 from shardwright.layout.layout_estimate import Estimate
-from shardwright.layout.layout_rule import Candidate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import CHECKPOINTING, PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layout_comparison import pareto_front, slower_regions
 from shardwright.search.layout_resolution import estimate_checked_layout, estimate_layout
 from shardwright.search.layout_search import rank_key, search
+from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.ranking_penalties import penalized_seconds, with_complexity_penalty
 from shardwright.search.rule_registry import check_layout, rules_for
 from shardwright.search.step_time_bound import WORTH_PRICING, StepTimeBound
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
     LLAMA_70B,

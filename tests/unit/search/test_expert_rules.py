@@ -12,7 +12,7 @@ from shardwright.models.expert_modules import expert_modules
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.recipe_types import LoraSection
 from shardwright.search.rule_registry import check_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, model_section, recipe_of
 from tests.unit.search.test_context_rules import errors
 from tests.unit.search.test_layout_rules import change

@@ -7,8 +7,11 @@ import dataclasses
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.layout.planning_problem import Problem
-from shardwright.models.frozen_parameters import frozen_parameter_names, frozen_parameter_patterns
 from shardwright.models.model_graph import ModelGraph
+from shardwright.models.trainable_parameters import (
+    frozen_parameter_names,
+    frozen_parameter_patterns,
+)
 from shardwright.recipe.recipe_types import LoraSection, Recipe
 from shardwright.search.rule_registry import check_layout
 from tests.unit.cost.test_vision import seeing

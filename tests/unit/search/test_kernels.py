@@ -16,7 +16,7 @@ from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.kernel_choice import chosen_kernels
 from shardwright.search.layout_search import search
 from shardwright.search.runnable_recipes import check_runnable
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA
 
 MAMBA: dict[str, JsonValue] = {

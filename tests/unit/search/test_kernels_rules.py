@@ -18,7 +18,7 @@ from shardwright.recipe.recipe_types import (
     with_resolved_kernels,
 )
 from shardwright.search.rule_registry import check_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.search.test_layout_rules import change
 

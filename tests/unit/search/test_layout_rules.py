@@ -17,7 +17,7 @@ from shardwright.models.tensor_parallel_plan import proved
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.recipe.recipe_types import DataSection, LoraSection, Recipe, ValidationSection
 from shardwright.search.rule_registry import can_be_priced, check_layout, rules_for
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import LLAMA_8B, SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 
 GOOD = Layout(

@@ -10,10 +10,9 @@ import pytest
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.planning_problem import Problem
-from shardwright.recipe.recipe_types import Recipe
-from shardwright.recipe.tracking_types import NoiseScaleSection, TrackingSection
+from shardwright.recipe.recipe_types import NoiseScaleSection, Recipe, TrackingSection
 from shardwright.search.rule_registry import check_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_GPT2, SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.search.test_layout_rules import change
 

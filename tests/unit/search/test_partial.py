@@ -17,11 +17,13 @@ from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.literal_types import CHECKPOINTING, PartialCheckpointing
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.report.layout_space import layout_space
-from shardwright.search.layout_resolution import estimate_layout, resolve_layout
+from shardwright.search.layout_resolution import (
+    estimate_layout,
+    resolve_layout,
+    with_partial_checkpointing,
+)
 from shardwright.search.layout_search import choose_layout, estimate_pinned_layout, search
-from shardwright.search.partial_checkpointing import with_partial_checkpointing
-from shardwright.search.plan_explanation import explain
-from shardwright.search.why_not_answer import why_not
+from shardwright.search.plan_explanation import explain, why_not
 from tests.unit.models.factory import LLAMA_8B, graph_of, model_section, problem_of, recipe_of
 
 TRAINING = {"sequence_length": 8192, "global_batch_size": 64}

@@ -14,10 +14,10 @@ import pytest
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.recipe.literal_types import PartialCheckpointing
-from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layers_that_fit import shortest, slowest_rank, work_of
 from shardwright.search.layout_resolution import price_planned_layout, resolve_layout
 from shardwright.search.layout_search import NEARLY_FITS_FACTOR, search
+from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.over_memory_layouts import NEXT_GPU_MEMORY_FACTOR
 from shardwright.search.step_time_bound import StepTimeBound
 from tests.unit.models.factory import LLAMA_70B, graph_of, model_section, problem_of, recipe_of
@@ -124,7 +124,7 @@ def test_the_slowest_rank_is_one_that_has_room() -> None:
 
 def _passes(problem: Problem) -> Any:
     from shardwright.cost.calibrated_costs import calibrated_constants
-    from shardwright.cost.micro_batch_times import pass_times
+    from shardwright.cost.layer_times import pass_times
     from shardwright.cost.priced_layout import build_priced_layout
 
     return pass_times(

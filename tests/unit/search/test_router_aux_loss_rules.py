@@ -9,7 +9,7 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import LoraSection
 from shardwright.search.rule_registry import check_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, recipe_of
 from tests.unit.search.test_expert_rules import FLAT, MIXTURE
 from tests.unit.search.test_layout_rules import change

@@ -13,7 +13,7 @@ import pytest
 
 from shardwright.utils.programs import free_port
 
-WORKER = Path(__file__).with_name("probe_worker.py")
+WORKER = Path(__file__).with_name("rule_probe_worker.py")
 
 
 @pytest.fixture(scope="module")

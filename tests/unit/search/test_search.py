@@ -15,7 +15,6 @@ from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.tensor_parallel_plan import proved
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.search.candidate_layouts import candidate_layouts
 from shardwright.search.layout_search import (
     SearchResult,
     baselines,
@@ -23,9 +22,10 @@ from shardwright.search.layout_search import (
     estimate_pinned_layout,
     search,
 )
+from shardwright.search.legal_layouts import candidate_layouts
 from shardwright.search.ranking_penalties import penalized_seconds
 from shardwright.search.rule_registry import check_layout
-from shardwright.utils.json_types import JsonValue
+from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import (
     LLAMA_8B,
     LLAMA_70B,

@@ -11,7 +11,7 @@ from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
 from shardwright.cluster.gpu_catalogue import resolve_cluster
 from shardwright.cost.cost_constants import default_constants
-from shardwright.cost.micro_batch_times import pass_times
+from shardwright.cost.layer_times import pass_times
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.layout import Layout

@@ -14,14 +14,13 @@ import pytest
 
 from shardwright.cli import main as cli
 from shardwright.compile import compile_recipe
-from shardwright.compiled_folder_writer import write_folder
-from shardwright.data import data_fingerprint
-from shardwright.data.data_fingerprint import BLOCK_BYTES, data_fingerprints
+from shardwright.compiled_folder import write_folder
+from shardwright.data import dataset
 from shardwright.data.data_preparation import prepare
+from shardwright.data.dataset import BLOCK_BYTES, data_fingerprints
 from shardwright.diagnostics import Refusal
-from shardwright.launch.failure_report import UNFINISHED_RUN_CODES
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import plan_from_json, read_plan
+from shardwright.launch.run_state import UNFINISHED_RUN_CODES
+from shardwright.plan.plan import Plan, plan_from_json, read_plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.train.host_consistency import check_folder_digests, host_difference
 
@@ -134,7 +133,7 @@ def test_of_a_large_array_the_size_and_blocks_from_end_to_end_are_read(
     write_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, blocks = tmp_path / "tokens.npy", 64
-    monkeypatch.setattr(data_fingerprint, "BLOCKS", blocks)
+    monkeypatch.setattr(dataset, "BLOCKS", blocks)
     path.touch()
     tokens = np.zeros((2 * blocks * BLOCK_BYTES // 128, 32), dtype=np.int32)
     np.save(path, tokens)

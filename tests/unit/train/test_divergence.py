@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwright.diagnostics import Refusal
-from shardwright.train.nonfinite_loss import NonfiniteLossGuard
+from shardwright.train.training_metrics import NonfiniteLossGuard
 
 NAN, INF = math.nan, math.inf
 

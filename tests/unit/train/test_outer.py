@@ -24,17 +24,16 @@ from torch import distributed
 
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
-from shardwright.diloco import master_shard
+from shardwright.diloco import outer_step
 from shardwright.diloco import outer_step as outer_module
 from shardwright.diloco.outer_step import DiLoCoOuterStep, OuterStepResult
+from shardwright.diloco.outer_store_channel import distribute_secret
 from shardwright.diloco.outer_store_client import IslandRank, Link
-from shardwright.diloco.outer_store_secret import distribute_secret
 from shardwright.diloco.outer_store_server import OuterStore
 from shardwright.diloco.round_membership import IslandStart, Membership
 from shardwright.engines.trainer_protocol import OptimizerCounters, OwnedShard
 from shardwright.plan.island_plans import plan_digest
-from shardwright.plan.plan import Plan, PlanDiLoCo
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import Plan, PlanDiLoCo, read_plan
 
 STEPS, EVERY, OVERLAP, MIXING, COUNT = 10, 4, 3, 0.25, 5
 LANDS = {4: 7, 8: 10}  # the outer step of 8 arrives with the last one
@@ -151,7 +150,7 @@ class Place0:
         """monkeypatch: of one that goes on from what the toy has more."""
         if monkeypatch is not None:
             held = SimpleNamespace(tensors={"w": SimpleNamespace(states=tuple(toy.more))})
-            monkeypatch.setattr(master_shard, "read_manifest", lambda path: held)
+            monkeypatch.setattr(outer_step, "read_manifest", lambda path: held)
         self.attempt += 1
         return DiLoCoOuterStep(self.plan, self.folder, cast(Any, toy), 0, self.attempt, "data")
 
@@ -186,7 +185,7 @@ def place(
         {"cluster.gpus_per_node": 1, "parallelism": {"zero_stage": 0}, "training.steps": STEPS}
     )
     assert cli.main(["compile", str(recipe), "-o", str(tmp_path / "out")]) == 0
-    monkeypatch.setattr(master_shard, "read_states", read_toy)
+    monkeypatch.setattr(outer_step, "read_states", read_toy)
     monkeypatch.setattr(outer_module, "read_plan", lambda path: written[-1])
     written: list[Plan] = []
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

@@ -15,18 +15,18 @@ import pytest
 
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
-from shardwright.plan.plan_json import read_plan
-from shardwright.train import lease_ownership
-from shardwright.train.lease_ownership import (
+from shardwright.plan.plan import read_plan
+from shardwright.train import run_attempt
+from shardwright.train.run_attempt import (
     RANKS,
     RUN,
     acquire_lease_on_rank_0,
+    begin_attempt,
     check_no_other_run,
     hold_run_lease,
     new_run_lease,
     take,
 )
-from shardwright.train.run_attempt import begin_attempt
 from shardwright.utils.run_lease import Lease, LeaseOwner, current_process_owner, lease_owner
 
 
@@ -127,7 +127,7 @@ def test_run_hands_its_lease_to_rank_0(
     assert lease_owner(out / "run" / "lease") == ranks.owner
     ranks.release()
     # Begun by hand beside a `run` that is still choosing its checkpoint.
-    monkeypatch.setattr(lease_ownership, "HANDOVER_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(run_attempt, "HANDOVER_TIMEOUT_SECONDS", 0.0)
     with hold_run_lease(plan, out):
         refusal(lambda: acquire_lease_on_rank_0(new_run_lease(plan, out, RANKS), out))
 
@@ -158,7 +158,7 @@ def test_compile_onto_a_folder_that_trains(
 def test_who_is_taken_over_says_so(folders: tuple[Path, Path]) -> None:
     out, _ = folders
     lease = new_run_lease(read_plan(out), out, RUN)
-    diagnostic = lease_ownership.lease_lost(lease.owner, out).diagnostics[0]
+    diagnostic = run_attempt.lease_lost(lease.owner, out).diagnostics[0]
     assert diagnostic.code == "SW6216" and f"process {os.getpid()}" in diagnostic.message
 
 

@@ -9,10 +9,8 @@ import pytest
 
 from shardwright.diagnostics import Refusal
 from shardwright.engines.trainer_protocol import ParameterShard
-from shardwright.plan.plan import Plan, PlanLora
-from shardwright.plan.plan_json import read_plan
-from shardwright.train.planned_parameters import check_parameters, planned_parameters
-from shardwright.train.training_session import rank_record
+from shardwright.plan.plan import Plan, PlanLora, read_plan
+from shardwright.train.training_session import check_parameters, planned_parameters, rank_record
 
 CASES = Path(__file__).parents[2] / "cases"
 NORM, FREEZABLE = "model.norm.weight", "model.layers.*.mlp.up_proj.weight"

@@ -12,13 +12,13 @@ import pytest
 from torch import distributed
 
 from shardwright.checkpoint.checkpoint_manifest import is_finite
-from shardwright.checkpoint.step_folders import published_steps
+from shardwright.checkpoint.checkpoint_storage import published_steps
 from shardwright.cli import main as cli
 from shardwright.diagnostics import Refusal
 from shardwright.engines.trainer_protocol import StepResult
-from shardwright.plan.plan_json import read_plan
+from shardwright.plan.plan import read_plan
 from shardwright.train import host_consistency
-from shardwright.train.lease_ownership import RANKS, new_run_lease, take
+from shardwright.train.run_attempt import RANKS, new_run_lease, take
 from shardwright.train.training_session import Session, open_session
 from shardwright.train.training_worker import train_steps
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwright.cli.main import main
-from shardwright.utils.bounded_read import MAX_JSON_DEPTH, parse_json, read_regular_file
+from shardwright.utils.file_io import MAX_JSON_DEPTH, parse_json, read_regular_file
 
 MANY = 4000
 SECONDS_AT_MOST = 2.0

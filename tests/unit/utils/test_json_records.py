@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from shardwright.utils.json_records import RecordError, read_record
-from shardwright.utils.json_types import JsonObject
+from shardwright.utils.json_values import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

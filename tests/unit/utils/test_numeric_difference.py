@@ -57,7 +57,7 @@ def test_a_nan_is_the_worst_wherever_it_stands(place: int) -> None:
     assert max_abs_diff(torch.tensor(planted), torch.tensor(numbers)) == INF
     assert max_abs_diff(torch.tensor(planted), torch.tensor(planted)) == INF
     assert relative_error(torch.tensor(planted), torch.tensor(numbers)) == INF
-    assert relative_error(torch.tensor(numbers), torch.tensor(planted), least=1.0) == INF
+    assert relative_error(torch.tensor(numbers), torch.tensor(planted), smallest_scale=1.0) == INF
 
 
 def test_series() -> None:
@@ -71,7 +71,7 @@ def test_tensors() -> None:
     a = torch.tensor([[1.0, -4.0]])
     assert max_abs_diff(a, a) == 0 == max_abs_diff(torch.zeros(0), torch.zeros(0))
     assert max_abs_diff(a + 0.5, a) == 0.5 and relative_error(a + 0.5, a) == 0.125
-    assert relative_error(a + 0.5, a, least=5.0) == 0.1
+    assert relative_error(a + 0.5, a, smallest_scale=5.0) == 0.1
     assert (
         max_abs_diff(a, a.t()) == max_abs_diff(a, a[:, :1]) == max_abs_diff(a, a.reshape(2)) == INF
     )

@@ -40,7 +40,12 @@ time.sleep(60)
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a lease, in a time that passes a hundred times as fast."""
-    for name, seconds in {"BEAT": 0.03, "LOST": 0.6, "CONFIRM": 0.2, "_LOOK": 0.02}.items():
+    for name, seconds in {
+        "LEASE_HEARTBEAT": 0.03,
+        "LEASE_EXPIRY": 0.6,
+        "EXPIRY_CONFIRMATION": 0.2,
+        "_LOOK": 0.02,
+    }.items():
         monkeypatch.setattr(module, f"{name}_SECONDS", seconds)
     return tmp_path / "lease"
 
@@ -149,7 +154,7 @@ def test_it_is_handed_over(path: Path) -> None:
     run = Lease([path], current_process_owner("run", path.parent))
     run.take()
     ranks = Lease([path], current_process_owner("ranks", path.parent))
-    assert ranks.take(handed=run.owner.token) == []
+    assert ranks.take(handed_over_token=run.owner.token) == []
     time.sleep(0.1)
     run.release()  # it is not its own any more
     assert live_owner(path) == ranks.owner and ranks.lost is None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.launch.training_progress import TrainingProgress
+from shardwright.launch.launcher_process import TrainingProgress
 from shardwright.monitor.run_files import (
     PROGRESS,
     EvaluationWriter,
@@ -18,7 +18,7 @@ from shardwright.monitor.run_files import (
     read_json,
     write_json,
 )
-from shardwright.utils.strict_json import strict_json
+from shardwright.utils.json_values import strict_json
 
 NAN, INF = math.nan, math.inf
 

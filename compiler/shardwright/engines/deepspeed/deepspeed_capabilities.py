@@ -2,10 +2,163 @@
 
 from __future__ import annotations
 
-from shardwright.engines.deepspeed.deepspeed_file_names import ACCELERATE, AUTOTP_FILE, DS_CONFIG
-from shardwright.engines.deepspeed.deepspeed_rules import RULES
-from shardwright.engines.deepspeed.ds_config_extra import sbatch_option_errors
+from collections.abc import Mapping
+
+from shardwright.diagnostics import Diagnostic, found
+from shardwright.engines.deepspeed.ds_config import sbatch_option_errors
 from shardwright.engines.engine_definition import Engine, EngineTraits
+from shardwright.layout.layout import Candidate, Rule, rule
+from shardwright.utils.json_values import JsonValue
+
+# Its files in the compiled folder.
+
+
+DS_CONFIG = "ds_config.json"
+AUTOTP_FILE = "ds_config.autotp.json"
+ACCELERATE = "accelerate"
+
+# What DeepSpeed, or this version's use of it, does not run.
+#
+# Lines are of DeepSpeed 0.19.8.
+
+
+_TIMERS = "DeepSpeed's pipeline engine starts the timers of the backward pass twice, and fails"
+EXTRA_KEYS_REFUSED_IN_PIPELINE = {"wall_clock_breakdown": _TIMERS, "flops_profiler": _TIMERS}
+"""Key -> why a pipeline does not run with it."""
+
+
+def pipeline_zero_0(x: Candidate) -> Diagnostic | None:
+    """Measured: ZeRO-0 under a pipeline clips by a wrong norm in fp32 and cannot accumulate bf16 in
+    fp32. ZeRO-1 does both, and costs nothing at data 1."""
+    if x.strategy.pipeline == 1 or x.strategy.zero_stage != 0:
+        return None
+    return found(
+        "SW3107",
+        "parallelism.zero_stage",
+        f"zero_stage 0 with pipeline {x.strategy.pipeline} computes a wrong gradient norm",
+        "Use zero_stage: 1; with data 1 it shards nothing and costs nothing.",
+        (1,),
+    )
+
+
+def pipeline_zero_23(x: Candidate) -> Diagnostic | None:
+    """Its pipeline engine asserts stage 0 or 1 (pipe/engine.py:76)."""
+    if x.strategy.pipeline == 1 or x.strategy.zero_stage < 2:
+        return None
+    return found(
+        "SW3108",
+        "parallelism.zero_stage",
+        f"zero_stage {x.strategy.zero_stage} does not work with pipeline {x.strategy.pipeline}: "
+        "DeepSpeed's pipeline engine asserts stage 0 or 1",
+        "Use zero_stage: 1 with the pipeline, or pipeline: 1 with this stage.",
+        (1,),
+    )
+
+
+def dualpipev_micro_batches(x: Candidate) -> Diagnostic | None:
+    """Its schedule needs two micro-batches a stage (pipe/schedule.py:353)."""
+    s = x.strategy
+    if (
+        s.schedule != "dualpipev"
+        or s.pipeline == 1
+        or s.gradient_accumulation_steps >= 2 * s.pipeline
+    ):
+        return None
+    return found(
+        "SW3109",
+        "parallelism.schedule",
+        f"dualpipev over pipeline {s.pipeline} needs {2 * s.pipeline} micro-batches a step, "
+        f"not {s.gradient_accumulation_steps}",
+        "Raise training.global_batch_size, lower micro_batch_size or data, or use schedule: 1f1b.",
+    )
+
+
+def offload_without_effect(x: Candidate) -> Diagnostic | None:
+    """Found by a probe: at a stage that has nothing to offload DeepSpeed accepts it and says
+    nothing. The optimizer's states in a pipeline (DeepSpeed#3866) are right by now: tests/parity
+    proves them."""
+    s = x.strategy
+    needed = {"none": 0, "optimizer": 1, "parameters": 3}[s.offload]
+    if s.zero_stage >= needed:
+        return None
+    return found(
+        "SW3111",
+        "parallelism.zero_stage",
+        f"offload {s.offload} with zero_stage {s.zero_stage}: nothing would be offloaded",
+        f"Use zero_stage: {needed}{' or more' if needed < 3 else ''}, or offload: none.",
+        tuple(range(needed, 4)),
+    )
+
+
+def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
+    """Without ZeRO DeepSpeed cannot accumulate bf16 in fp32 (engine.py,
+    _do_optimizer_sanity_check), and its unfused half-precision optimizer
+    (fp16/unfused_optimizer.py) drifts: measured on a tiny GPT-2 in bf16, the gradient norm was 7 %
+    off the plain run after eight steps. ZeRO-1 does both right, and costs nothing at data 1."""
+    s, precision = x.strategy, x.recipe.training.precision
+    if s.zero_stage != 0 or s.pipeline > 1 or precision == "fp32":
+        return None
+    return found(
+        "SW3114",
+        "parallelism.zero_stage",
+        f"zero_stage 0 in {precision} drifts: DeepSpeed sums and updates in half precision there",
+        "Use zero_stage: 1; with data 1 it shards nothing and costs nothing.",
+        (1,),
+    )
+
+
+def timers_in_a_pipeline(x: Candidate) -> Diagnostic | None:
+    """Measured: DeepSpeed ends in the first backward pass (runtime/pipe/engine.py,
+    _exec_backward_pass, and the hook of runtime/engine.py behind it start the same timer)."""
+    if x.strategy.pipeline == 1:
+        return None
+    key = next(
+        (key for key in EXTRA_KEYS_REFUSED_IN_PIPELINE if _is_on(x.recipe.extra.get(key))), None
+    )
+    if key is None:
+        return None
+    return found(
+        "SW3133",
+        f"extra.{key}",
+        (
+            f"extra.{key} does not run at pipeline {x.strategy.pipeline}: "
+            f"{EXTRA_KEYS_REFUSED_IN_PIPELINE[key]}"
+        ),
+        "Remove it, or write `pipeline: 1`. run/metrics.jsonl has every step's seconds.",
+    )
+
+
+def experts_without_zero(x: Candidate) -> Diagnostic | None:
+    """Measured: without ZeRO each rank clips by the norm of its own experts, 2e-3 off
+    (runtime/engine.py)."""
+    if x.strategy.expert == 1 or x.strategy.zero_stage > 0:
+        return None
+    return found(
+        "SW3150",
+        "parallelism.zero_stage",
+        (
+            f"zero_stage 0 with expert {x.strategy.expert} computes a wrong gradient norm: a rank "
+            "counts its own experts"
+        ),
+        "Use zero_stage: 1, 2 or 3.",
+        (1, 2, 3),
+    )
+
+
+def _is_on(value: JsonValue) -> bool:
+    return bool(value.get("enabled") if isinstance(value, Mapping) else value)
+
+
+RULES: dict[str, Rule] = {
+    "SW3107": rule(pipeline_zero_0, "pipeline", "zero_stage"),
+    "SW3108": rule(pipeline_zero_23, "pipeline", "zero_stage"),
+    "SW3109": rule(dualpipev_micro_batches, "pipeline", "schedule", "gradient_accumulation_steps"),
+    "SW3111": rule(offload_without_effect, "zero_stage", "offload"),
+    "SW3114": rule(zero_0_half_precision, "pipeline", "zero_stage"),
+    "SW3133": rule(timers_in_a_pipeline, "pipeline"),
+    "SW3150": rule(experts_without_zero, "expert", "zero_stage"),
+}
+
 
 DEEPSPEED = Engine(
     name="deepspeed",
@@ -26,7 +179,7 @@ DEEPSPEED = Engine(
         bucketed_zero=False,
         bucketed_pipeline=True,
         traffic="deepspeed",
-        # overlap_comm is written from stage 2 on (engines/deepspeed/ds_config_zero.py)
+        # overlap_comm is written from stage 2 on (engines/deepspeed/ds_config.py)
         zero_1_overlaps=False,
         zero3_gathers_flat_layers=False,
         chunked_loss=True,

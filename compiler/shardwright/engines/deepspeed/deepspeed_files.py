@@ -2,16 +2,235 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from shardwright.diagnostics import Diagnostic
-from shardwright.engines.deepspeed.accelerate_files import accelerate_files
-from shardwright.engines.deepspeed.autotp_config import autotp_config
-from shardwright.engines.deepspeed.deepspeed_file_names import AUTOTP_FILE, DS_CONFIG
-from shardwright.engines.deepspeed.ds_config import ds_config, validated_ds_config
-from shardwright.engines.deepspeed.ds_config_zero import zero_section
+from shardwright.engines.deepspeed.deepspeed_capabilities import ACCELERATE, AUTOTP_FILE, DS_CONFIG
+from shardwright.engines.deepspeed.ds_config import (
+    ds_config,
+    ds_config_for_user_scripts,
+    merge_ds_config,
+    validated_ds_config,
+    zero_section,
+)
+from shardwright.layout.parameter_sharding import ModuleSharding
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
-from shardwright.utils.json_types import JsonObject
-from shardwright.utils.strict_json import json_bytes
+from shardwright.utils.json_values import JsonObject, JsonValue, json_bytes
+from shardwright.utils.template_rendering import render_template
+
+# accelerate/: the plan for scripts of the user's own, under the HF Trainer or Accelerate.
+#
+# Data parallelism only: neither knows our tensor-parallel layers, and a pipeline needs its own
+# engine.
+#
+# `shardwright run` does not read them. What the layout decides is written out, so that a script
+# which
+# says otherwise is told so; what is the script's own business (learning rate, clipping) is "auto"
+# where the Trainer fills it in.
+
+
+ACCELERATE_CONFIG = f"{ACCELERATE}/config.yaml"
+ACCELERATE_DS_CONFIG = f"{ACCELERATE}/ds_config.json"
+HF_TRAINER_DS_CONFIG = f"{ACCELERATE}/ds_config.trainer.json"
+
+
+def accelerate_files(plan: Plan) -> dict[str, bytes]:
+    if not plan.strategy.has_full_model_per_rank:
+        return {}
+    return {
+        ACCELERATE_CONFIG: render_template("accelerate/config.yaml.j2", plan=plan).encode("utf-8"),
+        ACCELERATE_DS_CONFIG: json_bytes(accelerate_ds_config(plan)),
+        HF_TRAINER_DS_CONFIG: json_bytes(hf_trainer_ds_config(plan)),
+    }
+
+
+def accelerate_ds_config(plan: Plan) -> JsonObject:
+    """For `accelerate launch`. No optimizer: the script has its own, and Accelerate refuses two."""
+    return validated_ds_config(
+        {key: value for key, value in _script_config(plan).items() if key != "optimizer"}
+    )
+
+
+def hf_trainer_ds_config(plan: Plan) -> JsonObject:
+    """For TrainingArguments(deepspeed=...). The Trainer compares what is written out with its own
+    arguments, and raises where they differ."""
+    optimizer: JsonObject = {
+        "type": "AdamW",
+        "params": {
+            **dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"),
+            "torch_adam": plan.strategy.offload == "none" or plan.gpu == "cpu",
+        },
+    }
+    return {**_script_config(plan), "gradient_clipping": "auto", "optimizer": optimizer}
+
+
+def _script_config(plan: Plan) -> dict[str, JsonValue]:
+    config = ds_config_for_user_scripts(plan)
+    if plan.strategy.zero_stage == 3:
+        # Trainer and Accelerate save by it; our own checkpoints do not.
+        config = merge_ds_config(
+            config, {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
+        )
+    # DeepSpeed works it out; the Trainer's own count is of one process where it looks before the
+    # ranks have met.
+    return {key: value for key, value in config.items() if key != "train_batch_size"}
+
+
+# ds_config.autotp.json: the plan's tensor-parallel map in DeepSpeed's own AutoTP grammar, for
+# users' own scripts.
+#
+# `shardwright run` does not read it: a script that passes it to `deepspeed.initialize` with the
+# plain
+# Hugging Face model trains with the same modules cut. Written where there is no pipeline (AutoTP
+# does
+# not work on a PipelineModule).
+#
+# An input embedding is cut only together with a head that is tied to it, and whole on every rank
+# otherwise: AutoTP has no vocabulary-parallel embedding alone. Modules with gathered outputs are
+# refused: AutoTP divides the head counts of every module that holds a cut parameter (auto_tp.py,
+# update_mp_params), and their attention needs the whole counts.
+
+
+_HEAD_NAMES = ("lm_head", "embed_out")
+"""Last parts of an output embedding's name that DeepSpeed's vocabulary-parallel head accepts by
+default."""
+
+
+AUTOTP_VERIFIED_TYPES = (
+    "arcee",
+    "cohere2",
+    "cwm",
+    "ernie4_5",
+    "exaone4",
+    "gpt_neox",
+    "granite",
+    "helium",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "llama",
+    "mistral",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
+"""What AutoTP does beside the specs (head counts) depends on a type's code;
+tests/launch/test_autotp.py measures it."""
+
+
+def _packed(split: ModuleSharding) -> JsonObject:
+    blocks = split.parameters[0].blocks
+    equal = len(set(blocks)) == 1
+    shape: list[JsonValue] = [len(blocks) if equal else list(blocks), -1]
+    return {"partition_type": "column", "shape": shape, "partition_dim": 0}
+
+
+# style -> the rest of a layer spec (module_inject/autotp_config.py, TPLayerSpec)
+_SPECS: dict[str, Callable[[ModuleSharding], JsonObject]] = {
+    "colwise": lambda split: {"partition_type": "column"},
+    "rowwise": lambda split: {"partition_type": "row"},
+    "packed_colwise": _packed,
+    "replicated": lambda split: {"partition_type": "skip"},
+    "replicated_with_grad_allreduce": lambda split: {
+        "partition_type": "skip",
+        "grad_allreduce": True,
+    },
+    "vocabulary_embedding": lambda split: {"partition_type": "skip"},
+}
+
+
+def autotp_config(plan: Plan) -> JsonObject | Diagnostic | None:
+    """The whole file; None where the plan has nothing for AutoTP to do; a warning where it cannot
+    express the map."""
+    degree = plan.tensor_parallel.degree
+    if degree == 1 or plan.strategy.pipeline > 1:
+        return None
+    specs: dict[str, JsonObject] = {}
+    head = ""
+    for split in plan.tensor_parallel.modules:
+        if split.style == "vocabulary_head":
+            head = split.module
+            continue
+        why = _obstacle(split)
+        if why:
+            return _warning(split, why)
+        pattern = _pattern(split)
+        spec = _SPECS[split.style](split)
+        if specs.setdefault(pattern, spec) != spec:
+            return _warning(split, "is cut in another way than in other layers")
+    if plan.model.model_type not in AUTOTP_VERIFIED_TYPES:
+        return _warning(
+            plan.tensor_parallel.modules[0],
+            f"is of a {plan.model.model_type}, not proved under AutoTP",
+        )
+    if head.rpartition(".")[2] not in _HEAD_NAMES:
+        return _warning(
+            plan.tensor_parallel.modules[-1], f"has an output embedding that is called {head!r}"
+        )
+    kinds: list[JsonObject] = []
+    for spec in specs.values():
+        kinds += [spec] if spec not in kinds else []
+    # Without an mpu DeepSpeed 0.19.8 counts the batch over all ranks, tensor ranks too, and asserts
+    # on the true one (runtime/config.py, _batch_assertion): the two numbers that hold per rank are
+    # enough.
+    rest = {
+        key: value
+        for key, value in ds_config_for_user_scripts(plan).items()
+        if key != "train_batch_size"
+    }
+    section: JsonObject = {
+        "autotp_size": degree,
+        "vocab_parallel_lm_head": True,
+        "partition_config": {
+            "use_default_specs": False,
+            "strict_mode": True,
+            "layer_specs": [
+                {"patterns": [p for p in specs if specs[p] == kind], **kind} for kind in kinds
+            ],
+        },
+    }
+    return validated_ds_config({**rest, "tensor_parallel": section})
+
+
+def _pattern(split: ModuleSharding) -> str:
+    """A regular expression for the module's parameters: AutoTP matches names from their start; any
+    layer number."""
+    name = re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(split.module))
+    # A gradient is summed for every parameter of the module; a matrix is cut by its weight's name.
+    ending = r"\..*$" if split.style == "replicated_with_grad_allreduce" else r"\.weight$"
+    return f"^{name}{ending}"
+
+
+def _obstacle(split: ModuleSharding) -> str:
+    if split.style not in _SPECS:
+        return f"has the style {split.style}, which AutoTP does not run"
+    matrices = [p for p in split.parameters if p.dimension is not None and len(p.shape) >= 2]
+    if any(len(p.shape) > 2 for p in matrices):
+        return "is a stack of matrices, which AutoTP does not cut"
+    if split.style in ("colwise", "packed_colwise") and any(p.dimension != 0 for p in matrices):
+        return "is a Conv1D, which AutoTP's partition_config takes for a Linear"
+    return ""
+
+
+def _warning(split: ModuleSharding, why: str) -> Diagnostic:
+    return Diagnostic(
+        code="SW4101",
+        severity="warning",
+        message=f"{AUTOTP_FILE} is not written: {split.module} {why}",
+        help=(
+            "`shardwright run` is not affected. The file is for scripts of your own under "
+            "DeepSpeed's AutoTP."
+        ),
+        key=("parallelism", "tensor"),
+    )
 
 
 def zero_settings(plan: Plan) -> JsonObject:

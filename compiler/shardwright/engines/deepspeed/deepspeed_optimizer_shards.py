@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from shardwright.engines.deepspeed.hpz_groups import drop_hpz_copies
+from shardwright.engines.deepspeed.deepspeed_groups import drop_hpz_copies
 from shardwright.engines.trainer_protocol import OwnedShard, ParameterShard
 from shardwright.parallel.lora_adapters import unique_parameters
 from shardwright.parallel.parameter_names import is_padding, named_buffers, named_parameters

@@ -40,7 +40,7 @@ def open_groups(plan: Plan) -> None:
 
 
 def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer:
-    from shardwright.engines.deepspeed.deepspeed_trainer_builder import build_trainer as build
+    from shardwright.engines.deepspeed.deepspeed_trainers import build_trainer as build
 
     return build(plan, folder, resumes=resumes)
 

@@ -1,16 +1,299 @@
 """ds_config.json: what DeepSpeed is told. Model sharding is not in it: the runtime's layers are
-sharded already."""
+sharded already.
+"""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import cast
 
-from shardwright.engines.deepspeed.ds_config_extra import merge_ds_config
-from shardwright.engines.deepspeed.ds_config_schema import ds_config_schema
-from shardwright.engines.deepspeed.ds_config_validation import schema_mismatches
-from shardwright.layout.zero_hpz_key import HPZ
+from shardwright.diagnostics import Diagnostic, KeyPath
+from shardwright.engines.deepspeed.ds_config_schema import (
+    SchemaMismatch,
+    ds_config_schema,
+    schema_mismatches,
+)
+from shardwright.layout.layout import Layout
+from shardwright.layout.zero_settings import (
+    BUCKET_NUMEL,
+    HPZ,
+    LIVE_NUMEL,
+    PREFETCH_NUMEL,
+    disables_hpz,
+)
 from shardwright.plan.plan import Plan
-from shardwright.utils.json_types import JsonObject, JsonValue
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.json_values import JsonObject, JsonValue
+
+# The recipe's `extra`: more of DeepSpeed's keys, merged into ds_config.json where the plan decides
+# nothing.
+
+
+EXTRA_KEYS_ALLOWED: tuple[str, ...] = (
+    # what a run tells
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "steps_per_print",
+    "timers",
+    "comms_logger",
+    "flops_profiler",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    # how it moves its bytes
+    "aio",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.stage3_allgather_sequential",
+    "zero_optimization.leaf_module",
+    "zero_optimization.log_trace_cache_warnings",
+    "zero_optimization.enable_sanity_checks",
+    # how fp16 finds its scale
+    "fp16.loss_scale",
+    "fp16.initial_scale_power",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+    "fp16.consecutive_hysteresis",
+    "fp16.min_loss_scale",
+)
+"""Keys and sections that change neither what is trained nor what the plan says of memory and layout
+by more than their own buffers. `make prove` trains with each, saves, and goes on on another layout
+(tests/launch/test_extra.py)."""
+
+EXTRA_KEYS_REFUSED: dict[str, str] = {
+    "zero_optimization.round_robin_gradients": "DeepSpeed then keeps the optimizer's masters in "
+    "another order than it "
+    "says, so that checkpoints and exports would hold weights under wrong names",
+    "zero_optimization.stage3_module_granularity_threshold": "a module that DeepSpeed then gathers "
+    "as one keeps "
+    "gradients that ZeRO-3's optimizer does not expect: the first step fails on a CPU, and no GPU "
+    "has tried it",
+    "comet": "nobody has tried it with checkpoints; `tracking` and the other monitors have been",
+}
+"""Keys that change nothing by DeepSpeed's word, and why they may not stand here all the same."""
+
+KEYS_SET_BY_RECIPE: dict[str, str] = {
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "parallelism.micro_batch_size",
+    "gradient_accumulation_steps": "parallelism.micro_batch_size",
+    "gradient_clipping": "training.gradient_clipping",
+    "optimizer": "training.optimizer",
+    "scheduler": "training.scheduler",
+    "fp16": "training.precision",
+    "bf16": "training.precision",
+    "bfloat16": "training.precision",
+    "data_types": "training.gradient_accumulation_dtype",
+    "zero_optimization.offload_optimizer": "parallelism.offload",
+    "zero_optimization.offload_param": "parallelism.offload",
+    "zero_optimization": "parallelism.zero_stage",
+    "pipeline": "parallelism.pipeline",
+    "tensor_parallel": "parallelism.tensor",
+    "sequence_parallel_size": "parallelism.context",
+    "activation_checkpointing": "parallelism.activation_checkpointing",
+    "checkpoint": "checkpoint",
+}
+"""Key or section of ds_config.json -> the recipe's key that decides it."""
+
+
+def sbatch_option_errors(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Each key of `extra` that DeepSpeed does not know, takes another type for, or that is not
+    free, once."""
+    found = {
+        misfit.path: _misfit(misfit)
+        for misfit in schema_mismatches(recipe.extra, ds_config_schema())
+    }
+    told = set(found)
+    for path in _leaves(recipe.extra, ()):
+        if not any(path[:length] in told for length in range(1, len(path) + 1)):
+            refusal = _refusal(path, recipe)
+            if refusal is not None:
+                found[refusal.key[1:] if refusal.key else ()] = refusal
+    return tuple(found.values())
+
+
+def merge_ds_config(base: JsonObject, extra: JsonObject) -> JsonObject:
+    """`extra` over `base`, section by section."""
+    result: dict[str, JsonValue] = dict(base)
+    for key, value in extra.items():
+        below = result.get(key)
+        result[key] = (
+            merge_ds_config(below, value)
+            if isinstance(below, Mapping) and isinstance(value, Mapping)
+            else value
+        )
+    return result
+
+
+def _leaves(section: JsonObject, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
+    if path == ("zero_optimization", HPZ):
+        if disables_hpz(recipe.extra):
+            return None
+        message = (
+            f"extra.zero_optimization.{HPZ}: the size of a second copy of the weights "
+            "follows from the layout"
+        )
+        return _error(
+            "SW1214",
+            path,
+            message,
+            "Remove it, or write 1 for a run without a second copy.",
+            ("1",),
+        )
+    prefixes = [".".join(path[:length]) for length in range(len(path), 0, -1)]
+    refused = next((prefix for prefix in prefixes if prefix in EXTRA_KEYS_REFUSED), None)
+    if refused is not None:
+        message = (
+            f"extra.{refused}: compile does not pass this key on: {EXTRA_KEYS_REFUSED[refused]}"
+        )
+        return _error("SW1215", path, message, "Remove it.")
+    allowed = next((prefix for prefix in prefixes if prefix in EXTRA_KEYS_ALLOWED), None)
+    if allowed is not None:
+        if path[0] == "fp16" and recipe.training.precision != "fp16":
+            message = (
+                f"extra.{'.'.join(path)} scales losses of fp16, and training.precision is "
+                f"{recipe.training.precision}"
+            )
+            return _error("SW1214", path, message, "Remove it.")
+        return None
+    decided = next((prefix for prefix in prefixes if prefix in KEYS_SET_BY_RECIPE), None)
+    if decided is None:
+        return _error(
+            "SW1215",
+            path[:1],
+            (
+                f"extra.{path[0]}: compile does not pass this section on: it changes what is "
+                "trained, unseen by the plan"
+            ),
+            "Remove it. What may stand here: monitoring, profiling, and sizes of buffers.",
+        )
+    return _error(
+        "SW1214",
+        path,
+        (
+            f"extra.{'.'.join(path)}: this key of ds_config.json follows from the recipe's "
+            f"{KEYS_SET_BY_RECIPE[decided]}"
+        ),
+        f"Remove it, and set {KEYS_SET_BY_RECIPE[decided]} where the plan should be another.",
+        (KEYS_SET_BY_RECIPE[decided],),
+    )
+
+
+_TYPES = {
+    "array": "a list",
+    "object": "a section",
+    "boolean": "true or false",
+    "integer": "an integer",
+}
+
+
+def _misfit(misfit: SchemaMismatch) -> Diagnostic:
+    """What is unknown to DeepSpeed, or of another type, choice or range than it takes."""
+    name = ".".join(map(str, ("extra", *misfit.path)))
+    if misfit.kind == "unknown":
+        known = sorted(cast("Mapping[str, JsonValue]", misfit.schema.get("properties", {})))
+        near = tuple(difflib.get_close_matches(str(misfit.path[-1]), known, n=1, cutoff=0.7))
+        help = (
+            f"Did you mean `{near[0]}`?"
+            if near
+            else "The keys are DeepSpeed's, as in its own configuration files."
+        )
+        return _error(
+            "SW1216",
+            misfit.path,
+            f"{name}: DeepSpeed {ds_config_schema().version} has no such key",
+            help,
+            near,
+        )
+    types = cast("list[str]", misfit.schema.get("type", []))
+    wanted = " or ".join(_TYPES.get(kind, f"a {kind}") for kind in types if kind != "null")
+    if misfit.kind == "choice":
+        choices = tuple(map(str, cast("list[JsonValue]", misfit.schema["enum"])))
+        return _error(
+            "SW1217",
+            misfit.path,
+            f"{name}: {misfit.value!r} is none of its values",
+            "Choose one.",
+            choices,
+        )
+    if misfit.kind == "range":
+        return _error(
+            "SW1217",
+            misfit.path,
+            f"{name}: {misfit.value} is out of range",
+            "Give a number in range.",
+        )
+    help = "Only the HF Trainer fills in auto." if misfit.kind == "auto" else f"Write {wanted}."
+    return _error(
+        "SW1217",
+        misfit.path,
+        f"{name}: DeepSpeed takes {wanted or 'a value'}, not {misfit.value!r}",
+        help,
+    )
+
+
+def _error(
+    code: str, path: KeyPath, message: str, help: str, valid: tuple[str, ...] = ()
+) -> Diagnostic:
+    return Diagnostic(code=code, message=message, help=help, key=("extra", *path), valid=valid)
+
+
+# The zero_optimization section of ds_config.json, decided with the plan.
+
+
+def zero_section(strategy: Layout, *, numel: int, is_cpu: bool) -> JsonObject:
+    """DeepSpeed's own defaults are written out where a run depends on them.
+
+    numel: parameters of the fullest rank's part of the model. A gradient bucket, which is allocated
+    whole, is not larger than that; the cost model counts it so.
+    """
+    # Pipelines ignore overlap_comm with a warning (DeepSpeed pipe/engine.py); a CPU has no second
+    # stream.
+    overlap = strategy.zero_stage >= 2 and not is_cpu
+    if strategy.zero_stage == 0:
+        return {"stage": 0}
+    section: dict[str, JsonValue] = {
+        "stage": strategy.zero_stage,
+        "contiguous_gradients": True,
+        "overlap_comm": overlap,
+        "reduce_scatter": True,
+        "reduce_bucket_size": max(1, min(BUCKET_NUMEL, numel)),
+    }
+    if strategy.zero_stage < 3:
+        section["allgather_bucket_size"] = BUCKET_NUMEL
+    if strategy.zero_stage == 3:
+        # 0: no parameter stays whole on each rank, so that the plan's bytes per rank are what is
+        # resident.
+        section["stage3_param_persistence_threshold"] = 0
+        section["stage3_gather_16bit_weights_on_model_save"] = False
+        section["stage3_prefetch_bucket_size"] = PREFETCH_NUMEL
+        section["stage3_max_live_parameters"] = LIVE_NUMEL
+        section["stage3_max_reuse_distance"] = LIVE_NUMEL
+    if strategy.hpz_partition_size > 1:
+        section[HPZ] = strategy.hpz_partition_size
+    if strategy.offload != "none":
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": not is_cpu}
+    if strategy.offload == "parameters":
+        section["offload_param"] = {"device": "cpu", "pin_memory": not is_cpu}
+    return section
+
 
 STEPS_PER_PRINT_NEVER = 1_000_000_000
 

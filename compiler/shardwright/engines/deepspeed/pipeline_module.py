@@ -1,12 +1,14 @@
 """The pipeline module: one LayerSpec for the embedding, each decoder layer and the head, with the
 plan's own cut.
 
-Between the pieces of one stage goes a State; engines/deepspeed/pipeline_tensors.py turns it into
+Between the pieces of one stage goes a State; engines/deepspeed/pipeline_module.py turns it into
 what crosses to the next one.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,26 +16,149 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from shardwright.engines.deepspeed.pipeline_image_batches import PipelineImageBatches
-from shardwright.engines.deepspeed.pipeline_tensors import StageTensors, StatePacker
 from shardwright.layout.parameter_sharding import ModuleSharding
-from shardwright.models.forward_patches import patch_forwards
-from shardwright.models.model_skeleton import Skeleton, State
-from shardwright.models.output_head import OutputHead
-from shardwright.models.router_aux_loss import SEQUENCE_LENGTHS
-from shardwright.parallel.activation_checkpointing import apply_activation_checkpointing
+from shardwright.models.mixture_of_experts import SEQUENCE_LENGTHS
+from shardwright.models.model_skeleton import Batch, OutputHead, Skeleton, State, patch_forwards
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL
+from shardwright.parallel.dummy_images import DummyImage, inputs_on_device
 from shardwright.parallel.expert_parallel import ExpertSharder, splits_of_local_experts
-from shardwright.parallel.layer_compile import compile_layers
+from shardwright.parallel.layer_compile_and_recompute import (
+    apply_activation_checkpointing,
+    compile_layers,
+)
 from shardwright.parallel.micro_batches import MicroBatch
+from shardwright.parallel.model_loading import DTYPES
 from shardwright.parallel.tensor_parallel import TensorSplitter
 from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
+
+# What crosses stages, as DeepSpeed's PipelineEngine takes it: a tensor or a tuple of tensors of
+# constant shapes.
+#
+# Hidden states alone, or with the position ids where documents are packed. Where the model has a
+# payload, everything is packed into two flat tensors, one floating and one integer: the engine asks
+# a
+# gradient for every floating tensor and runs one backward pass for each (pipe/engine.py,
+# _exec_backward_pass), and the payload's rotary tables have none.
+
+
+StageTensors = torch.Tensor | tuple[torch.Tensor, ...]
+STATE_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+)
+
+
+class StatePacker:
+    """Of one way into a stage, or out of one: shapes are read from the first micro-batch and
+    kept."""
+
+    def __init__(self) -> None:
+        self._header: torch.Tensor | None = None
+        self._layout: list[tuple[torch.dtype, tuple[int, ...]] | None] | None = None
+
+    def pack(self, state: State) -> tuple[torch.Tensor, torch.Tensor]:
+        """The floating tensor in the widest dtype of its parts, so that none loses a bit; the
+        integer one begins with the header: its length, and per part its dtype, number of dimensions
+        and shape (dtype -1: there is none)."""
+        parts = (state.hidden, state.position_ids, *state.payload)
+        if self._header is None:
+            numbers = [n for part in parts for n in _description(part)]
+            self._header = torch.tensor([len(numbers) + 1, *numbers], device=state.hidden.device)
+        there = [part for part in parts if part is not None]
+        floating = [part for part in there if part.is_floating_point()]
+        widest = max((part.dtype for part in floating), key=lambda dtype: torch.finfo(dtype).bits)
+        integers = [part.reshape(-1).long() for part in there if not part.is_floating_point()]
+        return (
+            torch.cat([part.reshape(-1).to(widest) for part in floating]),
+            torch.cat([self._header, *integers]),
+        )
+
+    def unpack(self, floating: torch.Tensor, integers: torch.Tensor) -> State:
+        if self._layout is None:
+            numbers = integers[: int(integers[0])].tolist()
+            self._length, self._layout = len(numbers), _layout(numbers[1:])
+        at = {True: 0, False: self._length}
+        parts: list[torch.Tensor | None] = []
+        for part in self._layout:
+            if part is None:
+                parts.append(None)
+                continue
+            dtype, shape = part
+            flat, first = (
+                (floating if dtype.is_floating_point else integers),
+                at[dtype.is_floating_point],
+            )
+            at[dtype.is_floating_point] = first + math.prod(shape)
+            parts.append(flat[first : first + math.prod(shape)].view(shape).to(dtype))
+        hidden, position_ids, *payload = parts
+        assert hidden is not None
+        return State(hidden=hidden, position_ids=position_ids, payload=tuple(payload))
+
+
+def _description(part: torch.Tensor | None) -> tuple[int, ...]:
+    return (-1,) if part is None else (STATE_DTYPES.index(part.dtype), part.ndim, *part.shape)
+
+
+def _layout(numbers: list[int]) -> list[tuple[torch.dtype, tuple[int, ...]] | None]:
+    rest, layout = iter(numbers), []
+    for dtype in rest:
+        shape = () if dtype < 0 else tuple(itertools.islice(rest, next(rest)))
+        layout.append(None if dtype < 0 else (STATE_DTYPES[dtype], shape))
+    return layout
+
+
+# What the stages of a model that sees look up.
+#
+# Every pipeline rank has the batch of its data rank. A micro-batch's number crosses with the hidden
+# states, and each stage finds its ids and where its pictures stand by it.
+
+
+class PipelineImageBatches:
+    """batches: those whose numbers cross now, on every stage the same."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.batches: list[MicroBatch] = []
+        self._blank = DummyImage(model)
+        self._device = torch.device(get_accelerator().current_device_name())
+        self._dtype = DTYPES[plan.training.precision]
+        self._current: MicroBatch | None = None
+        self._shown: tuple[MicroBatch, Batch] | None = None
+
+    def batch(self, number: torch.Tensor) -> Batch:
+        """What every piece is shown of the micro-batch. number: (1,)."""
+        self._current = micro_batch = self.batches[int(number.item())]
+        if self._shown is None or self._shown[0] is not micro_batch:
+            integers = {
+                n: v for n, v in (micro_batch.beside or {}).items() if not v.is_floating_point()
+            }
+            moved = inputs_on_device(
+                {"input_ids": micro_batch.input_ids, **integers}, self._device, self._dtype
+            )
+            assert moved is not None
+            self._shown = micro_batch, moved
+        return self._shown[1]
+
+    def embed(self, skeleton: Skeleton, state: State) -> State:
+        """The embedding's piece: state holds the ids in the place of hidden states."""
+        micro_batch = self._current
+        assert micro_batch is not None
+        beside = inputs_on_device(micro_batch.beside, self._device, self._dtype)
+        with self._blank.shown(
+            inputs_on_device(micro_batch.blank, self._device, self._dtype)
+        ) as picture:
+            return skeleton.embed(state.hidden, None, {**(beside or {}), **picture})
 
 
 class StageBuilder:

@@ -2,13 +2,391 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
-from shardwright.engines.megatron.megatron_file_names import ARGUMENTS_FILE
-from shardwright.engines.megatron.megatron_model_weights import MODEL_MAPPINGS
-from shardwright.engines.megatron.megatron_recipe_keys import check_recipe_keys
-from shardwright.engines.megatron.megatron_rules import HF_MODULE_RULES, RULES
-from shardwright.engines.megatron.transformer_engine_layers import transformer_engine_choice
+from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS
+from shardwright.engines.megatron.transformer_engine_layers import (
+    TRANSFORMER_ENGINE_AXES,
+    gpu_layers_text,
+    transformer_engine_choice,
+    transformer_engine_unavailable,
+)
+from shardwright.layout.layout import Candidate, Rule, rule
+from shardwright.models.expert_modules import expert_modules, experts_per_layer
 from shardwright.models.model_graph import ModelGraph
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.json_values import JsonScalar
+
+# Names that the compile knows without what stands behind them.
+
+
+ARGUMENTS_FILE = "megatron_args.sh"
+
+# Every key of a recipe under `target: megatron`: it runs, or what is said instead. Of keys that a
+# search may settle, rules.py speaks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedKey:
+    """value: of a recipe, "given" for a section. allowed: what runs. why: of what does not."""
+
+    value: Callable[[Recipe], JsonScalar]
+    allowed: tuple[JsonScalar, ...]
+    why: str
+
+
+def _given(section: object) -> str | None:
+    return "given" if section else None
+
+
+REFUSED_KEYS: Mapping[str, RefusedKey] = {
+    "training.precision": RefusedKey(
+        value=lambda r: r.training.precision,
+        allowed=("bf16", "fp32"),
+        why="fp16 wants a loss scale that checkpoints of this engine do not hold",
+    ),
+    "training.gradient_accumulation_dtype": RefusedKey(
+        value=lambda r: r.training.gradient_accumulation_dtype,
+        allowed=(None, "fp32"),
+        why="it sums gradients in fp32",
+    ),
+    "model.loss": RefusedKey(
+        value=lambda r: r.model.loss,
+        allowed=("auto", "full"),
+        why="its head gives the logits of a whole micro-batch",
+    ),
+    "model.kernels": RefusedKey(
+        value=lambda r: r.model.kernels,
+        allowed=("hf", "auto"),
+        why="its layers are Megatron-Core's own modules",
+    ),
+    "model.task": RefusedKey(
+        value=lambda r: r.model.task,
+        allowed=("auto", "causal-lm"),
+        why="it runs no model that sees",
+    ),
+    "model.freeze": RefusedKey(
+        value=lambda r: _given(r.model.freeze), allowed=(None,), why="it trains every parameter"
+    ),
+    "model.router_aux_loss": RefusedKey(
+        value=lambda r: r.model.router_aux_loss,
+        allowed=(None,),
+        why="its hooks are on the routers of Hugging Face's modules",
+    ),
+    "model.attention": RefusedKey(
+        value=lambda r: r.model.attention,
+        allowed=("auto", "eager", "sdpa"),
+        why="its attention is torch's scaled_dot_product_attention",
+    ),
+    "training.outer": RefusedKey(
+        value=lambda r: _given(r.training.outer),
+        allowed=(None,),
+        why="islands were not tried under it",
+    ),
+    "lora": RefusedKey(
+        value=lambda r: _given(r.lora),
+        allowed=(None,),
+        why="adapters are made for Hugging Face's modules",
+    ),
+    "extra": RefusedKey(
+        value=lambda r: _given(r.extra), allowed=(None,), why="they are keys of ds_config.json"
+    ),
+}
+"""A recipe's key, by its path -> what of it does not run."""
+
+SUPPORTED_KEYS: tuple[str, ...] = (
+    *("version", "name", "extends", "target", "objective", "cluster", "data", "validation"),
+    *("launch", "checkpoint", "tracking", "assume"),
+    *("model.source", "model.config", "model.revision", "model.weights", "model.trust_remote_code"),
+    "model.transformer_engine",
+    *(
+        "training.sequence_length",
+        "training.global_batch_size",
+        "training.steps",
+        "training.tokens",
+    ),
+    *("training.epochs", "training.optimizer", "training.scheduler", "training.gradient_clipping"),
+    *("training.stop_after_nonfinite", "training.seed", "training.days_at_most"),
+    *(
+        "parallelism.tensor",
+        "parallelism.pipeline",
+        "parallelism.data",
+        "parallelism.micro_batch_size",
+    ),
+    *("parallelism.activation_checkpointing", "parallelism.memory_headroom"),
+)
+"""Keys and sections that run as under any engine. Of the other keys of `parallelism` speak the
+rules (rules.py), and of axes that this engine does not have SW1909."""
+
+
+def check_recipe_keys(recipe: Recipe) -> tuple[Diagnostic, ...]:
+    """Every key that does not run, at once."""
+    return tuple(
+        found(
+            "SW1922",
+            name,
+            f"{name}: {'this section' if key.value(recipe) == 'given' else key.value(recipe)} does "
+            f"not run under target: megatron: {key.why}",
+            "Change it, or write `target: deepspeed`.",
+            tuple(str(value) for value in key.allowed if value is not None),
+        )
+        for name, key in REFUSED_KEYS.items()
+        if key.value(recipe) not in key.allowed
+    )
+
+
+# Layouts that Megatron-Core, or this version's use of it, does not run. Lines are of megatron-core
+# 0.16.1.
+#
+# Its argument parser lets some of these through, and the first step, or nothing at all, refuses
+# them.
+
+
+def zero_stage_above_1(x: Candidate) -> Diagnostic | None:
+    """Its distributed optimizer shares out the optimizer's states; gradients stay whole."""
+    stage = x.strategy.zero_stage
+    if stage <= 1:
+        return None
+    return found(
+        "SW3151",
+        "parallelism.zero_stage",
+        (
+            f"zero_stage {stage} under target: megatron: its distributed optimizer shares out the "
+            "optimizer's states alone"
+        ),
+        "Use zero_stage: 1, or `target: deepspeed`.",
+        (0, 1),
+    )
+
+
+def key_value_copies(x: Candidate) -> Diagnostic | None:
+    """Megatron cuts a head where there are more tensor ranks than key/value heads
+    (megatron/core/transformer/attention.py:289), which checkpoints by name have no word for."""
+    heads, tensor = x.graph.key_value_heads, x.strategy.tensor
+    if heads % tensor == 0:
+        return None
+    return found(
+        "SW3152",
+        "parallelism.tensor",
+        (
+            f"tensor {tensor} under target: megatron: the model has {heads} key/value heads, and "
+            "each rank needs its own"
+        ),
+        "Use a tensor degree that divides them, or `target: deepspeed`, whose ranks hold copies.",
+        tuple(n for n in range(1, heads + 1) if heads % n == 0),
+    )
+
+
+def sequence_without_tensor(x: Candidate) -> Diagnostic | None:
+    """It cuts the sequence over the tensor ranks (model_parallel_config.py, __post_init__)."""
+    s = x.strategy
+    length = x.recipe.training.sequence_length // s.context
+    if not s.sequence_parallel or (s.tensor > 1 and length % s.tensor == 0):
+        return None
+    why = (
+        "there are no tensor ranks"
+        if s.tensor == 1
+        else f"{length} tokens do not divide over {s.tensor} ranks"
+    )
+    return found(
+        "SW3153",
+        "parallelism.sequence_parallel",
+        f"sequence_parallel cuts the sequence over the tensor ranks: {why}",
+        "Write `sequence_parallel: false`, or a tensor degree above 1 that divides the sequence.",
+    )
+
+
+def schedule_not_1f1b(x: Candidate) -> Diagnostic | None:
+    if x.strategy.schedule == "1f1b":
+        return None
+    return found(
+        "SW3154",
+        "parallelism.schedule",
+        f"schedule {x.strategy.schedule} is DeepSpeed's; Megatron-Core has 1F1B",
+        "Use schedule: 1f1b, or `target: deepspeed`.",
+        ("1f1b",),
+    )
+
+
+def offload(x: Candidate) -> Diagnostic | None:
+    if x.strategy.offload == "none":
+        return None
+    return found(
+        "SW3155",
+        "parallelism.offload",
+        f"offload {x.strategy.offload} does not run under target: megatron",
+        "Use offload: none, or `target: deepspeed`.",
+        ("none",),
+    )
+
+
+def experts_without_sequence(x: Candidate) -> Diagnostic | None:
+    """The configuration warns, the layer raises (megatron/core/transformer/moe/moe_layer.py)."""
+    s = x.strategy
+    if s.tensor == 1 or s.sequence_parallel or experts_per_layer(x.graph) < 2:
+        return None
+    return found(
+        "SW3156",
+        "parallelism.sequence_parallel",
+        f"experts over tensor {s.tensor} want the sequence shared out too under target: megatron",
+        "Write `sequence_parallel: true`, or `tensor: 1`.",
+    )
+
+
+def virtual_stages(x: Candidate) -> Diagnostic | None:
+    """Its interleaved schedule goes round the ranks in groups of as many micro-batches, and refuses
+    a rest at the first step (megatron/core/pipeline_parallel/schedules.py); parts without a layer
+    would be legal there, not here."""
+    s, layers = x.strategy, len(x.graph.layers)
+    if s.virtual_stages == 1:
+        return None
+    choice = s.activation_checkpointing
+    if s.pipeline == 1:
+        why = "there is no pipeline"
+    elif s.gradient_accumulation_steps % s.pipeline:
+        why = (
+            f"{s.gradient_accumulation_steps} micro-batches are no multiple of pipeline "
+            f"{s.pipeline}"
+        )
+    elif layers < s.parts:
+        why = (
+            f"{s.parts} parts, and the model has {layers} layers to put on them, embedding and "
+            "head counted"
+        )
+    elif isinstance(choice, PartialCheckpointing) and choice.full % s.virtual_stages:
+        why = f"activation_checkpointing {choice} does not divide over them"
+    else:
+        return None
+    return found(
+        "SW3157",
+        "parallelism.virtual_stages",
+        f"virtual_stages {s.virtual_stages}: {why}",
+        "Change that, or write `virtual_stages: 1`.",
+        (1,),
+    )
+
+
+def context_divides_sequence(x: Candidate) -> Diagnostic | None:
+    """A rank has a piece from the front of a row and one from the back
+    (megatron/training/arguments.py, validate_args: seq_length % (context_parallel_size * 2))."""
+    c, length = x.strategy.context, x.recipe.training.sequence_length
+    if c == 1 or length % (2 * c) == 0:
+        return None
+    return found(
+        "SW3164",
+        "parallelism.context",
+        (
+            f"context {c} under target: megatron cuts a row into {2 * c} pieces: {length} tokens "
+            "do not divide over them"
+        ),
+        "Use a context degree twice of which divides the sequence.",
+        tuple(n for n in range(1, length // 2 + 1) if length % (2 * n) == 0)[:8],
+    )
+
+
+def expert_groups(x: Candidate) -> Diagnostic | None:
+    """They are cut out of tensor x context x data ranks (megatron/core/parallel_state.py:882)."""
+    s = x.strategy
+    ranks, apart = s.tensor * s.shards, s.expert_tensor_ranks
+    if s.expert > 1 and not expert_modules(x.graph):
+        return found(
+            "SW3165",
+            "parallelism.expert",
+            f"expert {s.expert}: the model has no experts to share out",
+            "Use expert: 1.",
+            (1,),
+        )
+    if ranks % (s.expert * apart) == 0:
+        return None
+    return found(
+        "SW3165",
+        "parallelism.expert",
+        f"expert {s.expert} x expert-tensor {apart} do not divide the {ranks} ranks of tensor "
+        f"{s.tensor} x context {s.context} x data {s.data}",
+        "Megatron-Core takes expert ranks out of all ranks of a stage.",
+        tuple(n for n in range(1, ranks // apart + 1) if ranks % (n * apart) == 0)[:8],
+    )
+
+
+def expert_biases(x: Candidate) -> Diagnostic | None:
+    """megatron/core/transformer/transformer_config.py: "Bias in Moe is only supported when expert
+    tensor parallelism is 1"."""
+    s, modules = x.strategy, expert_modules(x.graph)
+    names = {p.name for layer in x.graph.layers for p in layer.parameters if len(p.shape) == 2}
+    if s.expert_tensor_ranks == 1 or not any(name.rpartition(".")[0] in modules for name in names):
+        return None
+    return found(
+        "SW3166",
+        "parallelism.expert_tensor",
+        (
+            "experts with biases are not cut over tensor ranks under target: megatron: tensor "
+            f"{s.tensor}"
+        ),
+        "Write `expert_tensor: 1`: tensor ranks then hold whole experts.",
+        (1,),
+    )
+
+
+def expert_tensor(x: Candidate) -> Diagnostic | None:
+    """Checkpoints by name have no word for experts that fewer ranks cut than the rest."""
+    s = x.strategy
+    if s.expert_tensor_ranks == s.tensor or (s.expert_tensor == 1 and expert_modules(x.graph)):
+        return None
+    why = f"experts are cut over all {s.tensor} tensor ranks here, or over none"
+    return found(
+        "SW3167",
+        "parallelism.expert_tensor",
+        (
+            f"expert_tensor {s.expert_tensor}: "
+            f"{why if expert_modules(x.graph) else 'the model has no experts'}"
+        ),
+        "Use `tensor` or 1.",
+        ("tensor", 1),
+    )
+
+
+def not_tested_on_gpus(x: Candidate) -> Diagnostic | None:
+    """Everything about this engine is proved on CPU ranks."""
+    if x.cluster.gpu.is_cpu:
+        return None
+    return found(
+        "SW3168",
+        "target",
+        "target: megatron on GPUs: not run by us",
+        f"{gpu_layers_text(x)} Compare its first losses there with those of `target: deepspeed`: "
+        "weights and data are the same.",
+        severity="warning",
+    )
+
+
+RULES: dict[str, Rule] = {
+    "SW3151": rule(zero_stage_above_1, "zero_stage"),
+    "SW3152": rule(key_value_copies, "tensor"),
+    "SW3153": rule(sequence_without_tensor, "sequence_parallel", "tensor", "context"),
+    "SW3154": rule(schedule_not_1f1b, "schedule"),
+    "SW3155": rule(offload, "offload"),
+    "SW3156": rule(experts_without_sequence, "sequence_parallel", "tensor"),
+    "SW3157": rule(
+        virtual_stages,
+        "virtual_stages",
+        "pipeline",
+        "gradient_accumulation_steps",
+        "activation_checkpointing",
+    ),
+    "SW3164": rule(context_divides_sequence, "context"),
+    "SW3165": rule(expert_groups, "expert", "expert_tensor", "tensor", "data", "context"),
+    "SW3166": rule(expert_biases, "expert_tensor", "tensor"),
+    "SW3167": rule(expert_tensor, "expert_tensor", "tensor"),
+    "SW3168": rule(not_tested_on_gpus, *TRANSFORMER_ENGINE_AXES),
+    "SW3169": rule(transformer_engine_unavailable, *TRANSFORMER_ENGINE_AXES),
+}
+HF_MODULE_RULES = frozenset({"SW3141", "SW3142", "SW3143", "SW3145", "SW3147"})
+"""Rules about this project's modules of context and expert ranks, which this engine does
+without."""
 
 
 def _unsupported_reason(graph: ModelGraph) -> str:
@@ -23,7 +401,7 @@ MEGATRON = Engine(
     name="megatron",
     title="Megatron-LM",
     runtime="shardwright.engines.megatron.megatron_runtime",
-    lowering="shardwright.engines.megatron.megatron_files",
+    lowering="shardwright.engines.megatron.megatron_arguments",
     program="deepspeed",  # its launcher starts the ranks
     packages={"megatron-core": ">=0.16.1,<0.20,!=0.17.*,!=0.18.*", "deepspeed": ">=0.19.8,<0.20"},
     extra="megatron",

@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import Refusal, refusal
-from shardwright.models.graph_cache import (
+from shardwright.models.graph_builder import (
     PACKAGE,
     cache_folder,
     graph_cache_is_off,
     tracing_source_hash,
 )
-from shardwright.plan.plan import Plan
-from shardwright.plan.plan_json import plan_to_json
-from shardwright.utils.json_types import JsonObject
+from shardwright.plan.plan import Plan, plan_to_json
+from shardwright.utils.json_values import JsonObject
 
 _TIMEOUT_SECONDS = 600
 _HELP = "Write `target: deepspeed`, which runs the model's own modules."

@@ -51,7 +51,7 @@ def _compare_tiny_copy(document: dict[str, Any]) -> dict[str, Any]:
         transformer_config,
         weight_mapping,
     )
-    from shardwright.engines.megatron.megatron_model_weights import hf_config
+    from shardwright.engines.megatron.megatron_weight_mapping import hf_config
     from shardwright.models.tasks.task_registry import task_of
     from shardwright.models.tiny_config import shrink
     from shardwright.parallel.model_loading import conv1d_names
@@ -139,8 +139,8 @@ def _compare_ranks(document: dict[str, Any], plan_document: dict[str, Any]) -> d
     one of each number of layers between them."""
     import torch
 
-    from shardwright.engines.megatron.megatron_model_weights import hf_config
-    from shardwright.plan.plan_json import plan_from_json
+    from shardwright.engines.megatron.megatron_weight_mapping import hf_config
+    from shardwright.plan.plan import plan_from_json
 
     plan = plan_from_json(json.dumps(plan_document))
     config = hf_config(document)
@@ -169,12 +169,12 @@ def _rank_difference(plan: Any, config: Any, rank: int) -> str:
     from torch import distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from shardwright.engines.megatron.megatron_arguments import parallel_settings
     from shardwright.engines.megatron.megatron_model import (
         build_model_chunks,
         parameter_ranges,
         transformer_config,
     )
-    from shardwright.engines.megatron.megatron_parallel_config import parallel_settings
     from shardwright.engines.megatron.megatron_runtime import group_settings
 
     dist.init_process_group(

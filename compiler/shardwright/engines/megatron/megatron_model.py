@@ -22,19 +22,20 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
-from shardwright.engines.megatron.megatron_attention import TorchCoreAttention
 from shardwright.engines.megatron.megatron_layers import (
     InterleavedGateUpLinear,
     LatentAttention,
+    TorchCoreAttention,
     TorchNorm,
     TransposedExpertLinear,
 )
 from shardwright.engines.megatron.megatron_model_configs import Unsupported
-from shardwright.engines.megatron.megatron_model_weights import (
+from shardwright.engines.megatron.megatron_weight_mapping import (
     MODEL_MAPPINGS,
     ModelMapping,
+    RankHeads,
+    RowSource,
 )
-from shardwright.engines.megatron.megatron_weight_rows import RankHeads, RowSource
 from shardwright.engines.megatron.transformer_engine_layers import local_layer_name
 
 if not hasattr(moe_utils, "te_general_gemm"):

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.diagnostics import Diagnostic, found, refusal
-from shardwright.engines.megatron.megatron_model_weights import MODEL_MAPPINGS
-from shardwright.layout.layout_rule import Candidate
+from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS
+from shardwright.layout.layout import Candidate
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import AutoSwitch
 from shardwright.recipe.recipe_types import DOCUMENT_KINDS, DataSection, Recipe

@@ -2,14 +2,72 @@
 
 from __future__ import annotations
 
+from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
-from shardwright.engines.reference.reference_rules import RULES
+from shardwright.layout.layout import Candidate, rule
+from shardwright.utils.json_values import JsonScalar
+
+# What the reference engine does not run: it is one process of plain PyTorch and transformers.
+
+
+def single_process_only(x: Candidate) -> Diagnostic | None:
+    """Nothing is split, and nothing is kept elsewhere."""
+    s = x.strategy
+    wrong = [
+        (axis, getattr(s, axis)) for axis in ("tensor", "pipeline", "data") if getattr(s, axis) > 1
+    ]
+    wrong += [("zero_stage", s.zero_stage)] if s.zero_stage else []
+    wrong += [("offload", s.offload)] if s.offload != "none" else []
+    if not wrong:
+        return None
+    return found(
+        "SW3134",
+        f"parallelism.{wrong[0][0]}",
+        (
+            "target: reference trains in one process, without "
+            f"{', '.join(f'{name} {value}' for name, value in wrong)}"
+        ),
+        "Write `zero_stage: 0`, `offload: none` and no degree above 1, or `target: deepspeed`.",
+    )
+
+
+def unsupported_recipe_key(x: Candidate) -> Diagnostic | None:
+    """Keys that are DeepSpeed's or ask for more than one process; the first."""
+    launch, cluster, training = x.recipe.launch, x.recipe.cluster, x.recipe.training
+    asked: tuple[tuple[str, JsonScalar, tuple[JsonScalar, ...]], ...] = (
+        ("cluster.nodes", cluster.nodes or 1, (1,)),
+        ("cluster.gpus_per_node", cluster.gpus_per_node, (1,)),
+        ("training.precision", training.precision, ("bf16", "fp32")),
+        ("launch.launcher", launch.launcher, ("auto", "local")),
+        ("launch.slurm", "given" if launch.slurm else None, (None,)),
+        ("launch.kubernetes", "given" if launch.kubernetes else None, (None,)),
+        ("launch.hostfile", launch.hostfile, (None,)),
+        ("extra", "given" if x.recipe.extra else None, (None,)),
+    )
+    for name, value, allowed in asked:
+        if value not in allowed:
+            return found(
+                "SW1921",
+                name,
+                f"{name}: {'this section' if value == 'given' else value} is not for target: "
+                "reference, one process of plain PyTorch",
+                "Change it, or write `target: deepspeed`.",
+                tuple(str(v) for v in allowed if v is not None),
+            )
+    return None
+
+
+RULES = {
+    "SW1921": rule(unsupported_recipe_key),
+    "SW3134": rule(single_process_only, "tensor", "pipeline", "data", "zero_stage", "offload"),
+}
+
 
 REFERENCE = Engine(
     name="reference",
     title="plain PyTorch",
     runtime="shardwright.engines.reference.reference_runtime",
-    lowering="shardwright.engines.reference.reference_files",
+    lowering="shardwright.engines.reference.reference_runtime",
     program="python",
     reads_hosts=False,
     traits=EngineTraits(

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardwright.diagnostics import Diagnostic
 from shardwright.engines.trainer_protocol import Trainer
 from shardwright.plan.plan import Plan
+from shardwright.utils.json_values import JsonObject
+from shardwright.utils.template_rendering import render_template
+
+# The reference engine's files: engines.engine.Lowering. It reads nothing but the plan.
+
+
+def zero_settings(plan: Plan) -> JsonObject:
+    return {"stage": 0}
+
+
+def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+    script = render_template("launch/process_train.py.j2", plan=plan)
+    return {"train.py": script.encode("utf-8")}, ()
 
 
 def prepare_process(plan: Plan, *, user_training_loop: bool) -> None:

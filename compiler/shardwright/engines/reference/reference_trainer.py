@@ -15,19 +15,18 @@ from shardwright.engines.trainer_protocol import (
     ParameterShard,
     StepResult,
 )
-from shardwright.parallel.activation_checkpointing import apply_activation_checkpointing
 from shardwright.parallel.distributed_losses import (
     CausalLoss,
     ChunkedLoss,
     micro_batch_loss,
     wrap_chunked_loss,
 )
+from shardwright.parallel.expert_parallel import micro_batch_weight, router_balance
+from shardwright.parallel.layer_compile_and_recompute import apply_activation_checkpointing
 from shardwright.parallel.lora_adapters import add_adapters, unique_parameters
 from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
-from shardwright.parallel.model_loading import conv1d_to_linear, open_model
+from shardwright.parallel.model_loading import DTYPES, conv1d_to_linear, open_model
 from shardwright.parallel.parameter_names import named_buffers, named_parameters
-from shardwright.parallel.router_balance_loss import micro_batch_weight, router_balance
-from shardwright.parallel.torch_dtypes import DTYPES
 from shardwright.parallel.weight_loader import WeightLoader
 from shardwright.plan.plan import Plan
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from shardwright.launch.launchers.kubernetes_launcher import apply_pod_patch
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
-from shardwright.launch.launchers.pod_template_patch import apply_pod_patch
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import POD_CONTAINER
 from shardwright.utils.template_rendering import render_template

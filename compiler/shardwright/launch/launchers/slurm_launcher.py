@@ -11,8 +11,12 @@ import psutil
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.diagnostics.host_check import HostCheck, red, skipped_check
-from shardwright.launch.launchers.job_scheduler import missing_programs, run_scheduler_command
-from shardwright.launch.launchers.job_submission import submission_refusal, submit_job
+from shardwright.launch.launchers.job_scheduler import (
+    missing_programs,
+    run_scheduler_command,
+    submission_refusal,
+    submit_job,
+)
 from shardwright.plan.plan import Plan
 
 SHARED = (

@@ -25,8 +25,8 @@ from shardwright.models.layer_split import (
     find_layer_split,
     parameters_with_gradient,
 )
+from shardwright.models.model_graph import PipelineSplit
 from shardwright.models.model_skeleton import Skeleton
-from shardwright.models.pipeline_split import PipelineSplit
 from shardwright.models.tasks.vision_language import UnsupportedImages, vision_encoder_config
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"

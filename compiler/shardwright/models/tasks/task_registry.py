@@ -27,10 +27,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from shardwright.models.model_skeleton import Batch
-from shardwright.models.special_token_ids import token_ids
 from shardwright.models.tasks.vision_language import example_images
-from shardwright.models.tiny_config import VOCABULARY, shrink
-from shardwright.models.tiny_vision_encoder import equalize_encoder_widths, tiny_vision_encoder
+from shardwright.models.tiny_config import (
+    VOCABULARY,
+    equalize_encoder_widths,
+    shrink,
+    tiny_vision_encoder,
+    token_ids,
+)
 from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES, IMAGE_TASKS, TaskName
 
 

@@ -1,0 +1,336 @@
+"""Folders of checkpoints: what they are called, and which others lie beside them. No torch here.
+
+`step-%08d` is a whole one, published by one rename; everything else under the root starts with a
+dot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint.checkpoint_manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    MOST_CHECKSUMS_BYTES,
+    checksum,
+    parse_checksums,
+    read_checksums,
+)
+from shardwright.checkpoint.run_history import (
+    RUN_FILE,
+    UNKNOWN_RUN,
+    RunHistory,
+    parse_run_history,
+    run_history_of,
+)
+from shardwright.diagnostics import Refusal, refusal
+from shardwright.utils.file_io import parse_json
+
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+_ASIDE = re.compile(r"\.before-attempt-(\d+)")
+_UNFINISHED = re.compile(r"\.step-\d{8,}\.(partial|removed|fetched)")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a published folder's name, None for another name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """Of a published folder's name; 0 for another."""
+    return parse_step(checkpoint.name) or 0
+
+
+def published_steps(root: Path) -> list[tuple[int, Path]]:
+    """Step folders under `root`, oldest first: a rename publishes one, so that only later damage
+    makes one bad."""
+    if not root.is_dir():
+        return []
+    named = ((parse_step(path.name), path) for path in root.iterdir())
+    return sorted((step, path) for step, path in named if step is not None and path.is_dir())
+
+
+def superseded_checkpoints(
+    names: Sequence[str], keep: int, is_finite: Callable[[str], bool]
+) -> list[str]:
+    """Of checkpoints, oldest first, those that `keep` leaves no room for: never the newest with a
+    finite loss."""
+    kept, older = names[-keep:], names[:-keep]
+    if any(is_finite(name) for name in reversed(kept)):
+        return list(older)
+    spared = next((name for name in reversed(older) if is_finite(name)), None)
+    return [name for name in older if name != spared]
+
+
+def publish(partial: Path, root: Path, step: int) -> None:
+    """By one rename. What has the name already, whoever put it there, is moved aside and not
+    lost."""
+    target = root / step_name(step)
+    if target.exists():
+        _move_aside(root, [target], 0)
+    os.rename(partial, target)
+
+
+def rejected_faster_layouts(root: Path, attempt: int, newer_than: int) -> None:
+    """An attempt that goes on from an earlier step (or from none) keeps the later checkpoints out
+    of its way, and loses none: they move to a dot folder."""
+    later = [path for step, path in published_steps(root) if step > newer_than]
+    if later:
+        _move_aside(root, later, attempt)
+
+
+def _move_aside(root: Path, steps: list[Path], attempt: int) -> None:
+    """attempt: its number is taken, where no folder has it or a later one (run/ may have been
+    deleted)."""
+    number = max([attempt, *(1 + taken for taken, _ in _moved_aside_folders(root))])
+    aside = root / f".before-attempt-{number}"
+    aside.mkdir(parents=True)
+    for path in steps:
+        path.rename(aside / path.name)
+
+
+def _moved_aside_folders(root: Path) -> list[tuple[int, Path]]:
+    """Oldest first."""
+    matches = ((_ASIDE.fullmatch(path.name), path) for path in root.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def prune_moved_aside(root: Path, step: int) -> None:
+    """After the checkpoint of `step`: the newest folder that was moved aside stays, others go once
+    the run has come past all their steps."""
+    for _, aside in _moved_aside_folders(root)[:-1]:
+        if all(other <= step for other, _ in published_steps(aside)):
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_step(path: Path) -> None:
+    """A half-deleted checkpoint must not look like one."""
+    hidden = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(
+        FileNotFoundError
+    ):  # another host that shares the file system was first
+        os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def clear_unfinished(root: Path) -> None:
+    """What a killed attempt was writing, fetching or removing."""
+    for path in root.iterdir() if root.is_dir() else ():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# Copies of checkpoints at `checkpoint.upload_to`, any URL that fsspec opens. No torch here.
+#
+# A copy is whole once its SHA256SUMS is there: it is put last.
+
+
+_CURRENT = ".run.json"
+_CHUNK_BYTES = 8 * 2**20
+_MOST_LINE_BYTES = 2**20
+
+
+class CheckpointStore:
+    """Every method raises Refusal, SW6208, where the store does not do as asked."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        with self._explained("opened"):
+            from fsspec.core import url_to_fs
+
+            self._fs: Any
+            self._fs, self._root = url_to_fs(url)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Stores raise what they like: each has errors of its own."""
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception as error:
+            help_text = "Credentials come from the environment, as the store's own tools take them."
+            if isinstance(error, ImportError):
+                help_text = (
+                    f"Its fsspec package is missing: {error}. Install it on every host with pip."
+                )
+            first = (str(error).splitlines() or [""])[0]
+            raise refusal(
+                "SW6208",
+                (
+                    f"checkpoint.upload_to {self.url} cannot be {what}: {type(error).__name__}: "
+                    f"{first}"
+                ),
+                help_text,
+            ) from None
+
+    def check(self) -> None:
+        """Before the first step: whether anything can be written there."""
+        with self._explained("written"):
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(f"{self._root}/.probe", b"shardwright")
+            self._fs.rm_file(f"{self._root}/.probe")
+
+    def invalidate_copy(self, name: str, line: RunHistory) -> None:
+        """Before a copy of this line is put: what another run left under the name moves to
+        `.before-RUN`, an older copy of our own does not count as whole while it is overwritten."""
+        with self._explained("written"):
+            there = f"{self._root}/{name}"
+            self._fs.invalidate_cache()
+            if self._fs.exists(there) and self.run_history_of(name).run != line.run:
+                aside = f"{self._root}/.before-{line.run}/{name}"
+                for path in sorted(
+                    map(str, self._fs.find(there)), key=lambda path: path.endswith(CHECKSUMS)
+                ):
+                    to = f"{aside}/{path.removeprefix(f'{there}/')}"
+                    self._fs.makedirs(to.rpartition("/")[0], exist_ok=True)
+                    self._fs.copy(path, to)
+                self._remove(name)
+            elif self._fs.exists(f"{there}/{CHECKSUMS}"):
+                self._fs.rm_file(f"{there}/{CHECKSUMS}")
+
+    def put(self, step: Path, names: Iterable[str]) -> None:
+        """Files of a published checkpoint; each is read back."""
+        sums = read_checksums(step)
+        with self._explained("written"):
+            for name in names:
+                there = f"{self._root}/{step.name}/{name}"
+                self._fs.makedirs(there.rpartition("/")[0], exist_ok=True)
+                self._fs.put_file(str(step / name), there)
+                if name in sums and self._checksum(there) != sums[name]:
+                    raise OSError(f"{step.name}/{name} is not there as it was sent")
+
+    def copy_missing(self, step: Path) -> bool:
+        """A whole checkpoint that has no whole copy yet is copied; whether that was so."""
+        line = run_history_of(step)
+        if step.name in self.steps() and self.run_history_of(step.name) == line:
+            return False
+        self.invalidate_copy(step.name, line)
+        self.put(
+            step, [*sorted(read_checksums(step), key=lambda name: name != RUN_FILE), CHECKSUMS]
+        )
+        self.set_current(line)
+        return True
+
+    def _checksum(self, path: str) -> str:
+        found = hashlib.sha256()
+        with self._fs.open(path, "rb", block_size=_CHUNK_BYTES) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                found.update(chunk)
+        return found.hexdigest()
+
+    def steps(self) -> list[str]:
+        """Names of the whole copies, oldest first."""
+        return [
+            name for name in self._names() if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}")
+        ]
+
+    def _names(self) -> list[str]:
+        """Whole copies and others."""
+        with self._explained("read"):
+            self._fs.invalidate_cache()
+            if not self._fs.exists(self._root):
+                return []
+            names = [
+                str(path).rstrip("/").rpartition("/")[2]
+                for path in self._fs.ls(self._root, detail=False)
+            ]
+            steps = ((parse_step(name), name) for name in names)
+            return [
+                name for _, name in sorted((step, name) for step, name in steps if step is not None)
+            ]
+
+    def run_history_of(self, name: str) -> RunHistory:
+        """Of a copy."""
+        return self._line(f"{name}/{RUN_FILE}") or UNKNOWN_RUN
+
+    def current(self) -> RunHistory | None:
+        """The line that was copied here last."""
+        line = self._line(_CURRENT)
+        return line if line is not None and line.run else None
+
+    def set_current(self, line: RunHistory) -> None:
+        with self._explained("written"):
+            self._fs.pipe_file(f"{self._root}/{_CURRENT}", json.dumps(asdict(line)).encode())
+
+    def _line(self, path: str) -> RunHistory | None:
+        with self._explained("read"):
+            if not self._fs.exists(f"{self._root}/{path}"):
+                return None
+            return parse_run_history(
+                self._fs.cat_file(f"{self._root}/{path}", start=0, end=_MOST_LINE_BYTES)
+            )
+
+    def prune(self, line: RunHistory, keep: int) -> None:
+        """Whole copies that this line's run made and `surplus` names, and what it left unfinished
+        before the newest."""
+        whole = set(self.steps())
+        own = [name for name in self._names() if self.run_history_of(name).run == line.run]
+        ours = [name for name in own if name in whole]
+        gone = superseded_checkpoints(ours, keep, self.is_finite)
+        kept = [name for name in ours if name not in gone]
+        for name in own[: own.index(kept[-1])] if kept else ():
+            if name not in kept:
+                self.remove(name)
+
+    def is_finite(self, name: str) -> bool:
+        """As its manifest says."""
+        with self._explained("read"):
+            manifest = parse_json(self._fs.cat_file(f"{self._root}/{name}/{MANIFEST}"))
+            return isinstance(manifest, dict) and manifest.get("finite") is not False
+
+    def remove(self, name: str) -> None:
+        with self._explained("pruned"):
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """What says that it is whole goes first."""
+        if self._fs.exists(f"{self._root}/{name}/{CHECKSUMS}"):
+            self._fs.rm_file(f"{self._root}/{name}/{CHECKSUMS}")
+        self._fs.rm(f"{self._root}/{name}", recursive=True)
+
+    def fetch(self, name: str, root: Path) -> Path:
+        """A copy as a folder under `root`; of one that is there in part or damaged, what is missing
+        or wrong."""
+        step = root / name
+        target = step if step.exists() else root / f".{name}.fetched"
+        with self._explained("read"):
+            if target is not step:
+                shutil.rmtree(target, ignore_errors=True)
+                target.mkdir(parents=True)
+            text = self._fs.cat_file(
+                f"{self._root}/{name}/{CHECKSUMS}", start=0, end=MOST_CHECKSUMS_BYTES
+            )
+            for file, digest in parse_checksums(text).items():  # their names stay in the folder
+                if not (target / file).exists() or checksum(target / file) != digest:
+                    self._get(name, file, target)
+            self._get(name, CHECKSUMS, target)
+            if target is not step:
+                os.rename(target, step)
+        return step
+
+    def _get(self, step: str, name: str, folder: Path) -> None:
+        to = folder / name
+        if not to.parent.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{to.parent} is a link that leads out of the checkpoint")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        temporary = to.with_name(f".{to.name}.fetched")
+        temporary.unlink(missing_ok=True)  # a link would be followed
+        self._fs.get_file(f"{self._root}/{step}/{name}", str(temporary))
+        os.replace(temporary, to)

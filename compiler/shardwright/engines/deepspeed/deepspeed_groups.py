@@ -1,0 +1,184 @@
+"""The second copy of ZeRO-3's weights inside a node (hpZ, arXiv 2306.10209): what DeepSpeed leaves
+to us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups
+from torch import nn
+
+from shardwright.parallel.expert_parallel import ExpertSharder
+from shardwright.parallel.learning_rate import decay_groups
+from shardwright.parallel.parameter_names import set_padding
+from shardwright.plan.plan import Plan
+
+
+def hpz_group(plan: Plan) -> dist.ProcessGroup | None:
+    """Collective. The ranks that share one secondary copy; None without hpZ.
+
+    DeepSpeed's own (utils/groups.py, _create_zero_param_parallel_group) are consecutive ranks of
+    the world: under tensor parallelism those hold other shards, and a gather over them is another
+    matrix. It makes them at most once a process, too. Its readers look at the variable, so that is
+    where ours stands.
+    """
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    size = plan.strategy.hpz_partition_size
+    if size == 1:
+        return None
+    sharing: dict[tuple[int, int], list[int]] = {}
+    for rank in plan.ranks:
+        sharing.setdefault((rank.tensor, rank.data // size), []).append(rank.rank)
+    for ranks in sharing.values():  # each rank makes all groups, in the same order
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
+    return groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+
+
+def drop_hpz_copies(module: nn.Module) -> None:
+    """After weights were loaded: the next gather makes the copy anew. DeepSpeed drops that of
+    trained weights only (zero/stage3.py, invalidate_secondary_tensor); one of a frozen weight would
+    be stale for good."""
+    for parameter in module.parameters():
+        if hasattr(parameter, "ds_secondary_tensor"):
+            parameter.ds_secondary_tensor = None
+
+
+# Expert ranks under DeepSpeed: groups carved out of its data ranks, and what it has to be told of
+# them.
+#
+# To its engine the model has one layer of experts, a marker without parameters; what was cut
+# carries
+# the marks of its own mixtures. Their gradients are summed over the ranks that hold the same
+# experts,
+# and divided by all data ranks.
+
+
+def build_expert_sharder(plan: Plan, model: nn.Module) -> ExpertSharder:
+    """Collective: the process groups."""
+    _clear_expert_groups()
+    if plan.strategy.expert == 1:
+        return ExpertSharder(model)
+    name = _group_name(plan)
+    together: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank in plan.ranks:
+        place = rank.data * plan.strategy.context + rank.context
+        together.setdefault((rank.pipeline, rank.tensor, place // plan.strategy.expert), []).append(
+            rank.rank
+        )
+        alike.setdefault((rank.pipeline, rank.tensor, plan.expert_rank_of(rank)), []).append(
+            rank.rank
+        )
+    groups._EXPERT_PARALLEL_GROUP[name], groups._EXPERT_PARALLEL_GROUP_RANKS[name] = _own_group(
+        together.values()
+    )
+    groups._EXPERT_DATA_PARALLEL_GROUP[name], groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[name] = (
+        _own_group(alike.values())
+    )
+    return ExpertSharder(
+        model, plan.experts, groups._EXPERT_PARALLEL_GROUP[name], partial(_mark_expert, name)
+    )
+
+
+def _clear_expert_groups() -> None:
+    """Of an engine that this process had before."""
+    for made in (
+        groups._EXPERT_PARALLEL_GROUP,
+        groups._EXPERT_PARALLEL_GROUP_RANKS,
+        groups._EXPERT_DATA_PARALLEL_GROUP,
+        groups._EXPERT_DATA_PARALLEL_GROUP_RANKS,
+    ):
+        made.clear()
+
+
+def _own_group(members: Iterable[list[int]]) -> tuple[dist.ProcessGroup, list[int]]:
+    """Each rank makes all of the groups."""
+    made = [(dist.new_group(ranks), ranks) for ranks in members]
+    return next(each for each in made if dist.get_rank() in each[1])
+
+
+def _group_name(plan: Plan) -> str:
+    return (
+        f"ep_size_{plan.strategy.expert}"  # DeepSpeed reads the number out of it (utils/groups.py)
+    )
+
+
+def _mark_expert(name: str, parameter: nn.Parameter) -> None:
+    """ZeRO-3 reads where to partition it before it partitions anything
+    (zero/partition_parameters.py)."""
+    marks = {
+        "allreduce": False,
+        "group_name": name,
+        "ds_zero_placement_family": "autoep_expert",
+        "ds_zero_partition_group_name": name,
+        "ds_zero_partition_process_group": groups._EXPERT_DATA_PARALLEL_GROUP[name],
+    }
+    for mark, value in marks.items():
+        setattr(parameter, mark, value)
+
+
+class _ExpertLayerMarker(AutoEPMoELayer):  # type: ignore[misc]
+    """What makes an engine look for experts among its parameters; of all kinds that it knows ZeRO-3
+    takes this one."""
+
+    def __init__(self, experts: int) -> None:
+        nn.Module.__init__(self)
+        self.num_experts = experts
+
+    def set_deepspeed_parallelism(self, *_: object, **__: object) -> None:
+        """The groups are there."""
+
+
+def parameter_groups(plan: Plan, module: nn.Module) -> list[dict[str, object]]:
+    """The optimizer's: what decays and what does not, experts apart."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    experts = [(name, p) for name, p in named if is_moe_param(p)]
+    dense = [(name, p) for name, p in named if not is_moe_param(p)]
+    decay = plan.optimizer.weight_decay
+    if plan.strategy.pipeline > 1:
+        padding = nn.Module()
+        module.add_module("padding", padding)
+        dense += _padding(padding, "dense", dense)
+    if plan.strategy.expert == 1 or not _trains_experts(plan):
+        return decay_groups(dense, decay)
+    name = _group_name(plan)
+    module.add_module("expert_marker", _ExpertLayerMarker(len(plan.experts)))
+    if plan.strategy.pipeline > 1:
+        pads = _padding(padding, "experts", experts)
+        for _, parameter in pads:
+            _mark_expert(name, parameter)
+        experts += pads
+    return [
+        *decay_groups(dense, decay),
+        *({**group, "moe": True, "name": name} for group in decay_groups(experts, decay)),
+    ]
+
+
+def _trains_experts(plan: Plan) -> bool:
+    """Whether any stage has an expert that is not frozen. To an engine without one the model is
+    dense: it wants parameters of experts in its groups as soon as it finds a layer of them."""
+    names = (p.name for module in plan.tensor_parallel.modules for p in module.parameters)
+    return any(plan.is_expert_parameter(name) and not plan.model.is_frozen(name) for name in names)
+
+
+def _padding(
+    holder: nn.Module, kind: str, named: list[tuple[str, nn.Parameter]]
+) -> list[tuple[str, nn.Parameter]]:
+    """ZeRO's norm is summed over the stages of a pipeline group by group: all ranks need the same
+    groups. Where a stage has no parameter of a group, one element that nothing uses stands for
+    it."""
+    here = {len(p.shape) >= 2 for _, p in named}
+    for decays, shape in ((True, (1, 1)), (False, (1,))):
+        if decays not in here:
+            parameter = nn.Parameter(torch.zeros(shape))
+            set_padding(parameter)
+            holder.register_parameter(f"{kind}_{len(shape)}", parameter)
+    return [(name, p) for name, p in holder.named_parameters() if name.startswith(kind)]

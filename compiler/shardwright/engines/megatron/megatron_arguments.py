@@ -1,0 +1,335 @@
+"""A plan as arguments of Megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from shardwright.diagnostics import Diagnostic, refusal
+from shardwright.engines.megatron.megatron_capabilities import ARGUMENTS_FILE
+from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS, hf_config
+from shardwright.plan.plan import Plan
+from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.utils.json_values import JsonObject
+
+_KINDS = {"embedding": "embedding", "head": "loss"}
+
+
+def stage_layers(plan: Plan) -> list[list[str]]:
+    """pipeline_model_parallel_layout: of each stage its layers' kinds. Stage s is chunk s //
+    pipeline of pipeline rank s % pipeline
+    (megatron/core/transformer/pipeline_parallel_layer_layout.py:45)."""
+    return [[_KINDS.get(name, "decoder") for name in stage.layers] for stage in plan.stages]
+
+
+def parallel_settings(plan: Plan) -> dict[str, Any]:
+    import torch
+
+    from shardwright.parallel.model_loading import DTYPES
+
+    s, dtype = plan.strategy, DTYPES[plan.training.precision]
+    piped = s.pipeline > 1
+    return {
+        "tensor_model_parallel_size": s.tensor,
+        "sequence_parallel": s.sequence_parallel,
+        "pipeline_model_parallel_size": s.pipeline,
+        "context_parallel_size": s.context,
+        "expert_model_parallel_size": s.expert,
+        "expert_tensor_parallel_size": s.expert_tensor_ranks,
+        "virtual_pipeline_model_parallel_size": s.virtual_stages if s.virtual_stages > 1 else None,
+        "pipeline_model_parallel_layout": stage_layers(plan) if piped else None,
+        "pipeline_dtype": dtype if piped else None,
+        # With batched sends two ranks of an interleaved pipeline would take each other's.
+        "overlap_p2p_comm": s.virtual_stages > 1,
+        "batch_p2p_comm": piped and s.virtual_stages == 1 and not plan.is_cpu,
+        # gloo sends a buffer after the call that hands it over has returned.
+        "deallocate_pipeline_outputs": piped and not plan.is_cpu,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        **recompute_settings(plan),
+    }
+
+
+def recompute_settings(plan: Plan) -> dict[str, Any]:
+    """Megatron counts the recomputed layers of each chunk from its first
+    (megatron/core/transformer/transformer_block.py)."""
+    choice = plan.strategy.activation_checkpointing
+    if choice == "none":
+        return {}
+    if choice == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    most = max(len(s.layers) for s in plan.stages)
+    if isinstance(choice, PartialCheckpointing):
+        most = choice.full // plan.strategy.virtual_stages
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": most,
+    }
+
+
+# A plan as arguments of Megatron-LM's own pretrain_gpt.py: megatron_args.sh, for those who train
+# with its script.
+#
+# Option names are those of the tag core_v0.19.0, megatron/training/arguments.py
+# (lint/megatron_options.json has them).
+
+
+_LAYER_LETTERS = {"embedding": "E", "decoder": "t", "loss": "L"}
+_CURVES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
+_NAMES = {"layernorm_epsilon": "norm-epsilon", "num_moe_experts": "num-experts"}
+"""TransformerConfig's field -> its option, where that is not the same word."""
+_SWITCHES = {
+    "add_qkv_bias": "--add-qkv-bias",
+    "qk_layernorm": "--qk-layernorm",
+    "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
+    "moe_shared_expert_gate": "--moe-shared-expert-gate",
+    "multi_latent_attention": "--multi-latent-attention",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+}
+_LLAMA_3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Written into its formula: megatron/core/models/common/embeddings/rotary_pos_embedding.py:90
+(0.16.1)."""
+
+Option = tuple[str, ...]
+"""The option and its values."""
+
+
+class MissingOption(Exception):
+    """What of the model pretrain_gpt.py cannot be told. The text begins with the key and its
+    value."""
+
+
+def arguments_file(
+    plan: Plan, config: JsonObject
+) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+    """The file, or SW2055 where the script has no option for what the model is."""
+    if plan.is_cpu:
+        return {}, ()  # the script wants a GPU
+    try:
+        groups = {
+            "the model": [*_model_options(plan, config)],
+            "the run": [*_training_options(plan)],
+            "the ranks": [*_parallel_options(plan)],
+        }
+    except MissingOption as error:
+        diagnostic = Diagnostic(
+            code="SW2055",
+            message=f"no {ARGUMENTS_FILE}: Megatron-LM's pretrain_gpt.py has no option for {error}",
+            severity="warning",
+            help=(
+                "`shardwright run` trains it all the same: train.py takes the value from the "
+                "model's configuration."
+            ),
+        )
+        return {}, (diagnostic,)
+    lines = [
+        (
+            "# This plan for Megatron-LM's pretrain_gpt.py (tag core_v0.19.0), which reads its own "
+            "data, draws its own"
+        ),
+        "# weights and writes its own checkpoints. `shardwright run` does not use this file.",
+        f"#   source {ARGUMENTS_FILE}",
+        (
+            f"#   torchrun --nnodes {plan.nodes} --nproc-per-node {plan.gpus_per_node} ... "
+            "pretrain_gpt.py \\"
+        ),
+        '#     "${MEGATRON_ARGS[@]}" --data-path ... --tokenizer-type ... --save ...',
+    ]
+    if plan.strategy.tensor > 1 or plan.strategy.context > 1:
+        lines.append(
+            "export CUDA_DEVICE_MAX_CONNECTIONS=1  # a collective is launched before what hides it"
+        )
+    lines.append("MEGATRON_ARGS=(")
+    for title, options in groups.items():
+        lines += [f"  # {title}", *(f"  {shlex.join(option)}" for option in options)]
+    return {ARGUMENTS_FILE: ("\n".join([*lines, ")"]) + "\n").encode()}, ()
+
+
+def _model_options(plan: Plan, config: JsonObject) -> Iterator[Option]:
+    whole = hf_config(config)
+    family = MODEL_MAPPINGS[plan.model.model_type]
+    settings = family.settings(whole)
+    if family.scaled_embedding:
+        raise MissingOption("an embedding scaled by the square root of the hidden size")
+    length = plan.training.sequence_length
+    yield from (
+        ("--seq-length", str(length)),
+        ("--max-position-embeddings", str(_positions(whole, length))),
+    )
+    vocabulary = plan.model.vocabulary_size
+    yield from (("--vocab-size", str(vocabulary)), ("--make-vocab-size-divisible-by", "1"))
+    groups, heads = settings.pop("num_query_groups"), settings["num_attention_heads"]
+    if groups < heads:
+        yield from (("--group-query-attention",), ("--num-query-groups", str(groups)))
+    yield from _activation(whole, gated=settings.pop("gated_linear_unit", False))
+    settings.pop("activation_func")
+    if not settings.pop("add_bias_linear"):
+        yield ("--disable-bias-linear",)
+    for name, value in settings.items():
+        if name in _SWITCHES:
+            yield from [(_SWITCHES[name],)] * bool(value)
+        elif value is not None:
+            yield f"--{_NAMES.get(name, name.replace('_', '-'))}", _text(value)
+    yield from (
+        [("--position-embedding-type", "learned_absolute")]
+        if family.learned_positions
+        else _rope(whole)
+    )
+    if not plan.model.tied:
+        yield ("--untie-embeddings-and-output-weights",)
+    yield from (("--attention-dropout", "0"), ("--hidden-dropout", "0"))
+    if (deviation := getattr(whole, "initializer_range", None)) is not None:
+        yield "--init-method-std", repr(float(deviation))
+
+
+def _positions(config: Any, length: int) -> int:
+    return int(
+        max(
+            length,
+            getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 0),
+        )
+    )
+
+
+def _activation(config: Any, *, gated: bool) -> Iterator[Option]:
+    """Its fused GELU is the one by tanh, the other is not
+    (megatron/core/fusions/fused_bias_gelu.py)."""
+    name = getattr(config, "hidden_act", None) or config.activation_function
+    slope = getattr(config, "swiglu_alpha", None)
+    if gated and slope is not None:
+        if slope != 1.702:  # megatron/core/fusions/fused_bias_geglu.py, quick_gelu
+            raise MissingOption(f"swiglu_alpha {slope}")
+        yield ("--quick-geglu",)
+    elif gated and name == "silu":
+        yield ("--swiglu",)
+    elif not gated and name == "relu2":
+        yield ("--squared-relu",)
+    elif not gated and name == "gelu":
+        yield ("--no-bias-gelu-fusion",)
+    elif gated or name not in ("gelu_new", "gelu_pytorch_tanh"):
+        raise MissingOption(f"the activation {name!r}{' behind a gate' * gated}")
+
+
+def _rope(config: Any) -> Iterator[Option]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, base = rope.get("rope_type", "default"), float(rope.get("rope_theta", 10000.0))
+    if not base.is_integer():
+        raise MissingOption(f"rope_theta {base}: --rotary-base takes whole numbers")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise MissingOption(
+            f"partial_rotary_factor {rope['partial_rotary_factor']} of a kind that is proved here"
+        )
+    yield from (("--position-embedding-type", "rope"), ("--rotary-base", str(int(base))))
+    if kind == "llama3":
+        for key, value in _LLAMA_3.items():
+            if rope.get(key) != value:
+                raise MissingOption(
+                    f"{key} {rope.get(key)} of a llama3 rope: {value} is written into its code"
+                )
+        yield from (("--use-rope-scaling",), ("--rope-scaling-factor", repr(float(rope["factor"]))))
+    elif kind != "default":
+        raise MissingOption(f"rope_type {kind} as Hugging Face computes it")
+
+
+def _training_options(plan: Plan) -> Iterator[Option]:
+    training, optimizer, scheduler = plan.training, plan.optimizer, plan.scheduler
+    s = plan.strategy
+    yield from (
+        ("--micro-batch-size", str(s.micro_batch_size)),
+        ("--global-batch-size", str(training.global_batch_size)),
+    )
+    if training.steps:  # otherwise the prepared data tells
+        yield from (
+            ("--train-iters", str(training.steps)),
+            ("--lr-decay-iters", str(training.steps)),
+        )
+        yield "--lr-warmup-iters", str(scheduler.warmup_steps)
+    yield from (("--lr", repr(optimizer.lr)), ("--min-lr", repr(scheduler.min_lr)))
+    yield "--lr-decay-style", _CURVES[scheduler.name]
+    if scheduler.name == "wsd":
+        yield from (
+            ("--lr-wsd-decay-style", "linear"),
+            ("--lr-wsd-decay-iters", str(scheduler.decay_steps)),
+        )
+    yield from (("--optimizer", "adam"), ("--weight-decay", repr(optimizer.weight_decay)))
+    yield from (
+        ("--adam-beta1", repr(optimizer.betas[0])),
+        ("--adam-beta2", repr(optimizer.betas[1])),
+    )
+    yield from (
+        ("--adam-eps", repr(optimizer.eps)),
+        ("--clip-grad", repr(training.gradient_clipping)),
+    )
+    yield from (("--seed", str(training.seed)), ("--calculate-per-token-loss",))
+    if training.precision == "bf16":
+        yield ("--bf16",)
+
+
+def _parallel_options(plan: Plan) -> Iterator[Option]:
+    s = plan.strategy
+    yield "--tensor-model-parallel-size", str(s.tensor)
+    if s.sequence_parallel:
+        yield ("--sequence-parallel",)
+    yield "--pipeline-model-parallel-size", str(s.pipeline)
+    if s.context > 1:
+        yield "--context-parallel-size", str(s.context)
+    if s.expert > 1:
+        yield "--expert-model-parallel-size", str(s.expert)
+    if s.expert_tensor_ranks != s.tensor:
+        yield "--expert-tensor-parallel-size", str(s.expert_tensor_ranks)
+    if s.pipeline > 1:
+        yield "--pipeline-model-parallel-layout", pipeline_layout_text(plan)
+    if s.zero_stage > 0 and s.shards > 1:
+        yield ("--use-distributed-optimizer",)
+    for name, value in recompute_settings(plan).items():
+        yield f"--{name.replace('_', '-')}", *(value if isinstance(value, list) else [str(value)])
+
+
+def pipeline_layout_text(plan: Plan) -> str:
+    """pipeline_model_parallel_layout as its parser reads it: Et*3|t*4|t*4|t*3,L."""
+    stages = []
+    for kinds in stage_layers(plan):
+        runs = [(_LAYER_LETTERS[kind], len(list(same))) for kind, same in itertools.groupby(kinds)]
+        stages.append(
+            ",".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
+        )
+    return "|".join(stages)
+
+
+def _text(value: Any) -> str:
+    """A tuple and a list as its parser evaluates them."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return repr(value) if isinstance(value, float) else str(value).replace(" ", "")
+
+
+# From a plan to Megatron-Core's arguments (engines.engine.Lowering).
+
+
+def zero_settings(plan: Plan) -> JsonObject:
+    """distributed_optimizer: Megatron's own word for states that are shared out."""
+    stage = plan.strategy.zero_stage
+    return {"stage": stage, "distributed_optimizer": stage > 0 and plan.strategy.shards > 1}
+
+
+def files(plan: Plan, config: JsonObject) -> tuple[dict[str, bytes], tuple[Diagnostic, ...]]:
+    """megatron_args.sh alone, for a script that is not ours: train.py reads plan.json. Raises
+    Refusal where the model does not compute the same: SW2051 to SW2054."""
+    if plan.model.dropout > 0:
+        raise refusal(
+            "SW2054",
+            f"the model's dropout of {plan.model.dropout} does not run under target: megatron",
+            "Set its probabilities to 0 in model.config, or write `target: deepspeed`.",
+        )
+    from shardwright.engines.megatron.megatron_equivalence import check_megatron_equivalence
+
+    check_megatron_equivalence(plan, config)
+    return arguments_file(plan, config)

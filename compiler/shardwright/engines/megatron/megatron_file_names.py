@@ -1,3 +1,0 @@
-"""Names that the compile knows without what stands behind them."""
-
-ARGUMENTS_FILE = "megatron_args.sh"

@@ -1,0 +1,653 @@
+"""fp16, bf16, data_types: what trains in which precision."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import cast
+
+from shardwright.layout.zero_settings import HPZ
+from shardwright.lint.lint_rule import Edit, LintedDsConfig, RuleViolation, json_snippet, rule
+from shardwright.utils.json_values import JsonObject
+
+_NAMES: dict[str, frozenset[str]] = {
+    "fp16": frozenset({"torch.float16", "fp16", "float16", "half"}),
+    "fp32": frozenset({"torch.float32", "fp32", "float32", "float"}),
+    "bf16": frozenset({"torch.bfloat16", "bf16", "bfloat16"}),
+    "int8": frozenset({"torch.int8", "int8"}),
+}
+
+
+def precision(ds_config: LintedDsConfig) -> str | None:
+    """fp16, bf16 or fp32; None where it is filled in later. bf16 counts before its old name."""
+    bf16 = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
+    if "auto" in (ds_config.get("fp16", "enabled"), ds_config.get(bf16, "enabled")):
+        return None
+    if ds_config.is_on("fp16", "enabled"):
+        return "fp16"
+    return "bf16" if ds_config.is_on(bf16, "enabled") else "fp32"
+
+
+def dtype(ds_config: LintedDsConfig, key: str) -> str:
+    """The precision that a key of data_types names; "" where it is not given or is none."""
+    name = ds_config.get("data_types", key)
+    return next(
+        (dtype for dtype, names in _NAMES.items() if isinstance(name, str) and name in names), ""
+    )
+
+
+@rule("SW4301", help="Disable one; bf16 where the GPU has it.")
+def fp16_and_bf16_enabled(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    name = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
+    if ds_config.is_on("fp16", "enabled") and ds_config.is_on(name, "enabled"):
+        yield RuleViolation(
+            ("fp16", "enabled"), f"`fp16` and `{name}` are both enabled: DeepSpeed refuses the file"
+        )
+
+
+@rule("SW4302")
+def accumulation_without_zero(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    model, accumulation = precision(ds_config), dtype(ds_config, "grad_accum_dtype")
+    if ds_config.stage == 0 and model is not None and accumulation not in ("", model):
+        yield RuleViolation(
+            ("data_types", "grad_accum_dtype"),
+            f"gradients of {model} parameters cannot be summed in {accumulation} at ZeRO stage 0",
+            f"Write {model}, or take zero_optimization.stage: 1.",
+        )
+
+
+@rule("SW4303", help="Remove the key, or enable the section of this precision.")
+def parameter_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    model, parameter_dtype = precision(ds_config), dtype(ds_config, "param_dtype")
+    if model is not None and parameter_dtype not in ("", model):
+        yield RuleViolation(
+            ("data_types", "param_dtype"),
+            f"param_dtype {parameter_dtype} is not the {model} that fp16 and bf16 say",
+        )
+
+
+@rule("SW4304")
+def low_precision_master(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    for name in ("fp16", "bf16"):
+        key = (name, f"{name}_master_weights_and_grads")
+        if not ds_config.is_on(*key) or ds_config.stage is None:
+            continue
+        offloaded = ds_config.offload("offload_optimizer") != "none"
+        if ds_config.stage == 0:
+            need = "ZeRO stage 1, 2 or 3"
+        elif not offloaded and not (
+            name == "bf16" and ds_config.is_on("bf16", "bf16_optimizer_states")
+        ):
+            need = "offload_optimizer" + (" or bf16_optimizer_states" if name == "bf16" else "")
+        else:
+            continue
+        yield RuleViolation(
+            key,
+            f"{key[1]} needs {need}",
+            f"Add {need}, or remove the key: master weights are fp32 then.",
+        )
+
+
+@rule("SW4305", help='Add "bf16_master_weights_and_grads": true, or remove the key.')
+def low_precision_states(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.is_on("bf16", "bf16_optimizer_states") and not ds_config.is_on(
+        "bf16", "bf16_master_weights_and_grads"
+    ):
+        yield RuleViolation(
+            ("bf16", "bf16_optimizer_states"),
+            "bf16_optimizer_states needs bf16_master_weights_and_grads",
+        )
+
+
+_DYNAMIC = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+
+
+@rule(
+    "SW4306", "warning", help="Write loss_scale: 0 for dynamic scaling, or remove the other keys."
+)
+def static_loss_scale_ignores_keys(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    scale = ds_config.number("fp16", "loss_scale")
+    ignored = [key for key in _DYNAMIC if ds_config.has("fp16", key)]
+    if scale and ignored and ds_config.get("fp16", "enabled") is not False:
+        yield RuleViolation(
+            ("fp16", "loss_scale"),
+            f"a fixed loss_scale of {scale:g} leaves {', '.join(ignored)} without effect",
+        )
+
+
+@rule("SW4307")
+def loss_scale_limits(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    """fp16's own validators, which no field declares."""
+    dynamic = ds_config.is_on("fp16", "enabled") and not ds_config.number("fp16", "loss_scale")
+    limits = [
+        ("loss_scale", 0.0, True),
+        ("loss_scale_window", 1.0, dynamic),
+        ("min_loss_scale", 1.0, dynamic),
+    ]
+    for key, least, applies in limits:
+        value = ds_config.number("fp16", key)
+        if applies and value is not None and value < least:
+            yield RuleViolation(
+                ("fp16", key),
+                f"fp16.{key}: {value:g} is refused",
+                f"Give at least {least:g}"
+                + (", 0 for dynamic scaling." if key == "loss_scale" else "."),
+            )
+
+
+@rule("SW4308", "warning", at="key", help="Remove it.")
+def old_and_new_bf16(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.get("bf16") is not None and ds_config.has("bfloat16"):
+        yield RuleViolation(
+            ("bfloat16",),
+            "`bfloat16` is ignored: `bf16` is given too",
+            fix=(Edit(kind="remove", path=("bfloat16",)),),
+        )
+
+
+@rule("SW4309", "warning", at="key")
+def pipeline_accumulation(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    steps = ds_config.integer("gradient_accumulation_steps")
+    if (
+        not ds_config.has_pipeline
+        or precision(ds_config) != "bf16"
+        or steps == 1
+        or ds_config.stage not in (0, 1)
+    ):
+        return
+    if dtype(ds_config, "grad_accum_dtype") in ("", "bf16"):
+        yield RuleViolation(
+            ("bf16",),
+            (
+                "gradients of the pipeline's micro-batches are summed in bf16, 8 bits of which are "
+                "the fraction"
+            ),
+            'Take zero_optimization.stage: 1 and "data_types": {"grad_accum_dtype": "fp32"}.',
+        )
+
+
+# train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data ranks
+# (runtime/config.py).
+
+
+TRAIN_BATCH_SIZE_KEY, MICRO_BATCH_SIZE_KEY, ACCUMULATION_STEPS_KEY = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+def data_ranks(ds_config: LintedDsConfig) -> int | None:
+    """What DeepSpeed divides by: the ranks, over the sequence-parallel ones. It does not divide by
+    tensor_parallel.autotp_size, nor by pipeline stages that only the module knows; so None with a
+    pipeline."""
+    world = ds_config.world_size
+    sequence = ds_config.integer("sequence_parallel_size") or 1
+    if world is None or ds_config.has_pipeline or world % sequence:
+        return None
+    return world // sequence
+
+
+@rule("SW4201")
+def no_batch_size(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if (
+        ds_config.audience == "deepspeed"
+        and ds_config.get(TRAIN_BATCH_SIZE_KEY) is None
+        and ds_config.get(MICRO_BATCH_SIZE_KEY) is None
+    ):
+        yield RuleViolation(
+            (),
+            (
+                f"neither `{TRAIN_BATCH_SIZE_KEY}` nor `{MICRO_BATCH_SIZE_KEY}` is given: "
+                "DeepSpeed "
+                "refuses the file"
+            ),
+            f"Give one of them, such as {MICRO_BATCH_SIZE_KEY}: 1.",
+        )
+
+
+@rule("SW4202")
+def batch_size_mismatch(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    train, micro, steps = (
+        ds_config.integer(key)
+        for key in (TRAIN_BATCH_SIZE_KEY, MICRO_BATCH_SIZE_KEY, ACCUMULATION_STEPS_KEY)
+    )
+    ranks = data_ranks(ds_config)
+    if not train or not micro or not steps:
+        return
+    if ranks is not None and train != micro * steps * ranks:
+        yield RuleViolation(
+            (TRAIN_BATCH_SIZE_KEY,),
+            (
+                f"{TRAIN_BATCH_SIZE_KEY} {train} is not {micro} x {steps} x {ranks} data ranks = "
+                f"{micro * steps * ranks}"
+            ),
+            (
+                f"Leave {ACCUMULATION_STEPS_KEY} out, and DeepSpeed works it out; or write "
+                f"{micro * steps * ranks}."
+            ),
+        )
+    elif ranks is None and train % (micro * steps):
+        yield RuleViolation(
+            (TRAIN_BATCH_SIZE_KEY,),
+            (
+                f"{TRAIN_BATCH_SIZE_KEY} {train} is no multiple of {micro} x {steps}: no number of "
+                "ranks makes it up"
+            ),
+            f"Leave {ACCUMULATION_STEPS_KEY} out, and DeepSpeed works it out.",
+        )
+
+
+@rule("SW4203")
+def batch_size_not_divisible(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    train = ds_config.integer(TRAIN_BATCH_SIZE_KEY)
+    given = {
+        key: value
+        for key in (MICRO_BATCH_SIZE_KEY, ACCUMULATION_STEPS_KEY)
+        if (value := ds_config.integer(key))
+    }
+    filled = any(
+        ds_config.get(key) == "auto" for key in (MICRO_BATCH_SIZE_KEY, ACCUMULATION_STEPS_KEY)
+    )
+    if not train or len(given) == 2 or filled:
+        return
+    ranks = data_ranks(ds_config)
+    per_rank = next(iter(given.values()), 1)
+    if train % (per_rank * (ranks or 1)) == 0:
+        return
+    parts = [f"{value} of {key}" for key, value in given.items()] + (
+        [f"{ranks} data ranks"] if ranks else []
+    )
+    yield RuleViolation(
+        (TRAIN_BATCH_SIZE_KEY,),
+        f"{TRAIN_BATCH_SIZE_KEY} {train} does not divide by {' x '.join(parts)}",
+        (
+            f"Take a multiple of {per_rank * (ranks or 1)}; DeepSpeed rounds down and then refuses "
+            "the file."
+        ),
+    )
+
+
+@rule("SW4204")
+def group_size_not_divisor(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    world = ds_config.world_size
+    for key in (
+        ("tensor_parallel", "autotp_size"),
+        ("sequence_parallel_size",),
+        ("zero_optimization", HPZ),
+    ):
+        size = ds_config.integer(*key)
+        if world is not None and size is not None and size > 1 and world % size:
+            if key[-1] == HPZ and (ds_config.stage != 3 or size > world):
+                continue  # a larger group is cut down to the world
+            yield RuleViolation(
+                key,
+                f"{'.'.join(key)}: {size} does not divide the {world} ranks",
+                f"Take a divisor of {world}.",
+            )
+
+
+@rule("SW4205")
+def mesh_size_mismatch(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    data, sequence = (
+        ds_config.integer("data_parallel_size"),
+        ds_config.integer("sequence_parallel_size"),
+    )
+    if (
+        ds_config.world_size is not None
+        and data
+        and sequence
+        and data * sequence != ds_config.world_size
+    ):
+        yield RuleViolation(
+            ("data_parallel_size",),
+            (
+                f"data_parallel_size {data} x sequence_parallel_size {sequence} is not "
+                f"{ds_config.world_size} ranks"
+            ),
+            f"Their product must be the number of ranks, {ds_config.world_size}.",
+        )
+
+
+# optimizer and scheduler: sections that DeepSpeed hands to constructors as they are.
+
+
+MIN_NOTICEABLE_WEIGHT_DECAY = 1e-3
+"""Below it neither form of weight decay moves the weights noticeably; DeepSpeed's own examples have
+3e-7."""
+
+_REMOVED = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})
+
+
+def optimizer(ds_config: LintedDsConfig) -> JsonObject | None:
+    """Its entry in the snapshot; None where there is none of this name. DeepSpeed's own are matched
+    in any case."""
+    name = ds_config.get("optimizer", "type")
+    if not isinstance(name, str):
+        return None
+    table = ds_config.ds_config_schema.optimizers
+    return table.get(name.lower()) or table.get(name)
+
+
+def scheduler(ds_config: LintedDsConfig) -> JsonObject | None:
+    name = ds_config.get("scheduler", "type")
+    return ds_config.ds_config_schema.schedulers.get(name) if isinstance(name, str) else None
+
+
+@rule("SW4501")
+def unknown_optimizer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    name = ds_config.get("optimizer", "type")
+    if isinstance(name, str) and optimizer(ds_config) is None and name.lower() not in _REMOVED:
+        known = [
+            "Adam",
+            "AdamW",
+            "Lamb",
+            "Lion",
+            "Muon",
+            "Adagrad",
+            *_capital(ds_config.ds_config_schema.optimizers),
+        ]
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        short = name.removeprefix("DeepSpeed").removeprefix("Fused").removeprefix("CPU")
+        if short in known:
+            help = f"Write `{short}`: DeepSpeed takes the fused or CPU form of it by itself."
+        else:
+            help = (
+                f"Did you mean `{close[0]}`?"
+                if close
+                else "Write AdamW, or the name of a class of torch.optim."
+            )
+        yield RuleViolation(
+            ("optimizer", "type"),
+            f"{json_snippet(name)} is no optimizer of DeepSpeed or torch.optim",
+            help,
+        )
+
+
+@rule(
+    "SW4502",
+    help=(
+        "Write AdamW or Lamb without the 1-bit parameters; ZeRO++ lowers communication at stage 3."
+    ),
+)
+def removed_optimizer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.text("optimizer", "type") in _REMOVED:
+        yield RuleViolation(
+            ("optimizer", "type"),
+            (
+                f"{json_snippet(ds_config.get('optimizer', 'type'))} is gone from DeepSpeed "
+                f"{ds_config.ds_config_schema.version}"
+            ),
+        )
+
+
+@rule("SW4503", at="key")
+def max_grad_norm(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    path = ("optimizer", "params", "max_grad_norm")
+    if ds_config.has(*path):
+        value = ds_config.get(*path)
+        fix = [Edit(kind="remove", path=path)]
+        if not ds_config.has("gradient_clipping") and ds_config.number(*path) is not None:
+            fix.append(Edit(kind="add", path=("gradient_clipping",), value=value))
+        yield RuleViolation(
+            path,
+            "max_grad_norm is no optimizer parameter: DeepSpeed refuses it",
+            f'Write "gradient_clipping": {json_snippet(value)} at the top.',
+            fix=tuple(fix),
+        )
+
+
+@rule("SW4504", at="key")
+def unknown_parameter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = optimizer(ds_config)
+    if entry is not None and entry["params"] is not None:
+        yield from _unknown(ds_config, "optimizer", cast("list[str]", entry["params"]))
+
+
+@rule("SW4510", at="key")
+def unknown_schedule_parameter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = scheduler(ds_config)
+    if entry is not None:
+        yield from _unknown(ds_config, "scheduler", cast("list[str]", entry["params"]))
+
+
+@rule("SW4505", at="key", help='Add "type": "AdamW".')
+def no_optimizer_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.section("optimizer") and ds_config.get("optimizer", "type") is None:
+        yield RuleViolation(
+            ("optimizer",),
+            "`optimizer` has no `type`: DeepSpeed ignores the section and makes no optimizer",
+        )
+
+
+@rule(
+    "SW4506",
+    "warning",
+    help='Write AdamW to say so, or add "adam_w_mode": false for L2 regularization.',
+)
+def adam_is_adamw(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    decay = ds_config.get("optimizer", "params", "weight_decay")
+    decays = (
+        decay == "auto"
+        or (ds_config.number("optimizer", "params", "weight_decay") or 0)
+        >= MIN_NOTICEABLE_WEIGHT_DECAY
+    )
+    if (
+        ds_config.text("optimizer", "type") == "adam"
+        and decays
+        and not ds_config.has("optimizer", "params", "adam_w_mode")
+    ):
+        yield RuleViolation(
+            ("optimizer", "type"),
+            "DeepSpeed's Adam is AdamW: the weight decay is decoupled",
+            fix=(Edit(kind="set", path=("optimizer", "type"), value="AdamW"),),
+        )
+
+
+@rule("SW4507", help="Write loss_scale: 0.")
+def lamb_scale(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.text("optimizer", "type") == "lamb" and ds_config.number("fp16", "loss_scale"):
+        yield RuleViolation(
+            ("fp16", "loss_scale"),
+            "Lamb needs dynamic loss scaling: DeepSpeed refuses a fixed loss_scale",
+        )
+
+
+@rule("SW4508")
+def unknown_scheduler(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    name = ds_config.get("scheduler", "type")
+    if isinstance(name, str) and scheduler(ds_config) is None:
+        known = ds_config.ds_config_schema.schedulers
+        near = {n.lower(): n for n in known}
+        close = [near[n] for n in difflib.get_close_matches(name.lower(), near, n=1, cutoff=0.5)]
+        exact = close and close[0].lower() == name.lower()
+        own = ", ".join(n for n, entry in known.items() if entry["own"])
+        yield RuleViolation(
+            ("scheduler", "type"),
+            f"{json_snippet(name)} is no scheduler of DeepSpeed or torch",
+            f"Did you mean `{close[0]}`?" if close else f"DeepSpeed's are {own}.",
+            fix=(Edit(kind="set", path=("scheduler", "type"), value=close[0]),) if exact else (),
+        )
+
+
+@rule("SW4509", at="key", help='Add "params": {}, with what the scheduler needs.')
+def no_scheduler_params(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if (
+        isinstance(ds_config.get("scheduler", "type"), str)
+        and ds_config.get("scheduler", "params") is None
+    ):
+        yield RuleViolation(("scheduler",), "`scheduler` has no `params`: DeepSpeed fails on it")
+
+
+@rule("SW4511", at="key")
+def missing_schedule_parameter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = scheduler(ds_config)
+    if entry is None or ds_config.get("scheduler", "params") is None:
+        return
+    missing = [
+        n
+        for n in cast("list[str]", entry["required"])
+        if not ds_config.has("scheduler", "params", n)
+    ]
+    if missing:
+        yield RuleViolation(
+            ("scheduler", "params"),
+            f"{ds_config.get('scheduler', 'type')} needs {', '.join(missing)}",
+            f"Add {', '.join(missing)} to scheduler.params.",
+        )
+
+
+@rule("SW4512")
+def warmup_steps(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    """A whole float is an integer to Hjson, by which DeepSpeed reads the file; not to the
+    Trainer."""
+    path = ("scheduler", "params", "warmup_num_steps")
+    value, entry = ds_config.get(*path), scheduler(ds_config)
+    if (
+        entry is None
+        or not entry["own"]
+        or isinstance(value, bool)
+        or not isinstance(value, int | float)
+    ):
+        return
+    whole = ds_config.integer(*path)
+    if whole is None or whole < 1 or (isinstance(value, float) and ds_config.audience == "trainer"):
+        yield RuleViolation(
+            path,
+            (
+                f"warmup_num_steps {json_snippet(value)} is no integer of at least 1: DeepSpeed "
+                "refuses it"
+            ),
+            f"Write {whole or 1}; to warm up not at all, remove the scheduler.",
+            fix=(Edit(kind="set", path=path, value=whole),) if whole and whole >= 1 else (),
+        )
+
+
+@rule("SW4513", "warning", help="Give fewer warmup_num_steps.")
+def warmup_too_long(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    total = ds_config.integer("scheduler", "params", "total_num_steps")
+    given = ds_config.integer("scheduler", "params", "warmup_num_steps")
+    unset = not ds_config.has("scheduler", "params", "warmup_num_steps")
+    warmup = 1000 if unset else given
+    if (
+        total is not None
+        and warmup is not None
+        and total < warmup
+        and scheduler(ds_config) is not None
+    ):
+        by_default = " (its default)" if unset else ""
+        yield RuleViolation(
+            ("scheduler", "params", "total_num_steps"),
+            f"total_num_steps {total} ends before the warm-up of {warmup} steps{by_default} does",
+        )
+
+
+@rule("SW4514", "warning", help="Write log or linear.")
+def warmup_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    path = ("scheduler", "params", "warmup_type")
+    entry, value = scheduler(ds_config), ds_config.get(*path)
+    if (
+        entry is not None
+        and entry["own"]
+        and isinstance(value, str)
+        and value not in ("log", "linear", "auto")
+    ):
+        yield RuleViolation(
+            path,
+            f"warmup_type {json_snippet(value)} is unknown, and DeepSpeed takes log in its place",
+        )
+
+
+@rule("SW4515")
+def torch_scheduler(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = scheduler(ds_config)
+    wrapped = (ds_config.stage or 0) > 0 or precision(ds_config) in ("fp16", "bf16")
+    if entry is not None and not entry["own"] and wrapped:
+        yield RuleViolation(
+            ("scheduler", "type"),
+            (
+                f"torch's {ds_config.get('scheduler', 'type')} refuses the optimizer that "
+                "ZeRO, fp16 "
+                "or bf16 wraps"
+            ),
+            (
+                "Pass a function as lr_scheduler to deepspeed.initialize, or take WarmupCosineLR "
+                "or WarmupDecayLR."
+            ),
+        )
+
+
+@rule("SW4516", "warning", at="key", help='Add "type": "WarmupLR".')
+def no_scheduler_type(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    if ds_config.section("scheduler") and ds_config.get("scheduler", "type") is None:
+        yield RuleViolation(
+            ("scheduler",),
+            (
+                "`scheduler` has no `type`: DeepSpeed ignores the section and the learning rate "
+                "stays constant"
+            ),
+        )
+
+
+@rule("SW4517", help="Write zero_optimization.reduce_scatter: false.")
+def muon_reduce_scatter(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    scatters = ds_config.section("zero_optimization").get("reduce_scatter") is not False
+    if ds_config.text("optimizer", "type") == "muon" and ds_config.stage == 3 and scatters:
+        yield RuleViolation(
+            ("optimizer", "type"),
+            "Muon does not go with reduce_scatter at ZeRO stage 3, which is on by default",
+        )
+
+
+@rule("SW4518", help='Add "zero_allow_untested_optimizer": true at the top, or take AdamW.')
+def untested_optimizer(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    entry = optimizer(ds_config)
+    allowed = ds_config.is_on("zero_allow_untested_optimizer")
+    if entry is not None and not entry["zero"] and (ds_config.stage or 0) > 0 and not allowed:
+        yield RuleViolation(
+            ("optimizer", "type"),
+            f"{ds_config.get('optimizer', 'type')} under ZeRO needs zero_allow_untested_optimizer",
+        )
+
+
+@rule("SW4519", help="Write [0.9, 0.95].")
+def betas(ds_config: LintedDsConfig) -> Iterator[RuleViolation]:
+    value = ds_config.get("optimizer", "params", "betas")
+    if isinstance(value, list):
+        right = len(value) == 2 and all(
+            isinstance(b, int | float) and not isinstance(b, bool) and 0 <= b < 1 for b in value
+        )
+        if not right:
+            yield RuleViolation(
+                ("optimizer", "params", "betas"),
+                f"betas {json_snippet(value)} are not two numbers in [0, 1)",
+            )
+
+
+def _unknown(ds_config: LintedDsConfig, section: str, names: list[str]) -> Iterator[RuleViolation]:
+    params = ds_config.section(section, "params")
+    for key in params:
+        if key not in names and key != "max_grad_norm":
+            close = [
+                n for n in difflib.get_close_matches(key, names, n=1, cutoff=0.8) if n not in params
+            ]
+            path = (section, "params", key)
+            yield RuleViolation(
+                path,
+                (
+                    f"{ds_config.get(section, 'type')} takes no {json_snippet(key)}: DeepSpeed "
+                    "fails on it"
+                ),
+                f"Did you mean `{close[0]}`?" if close else f"It takes {', '.join(names)}.",
+                fix=(Edit(kind="rename", path=path, name=close[0]),) if close else (),
+            )
+
+
+def _capital(names: object) -> list[str]:
+    return [name for name in cast("dict[str, object]", names) if name[0].isupper()]

@@ -1,0 +1,517 @@
+"""The configurations of popular models, as data: one JSON file a family, hub id -> config.json as
+published.
+
+An entry with "like" is another entry of any file with the keys beside it changed: the hub's own
+redirects, and instruct models that differ from their base in nothing but special tokens or the
+length they were tuned for. Left out everywhere: keys that say how weights are stored or who wrote
+the file (torch_dtype, architectures, quantization...). The test of this folder compares each one's
+parameter count with the published number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from shardwright.diagnostics import Diagnostic, KeyPath, Refusal, refusal
+from shardwright.models.model_files import TOKENIZER_PATTERNS, WeightsLocation
+from shardwright.recipe.recipe_types import ModelSection
+from shardwright.utils.file_io import parse_json, read_regular_file, read_regular_text_file
+from shardwright.utils.json_values import JsonObject
+
+LIKE = "like"
+
+
+def catalog_ids() -> tuple[str, ...]:
+    """Every hub id, sorted."""
+    return tuple(sorted(_entries()))
+
+
+def catalog_config(model_id: str) -> JsonObject | None:
+    """The whole configuration of `model_id` at revision main; None where it is not shipped."""
+    entry = _entries().get(model_id)
+    if entry is None:
+        return None
+    own = {key: value for key, value in entry.items() if key != LIKE}
+    if LIKE not in entry:
+        return own
+    base = catalog_config(str(entry[LIKE]))
+    if base is None:
+        raise ValueError(f"{model_id} is like {entry[LIKE]}, which is not shipped")
+    return {**base, **own}
+
+
+@functools.cache
+def published_keys(model_type: str) -> frozenset[str]:
+    """Every key of the shipped configurations of this type: modeling code reads some that no class
+    lists."""
+    configs = [catalog_config(model_id) or {} for model_id in catalog_ids()]
+    return frozenset(
+        key for config in configs if config.get("model_type") == model_type for key in config
+    )
+
+
+def match_catalog_id(text: str) -> str | None:
+    """The hub id that `text` means: the id itself, or its last part in any case where only one id
+    ends in it."""
+    if text in _entries():
+        return text
+    matches = [
+        model_id
+        for model_id in catalog_ids()
+        if model_id.rpartition("/")[2].lower() == text.lower()
+    ]
+    return matches[0] if len(matches) == 1 else None
+
+
+def nearest_ids(text: str) -> tuple[str, ...]:
+    """Up to three ids that look like `text`, whoever publishes them; the nearest first."""
+    short = {model_id.lower(): model_id for model_id in catalog_ids()}
+    found = difflib.get_close_matches(text.lower(), short, n=3, cutoff=0.6)
+    tails: dict[str, str] = {}
+    for model_id in catalog_ids():
+        tails.setdefault(model_id.rpartition("/")[2].lower(), model_id)
+    found_tails = difflib.get_close_matches(text.rpartition("/")[2].lower(), tails, n=3, cutoff=0.6)
+    return tuple(dict.fromkeys([*(short[f] for f in found), *(tails[t] for t in found_tails)]))[:3]
+
+
+@functools.cache
+def _entries() -> Mapping[str, JsonObject]:
+    entries: dict[str, JsonObject] = {}
+    files = (
+        f
+        for f in resources.files("shardwright.models.popular").iterdir()
+        if f.name.endswith(".json")
+    )
+    for file in sorted(files, key=lambda f: f.name):
+        table = cast("dict[str, JsonObject]", json.loads(file.read_text("utf-8")))
+        twice = entries.keys() & table.keys()
+        if twice:
+            raise ValueError(f"{file.name} repeats {sorted(twice)}")
+        entries |= table
+    return entries
+
+
+# A recipe's model -> its config.json; a hub id's from the local Hugging Face cache, else as
+# shipped, else the hub's.
+#
+# Only config.json is downloaded here, and only where HF_HUB_OFFLINE is not set. Nothing is
+# executed.
+
+
+CONFIG_NAME = "config.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_SOURCE_KEY: KeyPath = ("model", "source")
+# The hub's own default; the shipped configurations are of this one.
+_MAIN = "main"
+
+
+def read_config(section: ModelSection) -> tuple[JsonObject, bool]:
+    """The configuration as written, and whether it stands in the recipe itself. No torch and no
+    transformers here: what needs them (is the type known? does it run on code of its own?) waits
+    until a graph is traced.
+
+    Errors: SW2002 no readable config.json; those of hub_config for a hub id.
+    """
+    if section.config is not None:
+        return section.config, True
+    source = section.source or ""
+    if Path(source).is_absolute():
+        return read_config_file(Path(source, CONFIG_NAME)), False
+    return hub_config(source, section.revision), False
+
+
+def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
+    """Errors: SW2001 no network, offline, or the hub's answer is of no use; SW2002 a config.json
+    that is no object; SW2010 no such model; SW2011 no such revision; SW2012 gated; SW2013 no
+    config.json in the repository; SW2015 not a hub id."""
+    here = local_config(model_id, revision)
+    if here is not None:
+        return here
+    import huggingface_hub as hub
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = hub.try_to_load_from_cache(model_id, CONFIG_NAME, revision=revision)
+    except HFValidationError:
+        raise Refusal(invalid_model_id(model_id)) from None
+    if isinstance(found, str):  # should its layout ever change
+        return read_config_file(Path(found))
+    if hub.is_offline_mode():
+        raise Refusal(_hub_unreachable(model_id, "HF_HUB_OFFLINE is set", revision))
+    try:
+        # Asked once, without the retries of a download, which make a machine with no network wait
+        # half a minute.
+        hub.get_hf_file_metadata(hub.hf_hub_url(model_id, CONFIG_NAME, revision=revision))
+        path = hub.hf_hub_download(model_id, CONFIG_NAME, revision=revision)
+    except (
+        Exception
+    ) as error:  # of its HTTP library, the disk, the hub: all mean "no configuration"
+        raise Refusal(hub_error(error, model_id, revision)) from None
+    return read_config_file(Path(path))
+
+
+def local_config(model_id: str, revision: str) -> JsonObject | None:
+    """From the cache, else as shipped; None where only the hub can tell. Error: SW2002."""
+    cached = cached_config(model_id, revision)
+    if cached is not None:
+        return read_config_file(cached)
+    return catalog_config(model_id) if revision == _MAIN else None
+
+
+def cached_config(model_id: str, revision: str) -> Path | None:
+    """What huggingface_hub.try_to_load_from_cache finds, by the documented layout of its cache.
+
+    Its client takes 0.2 s to import, and is kept for what is not here yet.
+    """
+    from huggingface_hub import constants
+
+    if "--" in model_id:  # no hub id has it: it would name the folder of another one
+        return None
+    repository = Path(constants.HF_HUB_CACHE, "--".join(("models", *model_id.split("/"))))
+    commit = revision
+    with suppress(OSError, ValueError):  # no ref of that name: a commit itself
+        commit = (repository / "refs" / revision).read_text(encoding="utf-8")
+    try:
+        if commit not in os.listdir(repository / "snapshots"):
+            return None
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        return None
+    path = repository / "snapshots" / commit / CONFIG_NAME
+    return path if os.path.isfile(path) else None
+
+
+def local_processor(section: ModelSection) -> tuple[Path, str] | None:
+    """(the folder of the model's processor, its settings as text) where they are on this
+    machine."""
+    source = section.source or ""
+    cached = None if Path(source).is_absolute() else cached_config(source, section.revision)
+    folder = (
+        Path(source) if Path(source).is_absolute() else None if cached is None else cached.parent
+    )
+    if folder is None:
+        return None
+    found = []
+    for name in PROCESSOR_FILES:
+        with suppress(OSError, ValueError):
+            found.append(read_regular_text_file(folder / name))
+    return (folder, "\n".join(found)) if found else None
+
+
+def read_config_file(path: Path) -> JsonObject:
+    """Error: SW2002, not a readable JSON object."""
+    try:
+        config = parse_json(read_regular_file(path))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__}, not an object")
+    except (OSError, ValueError) as error:
+        reason = (
+            (error.strerror or "") if isinstance(error, OSError) else " ".join(str(error).split())
+        )
+        help = "model.source must be a folder written by save_pretrained, with a config.json in it."
+        raise refusal("SW2002", f"cannot read {str(path)!r}: {reason}", help, _SOURCE_KEY) from None
+    return cast(JsonObject, config)
+
+
+def hub_error(error: Exception, model_id: str, revision: str) -> Diagnostic:
+    """What went wrong on the hub, in the order in which its exceptions derive from each other."""
+    from huggingface_hub import errors
+
+    page = f"https://huggingface.co/{model_id}"
+    if isinstance(error, errors.GatedRepoError):
+        return _error(
+            "SW2012",
+            f"{model_id!r} is gated, and this machine has no access to it",
+            f"Accept its terms at {page}, then run `hf auth login` (or set HF_TOKEN) and try "
+            "again; or give a local folder as model.source, or the configuration under "
+            "model.config.",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError | errors.DisabledRepoError):
+        disabled = isinstance(error, errors.DisabledRepoError)
+        return _error(
+            "SW2010",
+            f"{model_id!r} is disabled on the hub"
+            if disabled
+            else f"the hub has no model {model_id!r}",
+            (
+                "Check the name. A private model needs `hf auth login` or HF_TOKEN; a local folder "
+                "is written ./folder."
+            ),
+            nearest_ids(model_id),
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return _error(
+            "SW2011",
+            f"{model_id!r} has no revision {revision!r}",
+            f"Give a branch, tag or commit of {page}, or leave model.revision out.",
+            key=("model", "revision"),
+        )
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return _error(
+            "SW2013",
+            f"{model_id!r} has no config.json, so it is not a transformers model",
+            (
+                "Name the repository with the transformers weights (not the original, GGUF or "
+                "adapter files)."
+            ),
+            nearest_ids(model_id),
+        )
+    cause = " ".join(str(error).split())[:200]
+    if isinstance(error, errors.HfHubHTTPError):
+        return _hub_unreachable(model_id, f"the hub answered: {cause}", revision)
+    if isinstance(error, OSError) and not isinstance(
+        error, errors.LocalEntryNotFoundError | ConnectionError
+    ):
+        return _hub_unreachable(model_id, f"storing it failed: {cause}", revision)
+    return _hub_unreachable(
+        model_id, f"the hub cannot be reached ({type(error).__name__})", revision
+    )
+
+
+def _hub_unreachable(model_id: str, cause: str, revision: str) -> Diagnostic:
+    near = () if catalog_config(model_id) is not None else nearest_ids(model_id)
+    what = f"{model_id!r}" if revision == _MAIN else f"{model_id!r} at revision {revision!r}"
+    return _error(
+        "SW2001",
+        (
+            f"{what} is neither on this machine nor among the configurations that come with "
+            f"shardwright, and {cause}"
+        ),
+        f"Where there is a network, run `hf download {model_id}{pinned(revision)} config.json`; or "
+        "give a local folder as model.source, or the configuration under model.config. "
+        f"{_did_you_mean(near)}".rstrip(),
+        near,
+    )
+
+
+def pinned(revision: str) -> str:
+    """The option of `hf download`."""
+    return "" if revision == _MAIN else f" --revision {revision}"
+
+
+def invalid_model_id(model_id: str) -> Diagnostic:
+    near = nearest_ids(model_id)
+    return _error(
+        "SW2015",
+        f"{model_id!r} is neither a folder on this machine nor a name that the hub could have",
+        f"A hub id is written org/name, a local folder ./folder. {_did_you_mean(near)}".rstrip(),
+        near,
+    )
+
+
+def _did_you_mean(near: tuple[str, ...]) -> str:
+    return f"Configurations that come with shardwright: {', '.join(near)}." if near else ""
+
+
+def _error(
+    code: str, message: str, help: str, valid: tuple[str, ...] = (), key: KeyPath = _SOURCE_KEY
+) -> Diagnostic:
+    return Diagnostic(code=code, message=message, help=help, key=key, valid=valid)
+
+
+# A hub id -> a folder of the local Hugging Face cache with its weights or tokenizer, at one
+# commit.
+#
+# Offline first: what the cache has whole is used as it is, and the hub is asked only for what is
+# missing. Downloaded are config.json, safetensors files and the tokenizer's files, Python files
+# where
+# the recipe trusts them by name; never pickles.
+
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS_KEY: KeyPath = ("model", "weights")
+
+
+def locate_weights(section: ModelSection) -> WeightsLocation | None:
+    """None where the weights are random. Errors: SW1913 none, or not all of them, and those of the
+    hub: SW2010 to SW2012, SW2015."""
+    if section.weights != "pretrained" or section.source is None:
+        return None
+    if Path(section.source).is_absolute():
+        local = Path(section.source)
+        if local.is_dir() and (
+            problem := weights_problem(local)
+        ):  # a missing one has been told already
+            help = "Give a folder that `save_pretrained` wrote (safetensors), or `weights: random`."
+            raise _no_weights(repr(section.source), problem, help)
+        return WeightsLocation(path=section.source, revision=None)
+    model_id, revision = section.source, section.revision
+    folder = _cached(model_id, revision)
+    code = ["*.py"] if section.trust_remote_code is not None else []
+    problem = "they are not on this machine" if folder is None else _problem(folder, code)
+    if problem:
+        small = ["config.json", "generation_config.json", INDEX, *TOKENIZER_PATTERNS, *code]
+        folder = _download(model_id, revision, small, problem, _WEIGHTS_KEY)
+        # By its commit from here on: the branch may move in between.
+        folder = _download(
+            model_id, folder.name, list(_weight_files(folder)), problem, _WEIGHTS_KEY
+        )
+        problem = weights_problem(folder)
+    assert folder is not None
+    if problem:
+        raise _files_unreachable(model_id, revision, problem, _WEIGHTS_KEY)
+    return WeightsLocation(path=str(folder), revision=folder.name)
+
+
+def _problem(folder: Path, code: list[str]) -> str:
+    missing_code = code and not next(folder.glob("*.py"), None)
+    return weights_problem(folder) or ("its code is not on this machine" if missing_code else "")
+
+
+def tokenizer_folder(name: str, revision: str, key: KeyPath) -> Path:
+    """The folder itself, or the cache's of a hub id; it may hold no tokenizer. Errors, all at
+    `key`: SW1911, SW2010 to SW2012, SW2015."""
+    if Path(name).is_absolute():
+        return Path(name)
+    try:
+        folder = _cached(name, revision)
+        if folder is not None and any(
+            next(folder.glob(pattern), None) for pattern in TOKENIZER_PATTERNS
+        ):
+            return folder
+        return _download(name, revision, list(TOKENIZER_PATTERNS), "it is not on this machine", key)
+    except Refusal as refusal:
+        raise Refusal(*(replace(d, key=key) for d in refusal.diagnostics)) from None
+
+
+def code_folder(model_id: str, revision: str) -> Path:
+    """The model's Python files, of a model that the recipe trusts by name. Errors: SW2001, SW2010
+    to SW2012."""
+    folder = _cached(model_id, revision)
+    if folder is not None and next(folder.glob("*.py"), None):
+        return folder
+    return _download(
+        model_id,
+        revision,
+        ["config.json", "*.py"],
+        "its code is not on this machine",
+        ("model", "source"),
+    )
+
+
+def weights_problem(folder: Path) -> str:
+    """Why the safetensors files of `folder` cannot be loaded, or ""."""
+    if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+        return f"it has {pickles[0]}, and no {SINGLE}" if pickles else f"it has no {SINGLE}"
+    try:
+        names = _weight_files(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{INDEX} cannot be read"
+    missing = [
+        name for name in names if not os.path.isfile(folder / name)
+    ]  # False, too, for what can be no name
+    if missing:
+        return f"{missing[0][:200]} is missing" + (
+            f", with {len(missing) - 1} more" if len(missing) > 1 else ""
+        )
+    cut = [name for name in names if not _is_whole(folder / name)]
+    return f"{cut[0]} is not a whole safetensors file" if cut else ""
+
+
+def _weight_files(folder: Path) -> tuple[str, ...]:
+    """As from_pretrained looks for them: one file, else those of the index."""
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        return (SINGLE,)
+    index: Any = parse_json(read_regular_file(folder / INDEX))
+    return tuple(sorted({str(name) for name in index["weight_map"].values()}))
+
+
+def _is_whole(path: Path) -> bool:
+    """By the header, which says where the last tensor ends: a download or copy that was cut off is
+    shorter."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
+def _cached(model_id: str, revision: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(
+            snapshot_download(
+                model_id, revision=revision, local_files_only=True, allow_patterns=["config.json"]
+            )
+        )
+    except HFValidationError:
+        raise Refusal(invalid_model_id(model_id)) from None
+    except Exception:  # the hub library has several names for "not here"
+        return None
+
+
+def _download(
+    model_id: str, revision: str, patterns: list[str], problem: str, key: KeyPath
+) -> Path:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, snapshot_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    if is_offline_mode():
+        raise _files_unreachable(model_id, revision, f"{problem}, and HF_HUB_OFFLINE is set", key)
+    try:
+        # Asked once, without the retries of a download, which make a machine with no network wait
+        # half a minute.
+        with contextlib.suppress(
+            RemoteEntryNotFoundError
+        ):  # the repository may be a tokenizer's alone
+            get_hf_file_metadata(hf_hub_url(model_id, "config.json", revision=revision))
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # of its HTTP library, the disk, the hub: all mean "no weights"
+        why = hub_error(error, model_id, revision)
+        if why.code == "SW2001":
+            raise _files_unreachable(
+                model_id, revision, f"{problem}, and {_cause(error)}", key
+            ) from None
+        raise Refusal(why) from None
+
+
+def _cause(error: Exception) -> str:
+    first = " ".join(str(error).split())[:120]
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"storing them failed: {first}"
+    return f"the hub cannot be reached ({type(error).__name__})"
+
+
+def _files_unreachable(model_id: str, revision: str, why: str, key: KeyPath) -> Refusal:
+    fetch = f"Where there is a network, run `hf download {model_id}{pinned(revision)}`"
+    if key == _WEIGHTS_KEY:
+        help = (
+            "Load it once with transformers, write it with `save_pretrained`, and give that "
+            "folder as model.source"
+        )
+        if ".bin" not in why:  # no pickles to load
+            help = f"{fetch}, or give a local folder"
+        return _no_weights(
+            f"the weights of {model_id!r}", why, f"{help}; or write `weights: random`."
+        )
+    if key == ("model", "source"):
+        return refusal("SW2001", f"{model_id!r}: {why}", f"{fetch}, or give a local folder.", key)
+    help = (
+        f"{fetch}; or give a folder that `save_pretrained` wrote (as ./path), or `tokenizer: byte`."
+    )
+    return refusal(
+        "SW1911", f"data.tokenizer: {model_id!r} cannot be used: {why}", help, key, ("byte",)
+    )
+
+
+def _no_weights(what: str, why: str, help: str) -> Refusal:
+    return refusal(
+        "SW1913",
+        f"model.weights: pretrained, but {what} cannot be loaded: {why}",
+        help,
+        _WEIGHTS_KEY,
+    )

@@ -1,0 +1,305 @@
+"""`model.freeze`: it must name something, and leave something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwright.diagnostics import Diagnostic, found
+from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
+from shardwright.layout.layout import Candidate
+from shardwright.models.model_support import torch_compile_types
+from shardwright.models.trainable_parameters import (
+    MODEL_PARTS,
+    adapted_modules,
+    default_target_modules,
+    frozen_parameter_names,
+    parameters_matching,
+)
+from shardwright.plan.plan import zero_learning_rate_updates
+from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
+
+
+def freeze_names_exist(x: Candidate) -> Diagnostic | None:
+    entry = next((e for e in x.recipe.model.freeze if not parameters_matching(x.graph, e)), None)
+    if entry is None:
+        return None
+    vision = x.graph.vision
+    why = (
+        f": {vision.untraced}"
+        if vision is not None and entry in MODEL_PARTS and vision.untraced
+        else ""
+    )
+    return found(
+        "SW1435",
+        "model.freeze",
+        f"{entry!r} names no parameter of a {x.graph.model_type!r}{why}",
+        (
+            "Name a part of a model that sees, or a pattern of parameters' names "
+            "(`model.visual.blocks.*`)."
+        ),
+        MODEL_PARTS if x.graph.is_vision_language else (),
+    )
+
+
+def freeze_leaves_trainable(x: Candidate) -> Diagnostic | None:
+    frozen = frozen_parameter_names(x.graph, x.recipe.model.freeze)
+    if not frozen or x.recipe.lora is not None:
+        return None
+    all_names = {p.name for layer in x.graph.layers for p in layer.parameters}
+    if any(name not in frozen and name not in x.graph.cut.untrained for name in all_names):
+        return None
+    return found(
+        "SW1436", "model.freeze", "nothing is left to train", "Take a part out of `freeze`."
+    )
+
+
+def freeze_without_lora(x: Candidate) -> Diagnostic | None:
+    if not x.recipe.model.freeze or x.recipe.lora is None:
+        return None
+    return found(
+        "SW1437",
+        "model.freeze",
+        "LoRA freezes every parameter of the model already",
+        "Remove `freeze`, or the `lora` section.",
+    )
+
+
+# Where LoRA runs: on whole layers, without a pipeline.
+
+
+def lora_without_pipeline(x: Candidate) -> Diagnostic | None:
+    """A stage of frozen layers has no gradient to send back before its first adapter, and
+    DeepSpeed's pipeline engine waits for one."""
+    if x.recipe.lora is None or x.strategy.pipeline == 1:
+        return None
+    return found(
+        "SW1432",
+        "parallelism.pipeline",
+        (
+            f"LoRA runs without a pipeline, not at pipeline {x.strategy.pipeline}: its stages are "
+            "not proved"
+        ),
+        "Write `pipeline: 1`; zero_stage: 3 shares out the frozen parameters instead.",
+        (1,),
+    )
+
+
+def lora_without_tensor_parallel(x: Candidate) -> Diagnostic | None:
+    """An adapter on a cut linear would have to be cut with it."""
+    if x.recipe.lora is None or x.strategy.tensor == 1:
+        return None
+    return found(
+        "SW1433",
+        "parallelism.tensor",
+        f"LoRA adapts whole linears, which tensor {x.strategy.tensor} cuts",
+        "Write `tensor: 1`; zero_stage: 3 shares out the frozen parameters instead.",
+        (1,),
+    )
+
+
+def lora_target_modules_exist(x: Candidate) -> Diagnostic | None:
+    lora = x.recipe.lora
+    if lora is None:
+        return None
+    known = default_target_modules(x.graph)
+    missing = [name for name in adapted_modules(x.graph, lora) if name not in known]
+    if known and not missing:
+        return None
+    what = (
+        f"has no linear {missing[0]!r} in its decoder layers"
+        if missing
+        else "has no linear in its decoder layers"
+    )
+    return found(
+        "SW1434",
+        "lora.target_modules",
+        f"model_type {x.graph.model_type!r} {what}",
+        "Name some of the valid ones, or write `target_modules: auto` for all of them."
+        if known
+        else "Remove the `lora` section: this type can be trained in full.",
+        known,
+    )
+
+
+# Where `model.kernels: compile` runs: what is compared with a plain Hugging Face run, and nothing
+# else.
+
+
+_KERNELS = "model.kernels"
+_HELP = "Write `kernels: hf`, or `kernels: auto`, which takes `compile` only where it is proved."
+
+
+def compiled_model_verified(x: Candidate) -> Diagnostic | None:
+    """Per type (models/torch_compile_types.json). A compiled layer draws other random numbers than
+    the plain one, so dropout cannot be compared; flash-attn does not run where this is proved."""
+    recipe, graph = x.recipe, x.graph
+    if recipe.model.kernels != "compile":
+        return None
+    if not ENGINES[recipe.target].compiles_layers:
+        why = f"under target: {recipe.target}"
+    elif graph.model_type not in torch_compile_types():
+        why = f"for model_type {graph.model_type!r}"
+    elif graph.max_dropout:
+        why = f"beside dropout {graph.max_dropout:g}"
+    elif recipe.lora is not None:
+        why = "beside LoRA, whose adapters stand inside the layers"
+    elif graph.attention == FLASH_ATTENTION_2:
+        why = "beside flash_attention_2: `attention: sdpa` takes torch's own fused kernels"
+    elif recipe.training.precision == "fp16":
+        why = "in fp16"
+    else:
+        return None
+    return found(
+        "SW3161",
+        _KERNELS,
+        f"torch.compile of the layers is not proved {why}",
+        _HELP,
+        ("hf", "auto"),
+    )
+
+
+def compiled_layout_verified(x: Candidate) -> Diagnostic | None:
+    """A graph of a layer would have collectives in it (tensor, context and expert ranks, ZeRO-3's
+    gathers), the two halves of DualPipeV's backward pass, or a second pass over a part of it
+    (selective recomputation)."""
+    s = x.strategy
+    if x.recipe.model.kernels != "compile":
+        return None
+    refused = {
+        "tensor": s.tensor > 1,
+        "context": s.context > 1,
+        "expert": s.expert > 1,
+        "schedule": s.schedule == "dualpipev",
+        "zero_stage": s.zero_stage == 3,
+        "activation_checkpointing": s.activation_checkpointing == "selective",
+        "offload": s.offload != "none",
+    }
+    name = next((name for name, is_refused in refused.items() if is_refused), None)
+    if name is None:
+        return None
+    message = f"torch.compile of the layers is not proved at {name}: {getattr(s, name)}"
+    return found(
+        "SW3162", ("parallelism", name), message, "Pin another value, or write `model.kernels: hf`."
+    )
+
+
+def liger_missing(x: Candidate) -> Diagnostic | None:
+    """Liger's Triton kernels need a GPU to be compared with a plain run."""
+    if x.recipe.model.kernels != "liger":
+        return None
+    return found(
+        "SW3163",
+        _KERNELS,
+        (
+            "kernels: liger is not in this version: its Triton kernels have not been compared with "
+            "a plain run"
+        ),
+        (
+            "Write `kernels: compile`, which fuses the same norms, rotary embeddings and "
+            "activations, or `kernels: hf`."
+        ),
+        ("hf", "compile", "auto"),
+    )
+
+
+# `tracking.noise_scale`: where it was compared with the gradient of every row
+# (docs/batch-size.md), and no further.
+
+
+_NOISE_SCALE = "tracking.noise_scale"
+
+
+def noise_scale_has_two_batch_sizes(x: Candidate) -> Diagnostic | None:
+    """The estimate needs gradients of two sizes: of a micro-batch, and of the whole batch."""
+    s = x.strategy
+    if x.recipe.tracking.noise_scale is None or s.data * s.gradient_accumulation_steps > 1:
+        return None
+    return found(
+        "SW3192",
+        "parallelism.micro_batch_size",
+        (
+            f"{_NOISE_SCALE} compares micro-batches, and one of {s.micro_batch_size} rows is "
+            "the whole "
+            "global batch"
+        ),
+        (
+            "Lower parallelism.micro_batch_size, raise training.global_batch_size, or remove "
+            "tracking.noise_scale."
+        ),
+    )
+
+
+def noise_scale_verified(x: Candidate) -> Diagnostic | None:
+    """The first key that is not. Proved are ZeRO 0 to 3, tensor ranks and pipelines without tied
+    parameters."""
+    if x.recipe.tracking.noise_scale is None:
+        return None
+    for key, what, instead in _unverified_settings(x):
+        return found(
+            "SW3191",
+            key,
+            f"{what}: there tracking.noise_scale is not compared with the gradients of single rows",
+            f"{instead}, or remove tracking.noise_scale.",
+        )
+    return None
+
+
+def _unverified_settings(x: Candidate) -> Iterator[tuple[str, str, str]]:
+    """(key, what it is, what to write instead)."""
+    s, recipe, training = x.strategy, x.recipe, x.recipe.training
+    if not ENGINES[recipe.target].measures_noise_scale:
+        yield "target", f"target: {recipe.target}", f"Write `target: {DEFAULT_TARGET}`"
+    if recipe.cluster.islands > 1:  # each has weights of its own between outer steps
+        yield "cluster.islands", f"islands: {recipe.cluster.islands}", "Train one island"
+    # Context ranks have parts of a row's gradient, expert ranks the sum over several ranks' rows.
+    for axis in ("context", "expert"):
+        if getattr(s, axis) > 1:
+            yield f"parallelism.{axis}", f"{axis} {getattr(s, axis)}", f"Write `{axis}: 1`"
+    if (
+        s.pipeline > 1 and x.graph.tied
+    ):  # the two gradients of one tensor are on two stages until the step's end
+        tied = f"pipeline {s.pipeline} with {x.graph.tied[0][0]} on two stages"
+        yield "parallelism.pipeline", tied, "Write `pipeline: 1`"
+    if training.precision == "fp16":
+        yield "training.precision", "precision: fp16", "Train in bf16"
+    if training.gradient_accumulation_dtype not in (None, "fp32"):
+        dtype = training.gradient_accumulation_dtype
+        yield (
+            "training.gradient_accumulation_dtype",
+            f"gradients summed in {dtype}",
+            "Sum them in fp32",
+        )
+    if x.graph.is_vision_language:
+        yield _NOISE_SCALE, "a model that sees", "Train a model on text"
+    if recipe.model.router_aux_loss is not None:  # its gradient does not grow with the labels
+        yield "model.router_aux_loss", "a balance loss", "Write `router_aux_loss: off`"
+    if recipe.model.kernels == "compile":
+        yield "model.kernels", "kernels: compile", "Write `kernels: hf`"
+
+
+# A schedule that leaves a share of a short run untrained. Of the recipe alone.
+
+
+WARN_FROM_SHARE = 0.2
+"""Of all updates: of longer runs `explain` tells that the last one is at the rate 0."""
+
+
+def learning_rate_is_zero(x: Candidate) -> Diagnostic | None:
+    """Update k of n has the rate of the curve at k / n, so the last one is at min_lr. transformers'
+    schedules take it at (k - 1) / n: their first update is at lr, and none is at 0."""
+    training = x.recipe.training
+    zero, steps = zero_learning_rate_updates(training), training.step_count_or_zero
+    if zero < WARN_FROM_SHARE * steps or zero == 0 or training.epochs is not None:
+        return None
+    name = training.scheduler.name
+    trains = "nothing is trained" if zero == steps else f"{zero} of {steps} updates trains nothing"
+    return found(
+        "SW3220",
+        "training.scheduler.min_lr"
+        if training.scheduler.min_lr is not None
+        else "training.scheduler",
+        f"{trains}: the last update of a {name} schedule with min_lr 0 has the learning rate 0",
+        "Write `scheduler: {name: constant}` for a trial run of a few steps, or a min_lr above 0. "
+        "Under transformers' schedules update k has the rate that is update k - 1's here.",
+        severity="warning",
+    )

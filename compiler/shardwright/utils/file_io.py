@@ -1,0 +1,104 @@
+"""What somebody else wrote, read so that it can neither block this process nor exhaust it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import cast
+
+from shardwright.utils.json_values import JsonValue
+
+MAX_FILE_BYTES = 16 * 2**20
+"""Of a file whose reader names no limit of its own: a configuration, a hostfile, a script."""
+MAX_JSON_DEPTH = 64
+"""Levels. What is written for people or by transformers and DeepSpeed has fewer than ten; Python's
+own walks of a value are recursive and end at about a thousand."""
+
+
+def read_regular_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The whole file. Raises OSError, with words in `strerror`: a folder, a pipe or device, too
+    large, or the system's own reason."""
+    # Without O_NONBLOCK the opening of a pipe waits for a writer.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+        with os.fdopen(handle, "rb", closefd=False) as file:
+            data = file.read(max_bytes + 1)
+    finally:
+        os.close(handle)
+    if len(data) > max_bytes:
+        most = f"{max_bytes // 2**20} MiB" if max_bytes >= 2**20 else f"{max_bytes // 2**10} KiB"
+        raise OSError(errno.EFBIG, f"it is larger than {most}", str(path))
+    return data
+
+
+def read_regular_text_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> str:
+    """Raises OSError as read_regular_file does, and UnicodeDecodeError (a ValueError) for what is
+    not UTF-8."""
+    return read_regular_file(path, max_bytes).decode("utf-8")
+
+
+def parse_json(text: str | bytes) -> JsonValue:
+    """Raises ValueError alone: for text that is no JSON, and for what is nested deeper than
+    MAX_JSON_DEPTH."""
+    try:
+        value = cast(JsonValue, json.loads(text))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if is_nested_too_deeply(value):
+        raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
+    return value
+
+
+def is_nested_too_deeply(value: JsonValue, max_depth: int = MAX_JSON_DEPTH) -> bool:
+    level: list[JsonValue] = [value]
+    for _ in range(max_depth + 1):
+        level = [below for item in level for below in _items(item)]
+        if not level:
+            return False
+    return True
+
+
+def _items(value: JsonValue) -> list[JsonValue]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+# A file of the user's own, written whole or not at all.
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """UTF-8. The old file or the new one is there at any moment. A link is followed; the file's
+    rights stay."""
+    target = Path(os.path.realpath(path))
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(
+            temporary, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~umask()
+        )
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def umask() -> int:
+    """The process's, which can only be read by setting it."""
+    before = os.umask(0)
+    os.umask(before)
+    return before

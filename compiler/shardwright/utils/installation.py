@@ -1,0 +1,95 @@
+"""Where the data folders are: inside an installed package, or at the top of the repository in an
+editable install.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from shardwright.diagnostics import Diagnostic
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_REPOSITORY = _PACKAGE.parent.parent
+
+
+def templates_folder() -> Path:
+    """The Jinja2 templates of the launch files."""
+    return _folder("templates")
+
+
+def recipes_folder() -> Path:
+    """The ready recipes."""
+    return _folder("recipes")
+
+
+def _folder(name: str) -> Path:
+    # pyproject.toml copies <name>/ to shardwright/_<name>/ in a wheel.
+    packaged = _PACKAGE / f"_{name}"
+    return packaged if packaged.is_dir() else _REPOSITORY / name
+
+
+# Packages that only some runs need: what to say where one is not installed. Nothing of them is
+# imported here.
+
+
+def missing_peft() -> Diagnostic | None:
+    """LoRA trains through it."""
+    message = "the run trains LoRA adapters, and peft is not installed here"
+    help = "pip install 'shardwright[lora]', on every host of the run."
+    return _missing("peft", Diagnostic(code="SW6251", message=message, help=help, key=("lora",)))
+
+
+def missing_flash_attention() -> Diagnostic | None:
+    """Its kernels are what `attention: flash_attention_2` runs."""
+    message = "the plan's attention is flash_attention_2, and flash-attn is not installed here"
+    help = (
+        "pip install flash-attn --no-build-isolation, on every host; or compile with "
+        "`attention: sdpa`."
+    )
+    return _missing(
+        "flash_attn",
+        Diagnostic(code="SW6009", message=message, help=help, key=("model", "attention")),
+    )
+
+
+def missing_compiler(*, is_cpu: bool) -> Diagnostic | None:
+    """`kernels: compile` makes C++ on a CPU, and Triton on a GPU."""
+    if not is_cpu:
+        message = "the plan's kernels are torch.compile's, and Triton is not installed here"
+        help = (
+            "Install the torch that comes with it, on every host of the run; or compile with "
+            "`kernels: hf`."
+        )
+        return _missing(
+            "triton",
+            Diagnostic(code="SW6013", message=message, help=help, key=("model", "kernels")),
+        )
+    if any(name and shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++")):
+        return None
+    message = "the plan's kernels are torch.compile's, and no C++ compiler is installed here"
+    help = "Install g++, on every host of the run; or compile with `kernels: hf`."
+    return Diagnostic(code="SW6013", message=message, help=help, key=("model", "kernels"))
+
+
+def _missing(package: str, told: Diagnostic) -> Diagnostic | None:
+    return None if importlib.util.find_spec(package) else told
+
+
+def installed_version(name: str) -> str | None:
+    """None where the distribution is not installed. It stands in the name of its folder
+    NAME-VERSION.dist-info; the standard library's own answer takes longer to import than to
+    give."""
+    for folder in sys.path:
+        for entry in glob.iglob(f"{name}-*.dist-info", root_dir=folder or os.curdir):
+            return entry.removeprefix(f"{name}-").removesuffix(".dist-info")
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
