@@ -1,6 +1,6 @@
 """What a compiled folder's train.py starts on every rank: main().
 
-Folders outlive versions of this package, so this name stays where it is.
+Compiled folders outlive versions of this package, so the name of this module stays.
 """
 
 from __future__ import annotations

@@ -13,9 +13,6 @@ import shardwright
 
 PACKAGE = Path(shardwright.__file__).parent
 ROOT = PACKAGE.parents[1]
-GONE = {"runtime"}
-"""Its modules are names for folders that earlier versions compiled; nothing is to be looked for
-there."""
 PATHS = re.compile(r"(?<![\w/.{}*<-])((?:\w+/)+\w+\.py)\b(?!\.)")
 FOLDERS = re.compile(r"`(?:shardwright/)?([a-z_]+(?:/[a-z_]+)*)/`")
 NO_ROOMS = {"accelerate", "checkpoints", "expected", "run", "src", "tokenizer"}
@@ -35,6 +32,7 @@ BASES = (
     DEEPSPEED,
     DEEPSPEED / "runtime",
 )
+OWN_BASES = (ROOT, ROOT / "compiler", PACKAGE)
 MADE_UP = {
     "tests/packaging/test_citations.py",
     "tests/unit/prove/test_pieces.py",
@@ -52,21 +50,13 @@ def prose() -> list[Path]:
     ]
     kinds = (".py", ".md", ".toml")
     left_out = [ROOT / "CHANGELOG.md", *(ROOT / name for name in MADE_UP)]
-    return [
-        path
-        for path in [*pages, *code]
-        if path.suffix in kinds
-        and path not in left_out
-        and not path.is_relative_to(ROOT / "tests/launch/old_folder")
-    ]
+    return [path for path in [*pages, *code] if path.suffix in kinds and path not in left_out]
 
 
 def there(path: str, beside: Path) -> bool:
-    first = path.split("/")[0]
-    if first == "megatron" and (MEGATRON is None or path.startswith(LATER)):
+    if path.startswith("megatron/") and (MEGATRON is None or path.startswith(LATER)):
         return True
-    bases = [DEEPSPEED] if first in GONE else [*BASES, beside.parent]
-    return any((base / path).exists() for base in bases)
+    return any((base / path).exists() for base in [*BASES, beside.parent])
 
 
 def cited(path: Path) -> list[str]:
@@ -75,11 +65,11 @@ def cited(path: Path) -> list[str]:
     text = path.read_text(encoding="utf-8")
     missing = [name for name in PATHS.findall(text) if not there(name, path)]
     if path.suffix == ".md" and path.is_relative_to(ROOT / "compiler"):
-        named = {name: name.split("/")[0] for name in FOLDERS.findall(text)}
         missing += [
             f"{name}/"
-            for name, first in named.items()
-            if first in GONE or not (first in NO_ROOMS or there(name, path))
+            for name in FOLDERS.findall(text)
+            if name.split("/")[0] not in NO_ROOMS
+            and not any((base / name).exists() for base in [*OWN_BASES, path.parent])
         ]
     return missing
 

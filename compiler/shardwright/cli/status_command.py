@@ -68,7 +68,7 @@ def last_outer_step(folder: Path) -> dict[str, Any] | None:
 
 
 def _predicted_save_seconds(folder: Path) -> float | None:
-    """None where the recipe or the model of an earlier version's folder cannot be read."""
+    """Return None where the folder's recipe or model cannot be read."""
     from shardwright.compiled_folder import read_folder
     from shardwright.cost.goodput import goodput
     from shardwright.diagnostics import Refusal

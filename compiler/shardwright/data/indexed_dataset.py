@@ -30,7 +30,7 @@ BUFFER_BYTES = 8 * 2**20
 class TokenManifest:
     """Describes a folder. settings: of the DataSource; dtype: of tokens.bin; trained: labels among
     the tokens, None where all are; empty: source files and records that held nothing; digest:
-    SHA-256 (hex) of all that was written, "" in what an earlier version wrote."""
+    SHA-256 (hex) of all that was written."""
 
     format: int
     settings: str
@@ -42,7 +42,7 @@ class TokenManifest:
     largest_id: int
     source_bytes: int
     empty: int
-    digest: str = ""
+    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,7 +48,7 @@ class PublishedEngine:
 def engine_of(plan: Plan) -> Engine:
     """Raises Refusal: SW6001 for a plan.json that was edited, or that a version with other engines
     wrote."""
-    engine = ENGINES.get(plan.target or DEFAULT_TARGET)
+    engine = ENGINES.get(plan.target)
     if engine is None:
         names = ", ".join(ENGINES)
         why = (

@@ -193,17 +193,17 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """target: the engine that runs it; None in folders that an earlier version compiled.
+    """Holds every decision about a run.
 
-    versions: package -> the public version that compiled it. zero: how the engine shares out
-    states, in its own words. digests: file of the compiled folder -> sha256 (hex) of its bytes, for
-    each that a run reads as data; {} in folders that an earlier version compiled. experts: paths of
-    the modules whose parameters expert ranks cut along the first dimension, or tensor ranks hold
-    whole; () where there are none. outer: None without islands."""
+    target: the engine that runs the plan. versions: package -> the public version that compiled
+    it. zero: the engine's own settings of ZeRO. digests: file of the compiled folder -> sha256
+    (hex) of its bytes, for each file that a run reads as data. experts: paths of the modules whose
+    parameters are sharded over expert ranks along the first dimension, or held unsharded by tensor
+    ranks; () without such modules. outer: None without islands."""
 
     version: int
     name: str
-    target: str | None = None
+    target: str
     recipe_hash: str
     versions: Mapping[str, str]
     model: PlanModel
@@ -227,7 +227,7 @@ class Plan:
     tracking: TrackingSection | None = None
     validation: ValidationSection | None = None
     lora: PlanLora | None = None
-    digests: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str]
     experts: tuple[str, ...] = ()
     outer: PlanDiLoCo | None = None
 

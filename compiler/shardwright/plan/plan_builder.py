@@ -270,6 +270,7 @@ def build_plan(
         tracking=recipe.tracking,
         validation=_validation(recipe, is_vision_language=graph.is_vision_language),
         lora=plan_lora(recipe, graph),
+        digests={},
         experts=tuple(expert_modules(graph)) if strategy.shards_experts else (),
         outer=_outer(recipe),
     )

@@ -17,7 +17,7 @@ from shardwright.checkpoint.checkpoint_manifest import checksum
 from shardwright.data.dataset import data_fingerprints
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import engine_of
-from shardwright.plan.folder_paths import CONFIG_FILE, MODEL_DIRECTORY, PLAN_FILE
+from shardwright.plan.folder_paths import MODEL_DIRECTORY, PLAN_FILE
 from shardwright.plan.plan import Plan
 
 ABSENT = "absent"
@@ -48,7 +48,7 @@ def check_same_files_on_hosts(plan: Plan, folder: Path) -> None:
     """On every rank, once the groups are open. Raises the same Refusal on all of them: hosts whose
     plan or whose other files differ would train different models together, or files are not what
     compile wrote."""
-    names = (PLAN_FILE, *(plan.digests or (*engine_of(plan).inputs, CONFIG_FILE)))
+    names = (PLAN_FILE, *plan.digests)
     gathered = _gather(
         {name: _digest(folder / name) for name in names} if _is_first_of_host() else None
     )
