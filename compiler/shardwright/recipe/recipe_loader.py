@@ -33,7 +33,7 @@ from shardwright.recipe.recipe_types import Recipe, with_resolved_kernels
 from shardwright.recipe.sbatch_options import sbatch_arguments
 from shardwright.recipe.schema_errors import integer_errors, intended_keys, schema_errors
 from shardwright.utils.file_io import parse_json, read_regular_file
-from shardwright.utils.json_records import RecordError, read_record
+from shardwright.utils.json_records import read_record
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 # `cluster.measured`: the file that it names, read strictly. Somebody else may have written it.
@@ -82,11 +82,13 @@ def measurements_entry(measured: MeasurementsFile) -> JsonObject:
 
 def _parsed(path: str, content: bytes) -> Measurements:
     try:
-        found = read_record(Measurements, parse_json(content))
-    except RecordError as error:
-        raise _unusable(path, str(error)) from None
+        document = parse_json(content)
     except ValueError as error:
         raise _unusable(path, f"it is not JSON: {error}") from None
+    try:
+        found = read_record(Measurements, document)
+    except ValueError as error:
+        raise _unusable(path, str(error)) from None
     if wrong := next(_invalid_numbers(found, ""), ""):
         raise _unusable(path, wrong)
     return found
@@ -228,7 +230,9 @@ def build_recipe(document: JsonObject, directory: str, source: Source) -> Recipe
     resolved["cluster"] = {
         k: v for k, v in cast(JsonObject, resolved["cluster"]).items() if k != "measured"
     }
-    recipe = read_record(Recipe, resolved, directory=directory, document=document, source=source)
+    recipe = read_record(
+        Recipe, {**resolved, "directory": directory, "document": document, "source": source}
+    )
     recipe = dataclasses.replace(
         recipe, cluster=dataclasses.replace(recipe.cluster, measured=measured)
     )

@@ -6,12 +6,13 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-
-from typing_extensions import TypeAliasType
+from typing import TYPE_CHECKING, Any
 
 JsonScalar = str | int | float | bool | None
-# A named alias: its recursion is resolved by whoever reads JSON into dataclasses (records.py).
-JsonValue = TypeAliasType("JsonValue", "JsonScalar | Sequence[JsonValue] | Mapping[str, JsonValue]")
+if TYPE_CHECKING:
+    JsonValue = JsonScalar | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
+else:
+    JsonValue = Any  # msgspec (json_records.py) reads no type that holds itself
 JsonObject = Mapping[str, JsonValue]
 
 # JSON that every parser takes: RFC 8259 has no NaN and no infinity, Python's `json` writes both.

@@ -70,8 +70,8 @@ def test_what_the_file_says_is_read_beside_the_recipe(tmp_path: Path) -> None:
     [
         ("", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[]", "not an object"),
-        ('{"kind": "shardwright measurements"}', "lacks version"),
+        ("[]", "expected `object`, got `array`"),
+        ('{"kind": "shardwright measurements"}', "missing required field `version`"),
     ],
 )
 def test_no_measurements(tmp_path: Path, text: str, why: str) -> None:
@@ -83,11 +83,11 @@ def test_no_measurements(tmp_path: Path, text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"version": 2}, "version is 2"),
+        ({"version": 2}, "version: invalid enum value 2"),
         ({"more": 1}, "'more'"),
         (
             {"constants": {"tile_seconds": {"value": "1", "n": 1, "spread": 0}}},
-            "constants.value is '1'",
+            "constants[...].value: expected `float`, got `str`",
         ),
         (
             {"constants": {"tile_seconds": {"value": float("nan"), "n": 1, "spread": 0}}},
