@@ -84,7 +84,7 @@ def resume_requirements(plan: Plan, folder: Path) -> ResumeRequirements:
         precision=plan.training.precision,
         frozen=plan.model.frozen,
         tokenizer=_tokenizer(plan.data, folder),
-        samples=sample_order(plan.training, 1 if plan.outer is None else plan.outer.islands),
+        samples=sample_order(plan.training, plan.islands),
         held_out=(plan.validation and plan.validation.fraction) or 0.0,
     )
 

@@ -41,17 +41,17 @@ def check_other_island_counts(plan: Plan, folder: Path, root: Path, own: int) ->
     is_apart = directory.is_absolute()
     parent = (
         (root if is_apart else folder)
-        if plan.outer is None
+        if plan.islands == 1
         else (root.parent if is_apart else folder.parent)
     )
     of_islands = [each if is_apart else each / directory for each in _islands(parent)]
-    places = of_islands if plan.outer is None else [parent if is_apart else parent / directory]
+    places = of_islands if plan.islands == 1 else [parent if is_apart else parent / directory]
     newest = [found for place in places if (found := _newest(place)) is not None]
     if not newest:
         _check_none_between(places, own)
         return
     path = max(newest, key=step_of)  # of the lowest island that has it
-    if plan.outer is not None:
+    if plan.islands > 1:
         own = max(
             [
                 own,
@@ -60,7 +60,7 @@ def check_other_island_counts(plan: Plan, folder: Path, root: Path, own: int) ->
         )
     if step_of(path) > own and _written(path / MANIFEST) > _written(folder / ATTEMPT_FILE):
         who, where = (
-            ("several islands", "") if plan.outer is None else ("one world", ", on each island")
+            ("several islands", "") if plan.islands == 1 else ("one world", ", on each island")
         )
         raise refusal(
             "SW6218",
@@ -102,7 +102,7 @@ def _written(path: Path) -> float:
 def check_round_complete(plan: Plan, checkpoint: Path) -> None:
     """Raises Refusal, SW6218, for one world that is to go on from the middle of a round of islands:
     the others' steps would be lost in silence."""
-    if plan.outer is None and not _is_after_outer_step(checkpoint):
+    if plan.islands == 1 and not is_after_outer_step(checkpoint):
         raise _unfinished_round_refusal(checkpoint)
 
 
@@ -115,12 +115,12 @@ def _islands(parent: Path) -> list[Path]:
 def _newest(place: Path) -> Path | None:
     """The newest whole checkpoint there that closes a round."""
     for _, path in reversed(published_steps(place)):
-        if damage(path, contents=False) is None and _is_after_outer_step(path):
+        if damage(path, contents=False) is None and is_after_outer_step(path):
             return path
     return None
 
 
-def _is_after_outer_step(checkpoint: Path) -> bool:
+def is_after_outer_step(checkpoint: Path) -> bool:
     """Whether it has no state of an outer step that is still to come."""
     try:
         tensors = read_manifest(checkpoint).tensors.values()

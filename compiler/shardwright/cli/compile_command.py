@@ -133,9 +133,7 @@ def summary(compiled: CompileResult, directory: Path, interval: str = "") -> str
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time
     peak, capacity = memory.peak_bytes / GIB, memory.capacity_bytes / GIB
     islands, of_each = (
-        ("", "")
-        if plan.outer is None
-        else (f"{plan.outer.islands} islands of ", ", of each island")
+        ("", "") if plan.islands == 1 else (f"{plan.islands} islands of ", ", of each island")
     )
     layout, _, settings = s.describe().partition(f" micro_batch_size={s.micro_batch_size} ")
     rows = [
@@ -183,10 +181,10 @@ def summary(compiled: CompileResult, directory: Path, interval: str = "") -> str
 def _next(plan: Plan, directory: Path) -> list[tuple[str, str]]:
     """The commands that start it."""
     place = shell_quoted(str(directory))
-    if plan.outer is None:
+    if plan.islands == 1:
         return [("next", f"shardwright run {place}")]
     store = f"shardwright outer-store {place}"
-    each = [("", f"shardwright run {place} --island {k}") for k in range(plan.outer.islands)]
+    each = [("", f"shardwright run {place} --island {k}") for k in range(plan.islands)]
     return [("next", f"{store}    (at {plan.launch.outer_store})"), *each]
 
 

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     folder = island_folder(args)
     plan = load_plan(folder)
     checks = list(_checks(plan, folder, args.hostfile))
-    if plan.outer is not None:
+    if plan.islands > 1:
         checks.append(_store_check(plan, folder))
     print(as_json(checks) if args.json else as_text(checks))
     return 1 if any(check_has_errors(check) for check in checks) else 0

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import distributed as dist
@@ -31,6 +31,7 @@ from shardwright.diloco.outer_store_client import (
     RoundReply,
 )
 from shardwright.engines.trainer_protocol import OptimizerCounters, OwnedShard, Trainer
+from shardwright.monitor.run_files import OuterStepWriter
 from shardwright.plan.plan import Plan, read_plan
 
 # What an island sends of itself from one rank: its own ranges of the fp32 masters, one behind the
@@ -198,8 +199,74 @@ class OuterStepResult:
     sent_bytes: int
 
 
+class OuterStep(Protocol):
+    """What a session asks between optimizer steps. Every rank makes the same calls."""
+
+    delay_steps: int
+    """Optimizer steps after which an outer step's result is in the weights."""
+
+    def begin(self, done: int, checkpoint: Path | None) -> list[OuterStepResult]:
+        """Return the outer steps that were caught up on before the first optimizer step."""
+        ...
+
+    def after(self, step: int) -> Iterable[OuterStepResult]:
+        """Run the outer steps that end with optimizer step `step`.
+
+        Raises OuterStoreUnreachable on every rank; the session then saves a checkpoint.
+        """
+        ...
+
+    def before_save(self, step: int) -> OuterStepResult | None:
+        """Apply a round that has arrived already, so that the checkpoint has its result."""
+        ...
+
+    def trainer_with_states(self, step: int) -> Trainer:
+        """Return the trainer with the states that a checkpoint holds beside its own."""
+        ...
+
+    def leave(self, *, done: bool) -> None:
+        """Say that this island trains no more. done: it has trained to the last step."""
+        ...
+
+
+def build_outer_step(
+    plan: Plan, folder: Path, trainer: Trainer, rank: int, attempt: int, data_digest: str
+) -> OuterStep:
+    """Return DiLoCo's outer step for a plan of several islands, else one that does nothing."""
+    if plan.outer is None:
+        return NoOuterStep(trainer)
+    return DiLoCoOuterStep(plan, folder, trainer, rank, attempt, data_digest)
+
+
+class NoOuterStep:
+    """The outer step of a run that is one world: nothing is exchanged."""
+
+    delay_steps = 0
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def begin(self, done: int, checkpoint: Path | None) -> list[OuterStepResult]:
+        return []
+
+    def after(self, step: int) -> Iterable[OuterStepResult]:
+        return ()
+
+    def before_save(self, step: int) -> None:
+        return None
+
+    def trainer_with_states(self, step: int) -> Trainer:
+        return self._trainer
+
+    def leave(self, *, done: bool) -> None:
+        return None
+
+
 class DiLoCoOuterStep:
-    """base: the step of the last outer step that the anchor has."""
+    """DiLoCo between islands. base: the step of the last outer step that the anchor has.
+
+    Rank 0 writes a line of run/outer.jsonl for each outer step.
+    """
 
     def __init__(
         self, plan: Plan, folder: Path, trainer: Trainer, rank: int, attempt: int, data_digest: str
@@ -207,8 +274,9 @@ class DiLoCoOuterStep:
         """Collective. attempt: the folder's count of starts. Raises Refusal: SW6313 where this host
         has no secret."""
         assert plan.outer is not None and plan.outer.island is not None, "asked for before"
-        self.plan, self.outer = plan, plan.outer
-        self._trainer = trainer
+        self.plan, self.outer, self.delay_steps = plan, plan.outer, plan.outer.overlap_steps
+        self._trainer, self._folder, self._rank, self._attempt = trainer, folder, rank, attempt
+        self._writer: OuterStepWriter | None = None  # rank 0's
         self._connections = OuterStoreConnections(plan, folder, rank, attempt, data_digest)
         self._master_shard = MasterShard(plan, trainer, rank)
         self.base = 0
@@ -253,7 +321,17 @@ class DiLoCoOuterStep:
                 "Start `shardwright outer-store DIR` where launch.outer_store says, and see that "
                 "this host reaches it. Nothing was trained.",
             ) from None
+        if self._rank == 0:
+            known = min([self.base, *(each.step - 1 for each in made)])
+            self._writer = OuterStepWriter(self._folder, self._attempt, known)
+        for result in made:
+            self._record(result)
         return made
+
+    def _record(self, result: OuterStepResult) -> OuterStepResult:
+        if self._writer is not None:
+            self._writer.write(result.step, result.members, result.seconds, result.sent_bytes)
+        return result
 
     def after(self, step: int) -> Iterator[OuterStepResult]:
         """Collective. The outer steps that end with this inner one. Raises Unreached on every rank,
@@ -261,13 +339,13 @@ class DiLoCoOuterStep:
         if step == self._mixing_step:
             landed = self._finish_overlapped_round(step)
             if landed is not None:
-                yield landed
+                yield self._record(landed)
                 step = landed.done
         if self.outer.is_due(step, self._last) and self.base != step:
             if self._overlaps(step):
                 self._start_overlapped_round(step)
             else:
-                yield self._run_outer_step(step)
+                yield self._record(self._run_outer_step(step))
 
     @property
     def _last(self) -> int:
@@ -302,7 +380,7 @@ class DiLoCoOuterStep:
 
     def _finish_overlapped_round(self, step: int) -> OuterStepResult | None:
         """Collective. Waits for the round that is on its way, and mixes its result in. None where
-        `arrived` told of it already."""
+        `before_save` returned it already."""
         began, flight, result = time.monotonic(), self._overlapped_round, None
         if flight is not None:
             outcome = self._connections.wait_for_thread(flight.future) or self._exchange(
@@ -315,9 +393,9 @@ class DiLoCoOuterStep:
             return None
         return replace(result, seconds=flight.seconds + time.monotonic() - began)
 
-    def arrived(self, step: int) -> OuterStepResult | None:
-        """Collective. Takes the round in that is on its way, where it is there already, so that
-        what is saved now has it; it is mixed in when it is due."""
+    def before_save(self, step: int) -> OuterStepResult | None:
+        """Collective. Applies the overlapped round to the anchor where every rank has its result.
+        It is mixed into the weights when it is due."""
         flight = self._overlapped_round
         if flight is None:
             return None
@@ -331,7 +409,8 @@ class DiLoCoOuterStep:
         dist.all_gather_object(everyone, is_made)
         if not all(everyone):
             return None
-        return replace(self._apply_exchange(future.result(), step), seconds=flight.seconds)
+        result = self._apply_exchange(future.result(), step)
+        return self._record(replace(result, seconds=flight.seconds))
 
     def _apply_exchange(self, outcome: _ExchangeResult, step: int) -> OuterStepResult:
         """Collective. step: that the weights are at."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
-from shardwright.diagnostics import Diagnostic, Refusal, found
+from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.diloco.outer_store_channel import (
     CHUNK_BYTES,
     HANDSHAKE_SECONDS,
@@ -244,11 +244,18 @@ RETRY_SECONDS = 0.5
 
 
 class OuterStoreUnreachable(Exception):
-    """The store was not reached for the deadline, at the outer step after `step`."""
+    """The store was not reached for the deadline. refusal: once a checkpoint is saved."""
 
-    def __init__(self, step: int, why: str) -> None:
+    def __init__(self, step: int, deadline_seconds: float, why: str) -> None:
+        """step: the optimizer step that the outer step follows."""
         super().__init__(why)
-        self.step = step
+        self.refusal = refusal(
+            "SW6315",
+            f"the outer store was not reached for {deadline_seconds:g} s at the outer step of "
+            f"{step}: {why}",
+            "An island never trains on alone. It saved a checkpoint: start the store again, or see "
+            "to the link, and `shardwright run` goes on from here.",
+        )
 
 
 class OuterStoreConnections:
@@ -340,7 +347,7 @@ class OuterStoreConnections:
             over: list[Any] = [time.monotonic() > self._until]
             dist.broadcast_object_list(over, src=0)
             if over[0]:
-                raise OuterStoreUnreachable(step, self._last_error)
+                raise OuterStoreUnreachable(step, self._deadline, self._last_error)
             time.sleep(RETRY_SECONDS)
 
     def _connect(self) -> bool:

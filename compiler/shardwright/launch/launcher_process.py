@@ -25,9 +25,12 @@ from typing import TextIO
 import psutil
 from tqdm import tqdm
 
-from shardwright.checkpoint.checkpoint_manifest import OUTER_ANCHOR, read_manifest
 from shardwright.checkpoint.checkpoint_storage import CheckpointStore
-from shardwright.checkpoint.resume_checkpoint import choose_checkpoint, print_resume_notes
+from shardwright.checkpoint.resume_checkpoint import (
+    choose_checkpoint,
+    is_after_outer_step,
+    print_resume_notes,
+)
 from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
 from shardwright.diagnostics import Refusal, refusal
@@ -155,7 +158,8 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         if chosen is None:
             print(f"starts from {weights_summary(plan.model.weights)}")
         owes = chosen is not None and (
-            _lacks_last_evaluation(plan, folder) or _lacks_last_outer_step(plan, chosen.path)
+            _lacks_last_evaluation(plan, folder)
+            or (plan.islands > 1 and not is_after_outer_step(chosen.path))
         )
         if chosen and chosen.step >= plan.training.steps and not owes:
             print(
@@ -184,14 +188,6 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
 def _lacks_last_evaluation(plan: Plan, folder: Path) -> bool:
     """Whether the last step was saved, and its validation then failed."""
     return plan.validation is not None and evaluated_step(folder) < plan.training.steps
-
-
-def _lacks_last_outer_step(plan: Plan, checkpoint: Path) -> bool:
-    """Whether the last step was saved, and its outer step was not made: the outer store was not
-    reached."""
-    return plan.outer is not None and any(
-        OUTER_ANCHOR in t.states for t in read_manifest(checkpoint).tensors.values()
-    )
 
 
 def _prepare_data(plan: Plan, folder: Path) -> Plan:

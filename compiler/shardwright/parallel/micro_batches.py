@@ -65,7 +65,7 @@ class TrainingBatches:
         self._steps = data.steps
         s = plan.strategy
         self.shape = (-1, s.gradient_accumulation_steps, s.data, s.micro_batch_size)
-        self.island = 0 if plan.outer is None else plan.outer.island or 0
+        self.island = plan.island
         self.packed = uses_packing(plan)
         self.waits = 0
 

@@ -232,9 +232,19 @@ class Plan:
     outer: PlanDiLoCo | None = None
 
     @property
+    def islands(self) -> int:
+        """Return how many DiLoCo islands train together; 1 without an outer step."""
+        return 1 if self.outer is None else self.outer.islands
+
+    @property
+    def island(self) -> int:
+        """Return the island whose plan this is; 0 in a plan of all islands, or of none."""
+        return 0 if self.outer is None else self.outer.island or 0
+
+    @property
     def sequences_per_step(self) -> int:
-        """Of all islands together."""
-        return self.training.global_batch_size * (1 if self.outer is None else self.outer.islands)
+        """Return the sequences of one optimizer step of all islands together."""
+        return self.training.global_batch_size * self.islands
 
     def expert_coordinates(self, rank: PlanRank) -> tuple[int, int]:
         """(its place among the ranks that share out experts, its place among those that hold the

@@ -24,7 +24,7 @@ from shardwright.checkpoint.run_history import SaveMetadata
 from shardwright.data.data_preparation import MAX_UNPREPARED_BYTES, prepare
 from shardwright.data.dataset import resolve
 from shardwright.diagnostics import refusal
-from shardwright.diloco.outer_step import DiLoCoOuterStep, OuterStepResult
+from shardwright.diloco.outer_step import build_outer_step
 from shardwright.diloco.outer_store_client import OuterStoreUnreachable
 from shardwright.engines.trainer_protocol import ParameterShard, StepResult, engine_runtime
 from shardwright.monitor.gradient_noise_scale import read_step_noise
@@ -32,7 +32,6 @@ from shardwright.monitor.rank_monitor import RankMonitor
 from shardwright.monitor.run_files import (
     EvaluationWriter,
     MetricsWriter,
-    OuterStepWriter,
     SaveWriter,
     write_json,
     write_status,
@@ -194,16 +193,11 @@ class Session:
         self.done = self._saved = (
             load_checkpoint(self.plan, self._trainer, Path(resume)) if resume else 0
         )
-        self._outer: DiLoCoOuterStep | None = None
-        made_up: list[OuterStepResult] = []
-        if self.plan.outer is not None:
-            digest = canonical_hash(dict(digests))
-            self._outer = DiLoCoOuterStep(
-                self.plan, folder, self._trainer, rank, attempt.number, digest
-            )
-            made_up = self._outer.begin(self.done, Path(resume) if resume else None)
-            if made_up:  # what was resumed from lacks them
-                self.done, self._saved = made_up[-1].done, -1
+        self._outer = build_outer_step(
+            self.plan, folder, self._trainer, rank, attempt.number, canonical_hash(dict(digests))
+        )
+        for caught_up in self._outer.begin(self.done, Path(resume) if resume else None):
+            self.done, self._saved = caught_up.done, -1  # the checkpoint lacks it
         self._origin = SaveMetadata(line=attempt.line, rows=data.parts, data=digests)
         if resume and rank == 0:
             notes = data_changes(Path(resume), data.parts, digests)
@@ -224,12 +218,6 @@ class Session:
             if first and self.plan.validation
             else None
         )
-        self._outer_steps: OuterStepWriter | None = None
-        if first and self._outer is not None:
-            had = min([self._outer.base, *(each.step - 1 for each in made_up)])
-            self._outer_steps = OuterStepWriter(folder, self.attempt, had)
-            for each in made_up:
-                self._outer_steps.write(each.step, each.members, each.seconds, each.sent_bytes)
         self._tracking = ExperimentTrackers(self.plan, folder, self.done) if first else None
         self._noise = build_noise_scale_meter(
             self.plan, rank, self._trainer, read_step_noise(folder) if first else []
@@ -260,7 +248,8 @@ class Session:
         """One optimizer step, recorded in run/metrics.jsonl. micro_batches: as many and as large as
         the plan's.
 
-        Raises Refusal on every rank where the losses have not been finite for too long: SW6311.
+        Raises Refusal on every rank where the losses have not been finite for too long: SW6311;
+        where the outer store is not reached: SW6315, after a checkpoint of this step.
         """
         self._check_lease()
         began = time.perf_counter()
@@ -292,31 +281,13 @@ class Session:
             lines.append(self._measured.line())
         for line in lines if self.rank == 0 else ():
             print(line, flush=True)
-        if self._outer is not None:
-            self._run_due_outer_steps(self._outer)
-        return result
-
-    def _run_due_outer_steps(self, outer: DiLoCoOuterStep) -> None:
-        """The outer steps that are due. An island that is behind goes on from another one's step.
-        Raises Refusal: SW6315 where the store is not reached, with a checkpoint that its outer step
-        is made up for from."""
         try:
-            for met in outer.after(self.done):
-                self._record(met)
+            for outer_step in self._outer.after(step):
+                self.done = outer_step.done
         except OuterStoreUnreachable as error:
             self.save(last=True)
-            raise refusal(
-                "SW6315",
-                f"the outer store was not reached for {outer.outer.deadline_seconds:g} s at the "
-                f"outer step of {error.step}: {error}",
-                "An island never trains on alone. It saved a checkpoint: start the store again, or "
-                "see to the link, and `shardwright run` goes on from here.",
-            ) from None
-
-    def _record(self, met: OuterStepResult) -> None:
-        self.done = met.done
-        if self._outer_steps:
-            self._outer_steps.write(met.step, met.members, met.seconds, met.sent_bytes)
+            raise error.refusal from None
+        return result
 
     @property
     def evaluates(self) -> bool:
@@ -348,9 +319,8 @@ class Session:
         return every is not None and self._is_interval_end(every)
 
     def _is_interval_end(self, every_steps: int) -> bool:
-        """Of what is made every so many steps. Where outer steps are overlapped, once that step's
-        has arrived."""
-        at = self.done - (0 if self.plan.outer is None else self.plan.outer.overlap_steps)
+        """Return whether an interval's last step is in the weights, its outer step included."""
+        at = self.done - self._outer.delay_steps
         return at > 0 and at % every_steps == 0
 
     def save(self, *, last: bool = False) -> None:
@@ -362,11 +332,8 @@ class Session:
             last = last or self.done == self.plan.training.steps
             origin = replace(self._origin, finite=self._divergence.finite)
             began = time.perf_counter()
-            if self._outer is not None and (met := self._outer.arrived(self.done)):
-                self._record(met)
-            trainer = (
-                self._trainer if self._outer is None else self._outer.trainer_with_states(self.done)
-            )
+            self._outer.before_save(self.done)
+            trainer = self._outer.trainer_with_states(self.done)
             nodes = save_checkpoint(
                 self.plan, self.folder, trainer, self.done, last=last, origin=origin
             )
@@ -385,8 +352,7 @@ class Session:
         if self._tracking:
             self._tracking.close()
         dist.barrier()
-        if self._outer is not None:
-            self._outer.leave(done=status == "done")
+        self._outer.leave(done=status == "done")
         if self.rank == 0:
             write_status(self.folder, status, self.attempt, step=self.done)
         if self._lease is not None:

@@ -289,11 +289,11 @@ def test_a_checkpoint_loses_nothing(
         gates[newest].set()
         end = time.monotonic() + PATIENCE
         while told is None:
-            told = outer.arrived(at)
+            told = outer.before_save(at)
             assert time.monotonic() < end, "it does not arrive"
         assert (told.step, told.done) == (newest, at)
     else:
-        assert outer.arrived(at) is None
+        assert outer.before_save(at) is None
     [fragment] = outer.trainer_with_states(at).owned()
     states = {name: values.clone() for name, values in fragment.states.items()}
     here.began = here.members.islands[0].start
