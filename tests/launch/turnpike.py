@@ -8,9 +8,16 @@ import socket
 import struct
 import threading
 
-from shardwright.diloco.outer_store_channel import MAGIC, NONCE_BYTES, FrameKind, read_exactly
+from shardwright.diloco.outer_store_channel import MAGIC, FrameKind
+from shardwright.utils.authenticated_socket import (
+    HELLO_SIZE_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    read_exactly,
+)
 
-_HEADER, _MAC, _PROOF = struct.Struct(">BIQ"), 32, 32
+_HEADER, _MAC = struct.Struct(">BIQ"), 32
+_HANDSHAKE_BYTES = len(MAGIC) + NONCE_BYTES + HELLO_SIZE_BYTES + PROOF_BYTES
 
 
 class Turnpike:
@@ -47,7 +54,7 @@ class Turnpike:
     def _up(self, rank: socket.socket, store: socket.socket) -> None:
         """Ends with the rank, whose death the store hears of at once."""
         with contextlib.suppress(Exception):
-            store.sendall(read_exactly(rank, len(MAGIC) + NONCE_BYTES + _PROOF))
+            store.sendall(read_exactly(rank, _HANDSHAKE_BYTES))
             island, chunks = None, 0
             while True:
                 head = read_exactly(rank, _HEADER.size + _MAC)

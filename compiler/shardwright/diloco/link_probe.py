@@ -19,16 +19,14 @@ from shardwright.diagnostics.host_check import MIN_BANDWIDTH_FRACTION, HostCheck
 from shardwright.diloco.outer_store_channel import (
     CHUNK_BYTES,
     AuthenticatedChannel,
-    ChannelError,
     FrameKind,
-    WrongSecret,
-    authenticate,
     document_of,
+    open_channel,
     read_secret,
-    set_unacknowledged_timeout,
 )
 from shardwright.plan.island_plans import plan_digest
 from shardwright.plan.plan import Plan
+from shardwright.utils.authenticated_socket import ChannelError, WrongSecret, keep_alive
 
 PROBE_TIMEOUT_SECONDS = 20.0
 ROUND_TRIPS = 5
@@ -59,7 +57,7 @@ def answer_probe(
     digest: str,
     connected_islands: Callable[[], list[int]],
 ) -> None:
-    """The store's side, until the other one leaves. Raises Broken."""
+    """The store's side, until the other one leaves. Raises ChannelError."""
     link.set_timeout(PROBE_TIMEOUT_SECONDS)
     link.send_document(
         FrameKind.PROBED,
@@ -98,7 +96,7 @@ def _receive_bytes(link: AuthenticatedChannel, count: int) -> None:
 
 def measure_link(address: str, secret: bytes, digest: str, connections: int) -> MeasuredLink:
     """connections: as many as ranks of the island have, at most MOST_CONNECTIONS. Takes seconds: at
-    most 2 x 85 MiB go over the link. Raises WrongSecret, or Broken where nobody answers."""
+    most 2 x 85 MiB go over the link. Raises WrongSecret, or ChannelError where nobody answers."""
     links: list[AuthenticatedChannel] = []
     try:
         for _ in range(max(1, min(connections, MOST_CONNECTIONS))):
@@ -127,10 +125,10 @@ def _connected(address: str, secret: bytes) -> AuthenticatedChannel:
         connection = socket.create_connection((host, int(port)), PROBE_TIMEOUT_SECONDS / 2)
     except OSError as error:
         raise ChannelError(str(error)) from None
-    set_unacknowledged_timeout(connection, PROBE_TIMEOUT_SECONDS)
+    keep_alive(connection, PROBE_TIMEOUT_SECONDS)
     connection.settimeout(PROBE_TIMEOUT_SECONDS)
     try:
-        return authenticate(connection, secret, as_store=False)
+        return open_channel(connection, secret, as_store=False)
     except BaseException:
         connection.close()
         raise

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from shardwright.checkpoint.checkpoint_loader import read_states
 from shardwright.checkpoint.checkpoint_manifest import OUTER_ANCHOR, read_manifest
 from shardwright.diagnostics import refusal
-from shardwright.diloco.outer_store_channel import ChannelError, FrameKind
+from shardwright.diloco.outer_store_channel import FrameKind
 from shardwright.diloco.outer_store_client import (
     Link,
     OuterStoreConnections,
@@ -33,6 +33,7 @@ from shardwright.diloco.outer_store_client import (
 from shardwright.engines.trainer_protocol import OptimizerCounters, OwnedShard, Trainer
 from shardwright.monitor.run_files import OuterStepWriter
 from shardwright.plan.plan import Plan, read_plan
+from shardwright.utils.authenticated_socket import ChannelError
 
 # What an island sends of itself from one rank: its own ranges of the fp32 masters, one behind the
 # other.
@@ -334,8 +335,8 @@ class DiLoCoOuterStep:
         return result
 
     def after(self, step: int) -> Iterator[OuterStepResult]:
-        """Collective. The outer steps that end with this inner one. Raises Unreached on every rank,
-        and Refusal."""
+        """Collective. The outer steps that end with this inner one. Raises OuterStoreUnreachable on
+        every rank, and Refusal."""
         if step == self._mixing_step:
             landed = self._finish_overlapped_round(step)
             if landed is not None:
@@ -576,8 +577,8 @@ class DiLoCoOuterStep:
 
     def _exchange(self, step: int, deltas: torch.Tensor | None) -> _ExchangeResult:
         """Collective. What comes of the outer step after `step`, however often it has to be begun;
-        without deltas only says that the island is there. Raises Unreached on every rank, and
-        Refusal."""
+        without deltas only says that the island is there. Raises OuterStoreUnreachable on every
+        rank, and Refusal."""
         names = self._state_names()
         return self._connections.run_on_all_ranks(
             step, lambda link: self._exchange_on_this_rank(link, step, deltas, names)
@@ -587,7 +588,7 @@ class DiLoCoOuterStep:
         self, link: Link, step: int, deltas: torch.Tensor | None, names: list[str]
     ) -> _ExchangeResult:
         """This rank's part; maybe in a thread of its own, so that it leaves the trainer alone.
-        Raises Broken."""
+        Raises ChannelError."""
         sent = torch.zeros(0) if deltas is None else deltas
         self._means = _buffer_like(self._means, sent.numel(), sent.dtype)
         found = _ExchangeResult(means=self._means)

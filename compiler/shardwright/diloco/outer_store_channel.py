@@ -1,8 +1,8 @@
-"""Frames between a rank and the outer store, over one TCP connection each.
+"""Frames between a rank and the outer store, over one authenticated TCP connection each.
 
-Both sides prove that they know the secret before anything else is said, and each frame carries an
-HMAC-SHA256 over a key of this connection, its direction and its number: nobody without the secret
-joins, changes or replays a frame. Nothing is encrypted: who can read the link can read the deltas.
+Each frame carries an HMAC-SHA256 over a key of this connection, its direction and its number:
+nobody without the secret joins, changes or replays a frame. Nothing is encrypted: who can read the
+link can read the deltas.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import refusal
+from shardwright.utils.authenticated_socket import (
+    HANDSHAKE_SECONDS,
+    ChannelError,
+    Handshake,
+    authenticate,
+    read_exactly,
+)
 
 # The secret that the outer store and every rank know: a file of each island's folder.
 
@@ -94,11 +100,7 @@ def _write(path: Path, secret: bytes) -> None:
         ) from None
 
 
-MAGIC = b"shardwright-outer-2\n"
-NONCE_BYTES = 32
-HANDSHAKE_SECONDS = 10.0
-"""For all that is said before a connection is authenticated; each side needs milliseconds for
-it."""
+MAGIC = b"shardwright-outer-3\n"
 CHUNK_BYTES = 2**20
 """Of a frame's payload, at most."""
 _MAX_FRAME_BYTES = 4 * CHUNK_BYTES
@@ -128,14 +130,6 @@ class FrameKind(enum.IntEnum):
     PROBED = 17
 
 
-class ChannelError(Exception):
-    """The connection ended, or what came over it is not of this protocol."""
-
-
-class WrongSecret(ChannelError):
-    """The other side does not know the secret."""
-
-
 class AuthenticatedChannel:
     """One authenticated connection. Frames may be sent by several threads, and are received by one
     at a time. heard: when the last bytes came, by the monotonic clock."""
@@ -152,7 +146,7 @@ class AuthenticatedChannel:
     def send(
         self, kind: FrameKind, tag: int = 0, payload: bytes | bytearray | memoryview = b""
     ) -> None:
-        """Raises Broken, also where the other side takes nothing for the socket's timeout."""
+        """Raises ChannelError, also where the other side takes nothing for the socket's timeout."""
         with self._lock:
             header = _HEADER.pack(kind, tag, len(payload))
             mac = self._mac("send", self._sent, header, payload)
@@ -174,7 +168,7 @@ class AuthenticatedChannel:
         self.send(kind, tag, json.dumps(document).encode("utf-8"))
 
     def receive(self, until: float | None = None) -> tuple[FrameKind, int, bytearray]:
-        """(kind, tag, payload). Raises Broken, also where nothing comes within the socket's
+        """(kind, tag, payload). Raises ChannelError, also where nothing comes within the socket's
         timeout, or the frame is not complete at `until`, a time of the monotonic clock."""
         head = self._read(_HEADER.size + hashlib.sha256().digest_size, until)
         header, mac = bytes(head[: _HEADER.size]), bytes(head[_HEADER.size :])
@@ -197,8 +191,8 @@ class AuthenticatedChannel:
         return read_exactly(self._socket, count, heard, until)
 
     def set_timeout(self, seconds: float | None) -> None:
-        """How long the other side may be silent; None: for ever. Raises Broken where it is closed
-        already."""
+        """How long the other side may be silent; None: for ever. Raises ChannelError where it is
+        closed already."""
         try:
             self._socket.settimeout(seconds)
         except OSError as error:
@@ -221,7 +215,7 @@ class AuthenticatedChannel:
 
 
 def document_of(payload: bytes | bytearray) -> dict[str, Any]:
-    """Raises Broken."""
+    """Raises ChannelError."""
     try:
         document = json.loads(payload)
     except (ValueError, RecursionError):
@@ -231,94 +225,20 @@ def document_of(payload: bytes | bytearray) -> dict[str, Any]:
     return document
 
 
-def read_exactly(
-    connection: socket.socket,
-    count: int,
-    heard: Callable[[], None] = lambda: None,
-    until: float | None = None,
-) -> bytearray:
-    """heard: called whenever something came. until: when all of it has to be here, by the monotonic
-    clock, however often a byte comes. Raises Broken."""
-    buffer = bytearray(count)
-    view, at = memoryview(buffer), 0
-    while at < count:
-        try:
-            if until is not None:
-                connection.settimeout(max(until - time.monotonic(), 0.001))
-            got = connection.recv_into(view[at:])
-        except OSError as error:  # a timeout is one
-            raise ChannelError(str(error) or type(error).__name__) from None
-        if got == 0:
-            raise ChannelError("the connection was closed")
-        at += got
-        heard()
-    return buffer
-
-
-def authenticate(
+def open_channel(
     connection: socket.socket, secret: bytes, *, as_store: bool, within: float = HANDSHAKE_SECONDS
 ) -> AuthenticatedChannel:
-    """Proves to the other side that this one knows the secret, and has it proved. within: seconds
-    for all of it. Leaves the socket's timeout as it was. Raises WrongSecret, or Broken."""
-    before, until = connection.gettimeout(), time.monotonic() + within
-    mine = secrets.token_bytes(NONCE_BYTES)
-    try:
-        keep_alive(connection)
-        connection.sendall(MAGIC + mine)
-        theirs = bytes(read_exactly(connection, len(MAGIC) + NONCE_BYTES, until=until))
-        if not theirs.startswith(MAGIC):
-            raise ChannelError("the other side is no outer store, or of another version")
-        theirs = theirs[len(MAGIC) :]
-        store, rank = (mine, theirs) if as_store else (theirs, mine)
-        proofs = {name: _derived_key(secret, name, store, rank) for name in (b"store", b"rank")}
-        own, other = (b"store", b"rank") if as_store else (b"rank", b"store")
-        if not as_store:  # who comes shows its proof first
-            connection.sendall(proofs[own])
-        if not hmac.compare_digest(_proof(connection, until, is_rank=not as_store), proofs[other]):
-            raise WrongSecret("the secrets differ")
-        if as_store:
-            connection.sendall(proofs[own])
-        connection.settimeout(before)
-    except OSError as error:
-        raise ChannelError(str(error)) from None
-    return AuthenticatedChannel(
-        connection, _derived_key(secret, b"frames", store, rank), own, other
-    )
+    """Authenticate both sides and return the channel. within: seconds for all of it.
 
-
-def _proof(connection: socket.socket, until: float, *, is_rank: bool) -> bytes:
-    """Of the other side. A store ends the connection at a proof that is none."""
-    try:
-        return bytes(read_exactly(connection, hashlib.sha256().digest_size, until=until))
-    except ChannelError:
-        if is_rank:
-            raise WrongSecret("the secrets differ") from None
-        raise
-
-
-def _derived_key(secret: bytes, what: bytes, store: bytes, rank: bytes) -> bytes:
-    return hmac.digest(secret, what + store + rank, "sha256")
+    Raises WrongSecret, or ChannelError.
+    """
+    handshake = Handshake(MAGIC, secret, is_server=as_store)
+    authenticate(connection, handshake, within)
+    sends, receives = (b"store", b"rank") if as_store else (b"rank", b"store")
+    return AuthenticatedChannel(connection, handshake.key(b"frames"), sends, receives)
 
 
 def silence_limit_seconds(deadline_seconds: float) -> float:
     """How long a member of an outer step that is under way may be silent: the others stand
     still."""
     return deadline_seconds / 4
-
-
-def set_unacknowledged_timeout(connection: socket.socket, seconds: float) -> None:
-    """What was sent and is not acknowledged for so long ends the connection: a route that swallows
-    it is noticed. Where nothing is sent, the kernel asks at least every half minute."""
-    times = {
-        "TCP_USER_TIMEOUT": seconds * 1000,
-        "TCP_KEEPIDLE": min(30.0, seconds / 2),
-        "TCP_KEEPINTVL": min(10.0, seconds / 4),
-    }
-    for name, value in times.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, int(value)))
-
-
-def keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -18,20 +18,22 @@ from torch import distributed as dist
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.diloco.outer_store_channel import (
     CHUNK_BYTES,
-    HANDSHAKE_SECONDS,
     AuthenticatedChannel,
-    ChannelError,
     FrameKind,
-    WrongSecret,
-    authenticate,
     document_of,
+    open_channel,
     read_secret,
-    set_unacknowledged_timeout,
     silence_limit_seconds,
 )
 from shardwright.diloco.round_membership import WINDOW_CHUNKS, chunk_sizes
 from shardwright.plan.island_plans import plan_digest
 from shardwright.plan.plan import Plan
+from shardwright.utils.authenticated_socket import (
+    HANDSHAKE_SECONDS,
+    ChannelError,
+    WrongSecret,
+    keep_alive,
+)
 
 CONNECT_SECONDS = 10.0
 
@@ -72,9 +74,9 @@ class RoundReply:
 
 
 class Link:
-    """One connection, made anew after each loss. Its methods raise Broken, also where the store,
-    which gives a sign of life every sixteenth of the deadline, is silent for half of it: the other
-    half is for reaching it again."""
+    """One connection, made anew after each loss. Its methods raise ChannelError, also where the
+    store, which gives a sign of life every sixteenth of the deadline, is silent for half of it: the
+    other half is for reaching it again."""
 
     def __init__(
         self,
@@ -84,15 +86,15 @@ class Link:
         deadline_seconds: float,
         within: float = CONNECT_SECONDS,
     ) -> None:
-        """within: seconds that the store has for each answer. Raises Broken where nobody answers,
-        Refused where the store does not take it."""
+        """within: seconds that the store has for each answer. Raises ChannelError where nobody
+        answers, RefusedByStore where the store does not take it."""
         host, _, port = address.rpartition(":")
         try:
             connection = socket.create_connection((host, int(port)), min(CONNECT_SECONDS, within))
         except OSError as error:
             raise ChannelError(f"{address}: {error}") from None
         silent = 2 * silence_limit_seconds(deadline_seconds)
-        set_unacknowledged_timeout(connection, silent)
+        keep_alive(connection, silent)
         try:
             self._channel = self._authenticate(
                 connection, secret, place, min(within, HANDSHAKE_SECONDS)
@@ -116,7 +118,7 @@ class Link:
     def _authenticate(
         connection: socket.socket, secret: bytes, place: IslandRank, within: float
     ) -> AuthenticatedChannel:
-        channel = authenticate(connection, secret, as_store=False, within=within)
+        channel = open_channel(connection, secret, as_store=False, within=within)
         names = ("island", "rank", "world", "attempt", "run", "connection", "plan", "data")
         channel.send_document(FrameKind.HELLO, {name: getattr(place, name) for name in names})
         kind, _, payload = channel.receive()
@@ -260,7 +262,7 @@ class OuterStoreUnreachable(Exception):
 
 class OuterStoreConnections:
     """This rank's, and what the ranks have to know of each other's. A rank's part of a round raises
-    Broken where its connection is lost: then the island connects anew on every rank."""
+    ChannelError where its connection is lost: then the island connects anew on every rank."""
 
     def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, data_digest: str) -> None:
         """Collective. attempt: of the folder. Raises Refusal: SW6313 where this host has no
@@ -294,7 +296,7 @@ class OuterStoreConnections:
 
     def run_on_all_ranks(self, step: int, part: Callable[[Link], T]) -> T:
         """Collective. This rank's part of a round, begun again until that of every rank has gone
-        well. Raises Unreached on every rank, and Refusal."""
+        well. Raises OuterStoreUnreachable on every rank, and Refusal."""
         if (
             self._link is not None or not self._last_received
         ):  # else since the loss that this is about
@@ -334,8 +336,9 @@ class OuterStoreConnections:
             self._link.leave(done=done)
 
     def _connect_all_ranks(self, step: int) -> None:
-        """Collective. A connection on every rank. Raises Unreached, or Refusal, on all: a deadline
-        after the store's last word, or half of one where it was lost behind steps that overlap."""
+        """Collective. A connection on every rank. Raises OuterStoreUnreachable, or Refusal, on all:
+        a deadline after the store's last word, or half of one where it was lost behind steps that
+        overlap."""
         self._until = max(
             self._last_received + self._deadline, time.monotonic() + self._deadline / 2
         )

@@ -13,14 +13,10 @@ from typing import Any
 
 from shardwright.diloco.link_probe import answer_probe
 from shardwright.diloco.outer_store_channel import (
-    HANDSHAKE_SECONDS,
     AuthenticatedChannel,
-    ChannelError,
     FrameKind,
-    WrongSecret,
-    authenticate,
     document_of,
-    set_unacknowledged_timeout,
+    open_channel,
     silence_limit_seconds,
 )
 from shardwright.diloco.round_membership import (
@@ -32,9 +28,13 @@ from shardwright.diloco.round_membership import (
     RoundAborted,
     RoundDecision,
 )
-from shardwright.utils.unauthenticated_connections import (
+from shardwright.utils.authenticated_socket import (
+    HANDSHAKE_SECONDS,
+    ChannelError,
     UnauthenticatedConnections,
+    WrongSecret,
     is_out_of_descriptors,
+    keep_alive,
     raise_descriptor_limit,
     shutdown_connection,
 )
@@ -144,8 +144,8 @@ class OuterStore:
         until = time.monotonic() + HANDSHAKE_SECONDS
         try:
             connection.settimeout(HANDSHAKE_SECONDS)
-            set_unacknowledged_timeout(connection, silence_limit_seconds(self.membership.deadline))
-            link = authenticate(connection, self._secret, as_store=True)
+            keep_alive(connection, silence_limit_seconds(self.membership.deadline))
+            link = open_channel(connection, self._secret, as_store=True)
             self._unauthenticated.remove(connection)
             kind, _, payload = link.receive(until)
             if kind == FrameKind.PROBE:
@@ -241,7 +241,7 @@ class OuterStore:
             self._log(f"island {island.number} is lost: {why}")
 
     def _serve(self, link: AuthenticatedChannel, island: Island, rank: int) -> None:
-        """Raises Broken where the rank is lost, or the island with it."""
+        """Raises ChannelError where the rank is lost, or the island with it."""
         while True:
             kind, tag, payload = link.receive()
             if kind == FrameKind.BYE:

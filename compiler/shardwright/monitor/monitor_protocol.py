@@ -1,27 +1,21 @@
-"""What the ranks and rank 0 say to each other, how it stands on the wire, and how each side proves
-that it belongs.
+"""What the ranks and rank 0 say to each other, and how it stands on the wire.
 
-TCP, one message a line: a JSON object in UTF-8 whose `kind` is one of _KINDS, with exactly that
+TCP: the handshake of utils/authenticated_socket.py under the run's token, with the rank's hello in
+it, then one message a line: a JSON object in UTF-8 whose `kind` is one of _KINDS, with exactly that
 class's fields.
 
-    rank 0 -> peer   challenge  at once, with a nonce peer -> rank 0   hello      within
-    HELLO_TIMEOUT_SECONDS, in MAX_HELLO_BYTES: who it is, a nonce of its own, its proof rank 0 ->
-    peer welcome    rank 0's proof; from here on the peer is that rank rank -> rank 0   step, stack,
-    failed, bye rank 0 -> rank   dump, end
+    rank -> rank 0   hello, in the handshake; then step, stack, failed, bye
+    rank 0 -> rank   dump, end
 
-A proof is HMAC-SHA256 under the run's token (token.py) of both nonces and of all that the hello
-says, another one on each side: the token itself never crosses the network, and neither side takes a
-stranger for the other. Whoever says anything else before its welcome is dropped, so strangers reach
-nothing but a small buffer, for a moment, and few of them at once (hub.py). Later lines are neither
-signed nor encrypted: the training network has to be trusted, as NCCL, gloo and torch's rendezvous
-store are open to all of it. What is kept out is whoever merely finds the port.
+Whoever does not prove to be a rank within HELLO_TIMEOUT_SECONDS is dropped, so strangers reach
+nothing but a small buffer, for a moment, and few of them at once (monitor_server.py). The lines are
+neither signed nor encrypted: the training network has to be trusted, as NCCL, gloo and torch's
+rendezvous store are open to all of it. What is kept out is whoever merely finds the port.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -32,10 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.monitor.rank_events import RankStack
+from shardwright.utils.authenticated_socket import (
+    HANDSHAKE_SECONDS,
+    Handshake,
+    authenticate,
+    keep_alive,
+)
 from shardwright.utils.file_io import parse_json
 from shardwright.utils.json_records import read_record
 
-# The run's token: what a rank proves to know before rank 0 listens to it (channel.py).
+# The run's token: what a rank proves to know before rank 0 listens to it.
 #
 # Where launch.sh starts every node itself over a network (pdsh, Open MPI, Slurm) it makes one and
 # hands it to the ranks in their environment. Elsewhere rank 0 makes one and leaves it in run/, in a
@@ -98,15 +98,12 @@ def _fingerprint(token: str) -> str:
     return hashlib.sha256(f"shardwright {token}".encode()).hexdigest()[:32]
 
 
+PROTOCOL = b"shardwright-monitor-2\n"
 MAX_LINE_BYTES = 2**18
-MAX_HELLO_BYTES = 2**12
-HELLO_TIMEOUT_SECONDS = 10.0
+HELLO_TIMEOUT_SECONDS = HANDSHAKE_SECONDS
 WELCOME_TIMEOUT_SECONDS = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Challenge:
-    nonce: str
+LOST_HOST_SECONDS = 17.0
+"""After which a host that lost power or network is noticed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,13 +111,6 @@ class Hello:
     rank: int
     host: str
     pid: int
-    nonce: str
-    proof: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
-    proof: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +151,9 @@ class End:
     cause: str
 
 
-Message = Challenge | Hello | Welcome | StepDone | StackReport | Failed | Bye | Dump | End
+Message = Hello | StepDone | StackReport | Failed | Bye | Dump | End
 _KINDS: dict[str, type[Message]] = {
-    "challenge": Challenge,
     "hello": Hello,
-    "welcome": Welcome,
     "step": StepDone,
     "stack": StackReport,
     "failed": Failed,
@@ -192,39 +180,10 @@ def decode(line: bytes) -> Message | None:
         return None
 
 
-def make_hello(token: str, challenge: Challenge, rank: int, host: str, pid: int) -> Hello:
-    nonce = new_nonce()
-    return Hello(
-        rank=rank,
-        host=host,
-        pid=pid,
-        nonce=nonce,
-        proof=_proof(token, challenge, nonce, rank, host, pid),
-    )
-
-
-def proves(token: str, challenge: Challenge, hello: Hello) -> bool:
-    wanted = _proof(token, challenge, hello.nonce, hello.rank, hello.host, hello.pid)
-    return hmac.compare_digest(wanted.encode(), hello.proof.encode("utf-8", "replace"))
-
-
-def make_welcome(token: str, challenge: Challenge, hello: Hello) -> Welcome:
-    return Welcome(proof=_proof(token, challenge, hello.nonce, "welcome", hello.proof))
-
-
-def new_nonce() -> str:
-    return secrets.token_hex(16)
-
-
-def _proof(token: str, challenge: Challenge, *said: object) -> str:
-    text = json.dumps([challenge.nonce, *said]).encode("utf-8")
-    return hmac.new(token.encode("utf-8", "replace"), text, hashlib.sha256).hexdigest()
-
-
 class LineReader:
     """Whole lines out of what arrives on a connection, none of them longer than `most_bytes`."""
 
-    def __init__(self, connection: socket.socket, most_bytes: int) -> None:
+    def __init__(self, connection: socket.socket, most_bytes: int = MAX_LINE_BYTES) -> None:
         self.connection, self.most_bytes = connection, most_bytes
         self._rest = b""
 
@@ -244,33 +203,23 @@ class LineReader:
 def connect_to_server(
     address: str, port: int, token: str, rank: int, host: str, pid: int
 ) -> socket.socket:
-    """A rank's line to rank 0, once both have proved that they have the token. Raises OSError:
-    PermissionError where one of them has not."""
-    line = socket.create_connection((address, port), timeout=WELCOME_TIMEOUT_SECONDS)
-    until = time.monotonic() + WELCOME_TIMEOUT_SECONDS
-    with contextlib.ExitStack() as stack:
-        stack.callback(line.close)
-        challenge = _next(line, until)
-        if not isinstance(challenge, Challenge):
-            raise ConnectionError(f"what listens on {address}:{port} is not a rank 0")
-        hello = make_hello(token, challenge, rank, host, pid)
-        line.sendall(encode(hello))
-        if _next(line, until) != make_welcome(token, challenge, hello):
-            raise PermissionError(f"rank 0 at {address}:{port} has another token")
-        stack.pop_all()
-    line.settimeout(None)
-    return line
+    """Return a rank's connection to rank 0, once both have proved that they have the token.
+
+    Raises OSError: WrongSecret where rank 0 has another token or does not take the rank.
+    """
+    hello = encode(Hello(rank=rank, host=host, pid=pid))
+    connection = socket.create_connection((address, port), timeout=WELCOME_TIMEOUT_SECONDS)
+    try:
+        handshake = Handshake(PROTOCOL, token_bytes(token), is_server=False, hello=hello)
+        authenticate(connection, handshake, WELCOME_TIMEOUT_SECONDS)
+        connection.settimeout(None)
+        keep_alive(connection, LOST_HOST_SECONDS)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
-def _next(line: socket.socket, until: float) -> Message | None:
-    """One message, byte by byte: what comes behind it stays for Lines. None where it is none, or
-    the peer has gone. Raises TimeoutError where it is not complete at `until`, a time of the
-    monotonic clock."""
-    text = b""
-    while not text.endswith(b"\n"):
-        line.settimeout(max(until - time.monotonic(), 0.001))
-        byte = line.recv(1)
-        if not byte or len(text) > MAX_HELLO_BYTES:
-            return None
-        text += byte
-    return decode(text)
+def token_bytes(token: str) -> bytes:
+    """Return the token as a handshake's secret. A lone surrogate becomes a question mark."""
+    return token.encode("utf-8", "replace")

@@ -1,8 +1,8 @@
 """Rank 0's ear: every rank holds a connection to it, and one that breaks without a word is a rank
 that is gone.
 
-What is said on it is channel.py's. Anybody can connect; who cannot prove to be a rank is dropped
-and changes nothing.
+What is said on it is monitor_protocol.py's. Anybody can connect; who cannot prove to be a rank is
+dropped and changes nothing.
 
 A killed process closes its connections at once; a dead host stops answering the kernel's keepalive.
 So no rank has to send anything in time, and a rank that computes for an hour is not taken for dead.
@@ -35,18 +35,19 @@ from shardwright.monitor.rank_events import (
 )
 from shardwright.monitor.run_files import write_status
 from shardwright.plan.plan import Plan
-from shardwright.utils.json_values import JsonValue
-from shardwright.utils.unauthenticated_connections import (
+from shardwright.utils.authenticated_socket import (
+    Handshake,
     UnauthenticatedConnections,
+    WrongSecret,
     is_out_of_descriptors,
+    keep_alive,
     raise_descriptor_limit,
 )
+from shardwright.utils.json_values import JsonValue
 
 GRACE_SECONDS = 3.0
 """From the first sign of trouble to the end of all ranks: the cause shall arrive before its echoes
 are cut off."""
-KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 5, 3, 4
-"""A host that lost power or network is noticed after 5 + 3 x 4 = 17 seconds."""
 JOIN_WARNING_SECONDS = 60.0
 STALL_SECONDS = float(os.environ.get("SHARDWRIGHT_STALL_SECONDS", "600"))
 STACK_TIMEOUT_SECONDS = 5.0
@@ -58,28 +59,15 @@ MAX_LOGGED_PROBLEMS = 20
 HEARTBEAT_SECONDS = 5.0
 
 
-def keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS),
-        (socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_SECONDS),
-        (socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
-        # For what was sent and not acknowledged: keepalive does not run then.
-        (
-            socket.TCP_USER_TIMEOUT,
-            1000 * (KEEPALIVE_IDLE_SECONDS + KEEPALIVE_INTERVAL_SECONDS * KEEPALIVE_PROBES),
-        ),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
 class _RankConnection:
-    """One connection. hello: what it said, once it has proved it."""
+    """One connection. hello: what it said, once it has proved it and is that rank."""
 
-    def __init__(self, connection: socket.socket, connected_at: float) -> None:
+    def __init__(self, connection: socket.socket, token: str, connected_at: float) -> None:
         self.connection, self.connected_at = connection, connected_at
-        self.lines = monitor_protocol.LineReader(connection, monitor_protocol.MAX_HELLO_BYTES)
-        self.challenge = monitor_protocol.Challenge(nonce=monitor_protocol.new_nonce())
+        self.handshake = Handshake(
+            monitor_protocol.PROTOCOL, monitor_protocol.token_bytes(token), is_server=True
+        )
+        self.lines = monitor_protocol.LineReader(connection)
         self.hello: monitor_protocol.Hello | None = None
         self.explained_its_exit = False
 
@@ -161,39 +149,51 @@ class MonitorServer(threading.Thread):
                     self._close_connection(oldest)
                 time.sleep(0.05)
                 return
-            peer = _RankConnection(connection, time.monotonic())
+            peer = _RankConnection(connection, self._token, time.monotonic())
             for crowded_out in self._unauthenticated_peers.add(peer, address[0]):
                 self._close_connection(crowded_out)
             self._selector.register(connection, selectors.EVENT_READ, peer)
             try:
                 connection.setblocking(False)
-                keep_alive(connection)
-                connection.sendall(monitor_protocol.encode(peer.challenge))
+                keep_alive(connection, monitor_protocol.LOST_HOST_SECONDS)
+                connection.sendall(peer.handshake.output)
             except OSError:
                 self._close_connection(peer)
 
     def _read_messages(self, peer: _RankConnection) -> None:
+        if peer.hello is None:
+            if not self._authenticate(peer):
+                self._close_connection(peer)
+            return
         lines = peer.lines.read()
         for line in lines or ():
-            message = monitor_protocol.decode(line)
-            if peer.hello is not None:
-                self._handle_message(peer, peer.hello.rank, message)
-            elif not isinstance(message, monitor_protocol.Hello) or not self._authenticate(
-                peer, message
-            ):
-                self._close_connection(peer)
-                return
+            self._handle_message(peer, peer.hello.rank, monitor_protocol.decode(line))
         if lines is None:
             self._close_connection(peer)
-            if peer.hello is not None and not peer.explained_its_exit:
+            if not peer.explained_its_exit:
                 self._report_lost_rank(peer.hello)
 
-    def _authenticate(self, peer: _RankConnection, hello: monitor_protocol.Hello) -> bool:
-        if not monitor_protocol.proves(self._token, peer.challenge, hello):
+    def _authenticate(self, peer: _RankConnection) -> bool:
+        """Continue the handshake with what has arrived. Return whether the peer may stay."""
+        handshake = peer.handshake
+        try:
+            received = peer.connection.recv(handshake.missing_bytes)
+            handshake.feed(received)
+        except BlockingIOError:
+            return True
+        except WrongSecret:
+            hello = monitor_protocol.decode(handshake.hello)
+            rank = hello.rank if isinstance(hello, monitor_protocol.Hello) else "?"
             self._log_problem(
-                f"a peer that calls itself rank {hello.rank} does not have this run's "
-                "token: dropped"
+                f"a peer that calls itself rank {rank} does not have this run's token: dropped"
             )
+            return False
+        except OSError:
+            return False
+        if not handshake.is_complete:
+            return bool(received)
+        hello = monitor_protocol.decode(handshake.hello)
+        if not isinstance(hello, monitor_protocol.Hello):
             return False
         if not 0 <= hello.rank < len(self.plan.ranks) or hello.rank in self._connected_ranks:
             self._log_problem(
@@ -201,15 +201,11 @@ class MonitorServer(threading.Thread):
             )
             return False
         try:
-            peer.connection.sendall(
-                monitor_protocol.encode(
-                    monitor_protocol.make_welcome(self._token, peer.challenge, hello)
-                )
-            )
+            peer.connection.sendall(handshake.output)
         except OSError:
             return False
         self._unauthenticated_peers.remove(peer)
-        peer.hello, peer.lines.most_bytes = hello, monitor_protocol.MAX_LINE_BYTES
+        peer.hello = hello
         self._peers[hello.rank] = peer
         self._connected_ranks.add(hello.rank)
         self._last_progress = time.monotonic()

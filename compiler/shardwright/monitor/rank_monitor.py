@@ -28,7 +28,7 @@ from shardwright.monitor.monitor_protocol import (
     find_token,
     make_token,
 )
-from shardwright.monitor.monitor_server import GRACE_SECONDS, MonitorServer, keep_alive, open_server
+from shardwright.monitor.monitor_server import GRACE_SECONDS, MonitorServer, open_server
 from shardwright.monitor.rank_events import (
     MAX_CAUSE_CHARACTERS,
     RankFailed,
@@ -103,7 +103,6 @@ class RankMonitor:
             ValueError,
         ) as error:  # torch's network errors are RuntimeErrors
             raise self._unreachable(address, port, error) from None
-        keep_alive(line)
         self._connection = line
 
     def _start_server(self, address: str) -> str:
@@ -201,9 +200,7 @@ class RankMonitor:
             if self._connection is None:
                 time.sleep(0.5)
                 continue
-            lines = lines or monitor_protocol.LineReader(
-                self._connection, monitor_protocol.MAX_LINE_BYTES
-            )
+            lines = lines or monitor_protocol.LineReader(self._connection)
             if not select.select([self._connection], [], [], 0.5)[0]:
                 continue
             said = lines.read()

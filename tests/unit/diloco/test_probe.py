@@ -12,14 +12,12 @@ import pytest
 from shardwright.diloco import link_probe
 from shardwright.diloco.link_probe import MAX_BURST_BYTES, measure_link
 from shardwright.diloco.outer_store_channel import (
-    ChannelError,
     FrameKind,
-    WrongSecret,
-    authenticate,
-    read_exactly,
+    open_channel,
 )
 from shardwright.diloco.outer_store_server import OuterStore
 from shardwright.diloco.round_membership import Membership
+from shardwright.utils.authenticated_socket import ChannelError, WrongSecret, read_exactly
 
 SECRET = b"k" * 32
 
@@ -109,7 +107,7 @@ def test_a_store_bounds_what_it_sends(
 ) -> None:
     host, _, port = store[1].rpartition(":")
     with socket.create_connection((host, int(port)), 5) as connection:
-        link = authenticate(connection, SECRET, as_store=False)
+        link = open_channel(connection, SECRET, as_store=False)
         link.send_document(FrameKind.PROBE, {"plan": "plan"})
         assert link.receive()[0] == FrameKind.PROBED
         link.send_document(FrameKind.PROBE, asked)

@@ -17,13 +17,13 @@ from shardwright.diloco import outer_store_channel
 from shardwright.diloco.outer_store_channel import (
     CHUNK_BYTES,
     MAGIC,
-    ChannelError,
     FrameKind,
-    authenticate,
+    open_channel,
 )
 from shardwright.diloco.outer_store_client import IslandRank, Link, RefusedByStore
 from shardwright.diloco.outer_store_server import MOST_LINES_OF_AN_ADDRESS, OuterStore
 from shardwright.diloco.round_membership import WINDOW_CHUNKS, Membership, chunk_sizes
+from shardwright.utils.authenticated_socket import ChannelError
 from tests.unit.diloco.threads import SECRET, SIZE, WORLD, Island, Running, begun
 
 
@@ -161,7 +161,7 @@ def test_a_rank_hears_of_a_silent_store_in_half_the_deadline() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def greet() -> None:
-        channel = authenticate(listener.accept()[0], SECRET, as_store=True)
+        channel = open_channel(listener.accept()[0], SECRET, as_store=True)
         channel.receive()
         channel.send_document(FrameKind.WELCOME, {})
         silent.append(channel)
@@ -436,7 +436,7 @@ def test_output_that_nobody_reads_costs_no_outer_step(
 def test_a_handshake_has_one_deadline_however_often_a_byte_comes(
     running: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(outer_store_channel.authenticate.__kwdefaults__, "within", 0.6)
+    monkeypatch.setitem(outer_store_channel.open_channel.__kwdefaults__, "within", 0.6)
     here = running()
     host, port = here.address.split(":")
     began, sent = time.monotonic(), 0

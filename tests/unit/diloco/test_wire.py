@@ -11,12 +11,11 @@ import pytest
 from shardwright.diloco.outer_store_channel import (
     MAGIC,
     AuthenticatedChannel,
-    ChannelError,
     FrameKind,
-    WrongSecret,
-    authenticate,
     document_of,
+    open_channel,
 )
+from shardwright.utils.authenticated_socket import ChannelError, WrongSecret
 
 
 def met(
@@ -46,15 +45,7 @@ def met(
 
 
 def _meet(connection: socket.socket, secret: bytes, *, as_store: bool) -> AuthenticatedChannel:
-    return authenticate(connection, secret, as_store=as_store)
-
-
-@pytest.fixture(autouse=True)
-def _no_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pair of local sockets has no TCP options."""
-    monkeypatch.setattr(
-        "shardwright.diloco.outer_store_channel.keep_alive", lambda connection: None
-    )
+    return open_channel(connection, secret, as_store=as_store)
 
 
 def channels() -> tuple[AuthenticatedChannel, AuthenticatedChannel, socket.socket, socket.socket]:
@@ -85,11 +76,11 @@ def test_a_store_that_does_not_know_the_secret_is_no_store() -> None:
 
     def echo() -> None:
         its.sendall(its.recv(len(MAGIC) + 32))
-        its.sendall(its.recv(32))
+        its.sendall(its.recv(2 + 32)[2:])
 
     threading.Thread(target=echo, daemon=True).start()
     with pytest.raises(WrongSecret):
-        authenticate(mine, b"s" * 32, as_store=False)
+        open_channel(mine, b"s" * 32, as_store=False)
 
 
 def flipped(frame: bytes) -> bytes:

@@ -20,33 +20,36 @@ from shardwright.compile import compile_recipe
 from shardwright.monitor import monitor_protocol
 from shardwright.monitor import monitor_server as hub_module
 from shardwright.monitor.monitor_protocol import (
-    MAX_HELLO_BYTES,
     MAX_LINE_BYTES,
+    PROTOCOL,
     TOKEN_IN_ENVIRONMENT,
     TOKEN_VARIABLE,
     Bye,
-    Challenge,
     End,
     Failed,
     Hello,
     LineReader,
     StackReport,
     StepDone,
-    Welcome,
     connect_to_server,
     decode,
     delete_token,
     encode,
     find_token,
-    make_hello,
     make_token,
-    proves,
 )
 from shardwright.monitor.monitor_server import MAX_UNAUTHENTICATED, MonitorServer, open_server
 from shardwright.monitor.rank_events import Event, RankLost, RankStack, read_events
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.utils.unauthenticated_connections import UnauthenticatedConnections
+from shardwright.utils.authenticated_socket import (
+    MAX_HELLO_BYTES,
+    ChannelError,
+    Handshake,
+    UnauthenticatedConnections,
+    WrongSecret,
+    authenticate,
+)
 
 TOKEN = "the run's own"
 STACK = RankStack(
@@ -126,7 +129,8 @@ def ranks(ear: Ear) -> dict[int, socket.socket]:
     return {rank: ear.rank(rank) for rank in range(4)}
 
 
-HELLO = {"kind": "hello", "rank": 1, "host": "h", "pid": 1, "nonce": "n", "proof": "p"}
+HELLO = {"kind": "hello", "rank": 1, "host": "h", "pid": 1}
+GREETING = PROTOCOL + b"n" * 32
 HOSTILE = {
     "a list": b"[]\n",
     "nothing": b"\n",
@@ -139,12 +143,12 @@ HOSTILE = {
     "the end of the run": encode(End(cause="x")),
     "a rank's death": encode(Failed(cause="x")),
     "a step": encode(StepDone(step=1)),
-    "no proof": json.dumps({**HELLO, "proof": None}).encode() + b"\n",
-    "a wrong proof": json.dumps(HELLO).encode() + b"\n",
-    "a proof that is no text": json.dumps({**HELLO, "proof": "\ud800"}).encode() + b"\n",
-    "a rank that is none": json.dumps({**HELLO, "rank": "1"}).encode() + b"\n",
-    "a huge rank": json.dumps({**HELLO, "rank": 10**30}).encode() + b"\n",
-    "a long hello": json.dumps({**HELLO, "host": "h" * MAX_HELLO_BYTES}).encode() + b"\n",
+    "another version": PROTOCOL.replace(b"2", b"1") + b"n" * 32,
+    "a wrong proof": GREETING + b"\0\2{}" + b"p" * 32,
+    "a wrong proof without a hello": GREETING + b"\0\0" + b"p" * 32,
+    "lines in the place of a hello": GREETING + b'{"kind": "bye"}\n' * 10000,
+    "a hello without an end": GREETING + b"\xff" * 2**20,
+    "a long hello": GREETING + (MAX_HELLO_BYTES + 1).to_bytes(2, "big") + b"x" * 2**14,
     "a line of 1 MiB": b"x" * 2**20 + b"\n",
     "1 MiB without an end": b"x" * 2**20,
     "many lines": b'{"kind": "bye"}\n' * 10000,
@@ -161,6 +165,32 @@ def test_who_is_no_rank_is_dropped_and_changes_nothing(
         assert is_dropped(line), name
         with pytest.raises(PermissionError):
             ear.rank(1, token="another run's")
+    ear.still_hears(ranks)
+
+
+HELLOS = {
+    "nothing": b"",
+    "not JSON": b"GET / HTTP/1.1",
+    "not UTF-8": b"\xff\xfe\x00",
+    "a list": b"[]",
+    "deep": b"[" * 4000,
+    "another message": encode(Bye()),
+    "a rank that is none": json.dumps({**HELLO, "rank": "1"}).encode(),
+    "a huge rank": json.dumps({**HELLO, "rank": 10**30}).encode(),
+    "no rank": json.dumps({"kind": "hello", "host": "h", "pid": 1}).encode(),
+    "more than a rank": json.dumps({**HELLO, "proof": "p"}).encode(),
+}
+
+
+@pytest.mark.parametrize("token", [TOKEN, "another run's"])
+@pytest.mark.parametrize("name", HELLOS)
+def test_a_hello_that_is_none_is_dropped_also_with_the_token(
+    ear: Ear, ranks: dict[int, socket.socket], name: str, token: str
+) -> None:
+    line = ear.stranger()
+    handshake = Handshake(PROTOCOL, token.encode(), is_server=False, hello=HELLOS[name])
+    with pytest.raises(WrongSecret):
+        authenticate(line, handshake)
     ear.still_hears(ranks)
 
 
@@ -185,8 +215,10 @@ def test_a_peer_that_stops_in_a_line_is_dropped_after_a_while(
     ear: Ear, ranks: dict[int, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor_protocol, "HELLO_TIMEOUT_SECONDS", 0.3)
-    silent, half = ear.stranger(), ear.stranger()
-    half.sendall(b'{"kind": "hel')
+    silent, half, in_its_hello = ear.stranger(), ear.stranger(), ear.stranger()
+    half.sendall(PROTOCOL[:5])
+    in_its_hello.sendall(GREETING + b"\1\0" + b"{")
+    assert is_dropped(in_its_hello)
     assert is_dropped(silent) and is_dropped(half)
     ear.still_hears(ranks)
 
@@ -224,7 +256,7 @@ def test_what_a_rank_may_not_say_is_passed_over(ear: Ear, ranks: dict[int, socke
     """It has proved to be one of ours; a message of another version is no reason to end a run."""
     ranks[1].sendall(
         b'[]\n\xff\n{"kind": "news"}\n'
-        + encode(Welcome(proof=""))
+        + encode(Hello(rank=2, host="h", pid=1))
         + encode(StackReport(stack=STACK))
     )
     ranks[1].sendall(encode(StepDone(step=5)))
@@ -296,11 +328,12 @@ def test_a_rank_does_not_take_a_stranger_for_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         for said in (
-            encode(Challenge(nonce="n")) + encode(Welcome(proof="x")),
+            GREETING + b"x" * 32,
+            GREETING,
             encode(End(cause="x")),
             b"hello\n",
         ):
-            error = PermissionError if b"nonce" in said else ConnectionError
+            error = PermissionError if said.startswith(GREETING) else ConnectionError
             with pytest.raises(error):
                 answered(
                     server, said, lambda: connect_to_server("127.0.0.1", port, TOKEN, 0, "h", 1)
@@ -327,24 +360,46 @@ def answered(server: socket.socket, said: bytes, call_it: Callable[[], object]) 
 
 
 def test_a_proof_is_of_one_connection_and_of_all_that_is_said() -> None:
-    challenge = Challenge(nonce="a")
-    hello = make_hello(TOKEN, challenge, 1, "h", 7)
-    assert proves(TOKEN, challenge, hello)
-    fields = {name: getattr(hello, name) for name in ("rank", "host", "pid", "nonce", "proof")}
-    for changed in (
-        {"rank": 2},
-        {"host": "i"},
-        {"pid": 8},
-        {"nonce": "b"},
-        {"proof": hello.proof[:-1] + "x"},
+    hello, other = (encode(Hello(rank=1, host="h", pid=pid)) for pid in (7, 8))
+
+    def server(token: str = TOKEN) -> Handshake:
+        return Handshake(PROTOCOL, token.encode(), is_server=True)
+
+    def answered_by(client: Handshake, to: Handshake) -> bytes:
+        """What the client says to this server: its greeting, its hello and its proof."""
+        return client.output + client.feed(to.output)
+
+    def takes(to: Handshake, said: bytes) -> bool:
+        """Byte by byte."""
+        for at in range(len(said)):
+            to.feed(said[at : at + 1])
+        return to.is_complete
+
+    def client(token: str = TOKEN) -> Handshake:
+        return Handshake(PROTOCOL, token.encode(), is_server=False, hello=hello)
+
+    mine = server()
+    said = answered_by(client(), mine)
+    assert takes(mine, said) and mine.hello == hello
+    for to, changed in (
+        (server(), said),  # overheard, said again
+        ((its := server()), answered_by(client(), its).replace(hello, other)),
+        ((its := server()), answered_by(client(), its)[:-1] + b"x"),
+        ((its := server()), answered_by(client("another"), its)),
+        ((its := server("another")), answered_by(client(), its)),
     ):
-        assert not proves(TOKEN, challenge, Hello(**(fields | changed)))
-    assert not proves(TOKEN, Challenge(nonce="b"), hello)  # overheard, said again
-    assert not proves("another", challenge, hello)
+        with pytest.raises(WrongSecret):
+            takes(to, changed)
+    asks, its = client(), server()
+    takes(its, answered_by(asks, its))
+    with pytest.raises(WrongSecret):  # sent back what it has heard
+        asks.feed(said[-32:])
+    assert its.output != said[-32:]
 
 
 @pytest.mark.parametrize(
-    "message", [Challenge(nonce="n"), StepDone(step=2**40), StackReport(stack=STACK), Bye()]
+    "message",
+    [Hello(rank=1, host="h", pid=1), StepDone(step=2**40), StackReport(stack=STACK), Bye()],
 )
 def test_a_message_comes_back_from_its_line(message: Any) -> None:
     assert decode(encode(message).removesuffix(b"\n")) == message
@@ -413,12 +468,12 @@ def test_a_rank_gives_up_on_a_server_that_sends_a_byte_now_and_then(
         def serve() -> None:
             connection, _ = server.accept()
             with contextlib.suppress(OSError):
-                while time.monotonic() < began + 5:
-                    connection.sendall(b"x")
+                for byte in GREETING + b"x" * 32:
+                    connection.sendall(bytes([byte]))
                     time.sleep(0.05)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(ChannelError, match="timed out"):
             connect_to_server("127.0.0.1", server.getsockname()[1], TOKEN, 0, "h", 1)
     assert time.monotonic() - began < 3
