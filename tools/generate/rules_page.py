@@ -193,7 +193,6 @@ def recipes() -> tuple[Recipe, ...]:
             single, model=dataclasses.replace(single.model, attention="flash_attention_2")
         ),
         with_resolved_kernels(plain, "compile"),
-        dataclasses.replace(plain, model=dataclasses.replace(plain.model, kernels="liger")),
         dataclasses.replace(plain, data=TEXT),
         dataclasses.replace(
             plain, lora=LoraSection(rank=8, alpha=16.0, dropout=0.0, target_modules=("c_attn",))

@@ -208,7 +208,6 @@ STRATEGY_CODES: dict[str, str] = {
     "SW3160": "the model asks for a balance loss, which is off",
     "SW3161": "torch.compile is not proved for the model",
     "SW3162": "torch.compile is not proved in the layout",
-    "SW3163": "liger's kernels are not in this version",
     "SW3164": "Megatron-Core's context ranks take two pieces of a row each",
     "SW3165": "Megatron-Core's expert ranks do not divide a stage's ranks",
     "SW3166": "Megatron-Core does not cut experts that have biases",

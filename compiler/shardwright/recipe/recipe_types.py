@@ -72,7 +72,7 @@ class ModelSection:
     weights: str  # pretrained | random
     attention: str  # auto | sdpa | eager | flash_attention_2
     loss: Loss | Literal["auto"]
-    kernels: Kernels | Literal["auto", "liger"] = "hf"
+    kernels: Kernels | Literal["auto"] = "hf"
     trust_remote_code: str | None = (
         None  # the same as source, or None: code of the model's own never runs
     )

@@ -89,7 +89,6 @@ RUNTIME_RULES: dict[str, Rule] = {
         "activation_checkpointing",
         "offload",
     ),
-    "SW3163": rule(training_rules.liger_missing),
     "SW3171": rule(vision_rules.vision_language_verified, "schedule", "offload"),
     "SW3172": rule(vision_rules.vision_encoder_not_counted),
     "SW3173": rule(

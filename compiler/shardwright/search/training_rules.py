@@ -183,25 +183,6 @@ def compiled_layout_verified(x: Candidate) -> Diagnostic | None:
     )
 
 
-def liger_missing(x: Candidate) -> Diagnostic | None:
-    """Liger's Triton kernels need a GPU to be compared with a plain run."""
-    if x.recipe.model.kernels != "liger":
-        return None
-    return found(
-        "SW3163",
-        _KERNELS,
-        (
-            "kernels: liger is not in this version: its Triton kernels have not been compared with "
-            "a plain run"
-        ),
-        (
-            "Write `kernels: compile`, which fuses the same norms, rotary embeddings and "
-            "activations, or `kernels: hf`."
-        ),
-        ("hf", "compile", "auto"),
-    )
-
-
 # `tracking.noise_scale`: where it was compared with the gradient of every row
 # (docs/batch-size.md), and no further.
 

@@ -124,6 +124,7 @@ def test_the_good_one_is_good(tmp_path: Path) -> None:
         (changed("version: 1", "version: 2"), "SW1103", 1),
         (changed("steps: 20", "steps: 20\n  precision: bf-16"), "SW1103", 13),
         (GOOD + "data: {kind: texts, path: a}\n", "SW1103", 13),
+        (changed("size: 64}", "size: 64}\n  kernels: liger"), "SW1103", 5),
         (changed("steps: 20", "steps: 0"), "SW1104", 12),
         (changed("steps: 20", "steps: 20\n  optimizer: {betas: [0.9, 1.0]}"), "SW1104", 13),
         (changed("steps: 20", "steps: 20\n  optimizer: {lr: 0}"), "SW1104", 13),
