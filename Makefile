@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
-.PHONY: help setup demo test test-more test-light test-hosts prove prove-megatron prove-list proof lint lint-light golden graphs config-keys snapshot lint-docs recipes docs readme build fit-cost bench-cost bench-schedule bench-gpu
+.PHONY: help setup demo test test-more test-light test-hosts prove prove-megatron prove-list lint lint-light generated golden build fit-cost bench-cost bench-schedule bench-gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -84,10 +84,6 @@ $(LATER)/.installed: pyproject.toml constraints.txt
 prove-list: setup ## the pieces of make prove: how old each result is and how long it took
 	$(BIN)/python -m tools.prove --list
 
-proof: setup ## docs/proof.md and the support matrix, from benchmarks/
-	$(BIN)/python -m tools.generate.proof_page
-	$(BIN)/python -m tools.generate.support_matrix
-
 fit-cost: setup ## fit the cost model's constants to the published rows; writes cost/constants.json
 	$(BIN)/python -m tools.fit_cost
 
@@ -106,29 +102,11 @@ lint: setup ## ruff, mypy --strict, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-golden: setup ## write tests/cases/*/expected anew; read the difference before you commit it
-	$(BIN)/python -m pytest tests/cases --update-golden
+generated: setup ## after any change: every generated file anew; read the difference (ONLY="docs_pages golden" runs these generators alone)
+	$(BIN)/python -m tools.generate $(ONLY)
 
-graphs: setup ## trace the models that come with the package anew
-	$(BIN)/python -m tools.generate.traced_graphs
-
-config-keys: setup ## what the installed transformers takes in a model's configuration, for `check`
-	$(BIN)/python -m tools.generate.transformers_config_keys
-
-snapshot: setup ## what the installed DeepSpeed takes in ds_config.json, for `lint`
-	$(BIN)/python -m tools.generate.deepspeed_config_snapshot
-
-lint-docs: setup ## the table of rules in docs/lint.md
-	$(BIN)/python -m tools.generate.lint_page
-
-recipes: setup ## plans every ready recipe: the table of recipes/README.md, and tests/recipes/expected
-	$(BIN)/python -m tools.generate.recipe_plans
-
-docs: setup ## docs/recipe.md, docs/rules.md, and the tables and figures of docs/cost-model.md and docs/batch-size.md
-	$(BIN)/python -m tools.generate.docs_pages
-
-readme: setup ## the outputs of commands that README.md and the other pages show
-	$(BIN)/python -m tools.generate.command_outputs
+golden: setup ## tests/cases/*/expected alone
+	$(BIN)/python -m tools.generate golden
 
 build: setup ## sdist and wheel in dist/
 	$(BIN)/python -m build --no-isolation

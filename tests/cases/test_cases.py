@@ -101,7 +101,7 @@ def test_golden(case: Path, compiled: dict[str, CompileResult], update_golden: b
     }
     assert sorted(files) == sorted(golden)
     for name, content in files.items():
-        assert content.decode() == golden[name].decode(), f"{name}: `make golden` writes it anew"
+        assert content.decode() == golden[name].decode(), f"{name}: `make generated` writes it anew"
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -125,7 +125,7 @@ def test_bad_file_is_shown_as_it_was(path: Path, update_golden: bool) -> None:
     if update_golden:
         golden.write_text(shown, encoding="utf-8")
     assert shown == golden.read_text(encoding="utf-8"), (
-        "--update-golden writes it anew; read the difference"
+        "`make generated` writes it anew; read the difference"
     )
     assert "error[SW4" in shown
 
@@ -163,4 +163,4 @@ def test_gathered_weights_are_of_use_under_autotp() -> None:
 
 def test_the_page_of_rules_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page), "run `make lint-docs`"
+    assert page == written(page), "run `make generated`"

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_snapshot_is_of_the_installed_version() -> None:
-    """`make snapshot` writes it anew."""
+    """`make generated` writes it anew."""
     program = (
         "import sys; from tools.generate.deepspeed_config_snapshot import text; "
         "sys.stdout.write('=====' + text())"

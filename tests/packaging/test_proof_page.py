@@ -6,7 +6,7 @@ from tools.generate.proof_page import BEGIN, PAGE, marked, written
 
 
 def test_the_table_of_proofs_is_what_benchmarks_say() -> None:
-    """Whichever rows it marks as older than the code: `make proof` marks them anew."""
+    """Whichever rows it marks as older than the code: `make generated` marks them anew."""
     page = PAGE.read_text(encoding="utf-8")
     assert BEGIN in page
-    assert page == written(page, marked(page)), "run `make proof`"
+    assert page == written(page, marked(page)), "run `make generated`"

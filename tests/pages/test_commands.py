@@ -59,7 +59,7 @@ def follow(page: str, folder: Path, *, thorough: bool) -> None:
             assert code == expected, f"{block}: `{run}` ended with {code}\n{printed[-3000:]}"
             if shown is not None:
                 assert same(shown, printed), (
-                    f"{block}: `{run}` prints other than shown (`make readme`):\n{printed}"
+                    f"{block}: `{run}` prints other than shown (`make generated`):\n{printed}"
                 )
 
 

@@ -20,7 +20,7 @@ WRITTEN_BY_HAND = ("cost-model.md", "extending.md")
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_fresh(name: str) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `make docs`"
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `make generated`"
 
 
 def test_every_key_has_a_row() -> None:

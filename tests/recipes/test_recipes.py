@@ -40,7 +40,7 @@ def test_the_plan_is_the_golden_one(name: str) -> None:
     assert found.recipe.name == name
     assert found.best.feasible
     assert found.text == (EXPECTED / f"{name}.txt").read_text(encoding="utf-8"), (
-        "`make recipes` writes it anew"
+        "`make generated` writes it anew"
     )
 
 
@@ -49,7 +49,7 @@ def test_no_golden_plan_is_left_over() -> None:
 
 
 def test_the_index_is_fresh() -> None:
-    assert INDEX.read_text(encoding="utf-8") == index(), "run `make recipes`"
+    assert INDEX.read_text(encoding="utf-8") == index(), "run `make generated`"
 
 
 def test_check_takes_them_all(capsys: pytest.CaptureFixture[str]) -> None:

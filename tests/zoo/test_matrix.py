@@ -15,9 +15,9 @@ from tools.generate import support_matrix as matrix
 
 
 def test_support_json_is_what_the_benchmarks_compose_to() -> None:
-    assert model_support.support_text() == matrix.text(matrix.compose()), "run `make proof`"
+    assert model_support.support_text() == matrix.text(matrix.compose()), "run `make generated`"
     assert model_support.support_text("image-text-to-text") == matrix.text(matrix.compose_vlm()), (
-        "run `make proof`"
+        "run `make generated`"
     )
 
 

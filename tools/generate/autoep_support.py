@@ -2,8 +2,7 @@
 that has experts.
 
 Each type's tiny copy is built on the meta device and handed to DeepSpeed's own parser, with nothing
-but `enabled`. found: it names layers; missed: it names none and goes on; refused: it raises. Run it
-when DeepSpeed or transformers moves: python -m tools.generate.autoep_support.
+but `enabled`. found: it names layers; missed: it names none and goes on; refused: it raises.
 """
 
 from __future__ import annotations

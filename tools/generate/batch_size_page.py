@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.utils.number_format import format_number
+from tools.generate.sections import replace_section
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/batch-size.md"
 STEPS = (
-    "<!-- steps: made by `make docs` from benchmarks/batch-size.json -->",
+    "<!-- steps: made by `make generated` from benchmarks/batch-size.json -->",
     "<!-- end of steps -->",
 )
 NOISE = (
-    "<!-- noise: made by `make docs` from benchmarks/batch-size.json -->",
+    "<!-- noise: made by `make generated` from benchmarks/batch-size.json -->",
     "<!-- end of noise -->",
 )
 COLOURS = ("#9ecae1", "#4292c6", "#2171b5", "#08306b")
@@ -34,9 +35,7 @@ def bench() -> dict[str, Any]:
 def page() -> str:
     text, found = PAGE.read_text(encoding="utf-8"), bench()
     for (begin, end), body in ((STEPS, steps(found)), (NOISE, noise(found))):
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = f"{before}{begin}\n{body}\n{end}{after}"
+        text = replace_section(text, begin, end, body)
     return text
 
 

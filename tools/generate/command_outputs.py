@@ -1,5 +1,4 @@
-"""The outputs of commands that the pages show: `make readme` runs them and writes what they
-print."""
+"""Runs the commands that the pages show, and writes what they print into the pages."""
 
 from __future__ import annotations
 

@@ -8,18 +8,20 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tools.generate.sections import replace_section
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/cost-model.md"
 ERRORS = (
-    "<!-- errors: made by `make docs` from benchmarks/cost.json -->",
+    "<!-- errors: made by `make generated` from benchmarks/cost.json -->",
     "<!-- end of errors -->",
 )
 GOODPUT = (
-    "<!-- goodput: made by `make docs` from cost/goodput.json -->",
+    "<!-- goodput: made by `make generated` from cost/goodput.json -->",
     "<!-- end of goodput -->",
 )
 CONSTANTS = (
-    "<!-- constants: made by `make docs` from cost/constants.json -->",
+    "<!-- constants: made by `make generated` from cost/constants.json -->",
     "<!-- end of constants -->",
 )
 
@@ -32,9 +34,7 @@ def page() -> str:
         (CONSTANTS, constants("constants.json")),
     )
     for (begin, end), body in tables:
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = f"{before}{begin}\n{body}\n{end}{after}"
+        text = replace_section(text, begin, end, body)
     return text
 
 

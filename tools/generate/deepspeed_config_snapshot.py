@@ -1,8 +1,8 @@
-"""Writes engines/deepspeed/ds_config_schemas/VERSION.json from the installed DeepSpeed: `make
-snapshot`.
+"""Writes engines/deepspeed/ds_config_schemas/VERSION.json from the installed
+DeepSpeed.
 
 Its pydantic models and constructors are read; what it reads key by key comes from
-loose_sections.py.
+deepspeed_untyped_sections.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""`make docs`: the pages that are made from the schema, the rules and the measurements, and their
-figures."""
+"""The pages that are made from the schema, the rules and the measurements, and their figures."""
 
 from __future__ import annotations
 

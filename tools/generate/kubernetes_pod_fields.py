@@ -1,5 +1,4 @@
-"""Writes recipe/pod_fields.json from Kubernetes' published schema: python -m
-tools.generate.kubernetes_pod_fields"""
+"""Writes recipe/pod_fields.json from Kubernetes' published schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the table of rules into docs/lint.md: `make lint-docs`."""
+"""Writes the table of rules into docs/lint.md."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from shardwright.diagnostics.code_explanations import (
     ds_config_explanations,
     megatron_args_explanations,
 )
+from tools.generate.sections import replace_section
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/lint.md"
-BEGIN, END = "<!-- made by `make lint-docs` -->\n", "<!-- end -->"
+BEGIN, END = "<!-- made by `make generated` -->", "<!-- end -->"
 GROUPS = {
     "40": "The file",
     "41": "Keys and values",
@@ -27,9 +28,7 @@ GROUPS = {
 
 def written(page: str) -> str:
     """`page` with the table as it should be."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + table() + END + after
+    return replace_section(page, BEGIN, END, table())
 
 
 def table() -> str:
@@ -40,7 +39,7 @@ def table() -> str:
             if code[2:4] == digits:
                 lines.append(f"| {code} | {_cell(entry.title)} | {_cell(entry.source)} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join(lines[:-1])
 
 
 def _cell(text: str) -> str:

@@ -3,9 +3,9 @@
 megatron-core has it in its wheels from 0.17 on, for Python 3.12; this imports an unpacked wheel
 under any Python.
 
-python -m tools.generate.megatron_argument_parser FOLDER options    writes
-lint/megatron_options.json python -m tools.generate.megatron_argument_parser FOLDER ask        reads
-lines {"world": N, "args": [...]}, prints {} or {"error": ...}
+python -m tools.generate.megatron_argument_parser writes lint/megatron_options.json where it is of
+another version than the wheel; with FOLDER options, in any case. With FOLDER ask, it reads lines
+{"world": N, "args": [...]} and prints {} or {"error": ...}.
 """
 
 from __future__ import annotations
@@ -107,6 +107,10 @@ def answer(arguments: Any, question: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr  # the parser prints
+    if len(sys.argv) == 1:
+        if json.loads(OPTIONS.read_text(encoding="utf-8"))["megatron_core"] == VERSION:
+            return
+        sys.argv += [str(unpacked()), "options"]
     arguments = module(Path(sys.argv[1]))
     if sys.argv[2] == "options":
         OPTIONS.write_text(written(arguments), encoding="utf-8")

@@ -1,6 +1,7 @@
-"""The table of docs/proof.md, what `make prove` measured, composed from benchmarks/*.json: `make
-proof` writes it, and marks, in the table and in the text, the links to files that are older than
-the code that they speak of."""
+"""Writes the table of docs/proof.md, what `make prove` measured, from benchmarks/*.json.
+
+In the table and in the text, it marks the links to files that are older than their code.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tools.prove.proof_ledger import BENCHMARKS, ROOT, state
 from tools.prove.proof_pieces import BENCHES, PIECES
 
 PAGE = ROOT / "docs" / "proof.md"
-BEGIN, END = "<!-- made by `make proof` from benchmarks/ -->", "<!-- end -->"
+BEGIN, END = "<!-- made by `make generated` from benchmarks/ -->", "<!-- end -->"
 OLDER = "†"
 """Marks a link to figures that were measured on other code than today's."""
 NOTE = (

@@ -20,7 +20,7 @@ def page() -> str:
     lines = [
         "# The keys of a recipe",
         "",
-        "<!-- made by `make docs` from compiler/shardwright/recipe/recipe.schema.json -->",
+        "<!-- made by `make generated` from compiler/shardwright/recipe/recipe.schema.json -->",
         "",
         f"{schema['description']} `shardwright schema` prints the JSON Schema itself, for editors; "
         "`shardwright check` says what is wrong in a recipe, with line and column.",

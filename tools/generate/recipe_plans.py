@@ -1,5 +1,4 @@
-"""Each ready recipe, planned: the golden text of its plan, its row of recipes/README.md. `make
-recipes` writes both."""
+"""Plans each ready recipe: writes the golden text of its plan and its row of recipes/README.md."""
 
 from __future__ import annotations
 
@@ -17,12 +16,13 @@ from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_search import estimate_pinned_layout, search
+from tools.generate.sections import replace_section
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 EXPECTED = ROOT / "tests/recipes/expected"
 INDEX = RECIPES / "README.md"
-BEGIN, END = "<!-- made by `make recipes` -->", "<!-- end -->"
+BEGIN, END = "<!-- made by `make generated` -->", "<!-- end -->"
 TOP = 3
 GIB = 2**30
 NAMES = tuple(sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -80,9 +80,8 @@ def priced(run: Run) -> Estimate:
 
 def index() -> str:
     """recipes/README.md as it should be."""
-    before, _, rest = INDEX.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{_table()}\n\n{_beside()}\n\n{_argued()}\n{END}{after}"
+    body = f"{_table()}\n\n{_beside()}\n\n{_argued()}"
+    return replace_section(INDEX.read_text(encoding="utf-8"), BEGIN, END, body)
 
 
 def _table() -> str:

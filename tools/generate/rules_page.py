@@ -76,7 +76,7 @@ def page() -> str:
     lines = [
         "# The rules about layouts",
         "",
-        "<!-- made by `make docs` from compiler/shardwright/search/rule_registry.py -->",
+        "<!-- made by `make generated` from compiler/shardwright/search/rule_registry.py -->",
         "",
         "`plan` leaves out what an error forbids. `estimate` prices it all the same and says the "
         "code, except where there is nothing to count: degrees that do not multiply out to the "

@@ -1,5 +1,4 @@
-"""The support matrices, composed from what `make prove` measured: `make proof` writes
-models/support.json, and of models that see models/vlm_support.json.
+"""Writes models/support.json and models/vlm_support.json from what `make prove` measured.
 
 A type that a benchmark does not name is untested there; one that ended in an error or differed is
 not proved.
@@ -24,7 +23,7 @@ from tests.zoo.overrides import IMPOSSIBLE
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-SUPPORT = ROOT / "compiler" / "shardwright" / "model" / "support.json"
+SUPPORT = ROOT / "compiler" / "shardwright" / "models" / "support.json"
 VLM_SUPPORT = SUPPORT.with_name("vlm_support.json")
 
 # column -> (benchmark, the recipe's parallelism keys that it was measured with)

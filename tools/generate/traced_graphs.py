@@ -1,4 +1,4 @@
-"""`make graphs`: traces every shipped configuration and writes the graphs into the package."""
+"""Traces every shipped configuration and writes the graphs into the package."""
 
 from __future__ import annotations
 

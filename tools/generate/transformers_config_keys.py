@@ -1,5 +1,5 @@
-"""`make config-keys`: what the configuration classes of the installed transformers take, for
-`check`, which imports neither them nor torch. Every value is tried on the class itself, by the
+"""Writes what the configuration classes of the installed transformers take, for `check`, which
+imports neither them nor torch. Every value is tried on the class itself, by the
 function that `compile` refuses values with."""
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def renewed(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
         for area in areas
     ]
     return (
-        [*lines, "`make proof` writes docs/proof.md from them"]
+        [*lines, "`make generated` writes docs/proof.md from them"]
         if lines
         else ["no published figure was renewed"]
     )

@@ -1,5 +1,5 @@
-"""What the configuration classes of transformers take, as data: config_keys.json, written by `make
-config-keys`.
+"""What the configuration classes of transformers take, as data: config_keys.json, written
+by `make generated`.
 
 `check` answers without transformers and torch. What it says of a configuration here, `compile` says
 by the classes themselves (config.py): nothing is refused here that is accepted there.

@@ -139,8 +139,8 @@ def _path(key: str) -> Path | None:
 
 
 # The traced graphs of the shipped configurations: graphs.zip, one member a distinct configuration,
-# written by `make graphs`. A member is read alone, and only where transformers and torch are those
-# that it was traced with.
+# written by `make generated`. A member is read alone, and only where transformers and torch are
+# those that it was traced with.
 
 
 ARCHIVE = "graphs.zip"

@@ -1,7 +1,7 @@
 """The support matrices: what the zoo proved of each causal-LM type, and of each type that sees.
 Data (support.json, vlm_support.json), read without torch.
 
-Both are written by `make proof` from benchmarks/zoo-*.json; nobody types them.
+Both are written by `make generated` from benchmarks/zoo-*.json; nobody types them.
 """
 
 from __future__ import annotations

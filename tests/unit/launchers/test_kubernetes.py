@@ -247,7 +247,7 @@ def test_a_pod_patch_is_one(
 
 def test_the_fields_of_a_pod_are_the_published_ones() -> None:
     assert kubernetes_pod_patch.TABLE_FILE.read_text() == kubernetes_pod_fields.text(), (
-        "python -m tools.generate.kubernetes_pod_fields"
+        "run `make generated`"
     )
 
 

@@ -37,7 +37,7 @@ def codes(config: dict[str, Any]) -> list[str]:
 
 
 def test_the_table_is_of_the_installed_transformers() -> None:
-    assert matches_installed_transformers(), "run `make config-keys`"
+    assert matches_installed_transformers(), "run `make generated`"
     without = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if type_keys(name) is None]
     assert len(without) <= 4, without
 

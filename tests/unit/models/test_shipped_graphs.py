@@ -1,4 +1,4 @@
-"""The shipped graphs are those that a trace gives now. `make graphs` writes them anew."""
+"""The shipped graphs are those that a trace gives now. `make generated` writes them anew."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ OF_EACH_TYPE = list(
 def assert_shipped_as_traced(model_id: str) -> None:
     text = config_text(model_id)
     shipped, traced = graph_builder.catalog_graph(text, "auto"), trace(text)
-    assert shipped is not None, "make graphs"
-    assert dataclasses.asdict(shipped) == dataclasses.asdict(traced), "make graphs"
+    assert shipped is not None, "make generated"
+    assert dataclasses.asdict(shipped) == dataclasses.asdict(traced), "make generated"
     assert graph_builder.graph_to_json(shipped) == graph_builder.graph_to_json(traced), (
-        "make graphs"
+        "make generated"
     )
 
 

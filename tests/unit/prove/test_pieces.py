@@ -204,5 +204,5 @@ def test_it_says_how_long_it_takes_and_what_it_renewed(
     (kept / "parity.json").write_text("{}")
     assert prove.renewed(before, prove.published()) == [
         "renewed: benchmarks/parity.json, layouts of Llama, GPT-2 and Qwen2, 8 steps",
-        "`make proof` writes docs/proof.md from them",
+        "`make generated` writes docs/proof.md from them",
     ]

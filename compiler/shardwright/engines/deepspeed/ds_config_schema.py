@@ -1,4 +1,4 @@
-"""The committed snapshots: one JSON file a DeepSpeed version, written by `make snapshot` from the
+"""The committed snapshots: one JSON file a DeepSpeed version, written by `make generated` from the
 installed one.
 
 A property is a small JSON Schema: type, enum, minimum and its kin, properties, items. Words of its
