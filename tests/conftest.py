@@ -56,9 +56,7 @@ SMALL_RECIPE: dict[str, Any] = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--update-golden", action="store_true", help="write tests/cases/*/expected anew"
-    )
+    parser.addoption("--update-golden", action="store_true", help="write golden files anew")
 
 
 @pytest.fixture(scope="session", autouse=True)

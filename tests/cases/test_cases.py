@@ -1,5 +1,5 @@
-"""Each folder here is a case: recipe.yaml compiles to exactly expected/, and what must hold of
-every compile holds.
+"""Each folder here is a case: recipe.yaml compiles to exactly expected/, to the figures of
+figures.json within a tolerance, and what must hold of every compile holds.
 
 Some of the ready recipes go through the same invariants, without golden files (tests/recipes plans
 all of them).
@@ -19,11 +19,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.compile import CompileResult, compile_recipe
 from shardwright.compiled_folder import MARKER
+from shardwright.plan.folder_paths import PLAN_FILE
 from shardwright.plan.plan import plan_from_json, plan_to_json
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import ELEMENT_BYTES
 from shardwright.utils.installation import recipes_folder
 from tests.cases.engine_numbers import load, numbers
+from tests.cases.golden_figures import (
+    RELATIVE_TOLERANCE,
+    read_figures,
+    split_figures,
+    write_figures,
+)
 
 HERE = Path(__file__).parent
 CASES = sorted(path.parent for path in HERE.glob("*/recipe.yaml"))
@@ -91,7 +98,11 @@ def test_golden(case: Path, compiled: dict[str, CompileResult], update_golden: b
     expected = case / "expected"
     files = portable(case, dict(compiled[case.name].files))
     del files[MARKER]
+    plan, figures = split_figures(files[PLAN_FILE].decode())
+    files[PLAN_FILE] = plan.encode()
     if update_golden:
+        known = read_figures()
+        write_figures({c.name: known.get(c.name, {}) for c in CASES} | {case.name: figures})
         shutil.rmtree(expected, ignore_errors=True)
         for name, content in files.items():
             (expected / name).parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +113,18 @@ def test_golden(case: Path, compiled: dict[str, CompileResult], update_golden: b
     assert sorted(files) == sorted(golden)
     for name, content in files.items():
         assert content.decode() == golden[name].decode(), f"{name}: `make generated` writes it anew"
+    assert figures == pytest.approx(read_figures()[case.name], rel=RELATIVE_TOLERANCE, abs=0)
+
+
+def test_figures_are_of_the_cases() -> None:
+    assert set(read_figures()) == {case.name for case in CASES}
+
+
+@pytest.mark.parametrize(("factor", "is_equal"), [(1 + 1e-7, True), (1 + 1e-5, False)])
+def test_figures_have_a_tolerance(factor: float, is_equal: bool) -> None:
+    figures = read_figures()[CASES[0].name]
+    other = figures | {"time.step_seconds": figures["time.step_seconds"] * factor}
+    assert (other == pytest.approx(figures, rel=RELATIVE_TOLERANCE, abs=0)) is is_equal
 
 
 @pytest.mark.parametrize("name", RECIPES)
