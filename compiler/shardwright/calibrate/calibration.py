@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from shardwright.recipe.measurements import MeasuredMachine, Measurements
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_search import baselines, search
+from shardwright.utils.child_processes import end_processes
 from shardwright.utils.json_values import JsonObject
 
 # Shallow copies of the recipe's model, compiled: what the measuring processes build. Widths, heads
@@ -322,7 +322,7 @@ def _measured(job: Job, folder: Path) -> list[ProcessResult]:
                 )
         _wait(processes, job.seconds + GRACE_SECONDS * job.ranks)
     finally:
-        _end(processes)
+        end_processes(processes)
     failed = [rank for rank, process in enumerate(processes) if process.returncode != 0]
     if failed:
         text = logs[failed[0]].read_text("utf-8", "replace").strip().splitlines() or ["no output"]
@@ -343,11 +343,3 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
         if all(code == 0 for code in codes) or any(code not in (0, None) for code in codes):
             return
         time.sleep(0.1)
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

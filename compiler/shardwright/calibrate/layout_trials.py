@@ -3,10 +3,7 @@ steps."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
 import re
 import shutil
 import signal
@@ -17,8 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from shardwright.calibrate.calibration import cores
 from shardwright.calibrate.measurement_job import cpu_name, versions
@@ -40,6 +35,8 @@ from shardwright.recipe.measurements import (
 )
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_search import baselines, search
+from shardwright.utils.child_processes import end_processes
+from shardwright.utils.json_lines import read_json_lines
 from shardwright.utils.programs import shardwright_command
 
 WARM_UP_STEPS = 3
@@ -233,7 +230,8 @@ def launch(out: Path, steps: int, limit_seconds: float) -> tuple[list[float], in
                     break
                 time.sleep(LOOK_SECONDS)
         finally:
-            _end(process)
+            # As a person would: the interrupt first, which ends the ranks of every host.
+            end_processes([process], signal.SIGINT, END_SECONDS)
         output.seek(0)
         text = output.read().decode("utf-8", "replace")
     seconds, peaks = step_seconds(out), _PEAK.findall(text)
@@ -246,35 +244,8 @@ def launch(out: Path, steps: int, limit_seconds: float) -> tuple[list[float], in
 
 
 def step_seconds(out: Path) -> list[float]:
-    """Of the steps so far; the last line may be half written."""
-    with contextlib.suppress(OSError):
-        lines = (out / "run" / "metrics.jsonl").read_text("utf-8").split("\n")[:-1]
-        return [float(json.loads(line)["step_seconds"]) for line in lines]
-    return []
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """As a person would: the interrupt first, which ends the ranks of every host. All at once where
-    that takes too long or is interrupted itself."""
-    if process.poll() is not None:
-        return
-    try:
-        os.killpg(process.pid, signal.SIGINT)
-        process.wait(END_SECONDS)
-    except (subprocess.TimeoutExpired, ProcessLookupError):
-        _kill(process)
-    except BaseException:
-        _kill(process)
-        raise
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        run = psutil.Process(process.pid)
-        for each in (run, *run.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-    process.wait()
+    """Return the seconds of each step so far."""
+    return [float(line["step_seconds"]) for line in read_json_lines(out / "run" / "metrics.jsonl")]
 
 
 def _cause(text: str, code: int | None) -> str:

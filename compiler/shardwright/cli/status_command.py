@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,12 +58,9 @@ def _object(state: RunState, predicted: float | None) -> dict[str, Any]:
 def last_outer_step(folder: Path) -> dict[str, Any] | None:
     """The last line of run/outer.jsonl; None where there is none."""
     from shardwright.monitor.run_files import OUTER_STEPS_FILE
+    from shardwright.utils.json_lines import read_json_lines
 
-    try:
-        lines = (folder / OUTER_STEPS_FILE).read_text(encoding="utf-8").splitlines()
-        return dict(json.loads(lines[-1]))
-    except (OSError, ValueError, IndexError):
-        return None
+    return next(read_json_lines(folder / OUTER_STEPS_FILE, newest_first=True), None)
 
 
 def _predicted_save_seconds(folder: Path) -> float | None:

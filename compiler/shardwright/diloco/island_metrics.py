@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.monitor.run_files import number
+from shardwright.monitor.run_files import METRICS_FILE, number
+from shardwright.utils.json_lines import read_json_lines, rows_by_step
 
 # run/rounds.jsonl: the outer steps that the store of several islands committed, a line each.
 
@@ -25,17 +26,7 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
     it), `store` (from 1: which start of the store wrote it), `attempt` (of that store, retries
     counted), `bytes` and `seconds`. A line that was cut short by the end of its store is left out.
     [] where nothing was written."""
-    try:
-        lines = (folder / ROUNDS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            found.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            continue
-    return found
+    return list(read_json_lines(folder / ROUNDS_FILE))
 
 
 class RoundLog:
@@ -102,7 +93,12 @@ def merged_steps(
     part in the outer step that closed a step, the others' rows are left out: nothing of the result
     was trained on them. Without a round every island that has made the step counts."""
     members = {int(each["step"]): set(each["members"]) for each in rounds}
-    rows = {island: _rows(folder / "run" / "metrics.jsonl") for island, folder in folders.items()}
+    rows = {
+        island: rows_by_step(
+            folder / METRICS_FILE, lambda line: (number(line["loss"]), int(line["tokens"]))
+        )
+        for island, folder in folders.items()
+    }
     found = []
     for step in sorted({step for each in rows.values() for step in each}):
         taking = members.get(-(-step // every_steps) * every_steps, set(rows))
@@ -127,20 +123,4 @@ def missing(count: int, rounds: Sequence[Mapping[str, Any]]) -> dict[int, int]:
             without += 1
         if without:
             found[island] = without
-    return found
-
-
-def _rows(path: Path) -> dict[int, tuple[float, int]]:
-    """Step -> (loss, tokens), the newest of each. A half-written line is left out."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return {}
-    found = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-            found[int(row["step"])] = (number(row["loss"]), int(row["tokens"]))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
     return found

@@ -20,6 +20,7 @@ from shardwright.diloco.outer_store_server import OuterStore
 from shardwright.diloco.round_membership import Membership
 from shardwright.plan.island_plans import island_folders, plan_digest
 from shardwright.plan.plan import Plan, load_plan
+from shardwright.utils.child_processes import end_processes
 from shardwright.utils.programs import shardwright_command
 
 POLL_SECONDS = 0.2
@@ -204,12 +205,5 @@ def _processes(
         ]
         yield store, islands
     finally:
-        for process in started:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-        for process in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=30)
-            if process.poll() is None:
-                process.kill()
+        end_processes(started, signal.SIGINT, 30)
         sys.stdout.flush()

@@ -31,9 +31,10 @@ from shardwright.diloco.outer_store_client import (
     RoundReply,
 )
 from shardwright.engines.trainer_protocol import OptimizerCounters, OwnedShard, Trainer
-from shardwright.monitor.run_files import OuterStepWriter
+from shardwright.monitor.run_files import OUTER_STEPS_FILE
 from shardwright.plan.plan import Plan, read_plan
 from shardwright.utils.authenticated_socket import ChannelError
+from shardwright.utils.json_lines import JsonLinesWriter
 
 # What an island sends of itself from one rank: its own ranges of the fp32 masters, one behind the
 # other.
@@ -277,7 +278,7 @@ class DiLoCoOuterStep:
         assert plan.outer is not None and plan.outer.island is not None, "asked for before"
         self.plan, self.outer, self.delay_steps = plan, plan.outer, plan.outer.overlap_steps
         self._trainer, self._folder, self._rank, self._attempt = trainer, folder, rank, attempt
-        self._writer: OuterStepWriter | None = None  # rank 0's
+        self._writer: JsonLinesWriter | None = None  # rank 0's
         self._connections = OuterStoreConnections(plan, folder, rank, attempt, data_digest)
         self._master_shard = MasterShard(plan, trainer, rank)
         self.base = 0
@@ -324,14 +325,22 @@ class DiLoCoOuterStep:
             ) from None
         if self._rank == 0:
             known = min([self.base, *(each.step - 1 for each in made)])
-            self._writer = OuterStepWriter(self._folder, self._attempt, known)
+            path = self._folder / OUTER_STEPS_FILE
+            self._writer = JsonLinesWriter(path, self._attempt, known)
         for result in made:
             self._record(result)
         return made
 
     def _record(self, result: OuterStepResult) -> OuterStepResult:
+        """Add a line to run/outer.jsonl; its members are [] where another island's state came."""
         if self._writer is not None:
-            self._writer.write(result.step, result.members, result.seconds, result.sent_bytes)
+            members, seconds = list(result.members), result.seconds
+            self._writer.write_line(
+                step=result.step, members=members, seconds=seconds, bytes=result.sent_bytes
+            )
+            islands = ", ".join(map(str, members))
+            what = f"islands {islands}" if members else "another island's state taken"
+            print(f"outer step at {result.step}  {what}  {seconds:.3g} s", flush=True)
         return result
 
     def after(self, step: int) -> Iterator[OuterStepResult]:

@@ -12,7 +12,6 @@ import enum
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import socket
 import struct
@@ -29,6 +28,7 @@ from shardwright.utils.authenticated_socket import (
     authenticate,
     read_exactly,
 )
+from shardwright.utils.file_io import write_atomically
 
 # The secret that the outer store and every rank know: a file of each island's folder.
 
@@ -70,23 +70,14 @@ def distribute_secret(folder: Path, islands: list[Path]) -> bytes:
 
 
 def _write(path: Path, secret: bytes) -> None:
-    """Writes the file whole or not at all, readable by this user alone. Raises Refusal: SW6322."""
-    text, temporary = secret + b"\n", path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a secret that this user alone can read. Raises Refusal: SW6322."""
+    text = secret.decode("ascii") + "\n"
     try:
-        if path.exists() and path.read_bytes() == text and path.stat().st_mode & 0o077 == 0:
+        if path.exists() and path.read_text() == text and path.stat().st_mode & 0o077 == 0:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(
-            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
-        ) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_atomically(path, text, mode=0o600)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise refusal(
             "SW6322",
             (

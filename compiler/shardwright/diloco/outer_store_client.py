@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from shardwright.diloco.outer_store_channel import (
     read_secret,
     silence_limit_seconds,
 )
-from shardwright.diloco.round_membership import WINDOW_CHUNKS, chunk_sizes
+from shardwright.diloco.round_membership import WINDOW_CHUNKS, IslandRank, chunk_sizes
 from shardwright.plan.island_plans import plan_digest
 from shardwright.plan.plan import Plan
 from shardwright.utils.authenticated_socket import (
@@ -44,22 +44,6 @@ class RefusedByStore(Exception):
     def __init__(self, code: str, why: str) -> None:
         super().__init__(why)
         self.code = code
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IslandRank:
-    """Who is calling. attempt: of the island's folder, which counts each start. run: a random word
-    of this start. connection: how often its ranks have connected since. plan, data: digests that
-    all islands share."""
-
-    island: int
-    rank: int
-    world: int
-    attempt: int
-    run: str
-    connection: int
-    plan: str
-    data: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +103,7 @@ class Link:
         connection: socket.socket, secret: bytes, place: IslandRank, within: float
     ) -> AuthenticatedChannel:
         channel = open_channel(connection, secret, as_store=False, within=within)
-        names = ("island", "rank", "world", "attempt", "run", "connection", "plan", "data")
-        channel.send_document(FrameKind.HELLO, {name: getattr(place, name) for name in names})
+        channel.send_document(FrameKind.HELLO, asdict(place))
         kind, _, payload = channel.receive()
         if kind == FrameKind.REFUSED:
             raise _refused(payload)

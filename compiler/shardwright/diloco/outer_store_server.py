@@ -21,6 +21,7 @@ from shardwright.diloco.outer_store_channel import (
 )
 from shardwright.diloco.round_membership import (
     Island,
+    IslandRank,
     IslandStart,
     Membership,
     OuterRound,
@@ -38,6 +39,7 @@ from shardwright.utils.authenticated_socket import (
     raise_descriptor_limit,
     shutdown_connection,
 )
+from shardwright.utils.json_records import copy_shared_fields, read_record
 
 MAX_UNAUTHENTICATED_CONNECTIONS = 256
 """Unauthenticated connections at once, beside one for each rank."""
@@ -173,19 +175,14 @@ class OuterStore:
 
     def _admit(self, link: AuthenticatedChannel, hello: dict[str, Any]) -> None:
         try:
-            number, rank, world = int(hello["island"]), int(hello["rank"]), int(hello["world"])
-            attempt, run, connection = (
-                int(hello["attempt"]),
-                str(hello["run"]),
-                int(hello["connection"]),
-            )
-            plan, data = str(hello["plan"]), str(hello["data"])
-        except (KeyError, TypeError, ValueError):
+            caller = read_record(IslandRank, hello)
+        except ValueError:
             raise ChannelError("it did not say who it is") from None
-        why = self._refused(number, rank, world, plan, data)
+        number, rank = caller.island, caller.rank
+        why = self._refused(caller)
         island = None
         if not why:
-            start = IslandStart(attempt=attempt, run=run, connection=connection)
+            start = copy_shared_fields(IslandStart, caller)
             with self._change:
                 if self.failure is not None:
                     raise ChannelError("the store stops")
@@ -214,19 +211,19 @@ class OuterStore:
             why = f"rank {rank}: {type(error).__name__}: {error}"
         self._drop(island, why)
 
-    def _refused(self, number: int, rank: int, world: int, plan: str, data: str) -> str:
+    def _refused(self, caller: IslandRank) -> str:
         m = self.membership
         if (
-            plan != self._digest
-            or world != m.world
-            or not (0 <= number < m.count and 0 <= rank < m.world)
+            caller.plan != self._digest
+            or caller.world != m.world
+            or not (0 <= caller.island < m.count and 0 <= caller.rank < m.world)
         ):
             return "SW6316 its plan is not the one that this store was started for"
         with self._change:
-            self._data_digest = self._data_digest or data
+            self._data_digest = self._data_digest or caller.data
             return (
                 ""
-                if data == self._data_digest
+                if caller.data == self._data_digest
                 else "SW6316 its data is not that of the islands before it"
             )
 
@@ -275,14 +272,8 @@ class OuterStore:
         self, link: AuthenticatedChannel, island: Island, rank: int, told: dict[str, Any]
     ) -> RoundDecision:
         try:
-            arrival = RankArrival(
-                base=int(told["base"]),
-                step=int(told["step"]),
-                is_due=bool(told["is_due"]),
-                size=int(told["size"]),
-                check=int(told["check"]),
-            )
-        except (KeyError, TypeError, ValueError):
+            arrival = read_record(RankArrival, told)
+        except ValueError:
             raise ChannelError("an arrival without its step") from None
         with self._change:
             self.membership.arrive(island, rank, arrival)

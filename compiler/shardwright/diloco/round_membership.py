@@ -154,6 +154,22 @@ class RankArrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IslandRank:
+    """What a rank says first. attempt: of the island's folder, which counts each start. run: a
+    random word of this start. connection: how often its ranks have connected since. plan, data:
+    digests that all islands share."""
+
+    island: int
+    rank: int
+    world: int
+    attempt: int
+    run: str
+    connection: int
+    plan: str
+    data: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IslandStart:
     """One start of an island. attempt: its folder's count of starts. run: a random word of this
     one, for two copies of a folder count alike. connection: how often its ranks have connected

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-import psutil
 from tqdm import tqdm
 
 from shardwright.checkpoint.checkpoint_storage import CheckpointStore
@@ -52,6 +51,7 @@ from shardwright.plan.plan import Plan, load_plan
 from shardwright.train.host_consistency import check_folder_digests
 from shardwright.train.run_attempt import begin_attempt, hold_run_lease
 from shardwright.train.secret_environment import secret_redactor
+from shardwright.utils.child_processes import end_processes, kill_tree
 from shardwright.utils.programs import free_port, program_path, shardwright_command
 
 # Rank 0's progress: a bar on a terminal, plain lines in a log.
@@ -306,7 +306,7 @@ def _stream(process: subprocess.Popen[str], plan: Plan, folder: Path) -> None:
             file.flush()
             if _HOST_FAILED.match(text) and kill_timer is None:
                 # Its ranks told the others, unless they never met.
-                kill_timer = threading.Timer(HOST_GRACE_SECONDS, _kill, [process])
+                kill_timer = threading.Timer(HOST_GRACE_SECONDS, kill_tree, [process])
                 kill_timer.daemon = True
                 kill_timer.start()
             event = parse_event(text)
@@ -329,31 +329,12 @@ def _open_private(path: Path) -> TextIO:
 
 
 def _interrupt(process: subprocess.Popen[str], plan: Plan) -> None:
-    """Ends every rank: here the launcher does it; under pdsh the ranks, once their output has no
-    reader."""
-    if LAUNCHERS[plan.launch.launcher].ranks_outlive_launcher:
-        _kill(process)
-    else:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.communicate(timeout=INTERRUPT_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        process.communicate()
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Launcher, pdsh and ssh, at once and unheard. The hosts' ranks see their output break and end
-    themselves."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(process.pid)
-        for each in (
-            launcher,
-            *launcher.children(recursive=True),
-        ):  # pdsh gives each ssh a process group of its own
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+    """End every rank: here the launcher does it; under pdsh, which would answer a signal with a
+    remote pkill, the ranks do, once their output has no reader."""
+    is_remote = LAUNCHERS[plan.launch.launcher].ranks_outlive_launcher
+    end_processes(
+        [process], signal.SIGKILL if is_remote else signal.SIGTERM, INTERRUPT_GRACE_SECONDS
+    )
 
 
 def _conclude(plan: Plan, folder: Path, attempt: int, code: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -28,6 +27,7 @@ from shardwright.monitor.run_files import (
 )
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import CHECKPOINTING
+from shardwright.utils.json_lines import read_json_lines
 from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.run_lease import is_locked_by_run
 
@@ -118,17 +118,9 @@ def _last_steps(
     """(last step, its loss, mean tokens per second, mean seconds of a step) of the last steps of
     the attempt `begun` and of those that it goes on from. What an earlier attempt trained beyond
     them does not count: an attempt that dies early leaves those lines where they are."""
-    try:
-        lines = metrics.read_bytes().splitlines()
-    except OSError:
-        lines = []
     resumed = step_of(Path(begun.resume)) if begun.resume else 0
     rows: list[dict[str, Any]] = []
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # half written
+    for row in read_json_lines(metrics, newest_first=True):
         if (
             begun.number is None
             or row.get("attempt") == begun.number

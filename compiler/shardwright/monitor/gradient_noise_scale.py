@@ -8,13 +8,16 @@ B_simple / B of its signal, both squared.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from shardwright.monitor.run_files import METRICS_FILE
+from shardwright.utils.json_lines import rows_by_step
+from shardwright.utils.json_values import JsonObject
 from shardwright.utils.number_format import format_number
 
 KEY = "noise_scale"
@@ -128,29 +131,16 @@ def read_step_noise(folder: Path) -> list[tuple[int, StepNoise]]:
     """(step, its figures) of each measured step in run/metrics.jsonl, the newest line of each, in
     order; [] where there are none. folder: the compiled one. A line that is cut short is left
     out."""
-    found: dict[int, StepNoise] = {}
-    try:
-        with (folder / "run" / "metrics.jsonl").open(encoding="utf-8") as lines:
-            for line in lines:
-                if f'"{KEY}"' in line:
-                    found.update(_read(line))
-    except (OSError, ValueError):
-        return []
-    return sorted(found.items())
 
-
-def _read(line: str) -> dict[int, StepNoise]:
-    try:
-        row = json.loads(line)
-        of = row[KEY]
-        noise = StepNoise(
+    def step_noise(line: JsonObject) -> StepNoise:
+        of: Any = line[KEY]
+        return StepNoise(
             square=float(of["gradient_square"]),
             variance=float(of["row_variance"]),
             rows=int(of["rows"]),
         )
-        return {int(row["step"]): noise}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {}
+
+    return list(rows_by_step(folder / METRICS_FILE, step_noise, containing=f'"{KEY}"').items())
 
 
 def run_noise_scale(folder: Path, batch: int) -> NoiseScale | None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from shardwright.utils.file_io import write_atomically
+from shardwright.utils.json_lines import JsonLinesWriter, read_json_lines, rows_by_step
 from shardwright.utils.json_values import JsonObject, JsonValue, strict_json
 
 Record = TypeVar("Record")
-OUTER_STEPS_FILE = "run/outer.jsonl"
+METRICS_FILE, EVALUATION_FILE = "run/metrics.jsonl", "run/evaluation.jsonl"
+SAVES_FILE, OUTER_STEPS_FILE = "run/saves.jsonl", "run/outer.jsonl"
 ATTEMPT_FILE = "run/attempt.json"
 PROGRESS = "@shardwright "
 """Marks rank 0's progress lines on the launcher's standard output."""
@@ -26,9 +27,7 @@ PROGRESS = "@shardwright "
 def write_json(path: Path, document: Mapping[str, JsonValue]) -> None:
     """Whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(strict_json(document) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, strict_json(document) + "\n", flush=False)
 
 
 def read_json(path: Path) -> dict[str, JsonValue]:
@@ -98,19 +97,15 @@ def _record_without_unknown_keys(kind: type[Record], document: JsonObject) -> Re
     )
 
 
-_INCOMPLETE_LINE = 2**62
-"""Stands for the step of a line that is none."""
-
 MAX_EXPONENT = 700.0
 """exp of more is no number that JSON can hold."""
 
 
-class MetricsWriter:
-    """run/metrics.jsonl: a line per optimizer step, cut back to where an attempt resumes."""
+class MetricsWriter(JsonLinesWriter):
+    """Writes run/metrics.jsonl, a line per optimizer step, and rank 0's progress."""
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
-        self.attempt = attempt
-        self._file = _open_truncated(folder / "run" / "metrics.jsonl", resumed_step)
+        super().__init__(folder / METRICS_FILE, attempt, resumed_step)
 
     def write(
         self,
@@ -125,85 +120,53 @@ class MetricsWriter:
     ) -> None:
         """pairs: of the step, of a model that learns from them. noise: of a measured step
         (monitor/gradient_noise_scale.py)."""
-        line = {
-            "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "tokens": tokens,
-            "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            **({} if pairs is None else {"pairs_per_second": pairs / seconds}),
-            **({} if noise is None else {"noise_scale": noise}),
-            "attempt": self.attempt,
-        }
-        text = strict_json(line)
-        self._file.write(text + "\n")
+        more: dict[str, JsonValue] = {}
+        if pairs is not None:
+            more["pairs_per_second"] = pairs / seconds
+        if noise is not None:
+            more["noise_scale"] = noise
+        text = self.write_line(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            tokens=tokens,
+            step_seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            **more,
+        )
         print(PROGRESS + text, flush=True)
 
 
-class EvaluationWriter:
-    """run/evaluation.jsonl: a line per evaluation of the held-out data, cut back like the metrics.
-    step: the last one that an earlier attempt left."""
+class EvaluationWriter(JsonLinesWriter):
+    """Writes run/evaluation.jsonl, a line per evaluation of the held-out data.
+
+    step: the last one that an earlier attempt left.
+    """
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
-        self.attempt = attempt
-        self._file = _open_truncated(folder / "run" / "evaluation.jsonl", resumed_step)
+        super().__init__(folder / EVALUATION_FILE, attempt, resumed_step)
         self.step = evaluated_step(folder)
 
     def write(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """loss: over all `tokens`, which are the predicted ones."""
         perplexity = math.exp(min(loss, MAX_EXPONENT)) if math.isfinite(loss) else math.nan
-        figures = {
-            "step": step,
-            "loss": loss,
-            "perplexity": perplexity,
-            "tokens": tokens,
-            "seconds": seconds,
-        }
-        line = {**figures, "attempt": self.attempt}
-        self._file.write(strict_json(line) + "\n")
+        self.write_line(step=step, loss=loss, perplexity=perplexity, tokens=tokens, seconds=seconds)
         print(
             f"validation at step {step}  loss {loss:.4f}  perplexity {perplexity:.2f}", flush=True
         )
 
 
-class OuterStepWriter:
-    """run/outer.jsonl: a line per outer step between islands, cut back like the metrics."""
+class SaveWriter(JsonLinesWriter):
+    """Writes run/saves.jsonl, a line per checkpoint that was written."""
 
     def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
-        self.attempt = attempt
-        self._file = _open_truncated(folder / OUTER_STEPS_FILE, resumed_step)
-
-    def write(self, step: int, members: tuple[int, ...], seconds: float, sent_bytes: int) -> None:
-        """members: () where another island's state was taken. seconds: that training waited.
-        sent_bytes: by rank 0."""
-        line = {"step": step, "members": list(members), "seconds": seconds, "bytes": sent_bytes}
-        self._file.write(strict_json({**line, "attempt": self.attempt}) + "\n")
-        what = (
-            f"islands {', '.join(map(str, members))}" if members else "another island's state taken"
-        )
-        print(f"outer step at {step}  {what}  {seconds:.3g} s", flush=True)
-
-
-class SaveWriter:
-    """run/saves.jsonl: a line per checkpoint that was written, cut back like the metrics."""
-
-    def __init__(self, folder: Path, attempt: int, resumed_step: int) -> None:
-        self.attempt = attempt
-        self._file = _open_truncated(folder / "run" / "saves.jsonl", resumed_step)
+        super().__init__(folder / SAVES_FILE, attempt, resumed_step)
 
     def write(self, step: int, seconds: float, size: int, node_size: int) -> None:
         """seconds: that training waited, copies to upload_to included. size: bytes of all ranks'
         files; node_size: of those of the node that wrote most."""
-        line = {
-            "step": step,
-            "seconds": seconds,
-            "bytes": size,
-            "node_bytes": node_size,
-            "attempt": self.attempt,
-        }
-        self._file.write(strict_json(line) + "\n")
+        self.write_line(step=step, seconds=seconds, bytes=size, node_bytes=node_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,16 +181,11 @@ class SaveStatistics:
 def read_save_statistics(folder: Path) -> SaveStatistics | None:
     """folder: the compiled one. None where no save was measured."""
     found: list[tuple[float, float]] = []
-    try:
-        lines = (folder / "run" / "saves.jsonl").read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        lines = []
-    for line in lines:
+    for row in read_json_lines(folder / SAVES_FILE):
         try:
-            row = json.loads(line)
             seconds, size = float(row["seconds"]), float(row["node_bytes"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # half written
+        except (ValueError, KeyError, TypeError):
+            continue
         if 0 < seconds < math.inf and 0 < size < math.inf:
             found.append((seconds, size / seconds / 1e9))
     if not found:
@@ -245,28 +203,8 @@ def number(value: object) -> float:
 
 
 def evaluated_step(folder: Path) -> int:
-    """The last one in run/evaluation.jsonl; 0 where there is none."""
-    try:
-        lines = (folder / "run" / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    return max((step for line in lines if (step := _step_of(line)) < _INCOMPLETE_LINE), default=0)
-
-
-def _open_truncated(path: Path, step: int) -> TextIO:
-    """For appending, with the lines up to `step`."""
-    kept = []
-    if step and path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-    write_atomically(path, "".join(line + "\n" for line in kept))
-    return path.open("a", buffering=1)
-
-
-def _step_of(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return _INCOMPLETE_LINE  # a last line
+    """Return the last step of run/evaluation.jsonl; 0 where there is none."""
+    return max(rows_by_step(folder / EVALUATION_FILE, bool), default=0)
 
 
 def write_status(folder: Path, status: str, attempt: int, **more: JsonValue) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bokeh.models import ColumnDataSource
@@ -25,6 +23,7 @@ from shardwright.monitor.run_files import OUTER_STEPS_FILE
 from shardwright.plan.island_plans import island_folders
 from shardwright.report.report_charts import CHOSEN, ORANGE, group_colors, hover, plot
 from shardwright.report.run_results import MOST_POINTS, MeasuredRun, read_run
+from shardwright.utils.json_lines import rows_by_step
 
 MOST_DRAWN = 16  # islands with a curve of their own
 
@@ -74,7 +73,12 @@ def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
     rounds = effective_rounds(read_rounds(folder))
     absent = missing(plan.outer.islands, rounds)
     islands = tuple(
-        IslandRun(island=k, run=run, waits=_waits(each / OUTER_STEPS_FILE), absent=absent.get(k, 0))
+        IslandRun(
+            island=k,
+            run=run,
+            waits=tuple(rows_by_step(each / OUTER_STEPS_FILE, _wait).values()),
+            absent=absent.get(k, 0),
+        )
         for k, each in here.items()
         if (run := read_run(each, plan)) is not None
     )
@@ -90,22 +94,9 @@ def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
     )
 
 
-def _waits(path: Path) -> tuple[OuterWait, ...]:
-    """By step, the newest of each. A half-written line is left out."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return ()
-    found: dict[int, OuterWait] = {}
-    for line in lines:
-        try:
-            row: dict[str, Any] = json.loads(line)
-            members = tuple(int(each) for each in row["members"])
-            wait = OuterWait(step=int(row["step"]), members=members, seconds=float(row["seconds"]))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-        found[wait.step] = wait
-    return tuple(found[step] for step in sorted(found))
+def _wait(row: Mapping[str, Any]) -> OuterWait:
+    members = tuple(int(each) for each in row["members"])
+    return OuterWait(step=int(row["step"]), members=members, seconds=float(row["seconds"]))
 
 
 def loss_chart(found: IslandsRun) -> figure:

@@ -3,17 +3,23 @@ predicted."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shardwright.monitor.gradient_noise_scale import noise_scale_text, run_noise_scale
-from shardwright.monitor.run_files import number, read_json, read_status
+from shardwright.monitor.run_files import (
+    EVALUATION_FILE,
+    METRICS_FILE,
+    number,
+    read_json,
+    read_status,
+)
 from shardwright.plan.plan import Plan
+from shardwright.utils.json_lines import rows_by_step
 
 WARM_UP_STEPS = 3
 """The first steps allocate and compile: the median leaves them out where there are others."""
@@ -58,12 +64,9 @@ class MeasuredRun:
     noise: str
 
 
-Row = TypeVar("Row", StepMetrics, Evaluation)
-
-
 def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
     """None where no step was finished."""
-    steps = _rows(folder / "run" / "metrics.jsonl", _step)
+    steps = list(rows_by_step(folder / METRICS_FILE, _step).values())
     if not steps:
         return None
     status, noise = read_status(folder), run_noise_scale(folder, plan.training.global_batch_size)
@@ -81,7 +84,7 @@ def read_run(folder: Path, plan: Plan) -> MeasuredRun | None:
         first_loss=steps[0].loss,
         last_loss=steps[-1].loss,
         peak_bytes=_peak_bytes(folder / "run" / "summary.json"),
-        evaluations=tuple(_rows(folder / "run" / "evaluation.jsonl", _evaluation)),
+        evaluations=tuple(rows_by_step(folder / EVALUATION_FILE, _evaluation).values()),
         noise="" if noise is None else noise_scale_text(noise),
     )
 
@@ -101,23 +104,6 @@ def _evaluation(row: Mapping[str, Any]) -> Evaluation:
     return Evaluation(
         step=int(row["step"]), loss=number(row["loss"]), perplexity=number(row["perplexity"])
     )
-
-
-def _rows(path: Path, row_of: Callable[[Mapping[str, Any]], Row]) -> list[Row]:
-    """By step, the newest of each. A half-written last line, or a line of another kind, is left
-    out."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return []
-    found: dict[int, Row] = {}
-    for line in lines:
-        try:
-            row = row_of(json.loads(line))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-        found[row.step] = row
-    return [found[step] for step in sorted(found)]
 
 
 def _peak_bytes(path: Path) -> int | None:

@@ -77,19 +77,23 @@ def _items(value: JsonValue) -> list[JsonValue]:
 # A file of the user's own, written whole or not at all.
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """UTF-8. The old file or the new one is there at any moment. A link is followed; the file's
-    rights stay."""
+def write_atomically(path: Path, text: str, *, mode: int | None = None, flush: bool = True) -> None:
+    """Write UTF-8 so that the old file or the new one is there at any moment.
+
+    A link is followed. mode: None keeps the rights of a file that is there. flush: return once the
+    disk has it. Raises OSError.
+    """
     target = Path(os.path.realpath(path))
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(
-            temporary, stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~umask()
-        )
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        if mode is None:
+            mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~umask()
+        os.chmod(temporary, mode)
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -98,7 +102,6 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def umask() -> int:
-    """The process's, which can only be read by setting it."""
-    before = os.umask(0)
-    os.umask(before)
-    return before
+    """Return this process's umask. The system call would change it for every thread meanwhile."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return int(status.partition("\nUmask:")[2].split()[0], 8)

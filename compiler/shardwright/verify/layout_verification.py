@@ -30,12 +30,15 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.graph_builder import build_model_graph
 from shardwright.models.model_graph import ModelGraph
+from shardwright.monitor.run_files import EVALUATION_FILE, METRICS_FILE
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.engine_choice import resolve_problem
 from shardwright.search.layout_search import choose_layout
+from shardwright.utils.child_processes import end_processes
 from shardwright.utils.installation import missing_peft
+from shardwright.utils.json_lines import read_json_lines
 from shardwright.utils.json_values import JsonObject
 from shardwright.utils.numeric_difference import max_series_diff, state_dict_max_abs_diff
 from shardwright.utils.programs import shardwright_command
@@ -351,7 +354,7 @@ def _measure(
     """Where the training differs already, its resumption says no more."""
     out = folder / "out"
     _launch(out)
-    rows = _metrics(out)
+    rows = list(read_json_lines(out / METRICS_FILE))
     report_progress("exporting its last checkpoint")
     used = {
         name: weight for name, weight in expected.weights.items() if name not in expected.unused
@@ -402,7 +405,7 @@ def _measure(
     shutil.rmtree(out / plan.checkpoint.directory / f"step-{tiny_copy.STEPS:08d}")
     report_progress(f"resuming from step {tiny_copy.EVERY}")
     _launch(out)
-    again, losses = _metrics(out), [row["loss"] for row in rows]
+    again, losses = list(read_json_lines(out / METRICS_FILE)), [row["loss"] for row in rows]
     resumed = _exported(plan, out, folder / "again")
     return (
         *trained,
@@ -429,7 +432,7 @@ def _held_out(out: Path, expected: Reference) -> tuple[Comparison, ...]:
     """Where the recipe has `validation`."""
     if not expected.held_out:
         return ()
-    found = _lines(out / "run" / "evaluation.jsonl")
+    found = list(read_json_lines(out / EVALUATION_FILE))
     steps = [row["step"] for row in found] == list(expected.held_out)
     off = (
         max_series_diff([row["loss"] for row in found], list(expected.held_out.values()))
@@ -466,7 +469,7 @@ def _evaluated_without_dropout(folder: Path, graph: ModelGraph, held_out: Rows) 
         expected = float(
             mean_loss(model.eval(), held_out, own_loss=plan.model.cut.loss == "next_token")
         )
-    found = [row["loss"] for row in _lines(out / "run" / "evaluation.jsonl")]
+    found = [row["loss"] for row in read_json_lines(out / EVALUATION_FILE)]
     off = max_series_diff(found[-1:], [expected])
     return Comparison(
         f"held-out loss beside {DROPOUT}", "evaluation drops nothing out", off, LOSS_ABSOLUTE
@@ -499,14 +502,6 @@ def _exported(plan: Plan, out: Path, target: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | adapters
 
 
-def _metrics(out: Path) -> list[Row]:
-    return _lines(out / "run" / "metrics.jsonl")
-
-
-def _lines(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
 def _held(out: Path, rank: int) -> int:
     document: JsonObject = json.loads(
         (out / "run" / "ranks" / f"rank-{rank:05d}.json").read_text("utf-8")
@@ -528,11 +523,7 @@ def _launch(out: Path) -> None:
     try:
         output, _ = process.communicate(timeout=LAUNCH_SECONDS)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        end_processes([process], signal.SIGINT, 30)
         if isinstance(error, subprocess.TimeoutExpired):
             raise _not_finished(out, f"no end after {LAUNCH_SECONDS} s") from None
         raise

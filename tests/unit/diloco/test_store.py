@@ -20,9 +20,9 @@ from shardwright.diloco.outer_store_channel import (
     FrameKind,
     open_channel,
 )
-from shardwright.diloco.outer_store_client import IslandRank, Link, RefusedByStore
+from shardwright.diloco.outer_store_client import Link, RefusedByStore
 from shardwright.diloco.outer_store_server import MOST_LINES_OF_AN_ADDRESS, OuterStore
-from shardwright.diloco.round_membership import WINDOW_CHUNKS, Membership, chunk_sizes
+from shardwright.diloco.round_membership import WINDOW_CHUNKS, IslandRank, Membership, chunk_sizes
 from shardwright.utils.authenticated_socket import ChannelError
 from tests.unit.diloco.threads import SECRET, SIZE, WORLD, Island, Running, begun
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from shardwright.diloco.outer_store_channel import CHUNK_BYTES, FrameKind
-from shardwright.diloco.outer_store_client import IslandRank, Link
+from shardwright.diloco.outer_store_client import Link
 from shardwright.diloco.outer_store_server import OuterStore
+from shardwright.diloco.round_membership import IslandRank
 
 SECRET, WORLD = b"k" * 32, 2
 SIZE = 3 * CHUNK_BYTES + 400  # bytes of a rank's deltas

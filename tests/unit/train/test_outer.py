@@ -28,9 +28,9 @@ from shardwright.diloco import outer_step
 from shardwright.diloco import outer_step as outer_module
 from shardwright.diloco.outer_step import DiLoCoOuterStep, OuterStepResult
 from shardwright.diloco.outer_store_channel import distribute_secret
-from shardwright.diloco.outer_store_client import IslandRank, Link
+from shardwright.diloco.outer_store_client import Link
 from shardwright.diloco.outer_store_server import OuterStore
-from shardwright.diloco.round_membership import IslandStart, Membership
+from shardwright.diloco.round_membership import IslandRank, IslandStart, Membership
 from shardwright.engines.trainer_protocol import OptimizerCounters, OwnedShard
 from shardwright.plan.island_plans import plan_digest
 from shardwright.plan.plan import Plan, PlanDiLoCo, read_plan

@@ -1,0 +1,50 @@
+"""How this process ends the programs that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+
+
+def end_processes(
+    processes: Sequence[subprocess.Popen[Any]],
+    number: signal.Signals = signal.SIGKILL,
+    grace_seconds: float = 0.0,
+) -> None:
+    """Send a signal to each child that runs, and kill what still runs after `grace_seconds`.
+
+    A child that leads a process group is signalled with the group. An interrupt meanwhile kills at
+    once. Every child is reaped, and what is left in its pipes is read.
+    """
+    running = [process for process in processes if process.poll() is None]
+    try:
+        if number != signal.SIGKILL:
+            for process in running:
+                with contextlib.suppress(ProcessLookupError):
+                    leads_group = os.getpgid(process.pid) == process.pid
+                    (os.killpg if leads_group else os.kill)(process.pid, number)
+            until = time.monotonic() + grace_seconds
+            for process in list(running):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=max(0.0, until - time.monotonic()))
+                    running.remove(process)
+    finally:
+        for process in running:
+            kill_tree(process)
+            process.communicate()
+
+
+def kill_tree(process: subprocess.Popen[Any]) -> None:
+    """Kill a child and all that it has started, whatever process groups these are in."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child = psutil.Process(process.pid)
+        for each in (child, *child.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
