@@ -21,10 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+
+import msgspec
 
 from shardwright.engines.engine_table import ENGINES
 from shardwright.launch.preflight_checks import stale_build_locks
@@ -35,9 +36,6 @@ from shardwright.utils.json_values import JsonObject
 #
 # What a probe of another version leaves out has its default, and what it says beside is passed
 # over.
-
-
-M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,19 +120,6 @@ def rendezvous_result_to_json(met: RendezvousResult) -> JsonObject:
     if met.sum is None:
         del told["links"]
     return {"kind": "met", **told}
-
-
-def message_from_json(kind: type[M], document: Mapping[str, Any]) -> M:
-    """A request, or HostFacts; a list becomes a tuple."""
-    values = {f.name: document[f.name] for f in fields(kind) if f.name in document}  # type: ignore[arg-type]
-    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
-
-
-def rendezvous_result_from_json(document: Mapping[str, Any]) -> RendezvousResult:
-    return message_from_json(
-        RendezvousResult,
-        {**document, "links": message_from_json(LinkRates, document.get("links") or {})},
-    )
 
 
 # A probe on every host at once, over ssh, each with a limit. No torch here.
@@ -238,12 +223,10 @@ class Probe:
                 message = json.loads(line.removeprefix(ANSWER_PREFIX))
                 with self._answered:
                     if message["kind"] == "facts":
-                        self.result.facts, self.result.received = (
-                            message_from_json(HostFacts, message),
-                            time.time(),
-                        )
+                        self.result.facts = msgspec.convert(message, HostFacts)
+                        self.result.received = time.time()
                     else:
-                        self.result.met = rendezvous_result_from_json(message)
+                        self.result.met = msgspec.convert(message, RendezvousResult)
                     self._answered.notify_all()
         self._process.wait()
         time.sleep(0.1)  # what it says last on standard error
@@ -274,11 +257,11 @@ ANSWER_PREFIX = "@shardwright-probe "
 
 
 def main() -> int:
-    request = message_from_json(ProbeRequest, json.loads(sys.stdin.readline()))
+    request = msgspec.json.decode(sys.stdin.readline(), type=ProbeRequest)
     os.environ.update(request.environment)
     _answer(host_facts_to_json(_facts(request)))
     for line in sys.stdin:
-        meeting = message_from_json(RendezvousRequest, json.loads(line))
+        meeting = msgspec.json.decode(line, type=RendezvousRequest)
         try:
             _answer(rendezvous_result_to_json(_rendezvous(meeting)))
         except Exception as error:  # whatever gloo raises is the answer

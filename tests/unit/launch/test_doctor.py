@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shardwright.compile import compile_recipe
@@ -17,8 +18,6 @@ from shardwright.launch.host_probe import (
     ProbedHost,
     RendezvousResult,
     host_facts_to_json,
-    message_from_json,
-    rendezvous_result_from_json,
     rendezvous_result_to_json,
 )
 from shardwright.launch.preflight_checks import compiles_cpu_adam
@@ -50,7 +49,7 @@ def test_what_a_probe_says_comes_back() -> None:
     facts = HostFacts(
         hostname="a", versions={"torch": "2.9", "peft": None}, interfaces=("lo",), devices=2
     )
-    assert message_from_json(HostFacts, json.loads(json.dumps(host_facts_to_json(facts)))) == facts
+    assert msgspec.convert(json.loads(json.dumps(host_facts_to_json(facts))), HostFacts) == facts
     links = LinkRates(to_next=1e9, local=None)
     for met, wire in (
         (RendezvousResult(unreachable="refused"), {"kind": "met", "unreachable": "refused"}),
@@ -60,10 +59,12 @@ def test_what_a_probe_says_comes_back() -> None:
             {"kind": "met", "sum": 2, "links": {"to_next": 1e9, "all_reduce": None, "local": None}},
         ),
     ):
-        assert rendezvous_result_to_json(met) == wire and rendezvous_result_from_json(wire) == met
-    assert message_from_json(
-        HostFacts, {"kind": "facts", "devices": 1, "of_later": 2}
-    ) == HostFacts(devices=1)
+        assert (
+            rendezvous_result_to_json(met) == wire
+            and msgspec.convert(wire, RendezvousResult) == met
+        )
+    later = {"kind": "facts", "devices": 1, "of_later": 2}
+    assert msgspec.convert(later, HostFacts) == HostFacts(devices=1)
 
 
 def test_what_deepspeed_compiles_can_be_compiled(plan: Plan, tmp_path: Path) -> None:
