@@ -314,8 +314,7 @@ def with_checkpoint_interval(problem: Problem, estimate: Estimate) -> Recipe:
 def _lower_islands(
     plan: Plan, problem: Problem, inputs: CompileInputs
 ) -> tuple[Mapping[str, bytes], ...]:
-    count = 0 if plan.outer is None else plan.outer.islands
-    return tuple(_lower_plan(island_plan(plan, k), problem, inputs)[1] for k in range(count))
+    return tuple(_lower_plan(island_plan(plan, k), problem, inputs)[1] for k in plan.island_numbers)
 
 
 def _lower_plan(

@@ -59,10 +59,9 @@ def all_islands_json(
         read_rounds,
     )
 
-    assert plan.outer is not None, "asked for before"
     rounds = effective_rounds(read_rounds(folder))
-    steps = merged_steps(local_islands, rounds, plan.outer.every_steps)
-    absent = missing(plan.outer.islands, rounds)
+    steps = merged_steps(local_islands, rounds, plan.diloco.every_steps)
+    absent = missing(plan.diloco.islands, rounds)
     participants = {k for k in local_islands if k not in absent and states[k].step > 0}
     newest = next(
         (each for each in reversed(steps) if participants and participants <= set(each.islands)),

@@ -22,6 +22,11 @@ class HostCheck:
     checked: bool = True
 
 
+def gbits(bytes_per_second: float) -> str:
+    """Return a rate in Gbit/s."""
+    return f"{bytes_per_second * 8 / 1e9:.3g}"
+
+
 def red(code: str, message: str, help_text: str) -> Diagnostic:
     return found(code, None, message, help_text)
 

@@ -33,12 +33,11 @@ def serve_outer_store(folder: Path, bind: str | None) -> int:
     Every committed outer step is a line of run/rounds.jsonl. bind: None is the plan's address.
     Raises Refusal: SW6321 where that file cannot be written."""
     plan = load_plan(folder)
-    outer = plan.outer
     folders = island_folders(plan, folder)
-    if outer is None or not folders:
+    if not folders:
         help = "Give the compiled folder of a recipe with cluster.islands, not one island's."
         raise refusal("SW6014", f"{str(folder)!r} is of no islands", help)
-    secret = distribute_secret(folder, folders)
+    outer, secret = plan.diloco, distribute_secret(folder, folders)
     listener = _listen(bind or str(plan.launch.outer_store))
     members = Membership(
         outer.islands, plan.strategy.world_size, outer.deadline_seconds, outer.precision
@@ -187,7 +186,6 @@ def _processes(
         started.append(process)
         return process
 
-    assert plan.outer is not None, "asked for before"
     try:
         store = start("outer-store", "outer-store", str(folder))
         islands = [
@@ -201,7 +199,7 @@ def _processes(
                 resume,
                 shown=k == 0,
             )
-            for k in range(plan.outer.islands)
+            for k in plan.island_numbers
         ]
         yield store, islands
     finally:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.diagnostics import Diagnostic, Refusal, found
-from shardwright.diagnostics.host_check import MIN_BANDWIDTH_FRACTION, HostCheck, red
+from shardwright.diagnostics.host_check import MIN_BANDWIDTH_FRACTION, HostCheck, gbits, red
 from shardwright.diloco.outer_store_channel import (
     CHUNK_BYTES,
     AuthenticatedChannel,
@@ -231,7 +231,7 @@ def _failed(*problems: Diagnostic) -> HostCheck:
 def _compare_with_recipe(address: str, measured: MeasuredLink, planned: PlannedLink) -> HostCheck:
     slowest = min(measured.up_bytes_per_second, measured.down_bytes_per_second) * 8 / 1e9
     up, down = (
-        _gbits(rate) for rate in (measured.up_bytes_per_second, measured.down_bytes_per_second)
+        gbits(rate) for rate in (measured.up_bytes_per_second, measured.down_bytes_per_second)
     )
     seconds = planned.outer_seconds * planned.gbits_per_second / slowest
     told = (
@@ -255,7 +255,3 @@ def _compare_with_recipe(address: str, measured: MeasuredLink, planned: PlannedL
     return HostCheck(
         name=NAME, told=told, problems=(found("SW5312", None, message, help, severity="warning"),)
     )
-
-
-def _gbits(bytes_per_second: float) -> str:
-    return f"{bytes_per_second * 8 / 1e9:.3g}"

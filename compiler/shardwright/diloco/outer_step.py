@@ -275,8 +275,7 @@ class DiLoCoOuterStep:
     ) -> None:
         """Collective. attempt: the folder's count of starts. Raises Refusal: SW6313 where this host
         has no secret."""
-        assert plan.outer is not None and plan.outer.island is not None, "asked for before"
-        self.plan, self.outer, self.delay_steps = plan, plan.outer, plan.outer.overlap_steps
+        self.plan, self.outer, self.delay_steps = plan, plan.diloco, plan.diloco.overlap_steps
         self._trainer, self._folder, self._rank, self._attempt = trainer, folder, rank, attempt
         self._writer: JsonLinesWriter | None = None  # rank 0's
         self._connections = OuterStoreConnections(plan, folder, rank, attempt, data_digest)
@@ -294,7 +293,7 @@ class DiLoCoOuterStep:
         self._own, self._sent, self._means = (torch.zeros(0) for _ in range(3))
         self._anchor = self._master_shard.own(MASTER)
         self._momentum = (
-            torch.zeros_like(self._anchor) if plan.outer.optimizer == "nesterov" else None
+            torch.zeros_like(self._anchor) if plan.diloco.optimizer == "nesterov" else None
         )
 
     def begin(self, done: int, checkpoint: Path | None) -> list[OuterStepResult]:

@@ -250,14 +250,13 @@ class OuterStoreConnections:
     def __init__(self, plan: Plan, folder: Path, rank: int, attempt: int, data_digest: str) -> None:
         """Collective. attempt: of the folder. Raises Refusal: SW6313 where this host has no
         secret."""
-        assert plan.outer is not None and plan.outer.island is not None, "asked for before"
         assert plan.launch.outer_store is not None, "a plan with islands has one"
-        self._address, self._deadline = plan.launch.outer_store, plan.outer.deadline_seconds
+        self._address, self._deadline = plan.launch.outer_store, plan.diloco.deadline_seconds
         self._secret = read_secret(folder)
         run: list[Any] = [secrets.token_hex(8)]
         dist.broadcast_object_list(run, src=0)
         self._island_rank = IslandRank(
-            island=plan.outer.island,
+            island=plan.island,
             rank=rank,
             world=plan.strategy.world_size,
             attempt=attempt,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.resume_checkpoint import checkpoint_root
 from shardwright.diagnostics import Diagnostic, Refusal, found
-from shardwright.diagnostics.host_check import MIN_BANDWIDTH_FRACTION, HostCheck, red
+from shardwright.diagnostics.host_check import MIN_BANDWIDTH_FRACTION, HostCheck, gbits, red
 from shardwright.engines.engine_table import engine_of
 from shardwright.launch.host_probe import (
     LIMIT_SECONDS,
@@ -130,16 +130,16 @@ def links(met: Sequence[ProbedHost], assumed: PlannedBandwidth) -> HostCheck:
     inside = min(((rate, where) for rate, where in local if rate), default=None)
     summed = min((rate for p in met if (rate := p.met.links.all_reduce)), default=None)
     if between:
-        told.append(f"{_gbits(between[0])} Gb/s between hosts ({between[1]} is the slowest)")
+        told.append(f"{gbits(between[0])} Gb/s between hosts ({between[1]} is the slowest)")
         if not assumed.is_cpu:
-            told[-1] += f", {_gbits(assumed.inter_node_bytes_per_second)} planned"
+            told[-1] += f", {gbits(assumed.inter_node_bytes_per_second)} planned"
             if between[0] < MIN_BANDWIDTH_FRACTION * assumed.inter_node_bytes_per_second:
-                key = f"cluster.inter_node_gbits_per_second={_gbits(between[0])}"
+                key = f"cluster.inter_node_gbits_per_second={gbits(between[0])}"
                 problems.append(
                     _slow(between[1], between[0], assumed.inter_node_bytes_per_second, key)
                 )
     if summed:
-        told.append(f"{_gbits(summed)} Gb/s a host in an all-reduce")
+        told.append(f"{gbits(summed)} Gb/s a host in an all-reduce")
     if inside:
         planned = assumed.intra_node_bytes_per_second
         told.append(
@@ -154,17 +154,13 @@ def links(met: Sequence[ProbedHost], assumed: PlannedBandwidth) -> HostCheck:
 
 
 def _slow(where: str, rate: float, planned: float, key: str) -> Diagnostic:
-    message = f"{where}: {_gbits(rate)} Gb/s, the plan assumes {_gbits(planned)}"
+    message = f"{where}: {gbits(rate)} Gb/s, the plan assumes {gbits(planned)}"
     help = (
         f"If this is what the cluster gives, compile again with --set {key}: another layout may be "
         "faster. Else look at the card that NCCL takes (NCCL_DEBUG=INFO) and at who else uses the "
         "network."
     )
     return found("SW5312", None, message, help, severity="warning")
-
-
-def _gbits(bytes_per_second: float) -> str:
-    return f"{bytes_per_second * 8 / 1e9:.3g}"
 
 
 FACTS_SECONDS = 10.0

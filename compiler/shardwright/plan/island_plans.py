@@ -17,7 +17,6 @@ def island_name(island: int) -> str:
 
 def island_plan(plan: Plan, island: int) -> Plan:
     """What this island runs. What several would write to one place gets its name."""
-    assert plan.outer is not None, "the plan has islands"
     checkpoint, island_label = plan.checkpoint, island_name(island)
     if checkpoint.directory.startswith("/"):
         checkpoint = replace(
@@ -27,7 +26,7 @@ def island_plan(plan: Plan, island: int) -> Plan:
         checkpoint = replace(
             checkpoint, upload_to=f"{checkpoint.upload_to.rstrip('/')}/{island_label}"
         )
-    outer = replace(plan.outer, island=island)
+    outer = replace(plan.diloco, island=island)
     return replace(plan, name=f"{plan.name}-{island_label}", checkpoint=checkpoint, outer=outer)
 
 
@@ -42,12 +41,7 @@ def plan_digest(plan: Plan) -> str:
 
 def island_folders(plan: Plan, folder: Path) -> list[Path]:
     """Of every island; [] for a plan without any, or of one island."""
-    outer = plan.outer
-    return (
-        []
-        if outer is None or outer.island is not None
-        else [folder / island_name(k) for k in range(outer.islands)]
-    )
+    return [folder / island_name(k) for k in plan.island_numbers]
 
 
 def select_island_folder(plan: Plan, folder: Path, island: int | None) -> Path:

@@ -242,6 +242,18 @@ class Plan:
         return 0 if self.outer is None else self.outer.island or 0
 
     @property
+    def island_numbers(self) -> range:
+        """Return the islands that have a folder of their own in this plan's; else an empty
+        range."""
+        return range(self.islands if self.outer is not None and self.outer.island is None else 0)
+
+    @property
+    def diloco(self) -> PlanDiLoCo:
+        """Return the outer step of a plan that has one."""
+        assert self.outer is not None, "the plan has no islands"
+        return self.outer
+
+    @property
     def sequences_per_step(self) -> int:
         """Return the sequences of one optimizer step of all islands together."""
         return self.training.global_batch_size * self.islands

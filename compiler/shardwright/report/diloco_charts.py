@@ -67,11 +67,11 @@ class IslandsRun:
 def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
     """None for a plan that is not of several islands, or where none of them has finished a step."""
     plan, folder = subject.plan, subject.folder
-    if plan.outer is None:
+    if not plan.island_numbers:
         return None
     here = {k: each for k, each in enumerate(island_folders(plan, folder)) if each.is_dir()}
     rounds = effective_rounds(read_rounds(folder))
-    absent = missing(plan.outer.islands, rounds)
+    absent = missing(plan.diloco.islands, rounds)
     islands = tuple(
         IslandRun(
             island=k,
@@ -82,7 +82,7 @@ def read_islands_run(subject: CompiledFolder) -> IslandsRun | None:
         for k, each in here.items()
         if (run := read_run(each, plan)) is not None
     )
-    whole = merged_steps(here, rounds, plan.outer.every_steps)
+    whole = merged_steps(here, rounds, plan.diloco.every_steps)
     if not islands or not whole:
         return None
     stride = max(1, math.ceil(len(whole) / MOST_POINTS))

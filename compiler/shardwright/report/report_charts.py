@@ -532,7 +532,7 @@ def grid_of(nodes: int, gpus_per_node: int) -> Grid:
 
 def cluster_map(plan: Plan) -> figure:
     """Of all islands, where the plan is of them; their layouts are the same."""
-    copies = 1 if plan.outer is None or plan.outer.island is not None else plan.outer.islands
+    copies = max(1, len(plan.island_numbers))
     nodes, cells = plan.nodes * copies, len(plan.ranks) * copies
     grid = grid_of(nodes, plan.gpus_per_node)
     columns = _columns(plan, copies, grid)
