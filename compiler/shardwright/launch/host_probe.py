@@ -279,6 +279,7 @@ def _answer(message: JsonObject) -> None:
 def _facts(request: ProbeRequest) -> HostFacts:
     folder = Path(request.folder)
     checkpoints = folder / request.checkpoints
+    existing = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
     return HostFacts(
         time=time.time(),
         hostname=socket.gethostname(),
@@ -290,8 +291,8 @@ def _facts(request: ProbeRequest) -> HostFacts:
         address=_first_address(),
         devices=_devices(cpu=request.cpu),
         busy=() if request.cpu else tuple(_gpus_in_use()),
-        free_bytes=_free_bytes(checkpoints),
-        writable=_writable(checkpoints),
+        free_bytes=shutil.disk_usage(existing).free,
+        writable=os.access(existing, os.W_OK | os.X_OK),
         memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         absent=tuple(path for path in request.inputs if not glob.glob(path)),
         free_port=_free_port(request.port),
@@ -391,18 +392,6 @@ def _gpus_in_use() -> list[str]:
         and row[3].isdigit()
         and int(row[2]) > (1 - MIN_FREE_FRACTION) * int(row[3])
     ]
-
-
-def _nearest(path: Path) -> Path:
-    return next(p for p in (path, *path.parents) if p.exists())
-
-
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(_nearest(path)).free
-
-
-def _writable(path: Path) -> bool:
-    return os.access(_nearest(path), os.W_OK | os.X_OK)
 
 
 def _free_port(port: int | None) -> int | None:

@@ -157,8 +157,9 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
         print_resume_notes(chosen)
         if chosen is None:
             print(f"starts from {weights_summary(plan.model.weights)}")
+        # Its last step was saved, and then the validation failed or the outer store was away.
         owes = chosen is not None and (
-            _lacks_last_evaluation(plan, folder)
+            (plan.validation is not None and evaluated_step(folder) < plan.training.steps)
             or (plan.islands > 1 and not is_after_outer_step(chosen.path))
         )
         if chosen and chosen.step >= plan.training.steps and not owes:
@@ -183,11 +184,6 @@ def run_folder(folder: Path, hostfile: Path | None, resume: str) -> int:
                 "another one"
             )
         return _conclude(plan, folder, attempt, code)
-
-
-def _lacks_last_evaluation(plan: Plan, folder: Path) -> bool:
-    """Whether the last step was saved, and its validation then failed."""
-    return plan.validation is not None and evaluated_step(folder) < plan.training.steps
 
 
 def _prepare_data(plan: Plan, folder: Path) -> Plan:
@@ -358,7 +354,7 @@ POLL_SECONDS = 0.2
 
 def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
     """Returns once the run has passed its checks: 0, or the exit code of one that did not."""
-    plan, before = load_plan(folder), _attempt(folder)
+    plan, before = load_plan(folder), read_attempt_record(folder).number
     if is_alive(folder):
         raise run_alive_refusal(folder)
     log = folder / "run" / "logs" / "run.log"
@@ -372,25 +368,17 @@ def run_detached(folder: Path, hostfile: Path | None, resume: str) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    while (code := process.poll()) is None and (_attempt(folder) == before or not is_alive(folder)):
+    while (code := process.poll()) is None and (
+        read_attempt_record(folder).number == before or not is_alive(folder)
+    ):
         time.sleep(POLL_SECONDS)
     if code is not None:
         print(log.read_text(errors="replace"), end="", file=sys.stderr if code else sys.stdout)
         return code
-    print(_started_text(plan, folder, process.pid, log))
-    return 0
-
-
-def _attempt(folder: Path) -> int | None:
-    return read_attempt_record(folder).number
-
-
-def _started_text(plan: Plan, folder: Path, pid: int, log: Path) -> str:
     place = shlex.quote(str(folder))
-    return (
-        f"running    {plan.name}, process {pid}, detached\n"
-        f"output     {log}\n"
-        f"how it is  shardwright status {place}\n"
-        f"follow it  shardwright logs {place} -f\n"
-        f"end it     shardwright stop {place}"
-    )
+    print(f"running    {plan.name}, process {process.pid}, detached")
+    print(f"output     {log}")
+    print(f"how it is  shardwright status {place}")
+    print(f"follow it  shardwright logs {place} -f")
+    print(f"end it     shardwright stop {place}")
+    return 0

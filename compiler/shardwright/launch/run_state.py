@@ -201,7 +201,8 @@ def report_failure(plan: Plan, folder: Path, attempt: int, launcher_code: int) -
         return 3
     code, cause = first.code, first.cause
     if code == "SW6301":
-        frames = _last_frames(first.traceback)
+        lines = [line for line in first.traceback.rstrip().splitlines() if line.strip()]
+        frames = "\n".join(lines[-7:-1])  # the innermost ones: enough to see whose code it was
         notes = (frames, _memory_advice(plan, cause), _next_steps(plan, run, rank, str(first.host)))
         _print_error(code, named + cause, "\n".join(note for note in notes if note))
         others = sum(isinstance(e, RankFailed) for e in events) - 1
@@ -280,12 +281,6 @@ def _memory_advice(plan: Plan, cause: str) -> str:
         "the fullest rank\n"
         f"needs less: compile with --set {change}; `shardwright plan` ranks the others"
     )
-
-
-def _last_frames(traceback: str) -> str:
-    """The innermost frames, as notes: enough to see whose code it was."""
-    lines = [line for line in traceback.rstrip().splitlines() if line.strip()]
-    return "\n".join(lines[-7:-1])
 
 
 def _print_error(code: str, message: str, note: str) -> None:

@@ -226,15 +226,12 @@ class MonitorServer(threading.Thread):
                     self._stacks[rank] = stack
             case monitor_protocol.Failed(cause=cause):
                 peer.explained_its_exit = True
-                self._causes.append(self._failed(rank, cause))
+                host = None if peer.hello is None else peer.hello.host
+                stage = self.plan.ranks[rank].pipeline
+                self._causes.append(RankFailed(rank=rank, host=host, stage=stage, cause=cause))
                 self._schedule_shutdown()
             case monitor_protocol.Bye():
                 peer.explained_its_exit = True
-
-    def _failed(self, rank: int, cause: str) -> RankFailed:
-        peer = self._peers.get(rank)
-        host = peer.hello.host if peer is not None and peer.hello is not None else None
-        return RankFailed(rank=rank, host=host, stage=self.plan.ranks[rank].pipeline, cause=cause)
 
     def _advance(self, rank: int, step: int) -> None:
         before = min(self._steps.values(), default=-1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardwright.checkpoint.checkpoint_manifest import checksum
@@ -49,9 +49,7 @@ def check_same_files_on_hosts(plan: Plan, folder: Path) -> None:
     plan or whose other files differ would train different models together, or files are not what
     compile wrote."""
     names = (PLAN_FILE, *plan.digests)
-    gathered = _gather(
-        {name: _digest(folder / name) for name in names} if _is_first_of_host() else None
-    )
+    gathered = _gather(lambda: {name: _digest(folder / name) for name in names})
     if (
         diagnostic := host_difference(
             gathered, "Every host reads its own copy of the folder: copy it there anew."
@@ -63,7 +61,7 @@ def check_same_files_on_hosts(plan: Plan, folder: Path) -> None:
 def check_same_data_on_hosts(plan: Plan, folder: Path) -> Digests:
     """As check_same_files_on_hosts, once the data is prepared on every host. Returns the digests of
     all of it."""
-    gathered = _gather(data_fingerprints(plan, folder) if _is_first_of_host() else None)
+    gathered = _gather(lambda: data_fingerprints(plan, folder))
     help_text = (
         "Bring the same data to every host, or `shardwright prepare` on one and copy its "
         "run/data to the others."
@@ -132,15 +130,14 @@ def _digest(path: Path) -> str:
         return ABSENT
 
 
-def _is_first_of_host() -> bool:
-    return int(os.environ["LOCAL_RANK"]) == 0
-
-
-def _gather(mine: Digests | None) -> list[tuple[str, Digests]]:
-    """Of each host, in the order of its ranks. mine: None on ranks that leave it to another of
-    their host."""
+def _gather(digests: Callable[[], Digests]) -> list[tuple[str, Digests]]:
+    """Return (host, its digests), in the order of the ranks; the first rank of a host makes
+    them."""
     from torch import distributed
 
     every: list[tuple[str, Digests] | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, None if mine is None else (socket.gethostname(), mine))
+    is_first_of_host = int(os.environ["LOCAL_RANK"]) == 0
+    distributed.all_gather_object(
+        every, (socket.gethostname(), digests()) if is_first_of_host else None
+    )
     return [one for one in every if one is not None]

@@ -230,7 +230,13 @@ def begin_attempt_on_ranks(
         try:
             if lease is not None and not lease.taken:
                 take(lease, folder)
-            broadcast = [_begin_attempt_on_rank_0(plan, folder, resume)]
+            if resume is None:
+                broadcast = [read_attempt(folder)]
+            else:
+                chosen = choose_checkpoint(plan, folder, resume)
+                print_resume_notes(chosen)
+                fresh = resume == "never"
+                broadcast = [begin_attempt(plan, folder, chosen, fresh=fresh, keeps_rank_logs=True)]
         except Refusal as refusal:
             broadcast = [refusal]
     dist.broadcast_object_list(broadcast, src=0)
@@ -238,11 +244,3 @@ def begin_attempt_on_ranks(
         raise broadcast[0]
     assert broadcast[0] is not None
     return broadcast[0]
-
-
-def _begin_attempt_on_rank_0(plan: Plan, folder: Path, resume: str | None) -> Attempt:
-    if resume is None:
-        return read_attempt(folder)
-    chosen = choose_checkpoint(plan, folder, resume)
-    print_resume_notes(chosen)
-    return begin_attempt(plan, folder, chosen, fresh=resume == "never", keeps_rank_logs=True)
