@@ -24,6 +24,7 @@ from shardwright.cost.priced_layout import PricedLayout
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import ENGINES, engine_of, lowering_of, recipe_for_engine
 from shardwright.launch.launchers.launch_files import SCRIPT_NAMES, launch_files
+from shardwright.layout.formats import accumulation_dtype
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph, config_sha256
@@ -40,7 +41,6 @@ from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import (
     DataSection,
     Recipe,
-    accumulation_dtype,
     with_resolved_kernels,
 )
 from shardwright.search.layout_resolution import price_planned_layout

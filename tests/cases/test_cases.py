@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwright.compile import CompileResult, compile_recipe
 from shardwright.compiled_folder import MARKER
+from shardwright.layout.formats import element_bytes
 from shardwright.plan.folder_paths import PLAN_FILE
 from shardwright.plan.plan import plan_from_json, plan_to_json
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.recipe.recipe_types import ELEMENT_BYTES
 from shardwright.utils.installation import recipes_folder
 from tests.cases.engine_numbers import load, numbers
 from tests.cases.golden_figures import (
@@ -209,7 +209,7 @@ class TestInvariants:
                 for r in plan.ranks
                 if r.pipeline == pipeline and (shards > 1 or r.data == r.context == 0)
             )
-            size = ELEMENT_BYTES[plan.training.precision]
+            size = element_bytes(plan.training.precision)
             padding = len(mine) * shards * plan.strategy.tensor * size if shards > 1 else 0
             assert wanted * size <= held <= wanted * size + padding, pipeline
 
@@ -229,7 +229,7 @@ class TestInvariants:
             4 + 2 * 4 if plan.strategy.zero_stage or plan.training.precision != "fp32" else 2 * 4
         )
         share = plan.strategy.shards if plan.strategy.zero_stage in (1, 2) else 1
-        per_byte = states / share / ELEMENT_BYTES[plan.training.precision]
+        per_byte = states / share / element_bytes(plan.training.precision)
         optimizer = [stage.optimizer_bytes for stage in plan.predicted.memory.stages]
         assert optimizer == pytest.approx([held * per_byte for held in fullest], rel=1e-6)
 

@@ -15,6 +15,7 @@ from shardwright.cost import kernel_seconds
 from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.kernel_seconds import Device, product_seconds
 from shardwright.cost.layer_times import peak_flops
+from shardwright.layout.formats import element_bytes
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.literal_types import CHECKPOINTING, Precision
 from shardwright.recipe.measurements import (
@@ -27,7 +28,6 @@ from shardwright.recipe.measurements import (
     Measurements,
     TimingSample,
 )
-from shardwright.recipe.recipe_types import ELEMENT_BYTES
 
 # How a thing is timed: again and again until its time is up, and what is made of the seconds.
 #
@@ -101,7 +101,7 @@ STEPS = 41
 
 def device_of(cluster: Cluster, precision: Precision, c: Constants) -> Device:
     return kernel_seconds.device_of(
-        cluster.gpu, peak_flops(cluster.gpu, precision), ELEMENT_BYTES[precision], c
+        cluster.gpu, peak_flops(cluster.gpu, precision), element_bytes(precision), c
     )
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from shardwright.cost.collective_seconds import all_to_all_seconds, gather_seconds
 from shardwright.cost.layer_shapes import LayerShape, recompute_stops_early
 from shardwright.cost.priced_layout import ModelChunk, PricedLayout
+from shardwright.layout.formats import element_bytes
 from shardwright.layout.zero_settings import LIVE_NUMEL
-from shardwright.recipe.recipe_types import ELEMENT_BYTES
 from shardwright.utils.memoize import memoize
 
 # Weights that ZeRO-3 leaves whole on each rank, and so does not gather again.
@@ -247,7 +247,7 @@ def gradient_reduction(layout: PricedLayout) -> GradientReduction:
     s = layout.strategy
     if s.zero_stage >= 2:
         return GradientReduction(s.gradient_accumulation_steps, layout.element_bytes)
-    return GradientReduction(1, ELEMENT_BYTES[layout.accumulation_dtype])
+    return GradientReduction(1, element_bytes(layout.accumulation_dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +341,7 @@ def _tied_bytes(layout: PricedLayout, rank: int) -> float:
     s = layout.strategy
     if s.pipeline == 1 or s.schedule == "dualpipev" or rank not in (0, s.pipeline - 1):
         return 0.0
-    return float(layout.shapes.shared_numel * ELEMENT_BYTES[layout.accumulation_dtype])
+    return float(layout.shapes.shared_numel * element_bytes(layout.accumulation_dtype))
 
 
 def _data_parallel_bytes(layout: PricedLayout, rank: int) -> dict[str, float]:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from shardwright.layout.formats import element_bytes
 from shardwright.layout.layout_estimate import Time
 from shardwright.models.model_graph import ModelGraph
-from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe
+from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.number_format import SECONDS_PER_DAY, format_bytes, format_days
 
 ISLANDS, DATA_PARALLEL = "islands", "data parallel"
@@ -59,10 +60,10 @@ def islands_cost(recipe: Recipe, parameters: int, inner_step_seconds: float) -> 
     if outer is None or rate is None:
         return None
     n, link = cluster.islands, rate * 1e9 / 8
-    sent = (n - 1) * parameters * ELEMENT_BYTES[outer.precision]
+    sent = (n - 1) * parameters * element_bytes(outer.precision)
     seconds = sent / link
     exposed = max(0.0, seconds - outer.overlap_steps * inner_step_seconds)
-    gradients = 2 * (n - 1) / n * parameters * ELEMENT_BYTES["bf16"]
+    gradients = 2 * (n - 1) / n * parameters * element_bytes("bf16")
     step, plain = (
         inner_step_seconds + exposed / outer.every_steps,
         max(inner_step_seconds, gradients / link),

@@ -20,15 +20,13 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layout_costs import SECONDS_PER_DAY
 from shardwright.cost.priced_layout import PricedLayout, build_priced_layout, with_boundaries
 from shardwright.layout.layout_estimate import Estimate
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import frozen_parameter_names
 from shardwright.utils.memoize import memoize
 from shardwright.utils.number_format import format_days, format_number
 
-STATE_BYTES = 12
-"""Of a trained element: fp32 master and Adam's two fp32 moments, in every precision
-(checkpoint/checkpoint_manifest.py)."""
 MIN_GOODPUT, NEARLY_FULL_GOODPUT = 1e-3, 0.9995
 """Of the time that trains: below the one nobody waits for the end, above the other nothing is worth
 saying."""
@@ -240,17 +238,19 @@ def node_checkpoint_bytes(layout: PricedLayout) -> list[float]:
     """Bytes that each node writes of a checkpoint's tensors, in the order of the ranks
     (checkpoint/checkpoint_saver.py).
 
-    Of a trained element STATE_BYTES; of a frozen one its value, as the model computes with it. Data
-    (and context) ranks share out what ZeRO shares out, the optimizer's states from stage 1 and
-    frozen weights at stage 3; else the first one writes. Of tensor ranks with the same elements,
-    and of a tied parameter's two stages, one writes: the ranks' parts are scaled to the whole.
+    Of a trained element they are its master copy and moments; of a frozen one its value, as the
+    model computes with it. Data (and context) ranks share out what ZeRO shares out, the optimizer's
+    states from stage 1 and frozen weights at stage 3; else the first one writes. Of tensor ranks
+    with the same elements, and of a tied parameter's two stages, one writes: the ranks' parts are
+    scaled to the whole.
     """
     s, graph = layout.strategy, layout.graph
     names = frozen_parameter_names(graph, layout.recipe.model.freeze)
     whole = _numel_by_name(graph)
     total = sum(whole.values())
     left = 0 if layout.adapter_sizes else total - sum(whole[name] for name in names)
-    trained = STATE_BYTES * (layout.adapter_sizes[-1] if layout.adapter_sizes else left)
+    state_bytes = OPTIMIZERS[layout.recipe.training.optimizer.name].state_bytes
+    trained = state_bytes * (layout.adapter_sizes[-1] if layout.adapter_sizes else left)
     frozen = layout.element_bytes * (total - left)
     parts = [(trained, s.zero_stage >= 1, layout.trainable_numel_of)]
     if frozen:

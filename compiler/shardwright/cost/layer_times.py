@@ -47,12 +47,13 @@ from shardwright.cost.task_costs import contrastive_loss_seconds, vision_encoder
 from shardwright.cost.vision_encoder_flops import largest_image_sequence
 from shardwright.engines.engine_table import traits_of
 from shardwright.engines.kernel_traffic import KERNEL_TRAFFIC
+from shardwright.layout.formats import FORMATS, element_bytes
 from shardwright.layout.layout import Layout
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import is_decoder_frozen
 from shardwright.recipe.literal_types import Precision
-from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe
+from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.memoize import hashed_key, memoize
 
 # A product has two in its backward pass, each of its own size: the inputs' gradient and the
@@ -77,7 +78,9 @@ def peak_flops(gpu: Gpu, precision: Precision) -> float:
     """Dense peak of the precision. A GPU without it (a rule reports that) computes in fp32 at
     best."""
     return (
-        gpu.peak_flops.get(precision) or gpu.peak_flops.get("fp32") or min(gpu.peak_flops.values())
+        gpu.peak_flops.get(FORMATS[precision].peak)
+        or gpu.peak_flops.get("fp32")
+        or min(gpu.peak_flops.values())
     )
 
 
@@ -170,7 +173,7 @@ class _MicroBatchCosts:
         self.tokens = s.micro_batch_size * self.length // s.context
         self.is_cpu, self.fp32_flops = gpu.is_cpu, peak_flops(gpu, "fp32")
         self.shapes = model_shapes(graph, s.tensor)
-        self.device = device_of(gpu, peak_flops(gpu, precision), ELEMENT_BYTES[precision], c)
+        self.device = device_of(gpu, peak_flops(gpu, precision), element_bytes(precision), c)
 
     def decoder(self, kind: LayerShape) -> tuple[float, float, float]:
         mode = self.s.checkpointing
@@ -555,7 +558,7 @@ def _accumulation_seconds(layout: PricedLayout) -> Floats:
         numel[-1] -= (
             layout.shapes.shared_numel
         )  # the embedding is on the head's rank, and a tied tensor there is one
-    moved = layout.element_bytes + 2 * ELEMENT_BYTES[layout.accumulation_dtype]
+    moved = layout.element_bytes + 2 * element_bytes(layout.accumulation_dtype)
     rate = layout.cluster.gpu.hbm_bytes_per_second * layout.constants.memory_efficiency
     return moved * numel / rate
 

@@ -19,11 +19,13 @@ from shardwright.cost.cost_constants import Constants, default_constants
 from shardwright.cost.layer_shapes import ActivationBytes, SavedActivations, runs_hf_modules
 from shardwright.cost.priced_layout import ModelChunk, PricedLayout
 from shardwright.cost.task_costs import contrastive_loss_bytes
+from shardwright.layout.formats import element_bytes
 from shardwright.layout.layout_estimate import Memory, StageMemory
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.layout.zero_settings import BUCKET_NUMEL, LIVE_NUMEL
 from shardwright.recipe.literal_types import Checkpointing
-from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe
+from shardwright.recipe.recipe_types import Recipe
 
 Floats = NDArray[np.float64]
 
@@ -82,9 +84,9 @@ def model_state_bytes(
     gradients = _gradient_bytes(layout) * (
         numel / s.shards if s.zero_stage >= 2 else numel - elsewhere
     )
-    # Two float32 moments, and a float32 master copy (which ZeRO keeps for float32 parameters too).
-    master = 0 if layout.recipe.training.precision == "fp32" and s.zero_stage == 0 else 4
-    optimizer = numel * (8 + master) / (s.shards if s.zero_stage >= 1 else 1)
+    training = layout.recipe.training
+    states = OPTIMIZERS[training.optimizer.name].held_bytes(training.precision, s.zero_stage)
+    optimizer = numel * states / (s.shards if s.zero_stage >= 1 else 1)
     if s.offload != "none":
         optimizer = 0.0  # in host memory (arXiv 2101.06840), as are the accumulated gradients
         gradients = (numel - elsewhere) * element if s.zero_stage == 1 else 0.0
@@ -243,7 +245,7 @@ def _gradient_bytes(layout: PricedLayout) -> int:
     """Per parameter: the gradient itself, and the float32 buffer beside it where half precision
     accumulates in fp32 (BF16_Optimizer at stage 1; stages 2 and 3 accumulate in the partition
     alone)."""
-    accumulation = ELEMENT_BYTES[layout.accumulation_dtype]
+    accumulation = element_bytes(layout.accumulation_dtype)
     if layout.traits.fuses_accumulation or layout.traits.frees_gradients_after_add:
         # products add to the accumulated gradient itself (Megatron-LM's main_grad), or hooks do
         return accumulation
@@ -392,7 +394,7 @@ def _copied_bytes(layout: PricedLayout, numel: int) -> float:
     accumulated in less (DeepSpeed stage_1_and_2.py, step)."""
     s = layout.strategy
     copied = (
-        ELEMENT_BYTES[layout.accumulation_dtype] < 4
+        element_bytes(layout.accumulation_dtype) < 4
         and 1 <= s.zero_stage <= 2
         and s.offload == "none"
     )

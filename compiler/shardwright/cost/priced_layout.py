@@ -20,6 +20,7 @@ from shardwright.cost.layer_shapes import ModelShapes, SavedActivations, activat
 from shardwright.cost.vision_encoder_flops import vision_encoder_activation_bytes
 from shardwright.engines.engine_definition import EngineTraits
 from shardwright.engines.engine_table import traits_of
+from shardwright.layout.formats import accumulation_dtype, element_bytes
 from shardwright.layout.interleaved_schedule import micro_batches_in_flight
 from shardwright.layout.layout import Layout, chunk_length
 from shardwright.layout.planning_problem import Problem
@@ -32,7 +33,7 @@ from shardwright.models.trainable_parameters import (
     is_decoder_frozen,
 )
 from shardwright.recipe.literal_types import Checkpointing, PartialCheckpointing
-from shardwright.recipe.recipe_types import ELEMENT_BYTES, Recipe, accumulation_dtype
+from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.memoize import memoize
 
 
@@ -167,12 +168,12 @@ class PricedLayout:
 def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants) -> PricedLayout:
     """Its layers are on no stage yet; see `placed`."""
     recipe, graph = problem.recipe, problem.graph
-    element_bytes = ELEMENT_BYTES[recipe.training.precision]
+    weight_bytes = element_bytes(recipe.training.precision)
     is_partial = isinstance(strategy.activation_checkpointing, PartialCheckpointing)
 
     def kept(checkpointing: Checkpointing) -> SavedActivations:
         length = recipe.training.sequence_length
-        traced = activations(graph, length, element_bytes, checkpointing, recipe.assume.kernels)
+        traced = activations(graph, length, weight_bytes, checkpointing, recipe.assume.kernels)
         return _with_vision_encoder(
             problem, checkpointing, _as_measured(problem, strategy, checkpointing, traced)
         )
@@ -185,7 +186,7 @@ def build_priced_layout(problem: Problem, strategy: Layout, constants: Constants
         activations=kept("none" if is_partial else strategy.checkpointing),
         traits=traits_of(recipe.target, recipe.assume.kernels, strategy),
         checkpointed_activations=kept("full") if is_partial else None,
-        element_bytes=element_bytes,
+        element_bytes=weight_bytes,
         accumulation_dtype=accumulation_dtype(recipe.training),
         adapter_sizes=_adapters(recipe, graph),
         frozen=()
@@ -236,7 +237,7 @@ def _with_vision_encoder(
     if graph.vision is None:
         return found
     kept = vision_encoder_activation_bytes(
-        recipe, graph, checkpointing, ELEMENT_BYTES[recipe.training.precision]
+        recipe, graph, checkpointing, element_bytes(recipe.training.precision)
     )
     if not kept:
         return found

@@ -45,11 +45,12 @@ from shardwright.cost.priced_layout import PricedLayout
 from shardwright.cost.task_costs import contrastive_loss_flops, feature_gather_seconds
 from shardwright.cost.vision_encoder_flops import vision_encoder_flops
 from shardwright.layout import interleaved_schedule
+from shardwright.layout.formats import element_bytes
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Time
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.pipeline_step_time import MAX_SIMULATED_DUALPIPEV_RANKS, step_seconds
 from shardwright.layout.zero_settings import BUCKET_NUMEL, PREFETCH_NUMEL
-from shardwright.recipe.recipe_types import ELEMENT_BYTES
 
 # Exposed time of the data-parallel collectives of one step, behind the compute of one micro-batch.
 #
@@ -206,18 +207,15 @@ def _tied_seconds(layout: PricedLayout) -> float:
     s = layout.strategy
     if s.pipeline == 1 or s.schedule == "dualpipev" or not layout.shapes.shared_numel:
         return 0.0
-    size = layout.shapes.shared_numel * ELEMENT_BYTES[layout.accumulation_dtype]
+    size = layout.shapes.shared_numel * element_bytes(layout.accumulation_dtype)
     distance = s.tensor * s.shards * (s.pipeline - 1)
     return send_seconds(layout.cluster, layout.constants, distance, size)
 
 
-# Seconds that offloaded states add to a step: the link to the host, and Adam on its memory (arXiv
-# 2101.06840).
+# Seconds that offloaded states add to a step: the link to the host, and the update on its memory
+# (arXiv 2101.06840).
 
 
-# Per updated parameter: master, two moments read and written, gradient read, half-precision copy
-# written.
-HOST_ADAM_BYTES = 6 * 4 + 4 + 2
 # A micro-batch of `offload: parameters` fetches its share twice, for the forward and for the
 # backward pass.
 FETCHES = 2
@@ -234,11 +232,12 @@ def cpu_optimizer_seconds(layout: PricedLayout, numel: float) -> float:
         if s.gradient_accumulation_steps == 1
         else c.accumulated_host_bytes_per_second
     )
-    adam = HOST_ADAM_BYTES * updated * layout.cluster.gpus_per_node / rate
+    traffic = OPTIMIZERS[layout.recipe.training.optimizer.name].host_traffic_bytes
+    update = traffic * updated * layout.cluster.gpus_per_node / rate
     copies = 0 if s.offload == "parameters" else 1
     if _once_a_step(layout):
         copies += 1 + (FETCHES * s.gradient_accumulation_steps if s.offload == "parameters" else 0)
-    return adam + copies * updated * layout.element_bytes / c.host_link_bytes_per_second
+    return update + copies * updated * layout.element_bytes / c.host_link_bytes_per_second
 
 
 def _once_a_step(layout: PricedLayout) -> bool:
@@ -568,7 +567,7 @@ def _reduced_seconds(layout: PricedLayout, group: Group, numel: float) -> float:
     """Gradients of so many parameters over the group at ZeRO 0 or 1, without the starts of
     rings."""
     s, c, cluster = layout.strategy, layout.constants, layout.cluster
-    gradient = ELEMENT_BYTES[layout.accumulation_dtype]
+    gradient = element_bytes(layout.accumulation_dtype)
     if s.zero_stage == 0:
         return all_reduce_seconds(cluster, c, group, gradient * numel, 0)
     moved = gradient + layout.element_bytes
@@ -587,7 +586,8 @@ def _update_seconds(layout: PricedLayout, numel: float) -> float:
     updated = numel / (layout.strategy.shards if layout.strategy.zero_stage >= 1 else 1)
     if own := engine_overheads(layout.recipe, layout.graph, layout.strategy):
         return updated * own.parameter_seconds.value
-    return _traffic_seconds(layout, layout.constants.optimizer_traffic_bytes * updated)
+    traffic = OPTIMIZERS[layout.recipe.training.optimizer.name].traffic
+    return _traffic_seconds(layout, traffic * layout.constants.optimizer_traffic_bytes * updated)
 
 
 def _traffic_seconds(layout: PricedLayout, moved_bytes: float) -> float:

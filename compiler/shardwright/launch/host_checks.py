@@ -25,9 +25,11 @@ from shardwright.launch.host_probe import (
 )
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
 from shardwright.launch.preflight_checks import compiles_cpu_adam, tested_versions
+from shardwright.layout.formats import element_bytes
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.zero_settings import fits_in_host_memory, offloaded_bytes
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, ELEMENT_BYTES, FLASH_ATTENTION_2
+from shardwright.recipe.recipe_types import BUILT_IN_DATASETS, FLASH_ATTENTION_2
 
 # The hosts of a run meet, as training would: at the master's address, in an all-reduce; their
 # links are measured.
@@ -469,8 +471,9 @@ def _disk(x: HostCheckInput) -> HostCheck:
 
 
 def _checkpoint_bytes(plan: Plan) -> int:
-    """Weights in the compute type, master weights and two moments in float32."""
-    return plan.model.total_parameters * (ELEMENT_BYTES[plan.training.precision] + 12)
+    """Bytes of the weights in the compute type and of the optimizer's states."""
+    states = OPTIMIZERS[plan.optimizer.name].state_bytes
+    return plan.model.total_parameters * (element_bytes(plan.training.precision) + states)
 
 
 def _clocks(x: HostCheckInput) -> HostCheck:
@@ -530,7 +533,9 @@ def _missing_interfaces(plan: Plan, probed: ProbedHost) -> list[tuple[str, str]]
 def _memory(x: HostCheckInput) -> HostCheck:
     if x.plan.strategy.offload == "none":
         return HostCheck(name="host memory", told="nothing is offloaded")
-    needed = offloaded_bytes(x.plan.strategy.offload, x.plan.model.total_parameters, x.plan.nodes)
+    needed = offloaded_bytes(
+        x.plan.optimizer.name, x.plan.strategy.offload, x.plan.model.total_parameters, x.plan.nodes
+    )
     problems = tuple(
         red(
             "SW5310",

@@ -15,6 +15,7 @@ import psutil
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.engines.engine_table import engine_of
 from shardwright.launch.launchers.launcher_table import LAUNCHERS
+from shardwright.layout.formats import FORMATS
 from shardwright.plan.hostfile import SHELL_SAFE, read_hostfile
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
@@ -124,7 +125,7 @@ def _preflight_errors(plan: Plan, folder: Path, hostfile: Path | None) -> Iterat
         yield absent
     if plan.model.kernels == "compile" and (absent := missing_compiler(is_cpu=plan.is_cpu)):
         yield absent
-    if plan.is_cpu and plan.training.precision == "fp16":
+    if plan.is_cpu and not FORMATS[plan.training.precision].cpu:
         help = "Set training.precision to bf16 or fp32 and compile again; fp16 plans run on GPUs."
         yield found("SW6004", None, "fp16 does not run on a CPU: DeepSpeed refuses it", help)
     program = engine_of(plan).program

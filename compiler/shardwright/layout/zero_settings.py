@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.recipe.literal_types import Offload
 from shardwright.utils.json_values import JsonObject
 
@@ -32,17 +33,13 @@ def disables_hpz(extra: JsonObject) -> bool:
 # of the hosts.
 
 
-# In host memory, per parameter of the model: master weights, two moments and the gradient in
-# float32 (arXiv
-# 2101.06840), and the parameters themselves in half precision.
-OFFLOADED_BYTES_PER_PARAMETER = {"none": 0, "optimizer": 16, "parameters": 18}
 USABLE_HOST_MEMORY_FRACTION = 0.9
 """The rest is the system's, the data loaders' and the file cache's."""
 
 
-def offloaded_bytes(offload: Offload, parameters: int, nodes: int) -> float:
-    """In each node's memory."""
-    return OFFLOADED_BYTES_PER_PARAMETER[offload] * parameters / nodes
+def offloaded_bytes(optimizer: str, offload: Offload, parameters: int, nodes: int) -> float:
+    """Return the bytes that offloaded states take of each node's memory."""
+    return OPTIMIZERS[optimizer].offloaded_bytes(offload) * parameters / nodes
 
 
 def fits_in_host_memory(memory_bytes: float, needed_bytes: float) -> bool:

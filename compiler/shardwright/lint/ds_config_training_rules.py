@@ -6,16 +6,10 @@ import difflib
 from collections.abc import Iterator
 from typing import cast
 
+from shardwright.layout.formats import format_spelled
 from shardwright.layout.zero_settings import HPZ
 from shardwright.lint.lint_rule import Edit, LintedDsConfig, RuleViolation, json_snippet, rule
 from shardwright.utils.json_values import JsonObject
-
-_NAMES: dict[str, frozenset[str]] = {
-    "fp16": frozenset({"torch.float16", "fp16", "float16", "half"}),
-    "fp32": frozenset({"torch.float32", "fp32", "float32", "float"}),
-    "bf16": frozenset({"torch.bfloat16", "bf16", "bfloat16"}),
-    "int8": frozenset({"torch.int8", "int8"}),
-}
 
 
 def precision(ds_config: LintedDsConfig) -> str | None:
@@ -31,9 +25,7 @@ def precision(ds_config: LintedDsConfig) -> str | None:
 def dtype(ds_config: LintedDsConfig, key: str) -> str:
     """The precision that a key of data_types names; "" where it is not given or is none."""
     name = ds_config.get("data_types", key)
-    return next(
-        (dtype for dtype, names in _NAMES.items() if isinstance(name, str) and name in names), ""
-    )
+    return "int8" if name in ("int8", "torch.int8") else format_spelled(name) or ""
 
 
 @rule("SW4301", help="Disable one; bf16 where the GPU has it.")

@@ -13,6 +13,7 @@ from shardwright.engines.deepspeed.ds_config_schema import (
     is_comment_key,
     properties,
 )
+from shardwright.layout.formats import format_spelled
 from shardwright.lint.ds_config_key_rules import REMOVED_KEYS
 from shardwright.migrate.recipe_draft import ImportSources, as_integer, as_switch, as_text
 from shardwright.recipe.recipe_tree import MAX_RECIPE_DEPTH
@@ -26,11 +27,6 @@ ZERO_STAGE, OFFLOAD, PRECISION = (
     "training.precision",
 )
 RECOMPUTE = "parallelism.activation_checkpointing"
-_TYPES: dict[str, tuple[str, ...]] = {
-    "fp32": ("fp32", "float32", "torch.float32", "float"),
-    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
-    "fp16": ("fp16", "float16", "torch.float16", "half"),
-}
 
 _PLAN_WRITES = "compile writes it by the layout"
 _QUANTIZED = "quantized communication changes what is trained"
@@ -208,9 +204,8 @@ def precision(s: ImportSources) -> None:
 
 def _accumulation(s: ImportSources, precision: str | None) -> None:
     path, key = "data_types.grad_accum_dtype", "training.gradient_accumulation_dtype"
-    given = next((name for name, words in _TYPES.items() if s.get(path) in words), None)
-    allowed = {"bf16": ("fp32", "bf16"), "fp16": ("fp32", "fp16")}.get(precision or "", ("fp32",))
-    if given in allowed:
+    given = format_spelled(s.get(path))
+    if given is not None and given in ("fp32", precision):
         s.draft.put(key, given, path)
     elif precision == "bf16":
         s.draft.note(

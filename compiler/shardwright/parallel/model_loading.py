@@ -17,6 +17,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.pytorch_utils import Conv1D
 
 from shardwright.diagnostics import refusal
+from shardwright.layout.formats import FORMATS
 from shardwright.models.config_schema import decode_special_floats
 from shardwright.models.mixture_of_experts import use_grouped_mm_where_it_fits
 from shardwright.models.remote_code_import import register
@@ -28,7 +29,9 @@ from shardwright.plan.plan import Plan
 # The recipe's precisions as torch's types.
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, row.torch_dtype) for name, row in FORMATS.items()
+}
 
 # The model's configuration, a compiled folder's or a checkpoint's own copy. No deepspeed: `export`
 # reads it too.

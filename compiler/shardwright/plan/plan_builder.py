@@ -11,6 +11,7 @@ import shardwright
 from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.layout.axes import rank_coordinates
+from shardwright.layout.formats import accumulation_dtype, element_bytes
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.parameter_sharding import LayerStages, TensorParallelMap
@@ -38,7 +39,6 @@ from shardwright.plan.plan import (
     resolve_scheduler,
 )
 from shardwright.recipe.recipe_types import (
-    ELEMENT_BYTES,
     TOKENIZED_KINDS,
     DataSection,
     ImagesSection,
@@ -46,7 +46,6 @@ from shardwright.recipe.recipe_types import (
     Recipe,
     TrainingSection,
     ValidationSection,
-    accumulation_dtype,
 )
 from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.json_values import canonical_hash
@@ -117,7 +116,7 @@ def _parameter_bytes(
     def resident(numel: int, cut: int) -> int:
         return -(-(numel // cut) // max(1, shares // cut))
 
-    return sum(resident(*each) for each in held) * ELEMENT_BYTES[recipe.training.precision]
+    return sum(resident(*each) for each in held) * element_bytes(recipe.training.precision)
 
 
 # Whether a recipe's data and its model agree on pictures.

@@ -281,17 +281,10 @@ def _min_lr(view: DocumentView) -> Iterable[Diagnostic]:
         yield found("SW1205", "training.scheduler.min_lr", message, f"Give at most {high:g}.")
 
 
-# DeepSpeed accumulates in the compute type or in fp32.
-_ACCUMULATION: dict[str, tuple[str, ...]] = {
-    "bf16": ("fp32", "bf16"),
-    "fp16": ("fp32", "fp16"),
-    "fp32": ("fp32",),
-}
-
-
 def _accumulation(view: DocumentView) -> Iterable[Diagnostic]:
+    """DeepSpeed accumulates in the compute type or in fp32."""
     key, precision = "training.gradient_accumulation_dtype", view.text("training.precision")
-    dtype, valid = view.get(key), ("auto", *_ACCUMULATION[precision])
+    dtype, valid = view.get(key), tuple(dict.fromkeys(("auto", "fp32", precision)))
     if dtype is not None and dtype not in valid:
         message = f"gradient_accumulation_dtype {dtype} does not go with precision {precision}"
         yield found("SW1206", key, message, f"Write {join_with_or(valid)}.", valid)

@@ -51,9 +51,6 @@ class TrackingSection:
     noise_scale: NoiseScaleSection | None = None
 
 
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Of a precision or an accumulation type."""
-
 FREE_DEGREES = ("tensor", "pipeline", "data")
 """The degrees that multiply to the world in a recipe that pins no other; data is the last."""
 
@@ -135,7 +132,7 @@ class OuterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
-    name: str  # adamw
+    name: str  # a row of layout/optimizers.py
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -458,12 +455,3 @@ class LoraSection:
     alpha: float
     dropout: float
     target_modules: tuple[str, ...] | None
-
-
-def accumulation_dtype(training: TrainingSection) -> str:
-    """auto: fp32 for fp32 and bf16, fp16 for fp16."""
-    if training.gradient_accumulation_dtype is not None:
-        return training.gradient_accumulation_dtype
-    if training.precision == "bf16":
-        return "fp32"
-    return training.precision

@@ -8,6 +8,7 @@ import dataclasses
 from typing import cast
 
 from shardwright.engines.engine_table import ENGINES
+from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.search.cluster_sizing import ClusterSizing, size_cluster
@@ -64,13 +65,14 @@ def low_precision_accumulation(problem: Problem) -> LowPrecisionAccumulation | N
 
 def _with_accumulation_dtype(problem: Problem) -> Problem:
     training = problem.recipe.training
-    is_open = training.precision == "bf16" and training.gradient_accumulation_dtype is None
+    wide = FORMATS[training.precision].accumulation != training.precision
+    is_open = wide and training.gradient_accumulation_dtype is None
     if not is_open or problem.recipe.objective == "memory" or problem.cluster.gpu.is_cpu:
         return problem
     full = search(problem)
     if not _is_memory_bound(problem, full):
         return problem
-    short = _accumulating_in(problem, "bf16")
+    short = _accumulating_in(problem, training.precision)
     if _refused(short) > _refused(problem):  # an engine that sums in fp32 alone
         return problem
     half = search(short).ranked  # all of it: where this is the answer, it is asked for again

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.diagnostics import Diagnostic, found
+from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate
 from shardwright.layout.tensor_parallel_map import is_attention_sharded
 from shardwright.recipe.recipe_types import DOCUMENT_KINDS, FLASH_ATTENTION_2
@@ -112,8 +113,8 @@ def flash_attention_supported(x: Candidate) -> Diagnostic | None:
             f"has no kernels for the gpu {gpu.name}: it takes GPUs that compute in bf16, Ampere "
             "or newer"
         )
-    elif precision == "fp32":
-        why = "has no kernels for fp32: write `precision: bf16`, or another attention"
+    elif not FORMATS[precision].flash_attention:
+        why = f"has no kernels for {precision}: write `precision: bf16`, or another attention"
     elif x.graph.head_dim > FLASH_HEAD_SIZE:
         why = f"takes heads of at most {FLASH_HEAD_SIZE}, and the model's have {x.graph.head_dim}"
     else:

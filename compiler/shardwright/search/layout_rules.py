@@ -9,6 +9,7 @@ from shardwright.cluster.gpu_catalogue import Cluster
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import rank_axes
+from shardwright.layout.formats import FORMATS, sums_are_rounded
 from shardwright.layout.layout import Candidate
 from shardwright.layout.stage_balancing import (
     max_decoder_layers_per_stage,
@@ -42,14 +43,14 @@ def missing_peak_error(precision: Precision, cluster: Cluster) -> Diagnostic | N
 
 
 def fp16_on_cpu_error(precision: Precision, cluster: Cluster) -> Diagnostic | None:
-    if precision != "fp16" or not cluster.gpu.is_cpu:
+    if FORMATS[precision].cpu or not cluster.gpu.is_cpu:
         return None
     return found(
         "SW3119",
         "training.precision",
-        "DeepSpeed refuses to run precision fp16 on a CPU",
+        f"DeepSpeed refuses to run precision {precision} on a CPU",
         "Write bf16 or fp32, or name the GPU that it is for.",
-        ("bf16", "fp32"),
+        tuple(name for name, row in FORMATS.items() if row.cpu),
     )
 
 
@@ -244,7 +245,7 @@ def layer_drop_supported(x: Candidate) -> Diagnostic | None:
 def half_precision_accumulation(x: Candidate) -> Diagnostic | None:
     """bf16 has eight bits of precision, so a long sum of micro-batches loses the small ones."""
     training = x.recipe.training
-    if training.precision != "bf16" or training.gradient_accumulation_dtype in (None, "fp32"):
+    if not sums_are_rounded(training):
         return None
     if x.strategy.gradient_accumulation_steps == 1:
         return None
@@ -408,7 +409,12 @@ def offload_fits_host_memory(x: Candidate) -> Diagnostic | None:
     """A node that runs out of memory kills its ranks with signal 9 and no message."""
     if x.strategy.offload == "none":
         return None
-    needed = offloaded_bytes(x.strategy.offload, x.graph.total_parameters, x.cluster.nodes)
+    needed = offloaded_bytes(
+        x.recipe.training.optimizer.name,
+        x.strategy.offload,
+        x.graph.total_parameters,
+        x.cluster.nodes,
+    )
     has = x.cluster.host_memory_bytes
     if has is None:
         return found(

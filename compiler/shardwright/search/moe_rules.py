@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 
 from shardwright.diagnostics import Diagnostic, found
+from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate
 from shardwright.models.expert_modules import expert_modules
 from shardwright.utils.divisors import nearest_divisors
@@ -120,7 +121,8 @@ def router_aux_loss_supported(x: Candidate) -> Diagnostic | None:
 
 def router_aux_loss_verified(x: Candidate) -> Diagnostic | None:
     """fp16 scales the loss by a factor that changes as the run goes on."""
-    beside = "precision: fp16" if x.recipe.training.precision == "fp16" else ""
+    precision = x.recipe.training.precision
+    beside = f"precision: {precision}" if FORMATS[precision].scales_loss else ""
     if x.recipe.lora is not None:
         beside = "LoRA"
     if x.recipe.model.router_aux_loss is None or not beside:

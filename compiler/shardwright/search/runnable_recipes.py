@@ -11,6 +11,7 @@ from functools import partial
 from shardwright.diagnostics import Diagnostic, KeyPath, found
 from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
 from shardwright.layout.axes import Axis, Value
+from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate, axes_in_print_order
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonScalar
@@ -61,7 +62,7 @@ def check_islands(recipe: Recipe) -> Iterator[Diagnostic]:
     beside: dict[str, tuple[bool, str]] = {
         "target": (not ENGINES[recipe.target].islands, f"Write `target: {DEFAULT_TARGET}`."),
         "training.precision": (
-            recipe.training.precision == "fp16",
+            FORMATS[recipe.training.precision].scales_loss,
             "Write `precision: bf16` or fp32.",
         ),
         "data.images": (

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_table import DEFAULT_TARGET, ENGINES
+from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate
 from shardwright.models.model_support import torch_compile_types
 from shardwright.models.trainable_parameters import (
@@ -145,8 +146,8 @@ def compiled_model_verified(x: Candidate) -> Diagnostic | None:
         why = "beside LoRA, whose adapters stand inside the layers"
     elif graph.attention == FLASH_ATTENTION_2:
         why = "beside flash_attention_2: `attention: sdpa` takes torch's own fused kernels"
-    elif recipe.training.precision == "fp16":
-        why = "in fp16"
+    elif FORMATS[recipe.training.precision].scales_loss:
+        why = f"in {recipe.training.precision}"
     else:
         return None
     return found(
@@ -241,8 +242,8 @@ def _unverified_settings(x: Candidate) -> Iterator[tuple[str, str, str]]:
     ):  # the two gradients of one tensor are on two stages until the step's end
         tied = f"pipeline {s.pipeline} with {x.graph.tied[0][0]} on two stages"
         yield "parallelism.pipeline", tied, "Write `pipeline: 1`"
-    if training.precision == "fp16":
-        yield "training.precision", "precision: fp16", "Train in bf16"
+    if FORMATS[training.precision].scales_loss:
+        yield "training.precision", f"precision: {training.precision}", "Train in bf16"
     if training.gradient_accumulation_dtype not in (None, "fp32"):
         dtype = training.gradient_accumulation_dtype
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.axes import rank_axes
+from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 
@@ -29,7 +30,12 @@ def vision_language_verified(x: Candidate) -> Diagnostic | None:
         ("model.attention", FLASH_ATTENTION_2, "auto", x.graph.attention == FLASH_ATTENTION_2),
         ("model.loss", "the chunked loss", "full", recipe.model.loss == "chunked"),
         ("model.kernels", "compile", "hf", recipe.model.kernels == "compile"),
-        ("training.precision", "fp16", "bf16", recipe.training.precision == "fp16"),
+        (
+            "training.precision",
+            recipe.training.precision,
+            "bf16",
+            FORMATS[recipe.training.precision].scales_loss,
+        ),
         # Ranks gather a module's weights when it runs: those with more pictures would wait for the
         # others.
         (

@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from shardwright.diagnostics import Refusal, refusal
+from shardwright.layout.formats import FORMATS
 from shardwright.monitor.run_files import write_json
 from shardwright.plan.plan import Plan
 from shardwright.utils.json_values import JsonValue
@@ -32,7 +33,7 @@ class NonfiniteLossGuard:
 
     def __init__(self, plan: Plan) -> None:
         self._limit = plan.training.stop_after_nonfinite
-        self._scaled = plan.training.precision == "fp16"
+        self._scaled = FORMATS[plan.training.precision].scales_loss
         self._consecutive_nonfinite = 0
         self._warned_codes: set[str] = set()
         self.finite = True

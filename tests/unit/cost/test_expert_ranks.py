@@ -15,11 +15,11 @@ from shardwright.cost.layer_times import pass_times
 from shardwright.cost.peak_memory import estimate_memory
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.cost.step_time import data_comm_seconds
+from shardwright.layout.formats import element_bytes
 from shardwright.layout.layout import Layout
 from shardwright.layout.parameter_sharding import LayerStages
 from shardwright.layout.tensor_parallel_map import tensor_parallel_map
 from shardwright.plan.plan_builder import build_rank_map
-from shardwright.recipe.recipe_types import ELEMENT_BYTES
 from shardwright.search.layout_resolution import with_stages_assigned
 from shardwright.utils.json_values import JsonValue
 from tests.unit.cost.test_estimate import change
@@ -132,7 +132,7 @@ def test_tensor_ranks_that_hold_whole_experts() -> None:
     # One data rank: the experts' gradients alone are on two ranks.
     alone = found(data=1, expert=1, expert_tensor=1, zero_stage=0)
     group = group_of(alone.cluster, 2, 1)
-    moved = 2 * experts * ELEMENT_BYTES[alone.accumulation_dtype]
+    moved = 2 * experts * element_bytes(alone.accumulation_dtype)
     reduced = all_reduce_seconds(alone.cluster, alone.constants, group, moved, 1)
     assert data_comm_seconds(alone, 0, 0.0) == pytest.approx(reduced) and reduced > 0
     assert data_comm_seconds(found(data=1, expert=1, zero_stage=0), 0, 0.0) == 0

@@ -12,7 +12,6 @@ import pytest
 
 from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.goodput import (
-    STATE_BYTES,
     FailureModel,
     Goodput,
     auto_interval,
@@ -25,6 +24,7 @@ from shardwright.cost.goodput import (
 )
 from shardwright.cost.priced_layout import build_priced_layout, with_boundaries
 from shardwright.layout.layout import Layout
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.layout_resolution import price_planned_layout
@@ -194,7 +194,9 @@ def laid_out(
 )
 def test_the_nodes_write_every_element_once(strategy: Layout, config: dict[str, JsonValue]) -> None:
     nodes = nodes_of(strategy, config, 4)
-    assert sum(nodes) == pytest.approx(STATE_BYTES * graph_of(config).total_parameters, rel=1e-12)
+    assert sum(nodes) == pytest.approx(
+        OPTIMIZERS["adamw"].state_bytes * graph_of(config).total_parameters, rel=1e-12
+    )
     if strategy.zero_stage == 0:  # the first data rank's node writes all of it
         assert nodes[0] == sum(nodes)
     elif strategy.zero_stage == 3:

@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 
 from shardwright.compile import compile_recipe
 from shardwright.diagnostics import Refusal
+from shardwright.layout.formats import accumulation_dtype
 from shardwright.plan.plan import Plan
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.recipe.recipe_types import Recipe, accumulation_dtype
+from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import canonical_hash
 from tests.unit.models.factory import write_weights
 

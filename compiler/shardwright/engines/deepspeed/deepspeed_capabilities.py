@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.deepspeed.ds_config import sbatch_option_errors
 from shardwright.engines.engine_definition import Engine, EngineTraits
+from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Candidate, Rule, rule
 from shardwright.utils.json_values import JsonValue
 
@@ -96,7 +97,7 @@ def zero_0_half_precision(x: Candidate) -> Diagnostic | None:
     (fp16/unfused_optimizer.py) drifts: measured on a tiny GPT-2 in bf16, the gradient norm was 7 %
     off the plain run after eight steps. ZeRO-1 does both right, and costs nothing at data 1."""
     s, precision = x.strategy, x.recipe.training.precision
-    if s.zero_stage != 0 or s.pipeline > 1 or precision == "fp32":
+    if s.zero_stage != 0 or s.pipeline > 1 or not FORMATS[precision].is_half:
         return None
     return found(
         "SW3114",

@@ -14,9 +14,9 @@ from shardwright.engines.deepspeed.ds_config import (
     validated_ds_config,
     zero_section,
 )
+from shardwright.layout.formats import element_bytes
 from shardwright.layout.parameter_sharding import ModuleSharding
 from shardwright.plan.plan import Plan
-from shardwright.recipe.recipe_types import ELEMENT_BYTES
 from shardwright.utils.json_values import JsonObject, JsonValue, json_bytes
 from shardwright.utils.template_rendering import render_template
 
@@ -236,8 +236,8 @@ def _warning(split: ModuleSharding, why: str) -> Diagnostic:
 def zero_settings(plan: Plan) -> JsonObject:
     """zero_optimization, from the fullest rank's part of the model before ZeRO-3 shares it out."""
     parts = plan.strategy.shards if plan.strategy.zero_stage == 3 else 1
-    held = (
-        max(rank.parameter_bytes for rank in plan.ranks) // ELEMENT_BYTES[plan.training.precision]
+    held = max(rank.parameter_bytes for rank in plan.ranks) // element_bytes(
+        plan.training.precision
     )
     return zero_section(plan.strategy, numel=held * parts, is_cpu=plan.is_cpu)
 

@@ -19,11 +19,12 @@ from torch import nn
 
 from shardwright.engines.deepspeed.deepspeed_groups import drop_hpz_copies
 from shardwright.engines.trainer_protocol import OwnedShard, ParameterShard
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel.lora_adapters import unique_parameters
 from shardwright.parallel.parameter_names import is_padding, named_buffers, named_parameters
 from shardwright.plan.plan import Plan
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = OPTIMIZERS["adamw"].moments
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 

@@ -43,6 +43,7 @@ from shardwright.engines.trainer_protocol import (
     StepResult,
     Trainer,
 )
+from shardwright.layout.formats import FORMATS
 from shardwright.models.mixture_of_experts import RouterAuxLoss
 from shardwright.parallel.context_parallel import CONTEXT_PARALLEL, contiguous_shard
 from shardwright.parallel.distributed_losses import (
@@ -109,13 +110,15 @@ class DeepSpeedTrainer:
                 yield p
 
     def counters(self) -> OptimizerCounters:
-        scale = loss_scale(self.engine) if self.plan.training.precision == "fp16" else None
+        scale = (
+            loss_scale(self.engine) if FORMATS[self.plan.training.precision].scales_loss else None
+        )
         return OptimizerCounters(updates=optimizer_step(self.engine), loss_scale=scale)
 
     def finish_restore(self, step: int, counters: OptimizerCounters) -> None:
         set_optimizer_step(self.engine, counters.updates)
         copy_masters_to_model(self.engine)
-        if self.plan.training.precision == "fp16":
+        if FORMATS[self.plan.training.precision].scales_loss:
             set_loss_scale(self.engine, counters.loss_scale or {})
         self.engine.global_steps = step
         self.engine.global_samples = step * self.plan.training.global_batch_size

@@ -15,7 +15,9 @@ from shardwright.engines.deepspeed.ds_config_schema import (
     ds_config_schema,
     schema_mismatches,
 )
+from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Layout
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.zero_settings import (
     BUCKET_NUMEL,
     HPZ,
@@ -166,7 +168,7 @@ def _refusal(path: tuple[str, ...], recipe: Recipe) -> Diagnostic | None:
         return _error("SW1215", path, message, "Remove it.")
     allowed = next((prefix for prefix in prefixes if prefix in EXTRA_KEYS_ALLOWED), None)
     if allowed is not None:
-        if path[0] == "fp16" and recipe.training.precision != "fp16":
+        if path[0] == "fp16" and not FORMATS[recipe.training.precision].scales_loss:
             message = (
                 f"extra.{'.'.join(path)} scales losses of fp16, and training.precision is "
                 f"{recipe.training.precision}"
@@ -311,7 +313,7 @@ def ds_config(plan: Plan) -> JsonObject:
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
         "gradient_clipping": training.gradient_clipping,  # left out, DeepSpeed clips at 1.0
         "optimizer": {
-            "type": "AdamW",
+            "type": OPTIMIZERS[optimizer.name].deepspeed,
             "params": {
                 "lr": optimizer.lr,
                 "betas": list(optimizer.betas),

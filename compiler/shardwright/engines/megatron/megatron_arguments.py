@@ -10,6 +10,7 @@ from typing import Any
 from shardwright.diagnostics import Diagnostic, refusal
 from shardwright.engines.megatron.megatron_capabilities import ARGUMENTS_FILE
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS, hf_config
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.utils.json_values import JsonObject
@@ -259,7 +260,10 @@ def _training_options(plan: Plan) -> Iterator[Option]:
             ("--lr-wsd-decay-style", "linear"),
             ("--lr-wsd-decay-iters", str(scheduler.decay_steps)),
         )
-    yield from (("--optimizer", "adam"), ("--weight-decay", repr(optimizer.weight_decay)))
+    yield from (
+        ("--optimizer", OPTIMIZERS[optimizer.name].megatron),
+        ("--weight-decay", repr(optimizer.weight_decay)),
+    )
     yield from (
         ("--adam-beta1", repr(optimizer.betas[0])),
         ("--adam-beta2", repr(optimizer.betas[1])),

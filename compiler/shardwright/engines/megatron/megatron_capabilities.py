@@ -14,6 +14,7 @@ from shardwright.engines.megatron.transformer_engine_layers import (
     transformer_engine_choice,
     transformer_engine_unavailable,
 )
+from shardwright.layout.formats import format_names
 from shardwright.layout.layout import Candidate, Rule, rule
 from shardwright.models.expert_modules import expert_modules, experts_per_layer
 from shardwright.models.model_graph import ModelGraph
@@ -46,7 +47,7 @@ def _given(section: object) -> str | None:
 REFUSED_KEYS: Mapping[str, RefusedKey] = {
     "training.precision": RefusedKey(
         value=lambda r: r.training.precision,
-        allowed=("bf16", "fp32"),
+        allowed=format_names("megatron"),
         why="fp16 wants a loss scale that checkpoints of this engine do not hold",
     ),
     "training.gradient_accumulation_dtype": RefusedKey(

@@ -44,6 +44,7 @@ from shardwright.engines.trainer_protocol import (
     ParameterShard,
     StepResult,
 )
+from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.micro_batches import MicroBatch, ValidationBatches
 from shardwright.parallel.model_loading import conv1d_to_linear, load_config, open_model
@@ -54,7 +55,7 @@ from shardwright.plan.plan import Plan
 # optimizers.
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = OPTIMIZERS["adamw"].moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
+from shardwright.layout.formats import format_names
 from shardwright.layout.layout import Candidate, rule
 from shardwright.utils.json_values import JsonScalar
 
@@ -37,7 +38,7 @@ def unsupported_recipe_key(x: Candidate) -> Diagnostic | None:
     asked: tuple[tuple[str, JsonScalar, tuple[JsonScalar, ...]], ...] = (
         ("cluster.nodes", cluster.nodes or 1, (1,)),
         ("cluster.gpus_per_node", cluster.gpus_per_node, (1,)),
-        ("training.precision", training.precision, ("bf16", "fp32")),
+        ("training.precision", training.precision, format_names("reference")),
         ("launch.launcher", launch.launcher, ("auto", "local")),
         ("launch.slurm", "given" if launch.slurm else None, (None,)),
         ("launch.kubernetes", "given" if launch.kubernetes else None, (None,)),

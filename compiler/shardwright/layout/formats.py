@@ -1,0 +1,102 @@
+"""The number formats of `training.precision` and of accumulated gradients, a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwright.recipe.recipe_types import TrainingSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """What a number format costs, and who trains in it.
+
+    peak: the key of the GPU's `peak_tflops`. torch_dtype: the attribute of torch.
+    accumulation: the dtype of accumulated gradients where the recipe says auto.
+    scales_loss: gradients underflow without a loss scale. engines: those that train in it.
+    cpu: whether DeepSpeed trains in it on a CPU. flash_attention: whether flash-attn has kernels.
+    spellings: other names that configuration files have for it.
+    """
+
+    element_bytes: int
+    peak: str
+    torch_dtype: str
+    accumulation: str
+    engines: tuple[str, ...]
+    scales_loss: bool = False
+    cpu: bool = True
+    flash_attention: bool = True
+    spellings: tuple[str, ...] = ()
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the optimizer keeps a wider master copy of the weights."""
+        return self.element_bytes < MASTER_BYTES
+
+
+MASTER_BYTES = 4
+"""Bytes of an element of a master copy: fp32, whatever the weights have."""
+
+FORMATS: Mapping[str, Format] = {
+    "bf16": Format(
+        element_bytes=2,
+        peak="bf16",
+        torch_dtype="bfloat16",
+        accumulation="fp32",
+        engines=("deepspeed", "megatron", "reference"),
+        spellings=("bfloat16",),
+    ),
+    "fp16": Format(
+        element_bytes=2,
+        peak="fp16",
+        torch_dtype="float16",
+        accumulation="fp16",
+        engines=("deepspeed",),
+        scales_loss=True,
+        cpu=False,
+        spellings=("float16", "half"),
+    ),
+    "fp32": Format(
+        element_bytes=4,
+        peak="fp32",
+        torch_dtype="float32",
+        accumulation="fp32",
+        engines=("deepspeed", "megatron", "reference"),
+        flash_attention=False,
+        spellings=("float32", "float"),
+    ),
+}
+
+
+def element_bytes(name: str) -> int:
+    """Return the bytes of one element of the format."""
+    return FORMATS[name].element_bytes
+
+
+def format_names(engine: str) -> tuple[str, ...]:
+    """Return the formats that the engine trains in."""
+    return tuple(name for name, row in FORMATS.items() if engine in row.engines)
+
+
+def format_spelled(text: object) -> str | None:
+    """Return the format that DeepSpeed's or torch's own spelling names, None where none has it."""
+    return next(
+        (
+            name
+            for name, row in FORMATS.items()
+            if text in (name, *row.spellings, f"torch.{row.torch_dtype}")
+        ),
+        None,
+    )
+
+
+def accumulation_dtype(training: TrainingSection) -> str:
+    """Return the format in which gradients are summed; auto takes that of the precision's row."""
+    return training.gradient_accumulation_dtype or FORMATS[training.precision].accumulation
+
+
+def sums_are_rounded(training: TrainingSection) -> bool:
+    """Whether gradients are summed in a narrower format than auto takes."""
+    default = FORMATS[training.precision].accumulation
+    return element_bytes(accumulation_dtype(training)) < element_bytes(default)

@@ -1,0 +1,70 @@
+"""The optimizers of `training.optimizer.name`, a row each: states, traffic and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwright.layout.formats import FORMATS, MASTER_BYTES, element_bytes
+from shardwright.recipe.literal_types import Offload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """What an optimizer keeps and moves, per trained parameter.
+
+    moments: state tensors beside the master copy, by the names that checkpoints give them.
+    moment_bytes: bytes of an element of each. traffic: GPU memory traffic of an update over
+    AdamW's, which calibration measures. deepspeed, megatron: the engines' names for the optimizer;
+    "" where the engine does not run it. reference: whether the reference engine runs it.
+    """
+
+    moments: tuple[str, ...]
+    moment_bytes: int
+    traffic: float
+    deepspeed: str
+    megatron: str
+    reference: bool
+
+    @property
+    def moments_bytes(self) -> int:
+        """Bytes of all moments."""
+        return len(self.moments) * self.moment_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a checkpoint's master copy and moments."""
+        return MASTER_BYTES + self.moments_bytes
+
+    @property
+    def host_traffic_bytes(self) -> int:
+        """Bytes that an update moves in host memory: states read and written, an fp32 gradient
+        read, half-precision weights written."""
+        return 2 * self.state_bytes + MASTER_BYTES + element_bytes("bf16")
+
+    def held_bytes(self, precision: str, zero_stage: int) -> int:
+        """Bytes on a rank before sharding. ZeRO keeps a master copy of fp32 weights too."""
+        has_master = FORMATS[precision].is_half or zero_stage > 0
+        return self.moments_bytes + (MASTER_BYTES if has_master else 0)
+
+    def offloaded_bytes(self, offload: Offload) -> int:
+        """Bytes in host memory (arXiv 2101.06840): states and an fp32 gradient; with parameters,
+        the weights in half precision too."""
+        states = self.state_bytes + MASTER_BYTES
+        return {
+            "none": 0,
+            "optimizer": states,
+            "parameters": states + element_bytes("bf16"),
+        }[offload]
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "adamw": Optimizer(
+        moments=("exp_avg", "exp_avg_sq"),
+        moment_bytes=4,
+        traffic=1.0,
+        deepspeed="AdamW",
+        megatron="adam",
+        reference=True,
+    ),
+}
