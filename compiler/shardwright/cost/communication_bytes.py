@@ -229,7 +229,7 @@ def pipeline_sends(layout: PricedLayout, rank: int) -> int:
     if s.is_interleaved:
         return 2 * s.virtual_stages
     neighbours = (rank > 0) + (rank < s.pipeline - 1)
-    return neighbours * (2 if s.schedule == "dualpipev" else 1)
+    return neighbours * s.pipeline_schedule.stages_per_rank
 
 
 class GradientReduction(NamedTuple):
@@ -296,7 +296,7 @@ def step_traffic(layout: PricedLayout, rank: int) -> StepTraffic:
         len(layers) * 2 * reductions.forward + len(again) * reductions.again + ends,
         pipeline_sends(layout, rank),
     )
-    shares = 1 if s.schedule == "dualpipev" else s.tensor
+    shares = s.message_shards
     travelling = [*layers, *layers, *(again if s.checkpointing == "full" else [])]
     sharers = s.tensor if s.sequence_parallel else 1
     return StepTraffic(
@@ -332,14 +332,14 @@ def _pipeline_gathers(layout: PricedLayout, rank: int) -> int:
     that arrive, and DeepSpeed's own output, of which it keeps a share until its backward pass
     (pipe/engine.py, _exec_backward_pass)."""
     s = layout.strategy
-    if s.tensor == 1 or s.pipeline == 1 or s.schedule == "dualpipev" or s.sequence_parallel:
+    if s.message_shards == 1 or s.pipeline == 1 or s.sequence_parallel:
         return 0
     return (rank > 0) + 2 * (rank < s.pipeline - 1)
 
 
 def _tied_bytes(layout: PricedLayout, rank: int) -> float:
     s = layout.strategy
-    if s.pipeline == 1 or s.schedule == "dualpipev" or rank not in (0, s.pipeline - 1):
+    if s.ends_share_rank or rank not in (0, s.pipeline - 1):
         return 0.0
     return float(layout.shapes.shared_numel * element_bytes(layout.accumulation_dtype))
 

@@ -552,9 +552,7 @@ def _accumulation_seconds(layout: PricedLayout) -> Floats:
         numel -= _each(layout.frozen)
     if s.shards_experts:
         numel -= _each(layout.shapes.expert_numel) * (1 - 1 / s.expert_shard_ratio)
-    if not layout.adapter_sizes and (
-        layout.strategy.pipeline == 1 or layout.strategy.schedule == "dualpipev"
-    ):
+    if not layout.adapter_sizes and (layout.strategy.ends_share_rank):
         numel[-1] -= (
             layout.shapes.shared_numel
         )  # the embedding is on the head's rank, and a tied tensor there is one
@@ -666,7 +664,7 @@ def pipeline_send_seconds(layout: PricedLayout) -> float:
     if s.pipeline == 1:
         return 0.0
     message = hidden_state_bytes(layout)
-    share = 1 if s.schedule == "dualpipev" else s.tensor
+    share = s.message_shards
     seconds = send_seconds(cluster, c, s.tensor * s.shards, message / share)
     if share > 1 and not s.sequence_parallel:
         seconds += gather_seconds(cluster, c, layout.group(s.tensor, 1), message)

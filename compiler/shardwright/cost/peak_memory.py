@@ -284,9 +284,12 @@ def _boundary_bytes(layout: PricedLayout) -> float:
     s = layout.strategy
     if s.pipeline == 1:
         return 0.0
-    share = 1 if s.schedule == "dualpipev" else s.tensor
     return (
-        layout.graph.hidden_size / share * layout.tokens * layout.element_bytes / s.virtual_stages
+        layout.graph.hidden_size
+        / s.message_shards
+        * layout.tokens
+        * layout.element_bytes
+        / s.virtual_stages
     )
 
 
@@ -373,7 +376,7 @@ def _retained_output_bytes(layout: PricedLayout) -> float:
     pass, and has two buffers for them (pipe/engine.py, _exec_backward_pass; pipe/schedule.py,
     TrainSchedule.num_pipe_buffers)."""
     s = layout.strategy
-    if s.pipeline == 1 or s.schedule == "dualpipev":
+    if s.pipeline == 1 or not s.pipeline_schedule.retains_outputs:
         return 0.0
     return min(layout.traits.saved_stage_outputs, s.gradient_accumulation_steps) * _output_bytes(
         layout

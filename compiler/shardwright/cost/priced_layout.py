@@ -272,7 +272,7 @@ def in_flight(s: Layout, rank: int) -> tuple[float, ...]:
     2412.19437 and its V-shaped cut) min(2p - rank, m) on the outward half and min(rank + 1, m) on
     the returning one; interleaving see schedule.interleaved."""
     p, m, v = s.pipeline, s.gradient_accumulation_steps, s.virtual_stages
-    if s.schedule == "dualpipev":
+    if s.pipeline_schedule.is_v_shaped:
         return min(2 * p - rank, m), min(rank + 1, m)
     return micro_batches_in_flight(p, rank, v, m) if s.is_interleaved else (min(p - rank, m),)
 

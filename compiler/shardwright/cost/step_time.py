@@ -205,7 +205,7 @@ def _buckets(numel: int) -> float:
 def _tied_seconds(layout: PricedLayout) -> float:
     """The first and the last stage add up the gradients of a tensor that both hold."""
     s = layout.strategy
-    if s.pipeline == 1 or s.schedule == "dualpipev" or not layout.shapes.shared_numel:
+    if s.ends_share_rank or not layout.shapes.shared_numel:
         return 0.0
     size = layout.shapes.shared_numel * element_bytes(layout.accumulation_dtype)
     distance = s.tensor * s.shards * (s.pipeline - 1)
@@ -343,7 +343,7 @@ def bubble_divisor(s: Layout) -> float:
     Interleaving by v divides them by v (arXiv 2104.04473). DeepSpeed's DualPipeV, simulated with
     backward = 2 x forward, idles 5/2 p - 3 forwards instead of 3 (p - 1).
     """
-    if s.schedule == "dualpipev":
+    if s.pipeline_schedule.is_v_shaped:
         return 6 * (s.pipeline - 1) / (5 * s.pipeline - 6)
     return s.virtual_stages
 

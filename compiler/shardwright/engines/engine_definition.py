@@ -11,7 +11,7 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.layout.layout import Candidate, Rule
 from shardwright.models.model_graph import ModelGraph
 from shardwright.plan.plan import Plan
-from shardwright.recipe.literal_types import AutoSwitch, Fabric
+from shardwright.recipe.literal_types import AutoSwitch, Fabric, Precision
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonObject
 
@@ -74,6 +74,7 @@ class Engine:
     installs them, where pip install shardwright alone does not. artifacts: what it writes at the
     top of the compiled folder; a folder ends with a slash. inputs: those files that a
         run reads as data.
+    precisions: those that it trains in. optimizers: those that it runs -> its own names for them.
     rules: code -> what it does not run. lifts: codes of rules about modules of this project that it
     does without. sbatch_option_errors: what it does not take of the recipe's `extra`. axes: keys of
     a layout, beyond those of every engine, that it has. compiles_layers: whether it runs
@@ -102,6 +103,8 @@ class Engine:
     waived_rules: frozenset[str] = frozenset()
     sbatch_option_errors: Callable[[Recipe], tuple[Diagnostic, ...]] = lambda recipe: ()
     axes: frozenset[str] = frozenset()
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    optimizers: Mapping[str, str] = field(default_factory=dict)
     compiles_layers: bool = False
     transformer_engine: Callable[[Candidate], AutoSwitch] | None = None
     is_vision_language: bool = False

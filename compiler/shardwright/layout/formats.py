@@ -10,12 +10,12 @@ from shardwright.recipe.recipe_types import TrainingSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """What a number format costs, and who trains in it.
+    """What a number format costs. Engines say which they train in (engines/engine_table.py).
 
     peak: the key of the GPU's `peak_tflops`. torch_dtype: the attribute of torch.
     accumulation: the dtype of accumulated gradients where the recipe says auto.
-    scales_loss: gradients underflow without a loss scale. engines: those that train in it.
-    cpu: whether DeepSpeed trains in it on a CPU. flash_attention: whether flash-attn has kernels.
+    scales_loss: gradients underflow without a loss scale. cpu: whether a CPU trains in it.
+    flash_attention: whether flash-attn has kernels.
     spellings: other names that configuration files have for it.
     """
 
@@ -23,7 +23,6 @@ class Format:
     peak: str
     torch_dtype: str
     accumulation: str
-    engines: tuple[str, ...]
     scales_loss: bool = False
     cpu: bool = True
     flash_attention: bool = True
@@ -44,7 +43,6 @@ FORMATS: Mapping[str, Format] = {
         peak="bf16",
         torch_dtype="bfloat16",
         accumulation="fp32",
-        engines=("deepspeed", "megatron", "reference"),
         spellings=("bfloat16",),
     ),
     "fp16": Format(
@@ -52,7 +50,6 @@ FORMATS: Mapping[str, Format] = {
         peak="fp16",
         torch_dtype="float16",
         accumulation="fp16",
-        engines=("deepspeed",),
         scales_loss=True,
         cpu=False,
         spellings=("float16", "half"),
@@ -62,7 +59,6 @@ FORMATS: Mapping[str, Format] = {
         peak="fp32",
         torch_dtype="float32",
         accumulation="fp32",
-        engines=("deepspeed", "megatron", "reference"),
         flash_attention=False,
         spellings=("float32", "float"),
     ),
@@ -74,13 +70,8 @@ def element_bytes(name: str) -> int:
     return FORMATS[name].element_bytes
 
 
-def format_names(engine: str) -> tuple[str, ...]:
-    """Return the formats that the engine trains in."""
-    return tuple(name for name, row in FORMATS.items() if engine in row.engines)
-
-
 def format_spelled(text: object) -> str | None:
-    """Return the format that DeepSpeed's or torch's own spelling names, None where none has it."""
+    """Return the format that a configuration file's own spelling names, None where none has it."""
     return next(
         (
             name

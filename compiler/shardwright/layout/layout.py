@@ -10,6 +10,7 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.layout import axes
 from shardwright.layout.axes import Axis, Value, rank_axes, world_size_of
 from shardwright.layout.planning_problem import Problem
+from shardwright.layout.schedules import PIPELINE_SCHEDULES, PipelineSchedule
 from shardwright.recipe.literal_types import (
     Checkpointing,
     Loss,
@@ -93,8 +94,23 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages to cut the layers into: DualPipeV holds two on each pipeline rank."""
-        return 2 * self.pipeline if self.schedule == "dualpipev" else self.pipeline
+        """Pipeline stages to cut the layers into: some schedules hold two on each rank."""
+        return self.pipeline_schedule.stages_per_rank * self.pipeline
+
+    @property
+    def pipeline_schedule(self) -> PipelineSchedule:
+        """The schedule's row of the table."""
+        return PIPELINE_SCHEDULES[self.schedule]
+
+    @property
+    def ends_share_rank(self) -> bool:
+        """Whether one pipeline rank holds the embedding and the head."""
+        return self.pipeline == 1 or self.pipeline_schedule.is_v_shaped
+
+    @property
+    def message_shards(self) -> int:
+        """Tensor ranks that each send a share of an activation between stages."""
+        return self.tensor if self.pipeline_schedule.shards_messages else 1
 
     @property
     def parts(self) -> int:
@@ -105,7 +121,7 @@ class Layout:
     def is_interleaved(self) -> bool:
         """Pipeline ranks hold several parts of the model and take them in turns. What a rule
         refuses does not."""
-        return self.virtual_stages > 1 and self.schedule == "1f1b"
+        return self.virtual_stages > 1 and self.pipeline_schedule.interleaves
 
     @property
     def has_full_model_per_rank(self) -> bool:

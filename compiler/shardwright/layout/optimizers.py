@@ -1,4 +1,4 @@
-"""The optimizers of `training.optimizer.name`, a row each: states, traffic and engines."""
+"""The optimizers of `training.optimizer.name`, a row each: states and traffic."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ class Optimizer:
 
     moments: state tensors beside the master copy, by the names that checkpoints give them.
     moment_bytes: bytes of an element of each. traffic: GPU memory traffic of an update over
-    AdamW's, which calibration measures. deepspeed, megatron: the engines' names for the optimizer;
-    "" where the engine does not run it. reference: whether the reference engine runs it.
+    AdamW's, which calibration measures. Engines say which they run (engines/engine_table.py).
     """
 
     moments: tuple[str, ...]
     moment_bytes: int
     traffic: float
-    deepspeed: str
-    megatron: str
-    reference: bool
 
     @property
     def moments_bytes(self) -> int:
@@ -63,8 +59,5 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         moments=("exp_avg", "exp_avg_sq"),
         moment_bytes=4,
         traffic=1.0,
-        deepspeed="AdamW",
-        megatron="adam",
-        reference=True,
     ),
 }

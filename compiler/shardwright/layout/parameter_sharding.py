@@ -7,6 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from shardwright.layout.schedules import PIPELINE_SCHEDULES
 from shardwright.recipe.literal_types import Schedule
 
 
@@ -28,7 +29,7 @@ class LayerStages:
         return len(self.boundaries) - 1
 
     def stages_of_pipeline_rank(self, rank: int) -> tuple[int, ...]:
-        if self.schedule == "dualpipev":
+        if PIPELINE_SCHEDULES[self.schedule].is_v_shaped:
             return (rank, self.stages - 1 - rank)
         return tuple(range(rank, self.stages, self.stages // self.virtual))
 

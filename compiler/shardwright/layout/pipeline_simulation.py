@@ -10,9 +10,12 @@ with NCCL on one stream. DualPipeV launches what it has queued and waits for all
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from shardwright.layout.schedules import PIPELINE_SCHEDULES
+from shardwright.recipe.literal_types import Schedule
 
 # DeepSpeed's instruction streams, one a pipeline rank, without DeepSpeed (its
 # runtime/pipe/schedule.py, 0.19.8).
@@ -39,12 +42,11 @@ class Instruction(NamedTuple):
 
 
 def instruction_stream(
-    schedule: str, ranks: int, rank: int, micro_batches: int
+    schedule: Schedule, ranks: int, rank: int, micro_batches: int
 ) -> tuple[Instruction, ...]:
     """What one pipeline rank executes, loading and the optimizer left out. DualPipeV needs m >= 2
     p."""
-    generate = _dualpipev if schedule == "dualpipev" else _one_forward_one_backward
-    return tuple(generate(ranks, rank, micro_batches))
+    return tuple(_INSTRUCTIONS[schedule](ranks, rank, micro_batches))
 
 
 def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iterator[Instruction]:
@@ -205,7 +207,7 @@ class _Message:
 
 
 def simulate(
-    schedule: str,
+    schedule: Schedule,
     micro_batches: int,
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
@@ -215,7 +217,7 @@ def simulate(
     between pipeline ranks, one message. Stages are p for 1f1b and 2 p for dualpipev, whose rank r
     holds r and 2 p - 1 - r."""
     stages = len(forward_seconds)
-    count = stages // 2 if schedule == "dualpipev" else stages
+    count = PIPELINE_SCHEDULES[schedule].ranks(stages)
     links = _Links(send_seconds)
     ranks = [
         _Rank(
@@ -332,7 +334,7 @@ class _Rank:
 
 
 def message_groups(
-    instructions: tuple[Instruction, ...], schedule: str
+    instructions: tuple[Instruction, ...], schedule: Schedule
 ) -> list[Instruction | tuple[Instruction, ...]]:
     """Passes as they are; messages in the groups that are waited for together: one by one, or up to
     a commit."""
@@ -344,7 +346,7 @@ def message_groups(
         elif instruction.name == COMMIT:
             out.append(tuple(queued))
             queued = []
-        elif schedule == "dualpipev":
+        elif PIPELINE_SCHEDULES[schedule].groups_messages:
             queued.append(instruction)
         else:
             out.append((instruction,))
@@ -359,3 +361,9 @@ def link_and_end(instruction: Instruction, rank: int) -> tuple[Link, int]:
     if instruction.name in (SEND_ACTIVATION, SEND_GRADIENT):
         return (rank, peer), 0
     return (peer, rank), 1
+
+
+_INSTRUCTIONS: Mapping[Schedule, Callable[[int, int, int], Iterator[Instruction]]] = {
+    "1f1b": _one_forward_one_backward,
+    "dualpipev": _dualpipev,
+}

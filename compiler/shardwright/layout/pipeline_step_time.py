@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from shardwright.layout.pipeline_simulation import (
     link_and_end,
     message_groups,
 )
+from shardwright.layout.schedules import PIPELINE_SCHEDULES
+from shardwright.recipe.literal_types import Schedule
 
 # 1F1B over uneven stages in closed form, for at least as many micro-batches as stages; exact,
 # messages included.
@@ -161,7 +164,7 @@ class ExchangeLevels:
 
 
 def simulated_step_seconds(
-    schedule: str,
+    schedule: Schedule,
     micro_batches: int,
     forward_seconds: Floats,
     backward_seconds: Floats,
@@ -170,12 +173,11 @@ def simulated_step_seconds(
     """Seconds of each row's step. forward, backward: (partitions, stages), as in `events.simulate`;
     send: one message over any boundary."""
     stages = forward_seconds.shape[1]
-    if schedule == "dualpipev":
-        ranks = stages // 2
+    ranks = PIPELINE_SCHEDULES[schedule].ranks(stages)
+    if PIPELINE_SCHEDULES[schedule].is_v_shaped:
         halves = (slice(None, ranks), slice(None, ranks - 1, -1))
         kinds = [x[:, half] for half in halves for x in (forward_seconds, backward_seconds)]
     else:
-        ranks = stages
         kinds = [forward_seconds, backward_seconds]
     levels, messages, never = _levels(schedule, ranks, micro_batches)
     seconds = np.stack([kind.T for kind in kinds], axis=1)  # (ranks, kinds, partitions)
@@ -188,11 +190,12 @@ def simulated_step_seconds(
 
 
 @functools.lru_cache(maxsize=512)
-def _levels(schedule: str, ranks: int, micro_batches: int) -> tuple[ExchangeLevels, Floats, Floats]:
+def _levels(
+    schedule: Schedule, ranks: int, micro_batches: int
+) -> tuple[ExchangeLevels, Floats, Floats]:
     """The levels, and (level, from, rank): messages behind the left neighbour, the rank itself, the
     right neighbour; and -inf where a rank does not wait for that one, else 0."""
-    make = dualpipev_levels if schedule == "dualpipev" else one_forward_one_backward_levels
-    levels = make(ranks, micro_batches)
+    levels = _EXCHANGE_LEVELS[schedule](ranks, micro_batches)
     messages = np.stack([levels.left, np.maximum(levels.left, levels.right), levels.right], axis=1)
     never = np.where(messages > 0, 0.0, -np.inf)
     never[:, 1] = 0.0
@@ -366,7 +369,7 @@ MAX_SIMULATED_DUALPIPEV_RANKS = 16
 
 
 def step_seconds_of_partitions(
-    schedule: str,
+    schedule: Schedule,
     micro_batches: int,
     forward_seconds: Floats,
     backward_seconds: Floats,
@@ -387,7 +390,7 @@ def step_seconds_of_partitions(
 
 @functools.lru_cache(maxsize=8192)
 def step_seconds(
-    schedule: str,
+    schedule: Schedule,
     micro_batches: int,
     forward_seconds: tuple[float, ...],
     backward_seconds: tuple[float, ...],
@@ -398,3 +401,9 @@ def step_seconds(
     return float(
         step_seconds_of_partitions(schedule, micro_batches, forward, backward, send_seconds)[0]
     )
+
+
+_EXCHANGE_LEVELS: Mapping[Schedule, Callable[[int, int], ExchangeLevels]] = {
+    "1f1b": one_forward_one_backward_levels,
+    "dualpipev": dualpipev_levels,
+}

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from shardwright.diagnostics import Diagnostic
 from shardwright.layout.layout import Layout
+from shardwright.layout.schedules import PIPELINE_SCHEDULES
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.literal_types import Schedule
 from shardwright.utils.memoize import memoize
@@ -68,9 +69,9 @@ def balanced_boundaries(
     """Boundaries, counted in the blocks that have to stay together; there are enough of them.
     tower: as layer_costs takes it."""
     costs = _block_costs(graph, sequence_length, vision_encoder_flops_per_token)
-    return (
-        balanced_dualpipev_boundaries if schedule == "dualpipev" else balanced_contiguous_boundaries
-    )(costs, stages)
+    if PIPELINE_SCHEDULES[schedule].is_v_shaped:
+        return balanced_dualpipev_boundaries(costs, stages)
+    return balanced_contiguous_boundaries(costs, stages)
 
 
 @memoize(lambda graph, sequence_length, parts: (graph.identity, sequence_length, parts))
@@ -90,7 +91,7 @@ def max_decoder_layers_per_stage(graph: ModelGraph, strategy: Layout) -> int:
 
 def too_few_layers_error(graph: ModelGraph, strategy: Layout) -> Diagnostic:
     blocks = max_stages(graph)
-    most = blocks // (2 if strategy.schedule == "dualpipev" else 1)
+    most = strategy.pipeline_schedule.ranks(blocks)
     layers = f"{len(graph.layers)} layers to put on them"
     shared = ", ".join(f"{first} to {last}" for first, last in graph.cut.together)
     if shared:

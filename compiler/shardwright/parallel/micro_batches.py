@@ -123,7 +123,7 @@ class ValidationBatches:
         # its engine fails. Pictures of all held-out rows may be more than memory holds.
         at_once = (
             s.gradient_accumulation_steps
-            if s.schedule == "dualpipev" or sight is not None
+            if s.pipeline_schedule.groups_messages or sight is not None
             else None
         )
         # An interleaved schedule takes as many as there are pipeline ranks, or a multiple.

@@ -202,7 +202,7 @@ class LayersThatFit:
 
 
 def head_rank(s: Layout) -> int:
-    return 0 if s.schedule == "dualpipev" else s.pipeline - 1
+    return 0 if s.ends_share_rank else s.pipeline - 1
 
 
 def in_a_row(s: Layout) -> bool:

@@ -29,6 +29,7 @@ from shardwright.layout.pipeline_step_time import (
     Floats,
     step_seconds_of_partitions,
 )
+from shardwright.layout.schedules import PIPELINE_SCHEDULES
 from shardwright.layout.stage_balancing import (
     balanced_boundaries,
     balanced_interleaved_boundaries,
@@ -170,7 +171,7 @@ class _Descent:
         order = np.argsort(np.round(bounds / bounds.max(initial=1e-300), 9), kind="stable")
         size = max(4, BATCH_SIZE // self.pipeline_blocks.stages**2)
         if (
-            self.pipeline_blocks.schedule == "dualpipev"
+            PIPELINE_SCHEDULES[self.pipeline_blocks.schedule].is_v_shaped
             or self.pipeline_blocks.micro_batches < self.pipeline_blocks.stages
         ):
             size = max(16, BATCH_SIZE_SIMULATED // self.pipeline_blocks.stages)
@@ -212,7 +213,7 @@ def step_seconds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Floats
 
 def _after_seconds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Floats:
     after = _stage_sums(pipeline_blocks.once_per_step_seconds, cuts)
-    if pipeline_blocks.schedule == "dualpipev":
+    if PIPELINE_SCHEDULES[pipeline_blocks.schedule].is_v_shaped:
         after = (
             after[:, : pipeline_blocks.stages // 2]
             + after[:, : pipeline_blocks.stages // 2 - 1 : -1]
@@ -298,7 +299,7 @@ def _lower_bounds(pipeline_blocks: PipelineBlocks, cuts: BoundaryArray) -> Float
     forward passes at the start, before its last m' backward passes at the end."""
     forward, backward = _stage_seconds(pipeline_blocks, cuts)
     both, m = forward + backward, pipeline_blocks.micro_batches
-    if pipeline_blocks.schedule == "dualpipev":
+    if PIPELINE_SCHEDULES[pipeline_blocks.schedule].is_v_shaped:
         ranks = pipeline_blocks.stages // 2
         front = both[:, :ranks]
         loads = front + both[:, : ranks - 1 : -1]
@@ -410,7 +411,7 @@ def _best_boundaries(
     blocks: tuple[int, ...],
     balanced: tuple[int, ...],
 ) -> tuple[int, ...]:
-    if s.schedule == "dualpipev" and s.pipeline > MAX_SIMULATED_DUALPIPEV_RANKS:
+    if s.pipeline_schedule.is_v_shaped and s.pipeline > MAX_SIMULATED_DUALPIPEV_RANKS:
         return balanced
     pipeline_blocks = _pipeline_blocks(s, prices, blocks, balanced)
     if recipe.assume.ignore_memory:
@@ -446,7 +447,7 @@ class _MemoryLimit:
 
     def __init__(self, s: Layout, prices: StageCosts, blocks: tuple[int, ...]) -> None:
         self._prices = prices
-        self.has_two_stages_per_rank = s.schedule == "dualpipev"
+        self.has_two_stages_per_rank = s.pipeline_schedule.is_v_shaped
         self._layers = (0, *itertools.accumulate(blocks))
         self._peaks: dict[tuple[int, ...], int] = {}
 
@@ -525,7 +526,7 @@ def _pipeline_blocks(
     return PipelineBlocks(
         schedule=s.schedule,
         # Fewer are refused for DualPipeV; the cut is then the one of the fewest that run.
-        micro_batches=max(m, 2 * s.pipeline) if s.schedule == "dualpipev" else m,
+        micro_batches=max(m, s.pipeline_schedule.min_micro_batches(s.pipeline)),
         stages=s.stages,
         forward_seconds=tuple([prices.forward_seconds[i] for i in starts]),
         backward_seconds=tuple([prices.backward_seconds[i] for i in starts]),

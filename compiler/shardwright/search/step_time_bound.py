@@ -320,7 +320,7 @@ def _of_slowest(
     """
     m, p = s.gradient_accumulation_steps, s.pipeline
     own, all_ranks = slowest + each, work.total + p * each
-    if s.schedule == "dualpipev":
+    if s.pipeline_schedule.is_v_shaped:
         if is_simulated(s):
             return m * (own + 2 * message) + max(0, first - 1) * float(work.each.min())
         own, all_ranks = own + 4 * message, all_ranks + 8 * (p - 1) * message

@@ -170,7 +170,7 @@ def compiled_layout_verified(x: Candidate) -> Diagnostic | None:
         "tensor": s.tensor > 1,
         "context": s.context > 1,
         "expert": s.expert > 1,
-        "schedule": s.schedule == "dualpipev",
+        "schedule": not s.pipeline_schedule.compiles_layers,
         "zero_stage": s.zero_stage == 3,
         "activation_checkpointing": s.activation_checkpointing == "selective",
         "offload": s.offload != "none",

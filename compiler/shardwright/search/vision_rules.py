@@ -20,7 +20,12 @@ def vision_language_verified(x: Candidate) -> Diagnostic | None:
     )
     asked = (
         ("target", f"target: {recipe.target}", seeing[0], recipe.target not in seeing),
-        ("parallelism.schedule", "dualpipev", "1f1b", x.strategy.schedule == "dualpipev"),
+        (
+            "parallelism.schedule",
+            x.strategy.schedule,
+            "1f1b",
+            not x.strategy.pipeline_schedule.takes_images,
+        ),
         (
             "parallelism.offload",
             f"offload {x.strategy.offload}",

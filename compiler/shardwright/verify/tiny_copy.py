@@ -42,9 +42,9 @@ def tiny_strategy(s: Layout) -> Layout:
     """Degrees above 1 become 2; the fewest micro-batches that still accumulate, and that the
     schedule needs; of some layers that are recomputed in each stage, one."""
     pipeline, data = min(s.pipeline, 2), min(s.data, 2)
-    accumulation = min(s.gradient_accumulation_steps, 2)
-    if s.schedule == "dualpipev":
-        accumulation = 2 * pipeline
+    accumulation = max(
+        min(s.gradient_accumulation_steps, 2), s.pipeline_schedule.min_micro_batches(pipeline)
+    )
     checkpointing = s.activation_checkpointing
     return dataclasses.replace(
         s,

@@ -17,7 +17,6 @@ from shardwright.engines.deepspeed.ds_config_schema import (
 )
 from shardwright.layout.formats import FORMATS
 from shardwright.layout.layout import Layout
-from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.zero_settings import (
     BUCKET_NUMEL,
     HPZ,
@@ -300,6 +299,10 @@ def zero_section(strategy: Layout, *, numel: int, is_cpu: bool) -> JsonObject:
 STEPS_PER_PRINT_NEVER = 1_000_000_000
 
 
+OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "AdamW"}
+"""Optimizer of a recipe -> `optimizer.type`."""
+
+
 def ds_config(plan: Plan) -> JsonObject:
     """No `scheduler`: the runtime sets each update's learning rate in closed form (DeepSpeed's
     WarmupLR warms up on a log curve). No `tensor_parallel`: that would shard the layers a second
@@ -313,7 +316,7 @@ def ds_config(plan: Plan) -> JsonObject:
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
         "gradient_clipping": training.gradient_clipping,  # left out, DeepSpeed clips at 1.0
         "optimizer": {
-            "type": OPTIMIZERS[optimizer.name].deepspeed,
+            "type": OPTIMIZER_NAMES[optimizer.name],
             "params": {
                 "lr": optimizer.lr,
                 "betas": list(optimizer.betas),

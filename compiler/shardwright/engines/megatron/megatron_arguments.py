@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwright.diagnostics import Diagnostic, refusal
-from shardwright.engines.megatron.megatron_capabilities import ARGUMENTS_FILE
+from shardwright.engines.megatron.megatron_capabilities import ARGUMENTS_FILE, OPTIMIZER_NAMES
 from shardwright.engines.megatron.megatron_weight_mapping import MODEL_MAPPINGS, hf_config
-from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.plan.plan import Plan
 from shardwright.recipe.literal_types import PartialCheckpointing
 from shardwright.utils.json_values import JsonObject
@@ -261,7 +260,7 @@ def _training_options(plan: Plan) -> Iterator[Option]:
             ("--lr-wsd-decay-iters", str(scheduler.decay_steps)),
         )
     yield from (
-        ("--optimizer", OPTIMIZERS[optimizer.name].megatron),
+        ("--optimizer", OPTIMIZER_NAMES[optimizer.name]),
         ("--weight-decay", repr(optimizer.weight_decay)),
     )
     yield from (

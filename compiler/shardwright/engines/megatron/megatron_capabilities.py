@@ -14,11 +14,10 @@ from shardwright.engines.megatron.transformer_engine_layers import (
     transformer_engine_choice,
     transformer_engine_unavailable,
 )
-from shardwright.layout.formats import format_names
 from shardwright.layout.layout import Candidate, Rule, rule
 from shardwright.models.expert_modules import expert_modules, experts_per_layer
 from shardwright.models.model_graph import ModelGraph
-from shardwright.recipe.literal_types import PartialCheckpointing
+from shardwright.recipe.literal_types import PartialCheckpointing, Precision
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonScalar
 
@@ -44,10 +43,14 @@ def _given(section: object) -> str | None:
     return "given" if section else None
 
 
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+OPTIMIZER_NAMES: Mapping[str, str] = {"adamw": "adam"}
+"""Optimizer of a recipe -> name of Megatron's `--optimizer`."""
+
 REFUSED_KEYS: Mapping[str, RefusedKey] = {
     "training.precision": RefusedKey(
         value=lambda r: r.training.precision,
-        allowed=format_names("megatron"),
+        allowed=PRECISIONS,
         why="fp16 wants a loss scale that checkpoints of this engine do not hold",
     ),
     "training.gradient_accumulation_dtype": RefusedKey(
@@ -401,6 +404,8 @@ def _unsupported_reason(graph: ModelGraph) -> str:
 MEGATRON = Engine(
     name="megatron",
     title="Megatron-LM",
+    precisions=PRECISIONS,
+    optimizers=OPTIMIZER_NAMES,
     runtime="shardwright.engines.megatron.megatron_runtime",
     lowering="shardwright.engines.megatron.megatron_arguments",
     program="deepspeed",  # its launcher starts the ranks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from shardwright.diagnostics import Diagnostic, found
 from shardwright.engines.engine_definition import Engine, EngineTraits
-from shardwright.layout.formats import format_names
 from shardwright.layout.layout import Candidate, rule
+from shardwright.recipe.literal_types import Precision
 from shardwright.utils.json_values import JsonScalar
 
 # What the reference engine does not run: it is one process of plain PyTorch and transformers.
@@ -32,13 +32,16 @@ def single_process_only(x: Candidate) -> Diagnostic | None:
     )
 
 
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+
+
 def unsupported_recipe_key(x: Candidate) -> Diagnostic | None:
     """Keys that are DeepSpeed's or ask for more than one process; the first."""
     launch, cluster, training = x.recipe.launch, x.recipe.cluster, x.recipe.training
     asked: tuple[tuple[str, JsonScalar, tuple[JsonScalar, ...]], ...] = (
         ("cluster.nodes", cluster.nodes or 1, (1,)),
         ("cluster.gpus_per_node", cluster.gpus_per_node, (1,)),
-        ("training.precision", training.precision, format_names("reference")),
+        ("training.precision", training.precision, PRECISIONS),
         ("launch.launcher", launch.launcher, ("auto", "local")),
         ("launch.slurm", "given" if launch.slurm else None, (None,)),
         ("launch.kubernetes", "given" if launch.kubernetes else None, (None,)),
@@ -85,6 +88,8 @@ REFERENCE = Engine(
         chunked_loss=True,
         hpz=False,
     ),
+    precisions=PRECISIONS,
+    optimizers={"adamw": "AdamW"},
     rules=RULES,  # SW1921 refuses `extra`
     is_vision_language=True,
     automatic=False,
