@@ -329,14 +329,13 @@ def _lower_plan(
         }
     files |= pretrained_companion_files(plan)
     if (
-        plan.model.is_vision_language
-        and not plan.model.contrastive
+        plan.model.task_traits.images_in_text
         and (here := local_processor(problem.recipe.model)) is not None
     ):
         from shardwright.models.image_processor import check_processor
 
         check_processor(problem.graph, here[0])
-    if plan.model.is_vision_language and problem.recipe.model.source is None:
+    if plan.model.task_traits.has_images and problem.recipe.model.source is None:
         from shardwright.models.image_processor import processor_files_from_config
 
         processor = processor_files_from_config(problem.graph)

@@ -60,9 +60,7 @@ def sight_config(model_type: str) -> dict[str, Json]:
     """A plain JSON document with "model_type". Raises KeyError for a type that is none of
     SEEING."""
     if model_type not in IMAGE_TASKS:
-        raise KeyError(
-            f"{model_type}: {BY_NATURE.get(model_type, 'not a type that is_vision_language')}"
-        )
+        raise KeyError(f"{model_type}: {BY_NATURE.get(model_type, 'not a vision-language type')}")
     parts = {name: defaults(part) for name, part in PARTS.get(model_type, {}).items()}
     real = {**defaults(model_type), **parts}
     made = _shrink(model_type, real, random.Random(model_type))

@@ -228,7 +228,7 @@ def _load_checkpoint_model(
 ) -> LoadedModel:
     """Read straight into the model, adapters merged: the layout that trained it does not matter."""
     plan = open_checkpoint(checkpoint, trust_code)
-    if plan.model.contrastive:
+    if plan.model.task_traits.compares_pairs:
         raise _contrastive_refusal(checkpoint, plan.model.model_type)
     tokenizer = _tokenizer_of(plan, checkpoint)
     model = empty_model(load_config(plan, checkpoint), None, plan.model.task)
@@ -242,7 +242,7 @@ def _load_checkpoint_model(
     dtype = torch.float32 if device.type == "cpu" else DTYPES[plan.training.precision]
     loaded = LoadedModel(model=model.to(device, dtype).eval(), tokenizer=tokenizer)
     part = next((part for part in all_data_sections(plan) if part.images is not None), None)
-    if not plan.model.is_vision_language or part is None or part.images is None:
+    if not plan.model.task_traits.has_images or part is None or part.images is None:
         return loaded
     return _with_image_processor(
         loaded, checkpoint / str(part.tokenizer), part.images, part.template

@@ -121,7 +121,7 @@ def _unknown_type_refusal(text: str, table: Support) -> Refusal:
         unknown_type_error,
     )
 
-    if _is_vision_language(table):
+    if _takes_images(table):
         causal = support()
         is_known = text in causal.types or text in causal.others
         return Refusal(
@@ -154,7 +154,7 @@ def overview(table: Support, *, color: bool) -> str:
         ]
         lines.append(_row(verdict, width, counts, widths))
     lines.append("")
-    what = IMAGE_TEXT if _is_vision_language(table) else "causal-LM"
+    what = IMAGE_TEXT if _takes_images(table) else "causal-LM"
     lines.append(
         f"{len(table.types)} {what} types of transformers {table.transformers}, each a tiny "
         "model against"
@@ -196,14 +196,14 @@ def details(model_type: str, table: Support) -> str:
             lines.append(f"    {cell.sharded:.0%} of its layers' matrices is cut")
     keys = (
         vlm_recipe_lines(cells)
-        if _is_vision_language(table)
+        if _takes_images(table)
         else [*causal_lm_recipe_lines(cells), _engines(model_type)]
     )
     lines += ["", "in a recipe", *(f"    {line}" for line in keys)]
     return "\n".join(lines) + "\n"
 
 
-def _is_vision_language(table: Support) -> bool:
+def _takes_images(table: Support) -> bool:
     return "apart" in table.columns
 
 

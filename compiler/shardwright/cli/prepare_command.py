@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         parts=summarize(plan, folder),
         validation=summarize_validation(plan, folder),
         samples=samples(plan, folder, data),
-        rate=image_throughput(plan, folder) if plan.model.is_vision_language else None,
+        rate=image_throughput(plan, folder) if plan.model.task_traits.has_images else None,
     )
     print(report_json(report) if args.json else report_text(report))
     return 0

@@ -103,7 +103,7 @@ def _layer_seconds_shared_key(
             recipe.lora is not None,
             recipe.model.freeze,
             largest_image_sequence(recipe, graph),
-            recipe.training.global_batch_size if graph.contrastive else 0,
+            recipe.training.global_batch_size if graph.task_traits.compares_pairs else 0,
         ),
         (recipe.cluster.measured and recipe.cluster.measured.sha256, recipe.target),
         c,
@@ -237,7 +237,7 @@ class _MicroBatchCosts:
     def head(self, width: int) -> tuple[float, float, float]:
         """The last norm, the product with the vocabulary, and the loss (a third of its traffic in
         forward); a chunked loss makes its logits again."""
-        if self.graph.contrastive:
+        if self.graph.task_traits.compares_pairs:
             return self._contrastive_head()
         if self.mfu is not None:
             forward = self._at_mfu(self.graph.layers[-1].matmul_flops_per_token, self.s.tensor)

@@ -148,7 +148,11 @@ def price(layout: PricedLayout, memory: Memory, diagnostics: tuple[Diagnostic, .
     if not memory_is_accepted(layout.recipe, memory):
         diagnostics = (
             *diagnostics,
-            over_memory_error(memory, layout.strategy, contrastive=layout.graph.contrastive),
+            over_memory_error(
+                memory,
+                layout.strategy,
+                compares_pairs=layout.graph.task_traits.compares_pairs,
+            ),
         )
     return Estimate(
         strategy=layout.strategy,
@@ -168,9 +172,11 @@ def price(layout: PricedLayout, memory: Memory, diagnostics: tuple[Diagnostic, .
     )
 
 
-def over_memory_error(memory: Memory, strategy: Layout, *, contrastive: bool = False) -> Diagnostic:
-    """contrastive: each rank holds its share of the batch at once, and nothing but data ranks makes
-    it smaller."""
+def over_memory_error(
+    memory: Memory, strategy: Layout, *, compares_pairs: bool = False
+) -> Diagnostic:
+    """Return SW3201. Where the loss compares pairs, each rank holds its share of the batch at once,
+    and nothing but data ranks makes it smaller."""
     peak_stage = max(memory.stages, key=lambda stage: stage.peak_bytes)
     parts = {
         "parameters": peak_stage.parameters_bytes,
@@ -185,7 +191,7 @@ def over_memory_error(memory: Memory, strategy: Layout, *, contrastive: bool = F
         f"A higher {cuts} or zero_stage, a smaller micro_batch_size or activation_checkpointing: "
         "full would lower it."
     )
-    if contrastive:
+    if compares_pairs:
         ways = (
             "More GPUs, activation_checkpointing: full or a smaller global_batch_size would "
             "lower it: a rank holds "

@@ -329,7 +329,7 @@ def _working_bytes(layout: PricedLayout, with_head: bool, again: bool) -> float:
     )
     layer += max(exchanged, default=0.0)
     loss = 0.0
-    if with_head and layout.graph.contrastive:
+    if with_head and layout.graph.task_traits.compares_pairs:
         loss = contrastive_loss_bytes(layout) + held(found.head)
     elif with_head:
         kernels = layout.recipe.assume.kernels

@@ -64,7 +64,7 @@ _PASSES = {"softmax": (6, 6), "sigmoid": (10, 8)}
 def contrastive_loss_flops(recipe: Recipe, graph: ModelGraph) -> int:
     """Forward, of a step: one matrix N x N, whatever each rank computes of it a second time."""
     pairs = recipe.training.global_batch_size
-    return 2 * pairs * pairs * graph.features if graph.contrastive else 0
+    return 2 * pairs * pairs * graph.features if graph.task_traits.compares_pairs else 0
 
 
 def contrastive_loss_seconds(
@@ -96,7 +96,7 @@ def feature_gather_seconds(layout: PricedLayout) -> float:
     """Features of all ranks gathered, and their gradients summed. Nothing hides it: it stands
     between the forward and the backward pass."""
     s = layout.strategy
-    if not layout.graph.contrastive or s.shards == 1:
+    if not layout.graph.task_traits.compares_pairs or s.shards == 1:
         return 0.0
     moved = _FP32 * _SIDES * layout.recipe.training.global_batch_size * layout.graph.features
     group = layout.group(s.shards, s.tensor)

@@ -49,7 +49,7 @@ def largest_image_sequence(recipe: Recipe, graph: ModelGraph) -> SequenceImages 
     vision = graph.vision
     if vision is None or not vision.layers:
         return None
-    if graph.contrastive:
+    if graph.task_traits.compares_pairs:
         return SequenceImages(image_count=1, patches=vision.patches)
     if images is None:
         return None

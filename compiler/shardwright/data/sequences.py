@@ -205,9 +205,9 @@ def write_packing_table(folder: Path, documents: Documents, length: int, *, pack
     paths = _paths(folder, length, packed)
     if all(path.exists() for path in paths):
         return
-    is_vision_language = open_images(folder) is not None
+    has_images = open_images(folder) is not None
     for path, array in zip(
-        paths, _table(documents, length, packed=packed, whole=is_vision_language), strict=True
+        paths, _table(documents, length, packed=packed, whole=has_images), strict=True
     ):
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.npy")
         np.save(temporary, array)

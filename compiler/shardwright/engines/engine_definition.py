@@ -11,7 +11,7 @@ from shardwright.diagnostics import Diagnostic
 from shardwright.layout.layout import Candidate, Rule
 from shardwright.models.model_graph import ModelGraph
 from shardwright.plan.plan import Plan
-from shardwright.recipe.literal_types import AutoSwitch, Fabric, Precision
+from shardwright.recipe.literal_types import AutoSwitch, Fabric, Precision, TaskName
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.utils.json_values import JsonObject
 
@@ -79,8 +79,8 @@ class Engine:
     does without. sbatch_option_errors: what it does not take of the recipe's `extra`. axes: keys of
     a layout, beyond those of every engine, that it has. compiles_layers: whether it runs
     `model.kernels: compile`. transformer_engine: whether its ranks take layers of Transformer
-    Engine in a layout; None where it has none. sees: whether it trains models on rows with
-    pictures. compares: whether on pairs of a picture and a caption. types: those of models that it
+    Engine in a layout; None where it has none. tasks: those that it
+    trains models for. types: those of models that it
     has modules of its own for; None where Hugging Face's own run. islands: whether it trains
     islands. measures_noise_scale: whether it has the gradient noise scale. pads_vocabulary: to a
     multiple of the tensor ranks; the last ones have fewer tokens. automatic: `target: auto` may
@@ -107,8 +107,7 @@ class Engine:
     optimizers: Mapping[str, str] = field(default_factory=dict)
     compiles_layers: bool = False
     transformer_engine: Callable[[Candidate], AutoSwitch] | None = None
-    is_vision_language: bool = False
-    compares: bool = False
+    tasks: frozenset[TaskName] = frozenset({"causal-lm"})
     types: frozenset[str] | None = None
     islands: bool = False
     measures_noise_scale: bool = False

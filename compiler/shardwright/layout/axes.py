@@ -239,7 +239,7 @@ def _expert_ranks(problem: Problem, degrees: Degrees) -> int:
 
 def micro_batches(problem: Problem, degrees: Degrees) -> Iterable[int]:
     """A contrastive loss is of the whole batch: a rank takes its share at once."""
-    if problem.graph.contrastive:
+    if problem.graph.task_traits.compares_pairs:
         return (max(1, problem.recipe.training.global_batch_size // degrees["data"]),)
     return range(1, LARGEST_MICRO_BATCH + 1)
 

@@ -237,7 +237,7 @@ def _graph(section: ModelSection, config: JsonObject, inline: bool) -> ModelGrap
             processor is not None
             and graph.vision is not None
             and graph.vision.patches
-            and not graph.contrastive
+            and graph.task_traits.images_in_text
         )
         _KNOWN[known] = _with_tiles(graph, *processor) if processor is not None and cuts else graph
     return _KNOWN[known]

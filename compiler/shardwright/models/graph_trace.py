@@ -210,9 +210,9 @@ def trace_model_graph(
     plain = config_json(hf_config, type(model).__name__)
     with emulate_flash_attention() if attention == FLASH_ATTENTION_2 else nullcontext():
         probed = probe_config(hf_config, task, attention, key, model)
-        if not task.is_vision_language:  # a rule refuses it there
+        if not task.traits.has_images:  # a rule refuses it there
             _check_flash(hf_config, attention)
-        if task.contrastive:
+        if task.traits.compares_pairs:
             use_text_encoder(model)
     with (
         emulate_flash_attention(shapes_only=True)
@@ -223,12 +223,12 @@ def trace_model_graph(
             model = _on_meta(
                 hf_config, task, attention, key
             )  # some types choose their modules by it
-            if task.contrastive:
+            if task.traits.compares_pairs:
                 use_text_encoder(model)
         graph = dataclasses.replace(
             _measure(model, hf_config, task, probed, plain, key), task=task.name
         )
-        if task.is_vision_language:
+        if task.traits.has_images:
             graph = dataclasses.replace(graph, vision=_vision(model, probed, task, inline))
     context, expert = context_parallel_blocker(graph), expert_parallel_blocker(graph)
     graph = dataclasses.replace(
@@ -244,7 +244,7 @@ def _vision(
     """Of a model that compares features its tower's own last modules are no projector's, and the
     scale is neither's."""
     vision = trace_vision_encoder(model, probed.cut)
-    if not task.contrastive:
+    if not task.traits.compares_pairs:
         return with_usual_tiles(vision, model.config, inline=inline)
     inside = tuple(f"{path}." for path in vision.tower)
     kept = (
@@ -308,7 +308,7 @@ def _measure(
     text, max_dropout = text_config(hf_config), _largest_dropout(model)
     sizes = _sizes(model, text, placed[1], dropout=max_dropout > 0)
     tensor = tensor_parallel_styles(
-        model, text.model_type if task.is_vision_language else hf_config.model_type, stack_path
+        model, text.model_type if task.traits.has_images else hf_config.model_type, stack_path
     )
     chosen = text_attention(model.config)
     traced = trace_model(

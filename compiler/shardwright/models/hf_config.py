@@ -327,9 +327,9 @@ def check_model_type(
     if model_type not in task.types and not (FINGERPRINT in config and task.trains(model_type)):
         told = (
             not_contrastive
-            if task.contrastive
+            if task.traits.compares_pairs
             else not_vision_language
-            if task.is_vision_language
+            if task.traits.has_images
             else not_causal_lm
         )
         raise Refusal(told(model_type, tuple(task.types), where))
@@ -366,15 +366,13 @@ def resolve_config(
         resolved = config_class(**values)
     except Exception as error:
         raise config_error(error, key) from None
-    if resolved.is_encoder_decoder and (
-        task.is_vision_language or model_type in support().decoders
-    ):
+    if resolved.is_encoder_decoder and (task.traits.has_images or model_type in support().decoders):
         where = (
             (*key, "is_encoder_decoder") if "is_encoder_decoder" in config else (*key, "model_type")
         )
         raise Refusal(
             encoder_decoder(
-                model_type, where if inline else key, decoder_alone=not task.is_vision_language
+                model_type, where if inline else key, decoder_alone=not task.traits.has_images
             )
         )
     return resolved

@@ -558,7 +558,7 @@ def processor_files_from_config(graph: ModelGraph) -> dict[str, bytes]:
     try:
         return (
             pair_processor_files(config)
-            if graph.contrastive
+            if graph.task_traits.compares_pairs
             else processor_files(processor_from_config(config), config)
         )
     except MissingPackage as why:

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwright.recipe.literal_types import IMAGE_TASKS, Checkpointing, TaskName
+from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
+from shardwright.recipe.literal_types import Checkpointing, TaskName
 from shardwright.utils.json_values import JsonObject
 
 # Dotted names of modules and parameters.
@@ -398,21 +399,15 @@ class ModelGraph:
         return self.config_hash, self.attention, self.tensor_parallel_kind, self.task, tiles
 
     @property
-    def is_vision_language(self) -> bool:
-        """Whether its rows hold pictures."""
-        return self.task in IMAGE_TASKS
-
-    @property
-    def contrastive(self) -> bool:
-        """Whether its rows are pairs of a picture and a caption, and the loss compares all of a
-        batch."""
-        return self.task == "contrastive"
+    def task_traits(self) -> TaskTraits:
+        """The task's row of the table."""
+        return TASK_TRAITS[self.task]
 
     @property
     def features(self) -> int:
         """Width of what is compared of a pair: what the text side's last matrix gives. 0 of other
         models."""
-        if not self.contrastive:
+        if not self.task_traits.compares_pairs:
             return 0
         return next(
             (p.shape[0] for p in reversed(self.layers[-1].parameters) if len(p.shape) == 2),

@@ -22,7 +22,7 @@ _NAME = "*"
 def graph_to_json(graph: ModelGraph) -> str:
     """The same graph is the same text."""
     document = dataclasses.asdict(dataclasses.replace(graph, layers=()))
-    if not graph.is_vision_language:
+    if not graph.task_traits.has_images:
         for name in ("task", "vision", "modules_run_per_image"):
             del document[name]  # as it was before there was another task
     kinds: list[dict[str, Any]] = []

@@ -188,7 +188,7 @@ def _probe(
                 if count > most_parameters:
                     return _TinyCopyFailed("it is too large to run as it is")
             model = _random_model(model_type, task, text, attention, adapted=False)
-            if task_named(task).contrastive:
+            if task_named(task).traits.compares_pairs:
                 return probe_contrastive(model, task_named(task).example(model.config))
             tokens, beside = task_named(task).shown(model)
             _check_adapter(model, tokens, beside)
@@ -253,7 +253,7 @@ def _narrow(graph: ModelGraph) -> tuple[str, str, str]:
 
 def context_parallel_blocker(graph: ModelGraph) -> str:
     """ "" where rows of this configuration can be cut over ranks."""
-    if graph.is_vision_language:
+    if not graph.task_traits.tiny_copy:
         return IMAGES_NOT_VERIFIED
     return _why_no_context(*_narrow(graph))
 
@@ -270,7 +270,7 @@ def _why_no_context(model_type: str, text: str, attention: str) -> str:
 
 def expert_parallel_blocker(graph: ModelGraph) -> str:
     """ "" where the experts of this configuration can be shared out over ranks."""
-    if graph.is_vision_language:
+    if not graph.task_traits.tiny_copy:
         return IMAGES_NOT_VERIFIED
     planned = sorted({name_pattern(path) for path in expert_modules(graph)})
     if not planned:
@@ -294,7 +294,7 @@ def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[s
 def router_affinity(graph: ModelGraph) -> str | NoRouterAuxLoss:
     """What makes the routers' logits affinities, a key of hf.balance.AFFINITIES, or why they get no
     balance loss."""
-    if graph.is_vision_language:
+    if not graph.task_traits.tiny_copy:
         return NoRouterAuxLoss(IMAGES_NOT_VERIFIED)
     return _router_affinity(*_narrow(graph))
 
@@ -315,11 +315,7 @@ def check_lora_adapters(graph: ModelGraph, lora: LoraSection) -> None:
     Does nothing where peft is not installed (each rank says so), of a type with code of its own, or
     of pairs.
     """
-    if (
-        missing_peft()
-        or graph.model_type not in CONFIG_MAPPING
-        or task_named(graph.task).contrastive
-    ):
+    if missing_peft() or graph.model_type not in CONFIG_MAPPING or graph.task_traits.compares_pairs:
         return
     names = adapted_modules(graph, lora)
     planned = frozenset(

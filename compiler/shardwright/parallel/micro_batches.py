@@ -154,9 +154,9 @@ def build_image_processor(
     """The processor of a model that sees. folder: the compiled one, or a checkpoint. rank: in a
     run; pictures are decoded beside it, and those behind the first stage look at none."""
     part = next((part for part in all_data_sections(plan) if part.images is not None), None)
-    if not plan.model.is_vision_language or part is None or part.images is None:
+    if not plan.model.task_traits.has_images or part is None or part.images is None:
         return None
-    if plan.model.contrastive:
+    if plan.model.task_traits.compares_pairs:
         at_work = (
             None if rank is None else ImageDecoders(decoder_processes_per_rank(plan.gpus_per_node))
         )

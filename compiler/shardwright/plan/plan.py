@@ -21,7 +21,8 @@ from shardwright.layout.layout_estimate import Memory, Time, Training
 from shardwright.layout.parameter_sharding import TensorParallelMap
 from shardwright.models.model_files import RemoteCode
 from shardwright.models.model_graph import PipelineSplit, name_pattern
-from shardwright.recipe.literal_types import IMAGE_TASKS, AutoSwitch, Kernels, Loss, TaskName
+from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
+from shardwright.recipe.literal_types import AutoSwitch, Kernels, Loss, TaskName
 from shardwright.recipe.recipe_types import (
     CheckpointSection,
     DataSection,
@@ -105,14 +106,9 @@ class PlanModel:
         )
 
     @property
-    def is_vision_language(self) -> bool:
-        """Whether its rows hold pictures."""
-        return self.task in IMAGE_TASKS
-
-    @property
-    def contrastive(self) -> bool:
-        """Whether its rows are pairs of a picture and a caption."""
-        return self.task == "contrastive"
+    def task_traits(self) -> TaskTraits:
+        """The task's row of the table."""
+        return TASK_TRAITS[self.task]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,7 +366,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         del document["model"]["kernels"]
     if plan.model.router_aux_loss is None:
         del document["model"]["router_aux_loss"]
-    if not plan.model.is_vision_language:
+    if not plan.model.task_traits.has_images:
         del document["model"]["task"], document["model"]["vision_encoder_blocks"]
     if plan.model.transformer_engine == "off":
         del document["model"]["transformer_engine"]

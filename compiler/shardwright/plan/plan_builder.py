@@ -130,7 +130,7 @@ _EXAMPLE = "images: {per_row: 4, max_pixels: 1048576}"
 def image_data_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]:
     """SW1403 to SW1408."""
     parts = recipe.dataset_sections()
-    if not graph.is_vision_language:
+    if not graph.task_traits.has_images:
         for key, part in parts:
             if part.images is not None:
                 what = f"a {graph.model_type!r} is trained for {graph.task}, and takes no pictures"
@@ -141,9 +141,10 @@ def image_data_errors(recipe: Recipe, graph: ModelGraph) -> Iterator[Diagnostic]
                 yield found("SW1404", (*key, "images"), f"data.images: {what}", help)
         return
     own = "byte" if recipe.model.source is None else recipe.model.source
-    if graph.contrastive:
+    pairs = graph.task_traits.compares_pairs
+    if pairs:
         yield from _pair_errors(recipe, graph)
-    for key, part in parts if not graph.contrastive else ():
+    for key, part in parts if not pairs else ():
         if part.kind != "chat" or part.images is None:
             what = f"{part.kind} data" if part.kind != "chat" else "chat data without `images`"
             yield found(
@@ -261,13 +262,13 @@ def build_plan(
         training=plan_training(training),
         optimizer=training.optimizer,
         scheduler=resolve_scheduler(training, training.step_count_or_zero),
-        data=plan_data(recipe.data, is_vision_language=graph.is_vision_language),
+        data=plan_data(recipe.data, has_images=graph.task_traits.has_images),
         checkpoint=copy_shared_fields(PlanCheckpoint, recipe.checkpoint),
         launch=launch,
         predicted=Predicted(memory=estimate.memory, time=estimate.time, training=estimate.training),
         extra=recipe.extra,
         tracking=recipe.tracking,
-        validation=_validation(recipe, is_vision_language=graph.is_vision_language),
+        validation=_validation(recipe, has_images=graph.task_traits.has_images),
         lora=plan_lora(recipe, graph),
         digests={},
         experts=tuple(expert_modules(graph)) if strategy.shards_experts else (),
@@ -376,19 +377,19 @@ def _stages(graph: ModelGraph, partition: LayerStages, strategy: Layout) -> tupl
     )
 
 
-def plan_data(data: DataSection, *, is_vision_language: bool = False) -> DataSection:
-    """sees: of a model with a processor, whose files hold the tokenizer, a byte's too."""
+def plan_data(data: DataSection, *, has_images: bool = False) -> DataSection:
+    """has_images: the model has a processor, whose files hold the tokenizer, a byte's too."""
     path = None if data.kind == "synthetic" else data.path
-    parts = tuple(plan_data(part, is_vision_language=is_vision_language) for part in data.mixture)
+    parts = tuple(plan_data(part, has_images=has_images) for part in data.mixture)
     return dataclasses.replace(
-        data, path=path, tokenizer=_tokenizer(data, is_vision_language), mixture=parts
+        data, path=path, tokenizer=_tokenizer(data, has_images), mixture=parts
     )
 
 
-def _tokenizer(data: DataSection, is_vision_language: bool) -> str | None:
+def _tokenizer(data: DataSection, has_images: bool) -> str | None:
     if data.kind not in TOKENIZED_KINDS or data.tokenizer is None:
         return None
-    return "byte" if data.tokenizer == "byte" and not is_vision_language else TOKENIZER_DIRECTORY
+    return "byte" if data.tokenizer == "byte" and not has_images else TOKENIZER_DIRECTORY
 
 
 def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
@@ -399,12 +400,12 @@ def plan_lora(recipe: Recipe, graph: ModelGraph) -> PlanLora | None:
     )
 
 
-def _validation(recipe: Recipe, *, is_vision_language: bool) -> ValidationSection | None:
+def _validation(recipe: Recipe, *, has_images: bool) -> ValidationSection | None:
     v = recipe.validation
     return (
         v
         if v is None or v.data is None
-        else dataclasses.replace(v, data=plan_data(v.data, is_vision_language=is_vision_language))
+        else dataclasses.replace(v, data=plan_data(v.data, has_images=has_images))
     )
 
 

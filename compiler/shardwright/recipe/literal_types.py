@@ -14,8 +14,6 @@ Offload = Literal["none", "optimizer", "parameters"]
 Loss = Literal["full", "chunked"]
 TaskName = Literal["causal-lm", "image-text-to-text", "contrastive"]
 """What a model is trained for."""
-IMAGE_TASKS: tuple[TaskName, ...] = ("image-text-to-text", "contrastive")
-"""Those whose rows hold pictures."""
 Kernels = Literal["hf", "compile"]
 """What a decoder layer runs as: Hugging Face's modules, one kernel an operator, or torch.compile of
 them."""

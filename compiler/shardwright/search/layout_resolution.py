@@ -117,7 +117,7 @@ def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Layout, memory: Memo
         and unsettled
         and wanted
         and supports_chunked_loss(graph.model_type)
-        and not graph.is_vision_language
+        and graph.task_traits.chunked_loss
     )
 
 

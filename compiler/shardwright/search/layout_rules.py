@@ -209,7 +209,7 @@ def chunked_loss_verified(x: Candidate) -> Diagnostic | None:
     """Whether a type's head can be run for some tokens alone is proved per type
     (models/chunked_loss_types.json)."""
     if (
-        x.graph.is_vision_language
+        not x.graph.task_traits.chunked_loss
         or x.recipe.model.loss != "chunked"
         or supports_chunked_loss(x.graph.model_type)
     ):

@@ -93,7 +93,7 @@ class StepTimeBound:
         self._rooms = LayersThatFitCache(self._counted)
         recipe, graph = problem.recipe, problem.graph
         is_trained = (
-            recipe.lora is None and not recipe.model.freeze and not graph.is_vision_language
+            recipe.lora is None and not recipe.model.freeze and not graph.task_traits.has_images
         )
         self._knows_bytes = is_trained and not recipe.assume.ignore_memory
         """Of any layers: all that they have is trained."""

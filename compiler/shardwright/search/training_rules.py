@@ -38,7 +38,7 @@ def freeze_names_exist(x: Candidate) -> Diagnostic | None:
             "Name a part of a model that sees, or a pattern of parameters' names "
             "(`model.visual.blocks.*`)."
         ),
-        MODEL_PARTS if x.graph.is_vision_language else (),
+        MODEL_PARTS if x.graph.task_traits.has_images else (),
     )
 
 
@@ -251,7 +251,7 @@ def _unverified_settings(x: Candidate) -> Iterator[tuple[str, str, str]]:
             f"gradients summed in {dtype}",
             "Sum them in fp32",
         )
-    if x.graph.is_vision_language:
+    if not x.graph.task_traits.noise_scale:
         yield _NOISE_SCALE, "a model that sees", "Train a model on text"
     if recipe.model.router_aux_loss is not None:  # its gradient does not grow with the labels
         yield "model.router_aux_loss", "a balance loss", "Write `router_aux_loss: off`"

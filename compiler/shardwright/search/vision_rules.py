@@ -12,12 +12,10 @@ from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 
 def vision_language_verified(x: Candidate) -> Diagnostic | None:
     """The first key that is not."""
-    if not x.graph.is_vision_language:
+    if not x.graph.task_traits.has_images:
         return None
-    recipe, seeing = (
-        x.recipe,
-        [name for name, engine in ENGINES.items() if engine.is_vision_language],
-    )
+    recipe = x.recipe
+    seeing = [name for name, engine in ENGINES.items() if "image-text-to-text" in engine.tasks]
     asked = (
         ("target", f"target: {recipe.target}", seeing[0], recipe.target not in seeing),
         (
@@ -67,7 +65,7 @@ def vision_language_verified(x: Candidate) -> Diagnostic | None:
 
 def vision_encoder_not_counted(x: Candidate) -> Diagnostic | None:
     """Where the tower could not be run on fake tensors."""
-    if not x.graph.is_vision_language or (x.graph.vision is not None and x.graph.vision.layers):
+    if not x.graph.task_traits.has_images or (x.graph.vision is not None and x.graph.vision.layers):
         return None
     why = "" if x.graph.vision is None else f" ({x.graph.vision.untraced})"
     return found(
@@ -91,7 +89,7 @@ DATA = "data"
 def contrastive_is_data_parallel(x: Candidate) -> Diagnostic | None:
     """Features of all pairs meet in the loss: they are gathered over data ranks, and both sides are
     small."""
-    if not x.graph.contrastive:
+    if not x.graph.task_traits.compares_pairs:
         return None
     degrees = {
         **{axis.name: x.strategy.degrees()[axis.name] for axis in rank_axes()},
@@ -114,7 +112,7 @@ def contrastive_has_one_micro_batch(x: Candidate) -> Diagnostic | None:
     """Two micro-batches are two losses, each of fewer pairs: their mean is another loss (arXiv
     2103.00020 compares each picture with all captions of the batch)."""
     steps = x.strategy.gradient_accumulation_steps
-    if not x.graph.contrastive or steps == 1:
+    if not x.graph.task_traits.compares_pairs or steps == 1:
         return None
     batch, data = x.recipe.training.global_batch_size, x.strategy.data
     fitting = batch // data if batch % data == 0 else None
@@ -133,7 +131,7 @@ def contrastive_has_one_micro_batch(x: Candidate) -> Diagnostic | None:
 
 def contrastive_verified(x: Candidate) -> Diagnostic | None:
     """The first key that is not, or that says nothing here."""
-    if not x.graph.contrastive:
+    if not x.graph.task_traits.compares_pairs:
         return None
     recipe = x.recipe
     asked = (
@@ -178,4 +176,4 @@ def contrastive_verified(x: Candidate) -> Diagnostic | None:
 
 
 def _running() -> tuple[str, ...]:
-    return tuple(name for name, engine in ENGINES.items() if engine.compares)
+    return tuple(name for name, engine in ENGINES.items() if "contrastive" in engine.tasks)

@@ -268,7 +268,9 @@ class Session:
         training = self.plan.training
         if self._metrics and self._tracking:
             tokens = training.global_batch_size * training.sequence_length
-            pairs = training.global_batch_size if self.plan.model.contrastive else None
+            pairs = (
+                training.global_batch_size if self.plan.model.task_traits.compares_pairs else None
+            )
             measured = None if noise is None else noise.line()
             self._metrics.write(
                 step, result.loss, result.grad_norm, rate, tokens, seconds, pairs, measured

@@ -182,7 +182,7 @@ def _prepare(
         train,
     )
 
-    if graph.is_vision_language:
+    if not graph.task_traits.tiny_copy:
         raise _no_copy(graph, "its rows hold pictures, and a tiny copy has none yet")
     if recipe.lora is not None and (absent := missing_peft()):
         raise Refusal(absent)

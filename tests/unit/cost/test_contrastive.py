@@ -58,7 +58,7 @@ def test_the_matrices_that_are_there_at_once(kind: str) -> None:
 def test_the_tower_is_counted_as_its_matrices_say() -> None:
     """L(2n(4h^2 + 2hf) + 4n^2h) + 2n C P^2 h, with n the patches and the class token."""
     graph = catalog_graph(config_text(LARGE), "auto")
-    assert graph is not None and graph.contrastive and graph.features == 768
+    assert graph is not None and graph.task_traits.compares_pairs and graph.features == 768
     layers, n, h, f = 24, 257, 1024, 4096
     wanted = (
         layers * (2 * n * (4 * h * h + 2 * h * f) + 4 * n * n * h)

@@ -19,6 +19,7 @@ from torch import nn
 from shardwright.data.dataset import Dataset
 from shardwright.data.sequences import EpochSampler, Indices, SequenceBatch
 from shardwright.engines.deepspeed import deepspeed_trainers as engine
+from shardwright.models.tasks.task_traits import TaskTraits
 from shardwright.parallel.distributed_losses import CausalLoss
 from shardwright.parallel.micro_batches import MicroBatch, TrainingBatches, ValidationBatches
 from tests.unit.parallel.test_batches import plan
@@ -107,7 +108,7 @@ def of_all_ranks(
 
     def one(rank: int) -> Any:
         trainer = object.__new__(kind)
-        model = SimpleNamespace(attention="sdpa", is_vision_language=False)
+        model = SimpleNamespace(attention="sdpa", task_traits=TaskTraits())
         trainer.plan = SimpleNamespace(
             strategy=SimpleNamespace(data=RANKS, context=1, shards=RANKS, zero_stage=1),
             training=SimpleNamespace(precision="fp32"),

@@ -50,7 +50,7 @@ def test_what_stands_for_an_image_is_in_no_text() -> None:
 
 @pytest.mark.parametrize("token", [25, 67, 240])
 def test_a_vision_language_model_is_planned_wherever_its_image_token_is(token: int) -> None:
-    assert IMAGE_TEXT.is_vision_language
+    assert IMAGE_TEXT.traits.has_images
     section = model_section(
         {
             "model_type": "qwen2_5_vl",
@@ -78,7 +78,7 @@ def test_a_vision_language_model_is_planned_wherever_its_image_token_is(token: i
             },
         }
     )
-    assert build_model_graph(section).is_vision_language
+    assert build_model_graph(section).task_traits.has_images
 
 
 def test_a_padding_row_that_is_trained_shows_in_a_tiny_copy() -> None:

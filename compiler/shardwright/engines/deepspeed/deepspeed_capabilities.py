@@ -192,8 +192,7 @@ DEEPSPEED = Engine(
     sbatch_option_errors=sbatch_option_errors,
     axes=frozenset({"context", "expert"}),
     compiles_layers=True,
-    is_vision_language=True,
+    tasks=frozenset({"causal-lm", "image-text-to-text", "contrastive"}),
     islands=True,
     measures_noise_scale=True,
-    compares=True,
 )

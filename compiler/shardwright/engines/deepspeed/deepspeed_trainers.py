@@ -214,11 +214,7 @@ class DataParallelTrainer(DeepSpeedTrainer):
         apply_activation_checkpointing(model, plan)
         self._prepare_loss(model)
         self._initialize(model, config, self.grid)
-        self._blank = (
-            DummyImage(model)
-            if plan.model.is_vision_language and not plan.model.contrastive
-            else None
-        )
+        self._blank = DummyImage(model) if plan.model.task_traits.images_in_text else None
 
     def _prepare_loss(self, model: nn.Module) -> None:
         self.loss_fn = build_causal_loss(self.plan, self.grid)
@@ -402,7 +398,7 @@ class PipelineTrainer(DeepSpeedTrainer):
         """(what the first stage takes, labels) of each."""
         pieces = [self.context_shard(m) for m in whole]
         self.engine.module.begin(pieces)
-        if self.plan.model.is_vision_language:
+        if self.plan.model.task_traits.has_images:
             return list(
                 zip(
                     self.engine.module.register_image_batches(pieces),
@@ -444,7 +440,7 @@ def build_trainer(plan: Plan, folder: Path, *, resumes: bool = False) -> Trainer
     experts, context = build_expert_sharder(plan, model), _context_group(plan)
     balance = router_balance(plan, model, context)
     config = json.loads((folder / "ds_config.json").read_text(encoding="utf-8"))
-    kind = ContrastiveTrainer if plan.model.contrastive else DataParallelTrainer
+    kind = ContrastiveTrainer if plan.model.task_traits.compares_pairs else DataParallelTrainer
     trainer = (PipelineTrainer if plan.strategy.pipeline > 1 else kind)(
         plan, model, config, filler, experts
     )

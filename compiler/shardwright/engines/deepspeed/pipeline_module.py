@@ -175,7 +175,7 @@ class StageBuilder:
         )
         self.skeleton = Skeleton(model, plan.model.cut, tokens)
         self.skeleton.keywords = CONTEXT_PARALLEL.keywords
-        self.seen = PipelineImageBatches(model, plan) if plan.model.is_vision_language else None
+        self.seen = PipelineImageBatches(model, plan) if plan.model.task_traits.has_images else None
         self.lengths = SequenceLengthQueue()
         self.tail = OutputHead(model) if plan.model.loss == "chunked" else None
         self.group: dist.ProcessGroup | None = None

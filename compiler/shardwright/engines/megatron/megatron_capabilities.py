@@ -394,7 +394,7 @@ without."""
 
 
 def _unsupported_reason(graph: ModelGraph) -> str:
-    if graph.is_vision_language:
+    if graph.task_traits.has_images:
         return "it runs no model that sees"
     if graph.model_type not in MODEL_MAPPINGS:
         return f"it has no {graph.model_type}"

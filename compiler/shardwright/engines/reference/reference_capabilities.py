@@ -91,6 +91,6 @@ REFERENCE = Engine(
     precisions=PRECISIONS,
     optimizers={"adamw": "AdamW"},
     rules=RULES,  # SW1921 refuses `extra`
-    is_vision_language=True,
+    tasks=frozenset({"causal-lm", "image-text-to-text"}),
     automatic=False,
 )

@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from shardwright.models.model_skeleton import Batch
+from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
 from shardwright.models.tasks.vision_language import example_images
 from shardwright.models.tiny_config import (
     VOCABULARY,
@@ -35,7 +36,7 @@ from shardwright.models.tiny_config import (
     tiny_vision_encoder,
     token_ids,
 )
-from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES, IMAGE_TASKS, TaskName
+from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES, TaskName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,25 +93,20 @@ class Task:
         return model
 
     @property
-    def is_vision_language(self) -> bool:
-        """Whether its rows hold pictures."""
-        return self.name in IMAGE_TASKS
-
-    @property
-    def contrastive(self) -> bool:
-        """Whether its rows are pairs of a picture and a caption."""
-        return self.name == "contrastive"
+    def traits(self) -> TaskTraits:
+        """The task's row of the table."""
+        return TASK_TRAITS[self.name]
 
     def small(
         self, document: Mapping[str, Any], *, depth: bool = True, widths: bool = True
     ) -> dict[str, Any]:
         """A complete configuration, made tiny (models/tiny_config.py)."""
         made = shrink(document, depth=depth, widths=widths)
-        if not self.is_vision_language or not widths:
+        if not self.traits.has_images or not widths:
             return made
         return (
             equalize_encoder_widths(tiny_vision_encoder(made, document))
-            if self.contrastive
+            if self.traits.compares_pairs
             else tiny_vision_encoder(made, document)
         )
 
@@ -119,7 +115,7 @@ class Task:
         UnsupportedImages."""
         return (
             example_images(model, VOCABULARY)
-            if self.is_vision_language
+            if self.traits.has_images
             else (self.example(model.config), None)
         )
 
@@ -131,7 +127,7 @@ class Task:
         random = torch.tensor(ids.plain)[torch.randint(len(ids.plain), self.example_shape)]
         rows, length = self.example_shape
         for number, special in enumerate(
-            () if self.contrastive else ids.special
+            () if self.traits.compares_pairs else ids.special
         ):  # a caption ends at its first end
             # Behind the first token, each in a place of its own; a row begins and ends with a plain
             # one.
