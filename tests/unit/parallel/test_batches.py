@@ -11,7 +11,9 @@ import torch
 
 from shardwright.data.dataset import Dataset
 from shardwright.data.sequences import ArraySequences, EpochSampler, Indices, SequenceBatch
+from shardwright.layout.schedules import PIPELINE_SCHEDULES
 from shardwright.parallel.micro_batches import TrainingBatches, ValidationBatches
+from shardwright.recipe.literal_types import Schedule
 
 
 def plan(
@@ -19,19 +21,20 @@ def plan(
     data: int = 2,
     micro: int = 2,
     accumulation: int = 3,
-    schedule: str = "1f1b",
+    schedule: Schedule = "1f1b",
     packing: bool = False,
 ) -> SimpleNamespace:
     return SimpleNamespace(
         data=SimpleNamespace(kind="text", packing=packing, mixture=()),
         validation=None,
         outer=None,
+        island=0,
         training=SimpleNamespace(global_batch_size=data * micro * accumulation),
         strategy=SimpleNamespace(
             data=data,
             micro_batch_size=micro,
             gradient_accumulation_steps=accumulation,
-            schedule=schedule,
+            pipeline_schedule=PIPELINE_SCHEDULES[schedule],
             pipeline=2,
             virtual_stages=1,
         ),
@@ -134,7 +137,9 @@ def test_rows_without_documents_have_positions_where_others_have_them() -> None:
         (17, "dualpipev", 8),
     ],
 )
-def test_held_out_rows_are_evaluated_once_each(count: int, schedule: str, batches: int) -> None:
+def test_held_out_rows_are_evaluated_once_each(
+    count: int, schedule: Schedule, batches: int
+) -> None:
     """DualPipeV takes the accumulation's number of micro-batches at once."""
     rows = ArraySequences(np.arange(count * 4).reshape(count, 4))
     shares = [
