@@ -13,9 +13,9 @@ from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
 from shardwright.migrate.config_import import convert_config
 from shardwright.migrate.recipe_draft import draft_yaml
-from shardwright.recipe.json_parser import LineOffsets
 from shardwright.recipe.recipe_loader import load_recipe
-from shardwright.recipe.recipe_tree import node_value, parse_recipe_text
+from shardwright.recipe.recipe_parser import parse_recipe_text
+from shardwright.recipe.recipe_tree import LineOffsets, node_value
 from tests.migrate.test_import import COMMAND, unaccounted
 
 PIECES = (

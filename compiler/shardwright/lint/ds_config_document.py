@@ -10,21 +10,29 @@ from __future__ import annotations
 import errno
 import json
 import math
+import operator
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 from shardwright.diagnostics import Diagnostic, KeyPath, Location, Refusal, Source, found
-from shardwright.recipe.json_parser import LineOffsets, json_events
+from shardwright.recipe.recipe_tree import (
+    LineOffsets,
+    MapNode,
+    Node,
+    ScalarNode,
+    Span,
+    json_tree,
+    refuse_constant,
+    walk_tree,
+)
 from shardwright.utils.file_io import is_nested_too_deeply, read_regular_file
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 STDIN = "<stdin>"
 MOST_BYTES = 512 * 1024
-Span = tuple[int, int]
-"""Offsets into the text: [start, end)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +49,6 @@ class Document:
     keys: Mapping[KeyPath, Span]
     values: Mapping[KeyPath, Span]
     source: Source
-
-
-@dataclass(slots=True)
-class _Spans:
-    keys: dict[KeyPath, Span] = field(default_factory=dict)
-    values: dict[KeyPath, Span] = field(default_factory=dict)
-    duplicate_keys: list[tuple[KeyPath, Span]] = field(default_factory=list)
-    nonfinite_numbers: list[tuple[str, Span]] = field(default_factory=list)
 
 
 def read_ds_config_text(path: str) -> str:
@@ -87,42 +87,32 @@ def parse_ds_config(name: str, text: str) -> Document:
         raise _refused(
             name, "SW4004", f"{name} is empty", 'Write at least {"train_batch_size": 8}.', text
         )
-    uncommented = _blank(text)
+    uncommented, lines = _blank(text), LineOffsets(name, text)
     try:
         config, is_plain_json, placed = _parse(name, text, uncommented)
         if is_nested_too_deeply(config):
             raise RecursionError
+        tree = list(walk_tree(json_tree(uncommented, lines))) if placed else []
     except RecursionError:
         raise _refused(
             name, "SW4009", f"{name} is nested too deeply", "Is it a ds_config.json?", text
         ) from None
-    places = _places(uncommented) if placed else _Spans()
-    lines = LineOffsets(name, text)
-    wrong = [
-        Diagnostic(
-            code="SW4006",
-            message=f"the key `{path[-1]}` stands here again",
-            help="DeepSpeed refuses the file; keep one of the two.",
-            key=path,
-            location=lines.at(*span),
-        )
-        for path, span in places.duplicate_keys
-    ]
-    for word, (start, end) in places.nonfinite_numbers:
-        wrong.append(
-            _syntax(lines, start, f"{word} is not a finite number", end, "Write a finite number.")
-        )
+    wrong = [error for path, _, node in tree for error in _node_errors(path, node, lines)]
+    wrong.sort(key=operator.attrgetter("location.line", "location.column"))
     if not isinstance(config, Mapping):
         kind = "a list" if isinstance(config, list) else "a single value"
         first, help = Location(file=name, line=1, column=1), 'Write {"train_batch_size": ..., ...}.'
         wrong.append(found("SW4007", first, f"{name} holds {kind}, not an object", help))
     if wrong:
         raise Refusal(*wrong, source=Source(file=name, texts={name: text}))
-    keys = {path: lines.at(*span) for path, span in places.keys.items()}
+    keys = {path: key for path, key, _ in tree if key is not None}
+    key_locations = {path: key.location for path, key in keys.items()}
     # A section is shown by its key: its value may be many lines.
-    shown = {
-        p: keys[p] if p in keys and uncommented[s[0]] in "{[" else lines.at(*s)
-        for p, s in places.values.items()
+    locations = {path: node.location for path, _, node in tree}
+    locations |= {
+        path: key.location
+        for path, key, node in tree
+        if key is not None and not isinstance(node, ScalarNode)
     }
     return Document(
         name=name,
@@ -130,16 +120,38 @@ def parse_ds_config(name: str, text: str) -> Document:
         uncommented=uncommented,
         config=cast(JsonObject, config),
         is_plain_json=is_plain_json,
-        keys=places.keys,
-        values=places.values,
-        source=Source(file=name, locations=shown, key_locations=keys, texts={name: text}),
+        keys={path: key.span for path, key in keys.items()},
+        values={path: node.span for path, _, node in tree},
+        source=Source(
+            file=name, locations=locations, key_locations=key_locations, texts={name: text}
+        ),
     )
+
+
+def _node_errors(path: KeyPath, node: Node, lines: LineOffsets) -> Iterator[Diagnostic]:
+    """Find keys that stand twice, and numbers that no float holds."""
+    if isinstance(node, MapNode):
+        for key in node.duplicates:
+            yield Diagnostic(
+                code="SW4006",
+                message=f"the key `{key.text}` stands here again",
+                help="DeepSpeed refuses the file; keep one of the two.",
+                key=(*path, key.text),
+                location=key.location,
+            )
+    elif (
+        isinstance(node, ScalarNode)
+        and type(node.value) in (int, float)
+        and not math.isfinite(float(node.text[:400]))
+    ):
+        message = f"{node.text} is not a finite number"
+        yield _syntax(lines, node.span[0], message, node.span[1], "Write a finite number.")
 
 
 def _parse(name: str, text: str, uncommented: str) -> tuple[JsonValue, bool, bool]:
     """(value, whether it is plain JSON, whether `bare` is JSON and so has places)."""
     try:
-        return json.loads(text, parse_constant=_no_constant), True, True
+        return json.loads(text, parse_constant=refuse_constant), True, True
     except ValueError:
         pass
     import hjson
@@ -156,14 +168,10 @@ def _parse(name: str, text: str, uncommented: str) -> tuple[JsonValue, bool, boo
         return value, False, False
 
 
-def _no_constant(word: str) -> None:
-    raise ValueError(word)
-
-
 def _not_json(name: str, text: str, uncommented: str) -> Diagnostic:
     lines = LineOffsets(name, text)
     try:
-        json.loads(uncommented, parse_constant=_no_constant)
+        json.loads(uncommented, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
         start = min(error.pos, len(text))
         if error.msg.startswith("Expecting") and "delimiter" in error.msg:
@@ -207,52 +215,6 @@ def _blank(text: str) -> str:
         return match[1] or re.sub(r"[^\r\n]", " ", match[0])
 
     return _LAST_COMMA.sub(spaces, _COMMENT.sub(spaces, text.replace("\ufeff", " ")))
-
-
-def _places(uncommented: str) -> _Spans:
-    """`bare` is valid JSON."""
-    found = _Spans()
-    path: list[str | int] = []
-    open_at: list[tuple[int, bool]] = []  # start, is a mapping
-    key_next = False
-
-    def done(span: Span) -> None:
-        nonlocal key_next
-        found.values.setdefault(tuple(path), span)
-        if open_at and not open_at[-1][1]:
-            path[-1] = int(path[-1]) + 1
-        elif open_at:
-            path.pop()
-            key_next = True
-
-    for event in json_events(uncommented):
-        span = (event.start, event.end)
-        if event.kind in ("map", "list"):
-            open_at.append((event.start, event.kind == "map"))
-            key_next = event.kind == "map"
-            if event.kind == "list":
-                path.append(0)
-        elif event.kind == "end":
-            start, is_map = open_at.pop()
-            key_next = False
-            if not is_map:
-                path.pop()
-            done((start, event.end))
-        elif key_next:
-            path.append(event.text)
-            if tuple(path) in found.keys:
-                found.duplicate_keys.append((tuple(path), span))
-            found.keys.setdefault(tuple(path), span)
-            key_next = False
-        else:
-            if (
-                event.plain
-                and event.text[-1].isdigit()
-                and not math.isfinite(float(event.text[:400]))
-            ):
-                found.nonfinite_numbers.append((event.text, span))
-            done(span)
-    return found
 
 
 def _refused(name: str, code: str, message: str, help: str, text: str | None = None) -> Refusal:

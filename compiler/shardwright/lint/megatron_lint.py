@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from shardwright.diagnostics import Diagnostic, Location, Severity, Source, found
-from shardwright.recipe.json_parser import LineOffsets
+from shardwright.recipe.recipe_tree import LineOffsets
 
 # A shell script or an arguments file -> the options that pretrain_gpt.py is given, and where each
 # stands.

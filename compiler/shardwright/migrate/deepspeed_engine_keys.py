@@ -16,7 +16,7 @@ from shardwright.engines.deepspeed.ds_config_schema import (
 from shardwright.layout.formats import format_spelled
 from shardwright.lint.ds_config_key_rules import REMOVED_KEYS
 from shardwright.migrate.recipe_draft import ImportSources, as_integer, as_switch, as_text
-from shardwright.recipe.recipe_tree import MAX_RECIPE_DEPTH
+from shardwright.recipe.recipe_parser import MAX_RECIPE_DEPTH
 from shardwright.utils.file_io import is_nested_too_deeply
 from shardwright.utils.json_values import JsonObject, JsonValue
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwright.diagnostics import Diagnostic, Location, Refusal, Source, found
-from shardwright.recipe.json_parser import LineOffsets
-from shardwright.recipe.recipe_tree import MAX_RECIPE_BYTES, node_value, parse_recipe_text
+from shardwright.recipe.recipe_parser import MAX_RECIPE_BYTES, parse_recipe_text
+from shardwright.recipe.recipe_tree import LineOffsets, node_value
 from shardwright.utils.file_io import read_regular_text_file
 from shardwright.utils.json_values import JsonObject, JsonValue
 

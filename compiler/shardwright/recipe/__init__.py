@@ -1,6 +1,6 @@
-"""Stage 1: a recipe file -> ir.recipe.Recipe.
+"""Stage 1: a recipe file -> Recipe.
 
-text.py and its two readers make a Node tree with positions, layers.py puts `extends` and --set on
-top of each other, validate.py and checks.py find what is wrong, typed.py builds the Recipe,
-files.py looks for the files that it names.
+recipe_parser.py makes a tree with places of the text, recipe_composition.py puts `extends` and
+--set on top of each other, schema_errors.py and cross_key_checks.py find what is wrong,
+recipe_loader.py builds the Recipe, input_file_checks.py looks for the files that it names.
 """

@@ -12,16 +12,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 from shardwright.diagnostics import Diagnostic, Location, found
-from shardwright.recipe.json_parser import LineOffsets
+from shardwright.recipe.recipe_parser import MAX_RECIPE_BYTES, parse_recipe_text
 from shardwright.recipe.recipe_tree import (
-    MAX_RECIPE_BYTES,
+    LineOffsets,
     ListNode,
     MapEntry,
     MapNode,
     Node,
     ScalarNode,
-    map_node,
-    parse_recipe_text,
 )
 from shardwright.recipe.recipe_types import BUILT_IN_DATASETS
 from shardwright.utils.file_io import read_regular_file
@@ -107,19 +105,15 @@ def rebase_paths(node: Node, base_directory: str, directory: str) -> Node:
 def _rewrite(node: Node, keys: tuple[str, ...], change: Callable[[str], str]) -> Node:
     if not keys:
         if isinstance(node, ScalarNode) and isinstance(node.value, str) and node.value:
-            return ScalarNode(value=change(node.value), location=node.location)
+            return dataclasses.replace(node, value=change(node.value))
         return node
     if isinstance(node, ListNode) and keys[0] == "*":
         items = tuple(_rewrite(item, keys[1:], change) for item in node.items)
         return dataclasses.replace(node, items=items)
-    if isinstance(node, MapNode):
-        entries = tuple(
-            dataclasses.replace(entry, node=_rewrite(entry.node, keys[1:], change))
-            if entry.key == keys[0]
-            else entry
-            for entry in node.entries
-        )
-        return dataclasses.replace(node, entries=entries)
+    if isinstance(node, MapNode) and keys[0] in node.entries:
+        key, below = node.entries[keys[0]]
+        entry = MapEntry(key, _rewrite(below, keys[1:], change))
+        return dataclasses.replace(node, entries={**node.entries, keys[0]: entry})
     return node
 
 
@@ -159,7 +153,7 @@ class RecipeComposer:
     def _with_base(
         self, root: MapNode, name: str, chain: tuple[str, ...], directory: str
     ) -> MapNode:
-        entry = root.get("extends")
+        entry = root.entries.get("extends")
         if (
             entry is None
             or not isinstance(entry.node, ScalarNode)
@@ -167,7 +161,8 @@ class RecipeComposer:
         ):
             return root  # the schema refuses what is neither text nor null
         base_name, place = entry.node.value, entry.node.location
-        root = map_node(tuple(e for e in root.entries if e.key != "extends"), root.location)
+        entries = {name: e for name, e in root.entries.items() if name != "extends"}
+        root = dataclasses.replace(root, entries=entries)
         if not base_name or any(ord(c) < 32 for c in base_name):
             self._error(
                 "SW1022", "`extends` does not name a file", place, "Write the path of a recipe."
@@ -225,7 +220,7 @@ class RecipeComposer:
             self._error("SW1031", "`extends` cannot be set on the command line", place, help)
             return None
         below: Node = root
-        for depth, key in enumerate(keys):
+        for depth, name in enumerate(keys):
             if not isinstance(below, MapNode):
                 if isinstance(below, ScalarNode) and below.value is None:
                     break
@@ -233,12 +228,12 @@ class RecipeComposer:
                 help = f"Set the whole of it, such as `--set '{parent}=...'`."
                 self._error(
                     "SW1032",
-                    f"`{parent}` is not a mapping of keys, so it has no `{key}`",
+                    f"`{parent}` is not a mapping of keys, so it has no `{name}`",
                     place,
                     help,
                 )
                 return None
-            entry = below.get(key)
+            entry = below.entries.get(name)
             if entry is None:
                 break
             below = entry.node
@@ -249,9 +244,11 @@ class RecipeComposer:
         if value is None:
             if errors:
                 return None
-            value = ScalarNode(value=None, location=place)
-        for key in reversed(keys):
-            value = map_node((MapEntry(key=key, key_location=place, node=value),), place)
+            value = ScalarNode(value=None, text="", location=place, span=(0, 0))
+        for name in reversed(keys):
+            key = ScalarNode(value=name, text=name, location=place, span=(0, 0))
+            entries = {name: MapEntry(key, value)}
+            value = MapNode(entries=entries, location=place, span=(0, 0))
         assert isinstance(value, MapNode)
         return value
 
@@ -345,29 +342,22 @@ def merge_maps(
     A mapping in both stands where `over` has it, or, with keep_places, where `base` does: a key
     that --set leaves missing is looked for in the file.
     """
-    given = {entry.key for entry in over.entries if not _is_null(entry.node)}
-    dropped_keys: set[str] = set()
+    given = {name for name, entry in over.entries.items() if not _is_null(entry.node)}
+    dropped: set[str] = set()
     for where, keys in EXCLUSIVE_KEYS:
         if where == path and given & set(keys):
-            dropped_keys |= set(keys) - {entry.key for entry in over.entries}
-    entries = {entry.key: entry for entry in base.entries if entry.key not in dropped_keys}
-    for entry in over.entries:
-        below = entries.get(entry.key)
-        if (
-            below is not None
-            and isinstance(below.node, MapNode)
-            and isinstance(entry.node, MapNode)
-        ):
-            node = merge_maps(
-                below.node, entry.node, (*path, entry.key), keep_base_locations=keep_base_locations
+            dropped |= set(keys) - over.entries.keys()
+    entries = {name: entry for name, entry in base.entries.items() if name not in dropped}
+    for name, (key, node) in over.entries.items():
+        below = entries.get(name)
+        if below is not None and isinstance(below.node, MapNode) and isinstance(node, MapNode):
+            merged = merge_maps(
+                below.node, node, (*path, name), keep_base_locations=keep_base_locations
             )
-            key_location = below.key_location if keep_base_locations else entry.key_location
-            entries[entry.key] = MapEntry(key=entry.key, key_location=key_location, node=node)
+            entries[name] = MapEntry(below.key if keep_base_locations else key, merged)
         else:
-            entries[entry.key] = entry
-    return map_node(
-        tuple(entries.values()), base.location if keep_base_locations else over.location
-    )
+            entries[name] = MapEntry(key, node)
+    return dataclasses.replace(base if keep_base_locations else over, entries=entries)
 
 
 def _is_null(node: Node) -> bool:

@@ -28,7 +28,7 @@ from shardwright.recipe.recipe_composition import (
     is_folder,
 )
 from shardwright.recipe.recipe_schema import fill_in_defaults, quote_text, recipe_schema
-from shardwright.recipe.recipe_tree import Node, node_locations, node_value
+from shardwright.recipe.recipe_tree import Node, node_value, walk_tree
 from shardwright.recipe.recipe_types import Recipe, with_resolved_kernels
 from shardwright.recipe.sbatch_options import sbatch_arguments
 from shardwright.recipe.schema_errors import integer_errors, intended_keys, schema_errors
@@ -420,12 +420,9 @@ def recipe_from_document(
 
 
 def _source(name: str, root: Node, texts: dict[str, str]) -> Source:
-    values: dict[KeyPath, Location] = {}
-    keys: dict[KeyPath, Location] = {}
-    for path, value_place, key_place in node_locations(root):
-        values[path] = value_place
-        if key_place is not None:
-            keys[path] = key_place
+    tree = list(walk_tree(root))
+    values = {path: node.location for path, _, node in tree}
+    keys = {path: key.location for path, key, _ in tree if key is not None}
     return Source(file=name, locations=values, key_locations=keys, texts=texts)
 
 

@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from shardwright.diagnostics import Diagnostic, KeyPath, found
+from shardwright.recipe.recipe_parser import INTEGER_HELP, LARGEST_INTEGER
 from shardwright.recipe.recipe_schema import (
     FILL_IN,
     allowed_types,
@@ -28,7 +29,7 @@ from shardwright.recipe.recipe_schema import (
     schema_items,
     schema_properties,
 )
-from shardwright.recipe.recipe_tree import INTEGER_HELP, LARGEST_INTEGER, yaml_scalar_value
+from shardwright.recipe.recipe_tree import yaml_scalar_value
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 MAX_SUGGESTION_SEARCHES = 200
