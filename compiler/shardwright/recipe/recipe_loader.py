@@ -404,13 +404,14 @@ def recipe_from_document(
     """The document as it was written -> Recipe. errors: what reading it has found already."""
     found = list(errors)
     reported_keys = _keys_at(source, [error.location for error in errors])
-    found += [error for error in schema_errors(given) if error.key not in reported_keys]
+    misfits = schema_errors(given)
+    found += [error for error in misfits if error.key not in reported_keys]
     completed = cast(JsonObject, fill_in_defaults(recipe_schema(), given))
     reported_keys |= {error.key for error in found if error.key is not None}
     found += [error for error in integer_errors(completed) if error.key not in reported_keys]
     faulty_keys = reported_keys | {error.key for error in found if error.key}
     # What a misspelt key was meant to be is unknown too.
-    faulty_keys |= intended_keys(found)
+    faulty_keys |= intended_keys(misfits)
     found += cross_key_errors(completed, faulty_keys)
     if any(error.code in MISSING_BASE_CODES for error in errors):  # what is missing may stand there
         found = [error for error in found if error.code != "SW1105"]

@@ -108,6 +108,7 @@ def test_the_good_one_is_good(tmp_path: Path) -> None:
         (GOOD + "[a, b]: 1\n", "SW1015", 13),
         (GOOD + "? {a: b}\n: 1\n", "SW1015", 13),
         (changed("model_type: llama", 'model_type: "\\ud800"'), "SW1016", 4),
+        (JSON.replace('"cluster"', '"c\\ud800luster"'), "SW1016", 5),
         (GOOD + "objectiv: cost\n", "SW1101", 13),
         (changed("  steps: 20", "  lr: 1e-3\n  steps: 20"), "SW1101", 12),
         (GOOD + "data: {kind: text, path: a, template: b}\n", "SW1101", 13),
