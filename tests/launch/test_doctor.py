@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardwright.cli import main as cli
-from shardwright.cli.doctor_command import as_json, as_text, check_has_errors
+from shardwright.cli.launch_commands import as_json, as_text, check_has_errors
 from shardwright.launch.host_checks import PlannedBandwidth, links
 from shardwright.launch.host_probe import LinkRates, ProbedHost, RendezvousResult
 from shardwright.launch.link_bandwidth import measure

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.cli.verify_command import _as_json, _as_text
+from shardwright.cli.compile_commands import _as_json, _as_text
 from shardwright.verify import layout_verification
 from shardwright.verify.layout_verification import Comparison, VerificationResult
 from shardwright.verify.reference_run import Reference

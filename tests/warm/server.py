@@ -37,7 +37,7 @@ IMPORTS = (
     "deepspeed.runtime.zero.stage3",
     "peft",
     "shardwright.cli.main",
-    "shardwright.cli.export_command",
+    "shardwright.cli.checkpoint_commands",
     "shardwright.compile",
     "shardwright.engines.deepspeed.deepspeed_runtime",
     "shardwright.engines.deepspeed.deepspeed_trainers",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import doctest
-import importlib
 import io
 import os
 import re
@@ -312,5 +311,6 @@ def parse(command: str) -> argparse.Namespace:
     wrong ones."""
     _, name, *arguments = shlex.split(command)
     parser = argparse.ArgumentParser(prog=f"shardwright {name}", allow_abbrev=False)
-    importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
+    add_arguments, _ = COMMANDS[name].functions(name)
+    add_arguments(parser)
     return parser.parse_args(arguments)

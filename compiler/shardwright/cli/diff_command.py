@@ -1,5 +1,6 @@
 """`shardwright diff A B`: what changed between two recipes or compiled folders, what it does, and
-whether checkpoints of A resume under B."""
+whether checkpoints of A resume under B.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +10,32 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwright.checkpoint.checkpoint_compatibility import (
+    SHARDING_KEYS,
+    Compatibility,
+    ResumeRequirements,
+    compare_requirements,
+)
 from shardwright.cli.command_options import add_json
 from shardwright.cli.terminal import table_lines, title
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
+from shardwright.layout.layout import Layout
+from shardwright.layout.zero_settings import HPZ
 from shardwright.models.model_files import TOKENIZER_PATTERNS
-from shardwright.utils.json_values import strict_json
+from shardwright.recipe.recipe_types import Recipe
+from shardwright.utils.json_values import JsonObject, strict_json
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.checkpoint_compatibility import ResumeRequirements, TokenizerFiles
-    from shardwright.cli.priced_recipe import PricedRecipe
-    from shardwright.cli.resume_verdict import ResumeSide, ResumeVerdict
+    from shardwright.checkpoint.checkpoint_compatibility import TokenizerFiles
+    from shardwright.cli.command_options import PricedRecipe
     from shardwright.layout.layout_estimate import Estimate
-    from shardwright.recipe.recipe_types import Recipe
-    from shardwright.utils.json_values import JsonObject, JsonValue
+    from shardwright.utils.json_values import JsonValue
+
 
 GIB = 2**30
 Change = tuple[str, "JsonValue", "JsonValue"]
@@ -42,7 +51,7 @@ SECTIONS = {
 configuration."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a recipe or a compiled folder")
     parser.add_argument(
         "b", metavar="B", help="another one; a recipe can be compared with a folder"
@@ -50,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_diff(args: argparse.Namespace) -> int:
     """Exit 0 whether or not anything differs; a recipe that cannot be read is refused."""
+    from shardwright.cli.command_options import read_priced_recipe
     from shardwright.cli.estimate_command import diagnostics_json
-    from shardwright.cli.priced_recipe import read_priced_recipe
 
     try:
         a, b = read_priced_recipe(args.a), read_priced_recipe(args.b)
@@ -80,8 +89,6 @@ class PlanDifference:
 
 
 def compare_plans(a: PricedRecipe, b: PricedRecipe) -> PlanDifference:
-    from shardwright.cli.resume_verdict import resume_verdict_of
-
     ours, theirs = resume_side(a), resume_side(b)
     found = {
         "recipe": changes(a.recipe.document, b.recipe.document),
@@ -97,7 +104,6 @@ def compare_plans(a: PricedRecipe, b: PricedRecipe) -> PlanDifference:
 
 def resume_side(subject: PricedRecipe) -> ResumeSide:
     """A recipe counts as compiled by what is installed."""
-    from shardwright.cli.resume_verdict import ResumeSide
     from shardwright.engines.engine_table import ENGINES
     from shardwright.plan.plan_builder import installed_versions
 
@@ -115,11 +121,7 @@ def resume_side(subject: PricedRecipe) -> ResumeSide:
 def _facts(subject: PricedRecipe) -> ResumeRequirements:
     """Of a compiled folder those that `run` takes, but for the tokenizer's name: a recipe has it
     from elsewhere."""
-    from shardwright.checkpoint.checkpoint_compatibility import (
-        ResumeRequirements,
-        resume_requirements,
-        sample_order,
-    )
+    from shardwright.checkpoint.checkpoint_compatibility import resume_requirements, sample_order
     from shardwright.models.trainable_parameters import frozen_parameter_patterns
     from shardwright.plan.plan_builder import plan_data, plan_lora
 
@@ -353,3 +355,127 @@ def as_object(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> JsonOb
         },
         "resume": dataclasses.asdict(found.resume),
     }
+
+
+# How a checkpoint of one run resumes under another: `diff` tells it beforehand.
+
+
+BIT_FOR_BIT, SAME_RANKS, CONVERTED, NO = "bit for bit", "same ranks", "converted", "no"
+# Keys that change when bytes move, and no number.
+_TRAFFIC_ONLY_KEYS = ("hpz_partition_size",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeSide:
+    """attention: as the model runs it. versions: what it is compiled with."""
+
+    recipe: Recipe
+    facts: ResumeRequirements
+    attention: str
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeVerdict:
+    """verdict: bit for bit (the run goes on as if nothing had happened), same ranks (each rank
+    loads its own files), converted (the state is cut anew as it is loaded, by itself), no. notes:
+    what else the resumed run would notice."""
+
+    verdict: str
+    how: str
+    notes: tuple[str, ...]
+
+
+def resume_verdict_of(a: ResumeSide, b: ResumeSide) -> ResumeVerdict:
+    """Of a checkpoint that `a` wrote, under `b`."""
+    answer = compare_requirements(a.facts, b.facts)
+    if answer.refused:
+        return ResumeVerdict(
+            verdict=NO, how=f"{_refused(answer)}; `shardwright export` gives its weights", notes=()
+        )
+    notes = (*_islands(a.recipe, b.recipe), *_samples(answer), *_settings(a.recipe, b.recipe))
+    if answer.layout:
+        changed = ", ".join(each.key for each in answer.layout)
+        how = (
+            "`run` cuts weights and optimizer states anew as it loads them, by itself; what "
+            f"differs: {changed}"
+        )
+        return ResumeVerdict(verdict=CONVERTED, how=how, notes=notes)
+    ours, theirs = a.facts.strategy, b.facts.strategy
+    order = [k for k in _compute_keys(ours) if getattr(ours, k) != getattr(theirs, k)]
+    order += ["attention"] * (a.attention != b.attention) + ["extra"] * (
+        _extra(a.recipe) != _extra(b.recipe)
+    )
+    if order or notes or a.versions != b.versions:
+        why = ", ".join(order) or ("what is noted" if notes else "the versions")
+        how = f"each rank loads its own files; sums may round differently ({why})"
+        return ResumeVerdict(verdict=SAME_RANKS, how=how, notes=notes)
+    return ResumeVerdict(
+        verdict=BIT_FOR_BIT, how="the layout is the same: each rank loads its own files", notes=()
+    )
+
+
+def _refused(answer: Compatibility) -> str:
+    if answer.refused == "adapters":
+        return answer.why
+    return f"the {answer.refused} is another one ({answer.why})"
+
+
+def _compute_keys(strategy: Layout) -> tuple[str, ...]:
+    return tuple(
+        field.name
+        for field in fields(strategy)
+        if field.name not in (*SHARDING_KEYS, *_TRAFFIC_ONLY_KEYS)
+    )
+
+
+def _extra(recipe: Recipe) -> JsonObject:
+    """Without what changes no number."""
+    zero = recipe.extra.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return recipe.extra
+    kept: JsonObject = {key: value for key, value in zero.items() if key != HPZ}
+    rest: JsonObject = {
+        key: value for key, value in recipe.extra.items() if key != "zero_optimization"
+    }
+    return {**rest, "zero_optimization": kept} if kept else rest
+
+
+def _islands(a: Recipe, b: Recipe) -> tuple[str, ...]:
+    """Folders of one world and of islands lie beside each other: docs/islands.md."""
+    ours, theirs = a.cluster.islands, b.cluster.islands
+    if ours == theirs or min(ours, theirs) > 1:
+        return ()
+    which = "the newest one after an outer step" if ours > 1 else "the newest one, on each island"
+    return (f"with --resume PATH: {which}; without it `run` names it and stops (SW6218)",)
+
+
+def _samples(answer: Compatibility) -> tuple[str, ...]:
+    if not answer.samples:
+        return ()
+    changed = ", ".join(each.key for each in answer.samples)
+    return (
+        f"the samples come in another order ({changed}): some may be seen twice, some not at all",
+    )
+
+
+def _settings(a: Recipe, b: Recipe) -> tuple[str, ...]:
+    """The optimizer's settings and the learning rate's curve are the new recipe's, from the next
+    step on."""
+    names = (
+        "optimizer",
+        "scheduler",
+        "gradient_clipping",
+        "gradient_accumulation_dtype",
+        "steps",
+        "tokens",
+        "epochs",
+    )
+    changed = [f"training.{k}" for k in names if getattr(a.training, k) != getattr(b.training, k)]
+    if a.lora is not None and b.lora is not None and a.lora.dropout != b.lora.dropout:
+        changed.append("lora.dropout")
+    return (
+        (f"from the resumed step on these are the new ones: {', '.join(changed)}",)
+        if changed
+        else ()
+    )

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 _PARTS = ("strategy", "memory", "time", "training", "error")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="recipe files")
     add_overrides(parser)
     add_json(parser, "print one JSON object per recipe, one per line, in order")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_estimate(args: argparse.Namespace) -> int:
     """Exit 1 if any recipe is infeasible, after all of them."""
     feasible = [_estimate(path, args.overrides, as_json=args.json) for path in args.recipes]
     return 0 if all(feasible) else 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject",
         metavar="DIR|RECIPE|CODE",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_explain(args: argparse.Namespace) -> int:
     """Exit 1 where the plan that is explained does not run; --why-not has answered in any case."""
     if _is_code(args.subject):
         return _explain_code(args)
@@ -66,10 +66,12 @@ def _explain_plan(args: argparse.Namespace) -> int:
     if args.why_not is not None:
         from shardwright.cli import explain_why_not
 
-        return explain_why_not.run(args.subject, args.overrides, args.why_not, as_json=args.json)
+        return explain_why_not.run_why_not(
+            args.subject, args.overrides, args.why_not, as_json=args.json
+        )
+    from shardwright.cli.command_options import read_priced_recipe
     from shardwright.cli.explain_plan_text import as_object, explain_priced_recipe
     from shardwright.cli.explain_plan_text import page as plan_page
-    from shardwright.cli.priced_recipe import read_priced_recipe
 
     subject = read_priced_recipe(args.subject, args.overrides)
     found = explain_priced_recipe(subject)
@@ -100,11 +102,11 @@ def _explain_code(args: argparse.Namespace) -> int:
     if found is None:
         error(_no_code(args.subject))
         return 1
-    print(strict_json(_object(found)) if args.json else page(found))
+    print(strict_json(_object(found)) if args.json else code_page(found))
     return 0
 
 
-def page(found: CodeExplanation) -> str:
+def code_page(found: CodeExplanation) -> str:
     """The text of one code; only its title where the registry has no more."""
     lines = [f"{found.code}: {found.title}"]
     for part in (found.what, found.why):

@@ -38,7 +38,7 @@ from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.number_format import format_bytes, format_token_rate
 
 if TYPE_CHECKING:
-    from shardwright.cli.priced_recipe import PricedRecipe
+    from shardwright.cli.command_options import PricedRecipe
     from shardwright.layout.layout_estimate import Estimate, Time
     from shardwright.recipe.recipe_types import Recipe, TrainingSection
     from shardwright.utils.json_values import JsonObject

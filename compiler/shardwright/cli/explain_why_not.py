@@ -29,7 +29,7 @@ from shardwright.utils.json_values import strict_json
 from shardwright.utils.number_format import SECONDS_PER_DAY, format_bytes, format_days
 
 if TYPE_CHECKING:
-    from shardwright.cli.priced_recipe import PricedRecipe
+    from shardwright.cli.command_options import PricedRecipe
     from shardwright.layout.layout_estimate import Estimate
     from shardwright.recipe.recipe_types import Recipe
     from shardwright.utils.json_values import JsonObject
@@ -42,10 +42,10 @@ CROSS_FIELD_CODES = "SW12"
 question."""
 
 
-def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> int:
+def run_why_not(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> int:
     """0 where there is an answer, whichever it is. Raises Refusal for a recipe or a question that
     cannot be read."""
-    from shardwright.cli.priced_recipe import read_priced_recipe
+    from shardwright.cli.command_options import read_priced_recipe
 
     request = parse_why_not_request(words)
     priced = read_priced_recipe(name, overrides)
@@ -55,7 +55,7 @@ def run(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> in
     print(
         strict_json(as_object(priced, request, ignored_pins, answer))
         if as_json
-        else page(priced, request, ignored_pins, answer),
+        else why_not_page(priced, request, ignored_pins, answer),
         flush=True,
     )
     return 0
@@ -174,7 +174,7 @@ def _with_islands_of(problem: Problem, loaded: Recipe) -> Problem:
     return dataclasses.replace(problem, recipe=recipe, cluster=resolve_cluster(loaded.cluster))
 
 
-def page(
+def why_not_page(
     priced: PricedRecipe,
     request: Mapping[str, str],
     ignored_pins: Sequence[str],

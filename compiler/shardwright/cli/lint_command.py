@@ -42,7 +42,7 @@ class LintResult:
         return all(diagnostic.severity != "error" for diagnostic in self.diagnostics)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_lint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         nargs="+",
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run_lint(args: argparse.Namespace) -> int:
     """Exit 1 if any file has an error, after all of them."""
     if args.fix and "-" in args.files:
         error("--fix needs a file to write to, not standard input")

@@ -11,8 +11,8 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
 
 from shardwright import __version__
 from shardwright.cli.terminal import error as say
@@ -20,84 +20,89 @@ from shardwright.cli.terminal import print_refusal
 
 DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
 
-# name -> (module, one line of help); only the chosen module is imported.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "init": (
-        "shardwright.cli.init_command",
-        "write a commented starter recipe for a model and a cluster",
+
+class Command(NamedTuple):
+    """A row of `shardwright --help`. Its module in cli/ defines `add_<name>_arguments` and
+    `run_<name>`, and is imported only where the command is chosen."""
+
+    group: str
+    module: str
+    help: str
+
+    def functions(
+        self, name: str
+    ) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
+        """Import the command's module and return `add_<name>_arguments` and `run_<name>`."""
+        module = importlib.import_module(f"shardwright.cli.{self.module}")
+        name = name.replace("-", "_")
+        return getattr(module, f"add_{name}_arguments"), getattr(module, f"run_{name}")
+
+
+WRITE, PLAN, LAUNCH = "write a recipe", "plan", "launch"
+LOOK, AFTER = "look at a run", "after the run"
+MEASURE, ANYONE = "on the hardware", "for anyone"
+
+COMMANDS: dict[str, Command] = {
+    "init": Command(
+        WRITE, "recipe_commands", "write a commented starter recipe for a model and a cluster"
     ),
-    "import": (
-        "shardwright.cli.import_command",
-        "turn a DeepSpeed config and its launch command into a recipe",
+    "import": Command(
+        WRITE, "recipe_commands", "turn a DeepSpeed config and its launch command into a recipe"
     ),
-    "schema": (
-        "shardwright.cli.schema_command",
-        "print the JSON Schema of a recipe, with every default",
+    "schema": Command(
+        WRITE, "recipe_commands", "print the JSON Schema of a recipe, with every default"
     ),
-    "check": ("shardwright.cli.check_command", "check recipes and the files they name"),
-    "models": (
-        "shardwright.cli.models_command",
-        "list the model types and what has been proved for each",
+    "check": Command(WRITE, "recipe_commands", "check recipes and the files they name"),
+    "models": Command(
+        WRITE, "models_command", "list the model types and what has been proved for each"
     ),
-    "lint": (
-        "shardwright.cli.lint_command",
-        "check DeepSpeed configs and Megatron-LM arguments that you already have",
+    "plan": Command(PLAN, "plan_command", "search the layouts of a recipe and rank them"),
+    "estimate": Command(
+        PLAN, "estimate_command", "predict the memory and step time of the pinned layout"
     ),
-    "explain": (
-        "shardwright.cli.explain_command",
-        "explain a plan, why it is not another layout, or a code",
+    "explain": Command(
+        PLAN, "explain_command", "explain a plan, why it is not another layout, or a code"
     ),
-    "plan": ("shardwright.cli.plan_command", "search the layouts of a recipe and rank them"),
-    "estimate": (
-        "shardwright.cli.estimate_command",
-        "predict the memory and step time of the pinned layout",
+    "diff": Command(
+        PLAN, "diff_command", "compare two recipes or compiled folders, and what the changes do"
     ),
-    "diff": (
-        "shardwright.cli.diff_command",
-        "compare two recipes or compiled folders, and what the changes do",
+    "verify": Command(
+        PLAN, "compile_commands", "test the layout on a tiny copy of the model against one process"
     ),
-    "compile": ("shardwright.cli.compile_command", "compile a recipe into a folder that can run"),
-    "prepare": (
-        "shardwright.cli.prepare_command",
-        "tokenize a compiled folder's data before the run",
+    "compile": Command(LAUNCH, "compile_commands", "compile a recipe into a folder that can run"),
+    "prepare": Command(
+        LAUNCH, "compile_commands", "tokenize a compiled folder's data before the run"
     ),
-    "verify": (
-        "shardwright.cli.verify_command",
-        "test the layout on a tiny copy of the model against one process",
+    "doctor": Command(
+        LAUNCH, "launch_commands", "check a compiled folder's hosts before anything starts"
     ),
-    "calibrate": ("shardwright.cli.calibrate_command", "measure this machine for a recipe's plans"),
-    "tune": (
-        "shardwright.cli.tune_command",
+    "run": Command(LAUNCH, "launch_commands", "train a compiled folder"),
+    "outer-store": Command(
+        LAUNCH, "launch_commands", "bring the islands of a compiled folder together"
+    ),
+    "stop": Command(LAUNCH, "launch_commands", "save a checkpoint and end a run"),
+    "status": Command(LOOK, "monitor_commands", "show how a run is doing"),
+    "logs": Command(LOOK, "monitor_commands", "show a run's output, or one rank's"),
+    "report": Command(
+        LOOK, "monitor_commands", "write a one-page HTML report of a compiled folder and its run"
+    ),
+    "export": Command(AFTER, "checkpoint_commands", "export a checkpoint as a Hugging Face folder"),
+    "generate": Command(AFTER, "checkpoint_commands", "generate text with a trained model"),
+    "calibrate": Command(
+        MEASURE, "calibrate_commands", "measure this machine for a recipe's plans"
+    ),
+    "tune": Command(
+        MEASURE,
+        "calibrate_commands",
         "run the best layouts of a recipe, and today's, for a few steps",
     ),
-    "report": (
-        "shardwright.cli.report_command",
-        "write a one-page HTML report of a compiled folder and its run",
+    "lint": Command(
+        ANYONE,
+        "lint_command",
+        "check DeepSpeed configs and Megatron-LM arguments that you already have",
     ),
-    "run": ("shardwright.cli.run_command", "train a compiled folder"),
-    "outer-store": (
-        "shardwright.cli.outer_store_command",
-        "bring the islands of a compiled folder together",
-    ),
-    "doctor": (
-        "shardwright.cli.doctor_command",
-        "check a compiled folder's hosts before anything starts",
-    ),
-    "status": ("shardwright.cli.status_command", "show how a run is doing"),
-    "logs": ("shardwright.cli.logs_command", "show a run's output, or one rank's"),
-    "stop": ("shardwright.cli.stop_command", "save a checkpoint and end a run"),
-    "completion": ("shardwright.cli.completion_command", "print a shell completion script"),
-    "export": ("shardwright.cli.export_command", "export a checkpoint as a Hugging Face folder"),
-    "generate": ("shardwright.cli.generate_command", "generate text with a trained model"),
+    "completion": Command(ANYONE, "main", "print a shell completion script"),
 }
-
-
-class CommandModule(Protocol):
-    """What each module of cli/ has."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int: ...
 
 
 class _Parser(argparse.ArgumentParser):
@@ -163,27 +168,31 @@ def _dispatch(arguments: list[str]) -> int:
         return DONE
     if first not in COMMANDS:
         return _no_command(first)
-    module, summary = COMMANDS[first]
-    command = cast(CommandModule, importlib.import_module(module))
+    command = COMMANDS[first]
+    add_arguments, run = command.functions(first)
     parser = _Parser(
         prog=f"shardwright {first}",
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        description=f"{command.help[0].upper()}{command.help[1:]}.",
         allow_abbrev=False,
     )
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(rest))
+    add_arguments(parser)
+    return run(parser.parse_args(rest))
 
 
 def _help() -> str:
-    rows = "\n".join(f"  {name:<10} {summary}" for name, (_, summary) in COMMANDS.items())
+    version = "-V, --version"  # the widest cell of the left column
+    width = len(version)
+    lines = ["", "commands:"]
+    lines += [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    rows = "\n".join(lines)
     return (
         "usage: shardwright COMMAND ...\n\n"
         "A recipe (a Hugging Face model, a cluster, a training run) goes in;\n"
         "a verified parallel run on DeepSpeed or Megatron-Core comes out.\n\n"
-        f"commands:\n{rows}\n\n"
+        f"{rows[1:]}\n\n"
         "options:\n"
-        "  -h, --help     this page; `shardwright COMMAND --help` for one command\n"
-        "  -V, --version  the version"
+        f"  {'-h, --help':<{width}}  this page; `shardwright COMMAND --help` for one command\n"
+        f"  {version}  the version"
     )
 
 
@@ -221,3 +230,43 @@ def _failed(error: Exception) -> int:
         "to change."
     )
     return OUR_FAULT
+
+
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    """Print the script that completes commands, options, GPU and model names, for
+    `eval "$(shardwright completion bash)"`. Raises Refusal: SW1441."""
+    try:
+        import shtab
+    except ImportError:
+        from shardwright.diagnostics import refusal
+
+        raise refusal(
+            "SW1441",
+            "completion needs the package shtab, which is not installed",
+            "Run `pip install shtab` (or `pip install 'shardwright[completion]'`) and try again.",
+        ) from None
+    print(shtab.complete(completion_parser(shtab.FILE, shtab.DIRECTORY), shell=args.shell))
+    return 0
+
+
+def completion_parser(file: dict[str, str], directory: dict[str, str]) -> argparse.ArgumentParser:
+    """Build one parser of every command, which the command line itself never does. file,
+    directory: shtab's markers."""
+    from shardwright.cluster.gpu_catalogue import catalogue
+
+    parser = argparse.ArgumentParser(prog="shardwright")
+    commands = parser.add_subparsers(dest="command")
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.help)
+        add_arguments, _ = command.functions(name)
+        add_arguments(subparser)
+        for action in subparser._actions:
+            if "--gpu" in action.option_strings:
+                action.choices = [*catalogue()["gpus"]]
+            elif action.choices is None and action.nargs != 0:
+                action.complete = directory if action.metavar == "DIR" else file  # type: ignore[attr-defined]
+    return parser

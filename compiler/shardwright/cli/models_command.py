@@ -33,7 +33,7 @@ _TITLES: dict[str, str] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_models_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "type", nargs="?", metavar="TYPE", help="a model_type of config.json, or a model's name"
     )
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "print one JSON object: the whole matrix, or one type")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_models(args: argparse.Namespace) -> int:
     from shardwright.models.model_support import support, support_text
 
     table = support(args.task or "causal-lm")

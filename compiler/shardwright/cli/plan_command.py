@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MAX_SLOWER_REGIONS = 5  # regions that the page names; --json has them all
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe",
         metavar="RECIPE|MODEL",
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run_plan(args: argparse.Namespace) -> int:
     """Exit 1 where no layout is feasible; the rejected regions are printed all the same."""
     from shardwright.cli.estimate_command import measurement_note_lines
     from shardwright.compile import resolve_recipe

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli import priced_recipe
+from shardwright.cli import command_options
 from shardwright.cli.main import main
 from tests.unit.answers.cases import write_llama
 
@@ -49,9 +49,9 @@ Run = Callable[..., Any]
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """The command's JSON. A recipe's own plan is remembered: `--why-not` would search it for each
     question."""
-    read = priced_recipe.read_priced_recipe
+    read = command_options.read_priced_recipe
     known = functools.cache(lambda name: read(name))
-    monkeypatch.setattr(priced_recipe, "read_priced_recipe", lambda name, overrides: known(name))
+    monkeypatch.setattr(command_options, "read_priced_recipe", lambda name, overrides: known(name))
 
     def call(*words: str) -> Any:
         capsys.readouterr()

@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from shardwright.checkpoint.checkpoint_compatibility import check_resumable, compare_requirements
-from shardwright.cli.diff_command import resume_side
-from shardwright.cli.priced_recipe import read_priced_recipe
-from shardwright.cli.resume_verdict import ResumeSide, resume_verdict_of
+from shardwright.cli.command_options import read_priced_recipe
+from shardwright.cli.diff_command import ResumeSide, resume_side, resume_verdict_of
 from shardwright.compile import compile_recipe
 from shardwright.compiled_folder import write_folder
 from shardwright.diagnostics import Refusal

@@ -107,11 +107,11 @@ def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(args: argparse.Namespace) -> int:
         raise error
 
-    module = types.ModuleType("shardwright_test_command")
+    module = types.ModuleType(f"{cli.__package__}.raise_command")
     no_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None  # noqa: E731
-    module.add_arguments, module.run = no_arguments, run  # type: ignore[attr-defined]
+    module.add_raise_arguments, module.run_raise = no_arguments, run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(cli.COMMANDS, "raise", (module.__name__, "raise"))
+    monkeypatch.setitem(cli.COMMANDS, "raise", cli.Command("", "raise_command", "raise"))
 
 
 def test_our_fault_is_one_paragraph_and_a_file(

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli import estimate_command as estimate_command
-from shardwright.cli import plan_command as plan_command
+from shardwright.cli.main import COMMANDS
 from shardwright.cli.plan_command import free_memory_text
 from shardwright.diagnostics import Refusal
 from shardwright.layout.layout_estimate import Memory
@@ -46,12 +45,11 @@ def write(folder: Path, name: str, **changes: Any) -> str:
     return str(path)
 
 
-def call(command: Any, *argv: str) -> int:
+def call(command: str, *argv: str) -> int:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    code = command.run(parser.parse_args(argv))
-    assert isinstance(code, int)
-    return code
+    add_arguments, run = COMMANDS[command].functions(command)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
 
 
 def test_one_json_line_a_recipe_in_order(
@@ -63,7 +61,7 @@ def test_one_json_line_a_recipe_in_order(
     broken.write_text("version: [1\n")
     unknown = write(tmp_path, "gpu.yaml", cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h1000"})
     paths = [forbidden, good, str(broken), unknown, str(tmp_path / "none.yaml")]
-    assert call(estimate_command, "--json", *paths) == 1
+    assert call("estimate", "--json", *paths) == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["recipe"] for line in lines] == paths
     assert [line["feasible"] for line in lines] == [False, True, False, False, False]
@@ -102,11 +100,11 @@ def test_an_axis_that_the_target_lacks_is_not_feasible(
     axis: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, "axis.yaml", parallelism={**PINNED, **axis})
-    assert call(estimate_command, "--json", path) == 1
+    assert call("estimate", "--json", path) == 1
     line = json.loads(capsys.readouterr().out)
     assert line["feasible"] is False
     assert "SW3115" in [d["code"] for d in line["diagnostics"]]
-    assert call(plan_command, "--json", path) == 1
+    assert call("plan", "--json", path) == 1
     assert json.loads(capsys.readouterr().out)["pareto"] == []
 
 
@@ -119,7 +117,7 @@ def test_auto_of_an_axis_that_is_not_there_yet_is_one(
         write(tmp_path, "a.yaml"),
         write(tmp_path, "b.yaml", parallelism={**PINNED, **later}),
     )
-    assert call(estimate_command, "--json", plain, auto) == 0
+    assert call("estimate", "--json", plain, auto) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert {**first, "recipe": ""} == {**second, "recipe": ""}
 
@@ -134,19 +132,19 @@ def test_plan_warns_of_a_mixture_of_experts(
         model={"config": mixture, "weights": "random"},
         parallelism={"tensor": 1},
     )
-    assert call(plan_command, path) == 0
+    assert call("plan", path) == 0
     assert (
         "warning[SW3132]: 4 experts a layer without expert parallelism" in capsys.readouterr().err
     )
-    assert call(estimate_command, "--json", path) == 0
+    assert call("estimate", "--json", path) == 0
     assert [d["code"] for d in json.loads(capsys.readouterr().out)["diagnostics"]] == ["SW3132"]
 
 
 def test_exit_0_where_all_are_feasible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write(tmp_path, "good.yaml")
-    assert call(estimate_command, "--json", good, good) == 0
+    assert call("estimate", "--json", good, good) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
-    assert call(estimate_command, good) == 0
+    assert call("estimate", good) == 0
     assert "tensor=2 pipeline=2 data=2" in capsys.readouterr().out
 
 
@@ -159,14 +157,14 @@ def test_model_and_cluster_errors_come_together(
         model={"config": {**SMALL_LLAMA, "hiden_size": 64}, "weights": "random"},
         cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h1000"},
     )
-    assert call(estimate_command, "--json", bad) == 1
+    assert call("estimate", "--json", bad) == 1
     (line,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert {d["code"] for d in line["diagnostics"]} == {"SW2005", "SW3001"}
 
 
 def test_plan_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "auto.yaml", parallelism={})
-    assert call(plan_command, "--json", "--top", "3", path) == 0
+    assert call("plan", "--json", "--top", "3", path) == 0
     found = json.loads(capsys.readouterr().out)
     keys = {
         "recipe",
@@ -200,13 +198,13 @@ def test_plan_shows_todays_layouts_below_the_pinned_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, "pinned.yaml")
-    assert call(plan_command, "--json", path) == 0
+    assert call("plan", "--json", path) == 0
     strategies = [plan["strategy"] for plan in json.loads(capsys.readouterr().out)["plans"]]
     assert [(s["pipeline"], s["zero_stage"]) for s in strategies] == [(2, 1), (1, 2), (1, 3)]
 
 
 def test_plan_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(plan_command, write(tmp_path, "auto.yaml", parallelism={})) == 0
+    assert call("plan", write(tmp_path, "auto.yaml", parallelism={})) == 0
     out = capsys.readouterr().out
     header, first, second, *_ = out.splitlines()
     assert header.split()[:6] == ["#", "TP", "x", "PP", "x", "DP"]
@@ -227,7 +225,7 @@ def test_no_error_and_no_gpu_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixt
     cpu = {"nodes": 1, "gpus_per_node": 8, "gpu": "cpu"}
     training = {"sequence_length": 128, "global_batch_size": 16, "steps": 10, "precision": "fp32"}
     path = write(tmp_path, "cpu.yaml", parallelism={}, cluster=cpu, training=training)
-    assert call(plan_command, path) == 0
+    assert call("plan", path) == 0
     out = capsys.readouterr().out
     assert (
         "±" not in out
@@ -235,10 +233,10 @@ def test_no_error_and_no_gpu_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixt
         in out
     )
     assert "tokens/s/rank" in out and "rank-h" in out and "/GPU" not in out and "GPU-h" not in out
-    assert call(estimate_command, path) == 0
+    assert call("estimate", path) == 0
     out = capsys.readouterr().out
     assert "±" not in out and "not calibrated (a CPU)" in out and "GPU" not in out
-    assert call(plan_command, "--json", path) == 0
+    assert call("plan", "--json", path) == 0
     found = json.loads(capsys.readouterr().out)
     assert (
         found["measured_error"]["step_time"] is None and found["measured_error"]["memory"] is None
@@ -250,7 +248,7 @@ def test_rows_without_an_error_say_why(tmp_path: Path, capsys: pytest.CaptureFix
     for gpu, known in (("a100-sxm4-80gb", True), ("mi300x-192gb", False)):
         cluster = {"nodes": 2, "gpus_per_node": 8, "gpu": gpu}
         path = write(tmp_path, f"{gpu}.yaml", parallelism={"schedule": "1f1b"}, cluster=cluster)
-        assert call(plan_command, "--top", "30", path) == 0
+        assert call("plan", "--top", "30", path) == 0
         table, _, notes = capsys.readouterr().out.partition("\n\n")
         header, *rows = table.splitlines()
         assert "ZeRO" in header and rows
@@ -260,13 +258,13 @@ def test_rows_without_an_error_say_why(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_large_figures_are_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = {"sequence_length": 128, "global_batch_size": 16, "tokens": 1e15}
-    assert call(estimate_command, write(tmp_path, "long.yaml", training=training)) == 0
+    assert call("estimate", write(tmp_path, "long.yaml", training=training)) == 0
     assert re.search(
         r"training 488,281,250,000 steps, [\d,]+ days, [\d,]+ GPU hours\n", capsys.readouterr().out
     )
     epochs = {"sequence_length": 128, "global_batch_size": 16, "epochs": 2}
     data = {"kind": "text", "path": "x.txt", "tokenizer": "byte"}
-    assert call(estimate_command, write(tmp_path, "epochs.yaml", training=epochs, data=data)) == 0
+    assert call("estimate", write(tmp_path, "epochs.yaml", training=epochs, data=data)) == 0
     assert (
         "training 2 epochs: the steps are known once the data is prepared"
         in capsys.readouterr().out
@@ -275,7 +273,7 @@ def test_large_figures_are_readable(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_plan_of_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "none.yaml", parallelism={"pipeline": 2, "zero_stage": 3})
-    assert call(plan_command, "--json", path) == 1
+    assert call("plan", "--json", path) == 1
     captured = capsys.readouterr()
     assert "SW3108" in captured.err
     found = json.loads(captured.out)
@@ -285,7 +283,7 @@ def test_plan_of_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_plan_refuses_a_bad_recipe(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as caught:
         call(
-            plan_command,
+            "plan",
             write(tmp_path, "gpu.yaml", cluster={"nodes": 1, "gpus_per_node": 8, "gpu": "h1000"}),
         )
     assert caught.value.source is not None
@@ -304,8 +302,8 @@ def test_flops_that_were_not_traced_are_told(
     monkeypatch.setattr("shardwright.compile.build_model_graph", lambda section: untraced)
     path = write(tmp_path, "r.yaml")
     for command, first in (
-        (estimate_command, lambda found: found),
-        (plan_command, lambda found: found["plans"][0]),
+        ("estimate", lambda found: found),
+        ("plan", lambda found: found["plans"][0]),
     ):
         assert call(command, path) == 0
         told = capsys.readouterr().out
@@ -327,13 +325,13 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
     training = {"sequence_length": 128, "global_batch_size": 16, "steps": 10, "days_at_most": 30}
     path = write(tmp_path, "auto.yaml", parallelism={}, cluster=cluster, training=training)
     words = "the batch of 16 bounds it"
-    assert call(plan_command, path) == 0
+    assert call("plan", path) == 0
     page = capsys.readouterr().out
     assert (
         words in page
         and "global_batch_size" in page.split("nodes are the fewest")[1].splitlines()[1]
     )
-    assert call(plan_command, "--json", path) == 0
+    assert call("plan", "--json", path) == 0
     sizing = json.loads(capsys.readouterr().out)["sizing"]
     assert words in sizing["bound"] and sizing["smaller_cluster_batch"]["global_batch_size"] == 12
     larger = sizing["larger_batch"]

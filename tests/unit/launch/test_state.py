@@ -180,7 +180,7 @@ def test_a_second_interrupt_leaves_the_stopping_run_alone(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardwright.cli.stop_command._wait", interrupted)
+    monkeypatch.setattr("shardwright.cli.launch_commands._wait", interrupted)
     with (out / "run" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert cli.main(["stop", str(out)]) == 130

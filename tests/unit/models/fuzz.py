@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.cli.check_command import findings
+from shardwright.cli.recipe_commands import findings
 from shardwright.diagnostics import Refusal
 from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
 from shardwright.models.graph_builder import build_model_graph

@@ -1,4 +1,4 @@
-"""`shardwright generate STEP_FOLDER|HF_FOLDER --prompt TEXT`: what a trained model writes."""
+"""`shardwright export STEP_FOLDER -o HF_FOLDER`: a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,53 @@ from shardwright.diagnostics.diagnostic_rendering import escape_control_characte
 from shardwright.utils.json_values import strict_json
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", metavar="STEP_FOLDER", type=Path, help="a checkpoint's `step-XXXXXXXX` folder"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="HF_FOLDER",
+        type=Path,
+        required=True,
+        help="the folder to write; it must not exist",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        help=(
+            "precision of the exported weights (default: the training precision; the checkpoint "
+            "holds fp32)"
+        ),
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="for a LoRA run: export the whole model with the adapters merged in",
+    )
+    add_trust_code(parser)
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from shardwright.checkpoint.huggingface_export import export_checkpoint
+
+    if export_checkpoint(
+        args.checkpoint, args.output, args.precision, merge=args.merge, trust_code=args.trust_code
+    ):
+        print(
+            f"wrote {args.output}: adapters; load them with peft's "
+            "AutoPeftModelForCausalLM.from_pretrained"
+        )
+    else:
+        print(f"wrote {args.output}: load it with AutoModelForCausalLM.from_pretrained")
+    return 0
+
+
+# `shardwright generate STEP_FOLDER|HF_FOLDER --prompt TEXT`: what a trained model writes.
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder",
         metavar="FOLDER",
@@ -59,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_generate(args: argparse.Namespace) -> int:
     """Prints the prompt and what follows it. Raises Refusal: SW2014, SW6201, SW6402."""
     try:
         prompt = sys.stdin.buffer.read().decode("utf-8") if args.prompt == "-" else args.prompt

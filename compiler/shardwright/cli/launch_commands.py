@@ -1,23 +1,159 @@
-"""`shardwright doctor DIR`: try the hosts before anything is started on them."""
+"""`shardwright run DIR`: train a compiled folder with its engine's launcher."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.command_options import add_island, add_json, island_folder
-from shardwright.diagnostics import Refusal
+from shardwright.diagnostics import Refusal, refusal
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.utils.json_values import strict_json
 
 if TYPE_CHECKING:
     from shardwright.diagnostics.host_check import HostCheck
+    from shardwright.launch.run_state import RunState
     from shardwright.plan.plan import Plan
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", metavar="DIR", type=Path, help="a compiled folder; `run` executes its scripts"
+    )
+    parser.add_argument(
+        "--hostfile", type=Path, help="the hosts to run on: one `name slots=N` per line"
+    )
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto (default): resume from the newest checkpoint if there is one; never: start from "
+        "step 1; "
+        "PATH: resume from this step folder",
+    )
+    add_island(
+        parser,
+        "K|all",
+        "with cluster.islands: the island to train; all: every one, and the store, on this machine",
+    )
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="keep running without this terminal; see status, logs and stop",
+    )
+
+
+def run_run(args: argparse.Namespace) -> int:
+    if args.island == "all":
+        from shardwright.diloco.island_processes import run_all_islands
+
+        return run_all_islands(args.folder, args.resume)
+    folder = island_folder(args)
+    if args.detach:
+        from shardwright.launch.launcher_process import run_detached
+
+        return run_detached(folder, args.hostfile, args.resume)
+    from shardwright.launch.launcher_process import run_folder
+
+    return run_folder(folder, args.hostfile, args.resume)
+
+
+# `shardwright outer-store DIR`: where the islands of a compiled folder meet.
+
+
+def add_outer_store_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        type=Path,
+        help="a compiled folder of a recipe with cluster.islands",
+    )
+    parser.add_argument(
+        "--bind",
+        metavar="HOST:PORT",
+        help=(
+            "the address to listen at, where it is not the one that islands reach "
+            "(launch.outer_store)"
+        ),
+    )
+
+
+def run_outer_store(args: argparse.Namespace) -> int:
+    from shardwright.diloco.island_processes import serve_outer_store
+
+    return serve_outer_store(args.folder, args.bind)
+
+
+# `shardwright stop DIR`: end a run after its current step, with a checkpoint.
+
+
+POLL_SECONDS = 0.5
+PROGRESS_SECONDS = 10.0
+NOT_FINISHED, DETACHED = 3, 130
+
+
+def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    add_island(parser)
+
+
+def run_stop(args: argparse.Namespace) -> int:
+    from shardwright.launch.run_state import is_alive, read_state
+    from shardwright.plan.plan import load_plan
+
+    folder = island_folder(args)
+    plan = load_plan(folder)
+    if not is_alive(folder):
+        raise refusal(
+            "SW6304",
+            f"no run of {str(folder)!r} is alive: its status is {read_state(plan, folder).status}",
+            "`shardwright status` says more. A run on hosts that do not share this folder is "
+            "stopped by `touch run/stop` in the folder on the first host.",
+        )
+    (folder / "run" / "stop").touch()
+    print("asked to stop: the run ends after its current step, with a checkpoint")
+    interrupted = False
+    while True:
+        try:
+            state = _wait(plan, folder)
+            break
+        except KeyboardInterrupt:
+            if interrupted:
+                print("no longer waiting; the run ends by itself", file=sys.stderr)
+                return DETACHED
+            interrupted = True
+            print(
+                "still waiting for the checkpoint; interrupt again to leave it alone",
+                file=sys.stderr,
+            )
+    at = f"{state.status} at step {state.step} of {state.steps}"
+    print(at if state.cause is None else f"{at}: {state.cause}")
+    return NOT_FINISHED if state.status == "failed" else 0
+
+
+def _wait(plan: Plan, folder: Path) -> RunState:
+    from shardwright.launch.run_state import read_state
+    from shardwright.utils.run_lease import is_locked_by_run
+
+    reported_at = 0.0
+    while True:
+        state = read_state(plan, folder)
+        if state.is_final and not is_locked_by_run(folder):  # the next `run` shall find it free
+            return state
+        if time.monotonic() - reported_at > PROGRESS_SECONDS:
+            reported_at = time.monotonic()
+            print(f"{state.status}, step {state.step} of {state.steps}", flush=True)
+        time.sleep(POLL_SECONDS)
+
+
+# `shardwright doctor DIR`: try the hosts before anything is started on them.
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
     parser.add_argument(
         "--hostfile", type=Path, help="the hosts to check: one `name slots=N` per line"
@@ -26,7 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_doctor(args: argparse.Namespace) -> int:
     from shardwright.plan.plan import load_plan
 
     folder = island_folder(args)
