@@ -182,8 +182,11 @@ def _dispatch(arguments: list[str]) -> int:
 def _help() -> str:
     version = "-V, --version"  # the widest cell of the left column
     width = len(version)
-    lines = ["", "commands:"]
-    lines += [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    lines, group = [], ""
+    for name, command in COMMANDS.items():
+        lines += [] if command.group == group else ["", f"{command.group}:"]
+        lines.append(f"  {name:<{width}}  {command.help}")
+        group = command.group
     rows = "\n".join(lines)
     return (
         "usage: shardwright COMMAND ...\n\n"
