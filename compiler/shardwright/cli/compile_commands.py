@@ -139,8 +139,7 @@ def _island_files(compiled: CompileResult) -> list[str]:
 def summary(compiled: CompileResult, directory: Path, interval: str = "") -> str:
     """What was decided, in the recipe's own words, and the next command. interval: of `every_steps:
     auto`."""
-    from shardwright.cost.prediction_errors import error_bar_text
-    from shardwright.search.layout_comparison import hpz_text
+    from shardwright.report.plan_sentences import error_bar_text, hpz_text
 
     plan, model, files = compiled.plan, compiled.plan.model, compiled.files
     s, t, memory, time = plan.strategy, plan.training, plan.predicted.memory, plan.predicted.time

@@ -114,7 +114,7 @@ def goodput_json(expected: Goodput | None) -> JsonValue:
 
 def goodput_rows(expected: Goodput | None) -> list[tuple[str, str]]:
     """(name, words), the name on the first alone."""
-    from shardwright.cost.goodput import goodput_lines
+    from shardwright.report.plan_sentences import goodput_lines
 
     words = [] if expected is None else goodput_lines(expected)
     return [("" if line else "goodput", text) for line, text in enumerate(words)]
@@ -130,7 +130,8 @@ def islands_json(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> dict[
 
 def islands_rows(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> list[tuple[str, str]]:
     """(name, words), the name on the first alone."""
-    from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost, islands_cost_lines
+    from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost
+    from shardwright.report.plan_sentences import islands_cost_lines
 
     found = islands_cost(recipe, graph.total_parameters, inner_step_seconds(estimate.time))
     words = [] if found is None else islands_cost_lines(found)
@@ -167,9 +168,8 @@ def training_length_text(recipe: Recipe, training: Training) -> str:
 
 
 def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list[str]:
-    from shardwright.cost.prediction_errors import error_bar_text, flops_source_text
     from shardwright.layout.layout import in_layer_axes
-    from shardwright.search.layout_comparison import hpz_text
+    from shardwright.report.plan_sentences import error_bar_text, flops_source_text, hpz_text
 
     s, time, memory, assume = estimate.strategy, estimate.time, estimate.memory, recipe.assume
     is_cpu = recipe.cluster.gpu == "cpu"

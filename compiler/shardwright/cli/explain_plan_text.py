@@ -19,11 +19,15 @@ from shardwright.cli.plan_command import GIB
 from shardwright.cli.terminal import table_lines, title
 from shardwright.cost.goodput import Goodput, goodput
 from shardwright.cost.layout_costs import RankBreakdown, StepTimeBreakdown
-from shardwright.cost.prediction_errors import error_bar_text
 from shardwright.layout.layout import in_layer_axes, in_layer_collectives_text
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_files import weights_summary
-from shardwright.search.layout_comparison import hpz_text
+from shardwright.report.plan_sentences import (
+    error_bar_text,
+    hpz_text,
+    other_engine_text,
+    rejected_faster_text,
+)
 from shardwright.search.plan_explanation import (
     MORE_FACTOR,
     AlternativeLayout,
@@ -33,7 +37,6 @@ from shardwright.search.plan_explanation import (
     Sensitivity,
     explain,
 )
-from shardwright.search.rejected_faster_layouts import rejected_faster_text
 from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.number_format import format_bytes, format_token_rate
 
@@ -157,7 +160,7 @@ def _head(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
     rows.append(("bound by", found.binding))
     rows += [("set aside", rejected_faster_text(each)) for each in found.rejected_faster_layouts]
     if found.other_engine is not None:
-        rows.append(("engine", found.other_engine.words()))
+        rows.append(("engine", other_engine_text(found.other_engine)))
     if priced.plan is not None and priced.has_stale_prediction:
         then = priced.plan.predicted
         told = (

@@ -17,11 +17,11 @@ from shardwright.cost.diloco_costs import (
     IslandsCost,
     inner_step_seconds,
     islands_cost,
-    loss_penalty_line,
 )
 from shardwright.diagnostics import Diagnostic, Refusal, found, refusal
 from shardwright.engines.engine_table import ENGINES
 from shardwright.layout.planning_problem import Problem
+from shardwright.report.plan_sentences import loss_penalty_line
 from shardwright.search.layout_comparison import PARTS, step_part_name
 from shardwright.search.plan_explanation import CHOSEN, LOSES, TOO_LARGE, WINS, WhyNotResult
 from shardwright.utils.json_records import copy_shared_fields

@@ -15,12 +15,25 @@ from typing import TYPE_CHECKING
 from shardwright.cli import recipe_writer
 from shardwright.cli.command_options import add_json, add_overrides, positive
 from shardwright.cli.terminal import error, print_diagnostics, print_refusal, table_lines
-from shardwright.cost.prediction_errors import flops_source_text, not_calibrated_text, source
 from shardwright.diagnostics import Refusal
 from shardwright.layout.axes import AXES, Axis
 from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_files import weights_summary
+from shardwright.report.plan_sentences import (
+    chosen_kernels_text,
+    cluster_bound_text,
+    error_source_text,
+    flops_source_text,
+    larger_batch_text,
+    low_precision_accumulation_text,
+    not_calibrated_text,
+    other_engine_text,
+    rejected_faster_text,
+    slowdown_text,
+    slower_region_text,
+    smaller_cluster_batch_text,
+)
 from shardwright.utils.json_values import strict_json
 from shardwright.utils.number_format import format_number, rank_or_gpu
 
@@ -309,9 +322,9 @@ def _measured_error(result: SearchResult) -> dict[str, JsonValue]:
 
 def _bound(recipe: Recipe, sizing: ClusterSizing, batch: SmallerClusterBatch | None) -> str:
     return (
-        sizing.bound()
+        cluster_bound_text(sizing)
         if batch is None
-        else batch.words(recipe.training.global_batch_size, sizing.nodes)
+        else smaller_cluster_batch_text(batch, recipe.training.global_batch_size, sizing.nodes)
     )
 
 
@@ -334,10 +347,7 @@ def plan_text_lines(
         pareto_front,
         slower_regions,
     )
-    from shardwright.search.rejected_faster_layouts import (
-        rejected_faster_layouts,
-        rejected_faster_text,
-    )
+    from shardwright.search.rejected_faster_layouts import rejected_faster_layouts
 
     recipe = problem.recipe
     is_cpu = recipe.cluster.gpu == "cpu"
@@ -351,11 +361,11 @@ def plan_text_lines(
             *error_notes([row.estimate for row in rows]),
         ]
         sums = low_precision_accumulation(problem)
-        lines += [] if sums is None else [sums.words()]
+        lines += [] if sums is None else [low_precision_accumulation_text(sums)]
         kernels = chosen_kernels(problem)
-        lines += [] if kernels is None else [kernels.words()]
+        lines += [] if kernels is None else [chosen_kernels_text(kernels)]
         other = other_engine(problem, best)
-        lines += [] if other is None else [other.words()]
+        lines += [] if other is None else [other_engine_text(other)]
         lines += [
             f"set aside: {rejected_faster_text(each)}"
             for each in rejected_faster_layouts(recipe, result.ranked)
@@ -367,12 +377,12 @@ def plan_text_lines(
         lines.append(
             f"{sizing.nodes} nodes are the fewest: {days}; {_bound(recipe, sizing, batch)}"
         )
-        lines += [] if larger is None else [larger.words()]
+        lines += [] if larger is None else [larger_batch_text(larger)]
     lost = slower_regions(recipe, result.ranked, result.slow)
     if lost:
         lines.append("lost to row 1:")
         lines += [
-            f"  {region.words():38} {region.slower_text():>9}  {region.because}"
+            f"  {slower_region_text(region):38} {slowdown_text(region):>9}  {region.because}"
             for region in lost[:MAX_SLOWER_REGIONS]
         ]
         lines += (
@@ -524,7 +534,7 @@ def error_notes(estimates: Sequence[Estimate]) -> list[str]:
     ]
     if known:
         regimes = "; ".join(f"{share:.1%} ({regime})" for share, regime in dict.fromkeys(known))
-        notes.append(f"± {regimes}: {source()}")
+        notes.append(f"± {regimes}: {error_source_text()}")
     for reason, rows in _rows_by(e.error.step_time_reason for e in estimates).items():
         which = (
             ""

@@ -10,7 +10,7 @@ from shardwright.layout.formats import element_bytes
 from shardwright.layout.layout_estimate import Time
 from shardwright.models.model_graph import ModelGraph
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.utils.number_format import SECONDS_PER_DAY, format_bytes, format_days
+from shardwright.utils.number_format import SECONDS_PER_DAY
 
 ISLANDS, DATA_PARALLEL = "islands", "data parallel"
 
@@ -106,59 +106,3 @@ def with_outer_step(time: Time, recipe: Recipe, graph: ModelGraph) -> Time:
 def inner_step_seconds(time: Time) -> float:
     """Of a step without its share of the outer step."""
     return time.step_seconds - time.outer_comm_seconds
-
-
-_PENALTIES = {
-    2: "+0.2 % at 1.3B parameters, -0.18 % at 4B, -0.19 % at 10B",
-    4: "+0.5 % at 1.3B parameters, +0.18 % at 4B, +0.29 % at 10B",
-    8: "+1.3 % at 1.3B parameters",
-}
-_THEIRS = "arXiv 2503.09799: theirs, tuned, an outer step every 30; not this run's"
-
-
-def loss_penalty_line(islands: int) -> str:
-    """What the papers say that islands cost in loss."""
-    told = {islands: _PENALTIES[islands]} if islands in _PENALTIES else _PENALTIES
-    said = "; ".join(f"{n} islands {figures}" for n, figures in told.items())
-    return f"loss beside data parallelism: {said} ({_THEIRS})"
-
-
-def islands_cost_lines(found: IslandsCost) -> list[str]:
-    """Lines for `estimate`, `plan`, `explain` and the report."""
-    waits = (
-        f"training waits {found.exposed_seconds:.3g} s of it, {found.exposed_share:.1%} of "
-        "what the steps take"
-    )
-    return [
-        f"{found.islands} over links of {found.link_gbits_per_second:g} Gbit/s: every "
-        f"{found.every_steps} steps {_size(found.sent_bytes)} each way, in "
-        f"{found.outer_seconds:.3g} s; {waits}",
-        f"as one world, plain data parallelism: {_size(found.gradient_bytes)} each way in every "
-        f"step, in {found.gradient_seconds:.3g} s",
-        f"a step takes {found.step_seconds:.4g} s with islands; as one world "
-        f"{found.data_parallel_step_seconds:.4g} s where the gradients hide behind it, "
-        f"{found.data_parallel_longest_seconds:.4g} s where none do",
-        _taken(found),
-        loss_penalty_line(found.islands),
-    ]
-
-
-def _taken(found: IslandsCost) -> str:
-    days = ""
-    if found.days is not None and found.data_parallel_days is not None:
-        other, this = format_days(found.data_parallel_days), format_days(found.days)
-        days = (
-            f": {this} against {other} at best"
-            if found.take == ISLANDS
-            else f": {other} against {this}"
-        )
-    if found.take == ISLANDS:
-        return f"take islands{days}"
-    return (
-        f"take plain data parallelism{days}, if its gradients hide; it costs nothing in loss "
-        "(cluster.islands: 1)"
-    )
-
-
-def _size(count: float) -> str:
-    return format_bytes(round(count))

@@ -25,11 +25,6 @@ from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_graph import ModelGraph
 from shardwright.models.trainable_parameters import frozen_parameter_names
 from shardwright.utils.memoize import memoize
-from shardwright.utils.number_format import format_days, format_number
-
-MIN_GOODPUT, NEARLY_FULL_GOODPUT = 1e-3, 0.9995
-"""Of the time that trains: below the one nobody waits for the end, above the other nothing is worth
-saying."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,64 +272,3 @@ def _ranks(layout: PricedLayout) -> Iterator[tuple[int, int]]:
     (plan/plan_builder.py)."""
     a_stage = layout.strategy.tensor * layout.strategy.shards
     return ((rank, rank // a_stage) for rank in range(layout.strategy.world_size))
-
-
-def goodput_lines(g: Goodput) -> list[str]:
-    """What is expected; where that is not next to all of the time, what it is lost to and what
-    would be better."""
-    each = f"a failure every {_time(g.cluster_mtbf_hours * 3600)}"
-    every = (
-        "after the last step only"
-        if g.interval_steps is None
-        else f"every {_steps(g.interval_steps)}"
-    )
-    trains = f"{g.fraction:.1%} of the time trains"
-    save = f"{_time(g.save_seconds)} {every}"
-    if g.expected_days is None or g.fraction < MIN_GOODPUT:
-        ends = (
-            f"less than {MIN_GOODPUT:.1%} of the time trains"
-            if g.fraction < MIN_GOODPUT
-            else trains
-        )
-        return [f"{ends}: {each}, a save of {save}", *_better(g)]
-    expected = (
-        f"{format_days(g.expected_days)} with saves, failures and restarts, {trains}; {each}, "
-        f"{format_number(g.expected_failures or 0)} in all"
-    )
-    if g.fraction > NEARLY_FULL_GOODPUT:
-        return [expected]
-    return [
-        expected,
-        f"saves {_days(g.lost_to_saves_days)} ({save}), work done again "
-        f"{_days(g.lost_to_failures_days)}, restarts {_days(g.lost_to_restarts_days)} "
-        f"({_time(g.restart_seconds)} each)",
-        *_better(g),
-    ]
-
-
-def _better(g: Goodput) -> list[str]:
-    parts = []
-    if g.worth_of_half_the_save_days is not None:
-        parts.append(f"half the save is worth {_days(g.worth_of_half_the_save_days)}")
-    is_worth_it = (
-        g.auto_expected_days is None
-        or (g.expected_days or math.inf) * NEARLY_FULL_GOODPUT > g.auto_expected_days
-    )
-    if g.interval_steps != g.auto_interval_steps and is_worth_it:
-        takes = "" if g.auto_expected_days is None else f", {format_days(g.auto_expected_days)}"
-        parts.append(
-            f"checkpoint.every_steps: auto is every {_steps(g.auto_interval_steps)}{takes}"
-        )
-    return ["; ".join(parts)] if parts else []
-
-
-def _steps(count: int) -> str:
-    return "step" if count == 1 else f"{count:,} steps"
-
-
-def _days(days: float | None) -> str:
-    return format_days(days or 0.0)
-
-
-def _time(seconds: float) -> str:
-    return format_days(seconds / SECONDS_PER_DAY)

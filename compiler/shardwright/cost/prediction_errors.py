@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.layer_times import pass_times
 from shardwright.cost.priced_layout import PricedLayout
 from shardwright.engines.engine_table import engine_family, engine_title
@@ -219,54 +218,3 @@ def _uncalibrated_reason(layout: PricedLayout, runs: PublishedErrors) -> str:
     if s.pipeline > 1 and s.schedule not in runs.schedules:
         return f"schedule: {s.schedule}"
     return ""
-
-
-def error_bar_text(error: PredictionError) -> str:
-    """Of one layout."""
-    kept = (
-        f"memory_headroom: auto keeps {default_constants().memory_headroom:.0%} free, by runs "
-        "of other kinds"
-    )
-    if error.step_time is None and error.step_time_reason == error.memory_reason:
-        return f"{not_calibrated_text(error.step_time_reason)}; {kept}"
-    parts = [
-        f"{words} ± {share:.1%} ({regime})"
-        if share is not None
-        else f"{words} {not_calibrated_text(reason)}"
-        for words, share, reason, regime in (
-            ("the step", error.step_time, error.step_time_reason, error.step_time_regime),
-            ("the memory", error.memory, error.memory_reason, error.memory_regime),
-        )
-    ]
-    if error.memory is None:
-        parts.append(kept)
-    return "; ".join(
-        parts if error.step_time is None and error.memory is None else [*parts, f"±: {source()}"]
-    )
-
-
-def flops_source_text(source: str) -> str:
-    """What is less sure of a prediction whose FLOPs were not traced; "" where they were."""
-    if source == "traced":
-        return ""
-    reason = source.removeprefix("counted: ")
-    return (
-        "counted from the parameters' shapes, so the step and the memory are less sure: the "
-        f"model's own code could not be traced ({reason})"
-    )
-
-
-def not_calibrated_text(reason: str) -> str:
-    return (
-        f"not calibrated ({reason}): fewer than {LEAST_RUNS} published runs of {LEAST_SOURCES} "
-        "sources are of that kind"
-    )
-
-
-def source() -> str:
-    """Of the ±."""
-    return (
-        f"holds 80 % of the regime's published runs, of {error_benchmark().time.runs} of "
-        f"{error_benchmark().projects} "
-        "projects, each predicted from the others (make bench-cost)"
-    )

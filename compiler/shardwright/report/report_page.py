@@ -19,15 +19,9 @@ from markupsafe import Markup
 
 import shardwright
 from shardwright.compiled_folder import CompiledFolder
-from shardwright.cost.diloco_costs import (
-    IslandsCost,
-    inner_step_seconds,
-    islands_cost,
-    islands_cost_lines,
-)
-from shardwright.cost.goodput import goodput, goodput_lines
+from shardwright.cost.diloco_costs import IslandsCost, inner_step_seconds, islands_cost
+from shardwright.cost.goodput import goodput
 from shardwright.cost.layout_costs import training_estimate
-from shardwright.cost.prediction_errors import error_bar_text
 from shardwright.data.dataset import recorded_step_count
 from shardwright.layout.layout import Layout, in_layer_collectives_text
 from shardwright.layout.layout_estimate import Training
@@ -38,11 +32,16 @@ from shardwright.plan.plan import Plan, plan_document
 from shardwright.report import report_charts
 from shardwright.report.diloco_charts import IslandsRun, loss_chart, read_islands_run, waits_chart
 from shardwright.report.layout_space import LayoutSpace, layout_space
+from shardwright.report.plan_sentences import (
+    error_bar_text,
+    goodput_lines,
+    islands_cost_lines,
+    rejected_faster_text,
+)
 from shardwright.report.report_charts import AXES, cluster_map, group_colors, layer_ranges
 from shardwright.report.run_results import MeasuredRun, read_run
 from shardwright.report.step_timeline import StepTimeline, sampled_ranks, step_timeline
 from shardwright.search.layout_resolution import keeps_headroom
-from shardwright.search.rejected_faster_layouts import rejected_faster_text
 from shardwright.utils.installation import templates_folder
 from shardwright.utils.json_records import copy_shared_fields
 from shardwright.utils.json_values import JsonObject, JsonValue

@@ -29,19 +29,6 @@ class LowPrecisionAccumulation:
     seconds: float | None
     weighed: float | None
 
-    def words(self) -> str:
-        if self.seconds is None:
-            return "gradients are summed in bf16: no layout fits with sums in fp32"
-        more = (
-            ""
-            if self.weighed is None or self.weighed <= self.seconds
-            else f", {self.weighed:.3g} s with its risk"
-        )
-        return (
-            "gradients are summed in bf16: with sums in fp32 the best step would take "
-            f"{self.seconds:.3g} s{more}"
-        )
-
 
 def resolve_nodes_and_accumulation_dtype(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
     """Sizing: None where the recipe gave the nodes. Raises as size_cluster."""

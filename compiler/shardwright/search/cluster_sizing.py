@@ -21,7 +21,6 @@ MOST_GPUS = 65_536  # as many as a plan.json lists: beyond it no answer could be
 HOURS_PER_DAY = 24
 LARGER = 2
 """Times the recipe's batch: what `nodes: auto` prices beside it."""
-MIN_BATCH_GAIN = 0.005  # of the days; below it a larger batch gains nothing
 TRIED_SHARES = (0.0, 0.25, 0.5)
 """Of the way from the nodes that perfect scaling needs to those that the recipe's own batch
 needs."""
@@ -38,17 +37,6 @@ class ClusterSizing:
     smaller_nodes: int | None
     smaller_days: float | None
 
-    def bound(self) -> str:
-        """What keeps the cluster from being smaller, in one sentence."""
-        if self.smaller_nodes is None:
-            return "no smaller cluster divides the batch over its GPUs"
-        if self.smaller_days is None:
-            return f"memory bounds it: on {_nodes(self.smaller_nodes)} no layout fits"
-        return (
-            f"time bounds it: on {_nodes(self.smaller_nodes)} it would take "
-            f"{self.smaller_days:.3g} days"
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallerClusterBatch:
@@ -60,19 +48,6 @@ class SmallerClusterBatch:
     days: float
     cost: float | None
     cost_now: float | None
-
-    def words(self, batch: int, nodes: int) -> str:
-        """batch, nodes: the recipe's own batch, and the cluster that it needs."""
-        price = (
-            ""
-            if self.cost is None
-            else f" and cost {self.cost:,.0f} instead of {self.cost_now:,.0f}"
-        )
-        return (
-            f"the batch of {batch} bounds it, which smaller clusters divide worse than "
-            f"{_nodes(nodes)}: with global_batch_size {self.global_batch_size}, "
-            f"{_nodes(self.nodes)} would take {self.days:.3g} days for the same tokens{price}"
-        )
 
 
 def smaller_cluster_batch(problem: Problem, sizing: ClusterSizing) -> SmallerClusterBatch | None:
@@ -89,7 +64,7 @@ def smaller_cluster_batch(problem: Problem, sizing: ClusterSizing) -> SmallerClu
         if nodes >= sizing.nodes or nodes in tried or batch in (0, training.global_batch_size):
             continue
         tried.add(nodes)
-        ranked = search(_with_batch(_with_nodes(problem, nodes), batch)).ranked
+        ranked = search(_with_batch(_withnodes_text(problem, nodes), batch)).ranked
         if ranked and ranked[0].training.days <= sizing.days_at_most:
             price = cluster.price_per_gpu_hour
             now = (
@@ -110,14 +85,6 @@ class LargerBatch:
     global_batch_size: int
     days: float
     shorter: float
-
-    def words(self) -> str:
-        if self.shorter < MIN_BATCH_GAIN:
-            return f"a global_batch_size of {self.global_batch_size} would gain nothing in time"
-        return (
-            f"with global_batch_size {self.global_batch_size} the same tokens would take "
-            f"{self.days:.3g} days, {self.shorter:.0%} less"
-        )
 
 
 def larger_batch(problem: Problem, sizing: ClusterSizing) -> LargerBatch | None:
@@ -189,14 +156,14 @@ def size_cluster(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
         if nodes < fewest:
             smaller = nodes
             continue
-        sized = _with_nodes(problem, nodes)
+        sized = _withnodes_text(problem, nodes)
         ranked = search(sized).ranked
         seconds = (
             ranked[0].time.step_seconds if ranked else None
         )  # of the plan that would be chosen
         if seconds is not None and seconds <= limit:
             if smaller is not None and smaller_days is None:  # the bound may have skipped it
-                below = search(_with_nodes(problem, smaller)).ranked
+                below = search(_withnodes_text(problem, smaller)).ranked
                 smaller_days = below[0].training.days if below else None
             return sized, ClusterSizing(
                 nodes=nodes,
@@ -214,7 +181,7 @@ def size_cluster(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
     raise _too_slow(days, steps, fastest, cluster)
 
 
-def _with_nodes(problem: Problem, nodes: int) -> Problem:
+def _withnodes_text(problem: Problem, nodes: int) -> Problem:
     section = dataclasses.replace(problem.recipe.cluster, nodes=nodes)
     recipe = dataclasses.replace(problem.recipe, cluster=section)
     return dataclasses.replace(
@@ -251,12 +218,12 @@ def _too_slow(
         seconds, nodes = fastest
         message = f"no cluster of {cluster.gpu.name} finishes within {days:g} days"
         help_text = (
-            f"The fastest has {_nodes(nodes)}: {seconds * steps / SECONDS_PER_DAY:.3g} days. A "
-            "larger global_batch_size lets more GPUs work at once; fewer tokens, a faster GPU or a "
-            "later deadline help, too."
+            f"The fastest has {nodes_text(nodes)}: {seconds * steps / SECONDS_PER_DAY:.3g} days. "
+            "A larger global_batch_size lets more GPUs work at once; fewer tokens, a faster GPU or "
+            "a later deadline help, too."
         )
     return refusal("SW3204", message, help_text, key=("training", "days_at_most"))
 
 
-def _nodes(count: int) -> str:
+def nodes_text(count: int) -> str:
     return f"{count} node{'' if count == 1 else 's'}"

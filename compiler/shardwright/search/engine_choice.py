@@ -41,15 +41,6 @@ class OtherEngine:
     wins: bool
     because: str
 
-    def words(self) -> str:
-        taken = f"target: auto takes {self.chosen}; " if self.automatic else ""
-        loser = self.chosen if self.wins else self.target
-        return (
-            f"{taken}the best step under target: {self.target} would take {self.step_seconds:.3g} "
-            f"s ({self.slower:+.1%}), {self.strategy.describe()}; {loser} ranks lower: "
-            f"{self.because}"
-        )
-
 
 def resolve_problem(problem: Problem) -> tuple[Problem, ClusterSizing | None]:
     """What the recipe leaves open before a layout is chosen: the engine, whose kernels run, the

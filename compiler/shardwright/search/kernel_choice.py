@@ -28,15 +28,6 @@ class ChosenKernels:
     seconds: float
     other_seconds: float | None
 
-    def words(self) -> str:
-        other = "hf" if self.kernels == "compile" else "compile"
-        if self.other_seconds is None:
-            return f"kernels: auto takes {self.kernels}: no layout runs with {other}"
-        return (
-            f"kernels: auto takes {self.kernels}: the best step would take "
-            f"{self.other_seconds:.3g} s with {other}"
-        )
-
 
 def resolve_kernels(
     problem: Problem, resolve_rest: Callable[[Problem], ResolvedProblem]

@@ -50,15 +50,9 @@ class SlowerRegion:
     because: str
     at_least: float | None = None
 
-    def words(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.where)
-
     @property
     def nearest(self) -> float:
         return self.slower if self.at_least is None else self.at_least
-
-    def slower_text(self) -> str:
-        return f"{'' if self.at_least is None else '>='}{self.nearest:+.1%}"
 
 
 def pareto_front(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
@@ -162,14 +156,6 @@ def binding_constraint(winner: Estimate, fastest_over_memory: Estimate | None) -
     return (
         f"{words}: {share:.0%} of the step; twice the memory would make it less than "
         f"{MEMORY_BOUND_FROM:.0%} faster"
-    )
-
-
-def hpz_text(s: Layout) -> str:
-    """ "" without it; it follows from the layout and is no key of a recipe."""
-    ranks = s.hpz_partition_size
-    return (
-        "" if ranks == 1 else f"a second copy inside each node, shared out over {ranks} ranks (hpZ)"
     )
 
 

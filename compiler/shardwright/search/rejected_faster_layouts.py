@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.cost.prediction_errors import error_benchmark
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_types import Recipe
 from shardwright.search.ranking_penalties import (
-    SAFE_FIT_PROBABILITY,
     complexity_features,
     fit_probability,
     risk_adjusted_seconds,
@@ -65,27 +63,3 @@ def rejected_faster_layouts(
         )
         fastest.setdefault(may_not_fit, found)
     return tuple(fastest[reason] for reason in (True, False) if reason in fastest)
-
-
-def rejected_faster_text(found: RejectedFasterLayout) -> str:
-    what = found.strategy.describe()
-    if not found.needs:
-        return f"{what} would be {found.faster:.1%} faster, but {fit_probability_text(found)}"
-    lost = (
-        f"; it gives up {' and '.join(found.unavailable_features)}"
-        if found.unavailable_features
-        else ""
-    )
-    return f"{what} is {found.faster:.1%} faster, but {complexity_text(found.needs)}{lost}"
-
-
-def fit_probability_text(found: RejectedFasterLayout) -> str:
-    return (
-        f"needs {found.peak_bytes / 2**30:.1f} of {found.capacity_bytes / 2**30:.0f} GiB and fits "
-        f"with a chance of {found.chance:.0%} ({SAFE_FIT_PROBABILITY:.0%} has no price)"
-    )
-
-
-def complexity_text(needs: Sequence[str]) -> str:
-    error = f"within the prediction's error, {error_benchmark().time.error:.1%} for each part"
-    return f"needs {' and '.join(needs)}, {error}"

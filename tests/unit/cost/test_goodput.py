@@ -18,7 +18,6 @@ from shardwright.cost.goodput import (
     expected_seconds,
     goodput,
     goodput_constants,
-    goodput_lines,
     node_checkpoint_bytes,
     young_daly_seconds,
 )
@@ -27,6 +26,7 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.optimizers import OPTIMIZERS
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.report.plan_sentences import goodput_lines
 from shardwright.search.layout_resolution import price_planned_layout
 from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import (

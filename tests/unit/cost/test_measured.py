@@ -15,7 +15,6 @@ from shardwright.cost.cost_constants import default_constants
 from shardwright.cost.prediction_errors import (
     LEAST_RUNS,
     LEAST_SOURCES,
-    error_bar_text,
     error_benchmark,
     error_json_fields,
     generation_of,
@@ -28,6 +27,7 @@ from shardwright.engines.engine_table import engine_title
 from shardwright.layout.layout import Layout
 from shardwright.layout.layout_estimate import PredictionError
 from shardwright.recipe.recipe_types import LoraSection
+from shardwright.report.plan_sentences import error_bar_text
 from shardwright.search.layout_resolution import with_stages_assigned
 from shardwright.utils.json_values import JsonValue
 from tests.unit.models.factory import SMALL_LLAMA, graph_of, problem_of, recipe_of

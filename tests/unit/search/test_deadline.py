@@ -9,6 +9,11 @@ import pytest
 
 from shardwright.diagnostics import Refusal
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.report.plan_sentences import (
+    cluster_bound_text,
+    larger_batch_text,
+    smaller_cluster_batch_text,
+)
 from shardwright.search.cluster_sizing import (
     LARGER,
     ClusterSizing,
@@ -60,13 +65,13 @@ def test_it_says_what_bounds_it() -> None:
     assert (
         by_time.smaller_days is not None
         and by_time.smaller_days > 1
-        and "time bounds it" in by_time.bound()
+        and "time bounds it" in cluster_bound_text(by_time)
     )
     _, by_memory = sized(auto(LLAMA_70B, 3000.0), LLAMA_70B)
     assert (
         by_memory.nodes > 1
         and by_memory.smaller_days is None
-        and "memory bounds it" in by_memory.bound()
+        and "memory bounds it" in cluster_bound_text(by_memory)
     )
     _, smallest = sized(auto(LLAMA_8B, 3000.0), LLAMA_8B)
     assert smallest.nodes == 1 and smallest.smaller_nodes is None
@@ -123,7 +128,7 @@ def test_a_batch_that_binds_is_named() -> None:
     assert days_on(
         dataclasses.replace(found, training=changed), LLAMA_8B, batch.nodes
     ) == pytest.approx(batch.days)
-    words = batch.words(64, sizing.nodes)
+    words = smaller_cluster_batch_text(batch, 64, sizing.nodes)
     assert (
         words.startswith("the batch of 64 bounds it") and f"{batch.cost:,.0f} instead of" in words
     )
@@ -149,5 +154,5 @@ def test_what_a_larger_batch_gives() -> None:
         assert found.shorter == pytest.approx(1 - found.days / days)
         gains.append(found)
     assert gains[0].shorter > gains[1].shorter and gains[0].shorter > 0.02
-    assert f"{gains[0].shorter:.0%} less" in gains[0].words()
-    assert "would gain nothing" in dataclasses.replace(gains[1], shorter=-0.01).words()
+    assert f"{gains[0].shorter:.0%} less" in larger_batch_text(gains[0])
+    assert "would gain nothing" in larger_batch_text(dataclasses.replace(gains[1], shorter=-0.01))

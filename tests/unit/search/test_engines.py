@@ -18,6 +18,7 @@ from shardwright.diagnostics import Refusal
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.layout.planning_problem import Problem
 from shardwright.recipe.recipe_loader import load_recipe
+from shardwright.report.plan_sentences import other_engine_text
 from shardwright.search import engine_choice, forked_call
 from shardwright.search.engine_choice import other_engine, resolve_problem, start_engine_comparison
 from shardwright.search.layout_search import best_layout, search
@@ -89,9 +90,9 @@ def test_the_other_engines_best_stands_beside_a_plan(target: str, other: str) ->
     )
     assert found.wins == (other == "megatron")
     assert found.slower == pytest.approx(found.step_seconds / chosen.time.step_seconds - 1)
-    assert f"target: {other} would take {found.step_seconds:.3g} s" in found.words()
+    assert f"target: {other} would take {found.step_seconds:.3g} s" in other_engine_text(found)
     assert (
-        f"; deepspeed ranks lower: {found.because}" in found.words()
+        f"; deepspeed ranks lower: {found.because}" in other_engine_text(found)
         and " s against " in found.because
     )
 

@@ -13,6 +13,7 @@ import pytest
 from shardwright.compile import resolve_recipe
 from shardwright.recipe.recipe_loader import load_recipe
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.report.plan_sentences import chosen_kernels_text
 from shardwright.search.kernel_choice import chosen_kernels
 from shardwright.search.layout_search import search
 from shardwright.search.runnable_recipes import check_runnable
@@ -48,7 +49,7 @@ def test_auto_takes_what_is_faster(tmp_path: Path) -> None:
     found = chosen_kernels(problem)
     assert found is not None and found.kernels == problem.recipe.model.kernels == "compile"
     assert found.other_seconds is not None and found.seconds < found.other_seconds
-    assert f"{found.other_seconds:.3g} s with hf" in found.words()
+    assert f"{found.other_seconds:.3g} s with hf" in chosen_kernels_text(found)
     plain, _ = resolve_recipe(recipe(tmp_path))
     assert (
         search(plain).ranked[0].time.step_seconds == found.other_seconds
@@ -60,7 +61,9 @@ def test_auto_takes_what_is_proved(tmp_path: Path) -> None:
     problem, _ = resolve_recipe(recipe(tmp_path, MAMBA, kernels="auto"))
     found = chosen_kernels(problem)
     assert found is not None and found.kernels == problem.recipe.model.kernels == "hf"
-    assert found.other_seconds is None and "no layout runs with compile" in found.words()
+    assert found.other_seconds is None and "no layout runs with compile" in chosen_kernels_text(
+        found
+    )
     assert problem.recipe.assume.kernels == "auto"
 
 

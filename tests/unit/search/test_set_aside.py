@@ -10,6 +10,7 @@ from shardwright.cost.peak_memory import bytes_with_headroom
 from shardwright.cost.prediction_errors import error_benchmark
 from shardwright.layout.layout_estimate import Estimate
 from shardwright.recipe.recipe_types import Recipe
+from shardwright.report.plan_sentences import rejected_faster_text
 from shardwright.search.layout_comparison import because
 from shardwright.search.layout_search import choose_layout, rank_key, search
 from shardwright.search.ranking_penalties import (
@@ -18,11 +19,7 @@ from shardwright.search.ranking_penalties import (
     penalized_seconds,
     risk_adjusted_seconds,
 )
-from shardwright.search.rejected_faster_layouts import (
-    FOR_SCRIPTS,
-    rejected_faster_layouts,
-    rejected_faster_text,
-)
+from shardwright.search.rejected_faster_layouts import FOR_SCRIPTS, rejected_faster_layouts
 from tests.unit.models.factory import LLAMA_70B, SMALL_LLAMA, graph_of, problem_of, recipe_of
 
 

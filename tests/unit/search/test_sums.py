@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardwright.layout.planning_problem import Problem
+from shardwright.report.plan_sentences import low_precision_accumulation_text
 from shardwright.search.accumulation_dtype_choice import (
     BF16_ACCUMULATION_FROM,
     low_precision_accumulation,
@@ -63,7 +64,7 @@ def test_where_fp32_is_much_slower() -> None:
     )
     found = low_precision_accumulation(settled)
     assert found is not None and found.seconds == full.time.step_seconds
-    assert f"would take {full.time.step_seconds:.3g} s" in found.words()
+    assert f"would take {full.time.step_seconds:.3g} s" in low_precision_accumulation_text(found)
     assert any(d.code == "SW3121" for d in half.diagnostics)
 
 
@@ -73,7 +74,10 @@ def test_where_nothing_fits_in_fp32() -> None:
     settled, _ = resolve_problem(asked)
     found = low_precision_accumulation(settled)
     assert search(settled).ranked and found is not None and found.seconds is None
-    assert found.words() == "gradients are summed in bf16: no layout fits with sums in fp32"
+    assert (
+        low_precision_accumulation_text(found)
+        == "gradients are summed in bf16: no layout fits with sums in fp32"
+    )
 
 
 @pytest.mark.parametrize(
