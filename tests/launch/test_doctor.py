@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardwright.cli import main as cli
-from shardwright.cli.launch_commands import as_json, as_text, check_has_errors
+from shardwright.cli.launch_commands import check_has_errors, checks_json, checks_text
 from shardwright.launch.host_checks import PlannedBandwidth, links
 from shardwright.launch.host_probe import LinkRates, ProbedHost, RendezvousResult
 from shardwright.launch.link_bandwidth import measure
@@ -126,8 +126,8 @@ def test_a_slow_link_is_told_and_does_not_stop_a_run() -> None:
     assert "100 Gb/s between hosts (b -> a is the slowest), 400 planned" in check.told
     assert (
         not check_has_errors(check)
-        and "warn links" in as_text([check])
-        and json.loads(as_json([check]))["ok"]
+        and "warn links" in checks_text([check])
+        and json.loads(checks_json([check]))["ok"]
     )
 
 

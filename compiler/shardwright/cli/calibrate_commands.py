@@ -1,6 +1,5 @@
-"""`shardwright calibrate RECIPE [-o FILE]`: measures this machine for the recipe;
-`cluster.measured` names the file.
-"""
+"""`shardwright calibrate` and `tune`: measure this machine for a recipe, whose `cluster.measured`
+then names the file."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwright.cli.command_options import add_json, add_overrides, positive
-from shardwright.cli.terminal import error, shell_quoted
+from shardwright.cli.terminal import error, labelled_lines, shell_quoted, table_lines
 
 if TYPE_CHECKING:
     from shardwright.calibrate.layout_trials import LayoutTrial, TuningResult
-    from shardwright.utils.json_values import JsonObject
+    from shardwright.utils.json_values import JsonDocument
 
 
 CPU_MINUTES, GPU_MINUTES = 0.5, 5.0
@@ -57,8 +56,6 @@ def run_calibrate(args: argparse.Namespace) -> int:
         error(f"-o: {args.output.parent} is not a folder")
         return 1
     recipe = load_recipe(args.recipe, args.overrides)
-    from dataclasses import asdict
-
     from shardwright.calibrate.calibration import calibrate
     from shardwright.cli.estimate_command import measurement_lines
     from shardwright.utils.file_io import write_atomically
@@ -68,7 +65,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     limit = args.minutes or (CPU_MINUTES if recipe.cluster.gpu == "cpu" else GPU_MINUTES)
     with sigterm_as_interrupt():
         done = calibrate(recipe, 60 * limit, lambda text: print(text, file=sys.stderr, flush=True))
-    text = strict_json(asdict(done.found))
+    text = strict_json(done.found)
     write_atomically(args.output, text + "\n")
     if args.json:
         print(text)
@@ -76,12 +73,14 @@ def run_calibrate(args: argparse.Namespace) -> int:
     print("\n".join(measurement_lines(done.found)))
     for each in done.skipped:
         print(f"not measured: {each}", file=sys.stderr)
-    print(f"written      {args.output}")
-    print(
-        f"next         cluster.measured: {shell_quoted(str(args.output))} in the recipe, then "
-        "`shardwright plan`"
-    )
+    print("\n".join(_written_lines(args.output)))
     return 0
+
+
+def _written_lines(output: Path) -> list[str]:
+    measured = f"cluster.measured: {shell_quoted(str(output))} in the recipe"
+    rows = [("written", str(output)), ("next", f"{measured}, then `shardwright plan`")]
+    return labelled_lines(rows, 13)
 
 
 # `shardwright tune RECIPE`: runs the best layouts and today's for a few steps; measured beside
@@ -135,8 +134,6 @@ def run_tune(args: argparse.Namespace) -> int:
         error(wrong)
         return 1
     recipe = load_recipe(args.recipe, args.overrides)
-    from dataclasses import asdict
-
     from shardwright.calibrate.layout_trials import tune
     from shardwright.utils.file_io import write_atomically
     from shardwright.utils.json_values import strict_json
@@ -151,23 +148,13 @@ def run_tune(args: argparse.Namespace) -> int:
             lambda text: print(text, file=sys.stderr, flush=True),
             parent,
         )
-    write_atomically(args.output, strict_json(asdict(done.found)) + "\n")
+    write_atomically(args.output, strict_json(done.found) + "\n")
     if args.json:
-        print(
-            strict_json(
-                {
-                    "recipe": str(args.recipe),
-                    "file": str(args.output),
-                    "runs": [_object(t) for t in done.trials],
-                }
-            )
-        )
+        runs = [_trial_json(trial) for trial in done.trials]
+        document = {"recipe": str(args.recipe), "file": str(args.output), "runs": runs}
+        print(strict_json(document))
     else:
-        print("\n".join([*table(done), "", f"written      {args.output}"]))
-        print(
-            f"next         cluster.measured: {shell_quoted(str(args.output))} in the recipe, then "
-            "`shardwright plan`"
-        )
+        print("\n".join([*table(done), "", *_written_lines(args.output)]))
     if args.pin:
         from shardwright.cli.recipe_writer import write_pinned_recipe
 
@@ -198,8 +185,6 @@ def _usage_error(args: argparse.Namespace) -> str:
 
 def table(done: TuningResult) -> list[str]:
     """Measured beside predicted, the fastest one marked."""
-    from shardwright.cli.terminal import table_lines
-
     rows = [
         _cells(place, each, each is done.winner) for place, each in enumerate(done.trials, start=1)
     ]
@@ -224,13 +209,11 @@ def _cells(place: int, each: LayoutTrial, fastest: bool) -> tuple[str, ...]:
     return (str(place), each.strategy.describe(), f"{predicted:.4g}", *figures, ", ".join(told))
 
 
-def _object(each: LayoutTrial) -> JsonObject:
-    from dataclasses import asdict
-
+def _trial_json(each: LayoutTrial) -> JsonDocument:
     return {
-        "strategy": asdict(each.strategy),
+        "strategy": each.strategy,
         "predicted_step_seconds": each.predicted_seconds,
-        "measured": None if each.run is None else asdict(each.run),
+        "measured": each.run,
         "today": each.is_baseline,
         "why_not": each.why or None,
     }

@@ -1,4 +1,4 @@
-"""`shardwright export STEP_FOLDER -o HF_FOLDER`: a checkpoint as a Hugging Face folder."""
+"""`shardwright export` and `generate`: use the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import sys
 from pathlib import Path
 
-from shardwright.cli.command_options import add_json, add_trust_code
+from shardwright.cli.command_options import add_json, add_trust_code, positive
 from shardwright.cli.terminal import error
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.utils.json_values import strict_json
@@ -86,7 +86,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=_count,
+        type=positive,
         default=64,
         metavar="N",
         help="the most tokens to generate (default 64)",
@@ -139,13 +139,6 @@ def _shown(text: str) -> str:
         "\t".join(escape_control_characters(part) for part in line.split("\t"))
         for line in text.split("\n")
     )
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 def _temperature(text: str) -> float:

@@ -31,11 +31,22 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """The type of an option that is a count."""
+    """Parse an option that is a count."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
+
+
+def add_folder(parser: argparse.ArgumentParser, help: str = "a compiled folder") -> None:
+    """args.folder: a path."""
+    parser.add_argument("folder", metavar="DIR", type=Path, help=help)
+
+
+def add_hostfile(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """args.hostfile: a path, or None. purpose: what the hosts are for."""
+    help = f"the hosts to {purpose}: one `name slots=N` per line"
+    parser.add_argument("--hostfile", type=Path, help=help)
 
 
 def add_recipe_output(parser: argparse.ArgumentParser) -> None:

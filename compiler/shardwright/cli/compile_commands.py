@@ -1,4 +1,5 @@
-"""`shardwright compile R -o DIR`: a recipe becomes a folder that `run` trains from."""
+"""`shardwright compile`, `prepare` and `verify`: make a folder that trains, read its data, and test
+its layout on a tiny copy of the model."""
 
 from __future__ import annotations
 
@@ -11,29 +12,32 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.cli.command_options import add_json, add_overrides, positive
-from shardwright.cli.terminal import print_diagnostics, shell_quoted, table_lines, use_color
+from shardwright.cli.command_options import add_folder, add_json, add_overrides, positive
+from shardwright.cli.terminal import (
+    labelled_lines,
+    print_diagnostics,
+    shell_quoted,
+    table_lines,
+    use_color,
+)
 from shardwright.diagnostics import Diagnostic, Refusal, found
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.models.model_files import weights_summary
 from shardwright.utils.json_values import strict_json
-from shardwright.utils.number_format import SECONDS_PER_DAY, format_days, format_number
+from shardwright.utils.number_format import GIB, SECONDS_PER_DAY, format_days, format_number
 
 if TYPE_CHECKING:
     from shardwright.compile import CompileResult
     from shardwright.data.data_summary import ImageThroughput, SampleSpan, SourceSummary
     from shardwright.data.dataset import Dataset
     from shardwright.monitor.run_files import SaveStatistics
-    from shardwright.plan.plan import Plan, PlanStage, PlanTraining
+    from shardwright.plan.plan import Plan, PlanStage
     from shardwright.recipe.recipe_types import Recipe
     from shardwright.verify.layout_verification import Comparison, VerificationResult
-
-
-GIB = 2**30
 
 
 def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,9 +76,9 @@ def run_compile(args: argparse.Namespace) -> int:
     remove_surplus_island_plans(args.output, len(compiled.islands))
     print_diagnostics(compiled.warnings, recipe.source)
     if args.json:
-        print(as_json(compiled, args.output))
+        print(compiled_json(compiled, args.output))
         return 0
-    print(summary(compiled, args.output, _interval(recipe, compiled.plan, saves)))
+    print(compiled_text(compiled, args.output, _interval(recipe, compiled.plan, saves)))
     return 0
 
 
@@ -108,15 +112,15 @@ def _interval(recipe: Recipe, plan: Plan, saves: SaveStatistics | None) -> str:
     )
 
 
-def as_json(compiled: CompileResult, directory: Path) -> str:
+def compiled_json(compiled: CompileResult, directory: Path) -> str:
     plan = compiled.plan
     return strict_json(
         {
             "directory": str(directory),
             "name": plan.name,
-            "strategy": asdict(plan.strategy),
-            "stages": [asdict(stage) for stage in plan.stages],
-            "predicted": asdict(plan.predicted),
+            "strategy": plan.strategy,
+            "stages": plan.stages,
+            "predicted": plan.predicted,
             "files": [*sorted(compiled.files), *_island_files(compiled)],
             "warnings": [
                 {"code": d.code, "severity": d.severity, "message": d.message}
@@ -136,7 +140,7 @@ def _island_files(compiled: CompileResult) -> list[str]:
     ]
 
 
-def summary(compiled: CompileResult, directory: Path, interval: str = "") -> str:
+def compiled_text(compiled: CompileResult, directory: Path, interval: str = "") -> str:
     """What was decided, in the recipe's own words, and the next command. interval: of `every_steps:
     auto`."""
     from shardwright.report.plan_sentences import error_bar_text, hpz_text
@@ -147,6 +151,7 @@ def summary(compiled: CompileResult, directory: Path, interval: str = "") -> str
     islands, of_each = (
         ("", "") if plan.islands == 1 else (f"{plan.islands} islands of ", ", of each island")
     )
+    length = f"{t.steps} steps" if t.epochs is None else f"{t.epochs:g} epochs, in steps"
     layout, _, settings = s.describe().partition(f" micro_batch_size={s.micro_batch_size} ")
     rows = [
         ("recipe", plan.name),
@@ -170,7 +175,7 @@ def summary(compiled: CompileResult, directory: Path, interval: str = "") -> str
         ),
         (
             "training",
-            f"{_length(t)} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}",
+            f"{length} of {t.global_batch_size} x {t.sequence_length} tokens, {t.precision}",
         ),
         *((f"stage {stage.stage}", _stage(stage)) for stage in plan.stages),
         ("memory", f"{peak:.1f} of {capacity:.1f} GiB on the fullest rank, predicted"),
@@ -186,8 +191,7 @@ def summary(compiled: CompileResult, directory: Path, interval: str = "") -> str
         ),
         *_next(plan, directory),
     ]
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+    return "\n".join(labelled_lines(rows))
 
 
 def _next(plan: Plan, directory: Path) -> list[tuple[str, str]]:
@@ -198,14 +202,6 @@ def _next(plan: Plan, directory: Path) -> list[tuple[str, str]]:
     store = f"shardwright outer-store {place}"
     each = [("", f"shardwright run {place} --island {k}") for k in range(plan.islands)]
     return [("next", f"{store}    (at {plan.launch.outer_store})"), *each]
-
-
-def _length(training: PlanTraining) -> str:
-    return (
-        f"{training.steps} steps"
-        if training.epochs is None
-        else f"{training.epochs:g} epochs, in steps"
-    )
 
 
 def _stage(stage: PlanStage) -> str:
@@ -221,9 +217,7 @@ def _stage(stage: PlanStage) -> str:
 
 
 def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="a compiled folder; with --check also a recipe"
-    )
+    add_folder(parser, "a compiled folder; with --check also a recipe")
     parser.add_argument(
         "--check",
         type=positive,
@@ -357,10 +351,10 @@ def report_json(report: DataReport) -> str:
             "documents": sum(p.documents for p in parts),
             "tokens": sum(p.tokens for p in parts),
             "trained_tokens": sum(p.trained_tokens for p in parts),
-            "parts": [asdict(p) for p in parts],
-            "validation_parts": [asdict(p) for p in report.validation],
-            "pictures": None if report.rate is None else asdict(report.rate),
-            "samples": [[asdict(piece) for piece in pieces] for pieces in report.samples],
+            "parts": parts,
+            "validation_parts": report.validation,
+            "pictures": report.rate,
+            "samples": report.samples,
         }
     )
 
@@ -578,21 +572,15 @@ def _mismatch(verdict: VerificationResult) -> Diagnostic:
 
 def _as_json(path: str, verdict: VerificationResult) -> str:
     checks = [
-        {**dataclasses.asdict(check), "worst": _number(check.worst), "passed": check.passed}
+        {
+            **dataclasses.asdict(check),
+            "worst": check.worst if math.isfinite(check.worst) else None,
+            "passed": check.passed,
+        }
         for check in verdict.checks
     ]
-    document = {
-        "recipe": path,
-        "same": verdict.matches,
-        **dataclasses.asdict(verdict),
-        "checks": checks,
-    }
-    return json.dumps(document, allow_nan=False)
-
-
-def _number(worst: float) -> float | None:
-    """JSON has no infinity."""
-    return worst if math.isfinite(worst) else None
+    document = {"recipe": path, "same": verdict.matches, **dataclasses.asdict(verdict)}
+    return json.dumps({**document, "checks": checks}, allow_nan=False)
 
 
 def _as_text(name: str, verdict: VerificationResult) -> str:
@@ -610,8 +598,7 @@ def _as_text(name: str, verdict: VerificationResult) -> str:
             ),
         ),
     ]
-    width = max(len(label) for label, _ in rows) + 2
-    return "\n".join(f"{label:<{width}}{text}" for label, text in rows)
+    return "\n".join(labelled_lines(rows))
 
 
 def _row(check: Comparison) -> str:

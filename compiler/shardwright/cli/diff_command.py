@@ -28,7 +28,8 @@ from shardwright.layout.layout import Layout
 from shardwright.layout.zero_settings import HPZ
 from shardwright.models.model_files import TOKENIZER_PATTERNS
 from shardwright.recipe.recipe_types import Recipe
-from shardwright.utils.json_values import JsonObject, strict_json
+from shardwright.utils.json_values import JsonDocument, JsonObject, strict_json
+from shardwright.utils.number_format import GIB
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.checkpoint_compatibility import TokenizerFiles
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from shardwright.utils.json_values import JsonValue
 
 
-GIB = 2**30
 Change = tuple[str, "JsonValue", "JsonValue"]
 """(key, A's value, B's value)"""
 SECTIONS = {
@@ -72,7 +72,10 @@ def run_diff(args: argparse.Namespace) -> int:
         print(strict_json({"diagnostics": diagnostics_json(refusal.diagnostics)}), flush=True)
         return 1
     found = compare_plans(a, b)
-    print(strict_json(as_object(a, b, found)) if args.json else page(a, b, found), flush=True)
+    print(
+        strict_json(comparison_json(a, b, found)) if args.json else comparison_page(a, b, found),
+        flush=True,
+    )
     return 0
 
 
@@ -259,7 +262,7 @@ _FIGURE_FORMATS = {
 LONGEST = 60  # characters of a value in the page; --json has all
 
 
-def page(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> str:
+def comparison_page(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> str:
     from shardwright.layout.layout import in_layer_collectives_text
 
     lines = [f"A  {_who(a)}", f"B  {_who(b)}", ""]
@@ -330,17 +333,13 @@ def _effect_row(effect: Effect, inside: str, *, is_cpu: bool) -> tuple[str, ...]
     return words, *values, "" if change is None else "same" if change == 0 else f"{change:+.1%}"
 
 
-def as_object(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> JsonObject:
+def comparison_json(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> JsonDocument:
     from shardwright.cli.estimate_command import estimate_json
 
-    def listed(rows: tuple[Change, ...]) -> list[JsonValue]:
-        return [{"key": key, "a": ours, "b": theirs} for key, ours, theirs in rows]
-
-    def side(subject: PricedRecipe) -> JsonObject:
-        kind = "recipe" if subject.plan is None else "folder"
+    def side(subject: PricedRecipe) -> JsonDocument:
         return {
             **estimate_json(subject.name, subject.estimate),
-            "kind": kind,
+            "kind": "recipe" if subject.plan is None else "folder",
             "name": subject.recipe.name,
         }
 
@@ -348,12 +347,15 @@ def as_object(a: PricedRecipe, b: PricedRecipe, found: PlanDifference) -> JsonOb
         "a": side(a),
         "b": side(b),
         "identical": found.is_none,
-        "changes": {section: listed(found.changes[section]) for section in SECTIONS},
+        "changes": {
+            section: [{"key": key, "a": ours, "b": theirs} for key, ours, theirs in rows]
+            for section, rows in found.changes.items()
+        },
         "effect": {
             e.name: {"a": e.a, "b": e.b, "change": e.change}
             for e in effects(a.estimate, b.estimate)
         },
-        "resume": dataclasses.asdict(found.resume),
+        "resume": found.resume,
     }
 
 

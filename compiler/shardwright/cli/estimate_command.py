@@ -5,20 +5,26 @@ else a page.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from shardwright.cli.command_options import add_json, add_overrides
-from shardwright.cli.terminal import print_diagnostics, print_refusal, table_lines, title
+from shardwright.cli.terminal import (
+    labelled_lines,
+    print_diagnostics,
+    print_refusal,
+    table_lines,
+    title,
+)
 from shardwright.cost.calibrated_costs import calibration_for, measured_run_of, ranks_per_core
 from shardwright.cost.cost_constants import constant_entries
 from shardwright.diagnostics import Diagnostic, Refusal
 from shardwright.recipe.recipe_types import AssumeSection
-from shardwright.utils.json_values import strict_json
+from shardwright.utils.json_values import JsonDocument, strict_json
 from shardwright.utils.number_format import (
+    GIB,
     format_days,
     format_device_hours,
     format_number,
@@ -30,13 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwright.cluster.gpu_catalogue import Cluster
+    from shardwright.cost.diloco_costs import IslandsCost
     from shardwright.cost.goodput import Goodput
     from shardwright.layout.layout import Layout
     from shardwright.layout.layout_estimate import Estimate, Training
     from shardwright.models.model_graph import ModelGraph
     from shardwright.recipe.measurements import MeasuredValue, Measurements
     from shardwright.recipe.recipe_types import Recipe
-    from shardwright.utils.json_values import JsonObject, JsonValue
 
 
 _PARTS = ("strategy", "memory", "time", "training", "error")
@@ -55,7 +61,7 @@ def run_estimate(args: argparse.Namespace) -> int:
 
 
 def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
-    """Prints what there is to say of one recipe; whether it is feasible."""
+    """Print what one recipe's layout costs, and return whether it is feasible."""
     from shardwright.compile import estimate_recipe
     from shardwright.cost.goodput import goodput
     from shardwright.recipe.recipe_loader import load_recipe
@@ -64,102 +70,94 @@ def _estimate(path: str, overrides: Sequence[str], *, as_json: bool) -> bool:
         problem, estimate = estimate_recipe(load_recipe(Path(path), overrides))
     except Refusal as refusal:
         if as_json:  # no "memory" and no "time": there was nothing to count
-            found = diagnostics_json(refusal.diagnostics)
-            print(
-                strict_json({"recipe": path, "feasible": False, "diagnostics": found}), flush=True
-            )
+            print_infeasible_json(path, refusal)
         else:
             print_refusal(refusal)
         return False
-    recipe, expected = problem.recipe, goodput(problem, estimate)
+    recipe, graph, expected = problem.recipe, problem.graph, goodput(problem, estimate)
     if as_json:
-        measured = measurements_json(recipe, problem.graph, estimate.strategy)
-        more = {"goodput": goodput_json(expected), "assume": dataclasses.asdict(recipe.assume)}
-        more |= {} if measured is None else {"measured": measured}
-        more |= islands_json(recipe, problem.graph, estimate)
-        print(strict_json({**estimate_json(path, estimate), **more}), flush=True)
+        document = {
+            **estimate_json(path, estimate),
+            "goodput": expected,
+            "assume": recipe.assume,
+            **measurements_json(recipe, graph, estimate.strategy),
+            **islands_json(recipe, graph, estimate),
+        }
+        print(strict_json(document), flush=True)
     else:
-        rows = islands_rows(recipe, problem.graph, estimate)
-        told = [f"  {name:<8} {words}" for name, words in rows]
-        told += [
-            f"  {line}" for line in measurement_note_lines(recipe, problem.graph, problem.cluster)
-        ]
-        print("\n".join([path, *_lines(estimate, recipe, expected), *told, ""]), flush=True)
+        rows = [*_rows(estimate, recipe, expected), *islands_rows(recipe, graph, estimate)]
+        notes = measurement_note_lines(recipe, graph, problem.cluster)
+        lines = [path, *labelled_lines(rows, 9, "  "), *(f"  {line}" for line in notes), ""]
+        print("\n".join(lines), flush=True)
         print_diagnostics(estimate.diagnostics, recipe.source)
     return estimate.feasible
 
 
-def estimate_json(path: str, estimate: Estimate) -> dict[str, JsonValue]:
-    """The object of each plan of `plan --json`; `estimate --json` adds the goodput and what the
-    recipe assumes."""
+def print_infeasible_json(path: str, refusal: Refusal) -> None:
+    """Print the object of a recipe whose layout cannot be estimated."""
+    found = diagnostics_json(refusal.diagnostics)
+    print(strict_json({"recipe": path, "feasible": False, "diagnostics": found}), flush=True)
+
+
+def estimate_json(path: str, estimate: Estimate) -> JsonDocument:
+    """Return the object of each plan of `plan --json`; `estimate --json` adds the goodput and what
+    the recipe assumes."""
     from shardwright.cost.prediction_errors import error_json_fields
 
-    told = error_json_fields(estimate.error)
+    error_fields = error_json_fields(estimate.error)
     return {
         "recipe": path,
         "feasible": estimate.feasible,
         "diagnostics": diagnostics_json(estimate.diagnostics),
-        **{
-            part: dataclasses.asdict(getattr(estimate, part)) | told.get(part, {})
-            for part in _PARTS
-        },
+        **{part: asdict(getattr(estimate, part)) | error_fields.get(part, {}) for part in _PARTS},
         "flops_source": estimate.flops_source,
     }
 
 
-def goodput_json(expected: Goodput | None) -> JsonValue:
-    """null where nothing says how much is trained between saves."""
-    return None if expected is None else dataclasses.asdict(expected)
-
-
 def goodput_rows(expected: Goodput | None) -> list[tuple[str, str]]:
-    """(name, words), the name on the first alone."""
+    """Return (name, text) rows, the name on the first alone."""
     from shardwright.report.plan_sentences import goodput_lines
 
-    words = [] if expected is None else goodput_lines(expected)
-    return [("" if line else "goodput", text) for line, text in enumerate(words)]
+    lines = [] if expected is None else goodput_lines(expected)
+    return [("" if line else "goodput", text) for line, text in enumerate(lines)]
 
 
-def islands_json(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> dict[str, JsonValue]:
-    """{} without islands."""
+def islands_cost_of(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> IslandsCost | None:
+    """Return what the islands' outer steps cost beside the layout's own; None without islands."""
     from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost
 
-    found = islands_cost(recipe, graph.total_parameters, inner_step_seconds(estimate.time))
-    return {} if found is None else {"islands": dataclasses.asdict(found)}
+    return islands_cost(recipe, graph.total_parameters, inner_step_seconds(estimate.time))
+
+
+def islands_json(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> JsonDocument:
+    """Return {"islands": their cost}; {} without islands."""
+    cost = islands_cost_of(recipe, graph, estimate)
+    return {} if cost is None else {"islands": cost}
 
 
 def islands_rows(recipe: Recipe, graph: ModelGraph, estimate: Estimate) -> list[tuple[str, str]]:
-    """(name, words), the name on the first alone."""
-    from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost
+    """Return (name, text) rows, the name on the first alone; none without islands."""
     from shardwright.report.plan_sentences import islands_cost_lines
 
-    found = islands_cost(recipe, graph.total_parameters, inner_step_seconds(estimate.time))
-    words = [] if found is None else islands_cost_lines(found)
-    return [("" if line else "islands", text) for line, text in enumerate(words)]
+    cost = islands_cost_of(recipe, graph, estimate)
+    lines = [] if cost is None else islands_cost_lines(cost)
+    return [("" if line else "islands", text) for line, text in enumerate(lines)]
 
 
 def cluster_text(recipe: Recipe, cluster: Cluster) -> str:
-    """cluster: of one island."""
+    """Return the nodes and GPUs. cluster: of one island."""
     islands = recipe.cluster.islands
     one = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     return one if islands == 1 else f"{islands} islands of {one} each"
 
 
-def diagnostics_json(diagnostics: Sequence[Diagnostic]) -> list[JsonValue]:
-    return [
-        {
-            "code": d.code,
-            "severity": d.severity,
-            "message": d.message,
-            "help": d.help,
-            "valid": list(d.valid),
-        }
-        for d in diagnostics
-    ]
+def diagnostics_json(diagnostics: Sequence[Diagnostic]) -> list[JsonDocument]:
+    keys = ("code", "severity", "message", "help")
+    return [{**{key: getattr(d, key) for key in keys}, "valid": list(d.valid)} for d in diagnostics]
 
 
 def training_length_text(recipe: Recipe, training: Training) -> str:
-    """Steps, time, GPU hours and cost."""
+    """Return the steps, the time, the GPU hours and the cost."""
     if not training.steps:
         return f"{recipe.training.epochs:g} epochs: the steps are known once the data is prepared"
     cost = "" if training.cost is None else f", cost {training.cost:,.0f}"
@@ -167,45 +165,48 @@ def training_length_text(recipe: Recipe, training: Training) -> str:
     return f"{training.steps:,} steps, {format_days(training.days)}, {hours}{cost}"
 
 
-def _lines(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list[str]:
+def _rows(estimate: Estimate, recipe: Recipe, expected: Goodput | None) -> list[tuple[str, str]]:
     from shardwright.layout.layout import in_layer_axes
     from shardwright.report.plan_sentences import error_bar_text, flops_source_text, hpz_text
 
     s, time, memory, assume = estimate.strategy, estimate.time, estimate.memory, recipe.assume
     is_cpu = recipe.cluster.gpu == "cpu"
-    gib = 2**30
-    hpz, flops, inside = (
-        hpz_text(s),
-        flops_source_text(estimate.flops_source),
-        "+".join(in_layer_axes(s)),
-    )
+    hpz, flops = hpz_text(s), flops_source_text(estimate.flops_source)
     outer = f"outer {time.outer_comm_seconds:.4g} s, " if time.outer_comm_seconds else ""
     micro_batch = f"micro_batch_size={s.micro_batch_size}"
     layout = s.describe().replace(
         micro_batch, f"{micro_batch} accumulation={s.gradient_accumulation_steps}"
     )
-    lines = [
-        f"  layout   {layout}",
-        *([f"  weights  {hpz}"] if hpz else []),
-        f"  memory   {memory.peak_bytes / gib:.1f} of {memory.capacity_bytes / gib:.1f} GiB, "
-        f"{'fits' if memory.fits else 'does not fit'}",
-        f"  step     {time.step_seconds:.4g} s, "
-        f"{format_token_rate(time.tokens_per_second_per_gpu, is_cpu=is_cpu)}, "
-        f"{time.model_tflops_per_gpu:.4g} "
-        f"TFLOP/s per {rank_or_gpu(is_cpu=is_cpu)}, MFU {time.mfu:.1%}",
-        f"  of it    compute {time.compute_seconds:.4g} s, {inside} {time.tensor_comm_seconds:.4g} "
-        f"s, pipeline {time.pipeline_comm_seconds:.4g} s, data {time.data_comm_seconds:.4g} s, "
-        f"optimizer {time.optimizer_seconds:.4g} s, {outer}bubble {time.bubble_seconds:.4g} s "
-        f"({time.bubble_fraction:.1%} idle)",
-        f"  error    {error_bar_text(estimate.error)}",
-        *([f"  FLOPs    {flops}"] if flops else []),
-        f"  training {training_length_text(recipe, estimate.training)}",
-        *(f"  {name:<8} {words}" for name, words in goodput_rows(expected)),
+    rows = [
+        ("layout", layout),
+        ("weights", hpz),
+        (
+            "memory",
+            f"{memory.peak_bytes / GIB:.1f} of {memory.capacity_bytes / GIB:.1f} GiB, "
+            f"{'fits' if memory.fits else 'does not fit'}",
+        ),
+        (
+            "step",
+            f"{time.step_seconds:.4g} s, "
+            f"{format_token_rate(time.tokens_per_second_per_gpu, is_cpu=is_cpu)}, "
+            f"{time.model_tflops_per_gpu:.4g} TFLOP/s per {rank_or_gpu(is_cpu=is_cpu)}, "
+            f"MFU {time.mfu:.1%}",
+        ),
+        (
+            "of it",
+            f"compute {time.compute_seconds:.4g} s, {'+'.join(in_layer_axes(s))} "
+            f"{time.tensor_comm_seconds:.4g} s, pipeline {time.pipeline_comm_seconds:.4g} s, "
+            f"data {time.data_comm_seconds:.4g} s, optimizer {time.optimizer_seconds:.4g} s, "
+            f"{outer}bubble {time.bubble_seconds:.4g} s ({time.bubble_fraction:.1%} idle)",
+        ),
+        ("error", error_bar_text(estimate.error)),
+        ("FLOPs", flops),
+        ("training", training_length_text(recipe, estimate.training)),
+        *goodput_rows(expected),
     ]
     if assume != AssumeSection(kernels="auto", mfu=None, ignore_memory=False):
-        given = (f"{name}={value}" for name, value in dataclasses.asdict(assume).items())
-        lines.append(f"  assumed  {' '.join(given)}")
-    return lines
+        rows.append(("assumed", " ".join(f"{k}={value}" for k, value in asdict(assume).items())))
+    return [(name, text) for name, text in rows if text]
 
 
 # Which figures of a plan were measured: lines for `plan` and `estimate`, a table for `explain`,
@@ -321,23 +322,24 @@ def measurement_section_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
     return [*measurement_lines(measured.found), *shared_cores_lines(recipe, cluster)]
 
 
-def measurements_json(
-    recipe: Recipe, graph: ModelGraph, strategy: Layout | None
-) -> JsonObject | None:
-    """For --json. run: of this very layout."""
+def measurements_json(recipe: Recipe, graph: ModelGraph, strategy: Layout | None) -> JsonDocument:
+    """Return {"measured": the figures of the recipe's file}; {} where it names none. strategy: the
+    layout whose own run is wanted."""
     measured = recipe.cluster.measured
     if measured is None:
-        return None
+        return {}
     found, whole = measured.found, calibration_for(recipe, graph)
     run = None if strategy is None else measured_run_of(recipe, graph, strategy)
     return {
-        "file": measured.path,
-        "sha256": measured.sha256,
-        "machine": asdict(found.machine),
-        "constants": {name: asdict(figure) for name, figure in found.constants.items()},
-        "layers": [asdict(row) for row in whole.layers] if whole else [],
-        "engine": [asdict(row) for row in whole.engine] if whole else [],
-        "run": None if run is None else asdict(run),
+        "measured": {
+            "file": measured.path,
+            "sha256": measured.sha256,
+            "machine": found.machine,
+            "constants": found.constants,
+            "layers": whole.layers if whole else (),
+            "engine": whole.engine if whole else (),
+            "run": run,
+        }
     }
 
 

@@ -52,31 +52,30 @@ def run_explain(args: argparse.Namespace) -> int:
     except Refusal as refusal:
         if not args.json:
             raise
-        from shardwright.cli.estimate_command import diagnostics_json
+        from shardwright.cli.estimate_command import print_infeasible_json
 
-        found = diagnostics_json(refusal.diagnostics)
-        print(
-            strict_json({"recipe": args.subject, "feasible": False, "diagnostics": found}),
-            flush=True,
-        )
+        print_infeasible_json(args.subject, refusal)
         return 1
 
 
 def _explain_plan(args: argparse.Namespace) -> int:
     if args.why_not is not None:
-        from shardwright.cli import explain_why_not
+        from shardwright.cli.explain_plan import run_why_not
 
-        return explain_why_not.run_why_not(
-            args.subject, args.overrides, args.why_not, as_json=args.json
-        )
+        return run_why_not(args.subject, args.overrides, args.why_not, as_json=args.json)
     from shardwright.cli.command_options import read_priced_recipe
-    from shardwright.cli.explain_plan_text import as_object, explain_priced_recipe
-    from shardwright.cli.explain_plan_text import page as plan_page
+    from shardwright.cli.explain_plan import (
+        explain_priced_recipe,
+        explanation_json,
+        explanation_page,
+    )
 
     subject = read_priced_recipe(args.subject, args.overrides)
     found = explain_priced_recipe(subject)
     print(
-        strict_json(as_object(subject, found)) if args.json else plan_page(subject, found),
+        strict_json(explanation_json(subject, found))
+        if args.json
+        else explanation_page(subject, found),
         flush=True,
     )
     if not args.json:

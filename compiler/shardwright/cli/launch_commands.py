@@ -1,4 +1,5 @@
-"""`shardwright run DIR`: train a compiled folder with its engine's launcher."""
+"""`shardwright run`, `outer-store`, `stop` and `doctor`: start, end and check the run of a
+compiled folder."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.cli.command_options import add_island, add_json, island_folder
+from shardwright.cli.command_options import (
+    add_folder,
+    add_hostfile,
+    add_island,
+    add_json,
+    island_folder,
+)
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.utils.json_values import strict_json
@@ -21,12 +28,8 @@ if TYPE_CHECKING:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", metavar="DIR", type=Path, help="a compiled folder; `run` executes its scripts"
-    )
-    parser.add_argument(
-        "--hostfile", type=Path, help="the hosts to run on: one `name slots=N` per line"
-    )
+    add_folder(parser, "a compiled folder; `run` executes its scripts")
+    add_hostfile(parser, "run on")
     parser.add_argument(
         "--resume",
         default="auto",
@@ -52,26 +55,17 @@ def run_run(args: argparse.Namespace) -> int:
         from shardwright.diloco.island_processes import run_all_islands
 
         return run_all_islands(args.folder, args.resume)
-    folder = island_folder(args)
-    if args.detach:
-        from shardwright.launch.launcher_process import run_detached
+    from shardwright.launch.launcher_process import run_detached, run_folder
 
-        return run_detached(folder, args.hostfile, args.resume)
-    from shardwright.launch.launcher_process import run_folder
-
-    return run_folder(folder, args.hostfile, args.resume)
+    start = run_detached if args.detach else run_folder
+    return start(island_folder(args), args.hostfile, args.resume)
 
 
 # `shardwright outer-store DIR`: where the islands of a compiled folder meet.
 
 
 def add_outer_store_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder",
-        metavar="DIR",
-        type=Path,
-        help="a compiled folder of a recipe with cluster.islands",
-    )
+    add_folder(parser, "a compiled folder of a recipe with cluster.islands")
     parser.add_argument(
         "--bind",
         metavar="HOST:PORT",
@@ -97,7 +91,7 @@ NOT_FINISHED, DETACHED = 3, 130
 
 
 def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    add_folder(parser)
     add_island(parser)
 
 
@@ -154,10 +148,8 @@ def _wait(plan: Plan, folder: Path) -> RunState:
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
-    parser.add_argument(
-        "--hostfile", type=Path, help="the hosts to check: one `name slots=N` per line"
-    )
+    add_folder(parser)
+    add_hostfile(parser, "check")
     add_island(parser)
     add_json(parser)
 
@@ -170,7 +162,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     checks = list(_checks(plan, folder, args.hostfile))
     if plan.islands > 1:
         checks.append(_store_check(plan, folder))
-    print(as_json(checks) if args.json else as_text(checks))
+    print(checks_json(checks) if args.json else checks_text(checks))
     return 1 if any(check_has_errors(check) for check in checks) else 0
 
 
@@ -260,7 +252,7 @@ def check_has_errors(check: HostCheck) -> bool:
     return any(problem.severity == "error" for problem in check.problems)
 
 
-def as_text(checks: Sequence[HostCheck]) -> str:
+def checks_text(checks: Sequence[HostCheck]) -> str:
     lines = []
     for check in checks:
         if not check_has_errors(check):
@@ -281,27 +273,16 @@ def as_text(checks: Sequence[HostCheck]) -> str:
     return "\n".join(lines)
 
 
-def as_json(checks: Sequence[HostCheck]) -> str:
-    return strict_json(
+def checks_json(checks: Sequence[HostCheck]) -> str:
+    keys = ("code", "severity", "message", "help")
+    rows = [
         {
-            "ok": not any(check_has_errors(check) for check in checks),
-            "checks": [
-                {
-                    "name": check.name,
-                    "ok": not check_has_errors(check),
-                    "checked": check.checked,
-                    "told": check.told,
-                    "problems": [
-                        {
-                            "code": p.code,
-                            "severity": p.severity,
-                            "message": p.message,
-                            "help": p.help,
-                        }
-                        for p in check.problems
-                    ],
-                }
-                for check in checks
-            ],
+            "name": check.name,
+            "ok": not check_has_errors(check),
+            "checked": check.checked,
+            "told": check.told,
+            "problems": [{key: getattr(p, key) for key in keys} for p in check.problems],
         }
-    )
+        for check in checks
+    ]
+    return strict_json({"ok": all(row["ok"] for row in rows), "checks": rows})

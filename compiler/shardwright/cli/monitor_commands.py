@@ -1,16 +1,16 @@
-"""`shardwright status DIR`: how a run is doing."""
+"""`shardwright status`, `logs` and `report`: show how a run is doing."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.cli.command_options import add_island, add_json, island_folder
-from shardwright.cli.terminal import shell_quoted
+from shardwright.cli.command_options import add_folder, add_island, add_json, island_folder
+from shardwright.cli.terminal import labelled_lines, shell_quoted
 from shardwright.diagnostics import Refusal, refusal
 from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 from shardwright.utils.json_values import strict_json
@@ -18,13 +18,23 @@ from shardwright.utils.number_format import format_bytes, format_number
 
 if TYPE_CHECKING:
     from shardwright.launch.run_state import RunState
-    from shardwright.monitor.run_files import SaveStatistics
     from shardwright.plan.plan import Plan
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    add_folder(parser)
     add_json(parser)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """Holds what `status` says of one folder's run. predicted_save_seconds: None where nothing is
+    saved yet. outer: the last outer step of an island, as run/outer.jsonl has it."""
+
+    folder: Path
+    state: RunState
+    predicted_save_seconds: float | None
+    outer: Mapping[str, Any] | None
 
 
 def run_status(args: argparse.Namespace) -> int:
@@ -32,38 +42,52 @@ def run_status(args: argparse.Namespace) -> int:
     from shardwright.plan.plan import load_plan
 
     plan = load_plan(args.folder)
-    islands = island_folders(plan, args.folder)
-    if islands:
-        from shardwright.cli import monitor_commands
-
-        return monitor_commands.run_islands_status(plan, args.folder, islands, as_json=args.json)
-    state, predicted = read_run_state_and_save_seconds(plan, args.folder)
-    print(
-        strict_json(_object(state, predicted))
-        if args.json
-        else as_text(state, args.folder, predicted)
-    )
+    folders = island_folders(plan, args.folder)
+    if not folders:
+        status = read_run_status(plan, args.folder)
+        rows = labelled_lines(_status_rows(status), STATUS_LABEL_WIDTH)
+        print(strict_json(_status_json(status)) if args.json else "\n".join(rows))
+        return 0
+    islands = {
+        k: read_run_status(load_plan(each), each) for k, each in enumerate(folders) if each.is_dir()
+    }
+    whole = merge_island_statuses(plan, args.folder, islands)
+    if args.json:
+        objects = [
+            {"island": k, **_status_json(status), "outer": status.outer}
+            for k, status in islands.items()
+        ]
+        print(strict_json({"whole": whole, "islands": objects}))
+        return 0
+    parts = {"all islands": _merged_rows(whole, islands)}
+    for k, status in islands.items():
+        parts[f"island {k}"] = _status_rows(status)
+        if (outer := status.outer) is not None:
+            text = f"{_outer_step_text(outer)}, {outer['seconds']:.3g} s"
+            parts[f"island {k}"].append(("outer", text))
+    texts = [
+        "\n".join([name, *labelled_lines(rows, STATUS_LABEL_WIDTH)]) for name, rows in parts.items()
+    ]
+    print("\n\n".join(texts))
     return 0
 
 
-def read_run_state_and_save_seconds(plan: Plan, folder: Path) -> tuple[RunState, float | None]:
-    """And the seconds that a save is predicted to take."""
+def read_run_status(plan: Plan, folder: Path) -> RunStatus:
     from shardwright.launch.run_state import read_state
-
-    state = read_state(plan, folder)
-    return state, None if state.saves is None else _predicted_save_seconds(folder)
-
-
-def _object(state: RunState, predicted: float | None) -> dict[str, Any]:
-    return {**asdict(state), "predicted_save_seconds": predicted}
-
-
-def last_outer_step(folder: Path) -> dict[str, Any] | None:
-    """The last line of run/outer.jsonl; None where there is none."""
     from shardwright.monitor.run_files import OUTER_STEPS_FILE
     from shardwright.utils.json_lines import read_json_lines
 
-    return next(read_json_lines(folder / OUTER_STEPS_FILE, newest_first=True), None)
+    state = read_state(plan, folder)
+    return RunStatus(
+        folder=folder,
+        state=state,
+        predicted_save_seconds=None if state.saves is None else _predicted_save_seconds(folder),
+        outer=next(read_json_lines(folder / OUTER_STEPS_FILE, newest_first=True), None),
+    )
+
+
+def _status_json(status: RunStatus) -> dict[str, Any]:
+    return {**asdict(status.state), "predicted_save_seconds": status.predicted_save_seconds}
 
 
 def _predicted_save_seconds(folder: Path) -> float | None:
@@ -82,16 +106,13 @@ def _predicted_save_seconds(folder: Path) -> float | None:
     return None if expected is None else expected.save_seconds
 
 
-def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None = None) -> str:
+def _status_rows(status: RunStatus) -> list[tuple[str, str]]:
     from shardwright.checkpoint.checkpoint_storage import step_name
     from shardwright.monitor.gradient_noise_scale import noise_scale_text
 
-    rows = [
-        (
-            "status",
-            state.status if state.attempt is None else f"{state.status}, attempt {state.attempt}",
-        )
-    ]
+    state = status.state
+    attempt = "" if state.attempt is None else f", attempt {state.attempt}"
+    rows = [("status", f"{state.status}{attempt}")]
     if state.step:
         rows.append(("step", f"{state.step} of {state.steps}"))
     if state.loss is not None and state.tokens_per_second is not None:
@@ -100,28 +121,24 @@ def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None 
     if state.noise_scale is not None:
         rows.append(("noise", noise_scale_text(state.noise_scale)))
     if state.saves is not None:
-        rows.append(("saves", _saves(state.saves, predicted_save_seconds)))
+        saves, seconds = state.saves, status.predicted_save_seconds
+        predicted = "" if seconds is None else f" (predicted {format_number(seconds)})"
+        text = f"{saves.count}, {format_number(saves.seconds)} s each{predicted}"
+        rows.append(("saves", f"{text}, {format_number(saves.gbytes_per_second)} GB/s a node"))
     if state.eta_seconds is not None:
         rows.append(("left", remaining_time_text(state.eta_seconds)))
     if state.stalled:
         rows.append(("stalled", escape_control_characters(state.stalled)))
     if state.status == "failed":
+        host = f"host {escape_control_characters(str(state.host))}"
         if state.rank is not None:
-            rows.append(
-                (
-                    "where",
-                    (
-                        f"rank {state.rank}, stage {state.stage}, host "
-                        f"{escape_control_characters(str(state.host))}"
-                    ),
-                )
-            )
+            rows.append(("where", f"rank {state.rank}, stage {state.stage}, {host}"))
         elif state.host is not None:
-            rows.append(("where", f"host {escape_control_characters(state.host)}"))
+            rows.append(("where", host))
         rows.append(("cause", escape_control_characters(str(state.cause))))
         if state.help:
             rows.append(("help", escape_control_characters(state.help)))
-    place = shell_quoted(str(folder))
+    place = shell_quoted(str(status.folder))
     rank = "" if state.rank is None else f" --rank {state.rank}"
     after = {
         "not started": f"shardwright run {place}",
@@ -130,16 +147,7 @@ def as_text(state: RunState, folder: Path, predicted_save_seconds: float | None 
         "done": f"shardwright export {place}/checkpoints/{step_name(state.step)} -o HF_FOLDER",
     }
     rows.append(("next", after.get(state.status, f"shardwright logs {place} -f")))
-    return "\n".join(f"{name:<9}{text}" for name, text in rows)
-
-
-def _saves(saves: SaveStatistics, predicted_seconds: float | None) -> str:
-    plan = "" if predicted_seconds is None else f" (predicted {format_number(predicted_seconds)})"
-    return (
-        f"{saves.count}, {format_number(saves.seconds)} s each{plan}, "
-        f"{format_number(saves.gbytes_per_second)} "
-        "GB/s a node"
-    )
+    return rows
 
 
 def remaining_time_text(seconds: float) -> str:
@@ -154,47 +162,37 @@ def remaining_time_text(seconds: float) -> str:
     return f"{int(days)} d {hours % 24:02d} h"
 
 
-# `shardwright status DIR` of several islands: the whole, and each island that is here.
+# `shardwright status DIR` of several islands: all of them merged, and each that is on this machine.
 
 
-def run_islands_status(plan: Plan, folder: Path, islands: Sequence[Path], *, as_json: bool) -> int:
-    from shardwright.plan.plan import load_plan
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedStatus:
+    """Holds what `status` says of all islands as one. step, islands, loss, tokens_per_second: of
+    the newest step that every local island which took part in the last outer step has made; None
+    where there is none. tokens: trained until then. last_outer_step: as the store's file has it."""
 
-    local_islands = {k: each for k, each in enumerate(islands) if each.is_dir()}
-    states = {
-        k: read_run_state_and_save_seconds(load_plan(each), each)
-        for k, each in local_islands.items()
-    }
-    outer = {k: last_outer_step(each) for k, each in local_islands.items()}
-    whole = all_islands_json(
-        plan, folder, local_islands, {k: state for k, (state, _) in states.items()}
-    )
-    if as_json:
-        objects = [
-            {"island": k, **asdict(state), "predicted_save_seconds": predicted, "outer": outer[k]}
-            for k, (state, predicted) in states.items()
-        ]
-        print(strict_json({"whole": whole, "islands": objects}))
-        return 0
-    parts = [all_islands_text(whole, states)]
-    for k, (state, predicted) in states.items():
-        text = f"island {k}\n{as_text(state, local_islands[k], predicted)}"
-        last_outer = outer[k]
-        parts.append(
-            text
-            if last_outer is None
-            else f"{text}\nouter    {_outer_words(last_outer)}, {last_outer['seconds']:.3g} s"
-        )
-    print("\n\n".join(parts))
-    return 0
+    step: int | None
+    steps: int | None
+    islands: Sequence[int]
+    loss: float | None
+    tokens: int | None
+    tokens_per_second: float | None
+    outer_steps: int
+    last_outer_step: Mapping[str, Any] | None
+    missing: Sequence[MissingIsland]
 
 
-def all_islands_json(
-    plan: Plan, folder: Path, local_islands: Mapping[int, Path], states: Mapping[int, RunState]
-) -> dict[str, Any]:
-    """here: the islands that are on this machine. step, islands, loss, tokens_per_second: of the
-    newest step that all of those have made who took part in the last outer step. tokens: trained
-    until then. None where there is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissingIsland:
+    """Names an island that the last outer_steps outer steps went without."""
+
+    island: int
+    outer_steps: int
+
+
+def merge_island_statuses(
+    plan: Plan, folder: Path, islands: Mapping[int, RunStatus]
+) -> MergedStatus:
     from shardwright.diloco.island_metrics import (
         effective_rounds,
         merged_steps,
@@ -203,79 +201,62 @@ def all_islands_json(
     )
 
     rounds = effective_rounds(read_rounds(folder))
-    steps = merged_steps(local_islands, rounds, plan.diloco.every_steps)
+    folders = {k: status.folder for k, status in islands.items()}
+    steps = merged_steps(folders, rounds, plan.diloco.every_steps)
     absent = missing(plan.diloco.islands, rounds)
-    participants = {k for k in local_islands if k not in absent and states[k].step > 0}
+    participants = {k for k in islands if k not in absent and islands[k].state.step > 0}
+    rates = [rate for k in participants if (rate := islands[k].state.tokens_per_second) is not None]
     newest = next(
         (each for each in reversed(steps) if participants and participants <= set(each.islands)),
         None,
     )
-    rates = [rate for k in participants if (rate := states[k].tokens_per_second) is not None]
-    return {
-        "step": None if newest is None else newest.step,
-        "steps": max((state.steps for state in states.values()), default=None),
-        "islands": [] if newest is None else list(newest.islands),
-        "loss": None if newest is None else newest.loss,
-        "tokens": None
-        if newest is None
-        else sum(each.tokens for each in steps if each.step <= newest.step),
-        "tokens_per_second": sum(rates) if newest is not None and rates else None,
-        "outer_steps": len(rounds),
-        "last_outer_step": rounds[-1] if rounds else None,
-        "missing": [{"island": k, "outer_steps": count} for k, count in absent.items()],
-    }
+    trained = [each.tokens for each in steps if newest is not None and each.step <= newest.step]
+    return MergedStatus(
+        step=None if newest is None else newest.step,
+        steps=max((status.state.steps for status in islands.values()), default=None),
+        islands=() if newest is None else newest.islands,
+        loss=None if newest is None else newest.loss,
+        tokens=None if newest is None else sum(trained),
+        tokens_per_second=sum(rates) if newest is not None and rates else None,
+        outer_steps=len(rounds),
+        last_outer_step=rounds[-1] if rounds else None,
+        missing=[MissingIsland(island=k, outer_steps=count) for k, count in absent.items()],
+    )
 
 
-def all_islands_text(
-    whole: Mapping[str, Any], states: Mapping[int, tuple[RunState, float | None]]
-) -> str:
+def _merged_rows(whole: MergedStatus, islands: Mapping[int, RunStatus]) -> list[tuple[str, str]]:
     rows = []
-    if whole["step"] is not None:
-        rows.append(("step", f"{whole['step']} of {whole['steps']}"))
+    if whole.step is not None:
+        rows.append(("step", f"{whole.step} of {whole.steps}"))
         rows.append(
-            ("loss", f"{whole['loss']:.4f}, of islands {_listed(whole['islands'])} by their tokens")
+            ("loss", f"{whole.loss:.4f}, of islands {_listed(whole.islands)} by their tokens")
         )
-        rows.append(("trained", f"{whole['tokens']:,} tokens"))
-    if whole["tokens_per_second"] is not None:
-        rows.append(("speed", f"{whole['tokens_per_second']:,.0f} tokens/s"))
-    last = whole["last_outer_step"]
-    rows.append(
-        (
-            "outer",
-            "none yet, or the store is elsewhere" if last is None else _round_words(whole, last),
+        rows.append(("trained", f"{whole.tokens:,} tokens"))
+    if whole.tokens_per_second is not None:
+        rows.append(("speed", f"{whole.tokens_per_second:,.0f} tokens/s"))
+    last, outer = whole.last_outer_step, "none yet, or the store is elsewhere"
+    if last is not None:
+        joined = f"; {_listed(last['joined'])} took their state" if last["joined"] else ""
+        outer = (
+            f"{_outer_steps(whole.outer_steps)}, the last at {_outer_step_text(last)}, "
+            f"{format_number(last['seconds'])} s in the store{joined}"
         )
-    )
-    for each in whole["missing"]:
-        rows.append(
-            (
-                "missing",
-                f"island {each['island']}, for {_steps(each['outer_steps'])}{_why(each, states)}",
-            )
-        )
-    return "\n".join(["all islands", *(f"{name:<9}{text}" for name, text in rows)])
+    rows.append(("outer", outer))
+    for each in whole.missing:
+        status = islands.get(each.island)
+        why = "elsewhere" if status is None else status.state.status
+        text = f"island {each.island}, for {_outer_steps(each.outer_steps)} ({why})"
+        rows.append(("missing", text))
+    return rows
 
 
-def _round_words(whole: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    joined = f"; {_listed(last['joined'])} took their state" if last["joined"] else ""
-    made = _steps(whole["outer_steps"])
-    return (
-        f"{made}, the last at {_outer_words(last)}, {format_number(last['seconds'])} s in the "
-        f"store{joined}"
-    )
+def _outer_step_text(outer: Mapping[str, Any]) -> str:
+    members = outer["members"]
+    who = f"islands {_listed(members)}" if members else "another island's state taken"
+    return f"step {outer['step']}, {who}"
 
 
-def _outer_words(line: Mapping[str, Any]) -> str:
-    return f"step {line['step']}, " + (
-        f"islands {_listed(line['members'])}" if line["members"] else "another island's state taken"
-    )
-
-
-def _why(each: Mapping[str, Any], states: Mapping[int, tuple[RunState, float | None]]) -> str:
-    state = states.get(each["island"])
-    return " (elsewhere)" if state is None else f" ({state[0].status})"
-
-
-def _steps(count: int) -> str:
+def _outer_steps(count: int) -> str:
     return f"{count} outer step{'' if count == 1 else 's'}"
 
 
@@ -287,10 +268,11 @@ def _listed(islands: Sequence[int]) -> str:
 
 
 POLL_SECONDS = 0.3
+STATUS_LABEL_WIDTH = 9
 
 
 def add_logs_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    add_folder(parser)
     parser.add_argument(
         "--rank",
         type=int,
@@ -367,7 +349,7 @@ def _show(plan: Plan, path: Path, folder: Path, *, follow: bool) -> None:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a compiled folder")
+    add_folder(parser)
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, required=True, help="the HTML file to write"
     )

@@ -14,9 +14,24 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli import recipe_writer
 from shardwright.cli.command_options import add_json, add_overrides, positive
-from shardwright.cli.terminal import error, print_diagnostics, print_refusal, table_lines
+from shardwright.cli.estimate_command import (
+    estimate_json,
+    islands_rows,
+    measured_run_note,
+    measurement_note_lines,
+    measurements_json,
+)
+from shardwright.cli.terminal import (
+    error,
+    labelled_lines,
+    print_diagnostics,
+    print_refusal,
+    table_lines,
+)
+from shardwright.cost.prediction_errors import error_benchmark
 from shardwright.diagnostics import Refusal
 from shardwright.layout.axes import AXES, Axis
+from shardwright.layout.layout import Layout, auto_by_default_axes
 from shardwright.layout.layout_estimate import Estimate, Memory
 from shardwright.layout.planning_problem import Problem
 from shardwright.models.model_files import weights_summary
@@ -34,17 +49,29 @@ from shardwright.report.plan_sentences import (
     slower_region_text,
     smaller_cluster_batch_text,
 )
-from shardwright.utils.json_values import strict_json
-from shardwright.utils.number_format import format_number, rank_or_gpu
+from shardwright.search.accumulation_dtype_choice import low_precision_accumulation
+from shardwright.search.cluster_sizing import (
+    ClusterSizing,
+    LargerBatch,
+    SmallerClusterBatch,
+    larger_batch,
+    smaller_cluster_batch,
+)
+from shardwright.search.engine_choice import other_engine
+from shardwright.search.kernel_choice import chosen_kernels
+from shardwright.search.layout_comparison import (
+    SlowerRegion,
+    binding_constraint,
+    pareto_front,
+    slower_regions,
+)
+from shardwright.search.layout_search import SearchResult, baselines, choose_layout, search
+from shardwright.search.rejected_faster_layouts import rejected_faster_layouts
+from shardwright.utils.json_values import JsonDocument, strict_json
+from shardwright.utils.number_format import GIB, format_number, rank_or_gpu
 
 if TYPE_CHECKING:
-    from shardwright.layout.layout import Layout
-    from shardwright.layout.layout_estimate import Estimate
     from shardwright.recipe.recipe_types import Recipe
-    from shardwright.search.cluster_sizing import ClusterSizing, LargerBatch, SmallerClusterBatch
-    from shardwright.search.layout_comparison import SlowerRegion
-    from shardwright.search.layout_search import SearchResult
-    from shardwright.utils.json_values import JsonObject, JsonValue
 
 
 MAX_SLOWER_REGIONS = 5  # regions that the page names; --json has them all
@@ -111,15 +138,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Exit 1 where no layout is feasible; the rejected regions are printed all the same."""
-    from shardwright.cli.estimate_command import measurement_note_lines
     from shardwright.compile import resolve_recipe
     from shardwright.recipe.recipe_loader import load_recipe
-    from shardwright.search.cluster_sizing import larger_batch, smaller_cluster_batch
-    from shardwright.search.layout_search import choose_layout, search
 
     model = recipe_writer.model_source(args)
-    wrong = recipe_writer.model_flags_error(args, model)
-    if wrong:
+    if wrong := recipe_writer.model_flags_error(args, model):
         error(wrong)
         return 1
     text = ""
@@ -140,22 +163,18 @@ def run_plan(args: argparse.Namespace) -> int:
         error(wrong)
         return 1
     if args.json:
-        found = _object(args.recipe, problem, rows, result, sizing, batch, larger)
+        document = plan_json(args.recipe, problem, rows, result, sizing, batch, larger)
         if model is not None:
-            found["planned_as"], found["assumed"] = (
-                recipe_writer.planned_as(recipe),
-                list(recipe_writer.assumed_keys(args)),
-            )
-        print(strict_json({**found, **_measured(problem)}))
+            document["planned_as"] = recipe_writer.planned_as(recipe)
+            document["assumed"] = recipe_writer.assumed_keys(args)
+        print(strict_json({**document, **measurements_json(recipe, problem.graph, None)}))
     else:
         lines = [
             *recipe_writer.heading(args, text),
             *plan_text_lines(problem, rows, result, sizing, batch, larger),
+            *measurement_note_lines(recipe, problem.graph, problem.cluster),
         ]
-        print(
-            "\n".join([*lines, *measurement_note_lines(recipe, problem.graph, problem.cluster)]),
-            flush=True,
-        )
+        print("\n".join(lines), flush=True)
         print_diagnostics(result.ranked[0].diagnostics if result.ranked else (), recipe.source)
     if args.pin is not None:
         _pin(args, recipe, text, rows[args.pin - 1])
@@ -168,46 +187,27 @@ def run_plan(args: argparse.Namespace) -> int:
     return 1
 
 
-def _measured(problem: Problem) -> JsonObject:
-    """Where the recipe names a file."""
-    from shardwright.cli.estimate_command import measurements_json
-
-    found = measurements_json(problem.recipe, problem.graph, None)
-    return {} if found is None else {"measured": found}
-
-
 def plan_table_rows(problem: Problem, result: SearchResult, top: int) -> list[PlanRow]:
-    """The best, and "what you would run today" (pipeline 1, tensor 1, ZeRO-2 and 3): within the
-    ranking where the pins allow it, below it otherwise."""
-    from shardwright.search.layout_search import baselines
-    from shardwright.search.rejected_faster_layouts import rejected_faster_layouts
-
-    is_baseline = baselines(problem)
+    """Return the best layouts, the faster but rejected ones, and "what you would run today"
+    (pipeline 1, tensor 1, ZeRO-2 and 3): below the ranking where the pins forbid those."""
+    recipe, todays = problem.recipe, baselines(problem)
     place = {estimate.strategy: i for i, estimate in enumerate(result.ranked)}
+    rejected = {each.strategy for each in rejected_faster_layouts(recipe, result.ranked)}
+    baseline_layouts = {e.strategy for e in todays}
     chosen = {e.strategy: e for e in result.ranked[:top]}
-    chosen |= {e.strategy: e for e in is_baseline if e.strategy in place}
-    is_faster_but_rejected = {
-        each.strategy for each in rejected_faster_layouts(problem.recipe, result.ranked)
-    }
-    chosen |= {e.strategy: e for e in result.ranked if e.strategy in is_faster_but_rejected}
+    chosen |= {e.strategy: e for e in todays if e.strategy in place}
+    chosen |= {e.strategy: e for e in result.ranked if e.strategy in rejected}
     shown = sorted(chosen.values(), key=lambda e: place[e.strategy])
-    baseline_layouts = {e.strategy for e in is_baseline}
+    shown += [e for e in todays if e.strategy not in place]
     return [
-        *(
-            _row(
-                problem,
-                e,
-                is_baseline=e.strategy in baseline_layouts,
-                ranked=True,
-                is_faster_but_rejected=e.strategy in is_faster_but_rejected,
-            )
-            for e in shown
-        ),
-        *(
-            _row(problem, e, is_baseline=True, ranked=False, is_faster_but_rejected=False)
-            for e in is_baseline
-            if e.strategy not in place
-        ),
+        _row(
+            problem,
+            e,
+            is_baseline=e.strategy in baseline_layouts,
+            ranked=e.strategy in place,
+            is_faster_but_rejected=e.strategy in rejected,
+        )
+        for e in shown
     ]
 
 
@@ -219,8 +219,6 @@ def _row(
     ranked: bool,
     is_faster_but_rejected: bool,
 ) -> PlanRow:
-    from shardwright.cli.estimate_command import measured_run_note
-
     s = estimate.strategy
     notes = [axis.note.format(value) for axis, value in s.enabled_axes() if axis.note]
     notes += [f"today's ZeRO-{s.zero_stage}"] if is_baseline else []
@@ -232,12 +230,10 @@ def _row(
 
 
 def _is_within_pins(recipe: Recipe, s: Layout) -> bool:
-    from shardwright.layout.layout import auto_by_default_axes
-
     return all(axis.pin(recipe) in (None, getattr(s, axis.name)) for axis in auto_by_default_axes())
 
 
-def _object(
+def plan_json(
     path: str,
     problem: Problem,
     rows: list[PlanRow],
@@ -245,79 +241,50 @@ def _object(
     sizing: ClusterSizing | None,
     batch: SmallerClusterBatch | None,
     larger: LargerBatch | None,
-) -> dict[str, JsonValue]:
-    from shardwright.cli.estimate_command import estimate_json
-    from shardwright.search.accumulation_dtype_choice import low_precision_accumulation
-    from shardwright.search.engine_choice import other_engine
-    from shardwright.search.kernel_choice import chosen_kernels
-    from shardwright.search.layout_comparison import (
-        binding_constraint,
-        pareto_front,
-        slower_regions,
-    )
-    from shardwright.search.rejected_faster_layouts import rejected_faster_layouts
-
-    recipe, sums, kernels = (
-        problem.recipe,
-        low_precision_accumulation(problem),
-        chosen_kernels(problem),
-    )
-    best = result.ranked[0] if result.ranked else None
-    other = None if best is None else other_engine(problem, best)
-    found: dict[str, JsonValue] = {
+) -> JsonDocument:
+    recipe, ranked = problem.recipe, result.ranked
+    best = ranked[0] if ranked else None
+    document: JsonDocument = {
         "recipe": path,
         "plans": [estimate_json(path, row.estimate) for row in rows],
-        "rejected": [dataclasses.asdict(region) for region in result.rejected],
+        "rejected": result.rejected,
         "not_priced": [
             {"least_seconds": least, **dataclasses.asdict(s)} for least, s in result.slow
         ],
         "lost": [
-            _slower_region_json(region)
-            for region in slower_regions(recipe, result.ranked, result.slow)
+            _slower_region_json(region) for region in slower_regions(recipe, ranked, result.slow)
         ],
-        "pareto": [estimate_json(path, estimate) for estimate in pareto_front(result.ranked)],
+        "pareto": [estimate_json(path, estimate) for estimate in pareto_front(ranked)],
         "binding": None
         if best is None
         else binding_constraint(best, result.fastest_over_memory(best)),
-        "measured_error": _measured_error(result),
-        "rejected_faster_layouts": [
-            dataclasses.asdict(each) for each in rejected_faster_layouts(recipe, result.ranked)
-        ],
-        "low_precision_accumulation": None if sums is None else dataclasses.asdict(sums),
-        "kernels": None if kernels is None else dataclasses.asdict(kernels),
+        "measured_error": {
+            "step_time": None if best is None else best.error.step_time,
+            "memory": None if best is None else best.error.memory,
+            "runs": error_benchmark().time.runs,
+            "projects": error_benchmark().projects,
+        },
+        "rejected_faster_layouts": rejected_faster_layouts(recipe, ranked),
+        "low_precision_accumulation": low_precision_accumulation(problem),
+        "kernels": chosen_kernels(problem),
         "target": recipe.target,
-        "other_engine": None if other is None else dataclasses.asdict(other),
+        "other_engine": None if best is None else other_engine(problem, best),
         "search_seconds": result.seconds,
     }
     if sizing is not None:
-        nearby = None if batch is None else dataclasses.asdict(batch)
-        more = None if larger is None else dataclasses.asdict(larger)
-        bound: JsonObject = {
+        document["sizing"] = {
+            **dataclasses.asdict(sizing),
             "bound": _bound(recipe, sizing, batch),
-            "smaller_cluster_batch": nearby,
-            "larger_batch": more,
+            "smaller_cluster_batch": batch,
+            "larger_batch": larger,
         }
-        found["sizing"] = {**dataclasses.asdict(sizing), **bound}
-    return found
+    return document
 
 
-def _slower_region_json(region: SlowerRegion) -> JsonObject:
+def _slower_region_json(region: SlowerRegion) -> JsonDocument:
     fields = dataclasses.asdict(region)
     del fields["where"]
     return {**dict(region.where), **fields}
-
-
-def _measured_error(result: SearchResult) -> dict[str, JsonValue]:
-    """Of the best plan; each plan has its own."""
-    from shardwright.cost.prediction_errors import error_benchmark
-
-    best = result.ranked[0].error if result.ranked else None
-    return {
-        "step_time": None if best is None else best.step_time,
-        "memory": None if best is None else best.memory,
-        "runs": error_benchmark().time.runs,
-        "projects": error_benchmark().projects,
-    }
 
 
 def _bound(recipe: Recipe, sizing: ClusterSizing, batch: SmallerClusterBatch | None) -> str:
@@ -338,17 +305,6 @@ def plan_text_lines(
 ) -> list[str]:
     """What `plan` prints, without a line end. rows: of plan_table_rows; batch: of
     smaller_cluster_batch; larger: of larger_batch."""
-    from shardwright.cli.estimate_command import islands_rows
-    from shardwright.search.accumulation_dtype_choice import low_precision_accumulation
-    from shardwright.search.engine_choice import other_engine
-    from shardwright.search.kernel_choice import chosen_kernels
-    from shardwright.search.layout_comparison import (
-        binding_constraint,
-        pareto_front,
-        slower_regions,
-    )
-    from shardwright.search.rejected_faster_layouts import rejected_faster_layouts
-
     recipe = problem.recipe
     is_cpu = recipe.cluster.gpu == "cpu"
     lines = [*table(rows, is_cpu=is_cpu), "", weights_summary(recipe.model.weights)] if rows else []
@@ -360,18 +316,17 @@ def plan_text_lines(
             f"bound by {binding_constraint(best, result.fastest_over_memory(best))}",
             *error_notes([row.estimate for row in rows]),
         ]
-        sums = low_precision_accumulation(problem)
-        lines += [] if sums is None else [low_precision_accumulation_text(sums)]
-        kernels = chosen_kernels(problem)
-        lines += [] if kernels is None else [chosen_kernels_text(kernels)]
-        other = other_engine(problem, best)
-        lines += [] if other is None else [other_engine_text(other)]
+        if (sums := low_precision_accumulation(problem)) is not None:
+            lines.append(low_precision_accumulation_text(sums))
+        if (kernels := chosen_kernels(problem)) is not None:
+            lines.append(chosen_kernels_text(kernels))
+        if (other := other_engine(problem, best)) is not None:
+            lines.append(other_engine_text(other))
         lines += [
             f"set aside: {rejected_faster_text(each)}"
             for each in rejected_faster_layouts(recipe, result.ranked)
         ]
-        told = islands_rows(recipe, problem.graph, best)
-        lines += [f"{name or ' ' * 7}  {words}" for name, words in told]
+        lines += labelled_lines(islands_rows(recipe, problem.graph, best), 9)
     if sizing is not None:
         days = f"{sizing.days:.3g} days of at most {sizing.days_at_most:g}"
         lines.append(
@@ -385,11 +340,8 @@ def plan_text_lines(
             f"  {slower_region_text(region):38} {slowdown_text(region):>9}  {region.because}"
             for region in lost[:MAX_SLOWER_REGIONS]
         ]
-        lines += (
-            [f"  and {len(lost) - MAX_SLOWER_REGIONS} more (--json)"]
-            if len(lost) > MAX_SLOWER_REGIONS
-            else []
-        )
+        if len(lost) > MAX_SLOWER_REGIONS:
+            lines.append(f"  and {len(lost) - MAX_SLOWER_REGIONS} more (--json)")
     if result.slow:
         least = result.slow[0][0] / result.ranked[0].time.step_seconds - 1
         lines.append(
@@ -434,20 +386,15 @@ def _pinned_file(args: argparse.Namespace) -> Path:
 
 
 def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> None:
-    from shardwright.cli.recipe_writer import write_pinned_recipe
-
     source = text or recipe.source.texts[recipe.source.file]
     target = _pinned_file(args)
-    write_pinned_recipe(source, target, row.estimate.strategy, recipe)
+    recipe_writer.write_pinned_recipe(source, target, row.estimate.strategy, recipe)
     print(
         f"row {args.pin} is pinned in {target}: {row.estimate.strategy.describe()}", file=sys.stderr
     )
 
 
 # The table of `shardwright plan`.
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,7 +418,13 @@ TEXT_COLUMNS = ("checkpointing", "")  # the others are numbers, and stand on the
 def table(rows: Sequence[PlanRow], *, is_cpu: bool) -> list[str]:
     """Lines without a line end. Δ: step time against row 1."""
     axes = [
-        axis for axis in AXES if axis.short and (axis.is_auto_by_default or _is_had(axis, rows))
+        axis
+        for axis in AXES
+        if axis.short
+        and (
+            axis.is_auto_by_default
+            or any(row.estimate.strategy.values()[axis] != axis.plain for row in rows)
+        )
     ]
     cells = [
         _cells(place, row, rows[0].estimate, axes, is_cpu=is_cpu)
@@ -481,10 +434,6 @@ def table(rows: Sequence[PlanRow], *, is_cpu: bool) -> list[str]:
     header = [name.replace("/GPU", f"/{rank_or_gpu(is_cpu=is_cpu)}") for name in HEADER]
     header[HEADER.index(DEGREES)] = " x ".join(axis.short for axis in axes)
     return table_lines(header, cells, text=text, bold=() if rows[0].broken else (0,))
-
-
-def _is_had(axis: Axis, rows: Sequence[PlanRow]) -> bool:
-    return any(row.estimate.strategy.values()[axis] != axis.plain for row in rows)
 
 
 def _cells(

@@ -1,6 +1,5 @@
-"""`shardwright init MODEL --gpu G --nodes N --gpus-per-node M`: a commented first recipe, which
-`check` accepts and `plan` plans.
-"""
+"""`shardwright init`, `import`, `schema` and `check`: write recipes, and check them. None of them
+imports torch."""
 
 from __future__ import annotations
 
@@ -14,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from shardwright.cli.command_options import add_json, add_overrides, add_recipe_output
 from shardwright.cli.recipe_writer import (
-    STARTER_GPUS_PER_NODE,
+    GPUS_PER_NODE,
     StarterSettings,
+    flags_by_recipe_key,
+    load_model_recipe,
     starter_recipe_yaml,
 )
 from shardwright.cli.terminal import error, print_diagnostics, shell_quoted
@@ -49,7 +50,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus-per-node",
         type=int,
-        default=STARTER_GPUS_PER_NODE,
+        default=GPUS_PER_NODE,
         metavar="N",
         help="GPUs on each node (default %(default)s)",
     )
@@ -59,7 +60,6 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
 def run_init(args: argparse.Namespace) -> int:
     """Prints the recipe, or writes it with -o. Raises Refusal: SW1442 to SW1444, and for an unknown
     model or GPU."""
-    from shardwright.cli.recipe_writer import flags_by_recipe_key
     from shardwright.models.model_sources import match_catalog_id
 
     output: Path | None = args.output
@@ -146,7 +146,6 @@ def _exists(output: Path) -> Refusal:
 def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None:
     """Refuses what `check` or `plan` would: an unknown name, or a model that fits on no layout of
     the cluster."""
-    from shardwright.cli.recipe_writer import load_model_recipe
     from shardwright.compile import read_problem
     from shardwright.search.layout_search import choose_layout
 

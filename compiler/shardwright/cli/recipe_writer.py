@@ -1,4 +1,4 @@
-"""`plan MODEL`: the recipe that stands for a model's name and a few flags."""
+"""Writes recipes: for `plan MODEL` and its flags, for `init`, and with the pins of `plan --pin`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ GPUS_PER_NODE = 8
 STEPS = 1000
 PRECISION = "bf16"
 MAX_ASSUMED_SEQUENCE_LENGTH = 4096
-TOKENS_PER_STEP = (
-    4 * 2**20
-)  # what models of 7 B to 400 B are pre-trained with (Llama 2 and 3: 4 M to 16 M)
-
+# What models of 7 B to 400 B are pre-trained with (Llama 2 and 3: 4 M to 16 M).
+TOKENS_PER_STEP = 4 * 2**20
 # CLIP's batch (arXiv 2103.00020, section 2.5); SigLIP's gains end there (arXiv 2303.15343)
 PAIRS_PER_STEP = 32_768
 
@@ -43,7 +41,7 @@ _RECIPE_ENDINGS = (".yaml", ".yml", ".json")
 
 
 def model_source(args: argparse.Namespace) -> str | None:
-    """The model.source that the argument names; None where it is a recipe."""
+    """Return the model.source that the argument names; None where it is a recipe."""
     from shardwright.models.model_sources import match_catalog_id
 
     name: str = args.recipe
@@ -67,7 +65,7 @@ _MODEL_FLAGS = (
 
 
 def model_flags_error(args: argparse.Namespace, model: str | None) -> str:
-    """What is wrong with the flags, or ""."""
+    """Return what is wrong with the flags, or ""."""
     given = [
         "--" + flag.replace("_", "-") for flag in _MODEL_FLAGS if getattr(args, flag) is not None
     ]
@@ -83,7 +81,7 @@ def model_flags_error(args: argparse.Namespace, model: str | None) -> str:
 
 
 def draft_yaml(args: argparse.Namespace, model: str) -> str:
-    """The recipe that stands for the command line, as YAML, a section a line."""
+    """Return the recipe that stands for the command line, as YAML, a section a line."""
     gpus_per_node = args.gpus_per_node or GPUS_PER_NODE
     world = args.nodes * gpus_per_node
     length = args.sequence_length or min(
@@ -110,11 +108,11 @@ def draft_yaml(args: argparse.Namespace, model: str) -> str:
 
 
 def model_max_sequence_length(model: str) -> int:
-    """The longest sequence that the model's configuration names; where it names none, there is no
-    limit."""
+    """Return the longest sequence that the model's configuration names;
+    MAX_ASSUMED_SEQUENCE_LENGTH where it names none."""
     config = _config_of(model)
     text = config.get("text_config")
-    if isinstance(text, dict):  # of a model that sees
+    if isinstance(text, dict):  # of a vision-language model
         config = {**text, **config}
     lengths = [config[key] for key in _LENGTH_KEYS if key in config]
     return next((n for n in lengths if isinstance(n, int) and n > 0), MAX_ASSUMED_SEQUENCE_LENGTH)
@@ -134,7 +132,7 @@ def _config_of(model: str) -> JsonObject:
 
 
 def flags_by_recipe_key(args: argparse.Namespace, model: str) -> dict[KeyPath, str]:
-    """Recipe key -> the word of the command line that gives it."""
+    """Map recipe keys to the words of the command line that give them."""
     flags: dict[KeyPath, tuple[str, object]] = {
         ("model", "source"): ("", model),
         ("cluster", "gpu"): ("--gpu ", args.gpu),
@@ -149,8 +147,8 @@ def flags_by_recipe_key(args: argparse.Namespace, model: str) -> dict[KeyPath, s
 
 
 def load_model_recipe(text: str, overrides: Sequence[str], words: Mapping[KeyPath, str]) -> Recipe:
-    """The recipe of `text`. There is no file of it, so diagnostics point at the words of the
-    command line."""
+    """Load the recipe of `text`. Its diagnostics point at the words of the command line, because
+    there is no file."""
     from shardwright.recipe.recipe_composition import STDIN
     from shardwright.recipe.recipe_loader import load_recipe
 
@@ -179,7 +177,7 @@ def load_model_recipe(text: str, overrides: Sequence[str], words: Mapping[KeyPat
 
 
 def assumed_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    """The recipe keys that neither the command line's flags nor its --set give."""
+    """Return the recipe keys that neither the command line's flags nor its --set give."""
     sections = {"gpus_per_node": "cluster"}
     keys = {
         f"{sections.get(flag, 'training')}.{flag}": getattr(args, flag) for flag in _MODEL_FLAGS[2:]
@@ -190,14 +188,12 @@ def assumed_keys(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def planned_as(recipe: Recipe) -> JsonObject:
-    """The sections that the command line stands for, with --set applied and every default filled
-    in."""
+    """Return the sections that the command line stands for, with --set and the defaults applied."""
     return {key: recipe.document[key] for key in ("model", "cluster", "training", "parallelism")}
 
 
 def heading(args: argparse.Namespace, text: str) -> list[str]:
-    """The recipe in place of which the model was planned, and what of it was assumed; nothing for a
-    recipe."""
+    """Return the recipe that stands for the model's name, and what it assumes; [] for a recipe."""
     if not text:
         return []
     assumed = ", ".join(assumed_keys(args)) or "nothing"
@@ -211,20 +207,15 @@ def heading(args: argparse.Namespace, text: str) -> list[str]:
 # The text of a first recipe: what to fill in, with the values that a first run takes.
 
 
-STARTER_GPUS_PER_NODE = 8
-MAX_STARTER_SEQUENCE_LENGTH = 4096
 CPU_SEQUENCE = 128
-# A step's tokens for each GPU, so that it is busy; and at most, what models of 7 B to 400 B are
-# pre-trained with (Llama 2 and 3: 4 M to 16 M).
-TOKENS_PER_GPU = 2**16
-MOST_TOKENS = 4 * 2**20
+TOKENS_PER_GPU = 2**16  # of a step, so that each GPU is busy
 CPU_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StarterSettings:
-    """What the command line says. model: as the recipe shall name it. has_weights: it is a folder
-    with some in it."""
+    """Holds what the command line says. model: as the recipe shall name it. has_weights: it is a
+    folder that holds weights."""
 
     model: str
     has_weights: bool
@@ -235,19 +226,18 @@ class StarterSettings:
 
 
 def starter_recipe_yaml(settings: StarterSettings, source: str) -> str:
-    """YAML with a comment for each decision. source: the model's absolute folder, or its hub id. An
-    unknown GPU or model gets a recipe too, which names it: the check that follows says what is
-    wrong with it."""
+    """Return YAML with a comment for each decision. source: the model's absolute folder, or its hub
+    id. An unknown GPU or model gets a recipe too: the check that follows says what is wrong."""
     from shardwright.cluster.gpu_catalogue import catalogue
 
     entry = catalogue()["gpus"].get(settings.gpu)
     peaks = entry["peak_tflops"] if entry is not None else {"bf16": 1.0}
     is_cpu = settings.gpu == "cpu"
     length = min(
-        CPU_SEQUENCE if is_cpu else MAX_STARTER_SEQUENCE_LENGTH, model_max_sequence_length(source)
+        CPU_SEQUENCE if is_cpu else MAX_ASSUMED_SEQUENCE_LENGTH, model_max_sequence_length(source)
     )
     world = max(1, settings.nodes * settings.gpus_per_node)
-    tokens = min(MOST_TOKENS, world * (CPU_TOKENS if is_cpu else TOKENS_PER_GPU))
+    tokens = min(TOKENS_PER_STEP, world * (CPU_TOKENS if is_cpu else TOKENS_PER_GPU))
     batch = max(1, round(tokens / length / world)) * world
     precision = "fp32" if is_cpu else "bf16" if "bf16" in peaks else "fp16"
     quote = json.dumps  # of text: JSON's form is YAML's too
@@ -349,8 +339,7 @@ WIDE = 4096  # columns: ruamel.yaml would fold the user's long lines
 
 
 def write_pinned_recipe(text: str, target: Path, strategy: Layout, recipe: Recipe) -> None:
-    """Writes `text`, a recipe that was read as `recipe`, with the pins in it; a file there is
-    replaced whole."""
+    """Write `text`, which was read as `recipe`, with the pins in it. A file there is replaced."""
     write_atomically(
         target, recipe_text_with_pins(text, strategy, recipe, as_json=target.suffix == ".json")
     )
@@ -359,8 +348,7 @@ def write_pinned_recipe(text: str, target: Path, strategy: Layout, recipe: Recip
 def recipe_text_with_pins(
     text: str, strategy: Layout, recipe: Recipe, *, as_json: bool = False
 ) -> str:
-    """Pins stand in the file that was asked about, also where `auto` came from one that it
-    extends."""
+    """Return `text` with the pins, also where `auto` stands in a file that it extends."""
     if as_json:
         document = json.loads(text)
         _pin(document, strategy, recipe)

@@ -54,6 +54,16 @@ def error(message: str) -> None:
     print(f"shardwright: {escape_control_characters(message)}", file=sys.stderr)
 
 
+def labelled_lines(
+    rows: Iterable[tuple[str, str]], width: int | None = None, indent: str = ""
+) -> list[str]:
+    """Return a line for each (name, text), the texts below each other. width: columns of the name
+    and the space behind it; by default two more than the longest name."""
+    rows = list(rows)
+    width = width or max(len(name) for name, _ in rows) + 2
+    return [f"{indent}{name:<{width}}{text}" for name, text in rows]
+
+
 # Tables: aligned text where it is piped, drawn on a terminal. The same cells in both.
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 JsonScalar = str | int | float | bool | None
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 else:
     JsonValue = Any  # msgspec (json_records.py) reads no type that holds itself
 JsonObject = Mapping[str, JsonValue]
+JsonDocument = dict[str, object]
+"""What `strict_json` writes as an object: values of JSON, and records."""
 
 # JSON that every parser takes: RFC 8259 has no NaN and no infinity, Python's `json` writes both.
 #
@@ -21,8 +24,8 @@ JsonObject = Mapping[str, JsonValue]
 
 
 def strict_json(value: object) -> str:
-    """A number that is not finite is null, and `"finite": false` stands in the object that holds
-    it, directly or in a list."""
+    """Write records, dataclasses among them, as one line of JSON. A number that is not finite is
+    null, and `"finite": false` stands in the object that holds it, directly or in a list."""
     return json.dumps(_without_non_finite(value)[0], allow_nan=False)
 
 
@@ -36,6 +39,8 @@ def _without_non_finite(value: object) -> tuple[object, bool]:
     """(value, whether it holds finite numbers only). Objects inside answer for themselves."""
     if isinstance(value, float):
         return (value, True) if math.isfinite(value) else (None, False)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         inside = {name: _without_non_finite(of) for name, of in value.items()}
         found = {name: of for name, (of, _) in inside.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MINUTES_PER_DAY, SECONDS_PER_DAY = 1440, 86_400
+GIB = 2**30
 
 
 def format_number(value: float, digits: int = 3) -> str:

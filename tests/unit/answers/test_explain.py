@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.cli.explain_plan_text import last_learning_rate_is_zero
+from shardwright.cli.explain_plan import last_learning_rate_is_zero
 from shardwright.cli.main import main
 from shardwright.models.model_graph_json import graph_from_json, graph_to_json
 from shardwright.models.model_sources import catalog_ids

@@ -319,7 +319,7 @@ def test_plan_says_that_the_batch_keeps_the_cluster_large(
     """When it does is in tests/unit/search/test_deadline.py."""
     smaller = SmallerClusterBatch(global_batch_size=12, nodes=1, days=2.0, cost=None, cost_now=None)
     monkeypatch.setattr(
-        "shardwright.search.cluster_sizing.smaller_cluster_batch", lambda problem, sizing: smaller
+        "shardwright.cli.plan_command.smaller_cluster_batch", lambda problem, sizing: smaller
     )
     cluster = {"nodes": "auto", "gpus_per_node": 8, "gpu": "h100-sxm-80gb"}
     training = {"sequence_length": 128, "global_batch_size": 16, "steps": 10, "days_at_most": 30}
