@@ -593,7 +593,7 @@ def _as_text(name: str, verdict: VerificationResult) -> str:
         (
             "verdict",
             (
-                f"{'the matches as one process' if verdict.matches else 'NOT the matches'}, in "
+                f"{'the same as one process' if verdict.matches else 'NOT the same'}, in "
                 f"{verdict.seconds:.0f} s"
             ),
         ),

@@ -42,7 +42,7 @@ Change = tuple[str, "JsonValue", "JsonValue"]
 """(key, A's value, B's value)"""
 SECTIONS = {
     "recipe": "Recipe",
-    "strategy": "PricedLayout",
+    "strategy": "Layout",
     "stages": "Stages",
     "model": "Model",
     "versions": "Versions",

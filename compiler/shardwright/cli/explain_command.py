@@ -114,7 +114,7 @@ def code_page(found: CodeExplanation) -> str:
                 "",
                 *textwrap.wrap(part, WIDTH, break_long_words=False, break_on_hyphens=False),
             ]
-    for title, text in (("Example", found.example), ("CommandException", found.instead)):
+    for title, text in (("Example", found.example), ("Instead", found.instead)):
         if text.strip():
             lines += [
                 "",

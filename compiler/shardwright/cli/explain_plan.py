@@ -719,7 +719,7 @@ def why_not_json(
     document: JsonDocument = {
         "recipe": priced.name,
         "asked": request,
-        "rejected_faster_layouts": ignored_pins,
+        "ignored_pins": ignored_pins,
         "verdict": answer.verdict,
         "answer": verdict_sentence(priced, request, answer),
         "because": answer.because,
@@ -760,7 +760,7 @@ def explain_without_islands(
     document = {
         "recipe": priced.name,
         "asked": request,
-        "rejected_faster_layouts": [],
+        "ignored_pins": [],
         "verdict": verdict,
         "answer": without_islands_answer(cost),
         "because": gradient_traffic_text(cost),

@@ -127,7 +127,7 @@ def consistent(path: str, asked: dict[str, int | str], plan: Any, answer: Any, r
         answer["plan"][key] == plan[key] for key in ("strategy", "memory", "time", "diagnostics")
     )
     # The same question to `estimate`.
-    sets = [f"parallelism.{key}=auto" for key in answer["rejected_faster_layouts"]]
+    sets = [f"parallelism.{key}=auto" for key in answer["ignored_pins"]]
     sets += [f"parallelism.{key}={value}" for key, value in asked.items()]
     told = run("estimate", path, *(word for one in sets for word in ("--set", one)))
     assert [d["code"] for d in told["diagnostics"] if d["severity"] == "error"] == codes
@@ -158,9 +158,7 @@ def consistent(path: str, asked: dict[str, int | str], plan: Any, answer: Any, r
             assert estimate["strategy"] == plan["strategy"] and not codes
         case "wins":
             assert estimate["feasible"] and (
-                answer["rejected_faster_layouts"]
-                or not plan["feasible"]
-                or pins_differ(path, asked)
+                answer["ignored_pins"] or not plan["feasible"] or pins_differ(path, asked)
             )
         case "loses":
             assert estimate["feasible"] and plan["feasible"]
@@ -260,7 +258,7 @@ def test_a_question_sets_aside_pins_of_every_axis(
     assert main(["explain", path, "--why-not", "pipeline=1", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (
-        set(answer["rejected_faster_layouts"]) == {"context", "tensor"}
+        set(answer["ignored_pins"]) == {"context", "tensor"}
         and answer["estimate"]["strategy"]["context"] == 1
     )
 

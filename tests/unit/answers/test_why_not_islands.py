@@ -72,10 +72,8 @@ def test_other_islands_are_priced_as_estimate_does(
 ) -> None:
     path = recipe(tmp_path, data=8, tensor=2)
     told = asked(capsys, "explain", path, "--why-not", "islands=4")
-    assert told["rejected_faster_layouts"] == ["tensor", "data"]
-    free = [
-        w for key in told["rejected_faster_layouts"] for w in ("--set", f"parallelism.{key}=auto")
-    ]
+    assert told["ignored_pins"] == ["tensor", "data"]
+    free = [w for key in told["ignored_pins"] for w in ("--set", f"parallelism.{key}=auto")]
     same = asked(capsys, "estimate", path, "--set", "cluster.islands=4", *free)
     for key in ("strategy", "memory", "time", "training"):
         assert told["estimate"][key] == same[key], key
