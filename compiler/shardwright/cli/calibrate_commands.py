@@ -42,7 +42,7 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def minutes(text: str) -> float:
-    """The type of an option that is a time."""
+    """Parse an option that is a time in minutes."""
     value = float(text)
     if not 0.01 <= value <= 1440:
         raise argparse.ArgumentTypeError("must be between 0.01 and 1440")

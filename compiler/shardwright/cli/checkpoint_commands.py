@@ -132,7 +132,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _shown(text: str) -> str:
-    """On a terminal what a model writes moves no cursor and changes no title."""
+    """Escape control characters on a terminal, where a model's text could move the cursor."""
     if not sys.stdout.isatty():
         return text
     return "\n".join(

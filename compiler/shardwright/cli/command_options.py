@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """args.overrides: a list of KEY=VALUE."""
+    """Add --set; args.overrides is a list of KEY=VALUE."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -39,18 +39,18 @@ def positive(text: str) -> int:
 
 
 def add_folder(parser: argparse.ArgumentParser, help: str = "a compiled folder") -> None:
-    """args.folder: a path."""
+    """Add DIR; args.folder is a path."""
     parser.add_argument("folder", metavar="DIR", type=Path, help=help)
 
 
 def add_hostfile(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """args.hostfile: a path, or None. purpose: what the hosts are for."""
+    """Add --hostfile; args.hostfile is a path, or None. purpose: what the hosts are for."""
     help = f"the hosts to {purpose}: one `name slots=N` per line"
     parser.add_argument("--hostfile", type=Path, help=help)
 
 
 def add_recipe_output(parser: argparse.ArgumentParser) -> None:
-    """args.output: a path, or None for standard output."""
+    """Add -o; args.output is a path, or None for standard output."""
     help = "where to write the recipe; an existing file is never replaced"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=help)
 
@@ -58,12 +58,12 @@ def add_recipe_output(parser: argparse.ArgumentParser) -> None:
 def add_json(
     parser: argparse.ArgumentParser, help: str = "print one JSON object instead of text"
 ) -> None:
-    """args.json."""
+    """Add --json."""
     parser.add_argument("--json", action="store_true", help=help)
 
 
 def add_trust_code(parser: argparse.ArgumentParser) -> None:
-    """args.trust_code: a fingerprint, or None."""
+    """Add --trust-code; args.trust_code is a fingerprint, or None."""
     parser.add_argument(
         "--trust-code",
         metavar="SHA256",
@@ -79,12 +79,13 @@ def add_island(
     metavar: str = "K",
     help: str = "with cluster.islands: which of them, from 0",
 ) -> None:
-    """args.island: the word, or None."""
+    """Add --island; args.island is the word, or None."""
     parser.add_argument("--island", metavar=metavar, help=help)
 
 
 def island_folder(args: argparse.Namespace) -> Path:
-    """args.folder, or the island's in it that args.island names. Raises Refusal: SW6001, SW6014."""
+    """Return args.folder, or the folder in it of the island that args.island names. Raises Refusal:
+    SW6001, SW6014."""
     from shardwright.diagnostics import refusal
     from shardwright.plan.island_plans import select_island_folder
     from shardwright.plan.plan import load_plan

@@ -83,8 +83,8 @@ def run_compile(args: argparse.Namespace) -> int:
 
 
 def _measured_saves(recipe: Recipe, directory: Path) -> SaveStatistics | None:
-    """Of the run in the folder that is compiled anew, where an interval is to be settled and the
-    recipe gives no speed (decision 025)."""
+    """Return what the run in the output folder measured of its saves. None unless the interval is
+    auto and the recipe gives no speed (decision 025)."""
     from shardwright.monitor.run_files import read_save_statistics
 
     settles = (
@@ -95,7 +95,7 @@ def _measured_saves(recipe: Recipe, directory: Path) -> SaveStatistics | None:
 
 
 def _interval(recipe: Recipe, plan: Plan, saves: SaveStatistics | None) -> str:
-    """What `checkpoint.every_steps: auto` became; "" where the recipe says it."""
+    """Return what `checkpoint.every_steps: auto` became; "" where the recipe gives it."""
     if recipe.checkpoint.every_steps != "auto":
         return ""
     every = plan.checkpoint.every_steps
@@ -141,8 +141,8 @@ def _island_files(compiled: CompileResult) -> list[str]:
 
 
 def compiled_text(compiled: CompileResult, directory: Path, interval: str = "") -> str:
-    """What was decided, in the recipe's own words, and the next command. interval: of `every_steps:
-    auto`."""
+    """Return what was decided, in the recipe's own words, and the next command. interval: of
+    `every_steps: auto`."""
     from shardwright.report.plan_sentences import error_bar_text, hpz_text
 
     plan, model, files = compiled.plan, compiled.plan.model, compiled.files
@@ -195,7 +195,7 @@ def compiled_text(compiled: CompileResult, directory: Path, interval: str = "") 
 
 
 def _next(plan: Plan, directory: Path) -> list[tuple[str, str]]:
-    """The commands that start it."""
+    """Return the commands that start the run."""
     place = shell_quoted(str(directory))
     if plan.islands == 1:
         return [("next", f"shardwright run {place}")]

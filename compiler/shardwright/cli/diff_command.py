@@ -81,7 +81,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDifference:
-    """changes: by the keys of SECTIONS."""
+    """Holds what differs. changes: by the keys of SECTIONS."""
 
     changes: Mapping[str, tuple[Change, ...]]
     resume: ResumeVerdict
@@ -106,7 +106,7 @@ def compare_plans(a: PricedRecipe, b: PricedRecipe) -> PlanDifference:
 
 
 def resume_side(subject: PricedRecipe) -> ResumeSide:
-    """A recipe counts as compiled by what is installed."""
+    """Return what decides a resume; a recipe counts as compiled by what is installed."""
     from shardwright.engines.engine_table import ENGINES
     from shardwright.plan.plan_builder import installed_versions
 
@@ -122,8 +122,8 @@ def resume_side(subject: PricedRecipe) -> ResumeSide:
 
 
 def _facts(subject: PricedRecipe) -> ResumeRequirements:
-    """Of a compiled folder those that `run` takes, but for the tokenizer's name: a recipe has it
-    from elsewhere."""
+    """Return what `run` requires of a checkpoint, but for a folder's tokenizer: its name is the
+    recipe's."""
     from shardwright.checkpoint.checkpoint_compatibility import resume_requirements, sample_order
     from shardwright.models.trainable_parameters import frozen_parameter_patterns
     from shardwright.plan.plan_builder import plan_data, plan_lora
@@ -151,12 +151,12 @@ def _facts(subject: PricedRecipe) -> ResumeRequirements:
 
 
 def _tokenizer_name(recipe: Recipe) -> str | None:
-    """All parts of the data have the same one."""
+    """Return the tokenizer that all parts of the data share."""
     return next((part.tokenizer for _, part in recipe.tokenized()), None)
 
 
 def _tokenizer_files(name: str) -> TokenizerFiles:
-    """Of a folder on this machine; those of a Hugging Face name are not looked for."""
+    """Hash a tokenizer folder of this machine; files of a Hugging Face name are not looked for."""
     from shardwright.checkpoint.checkpoint_compatibility import BYTE_TOKENIZER, TokenizerFiles
 
     if name == BYTE_TOKENIZER:
@@ -184,8 +184,8 @@ def changes(a: JsonObject, b: JsonObject) -> tuple[Change, ...]:
 def _leaves(
     value: JsonObject, counterpart: JsonValue, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, JsonValue]]:
-    """beside: what the other one has there. A mapping of one key beside a word, {full: 3} beside
-    full, is one value."""
+    """Yield dotted keys and values. counterpart: the other side's value. A mapping of one key, as
+    {full: 3} beside full, counts as one value."""
     for key, below in value.items():
         other = counterpart.get(key) if isinstance(counterpart, dict) else None
         if isinstance(below, dict) and below and not (isinstance(other, str) and len(below) == 1):
@@ -206,8 +206,8 @@ def _span(names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """One figure of both. change: B's over A's, less 1; None where A's is 0 or one of them is not
-    known."""
+    """Holds one figure of both. change: B's over A's, less 1; None where A's is 0 or either is
+    unknown."""
 
     name: str
     a: float | None
@@ -369,7 +369,8 @@ _TRAFFIC_ONLY_KEYS = ("hpz_partition_size",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeSide:
-    """attention: as the model runs it. versions: what it is compiled with."""
+    """Holds what decides a resume on one side. attention: as the model runs it. versions: what it
+    is compiled with."""
 
     recipe: Recipe
     facts: ResumeRequirements
@@ -389,7 +390,7 @@ class ResumeVerdict:
 
 
 def resume_verdict_of(a: ResumeSide, b: ResumeSide) -> ResumeVerdict:
-    """Of a checkpoint that `a` wrote, under `b`."""
+    """Return how a checkpoint that `a` wrote resumes under `b`."""
     answer = compare_requirements(a.facts, b.facts)
     if answer.refused:
         return ResumeVerdict(
@@ -432,7 +433,7 @@ def _compute_keys(strategy: Layout) -> tuple[str, ...]:
 
 
 def _extra(recipe: Recipe) -> JsonObject:
-    """Without what changes no number."""
+    """Return the recipe's `extra` without the keys that change no number."""
     zero = recipe.extra.get("zero_optimization")
     if not isinstance(zero, dict):
         return recipe.extra
@@ -462,8 +463,7 @@ def _samples(answer: Compatibility) -> tuple[str, ...]:
 
 
 def _settings(a: Recipe, b: Recipe) -> tuple[str, ...]:
-    """The optimizer's settings and the learning rate's curve are the new recipe's, from the next
-    step on."""
+    """Name the settings of optimizer and schedule that change from the next step on."""
     names = (
         "optimizer",
         "scheduler",

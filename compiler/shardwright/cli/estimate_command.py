@@ -218,8 +218,7 @@ NOISY = 0.25
 
 
 def measurement_lines(found: Measurements) -> list[str]:
-    """Every constant beside the one that it replaces, and how many of the other figures there
-    are."""
+    """List each measured constant beside the one that it replaces, and count the other figures."""
     entries = constant_entries()
     rows = [
         (
@@ -315,7 +314,7 @@ def shared_cores_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
 
 
 def measurement_section_lines(recipe: Recipe, cluster: Cluster) -> list[str]:
-    """A section of `explain`; none where the recipe names no file."""
+    """Return a section of `explain`; [] where the recipe names no file."""
     measured = recipe.cluster.measured
     if measured is None:
         return []
@@ -344,6 +343,6 @@ def measurements_json(recipe: Recipe, graph: ModelGraph, strategy: Layout | None
 
 
 def measured_run_note(recipe: Recipe, graph: ModelGraph, strategy: Layout) -> str:
-    """Of a row of the table whose layout ran."""
+    """Return the step time of a row whose layout was run; "" elsewhere."""
     run = measured_run_of(recipe, graph, strategy)
     return "" if run is None else f"ran: {format_number(run.step_seconds.value)} s"

@@ -84,8 +84,7 @@ def _explain_plan(args: argparse.Namespace) -> int:
 
 
 def _is_code(word: str) -> bool:
-    """A file or folder of that name comes first; a single word that is neither was meant as a
-    code."""
+    """Return whether a word is meant as a code: no file or folder has that name."""
     if os.path.exists(word) or word == "-":
         return False
     return re.fullmatch(r"\w+", word) is not None
@@ -106,7 +105,7 @@ def _explain_code(args: argparse.Namespace) -> int:
 
 
 def code_page(found: CodeExplanation) -> str:
-    """The text of one code; only its title where the registry has no more."""
+    """Return the text of one code; only its title where the registry has no more."""
     lines = [f"{found.code}: {found.title}"]
     for part in (found.what, found.why):
         if part:
@@ -127,7 +126,7 @@ def code_page(found: CodeExplanation) -> str:
 
 
 def _indented(text: str) -> list[str]:
-    """A long example in lines; one that is not JSON as it is."""
+    """Indent an example; a long one that is JSON is broken into lines."""
     if len(text) > WIDTH:
         with contextlib.suppress(ValueError):
             text = json.dumps(json.loads(text), indent=2)

@@ -135,7 +135,7 @@ def explain_priced_recipe(priced: PricedRecipe) -> PlanExplanation:
 
 
 def expected_goodput(priced: PricedRecipe) -> Goodput | None:
-    """Of a compiled folder with what its run measured of its saves."""
+    """Return the goodput, of a compiled folder with what its run measured of its saves."""
     measured = None if priced.saves is None else priced.saves.gbytes_per_second
     return goodput(copy_shared_fields(Problem, priced), priced.estimate, measured=measured)
 
@@ -199,14 +199,14 @@ def _head(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
 
 
 def last_learning_rate_is_zero(training: TrainingSection) -> bool:
-    """Whether the last step trains nothing."""
+    """Return whether the last step trains nothing."""
     from shardwright.plan.plan import zero_learning_rate_updates
 
     return zero_learning_rate_updates(training) > 0
 
 
 def _weights(copy: HpzAlternative, chosen: Estimate, recipe: Recipe) -> str:
-    """Whether a second copy of the weights lies inside each node, and why."""
+    """Return whether each node holds a second copy of the weights (hpZ), and why."""
     change = copy.other_step_seconds / chosen.time.step_seconds - 1
     if copy.taken:
         more = (chosen.memory.peak_bytes - copy.other_peak_bytes) / GIB
@@ -236,7 +236,7 @@ def _place(found: PlanExplanation) -> str:
 
 
 def _memory(priced: PricedRecipe, found: PlanExplanation) -> list[str]:
-    """GiB, one row a pipeline rank."""
+    """Return a table in GiB, one row a pipeline rank."""
     header = ("pipeline rank", "layers", *RANK_MEMORY_COLUMNS, "total", "free")
     capacity = found.chosen.memory.capacity_bytes
     last = len(priced.graph.layers) - 1
@@ -509,8 +509,8 @@ question."""
 
 
 def run_why_not(name: str, overrides: Sequence[str], words: str, *, as_json: bool) -> int:
-    """0 where there is an answer, whichever it is. Raises Refusal for a recipe or a question that
-    cannot be read."""
+    """Return 0 where there is an answer, whichever it is. Raises Refusal for a recipe or a question
+    that cannot be read."""
     from shardwright.cli.command_options import read_priced_recipe
 
     request = parse_why_not_request(words)
@@ -528,7 +528,7 @@ def run_why_not(name: str, overrides: Sequence[str], words: str, *, as_json: boo
 
 
 def parse_why_not_request(words: str) -> dict[str, str]:
-    """`tensor=8,pipeline=2` -> key -> value, as written. Raises Refusal: SW3303."""
+    """Parse `tensor=8,pipeline=2` into keys and values as written. Raises Refusal: SW3303."""
     from shardwright.recipe.recipe_types import ParallelismSection
 
     known = [*(field.name for field in dataclasses.fields(ParallelismSection)), TARGET, ISLANDS]
@@ -577,8 +577,8 @@ def _nearest(key: str, known: Sequence[str]) -> tuple[str, ...]:
 def answer_request(
     priced: PricedRecipe, overrides: Sequence[str], request: Mapping[str, str]
 ) -> tuple[WhyNotResult, tuple[str, ...]]:
-    """The answer, and the keys that the recipe pins and the question sets aside: all of the layout
-    that it does not name is free."""
+    """Return the answer, and the recipe's pins that the question ignores: it frees every key that
+    it does not name."""
     from shardwright.recipe.recipe_loader import load_recipe
     from shardwright.search.engine_choice import problem_under_engine
     from shardwright.search.plan_explanation import pinned_keys, refused, why_not
@@ -615,8 +615,7 @@ def answer_request(
 
 
 def _with_link_help(refusal: Refusal, priced: PricedRecipe) -> Refusal:
-    """A recipe of one world says nothing of a link between islands: --set asks the question the
-    other way round."""
+    """Say how to ask with --set where a recipe without islands names no link between them."""
     if priced.recipe.cluster.islands > 1 or all(
         d.code != MISSING_LINK_CODE for d in refusal.diagnostics
     ):
@@ -633,7 +632,7 @@ def _with_link_help(refusal: Refusal, priced: PricedRecipe) -> Refusal:
 
 
 def _with_islands_of(problem: Problem, loaded: Recipe) -> Problem:
-    """Its nodes and batch are those of one of them."""
+    """Return the problem with the nodes and the batch of one island of `loaded`."""
     from shardwright.cluster.gpu_catalogue import resolve_cluster
 
     recipe = dataclasses.replace(problem.recipe, cluster=loaded.cluster, training=loaded.training)

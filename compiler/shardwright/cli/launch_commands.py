@@ -167,7 +167,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 
 def _store_check(plan: Plan, folder: Path) -> HostCheck:
-    """Of an island's folder."""
+    """Check the link from an island's folder to the outer store."""
     from shardwright.cost.diloco_costs import inner_step_seconds, islands_cost
     from shardwright.diloco.link_probe import PlannedLink, check_outer_store_link
     from shardwright.recipe.recipe_loader import load_recipe
@@ -248,7 +248,7 @@ def read_hostfile(plan: Plan, folder: Path, hostfile: Path | None) -> list[str]:
 
 
 def check_has_errors(check: HostCheck) -> bool:
-    """Whether a run would fail; a warning (a slow link) is told and does not stop one."""
+    """Return whether a run would fail; a warning (a slow link) stops none."""
     return any(problem.severity == "error" for problem in check.problems)
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintResult:
-    """Of one file. fixable: for each diagnostic, whether --fix mends it. mended: what it did
-    mend."""
+    """Holds the findings in one file. fixable: for each diagnostic, whether --fix mends it.
+    applied_fixes: what --fix has mended."""
 
     name: str
     diagnostics: tuple[Diagnostic, ...]
@@ -218,8 +218,8 @@ def _json(result: LintResult, printed: int) -> None:
 
 
 def _github(result: LintResult, printed: int) -> None:
-    """https://docs.github.com/actions/reference/workflow-commands-for-github-actions, setting an
-    error message."""
+    """Print GitHub's workflow commands
+    (https://docs.github.com/actions/reference/workflow-commands-for-github-actions)."""
     for found in result.diagnostics:
         place = location_of(found, result.source)
         where = f"file={_property(result.name)}"

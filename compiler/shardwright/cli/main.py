@@ -22,8 +22,8 @@ DONE, REFUSED, OUR_FAULT, INTERRUPTED = 0, 1, 2, 130
 
 
 class Command(NamedTuple):
-    """A row of `shardwright --help`. Its module in cli/ defines `add_<name>_arguments` and
-    `run_<name>`, and is imported only where the command is chosen."""
+    """Describes a row of `shardwright --help`. Its module in cli/ defines `add_<name>_arguments`
+    and `run_<name>`, and is imported when the command is chosen."""
 
     group: str
     module: str
@@ -106,7 +106,7 @@ COMMANDS: dict[str, Command] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse exits with 2 on a usage error; 2 is ours, so it is 1 here."""
+    """Exits with 1 on a usage error, where argparse exits with 2: 2 is our fault."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -115,7 +115,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console entry point. Never raises, whatever the command does."""
+    """Run one command and return its exit code. Never raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_missing_streams() -> None:
-    """A caller may have closed stdout or stderr (`>&-`); Python then has None there."""
+    """Open stdout and stderr where the caller closed them (`>&-`), which Python leaves as None."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if sys.stderr is None:

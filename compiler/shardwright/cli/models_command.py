@@ -65,8 +65,8 @@ def run_models(args: argparse.Namespace) -> int:
 
 
 def known_model_type(text: str, table: Support, second: Support) -> str:
-    """A type's own name, or that of a model that comes with shardwright. Raises Refusal: SW2003,
-    SW2004, SW2017, SW2019."""
+    """Return a type's own name, or that of a model that comes with shardwright. Raises Refusal:
+    SW2003, SW2004, SW2017, SW2019."""
     from shardwright.models.model_sources import catalog_config, match_catalog_id
 
     known = {*table.types, *second.types}
@@ -79,8 +79,8 @@ def known_model_type(text: str, table: Support, second: Support) -> str:
 
 
 def contrastive_type(text: str) -> str | None:
-    """A type that learns from pairs of a picture and a caption, or such a model that comes with
-    shardwright."""
+    """Return a type that learns from pairs of an image and a caption, or the type of such a model
+    that comes with shardwright; None elsewhere."""
     from shardwright.models.model_sources import catalog_config, match_catalog_id
     from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
 
@@ -137,7 +137,7 @@ def _unknown_type_refusal(text: str, table: Support) -> Refusal:
 
 
 def overview(table: Support, *, color: bool) -> str:
-    """A row a type; the counts last. The same text in a pipe, without the colours."""
+    """Return a row a type, the counts last; in a pipe the same text without colours."""
     names = list(table.columns)
     width = max(map(len, table.types))
     widths = [max(len(name), len("refused SW0000")) for name in names]
@@ -208,7 +208,7 @@ def _takes_images(table: Support) -> bool:
 
 
 def vlm_recipe_lines(cells: dict[str, Cell]) -> list[str]:
-    """What the verdicts mean for a recipe that trains a type with pictures."""
+    """Return what the verdicts mean for a recipe that trains a vision-language model."""
     proved = {name for name, cell in cells.items() if cell.verdict == "proved"}
     if not proved:
         return ["no layout of this type is proved"]
@@ -238,7 +238,7 @@ def _engines(model_type: str) -> str:
 
 
 def causal_lm_recipe_lines(cells: dict[str, Cell]) -> list[str]:
-    """What the verdicts mean for the keys of `parallelism`."""
+    """Return what the verdicts mean for the keys of `parallelism`."""
     proved = {name for name, cell in cells.items() if cell.verdict == "proved"}
     if not proved:
         return ["no layout of this type is proved"]

@@ -151,7 +151,7 @@ def _status_rows(status: RunStatus) -> list[tuple[str, str]]:
 
 
 def remaining_time_text(seconds: float) -> str:
-    """3 d 04 h, 2 h 05 min, 7 min, 40 s."""
+    """Return a time as 3 d 04 h, 2 h 05 min, 7 min or 40 s."""
     minutes, hours, days = round(seconds / 60), round(seconds / 3600), seconds / 86400
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -324,7 +324,8 @@ def _no_log(plan: Plan, path: Path, rank: int | None) -> Refusal:
 
 
 def _show(plan: Plan, path: Path, folder: Path, *, follow: bool) -> None:
-    """A new attempt writes a new file: then from its beginning."""
+    """Print the file; with follow until the run ends. A new attempt's file is printed from its
+    beginning."""
     from shardwright.launch.run_state import is_alive, read_state
 
     while follow and not path.exists() and is_alive(folder):

@@ -303,7 +303,7 @@ def plan_text_lines(
     batch: SmallerClusterBatch | None = None,
     larger: LargerBatch | None = None,
 ) -> list[str]:
-    """What `plan` prints, without a line end. rows: of plan_table_rows; batch: of
+    """Return what `plan` prints, without line ends. rows: of plan_table_rows; batch: of
     smaller_cluster_batch; larger: of larger_batch."""
     recipe = problem.recipe
     is_cpu = recipe.cluster.gpu == "cpu"
@@ -356,7 +356,7 @@ def plan_text_lines(
 
 
 def _pin_error(args: argparse.Namespace, rows: list[PlanRow]) -> str:
-    """Why --pin cannot write, or ""."""
+    """Return why --pin cannot write, or ""."""
     if args.pin > len(rows):
         return f"--pin {args.pin}: the table has {len(rows)} rows"
     if rows[args.pin - 1].broken:
@@ -375,7 +375,7 @@ def _pin_error(args: argparse.Namespace, rows: list[PlanRow]) -> str:
 
 
 def _pinned_file(args: argparse.Namespace) -> Path:
-    """The recipe itself; for a model's name a new file, called as the model."""
+    """Return the recipe itself; for a model's name a new file that is called like the model."""
     if args.output is not None:
         return Path(args.output)
     return (
@@ -399,8 +399,8 @@ def _pin(args: argparse.Namespace, recipe: Recipe, text: str, row: PlanRow) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """note: what sets the row apart, such as a schedule, a broken rule, or that it is outside the
-    pins."""
+    """Holds a row of the table. note: what sets it apart, such as a schedule, a broken rule, or a
+    place outside the pins."""
 
     estimate: Estimate
     note: str
@@ -463,7 +463,7 @@ def _cells(
 
 
 def free_memory_text(memory: Memory) -> str:
-    """The share of a device that is left, or how often the peak would fill it."""
+    """Return the share of a device that is left, or how often the peak would fill it."""
     times = memory.peak_bytes / memory.capacity_bytes
     return (
         f"({1 - times:.0%})"
@@ -473,8 +473,7 @@ def free_memory_text(memory: Memory) -> str:
 
 
 def error_notes(estimates: Sequence[Estimate]) -> list[str]:
-    """Where the ± comes from, why rows of the table have none, and what else makes them less
-    sure."""
+    """Return where the ± comes from, why rows have none, and what else makes them less sure."""
     notes = []
     known = [
         (e.error.step_time, e.error.step_time_regime)

@@ -103,15 +103,14 @@ def run_init(args: argparse.Namespace) -> int:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Any at all: what is cut off, or in a format that is not read, `compile` says, and nobody
-    trains from scratch."""
+    """Return whether there are any; `compile` says whether they can be read."""
     return any(
         next(folder.glob(pattern), None) for pattern in ("*.safetensors", "pytorch_model*.bin")
     )
 
 
 def _ask_gpu() -> str | None:
-    """On a terminal alone; in a pipe nobody answers."""
+    """Ask for the GPU on a terminal; return None in a pipe, where nobody answers."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
     from shardwright.cluster.gpu_catalogue import catalogue
@@ -132,7 +131,7 @@ def _name(model: str, gpu: str, nodes: int, gpus_per_node: int) -> str:
 
 
 def _relative(folder: str, output: Path | None) -> str:
-    """As the recipe's own folder sees it, always with a leading dot, so that it is read as a
+    """Return the path from the recipe's own folder, with a leading dot, so that it is read as a
     folder."""
     path = os.path.relpath(folder, output.parent if output is not None else ".")
     return path if path.startswith("..") else f"./{path}"
@@ -170,7 +169,7 @@ def _check(text: str, words: dict[KeyPath, str], directory: Path | None) -> None
 
 
 def _at(recipe: Recipe, text: str, directory: Path | None) -> Recipe:
-    """A relative model folder is relative to where the recipe will stand."""
+    """Move a relative model folder to where the recipe will stand."""
     source = recipe.model.source
     if directory is None or source is None or not os.path.isabs(source):
         return recipe
@@ -259,7 +258,7 @@ def _heading(args: argparse.Namespace, imported: ImportedRecipe) -> list[str]:
 
 
 def _report(imported: ImportedRecipe, text: str, output: Path | None) -> None:
-    """What was done, on standard error: the recipe may be on standard output."""
+    """Print what was done to standard error, because the recipe may be on standard output."""
     draft = imported.draft
     name = "the recipe" if output is None else shell_quoted(str(output))
     print(
@@ -279,7 +278,8 @@ def _report(imported: ImportedRecipe, text: str, output: Path | None) -> None:
 
 
 def _other_errors(text: str, output: Path | None) -> tuple[Diagnostic, ...]:
-    """What `check` will say beside the values to fill in: a batch that does not divide, say."""
+    """Return what `check` will say beside the values to fill in, such as a batch that does not
+    divide."""
     from shardwright.recipe.recipe_loader import load_recipe
 
     try:
@@ -364,8 +364,8 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def findings(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """Of a recipe that passed stage 1: what compile would refuse, as far as no torch is needed to
-    tell."""
+    """Return what compile would refuse of a loaded recipe, as far as that is known without
+    torch."""
     from shardwright.cluster.gpu_catalogue import gpu_errors, resolve_cluster
     from shardwright.cost.calibrated_costs import calibration_errors
     from shardwright.engines.engine_table import engines_for

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def use_color(stream: TextIO) -> bool:
-    """On a terminal only, and never where NO_COLOR is set (https://no-color.org)."""
+    """Return whether to colour: on a terminal, and never with NO_COLOR (https://no-color.org)."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return stream.isatty()
@@ -21,7 +21,7 @@ def use_color(stream: TextIO) -> bool:
 def print_diagnostics(
     diagnostics: Iterable[Diagnostic], source: Source | None, stream: TextIO | None = None
 ) -> None:
-    """To stderr unless told otherwise."""
+    """Print to stderr unless told otherwise."""
     from shardwright.diagnostics.diagnostic_rendering import render_diagnostics
 
     stream = stream or sys.stderr
@@ -36,7 +36,7 @@ def print_refusal(refusal: Refusal, source: Source | None = None) -> None:
 
 
 def shell_quoted(path: str) -> str:
-    """`path` as one word to paste into a shell: nothing in it is run, and nothing reaches the
+    """Quote `path` as one word to paste into a shell: nothing in it is run, and nothing reaches the
     terminal raw."""
     import shlex
 
@@ -48,7 +48,7 @@ def shell_quoted(path: str) -> str:
 
 
 def error(message: str) -> None:
-    """One line without a code: usage, not a recipe. `message` may hold the user's own text."""
+    """Print one line without a code, about usage. `message` may hold the user's own text."""
     from shardwright.diagnostics.diagnostic_rendering import escape_control_characters
 
     print(f"shardwright: {escape_control_characters(message)}", file=sys.stderr)
@@ -128,8 +128,8 @@ def _drawn(
 def _widths(
     header: Sequence[str], rows: Rows, text: Sequence[int], available: int
 ) -> list[int] | None:
-    """Of each column. A heading is broken between its words; what figures leave is the text's, the
-    shorter ones first. None where not even the narrowest text has room."""
+    """Return each column's width. Headings break between words; text columns share what the figures
+    leave. None where not even the narrowest text has room."""
     natural = [max((len(row[i]) for row in rows), default=0) for i in range(len(header))]
     words = [max(map(len, name.split()), default=0) for name in header]
     widths = [max(cell, word) for cell, word in zip(natural, words, strict=True)]
@@ -145,6 +145,6 @@ def _widths(
 
 
 def title(words: str) -> str:
-    """A heading: bold on a terminal."""
+    """Return a heading, bold on a terminal."""
 
     return f"\033[1m{words}\033[0m" if use_color(sys.stdout) else words
