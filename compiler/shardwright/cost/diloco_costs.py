@@ -89,7 +89,9 @@ def islands_cost(recipe: Recipe, parameters: int, inner_step_seconds: float) -> 
 
 
 def with_outer_step(time: Time, recipe: Recipe, graph: ModelGraph) -> Time:
-    """The step's share of an outer step added."""
+    """Add the step's share of an outer step."""
+    if recipe.training.outer is None:
+        return time
     found = islands_cost(recipe, graph.total_parameters, time.step_seconds)
     if found is None:
         return time

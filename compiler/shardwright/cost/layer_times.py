@@ -631,6 +631,8 @@ def partial_recompute_seconds(
 ) -> tuple[float, float]:
     """Compute and collectives of a micro-batch's backward pass that partial checkpointing adds on
     these stages."""
+    if layout.checkpointed_activations is None:
+        return 0.0, 0.0
     ends = [(block.start, layout.checkpointed_stop(block.start, block.stop)) for block in blocks]
 
     def over(sums: tuple[float, ...]) -> float:

@@ -113,19 +113,19 @@ class StageCosts:
 
     def held(self, start: int, stop: int) -> tuple[float, float]:
         numel = self._layout.shapes.numel
-        return numel[stop] - numel[start], self._bytes.kept_bytes(start, stop)
+        return numel[stop] - numel[start], self.rank_memory.kept_bytes(start, stop)
 
     def peak_bytes(self, rank: int, bounds: tuple[int, ...]) -> int:
         """Of a pipeline rank with these layers. bounds: start and stop of each of its stages."""
         blocks = tuple(map(ModelChunk, bounds[::2], bounds[1::2], self._in_flight[rank]))
-        return self._bytes.peak_bytes(blocks, self.usable_bytes)
+        return self.rank_memory.peak_bytes(blocks, self.usable_bytes)
 
     @functools.cached_property
     def _passes(self) -> PassTimes:
         return pass_times(self._layout)
 
     @functools.cached_property
-    def _bytes(self) -> RankMemoryModel:
+    def rank_memory(self) -> RankMemoryModel:
         return RankMemoryModel(self._layout)
 
     @functools.cached_property

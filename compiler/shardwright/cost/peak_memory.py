@@ -33,9 +33,11 @@ Floats = NDArray[np.float64]
 ALL_CHANNELS_BYTES_PER_SECOND = 300e9
 
 
-def estimate_memory(layout: PricedLayout) -> Memory:
-    """Bytes as nvidia-smi would show them, per pipeline rank; `fits` honours memory_headroom."""
-    usable, ranks = usable_bytes(layout.problem, layout.constants), RankMemoryModel(layout)
+def estimate_memory(layout: PricedLayout, ranks: RankMemoryModel | None = None) -> Memory:
+    """Return bytes as nvidia-smi would show them, per pipeline rank; `fits` honours
+    memory_headroom. ranks: of this layout, wherever its layers are, where it is known."""
+    usable = usable_bytes(layout.problem, layout.constants)
+    ranks = ranks or RankMemoryModel(layout)
     stages = tuple(ranks.of(rank, blocks, usable) for rank, blocks in enumerate(layout.ranks))
     peak = max(stage.peak_bytes for stage in stages)
     return Memory(
@@ -120,10 +122,9 @@ def least_rank_bytes(layout: PricedLayout) -> tuple[float, float]:
     return framework_bytes(layout) + plain, with_head - plain
 
 
-def logits_are_peak(layout: PricedLayout) -> bool:
-    """Whether the loss is the largest working set of the fullest rank: what chunks of it can
-    lower."""
-    ranks = RankMemoryModel(layout)
+def logits_are_peak(layout: PricedLayout, ranks: RankMemoryModel) -> bool:
+    """Return whether the loss is the largest working set of the peak-memory rank, which chunks of
+    it can lower. ranks: of this layout."""
     peak_rank_blocks = max(layout.ranks, key=lambda blocks: ranks.peak_bytes(blocks, 0))
     return layout.has_head(peak_rank_blocks) and ranks.loss_is_largest(peak_rank_blocks)
 

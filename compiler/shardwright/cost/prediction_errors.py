@@ -142,7 +142,9 @@ def workload_of(layout: PricedLayout) -> str:
 def prediction_error(layout: PricedLayout) -> PredictionError:
     """No share where no published runs stand behind the layout's regime; the reasons say which one
     that is."""
-    time, memory = _error(layout, error_benchmark().time), _error(layout, error_benchmark().memory)
+    names = regimes(layout)
+    time = _error(layout, error_benchmark().time, names)
+    memory = _error(layout, error_benchmark().memory, names)
     return PredictionError(
         step_time=time.share,
         memory=memory.share,
@@ -162,11 +164,11 @@ class _Error:
     regime: str = ""
 
 
-def _error(layout: PricedLayout, runs: PublishedErrors) -> _Error:
+def _error(layout: PricedLayout, runs: PublishedErrors, names: tuple[str, ...]) -> _Error:
     if reason := _uncalibrated_reason(layout, runs):
         return _Error(reason=reason)
     generation = generation_of(layout.cluster.gpu.name)
-    found = [(name, runs.bands[name]) for name in regimes(layout) if name in runs.bands]
+    found = [(name, runs.bands[name]) for name in names if name in runs.bands]
     found = [(name, band) for name, band in found if band.has_enough_runs]
     engine = engine_title(layout.recipe.target, layout.recipe.assume.kernels)
     kind = f"{engine}, {workload_of(layout)}"

@@ -289,7 +289,7 @@ def schedule_seconds(layout: PricedLayout, found: PassTimes, stages: list[StageS
         return m * totals[0]
     if not is_simulated(s):
         return m * max(totals) + (sum(totals) - max(totals)) / bubble_divisor(s)
-    forward, backward = stage_pass_seconds(layout)
+    forward, backward = stage_pass_seconds(layout, found)
     if s.is_interleaved:
         # What a rank waits for its messages is a part of its passes: one around each.
         forward, backward = (
@@ -299,11 +299,12 @@ def schedule_seconds(layout: PricedLayout, found: PassTimes, stages: list[StageS
     return step_seconds(s.schedule, m, forward, backward, found.send_seconds)
 
 
-def stage_pass_seconds(layout: PricedLayout) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def stage_pass_seconds(
+    layout: PricedLayout, found: PassTimes
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Seconds of one micro-batch's forward and backward pass over each part of the model in order,
     collectives included: DualPipeV's go from the last rank back to the first. What
-    `schedule.events.simulate` and `interleaved` take."""
-    found = pass_times(layout)
+    `schedule.events.simulate` and `interleaved` take. found: of this layout."""
     blocks = sorted(
         (block for blocks in layout.ranks for block in blocks), key=lambda block: block.start
     )
@@ -364,7 +365,9 @@ def estimate_time(layout: PricedLayout) -> Time:
     data_comm = _data_comm_seconds(layout, stages)
     if s.offload != "none":  # another link, at the same time
         data_comm = max(data_comm, host_transfer_seconds(layout, slowest, worst.compute))
-    optimizers = [optimizer_seconds(layout, rank) for rank in range(s.pipeline)]
+    trained = [layout.trainable_numel_of(blocks) for blocks in layout.ranks]
+    update = {numel: _optimizer_seconds(layout, numel) for numel in set(trained)}
+    optimizers = [update[numel] for numel in trained]
     optimizer = max(optimizers)
     alone = schedule + data_comm + optimizer
     computing = [m * stage.compute + own for stage, own in zip(stages, optimizers, strict=True)]
@@ -407,7 +410,8 @@ def least_interleaved_seconds(layout: PricedLayout) -> float:
     s, found = layout.strategy, pass_times(layout)
     stages = [stage_seconds(layout, rank, found) for rank in range(s.pipeline)]
     parts = [
-        forward + backward for forward, backward in zip(*stage_pass_seconds(layout), strict=True)
+        forward + backward
+        for forward, backward in zip(*stage_pass_seconds(layout, found), strict=True)
     ]
     before = itertools.accumulate(parts[: s.pipeline], initial=0.0)
     busy = (
@@ -497,7 +501,7 @@ def stage_seconds(layout: PricedLayout, rank: int, found: PassTimes) -> StageSec
     s, blocks = layout.strategy, layout.ranks[rank]
 
     def over(sums: tuple[float, ...]) -> float:
-        return sum(sums[block.stop] - sums[block.start] for block in blocks)
+        return sum([sums[block.stop] - sums[block.start] for block in blocks])
 
     again = partial_recompute_seconds(layout, found, blocks)
     # Those that it sends, and those that it waits for: interleaved, both at once.
@@ -575,9 +579,13 @@ def _reduced_seconds(layout: PricedLayout, group: Group, numel: float) -> float:
 
 
 def optimizer_seconds(layout: PricedLayout, rank: int) -> float:
+    return _optimizer_seconds(layout, layout.trainable_numel_of(layout.ranks[rank]))
+
+
+def _optimizer_seconds(layout: PricedLayout, numel: int) -> float:
     own = engine_overheads(layout.recipe, layout.graph, layout.strategy)
     once = own.step_seconds.value if own else 0.0
-    return _update_seconds(layout, layout.trainable_numel_of(layout.ranks[rank])) + once
+    return _update_seconds(layout, numel) + once
 
 
 def _update_seconds(layout: PricedLayout, numel: float) -> float:

@@ -73,7 +73,7 @@ def step_timeline(layout: PricedLayout, time: Time) -> StepTimeline:
     planner's sum.
     """
     s, found = layout.strategy, pass_times(layout)
-    forward, backward = stage_pass_seconds(layout)
+    forward, backward = stage_pass_seconds(layout, found)
     if s.is_interleaved:
         m = s.gradient_accumulation_steps
         simulated = interleaved_schedule.simulate(

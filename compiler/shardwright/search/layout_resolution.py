@@ -14,6 +14,7 @@ from shardwright.cost.collective_seconds import group_of
 from shardwright.cost.cost_constants import Constants
 from shardwright.cost.layout_costs import StageCosts, price
 from shardwright.cost.peak_memory import (
+    RankMemoryModel,
     bytes_with_headroom,
     estimate_memory,
     logits_are_peak,
@@ -84,12 +85,12 @@ def resolve_layout(
     """The layout, whose strategy says how all is settled, and its memory: the cheap half of a
     price. A search asks no more of what does not fit."""
     recipe, graph = problem.recipe, problem.graph
-    layout = with_stages_assigned(problem, strategy, constants)
-    memory = estimate_memory(layout)
-    if not _may_chunk(recipe, graph, strategy, memory) or not logits_are_peak(layout):
+    layout, ranks = _with_rank_memory(problem, strategy, constants)
+    memory = estimate_memory(layout, ranks)
+    if not _may_chunk(recipe, graph, strategy, memory) or not logits_are_peak(layout, ranks):
         return _resolve_hpz(layout, memory)
-    chunked = with_stages_assigned(problem, replace(strategy, loss="chunked"), constants)
-    lower = estimate_memory(chunked)
+    chunked, ranks = _with_rank_memory(problem, replace(strategy, loss="chunked"), constants)
+    lower = estimate_memory(chunked, ranks)
     return (
         _resolve_hpz(chunked, lower) if lower.peak_bytes < memory.peak_bytes else (layout, memory)
     )
@@ -98,12 +99,20 @@ def resolve_layout(
 def with_stages_assigned(
     problem: Problem, strategy: Layout, constants: Constants | None = None
 ) -> PricedLayout:
-    """The strategy as it is, with its layers on stages."""
+    """Return the strategy as it is, with its layers on stages."""
+    return _with_rank_memory(problem, strategy, constants)[0]
+
+
+def _with_rank_memory(
+    problem: Problem, strategy: Layout, constants: Constants | None
+) -> tuple[PricedLayout, RankMemoryModel]:
     recipe, graph = problem.recipe, problem.graph
     layout = build_priced_layout(
         problem, strategy, constants or calibrated_constants(problem.recipe)
     )
-    return with_boundaries(layout, assign_stages(recipe, graph, strategy, StageCosts(layout)))
+    prices = StageCosts(layout)
+    boundaries = assign_stages(recipe, graph, strategy, prices)
+    return with_boundaries(layout, boundaries), prices.rank_memory
 
 
 def _may_chunk(recipe: Recipe, graph: ModelGraph, strategy: Layout, memory: Memory) -> bool:
