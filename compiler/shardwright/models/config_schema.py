@@ -1,8 +1,7 @@
-"""What the configuration classes of transformers take, as data: config_keys.json, written
-by `make generated`.
+"""Check a configuration against transformers' configuration classes, without transformers or torch.
 
-`check` answers without transformers and torch. What it says of a configuration here, `compile` says
-by the classes themselves (config.py): nothing is refused here that is accepted there.
+config_keys.json, written by `make generated`, holds what the classes accept. Nothing is refused
+here that the classes accept; `compile` asks the classes themselves (hf_config.py).
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES
 from shardwright.utils.installation import installed_version
 from shardwright.utils.json_values import JsonObject, JsonValue
 
-# Infinity and NaN in a config.json: JSON has none, and transformers writes {"__float__":
-# "Infinity"}.
+# Infinity and NaN, which JSON lacks: transformers writes {"__float__": "Infinity"}.
 
 
 _TAG = "__float__"
@@ -38,7 +36,7 @@ _NAMES = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def decode_special_floats(value: Any) -> Any:
-    """Every tagged float of a JSON document as the number."""
+    """Replace every tagged float of a JSON document by the number."""
     if isinstance(value, dict):
         if value.keys() == {_TAG} and value[_TAG] in _NAMES:
             return _NAMES[value[_TAG]]
@@ -51,7 +49,8 @@ def decode_special_floats(value: Any) -> Any:
 
 
 def encode_special_floats(value: Any) -> Any:
-    """The inverse: a document that every JSON reader takes."""
+    """Replace every infinite or NaN float by its tag, so that every JSON reader accepts the
+    document."""
     if isinstance(value, dict):
         return {name: encode_special_floats(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -76,7 +75,7 @@ _SIZES = (
 # Each layer becomes a module, even on the meta device: ten times the deepest published models.
 MAX_LAYERS = 2048
 ANY_VALUE = "any"
-"""In place of kinds: the key takes what it is given."""
+"""Kind of a key that accepts any value."""
 TIED = "tie_word_embeddings"
 SIZES = ("vocab_size", "hidden_size", "num_attention_heads")
 _WORDS: dict[str, str] = {
@@ -90,10 +89,15 @@ _WORDS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeKeys:
-    """Of one model type. keys: name -> letters of the kinds that it takes. aliases: other name ->
-    the class's own. sizes: defaults. heads: whether heads must divide the hidden size: always |
-    derived (where head_dim is not given) | "" (unknown). tied: whether the head is the embedding
-    where the configuration does not say."""
+    """Describe the configuration class of one model type.
+
+    keys: key -> letters of the kinds that it accepts.
+    aliases: other name -> the class's own name.
+    sizes: default sizes.
+    heads: whether heads must divide the hidden size: "always", "derived" (unless head_dim is set)
+        or "" (unknown).
+    tied: whether the head is the embedding by default.
+    """
 
     keys: Mapping[str, str]
     aliases: Mapping[str, str]
@@ -102,7 +106,7 @@ class TypeKeys:
     tied: bool
 
     def size(self, config: JsonObject, name: str) -> int | None:
-        """That of the configuration, under either name; else the default."""
+        """Return the configuration's value under either name, else the default."""
         for key in (name, self.aliases.get(name, name)):
             if key in config:
                 value = config[key]
@@ -119,7 +123,8 @@ def _table() -> dict[str, Any]:
 
 
 def type_keys(model_type: str) -> TypeKeys | None:
-    """None where the type is none of the table, or its class has no defaults to try values on."""
+    """Return the type's keys; None where the table lacks the type or its class has no usable
+    defaults."""
     entry = _table()["types"].get(model_type)
     if entry is None or not entry["keys"]:
         return None
@@ -135,14 +140,15 @@ def type_keys(model_type: str) -> TypeKeys | None:
 
 
 def matches_installed_transformers() -> bool:
-    """Whether the table speaks of the installed transformers. What is not installed cannot
-    disagree."""
+    """Return whether the table was written for the installed transformers, or none is installed."""
     return installed_version("transformers") in (None, _table()["transformers"])
 
 
 def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagnostic, ...]:
-    """SW2003 to SW2007 and SW2017, as far as the table tells. inline: it stands in the recipe at
-    `key`."""
+    """Return SW2003 to SW2007 and SW2017, as far as the table can tell.
+
+    inline: whether the configuration is in the recipe, at `key`.
+    """
     if not matches_installed_transformers() or (not inline and has_remote_code(config)):
         return ()
     model_type = config.get("model_type")
@@ -160,14 +166,13 @@ def config_errors(config: JsonObject, key: KeyPath, inline: bool) -> tuple[Diagn
 
 
 def config_warnings(config: JsonObject) -> tuple[Diagnostic, ...]:
-    """What is doubtful in a configuration that stands in the recipe, and that transformers
-    takes."""
+    """Return warnings about a configuration in the recipe that transformers accepts."""
     found = config_errors(config, ("model", "config"), inline=True)
     return tuple(diagnostic for diagnostic in found if diagnostic.severity == "warning")
 
 
 def has_remote_code(config: JsonObject) -> bool:
-    """Whether the model runs on Python code of its own: transformers does not have its type."""
+    """Return whether the model runs on its own Python code: transformers does not have its type."""
     if "auto_map" not in config or not matches_installed_transformers():
         return False
     model_type, known = config.get("model_type"), support()
@@ -180,8 +185,11 @@ def has_remote_code(config: JsonObject) -> bool:
 
 
 def processor_packages(model_type: str, processor_class: str | None) -> tuple[str, tuple[str, ...]]:
-    """(class, packages that it needs beside torch and Pillow) of a processor. processor_class: what
-    the model's own files name; None: transformers' class of the type."""
+    """Return a processor's class and the packages that it needs beside torch and Pillow.
+
+    processor_class: the class that the model's files name; None takes transformers' class of the
+        type.
+    """
     name = processor_class or _table()["processor_of"].get(model_type, "")
     return name, tuple(
         _table()["processors"].get(name, ())
@@ -189,7 +197,8 @@ def processor_packages(model_type: str, processor_class: str | None) -> tuple[st
 
 
 def vocabulary_size(config: JsonObject) -> int | None:
-    """None where it is not known without transformers (a part of a configuration in parts)."""
+    """Return the vocabulary size; None where transformers is needed to tell (a composite
+    configuration)."""
     model_type = config.get("model_type")
     known = (
         type_keys(model_type)
@@ -199,14 +208,12 @@ def vocabulary_size(config: JsonObject) -> int | None:
     if isinstance(config.get("text_config"), Mapping):
         return None
     found = None if known is None else known.size(config, "vocab_size")
-    written = config.get(
-        "vocab_size"
-    )  # of a configuration in parts that is written flat, as Qwen2.5-VL's
+    written = config.get("vocab_size")  # a composite configuration written flat (Qwen2.5-VL)
     return written if found is None and isinstance(written, int) else found
 
 
 def is_tied(config: JsonObject) -> bool:
-    """Whether the head is the embedding: by the configuration, else by the type's default."""
+    """Return whether the head is the embedding, by the configuration or the type's default."""
     if TIED in config:
         return config[TIED] is True
     text = config.get("text_config")
@@ -231,7 +238,7 @@ def _no_type(model_type: JsonValue, where: KeyPath) -> Diagnostic:
 
 
 def _names(config: JsonObject, model_type: str, key: KeyPath) -> Iterator[Diagnostic]:
-    """SW2005 of a configuration in parts, whose values the class judges."""
+    """Yield SW2005 for a composite configuration, whose values only its class can check."""
     names = _table()["in_parts"].get(model_type)
     if names is not None:
         known = {*names, *_table()["common"], *published_keys(model_type)}
@@ -269,12 +276,12 @@ def _kind_problem(value: JsonValue, kinds: str) -> str:
     letter = _letter(value)
     if not letter or kinds == ANY_VALUE or letter in kinds:
         return ""
-    wanted = " or ".join(words for kind, words in _WORDS.items() if kind in kinds)
-    return f"is not {wanted}" if wanted else ""
+    expected = " or ".join(words for kind, words in _WORDS.items() if kind in kinds)
+    return f"is not {expected}" if expected else ""
 
 
 def _letter(value: JsonValue) -> str:
-    """ "" for what is not judged: a section."""
+    """Return the letter of the value's kind, "" for a section, which is not checked."""
     letters: tuple[tuple[type, str], ...] = (
         (bool, "b"),
         (int, "i"),
@@ -289,33 +296,36 @@ def _letter(value: JsonValue) -> str:
 
 def _heads(config: JsonObject, known: TypeKeys, key: KeyPath) -> Iterator[Diagnostic]:
     hidden, heads = known.size(config, "hidden_size"), known.size(config, "num_attention_heads")
-    given = config.get("head_dim") is not None
+    has_head_dim = config.get("head_dim") is not None
     if (
         not hidden
         or not heads
         or hidden % heads == 0
         or not known.heads
-        or (known.heads == "derived" and given)
+        or (known.heads == "derived" and has_head_dim)
     ):
         return
-    message = f"a hidden size of {hidden} does not divide by {heads} attention heads"
-    more = ", or give head_dim" if known.heads == "derived" else ""
+    message = f"hidden size {hidden} is not divisible by {heads} attention heads"
+    more = ", or set head_dim" if known.heads == "derived" else ""
     yield found(
         "SW2007",
         key,
         message,
-        f"transformers refuses it: take a number of heads that divides it{more}.",
+        f"Set a number of heads that divides the hidden size{more}.",
     )
 
 
 def size_problem(canonical: str, name: str, value: JsonValue) -> str:
-    """Why the value of this key cannot be, or "". canonical: the class's own name for `name`."""
+    """Return why the value is not a valid size, or "".
+
+    canonical: the class's own name for `name`.
+    """
     if not isinstance(value, int | float):
         return ""
     if canonical in _SIZES and value < 1:
         return "is not a positive size"
     if canonical == "num_hidden_layers" and isinstance(value, int) and value > MAX_LAYERS:
-        return f"is beyond {MAX_LAYERS}, the most layers that this version builds"
+        return f"is more than {MAX_LAYERS}, the most layers that this version builds"
     if name.endswith(("dropout", "pdrop")) and not 0 <= value < 1:
         return "is not a probability below 1"
     return ""

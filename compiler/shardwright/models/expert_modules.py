@@ -1,5 +1,4 @@
-"""Mixtures of experts: how many a layer has, by its parameters, and which of them expert ranks
-share out."""
+"""Find the experts of a mixture-of-experts model in its graph, by parameter names and shapes."""
 
 from __future__ import annotations
 
@@ -13,15 +12,17 @@ _NUMBERED = re.compile(r"experts\.(\d+)\.")
 
 @memoize(lambda graph: graph.config_hash)  # rules ask for each layout
 def experts_per_layer(graph: ModelGraph) -> int:
-    """Of the decoder layer that has the most; 0 where the model is dense."""
+    """Return the number of experts in the decoder layer that has the most; 0 for a dense model."""
     return max(map(_of_layer, graph.layers))
 
 
 @memoize(lambda graph: graph.config_hash)
 def expert_modules(graph: ModelGraph) -> dict[str, int]:
-    """Modules whose own parameters are stacks of as many experts along the first dimension -> how
-    many. By names and shapes; whether expert ranks can share them out is the model's own matter
-    (models/mixture_of_experts.py)."""
+    """Map each module that stacks its experts in the first dimension of its parameters to their
+    number.
+
+    models/mixture_of_experts.py verifies whether the model can split them over expert ranks.
+    """
     found: dict[str, int] = {}
     for layer in graph.layers:
         owned: dict[str, list[tuple[int, ...]]] = {}
@@ -35,13 +36,13 @@ def expert_modules(graph: ModelGraph) -> dict[str, int]:
 
 
 def _is_routed(module: str) -> bool:
-    """Shared experts, which every token takes, may be a stack as well: each rank has all of
-    them."""
+    """Return whether tokens are routed to this module's experts; shared experts may be stacked
+    too."""
     return ("expert" in module or "moe" in module) and "shared" not in module.rpartition(".")[2]
 
 
 def _of_layer(layer: Layer) -> int:
-    """One tensor holds all experts, or each is a module with a number."""
+    """Count a layer's experts: stacked in one tensor, or numbered modules."""
     most = 0
     numbers: set[str] = set()
     for p in layer.parameters:

@@ -1,5 +1,7 @@
-"""Stage 2: the recipe's `model` section -> ModelGraph. A graph that is known already comes without
-torch: only graph.py, which traces a new one, imports it.
+"""Build the ModelGraph of the recipe's `model` section: memoized, cached, from the catalog or
+traced.
+
+Only tracing a new graph (graph_trace.py) imports torch.
 """
 
 from __future__ import annotations
@@ -33,20 +35,19 @@ from shardwright.utils.installation import installed_version
 from shardwright.utils.json_records import read_record
 from shardwright.utils.json_values import JsonObject
 
-# Traced graphs on disk, so that the next process needs no torch. Nothing here can fail: a file
-# that cannot be read, written or understood is a graph that is traced anew.
+# The cache of traced graphs on disk. A file that cannot be read or written means tracing again.
 
 
 VARIABLE = "SHARDWRIGHT_CACHE"
-"""The folder; or "off": every graph is traced, the shipped ones too."""
+"""The cache folder, or "off": every graph is traced, those of the catalog too."""
 GRAPH_VERSION = 1
-"""Raised where a graph changes its meaning and no source file of ours does (the form of the files,
-say)."""
+"""Raised where a graph changes although no hashed source file does (the file format, for
+example)."""
 
-# What a graph's content depends on: the tracing, and the fields that it fills.
+# Packages whose sources decide a graph's content.
 PACKAGE = Path(__file__).parent.parent
 _TRACING = ("models", "recipe", "utils")
-# All that a damaged, foreign or vanished file can raise; ValueError is UTF-8's too.
+# What reading a damaged or vanished file can raise; ValueError covers invalid UTF-8.
 UNREADABLE = (OSError, EOFError, ValueError, zlib.error)
 
 
@@ -55,20 +56,20 @@ def graph_cache_is_off() -> bool:
 
 
 def cache_folder() -> Path | None:
-    """$SHARDWRIGHT_CACHE, else $XDG_CACHE_HOME/shardwright, else ~/.cache/shardwright; None without
-    any home."""
+    """Return $SHARDWRIGHT_CACHE, else $XDG_CACHE_HOME/shardwright, else ~/.cache/shardwright; None
+    without a home."""
     if own := os.environ.get(VARIABLE):
         return Path(own)
-    if os.path.isabs(
-        base := os.environ.get("XDG_CACHE_HOME", "")
-    ):  # the XDG rules: a relative one is ignored
+    # The XDG specification ignores a relative path.
+    if os.path.isabs(base := os.environ.get("XDG_CACHE_HOME", "")):
         return Path(base, "shardwright")
     home = os.path.expanduser("~")
     return Path(home, ".cache/shardwright") if os.path.isabs(home) else None
 
 
 def cache_key(config_text: str, attention: str, inline: bool) -> str:
-    """sha256 (hex) of all that the graph depends on, the code that traces it included."""
+    """Return the sha256 (hex) of everything that the graph depends on, the tracing code
+    included."""
     versions = {name: installed_version(name) for name in ("torch", "transformers")}
     parts = [
         GRAPH_VERSION,
@@ -84,8 +85,7 @@ def cache_key(config_text: str, attention: str, inline: bool) -> str:
 
 @functools.cache
 def tracing_source_hash(package: Path) -> str:
-    """sha256 (hex) of the source files that trace and of the tables that they read: an edit is a
-    new key."""
+    """Return the sha256 (hex) of the tracing sources and their tables: an edit makes a new key."""
     digest = hashlib.sha256()
     sources = [path for folder in _TRACING for path in (package / folder).rglob("*.py")]
     for path in sorted([*sources, *(package / "models").glob("tensor_*.json")]):
@@ -104,13 +104,11 @@ def cached_graph(key: str) -> ModelGraph | None:
 
 
 def store_graph(key: str, graph: ModelGraph) -> None:
-    """Written beside its place and renamed into it: readers see a whole file, and of two writers
-    the last one wins."""
+    """Store a graph by renaming a temporary file, so that readers never see a partial one."""
     path = _path(key)
     if path is None:
         return
-    # mtime: the same graph is the same bytes. A decoder layer much like the one before it costs
-    # next to nothing.
+    # mtime=0: equal graphs give equal bytes.
     content = gzip.compress(graph_to_json(graph).encode(), mtime=0)
     unfinished = path.with_name(f".{uuid.uuid4().hex}")
     try:
@@ -127,7 +125,7 @@ def graph_to_json(graph: ModelGraph) -> str:
 
 
 def graph_from_json(text: str | bytes) -> ModelGraph:
-    """Raises ValueError where the text is no graph."""
+    """Read a graph. Raises ValueError where the text is not one."""
     graph = read_record(ModelGraph, parse_json(text))
     graph.verify()
     return graph
@@ -138,20 +136,21 @@ def _path(key: str) -> Path | None:
     return None if folder is None else folder / "graphs" / f"{key}.json.gz"
 
 
-# The traced graphs of the shipped configurations: graphs.zip, one member a distinct configuration,
-# written by `make generated`. A member is read alone, and only where transformers and torch are
-# those that it was traced with.
+# The catalog's traced graphs: graphs.zip, one member for each distinct configuration, written by
+# `make generated`; used only with the torch and transformers versions that traced them.
 
 
 ARCHIVE = "graphs.zip"
 ATTENTION = "auto"
-"""The attention that the shipped graphs were traced with; a pinned one is traced."""
+"""The attention that the catalog's graphs were traced with."""
 VERSIONS = "versions.json"
 
 
 def catalog_graph(config_text: str, attention: str) -> ModelGraph | None:
-    """The graph of exactly this configuration (JSON with sorted keys); None where it is not
-    shipped, or not for the installed versions."""
+    """Return the catalog's graph of this configuration (JSON with sorted keys).
+
+    None where the catalog lacks it, or was traced with other versions.
+    """
     if attention != ATTENTION:
         return None
     try:
@@ -160,7 +159,7 @@ def catalog_graph(config_text: str, attention: str) -> ModelGraph | None:
             zipfile.ZipFile(file) as archive,
         ):
             recorded = json.loads(archive.read(VERSIONS))
-            # What is not installed cannot disagree, and could not trace either.
+            # A package that is not installed cannot disagree, and could not trace either.
             if any(
                 version not in (None, recorded.get(name)) for name, version in versions().items()
             ):
@@ -171,9 +170,11 @@ def catalog_graph(config_text: str, attention: str) -> ModelGraph | None:
 
 
 def versions() -> dict[str, str | None]:
-    """What a trace depends on outside this package. transformers decides the modules and the
-    defaults, in any release; torch only how they compute, which changes with its minor releases.
-    None where one is not installed."""
+    """Return the versions that a trace depends on, None where not installed.
+
+    transformers decides modules and defaults in any release; torch changes how they compute with
+    minor releases.
+    """
     torch = installed_version("torch")
     return {
         "torch": torch and ".".join(torch.split(".")[:2]),
@@ -186,12 +187,14 @@ def member(config_text: str) -> str:
 
 
 _KNOWN: dict[tuple[str, str, str, bool, str], ModelGraph] = {}
-"""Of this process: `estimate` asks for the same graph many times."""
+"""Memoized graphs: `estimate` needs the same graph many times."""
 
 
 def build_model_graph(section: ModelSection) -> ModelGraph:
-    """With a head of its own where the weights have one, whatever the configuration says (SW2026).
-    Raises Refusal with SW2xxx where the model cannot be found, read, built or split."""
+    """Build the model's graph, with a head of its own where the weights have one (SW2026).
+
+    Raises Refusal (SW2xxx) where the model cannot be found, read, built or split.
+    """
     config, inline = read_config(section)
     graph = _graph(section, config, inline)
     heads = _own_heads(section, graph)
@@ -204,9 +207,10 @@ def build_model_graph(section: ModelSection) -> ModelGraph:
 
 
 def compare_weights(section: ModelSection, graph: ModelGraph) -> tuple[Diagnostic, ...]:
-    """What the weights in the folder `section.source` have that the model does not take, and what
-    of them is read in another way than the configuration says. Raises Refusal: SW1913, SW2022,
-    SW2024 to SW2027."""
+    """Return warnings and notes about weights that do not match the model exactly.
+
+    Raises Refusal: SW1913, SW2022, SW2024 to SW2027.
+    """
     config, inline = read_config(section)
     heads = _own_heads(section, _graph(section, config, inline))
     return check_weights(Path(section.source or ""), config, graph, heads)
@@ -221,7 +225,7 @@ def _own_heads(section: ModelSection, graph: ModelGraph) -> tuple[tuple[str, str
 
 def _graph(section: ModelSection, config: JsonObject, inline: bool) -> ModelGraph:
     if section.trust_remote_code is not None and "auto_map" in config:
-        return _trace(section, config, inline)  # its code is no part of any key
+        return _trace(section, config, inline)  # its code is not part of any key
     text = json.dumps(config, sort_keys=True)
     processor = None if inline else local_processor(section)
     known = (
@@ -233,37 +237,41 @@ def _graph(section: ModelSection, config: JsonObject, inline: bool) -> ModelGrap
     )
     if known not in _KNOWN:
         graph = _find(section, config, text, inline)
-        cuts = (
+        has_tiles = (
             processor is not None
             and graph.vision is not None
             and graph.vision.patches
             and graph.task_traits.images_in_text
         )
-        _KNOWN[known] = _with_tiles(graph, *processor) if processor is not None and cuts else graph
+        _KNOWN[known] = (
+            _with_tiles(graph, *processor) if processor is not None and has_tiles else graph
+        )
     return _KNOWN[known]
 
 
 def _with_tiles(graph: ModelGraph, folder: Path, settings: str) -> ModelGraph:
-    """As the model's own processor cuts pictures. settings: its files."""
+    """Set the number of tiles that the model's own processor makes of an image.
+
+    settings: the processor's files.
+    """
     key = cache_key(f"{graph.config_hash} {graph.task} {settings}", graph.attention, inline=False)
-    found = None if graph_cache_is_off() else cached_graph(key)
-    if found is None:
+    tiled = None if graph_cache_is_off() else cached_graph(key)
+    if tiled is None:
         from shardwright.models.image_processor import with_processor_tiles
 
-        found = with_processor_tiles(graph, folder)
-        store_graph(key, found)
-    return found
+        tiled = with_processor_tiles(graph, folder)
+        store_graph(key, tiled)
+    return tiled
 
 
 def _find(section: ModelSection, config: JsonObject, text: str, inline: bool) -> ModelGraph:
     if graph_cache_is_off():
         return _trace(section, config, inline)
-    # A recipe's own configuration is checked more strictly than a published one, so it is never
-    # looked up as one.
+    # A configuration in a recipe is checked more strictly, so it never comes from the catalog.
     graph = None if inline else catalog_graph(text, section.attention)
     if graph is not None and section.task in ("auto", graph.task):
         return graph
-    # One of the models that both tasks know is another graph under each.
+    # A model that several tasks can train has one graph for each.
     key = cache_key(
         text if section.task == "auto" else f"{section.task} {text}", section.attention, inline
     )

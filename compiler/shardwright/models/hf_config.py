@@ -1,6 +1,6 @@
-"""A configuration as written -> a checked Hugging Face configuration.
+"""Build and check a transformers configuration from a config.json or the recipe's `model.config`.
 
-config.json is read as data; a model's own code runs only where the recipe trusts it by name
+config.json is read as data; a model's own code runs only where the recipe trusts it
 (remote_code.py).
 """
 
@@ -43,32 +43,27 @@ from shardwright.models.tasks.task_registry import Task, task_named, task_of_typ
 from shardwright.recipe.literal_types import TaskName
 from shardwright.utils.json_values import JsonObject, JsonValue
 
-# The keys of a config.json that transformers reads for a configuration class, found by asking the
-# class.
-#
-# A class takes its fields, but reads more: names that its __post_init__ takes from the keywords
-# (older files' names), and names that the modeling code reads with getattr. All other keywords
-# become
-# attributes that nothing looks at.
+# The keys that transformers reads for a configuration class: its fields, names that its
+# __post_init__ takes from the keywords, and names that the modeling code reads with getattr. Other
+# keywords become attributes that nothing reads.
 
 
 @functools.cache
 def config_class_keys(config_class: type[PretrainedConfig]) -> frozenset[str]:
-    """Return every key that `config_class`, its bases or its modeling code reads; metadata is not
-    among them."""
+    """Return every key that `config_class`, its bases or its modeling code reads, without metadata
+    keys."""
     keys = {field.name for field in dataclasses.fields(config_class)} | set(
         config_class.attribute_map
     )
     keys |= _keyword_keys(config_class) | _flat_keys(config_class)
     keys |= {name for name in _modeling_keys(config_class) if not hasattr(PretrainedConfig, name)}
-    keys |= set(
-        GenerationConfig._get_default_generation_params()
-    )  # read, and dropped, by the base class
+    # The base class reads and drops these.
+    keys |= set(GenerationConfig._get_default_generation_params())
     return frozenset(key for key in keys if not key.startswith("_"))
 
 
 def _keyword_keys(config_class: type[PretrainedConfig]) -> set[str]:
-    """Names that the methods of the class and of its bases look up in their keywords."""
+    """Return the names that the methods of the class and its bases look up in their keywords."""
     methods = ["__init__", "__post_init__"]
     if "rope_parameters" in config_class.__dataclass_fields__:
         methods.append("convert_rope_params_to_dict")
@@ -81,7 +76,8 @@ def _keyword_keys(config_class: type[PretrainedConfig]) -> set[str]:
 
 
 def _sources(config_class: type[PretrainedConfig], method: str) -> Iterator[tuple[type, str]]:
-    """(class, source) of each definition of `method` that a call runs, the class's own first."""
+    """Yield (class, source) of each definition of `method` that a call runs, the class's own
+    first."""
     for base in config_class.__mro__:
         function = inspect.unwrap(vars(base).get(method, object))
         if not inspect.isfunction(function) or not function.__module__.startswith("transformers."):
@@ -96,25 +92,25 @@ def _sources(config_class: type[PretrainedConfig], method: str) -> Iterator[tupl
 
 
 def _looked_up(config_class: type, base: type, tree: ast.AST) -> Iterator[str]:
-    """Strings that `kwargs.pop`, `.get`, `.setdefault`, `[...]` or `in kwargs` name, loops over
-    names included."""
+    """Yield the strings that `kwargs.pop`, `.get`, `.setdefault`, `[...]` or `in kwargs` name, also
+    in loops over names."""
     loops = dict(_loops(config_class, tree))
     for node in ast.walk(tree):
-        asked: ast.expr | None = None
+        name: ast.expr | None = None
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and _is_kwargs(node.func.value)
         ):
-            asked = (
+            name = (
                 node.args[0]
                 if node.args and node.func.attr in ("pop", "get", "setdefault")
                 else None
             )
         elif isinstance(node, ast.Subscript) and _is_kwargs(node.value):
-            asked = node.slice
+            name = node.slice
         elif isinstance(node, ast.Compare) and _is_kwargs(node.comparators[0]):
-            asked = node.left
+            name = node.left
         elif (
             base is not PretrainedConfig
             and isinstance(node, ast.Call)
@@ -125,8 +121,8 @@ def _looked_up(config_class: type, base: type, tree: ast.AST) -> Iterator[str]:
                 and isinstance(node.args[0], ast.Name)
                 and node.args[0].id == "self"
             )
-            asked = node.args[1] if is_own else None
-        yield from _strings(asked, loops)
+            name = node.args[1] if is_own else None
+        yield from _strings(name, loops)
 
 
 def _is_kwargs(node: ast.expr) -> bool:
@@ -134,7 +130,7 @@ def _is_kwargs(node: ast.expr) -> bool:
 
 
 def _strings(node: ast.expr | None, loops: dict[str, list[str]]) -> Iterator[str]:
-    """The values of a constant, of a loop's variable, or of an f-string that ends in such a
+    """Yield the values of a constant, a loop variable, or an f-string that ends in a loop
     variable."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
@@ -147,7 +143,7 @@ def _strings(node: ast.expr | None, loops: dict[str, list[str]]) -> Iterator[str
 
 
 def _loops(config_class: type, tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
-    """Loop variable -> the strings it runs through, of loops over written names or a table of the
+    """Yield (loop variable, strings it runs through) for loops over literals or a table of the
     class."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.For | ast.comprehension):
@@ -168,35 +164,38 @@ def _loops(config_class: type, tree: ast.AST) -> Iterator[tuple[str, list[str]]]
 
 
 def _flat_keys(config_class: type[PretrainedConfig]) -> set[str]:
-    """Keys of a part that the class takes from the outermost level too, as Qwen2.5-VL's files are
-    written: those that it hands on, instead of keeping them as attributes of its own."""
-    given: dict[str, object] = {}
+    """Return the keys of a sub-configuration that the class also takes at the top level
+    (Qwen2.5-VL).
+
+    These are keys that the class passes on instead of keeping them as attributes.
+    """
+    defaults: dict[str, object] = {}
     for part in getattr(config_class, "sub_configs_defaults", {}).values():
         try:
-            given |= part.default_config_fields()
-        except Exception:  # a part whose class has no defaults
+            defaults |= part.default_config_fields()
+        except Exception:  # a sub-configuration whose class has no defaults
             continue
-    given = {
+    defaults = {
         name: value
-        for name, value in given.items()
+        for name, value in defaults.items()
         if not hasattr(config_class, name) and value is not None
     }
     try:
-        kept = vars(config_class(**given))
-    except Exception:  # the class refuses keys of its parts
+        attributes = vars(config_class(**defaults))
+    except Exception:  # the class refuses keys of its sub-configurations
         return set()
-    return {name for name in given if name not in kept}
+    return {name for name in defaults if name not in attributes}
 
 
 def _modeling_keys(config_class: type[PretrainedConfig]) -> set[str]:
-    """Attributes that the modeling files beside the class read from a configuration of this
-    class."""
+    """Return the attributes that the modeling files beside the class read from its
+    configuration."""
     source = sys.modules[config_class.__module__].__file__
     if source is None or ".models." not in config_class.__module__:
         return set()
     names = {base.__name__ for base in config_class.__mro__}
     files = sorted(Path(source).parent.glob("modeling_*.py"))
-    # Unannotated code of a model in parts may be that of any part.
+    # Unannotated code of a composite model may belong to any part.
     is_one = not getattr(config_class, "sub_configs_defaults", {})
     reads = (each for file in files for each in _reads(file))
     return {
@@ -206,8 +205,7 @@ def _modeling_keys(config_class: type[PretrainedConfig]) -> set[str]:
 
 @functools.cache
 def _reads(file: Path) -> tuple[tuple[frozenset[str], frozenset[str]], ...]:
-    """(classes of the configuration that it is annotated with, attributes read) of each class and
-    function."""
+    """Return, for each class and function, (annotated configuration classes, attributes read)."""
     body = ast.parse(file.read_text(encoding="utf-8")).body
     return tuple((frozenset(_annotated(part)), frozenset(_attributes(part))) for part in body)
 
@@ -238,7 +236,7 @@ def _attributes(tree: ast.AST) -> Iterator[str]:
 
 
 def _is_config(node: ast.expr) -> bool:
-    """Whether the expression is `config` or `self.config`."""
+    """Return whether the expression is `config` or `self.config`."""
     return (isinstance(node, ast.Name) and node.id == "config") or (
         isinstance(node, ast.Attribute)
         and node.attr == "config"
@@ -246,7 +244,7 @@ def _is_config(node: ast.expr) -> bool:
     )
 
 
-# Sizes that modules and configurations hold under one of several names.
+# Sizes that modules and configurations hold under several names.
 
 
 HEAD_ATTRIBUTES: dict[str, str] = {
@@ -263,16 +261,17 @@ HEAD_ATTRIBUTES: dict[str, str] = {
     "split_size": "width",
     "all_head_size": "width",
 }
-"""Where attention modules keep their head counts: attribute name -> what it counts. Widths are
-heads x head size."""
+"""Attributes of attention modules that hold head counts -> what they count. Widths are heads x head
+size."""
 
 
 def first_size(owner: nn.Module | PretrainedConfig, *names: str) -> int | None:
-    """The first of these that the owner has as one number; some types have one a layer, or none."""
+    """Return the first of these names that the owner has as one number; some types have one per
+    layer, or none."""
     for name in names:
         try:
             value = getattr(owner, name, None)
-        except Exception:  # transformers refuses to answer for an attribute that varies by layer
+        except Exception:  # transformers raises for an attribute that varies by layer
             continue
         if isinstance(value, int) and value:
             return value
@@ -280,8 +279,8 @@ def first_size(owner: nn.Module | PretrainedConfig, *names: str) -> int | None:
 
 
 def head_counts(module: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
-    """(query heads, key/value heads) of one attention module: its own attributes, else the
-    configuration's."""
+    """Return (query heads, key/value heads) from the attention module, else from the
+    configuration."""
     names = {
         kind: [n for n, k in HEAD_ATTRIBUTES.items() if k == kind]
         for kind in HEAD_ATTRIBUTES.values()
@@ -294,27 +293,31 @@ def head_counts(module: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
     return heads, key_value_heads or first_size(config, *names["key_value_heads"][:1]) or heads
 
 
-# Read by transformers from any configuration although no class lists them.
+# Keys that transformers reads from any configuration although no class lists them.
 COMMON_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", *METADATA_KEYS}
-# Say who wrote the configuration and where it lay, not what the model is.
+# Keys about the file's author and origin, not about the model.
 _VOLATILE_KEYS = (
     "transformers_version",
     "_name_or_path",
     "_attn_implementation",
     "_attn_implementation_autoset",
 )
-# Choose code, not a model: recipe keys choose attention, and an inline configuration runs no code
-# of its own.
+# Keys that choose code: recipe keys choose attention, and an inline configuration runs no remote
+# code.
 _CODE_KEYS = ("attn_implementation", "experts_implementation", "auto_map")
-# Says how the published files are stored; what is trained and exported is not quantised.
+# Keys about storage: what is trained and exported is not quantized.
 _STORAGE_KEYS = ("quantization_config", "compression_config")
 
 
 def check_model_type(
     config: JsonObject, key: KeyPath, inline: bool, asked: TaskName | Literal["auto"]
 ) -> Task:
-    """What the type is trained for. Errors: SW2003 unknown, SW2004 no causal language model, SW2017
-    an encoder-decoder, SW2019 no model that sees, SW2021 none that learns from pairs."""
+    """Return the task that the type is trained for.
+
+    Raises SW2003 (unknown type), SW2004 (no causal language model), SW2017 (encoder-decoder),
+    SW2019 (no vision-language model), SW2021 (no contrastive model). asked: the recipe's
+    `model.task`.
+    """
     model_type = config.get("model_type")
     where = (*key, "model_type") if inline and model_type is not None else key
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -325,28 +328,31 @@ def check_model_type(
     if task is None:
         raise Refusal(not_causal_lm(model_type, trained_types(), where))
     if model_type not in task.types and not (FINGERPRINT in config and task.trains(model_type)):
-        told = (
+        refusal_of = (
             not_contrastive
             if task.traits.compares_pairs
             else not_vision_language
             if task.traits.has_images
             else not_causal_lm
         )
-        raise Refusal(told(model_type, tuple(task.types), where))
+        raise Refusal(refusal_of(model_type, tuple(task.types), where))
     return task
 
 
 def resolve_config(
     config: JsonObject, key: KeyPath, inline: bool, asked: TaskName | Literal["auto"] = "auto"
 ) -> PretrainedConfig:
-    """The transformers configuration, every value checked. asked: the recipe's task. Errors:
-    SW2005, SW2006 (all of them), SW2007, SW2017, and those of check_model_type."""
+    """Return the transformers configuration with every value checked.
+
+    Raises SW2005, SW2006 (all of them), SW2007, SW2017, and those of check_model_type. asked: the
+    recipe's `model.task`.
+    """
     task = check_model_type(config, key, inline, asked)
     model_type = str(config["model_type"])
     config_class = CONFIG_MAPPING[model_type]
     try:
         probe = config_class()
-    except Exception as error:  # some types have no defaults that agree with each other
+    except Exception as error:  # the defaults of some types contradict each other
         raise config_error(error, key) from None
     own = {*probe.to_dict(), *config_class.attribute_map}
     known = {*own, *config_class_keys(config_class), *COMMON_KEYS, *published_keys(model_type)}
@@ -355,9 +361,7 @@ def resolve_config(
     found = config_key_errors(config, known, problem, key, inline=inline, takes=takes)
     if wrong := [diagnostic for diagnostic in found if diagnostic.severity == "error"]:
         raise Refusal(*wrong)
-    renamed = {
-        "torch_dtype": "dtype"
-    }  # the old name still works, with a warning of transformers' own
+    renamed = {"torch_dtype": "dtype"}  # transformers warns about the old name
     left_out = {*_VOLATILE_KEYS, *_STORAGE_KEYS, *(_CODE_KEYS if inline else ()), "model_type"}
     values = {
         renamed.get(name, name): value for name, value in config.items() if name not in left_out
@@ -379,20 +383,17 @@ def resolve_config(
 
 
 def config_error(error: Exception, key: KeyPath) -> Refusal:
-    """Whatever transformers raised while it built the configuration or the model."""
+    """Build SW2007 from what transformers raised while it built the configuration or the model."""
     return refusal(
         "SW2007",
         f"transformers refuses this configuration: {_one_line(error)}",
-        (
-            "Change the keys that the message names; the configuration must build with "
-            "transformers alone."
-        ),
+        "Change the keys that the message names.",
         key,
     )
 
 
 def config_json(config: PretrainedConfig, architecture: str) -> dict[str, JsonValue]:
-    """The complete configuration: sorted, without the keys that say where it came from."""
+    """Return the complete configuration with sorted keys, without the keys about its origin."""
     plain = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE_KEYS}
     plain["architectures"] = [architecture]
     return cast(
@@ -401,8 +402,8 @@ def config_json(config: PretrainedConfig, architecture: str) -> dict[str, JsonVa
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The part that describes the decoder; the whole where transformers finds several (musicgen:
-    its class reads the decoder's sizes from the outermost one)."""
+    """Return the decoder's configuration; the outer one where transformers finds several (musicgen
+    reads it there)."""
     try:
         return config.get_text_config()
     except ValueError:
@@ -410,16 +411,18 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _value_problem(probe: PretrainedConfig, own: set[str], name: str, value: JsonValue) -> str:
-    """Why `value` cannot be `name`, or "". own: the names that are attributes: the class converts
-    the others itself."""
+    """Return why `value` is not valid for `name`, or "".
+
+    own: names that are attributes; the class converts the others.
+    """
     canonical = {v: k for k, v in probe.attribute_map.items()}.get(name, name)
     wrong = refused_value(probe, name, value) if name in own else ""
     return wrong or size_problem(canonical, name, value)
 
 
 def refused_value(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
-    """What the class itself says, or "": transformers' configurations check a field's type when it
-    is set."""
+    """Return what the class raises for this value, or "": transformers checks a field's type when
+    it is set."""
     if name in (
         "model_type",
         "torch_dtype",
@@ -436,8 +439,8 @@ def refused_value(probe: PretrainedConfig, name: str, value: JsonValue) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """The last line of an error's text (transformers puts the cause there), without its own type
-    prefix."""
+    """Return the last line of an error's text, where transformers puts the cause, without the
+    type's prefix."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines else ""
     if isinstance(error, KeyError):

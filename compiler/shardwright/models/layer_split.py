@@ -1,5 +1,5 @@
-"""Finds where a model can be cut, and proves it: pieces that own nothing but their own weights must
-reproduce it."""
+"""Find how a model is split into layers, and verify that isolated layers reproduce it bit for
+bit."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ from shardwright.models.tasks.causal_lm import is_causal, own_loss
 
 
 class NotSplittable(Exception):
-    """The model has no cut that reproduces it: one line, the reason."""
+    """The model could not be split into layers that reproduce it; one line, the reason."""
 
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """What running a tiny copy of the model taught: names are the full model's too.
+    """Hold what running a tiny copy of the model showed; names are the full model's too.
 
-    embedding, head: parameters outside the decoder stack that the piece before and the piece behind
-    it use; a tied one
-        is in both. attention: the attention module's name inside a decoder layer, "" where the
-        layers have none in common. packing: "" where packed documents do not see each other, else
-        the reason. modules_run_per_image: modules that run as often as there are pictures.
+    cut: how hidden states enter and leave the decoder layers.
+    embedding, head: parameters outside the decoder layers that the embedding or the head uses; a
+        tied one is in both.
+    attention: name of the attention module inside a decoder layer, "" where the layers have none in
+        common.
+    packing: why packed documents attend to each other, "" where they do not.
+    modules_run_per_image: modules that run once for each image.
     """
 
     cut: PipelineSplit
@@ -55,11 +57,10 @@ class ModelStructure:
     modules_run_per_image: tuple[str, ...] = ()
 
     def place(self, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """The embedding's and the head's parameters among the full model's, those of the decoder
-        stack left out.
+        """Return the embedding's and the head's parameters among the full model's.
 
-        A tower outside the stack may be deeper than the tiny copy's: a name counts by its pattern,
-        numbers aside. None where a name's pattern is not the tiny copy's.
+        A vision encoder may be deeper than the tiny copy's, so names count by their patterns. None
+        where a pattern is not in the tiny copy.
         """
         before, behind = ({name_pattern(n) for n in side} for side in (self.embedding, self.head))
         outside = [n for n in names if not n.startswith(self.cut.stack + ".")]
@@ -72,10 +73,10 @@ class ModelStructure:
 
 
 def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None) -> ModelStructure:
-    """`model`: tiny, on the CPU, in training mode without anything random. Raises NotSplittable
-    with the reason.
+    """Find how `model` is split, and verify it. Raises NotSplittable with the reason.
 
-    beside: for a model that sees, what its forward takes beside the ids.
+    model: tiny, on the CPU, in training mode without dropout.
+    beside: other forward inputs of a vision-language model.
     """
     if beside:
         _check_image_dependence(model, input_ids, beside)
@@ -98,20 +99,19 @@ def probe(model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
 
 @torch.no_grad()
 def _check_image_dependence(model: nn.Module, input_ids: torch.Tensor, beside: Batch) -> None:
-    """Raises NotSplittable where the logits are the same with other pictures."""
+    """Raise NotSplittable where other images give the same logits."""
     others = {
         name: value.roll(1, -1) if value.is_floating_point() else value
         for name, value in beside.items()
     }
     if torch.equal(logits_of(model, input_ids, beside), logits_of(model, input_ids, others)):
-        raise NotSplittable("its logits do not depend on the pictures")
+        raise NotSplittable("its logits do not depend on the images")
 
 
 def _boundary_parameters(
     model: nn.Module, cut: PipelineSplit, input_ids: torch.Tensor, beside: Batch | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """By gradient: what the state before the first layer, and the logits after the last one, depend
-    on."""
+    """Return the parameters of the embedding and of the head, by the gradients of their outputs."""
     outside = {n: p for n, p in model.named_parameters() if not n.startswith(cut.stack + ".")}
     skeleton = Skeleton(model, cut, _tokens(input_ids))
     with _all_trainable(outside):
@@ -122,9 +122,8 @@ def _boundary_parameters(
         head = parameters_with_gradient(
             [skeleton.head(State(hidden=state.hidden.detach(), batch=state.batch))], outside
         )
-    # What neither shows by gradient goes with the head, where it is saved; a constant table
-    # (sinusoidal positions, looked up without a gradient) shows by what comes of its absence. Of a
-    # model that sees these are parts of its tower, which stays in one piece.
+    # Parameters without a gradient go to the head, except a constant table (sinusoidal positions)
+    # that the embedding needs. In a vision-language model they are parts of the vision encoder.
     silent = {n: p for n, p in outside.items() if n not in embedding | head}
     embedding.update(
         silent if beside else _parameters_used_by_value(skeleton, input_ids, state, silent)
@@ -138,17 +137,17 @@ def _boundary_parameters(
 def _parameters_used_by_value(
     skeleton: Skeleton, input_ids: torch.Tensor, state: State, silent: dict[str, nn.Parameter]
 ) -> list[str]:
-    """Which of these parameters the embedding's state depends on; tried one by one only where some
-    do."""
+    """Return which of these parameters the embedding's state depends on; try them one by one only
+    where some matter."""
 
     def matters(parameters: Iterable[nn.Parameter]) -> bool:
-        kept = [(p, p.data) for p in parameters]
-        for p, data in kept:
+        saved = [(p, p.data) for p in parameters]
+        for p, data in saved:
             p.data = torch.zeros_like(data)
         try:
             return not _equal(skeleton.embed(input_ids, None), state)
         finally:
-            for p, data in kept:
+            for p, data in saved:
                 p.data = data
 
     return [name for name, p in silent.items() if matters([p])] if matters(silent.values()) else []
@@ -157,9 +156,12 @@ def _parameters_used_by_value(
 def _untrained(
     model: nn.Module, stack: str, input_ids: torch.Tensor, beside: Batch | None
 ) -> tuple[str, ...]:
-    """By pattern: an expert that no token of the probe chose is not untrained while others like it
-    are trained. A tower's parameters by name: a model may take its features from the last block but
-    one."""
+    """Return parameters without a gradient: by pattern, since the probe may not route to every
+    expert.
+
+    Vision encoder parameters are listed by name: a model may take its features before the last
+        block.
+    """
     named = dict(model.named_parameters())
     with _all_trainable(named):
         reached = parameters_with_gradient([logits_of(model, input_ids, beside)], named)
@@ -173,7 +175,7 @@ def _untrained(
 
 @contextmanager
 def _all_trainable(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """A type may freeze some in one way of building it only."""
+    """Let every parameter have a gradient; a type may freeze some when it is built."""
     frozen = [p for p in parameters.values() if not p.requires_grad]
     for p in frozen:
         p.requires_grad_(True)
@@ -185,15 +187,16 @@ def _all_trainable(parameters: dict[str, nn.Parameter]) -> Iterator[None]:
 def parameters_with_gradient(
     tensors: list[torch.Tensor], parameters: dict[str, nn.Parameter]
 ) -> set[str]:
-    """Names of the parameters that the tensors have a gradient for."""
+    """Return the names of the parameters that the tensors have a gradient for."""
     total = torch.stack([t.square().sum() for t in tensors if t.requires_grad]).sum()
     gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     return {n for n, g in zip(parameters, gradients, strict=True) if g is not None}
 
 
 def attention_module(model: nn.Module, cut: PipelineSplit) -> str:
-    """Its name inside a decoder layer, "" where they have none in common."""
-    found = [
+    """Return the name of the attention module inside a decoder layer, "" where the layers have none
+    in common."""
+    names = [
         {
             name
             for name, m in layer.named_modules()
@@ -201,7 +204,7 @@ def attention_module(model: nn.Module, cut: PipelineSplit) -> str:
         }
         for layer in model.get_submodule(cut.stack).children()
     ]
-    common = set.intersection(*found) if found else set()
+    common = set.intersection(*names) if names else set()
     return min(common, key=lambda name: (name.count("."), name)) if common else ""
 
 
@@ -224,8 +227,10 @@ class _Call:
 def find_layer_split(
     model: nn.Module, input_ids: torch.Tensor, beside: Batch | None = None
 ) -> PipelineSplit:
-    """The outermost ModuleList whose children each run once, in order, and all that passes through
-    them; of a model that sees the one that ran last, which is behind the tower's. Raises
+    """Find the outermost ModuleList whose children run once each, in order, and what passes through
+    them.
+
+    A vision-language model's is the list that runs last, after the vision encoder's. Raises
     NotSplittable.
     """
     stacks = [
@@ -257,7 +262,7 @@ def find_layer_split(
 
     for path, children in sorted(stacks, key=order):
         ours = [call for call in calls if any(call.module is c for c in children)]
-        # Some layers may not run at all: cross-attention to an image where there is none.
+        # Some layers may not run: cross-attention to an image without an image.
         ran = [id(c.module) for c in ours]
         in_order = len(set(ran)) == len(ran) and ran == [id(c) for c in children if id(c) in ran]
         if in_order and 2 * len(ran) >= len(children):
@@ -273,7 +278,7 @@ def find_layer_split(
 
 
 def _no_stack(calls: list[_Call], stacks: list[tuple[str, list[nn.Module]]]) -> str:
-    """Why no list of layers can be cut, from what ran."""
+    """Return why no list of layers can be split."""
     runs = Counter(id(call.module) for call in calls)
     looped = [path for path, children in stacks if any(runs[id(c)] > 1 for c in children)]
     if looped:
@@ -285,9 +290,10 @@ def _no_stack(calls: list[_Call], stacks: list[tuple[str, list[nn.Module]]]) -> 
 
 
 def _slots(path: str, calls: list[_Call]) -> PipelineSplit | None:
-    """Where the hidden states enter and leave: the argument that is the previous layer's output."""
+    """Find where the hidden states enter and leave: the argument that is the previous layer's
+    output."""
     first = calls[0].output
-    # Some layers return a list where they mean a tuple; a ModelOutput is neither.
+    # Some layers return a list instead of a tuple; a ModelOutput is neither.
     length = len(first) if isinstance(first, tuple | list) else 0
     hidden = first[0] if length else first
     if not isinstance(hidden, torch.Tensor) or not hidden.is_floating_point() or hidden.ndim < 3:
@@ -320,18 +326,18 @@ def _same(a: Any, b: torch.Tensor) -> bool:
 
 
 def _carried(calls: list[_Call]) -> tuple[int, ...]:
-    """Places in a layer's output that a later layer is handed: the same tensor, not an equal
-    one."""
-    found: set[int] = set()
+    """Return the places in a layer's output that a later layer is handed: the same tensor, not an
+    equal one."""
+    places: set[int] = set()
     for index, call in enumerate(calls):
         later = {id(value) for after in calls[index + 1 :] for _, value in leaves(after.arguments)}
         output = call.output if isinstance(call.output, tuple | list) else ()
-        found |= {
+        places |= {
             at
             for at, value in enumerate(output)
             if at and torch.is_tensor(value) and id(value) in later
         }
-    return tuple(sorted(found))
+    return tuple(sorted(places))
 
 
 def _with_payload(
@@ -341,8 +347,8 @@ def _with_payload(
     input_ids: torch.Tensor,
     beside: Batch | None,
 ) -> PipelineSplit:
-    """The arguments that another stage could not make: they differ on dummy ids, or where the
-    embedding is stubs."""
+    """Add the arguments that another stage cannot compute: they differ on dummy ids, or with stub
+    embeddings."""
     skeleton = isolated_copy(
         model, cut, {id(p) for p in model.get_submodule(cut.stack).parameters()}, input_ids
     )
@@ -357,7 +363,7 @@ def _with_payload(
         for path, value in leaves(call.arguments)
         if isinstance(value, torch.Tensor)
         and path
-        # else an earlier layer left it in a container: find_inseparable_layers sees to that
+        # else an earlier layer left it in a container: find_inseparable_layers handles that
         in guesses
         and path != skeleton._hidden_path
         and (index, path) not in known
@@ -375,14 +381,14 @@ def check_layer_split(
     input_ids: torch.Tensor,
     beside: Batch | None = None,
 ) -> None:
-    """Raises NotSplittable unless isolated pieces give the plain model's logits, bit for bit.
+    """Raise NotSplittable unless isolated pieces give the model's logits bit for bit.
 
     embedding, head: the parameters that these two own.
     """
-    plain = logits_of(model, input_ids, beside)
+    expected = logits_of(model, input_ids, beside)
     before, behind = ({id(model.get_parameter(n)) for n in side} for side in (embedding, head))
-    got = run_in_pieces(model, cut, before, behind, input_ids, beside=beside)
-    if got.shape != plain.shape or not torch.equal(got, plain):
+    logits = run_in_pieces(model, cut, before, behind, input_ids, beside=beside)
+    if logits.shape != expected.shape or not torch.equal(logits, expected):
         raise NotSplittable("more than the hidden states crosses between its layers")
 
 
@@ -395,11 +401,11 @@ def run_in_pieces(
     positions: torch.Tensor | None = None,
     beside: Batch | None = None,
 ) -> torch.Tensor:
-    """The logits of isolated pieces, as pipeline stages run. before, behind: the parameters, by id,
-    that the pieces around the decoder stack own.
+    """Return the logits of isolated pieces, as pipeline stages run.
 
-    Each decoder layer is a piece, layers of `cut.together` are one. Each piece runs twice: a second
+    Each decoder layer is a piece; layers in `cut.together` are one. Each piece runs twice: a second
     micro-batch must find nothing of the first.
+    before, behind: ids of the parameters owned by the embedding and by the head.
     """
     layers = list(model.get_submodule(cut.stack).children())
     state = isolated_copy(model, cut, before, input_ids).embed(input_ids, positions, beside)
@@ -418,7 +424,7 @@ def run_in_pieces(
 def isolated_copy(
     model: nn.Module, cut: PipelineSplit, owned: set[int], input_ids: torch.Tensor
 ) -> Skeleton:
-    """A copy that owns these parameters of `model` only, by id."""
+    """Return a copy that owns only these parameters of `model`, by id."""
     memo: dict[int, Any] = {}
     twin = copy.deepcopy(model, memo)
     skeleton = Skeleton(twin, cut, _tokens(input_ids))
@@ -430,9 +436,11 @@ def isolated_copy(
 def find_inseparable_layers(
     model: nn.Module, cut: PipelineSplit, input_ids: torch.Tensor, beside: Batch | None = None
 ) -> tuple[LayerRange, ...]:
-    """Decoder layers that share parameters, or state beside what crosses stages: such a layer is
-    wrong, or fails, where the layers that it reads from have not run before it in the same stage.
-    Raises NotSplittable."""
+    """Find decoder layers that share parameters, or state that does not cross stages.
+
+    Such a layer is wrong, or fails, unless the layers it reads from ran before it on the same
+    stage. Raises NotSplittable.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -442,8 +450,7 @@ def find_inseparable_layers(
     skeleton.begin()
     for index in range(len(skeleton.layers)):
         states.append(skeleton.decode(index, states[-1]))
-    plain = logits_of(model, input_ids, beside)
-    if not torch.equal(skeleton.head(states[-1]), plain):
+    if not torch.equal(skeleton.head(states[-1]), logits_of(model, input_ids, beside)):
         raise NotSplittable("more than the hidden states crosses between its layers")
     ranges = []
     for last in range(len(skeleton.layers)):
@@ -458,15 +465,14 @@ def find_inseparable_layers(
 
 
 def _reproduces(skeleton: Skeleton, states: list[State], first: int, last: int) -> bool:
-    """Whether a stage that begins with layer `first` makes the right state behind layer `last`."""
+    """Return whether a stage that starts with layer `first` gives the right state after layer
+    `last`."""
     skeleton.begin()
     state = states[first]
     try:
         for index in range(first, last + 1):
             state = skeleton.decode(index, state)
-    except (
-        Exception
-    ):  # whatever a type's own code raises where it misses what an earlier layer left
+    except Exception:  # a type's code may raise anything without an earlier layer's state
         return False
     return _equal(state, states[last + 1])
 

@@ -1,7 +1,7 @@
-"""peft's LoRA adapters inside a Hugging Face model, at exact paths, and whether they compute W x +
-alpha / r B A x.
+"""Put peft's LoRA adapters at exact paths of a Hugging Face model, and verify that they compute W x
++ alpha / r B A x.
 
-peft is imported here and nowhere else, and only where a recipe asks for it.
+peft is imported only here, and only where a recipe has a `lora` section.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from shardwright.recipe.recipe_types import LoraSection
 from shardwright.utils.numeric_difference import relative_error
 
 ADAPTER = "default"
-"""peft's name for the only adapter, a part of its parameters' names."""
+"""peft's name of the adapter, a part of its parameters' names."""
 _MODEL = "model_to_adapt"
-"""Where the model is inside of the module that peft is given."""
+"""Name of the model inside the module that peft receives."""
 _MOST_SHARE = 1e-4
-"""Of the largest logit: what the order of the products may change in fp32."""
+"""Largest relative error of the logits: the order of the products changes in fp32."""
 
 
 def linear_paths(model: nn.Module, stack: str, names: tuple[str, ...]) -> list[str]:
-    """Return the modules inside the decoder layers that have a matrix and one of these names, in
-    the model's order."""
+    """Return the modules inside the decoder layers with a matrix and one of these names, in the
+    model's order."""
     return [
         path
         for path, module in model.named_modules()
@@ -40,10 +40,9 @@ def linear_paths(model: nn.Module, stack: str, names: tuple[str, ...]) -> list[s
 def inject_lora(model: nn.Module, lora: LoraSection, paths: list[str]) -> None:
     """Put adapters into exactly the modules at `paths`, and freeze the rest.
 
-    peft rewrites the targets of mixtures of experts by the configuration's `model_type`: paths that
-    end in gate_proj, up_proj or down_proj become the routed experts' parameters, dense layers and
-    shared experts lose theirs (peft.utils.transformers_weight_conversion). It does so only for a
-    model that has a `config`: the module around this one has none.
+    For a model with a `config`, peft would rewrite the targets of mixtures of experts by
+    `model_type` (peft.utils.transformers_weight_conversion). So the model is wrapped in a module
+    without one.
     """
     from peft import inject_adapter_in_model
 
@@ -62,7 +61,7 @@ def lora_config(lora: LoraSection, **more: Any) -> Any:
 
 
 def adapter_names(module: str) -> tuple[str, str]:
-    """Return the names of A and B, as the model has them."""
+    """Return the parameter names of A and B."""
     return f"{module}.lora_A.{ADAPTER}.weight", f"{module}.lora_B.{ADAPTER}.weight"
 
 
@@ -75,10 +74,12 @@ def lora_blocker(
     planned: frozenset[str],
     logits: Callable[[], torch.Tensor],
 ) -> str:
-    """Return why adapters of the modules called `names` are not those that a run would train, or do
-    not compute W x + alpha / r B A x in this model; "" where they do. The model keeps the adapters.
+    """Return why the adapters of these modules would not be trained, or compute something else; ""
+    where they are correct.
 
-    planned: patterns of the modules that the whole model's plan adapts. logits: runs the model.
+    The model keeps the adapters.
+    planned: patterns of the modules that the plan adapts.
+    logits: runs the model.
     """
     paths = linear_paths(model, stack, names)
     if other := sorted(planned ^ {name_pattern(path) for path in paths}):
@@ -126,7 +127,8 @@ def _is_unused(
     logits: Callable[[], torch.Tensor],
     adapted: torch.Tensor,
 ) -> bool:
-    """Tell whether the logits stay `adapted` without the adapters of the modules called `name`."""
+    """Return whether the logits stay `adapted` without the adapters of the modules called
+    `name`."""
     own = [parameters[adapter_names(path)[1]] for path in paths if path.rpartition(".")[2] == name]
     values = [b.clone() for b in own]
     for b in own:

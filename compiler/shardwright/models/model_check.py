@@ -1,5 +1,4 @@
-"""What can be said of a recipe's model and tokenizers without torch, without transformers and
-without the network."""
+"""Check a recipe's model and tokenizers without torch, transformers or the network."""
 
 from __future__ import annotations
 
@@ -49,12 +48,12 @@ BYTE_SYMBOLS = 256
 
 
 def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
-    """Errors are what `compile` would refuse; a note says what only the hub can tell."""
+    """Return the errors that `compile` would raise; a note marks what only the hub can tell."""
     try:
-        config, told = _config(recipe.model)
+        config, notes = _config(recipe.model)
     except Refusal as refusal:
         return refusal.diagnostics
-    wrong = list(told)
+    wrong = list(notes)
     if config is not None:
         inline = recipe.model.config is not None
         if not inline and recipe.model.trust_remote_code is None and has_remote_code(config):
@@ -74,22 +73,21 @@ def check_model(recipe: Recipe) -> tuple[Diagnostic, ...]:
 
 
 def _config(section: ModelSection) -> tuple[JsonObject | None, tuple[Diagnostic, ...]]:
-    """None where it is not here. Raises Refusal: SW2002."""
+    """Return the configuration, None where it is not on this machine. Raises SW2002."""
     if section.config is not None:
         return section.config, ()
     source = section.source or ""
     if os.path.isabs(source):
         path = Path(source, CONFIG_NAME)
-        return (
-            read_config_file(path) if path.is_file() else None
-        ), ()  # the files' check has told a missing one
+        # check_files reports a missing file.
+        return read_config_file(path) if path.is_file() else None, ()
     config = local_config(source, section.revision)
     return config, () if config is not None else (_unknown(source, ("model", "source")),)
 
 
 def _processor(section: ModelSection, config: JsonObject) -> Iterator[Diagnostic]:
-    """SW2080, of a model that is trained on images. A warning where its own processor is not on
-    this machine: `compile` does not look then."""
+    """Yield SW2080 for a model that trains on images: a warning where its processor is not on this
+    machine."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in vision_language_types():
         return
@@ -104,13 +102,14 @@ def _processor(section: ModelSection, config: JsonObject) -> Iterator[Diagnostic
     for package in packages:
         if importlib.util.find_spec(package.replace("-", "_")) is None:
             why = f"its {name} needs {package}, which is not installed here"
-            told = missing_processor_package(model_type, why, package)
+            error = missing_processor_package(model_type, why, package)
             is_certain = section.config is not None or here is not None
-            yield told if is_certain else dataclasses.replace(told, severity="warning")
+            yield error if is_certain else dataclasses.replace(error, severity="warning")
 
 
 def _processor_class(folder: Path) -> str | None:
-    """The class that the files beside the weights name; None where they name none."""
+    """Return the processor class that the files beside the weights name, None where they name
+    none."""
     for file in PROCESSOR_FILES:
         with suppress(OSError, ValueError):
             document = parse_json(read_regular_file(folder / file))
@@ -122,7 +121,7 @@ def _processor_class(folder: Path) -> str | None:
 
 
 def _unknown(name: str, key: KeyPath) -> Diagnostic:
-    """A hub id that nothing here knows."""
+    """Report a hub id that is not on this machine."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
@@ -132,15 +131,13 @@ def _unknown(name: str, key: KeyPath) -> Diagnostic:
         return invalid_model_id(name)
     code, near = ("SW2001", nearest_ids(name)) if key == ("model", "source") else ("SW1911", ())
     where = ".".join(map(str, key))
-    message = (
-        f"{where}: {name!r} is no folder and not on this machine; compile will ask the hub for it"
-    )
-    help = f"Did you mean {near[0]}?" if near else "A folder is written ./folder."
+    message = f"{where}: {name!r} is not on this machine; compile will download it from the hub"
+    help = f"Did you mean {near[0]}?" if near else "Write a local folder as ./folder."
     return found(code, key, message, help, near, "note")
 
 
 def _weights(section: ModelSection, config: JsonObject | None) -> tuple[Diagnostic, ...]:
-    """What the files' headers say; a hub id's files are looked at where they are in the cache."""
+    """Check the headers of the weight files; those of a hub id only where they are in the cache."""
     if section.source is None or section.weights != "pretrained":
         return ()
     if not os.path.isabs(section.source):
@@ -160,7 +157,10 @@ def _weights(section: ModelSection, config: JsonObject | None) -> tuple[Diagnost
 
 
 def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> Iterator[Diagnostic]:
-    """own: it is the model's own, whose absence has been told there."""
+    """Check a tokenizer against the vocabulary.
+
+    own: whether it is the model's own, whose absence is reported there.
+    """
     if name == "byte":
         if vocabulary is not None and vocabulary < BYTE_SYMBOLS:
             message = (
@@ -177,7 +177,7 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
             yield _unknown(name, key)
         return
     if not folder.is_dir():
-        return  # the files' check has told it
+        return  # check_files reports it
     if not any(path.is_file() for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)):
         help = (
             "Save it with `save_pretrained` and give that folder (as ./path), or write "
@@ -194,8 +194,7 @@ def _tokenizer(name: str, key: KeyPath, vocabulary: int | None, own: bool) -> It
             f"{vocabulary - 1}"
         )
         help = (
-            "A text that holds such a token is refused: take the model's own tokenizer, or a "
-            "larger vocab_size."
+            "Text with a larger id is refused: use the model's own tokenizer, or raise vocab_size."
         )
         yield found("SW1912", key, message, help, severity="warning")
 
@@ -207,7 +206,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _largest_id(path: Path) -> int | None:
-    """Of a tokenizer of the tokenizers library; None where it is another one, or cannot be read."""
+    """Return the largest id of a tokenizer.json, None where it cannot be read."""
     try:
         document: Any = parse_json(read_regular_file(path, MOST_TOKENIZER_BYTES))
         table = document["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""Where the starting weights are, and which files are a tokenizer's."""
+"""Describe a model's files: starting weights, tokenizer files, remote code."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLocation:
-    """path: absolute folder of config.json and safetensors files. revision: its commit, None for a
-    local folder."""
+    """Locate the starting weights.
+
+    path: absolute folder of config.json and safetensors files.
+    revision: commit of a hub model, None for a local folder.
+    """
 
     path: str
     revision: str | None
 
 
 DEQUANTIZED_METHODS: tuple[str, ...] = ("fp8", "mxfp4")
-"""`quant_method` of config.json whose weights are read as numbers, as transformers'
-`dequantize=True` does."""
+"""`quant_method` values whose weights are dequantized on loading (transformers'
+`dequantize=True`)."""
 
 TOKENIZER_PATTERNS: tuple[str, ...] = (
     "tokenizer*.json",
@@ -33,21 +36,21 @@ TOKENIZER_PATTERNS: tuple[str, ...] = (
 
 
 def weights_summary(weights: str) -> str:
-    """`model.weights` as every summary says it: who brings data of his own shall see what is
-    trained on it."""
+    """Describe `model.weights` for a summary."""
     return "weights pretrained" if weights == "pretrained" else "weights random (from scratch)"
 
 
-# Python files that come with a model, for types that transformers does not have itself.
+# Python files of a model whose type transformers does not have.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteCode:
-    """config_class, model_class: "module.Class", as config.json's auto_map names them
-    ("modeling_x.XForCausalLM").
+    """Identify the Python files that a model brings.
 
-    files: (path relative to the model's folder, sha256 hex), the two modules and what they import
-    from beside them.
+    config_class, model_class: "module.Class", as config.json's auto_map names them
+        ("modeling_x.XForCausalLM").
+    files: (path relative to the model's folder, sha256 hex) of the two modules and their local
+        imports.
     """
 
     config_class: str
@@ -56,5 +59,5 @@ class RemoteCode:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) over all the files' names and contents."""
+        """Return the sha256 (hex) of all files' names and contents."""
         return hashlib.sha256(repr(self.files).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Stage 2's output: what the model is, counted exactly.
+"""Describe a model for the compiler: layers, parameters, FLOPs, saved activations, pipeline split.
 
 Shape letters: S sequence length, H hidden size, F feed-forward size, V vocabulary, L layers.
 """
@@ -17,27 +17,26 @@ from shardwright.models.tasks.task_traits import TASK_TRAITS, TaskTraits
 from shardwright.recipe.literal_types import Checkpointing, TaskName
 from shardwright.utils.json_values import JsonObject
 
-# Dotted names of modules and parameters.
+# Names of modules and parameters.
 
 
 def name_pattern(path: str) -> str:
-    """ "model.layers.3.mlp.up_proj" -> "model.layers.*.mlp.up_proj": the same for all layers of a
-    kind."""
+    """Replace each number in a dotted path by `*`: "model.layers.3.mlp" -> "model.layers.*.mlp"."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
-# The names of the tensor-parallel styles, by what they cut. transformers' own, and ours.
+# Tensor-parallel styles by the dimension that they split: transformers' own names and ours.
 
 
 FUSED_QKV = "fused_qkv_colwise"
-"""Query, key and value, one behind the other: three blocks, the last two as wide as the key/value
-heads."""
+"""Query, key and value concatenated: three blocks, the last two as wide as the key/value heads."""
 
 GROUPED_QKV = "grouped_qkv_colwise"
-"""Fused by key/value head: each with its query heads. Cut plainly, between key/value heads."""
+"""Query, key and value fused per key/value head, so that splitting between key/value heads is
+enough."""
 
 MULTI_QUERY = "multi_query_colwise"
-"""Fused query heads and a single key/value head, which every rank needs."""
+"""Fused query heads and a single key/value head, which every tensor rank needs."""
 
 COLUMN_STYLES = (
     "colwise",
@@ -57,37 +56,35 @@ STYLES_THAT_MAY_STAY_UNSHARDED = (
     "rowwise_split_input",
     "embedding_colwise",
 )
-"""Whole in, whole out: where their dimension does not divide they stay plain layers."""
+"""Styles with unsharded input and output: a dimension that does not divide leaves the layer
+unsharded."""
 
-# Where a Hugging Face model can be cut into pipeline pieces: found by running it, never written by
-# hand.
+# How a Hugging Face model is split into pipeline layers; measured by running it.
 
 
 LayerRange = tuple[int, int]
-"""First and last number of neighbouring decoder layers."""
+"""First and last index of consecutive decoder layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSplit:
-    """stack: dotted path of the ModuleList whose children run once each, in order.
+    """Describe how hidden states enter and leave the decoder layers of a model.
 
-    hidden_position, hidden_keyword: which argument of a decoder layer is the hidden states; one of
-    the two. output_length: 0 where a layer returns the hidden states alone, else the length of the
-    tuple that starts with them. payload: paths of the decoder layers' arguments that the
-    embedding's side computes and that cross stages with the
-        hidden states: "2" is the third positional one, "position_embeddings.0" lies inside a
-        keyword's tuple.
-    carried: places in a layer's output tuple that come back as a later layer's argument, and so
-    cross stages too. together: decoder layers that share parameters or state, and so stay on one
-    stage. untrained: parameters that the logits have no gradient for, with * for numbers: constant
-    tables, towers that text
-        does not pass, a router's correction; by their own names the blocks of a tower behind the
-        one that its model takes. An optimizer must leave them alone, weight decay included.
-    loss: what the model computes itself from labels: "next_token" (labels = inputs, as the trainer
-    does), "given" (it
-        expects labels that are shifted already) or "other". The trainer's is next-token
-        cross-entropy in any case.
-    causal: whether no logit sees a later token.
+    stack: dotted path of the ModuleList whose children run once each, in order.
+    hidden_position, hidden_keyword: the argument of a decoder layer that is the hidden states; one
+        of the two.
+    output_length: length of the tuple that a layer returns, hidden states first; 0 where it returns
+        them alone.
+    payload: paths of layer arguments computed by the embedding stage and sent across stages ("2" is
+        the third positional argument, "position_embeddings.0" an item of a keyword's tuple).
+    carried: places in a layer's output tuple that a later layer takes as an argument, and so cross
+        stages.
+    together: ranges of decoder layers that share parameters or state, and so stay on one stage.
+    untrained: names or patterns (`*` for numbers) of parameters without a gradient; no optimizer
+        may change them, by weight decay either.
+    loss: the loss the model computes from labels: "next_token" (labels = inputs), "given" (labels
+        already shifted), "other". Training always uses next-token cross-entropy.
+    causal: whether no logit depends on a later token.
     """
 
     stack: str
@@ -102,8 +99,8 @@ class PipelineSplit:
     causal: bool = True
 
     def blocks(self, decoder_layers: int) -> tuple[int, ...]:
-        """Numbers of pipeline layers (embedding, decoder layers, head) that no stage boundary may
-        part, in order."""
+        """Count the pipeline layers (embedding, decoder layers, head) in each block that no stage
+        boundary may split."""
         sizes, at = [1], 0
         for first, last in self.together:
             sizes += [1] * (first - at) + [last - first + 1]
@@ -112,7 +109,7 @@ class PipelineSplit:
 
 
 def merge_overlapping_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, ...]:
-    """Ranges that have a layer in common are one; in order."""
+    """Merge ranges that have a layer in common; return them in order."""
     out: list[LayerRange] = []
     for first, last in sorted(ranges):
         if out and first <= out[-1][1]:
@@ -125,8 +122,10 @@ def merge_overlapping_ranges(ranges: Iterable[LayerRange]) -> tuple[LayerRange, 
 def layers_that_share_parameters(
     names: Iterable[tuple[str, ...]], stack: str
 ) -> tuple[LayerRange, ...]:
-    """Decoder layers that share a parameter. names: per parameter, every name that it has in the
-    whole model."""
+    """Find the ranges of decoder layers that share a parameter.
+
+    names: for each parameter, every name that it has in the whole model.
+    """
     prefix = stack + "."
     layers = [
         [int(n[len(prefix) :].split(".")[0]) for n in group if n.startswith(prefix)]
@@ -136,23 +135,22 @@ def layers_that_share_parameters(
 
 
 def boundaries_in_layers(boundaries: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Stage boundaries counted in blocks -> counted in layers."""
+    """Convert stage boundaries counted in blocks to boundaries counted in layers."""
     starts = (0, *itertools.accumulate(blocks))
     return tuple(starts[b] for b in boundaries)
 
 
-# The tower of a model that sees, as parts of the piece that holds the embedding: what each
-# computes and keeps.
+# The vision encoder of a vision-language model: what each of its layers computes and saves.
 
 
 ModelPart = Literal["vision", "projector", "text"]
-"""Of a model that sees: the tower; what brings its features to the decoder's width; the decoder
-with its embedding and head."""
+"""Part of a vision-language model: vision encoder, projector to the decoder's width, or decoder
+with embedding and head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCost:
-    """FLOPs, or bytes, of one picture (or tile) of n patches: per_image + per_patch n + per_pair
+    """FLOPs or bytes for one image (or tile) of n patches: per_image + per_patch n + per_pair
     n^2."""
 
     per_image: int = 0
@@ -165,8 +163,10 @@ class ImageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedVisionActivations:
-    """Bytes that a layer of the tower keeps for its backward pass; checkpointing and element_bytes
-    as in model_graph.Kept."""
+    """Bytes that a vision encoder layer saves for its backward pass.
+
+    checkpointing, element_bytes: as in SavedActivations.
+    """
 
     checkpointing: Checkpointing
     element_bytes: int
@@ -175,10 +175,10 @@ class SavedVisionActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionLayer:
-    """A layer of its own kind, `vision`: one block of a tower; or, with name "", all that stands
-    around the blocks, the projector included.
+    """Describe one block of a vision encoder, or (name "") everything around the blocks, the
+    projector included.
 
-    widths: (out, in) of its widest matrix; (0, 0) where it has none.
+    widths: (out, in) of its largest matrix; (0, 0) where it has none.
     """
 
     name: str  # "model.visual.blocks.0"
@@ -190,14 +190,18 @@ class VisionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionEncoder:
-    """patch: pixels of a patch's side. patches: of every picture, or tile of one, whatever its
-    size; 0 where its size decides. tiles: that a picture is cut into at the most, the whole one
-    among them. patches_per_token: that become one token of a row.
+    """Describe a vision encoder and its projector.
 
-    layers: in the order in which they run, the one around them last; () where untraced says why
-    they could not be run. tower, projector: paths of modules and of single parameters; what lies
-    under both is the projector's, what lies
-        under neither is the text part.
+    patch: side of a patch (pixels).
+    patches: patches of every image or tile; 0 where they depend on the image's size.
+    patches_per_token: patches that become one token of the sequence.
+    layers: in running order, the one around the blocks last; () where `untraced` says why they
+        could not be run.
+    tower: paths of the encoder's modules and single parameters.
+    projector: paths of the projector's; a parameter under both is the projector's, one under
+        neither is the decoder's.
+    untraced: why the encoder could not be traced, else "".
+    tiles: largest number of tiles of one image, the unsplit image included.
     """
 
     patch: int
@@ -210,7 +214,7 @@ class VisionEncoder:
     tiles: int = 1
 
     def patches_per_image(self, pixels: int) -> int:
-        """Of a picture with so many pixels, or of a tile."""
+        """Return the patches of an image, or of a tile, with this number of pixels."""
         return self.patches or max(1, pixels // self.patch**2)
 
     def part(self, parameter: str) -> ModelPart:
@@ -236,21 +240,24 @@ class Parameter:
 
 
 def config_sha256(config: JsonObject) -> str:
-    """sha256 (hex), whatever the order of the keys."""
+    """Hash a configuration (sha256, hex) independently of the order of its keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedActivations:
-    """Bytes that one layer keeps for backward, per sequence of S tokens: per_token S + per_pair
+    """Bytes that one layer saves for backward, for a sequence of S tokens: per_token S + per_pair
     S^2.
 
-    checkpointing: none | selective (the attention module keeps its inputs alone) | full (the
-    layer's input alone). element_bytes: of the compute precision; norms and softmax keep float32
-    copies, so 2 and 4 differ by more than 2. from_length: holds for S from here on, up to the next
-    entry of its kind: beyond a sliding window there is a mask. whole, divided: held by every tensor
-    rank, and cut over them (what a block that holds matrices makes for itself,
-        and anything wider than the hidden states; block inputs, norms and residuals are whole).
+    checkpointing: none | selective (the attention module saves only its inputs) | full (only the
+        layer's input).
+    element_bytes: bytes of the compute precision. Norms and softmax save fp32 copies, so 2 and 4
+        differ by more than 2.
+    from_length: smallest S this holds for, up to the next entry of its kind: beyond a sliding
+        window a mask is saved.
+    unsharded_*: bytes held by every tensor rank (block inputs, norms, residuals).
+    sharded_*: bytes split over tensor ranks (made inside a block with matrices, or wider than the
+        hidden states).
     """
 
     checkpointing: Checkpointing
@@ -278,8 +285,7 @@ def saved_activations_entry(
     element_bytes: int,
     sequence_length: int,
 ) -> SavedActivations | None:
-    """The entry that holds at this length; None where there is none: the layer could not be
-    traced."""
+    """Return the entry that holds at this length, or None where the layer could not be traced."""
     kind = (checkpointing, element_bytes)
     fitting = [
         k
@@ -291,29 +297,27 @@ def saved_activations_entry(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One pipeline layer: the embedding, a decoder layer, or the head (final norm and output
-    embedding).
+    """Describe one pipeline layer: the embedding, a decoder layer, or the head (final norm and
+    output embedding).
 
-    parameters: those that live here; a tied head lists the shared parameter too (`ModelGraph.tied`
-    names it). flops_source: traced (the layer's own modules ran on fake tensors) | counted: REASON
-    (they refuse to: from the
-        parameters' shapes, the experts that a token is routed to, and attention over the configured
-        heads).
-    matmul_flops_per_token: forward, multiply and add counted as two, embedding lookup as zero.
-    attention_flops_per_token_per_position: forward, the QK^T and AV matmuls: times S gives FLOPs
-    per token
-        (full S x S attention).
-    attention_module_flops_per_token: the part of matmul_flops_per_token inside the attention module
-    (projections). backward_flops_per_token, backward_flops_per_token_per_position: the same of the
-    backward pass; a fused attention
-        computes its scores a second time there.
-    kept: bytes kept for backward, as traced: () where the layer refuses. What follows is the
-    published formula instead
-        (arXiv 2205.05198), also for kernels that are not Hugging Face's.
-    activation_elements_per_token: kept for backward with checkpointing "none", flash-like
-    attention. attention_activation_elements_per_token: the part of it inside the attention module
-    ("selective" recomputes it). attention_matrix_elements_per_token_per_position: score elements
-    kept by eager attention (times S per token).
+    parameters: its parameters; a tied head lists the shared parameter too (`ModelGraph.tied` names
+        it).
+    flops_source: "traced" (its modules ran on fake tensors) or "counted: REASON" (from parameter
+        shapes, routed experts and the configured heads).
+    matmul_flops_per_token: forward; multiply and add count as two, an embedding lookup as zero.
+    attention_flops_per_token_per_position: forward QK^T and AV matmuls; times S gives FLOPs per
+        token of full S x S attention.
+    attention_module_flops_per_token: part of matmul_flops_per_token inside the attention module
+        (projections).
+    backward_flops_per_token, backward_flops_per_token_per_position: the same in backward, where
+        fused attention recomputes its scores.
+    kept: traced bytes saved for backward; () where the layer could not be traced.
+    activation_elements_per_token: elements saved without checkpointing under flash-like attention
+        (formula of arXiv 2205.05198).
+    attention_activation_elements_per_token: the part of them inside the attention module,
+        recomputed under "selective".
+    attention_matrix_elements_per_token_per_position: score elements saved by eager attention (times
+        S per token).
     """
 
     name: str  # "embedding", "model.layers.0", "head"
@@ -340,25 +344,30 @@ NOT_TESTED = "its graph is of a version that did not try"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelGraph:
-    """config: the complete HF config as plain JSON (`to_dict()`), hashed by `config_hash` (sha256
-    hex).
+    """Describe a model, counted exactly.
 
-    layers: embedding, decoder layers in order, head. tied: groups of parameter names that are one
-    tensor, the canonical (first) name first. cut: the decoder stack and how hidden states enter and
-    leave its layers. attention_module: name of the attention module inside a decoder layer
-    ("self_attn", "attn"). tensor_parallel_kind: sharded | fallback (layout/parameter_sharding.py),
-    or "" where tensor_parallel_reason says why neither is. tensor_parallel_styles: path pattern of
-    a module or a parameter (with
-    * for every number) -> tensor-parallel style. tensor_parallel_heads: path or pattern of a module
-    that is cut by heads -> its number of heads. max_dropout: the largest dropout probability in the
-    config. attention: the attention implementation that will run (sdpa, eager...). packing: why
-    documents that share a row would see each other with this attention; "" where they are proved
-    apart. context: bytes of what the model hands to its decoder layers (masks, rotary tables), once
-    per sequence and stage. vision: of a model that sees its tower, which the embedding's layer
-    holds with its projector. context_parallel_reason, expert_parallel_reason: why context ranks
-    cannot share its rows, or expert ranks its experts; "" where a tiny
-        copy of it shows that they can.
-    modules_run_per_image: modules of a tower that run as often as there are pictures.
+    config: the complete Hugging Face config as plain JSON (`to_dict()`); config_hash is its sha256
+        (hex).
+    layers: embedding, decoder layers in order, head.
+    tied: groups of parameter names that are one tensor, the canonical name first.
+    cut: how hidden states enter and leave the decoder layers.
+    attention_module: name of the attention module inside a decoder layer ("self_attn", "attn").
+    tensor_parallel_kind: sharded | fallback (layout/parameter_sharding.py), or "" where
+        tensor_parallel_reason says why neither is possible.
+    tensor_parallel_styles: (path pattern of a module or parameter, tensor-parallel style).
+    tensor_parallel_heads: (path or pattern of a module that is split by heads, its number of
+        heads).
+    max_dropout: largest dropout probability of its modules.
+    attention: attention implementation that runs (sdpa, eager, ...).
+    packing: why packed documents would attend to each other with this attention; "" where they are
+        verified not to.
+    context: bytes of the arguments handed to all decoder layers (masks, rotary tables), once per
+        sequence and stage.
+    context_parallel_reason, expert_parallel_reason: why sequences, or experts, cannot be split over
+        ranks; "" where a tiny copy verifies it.
+    vision: the vision encoder of a vision-language model, held by the embedding's layer with its
+        projector.
+    modules_run_per_image: modules that run once for each image.
     """
 
     model_type: str
@@ -392,20 +401,19 @@ class ModelGraph:
 
     @property
     def identity(self) -> tuple[str, str, str, str, int]:
-        """Tells it from other graphs: all the rest follows from these."""
-        tiles = (
-            1 if self.vision is None else self.vision.tiles
-        )  # told by the processor, not by the configuration
+        """Return a key for memoization: all other fields follow from these."""
+        # The processor sets the tiles, not the configuration.
+        tiles = 1 if self.vision is None else self.vision.tiles
         return self.config_hash, self.attention, self.tensor_parallel_kind, self.task, tiles
 
     @property
     def task_traits(self) -> TaskTraits:
-        """The task's row of the table."""
+        """Return the task's traits."""
         return TASK_TRAITS[self.task]
 
     @property
     def features(self) -> int:
-        """Width of what is compared of a pair: what the text side's last matrix gives. 0 of other
+        """Return the width of a contrastive embedding (its text projection's output), 0 for other
         models."""
         if not self.task_traits.compares_pairs:
             return 0
@@ -416,15 +424,17 @@ class ModelGraph:
 
     @property
     def decoder_layers(self) -> int:
-        return len(self.layers) - 2  # all but the embedding and the head; see verify
+        """Return the number of decoder layers."""
+        return len(self.layers) - 2
 
     @property
     def total_parameters(self) -> int:
-        """Distinct parameters: a tied tensor counts once."""
+        """Count distinct parameters: a tied tensor counts once."""
         return sum({p.name: p.numel for layer in self.layers for p in layer.parameters}.values())
 
     def verify(self) -> None:
-        """Raises ValueError where the graph contradicts itself (a bug of ours, not the user's)."""
+        """Raise ValueError where the graph contradicts itself: a bug of the compiler, not of the
+        recipe."""
         kinds = [layer.kind for layer in self.layers]
         if (
             len(kinds) < 3

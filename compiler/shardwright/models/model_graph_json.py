@@ -1,7 +1,7 @@
-"""model_graph.json of a compiled folder <-> ModelGraph: what lets a folder be explained without
-torch or a network.
+"""Write and read model_graph.json of a compiled folder, so that it is explained without torch or a
+network.
 
-Decoder layers that differ in their number alone stand there once, their name written `*`.
+Decoder layers that differ only in their number are stored once, with `*` for their name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NAME = "*"
 
 
 def graph_to_json(graph: ModelGraph) -> str:
-    """The same graph is the same text."""
+    """Write the graph as JSON; equal graphs give equal text."""
     document = dataclasses.asdict(dataclasses.replace(graph, layers=()))
     if not graph.task_traits.has_images:
         for name in ("task", "vision", "modules_run_per_image"):
-            del document[name]  # as it was before there was another task
+            del document[name]
     kinds: list[dict[str, Any]] = []
     places: list[tuple[str, int]] = []
     for layer in graph.layers:
@@ -41,7 +41,7 @@ def graph_to_json(graph: ModelGraph) -> str:
 
 
 def graph_from_json(text: str) -> ModelGraph:
-    """Raises ValueError where the text is no graph."""
+    """Read a graph. Raises ValueError where the text is not one."""
     document: Any = parse_json(text)
     try:
         kinds = document.pop("layer_kinds")
@@ -58,7 +58,7 @@ def read_graph(folder: Path) -> ModelGraph:
 
 
 def _kind(layer: Layer) -> dict[str, Any]:
-    """The layer with its own name taken out of its parameters' names. A real name holds no `*`."""
+    """Return the layer without its own name, which becomes `*` in its parameters' names."""
     kind = dataclasses.asdict(layer)
     del kind["name"]
     for parameter in kind["parameters"]:

@@ -1,11 +1,11 @@
-"""A Hugging Face model cut into pipeline pieces with no code per family: context capture.
+"""Run a Hugging Face model as pipeline pieces with no code per family: context capture.
 
-Every stage keeps the whole model as a skeleton in which only its own modules own storage. What
-Hugging Face would hand a decoder layer (masks, rotary tables, positions) is found by running the
-model's own forward once with pass-through layers; the embedding is that forward stopped at the
-layers, the head is that forward with the layers returning the received hidden states. What such a
-run on dummy ids cannot give is the payload: it crosses stages with the hidden states. Shapes: B
-micro-batch, S sequence, H hidden.
+Each stage keeps the whole model as a skeleton in which only its own modules own storage. One run of
+the model's forward with pass-through layers captures what each decoder layer is handed (masks,
+rotary tables, positions). The embedding is that forward stopped at the layers; the head is that
+forward with layers that return the received hidden states. The payload is what such a run on dummy
+ids cannot give: it crosses stages with the hidden states. Shapes: B micro-batch, S sequence, H
+hidden.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ from transformers.utils import ModelOutput
 from shardwright.models.model_graph import PipelineSplit
 from shardwright.models.packed_attention import packed_attention_arguments, packed_document_masks
 
-# The arguments of a call as one tree: positional ones by number, keywords by name, containers
-# inside by path.
-#
-# A path is "2", "attention_mask" or "position_embeddings.0"; tuples, lists and dictionaries are
-# walked, nothing else.
+# The arguments of a call as one tree. A path is "2", "attention_mask" or "position_embeddings.0";
+# only tuples, lists and dictionaries are walked.
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -39,7 +36,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def leaves(arguments: Arguments) -> Iterator[tuple[str, Any]]:
-    """Every value that is no container, with its path, in order."""
+    """Yield (path, value) of every value that is not a container, in order."""
     args, kwargs = arguments
     yield from _leaves(args, "")
     yield from _leaves(kwargs, "")
@@ -58,8 +55,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def replace_arguments(arguments: Arguments, values: Mapping[str, Any]) -> Arguments:
-    """The same arguments with the values at these paths; containers beside a path are kept as they
-    are."""
+    """Return the arguments with the values at these paths replaced; other containers are kept."""
     args, kwargs = arguments
     for path, new in values.items():
         parts = path.split(".")
@@ -84,10 +80,10 @@ def _with(container: Any, parts: list[str], new: Any) -> Any:
 
 
 def copy_containers(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy in which every mutable container is new, tensors and all else the same.
+    """Copy every mutable container; tensors and other values are shared.
 
-    memo: by id, so that one container handed to several layers stays one: that is how layers share
-    state.
+    memo: by id, so that one container handed to several layers stays one, as layers share state
+        through it.
     """
     if isinstance(value, tuple):
         items = [copy_containers(v, memo) for v in value]
@@ -103,19 +99,19 @@ def copy_containers(value: Any, memo: dict[int, Any]) -> Any:
 
 
 Batch = Mapping[str, torch.Tensor]
-"""What the forward of a model that sees takes, by name: `input_ids` (B, S) and the integers that
-tell where a row holds pictures and how large they are. The first piece gets the pictures' values
-beside it."""
+"""Inputs of a vision-language model's forward by name: `input_ids` (B, S) and the integers that
+locate and size the images. The first piece also gets the pixel values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What one piece hands the next.
+    """Hold what one piece hands to the next.
 
-    hidden: mostly (B, S, H). position_ids: (B, S) where documents are packed. payload: a value per
-    Slot of the model,
-        None where it is not there yet or no longer needed. batch: of a model that sees, what every
-        piece is shown of the micro-batch; None where its shape is enough.
+    hidden: hidden states, mostly (B, S, H).
+    position_ids: (B, S) where documents are packed.
+    payload: a value for each Slot of the model, None where it is not computed yet or no longer
+        needed.
+    batch: the micro-batch's integers for a vision-language model; None where its shape is enough.
     """
 
     hidden: torch.Tensor
@@ -126,19 +122,20 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One tensor of the payload. source: (layer, place in its output tuple), or None where the
-    embedding's side makes it. uses: the (layer, path of the argument) that are this tensor, in
-    order."""
+    """Describe one tensor of the payload.
+
+    source: (layer, place in its output tuple), None where the embedding stage computes it.
+    uses: (layer, argument path) of each argument that is this tensor, in order.
+    """
 
     source: tuple[int, int] | None
     uses: tuple[tuple[int, str], ...]
 
 
 Context = tuple[dict[int, Arguments], tuple[Slot, ...]]
-"""Per decoder layer that runs its arguments, the hidden states' own place included; and the payload
-of the model.
+"""Arguments of each decoder layer that runs (hidden states included), and the model's payload.
 
-A layer may stand in the list and not run: cross-attention to an image where there is none.
+A listed layer may not run: cross-attention to an image without an image.
 """
 
 
@@ -148,12 +145,12 @@ forward."""
 
 
 class _Reached(Exception):
-    """A layer was reached at which the forward is to stop."""
+    """Stop the forward at the layer that was reached."""
 
 
 @contextmanager
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Overrides one instance's forward; attributes and isinstance checks stay intact."""
+    """Override one instance's forward; attributes and isinstance checks stay intact."""
     had = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -166,11 +163,12 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 
 class Skeleton:
-    """The model of one stage. Not an nn.Module, so that nothing here is registered with an engine.
+    """Hold the model of one stage. Not an nn.Module, so that no engine registers its parameters.
 
-    embedding_is_vocabulary_parallel: the input embedding here is cut over tensor ranks; runs with
-    dummy ids skip its all-reduce. keywords: what the model's forward takes beside the ids. tokens:
-    (B, S) of a micro-batch, or None where the hidden states begin with them.
+    embedding_is_vocabulary_parallel: whether tensor ranks split the input embedding; dummy runs
+        skip its all-reduce.
+    keywords: makes the forward's arguments beside the ids.
+    tokens: (B, S) of a micro-batch, None where the hidden states start with them.
     """
 
     def __init__(
@@ -191,8 +189,7 @@ class Skeleton:
         self._memo: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """A micro-batch enters the stage: state that layers share through an argument starts
-        anew."""
+        """Start a micro-batch: state that layers share through an argument is reset."""
         self._memo = {}
 
     def embed(
@@ -201,11 +198,9 @@ class Skeleton:
         position_ids: torch.Tensor | None,
         beside: Batch | None = None,
     ) -> State:
-        """(B, S) ids -> what layer 0 takes: the model's own forward, stopped where the layers would
-        run.
+        """Return what layer 0 takes for ids (B, S): the model's forward, stopped at the layers.
 
-        beside: what the forward of a model that sees takes beside the ids, pictures included; None
-        for other models.
+        beside: other forward inputs of a vision-language model, images included.
         """
         crossing = bool(self.cut.payload or self.cut.carried)
         calls, slots = self._pass_through(
@@ -218,7 +213,7 @@ class Skeleton:
         return State(hidden=hidden, position_ids=position_ids, payload=payload, batch=batch)
 
     def decode(self, index: int, state: State) -> State:
-        """Decoder layer `index`, with the arguments that Hugging Face would give it."""
+        """Run decoder layer `index` with the arguments that Hugging Face would hand it."""
         contexts, slots = self._context(state.hidden, state.position_ids, state.batch)
         if index not in contexts:
             return state
@@ -239,7 +234,7 @@ class Skeleton:
         )
 
     def head(self, state: State) -> torch.Tensor:
-        """-> logits (B, S, V or this tensor rank's slice of V): final norm, head, scaling, soft
+        """Return logits (B, S, V or this tensor rank's slice): final norm, head, scaling, soft
         caps."""
         with ExitStack() as stack:
             self._skip_collective_lookup(stack)
@@ -251,10 +246,10 @@ class Skeleton:
             return self._run(ids, state.position_ids, beside).logits  # type: ignore[no-any-return]
 
     def release(self, owned: set[int], device: torch.device, dtype: torch.dtype) -> None:
-        """Frees every parameter whose id is not in `owned`; moves the model-level buffers to
+        """Free every parameter whose id is not in `owned`; move the model-level buffers to
         `device`.
 
-        The stubs have the right shape, device and the compute dtype, and one element of storage.
+        Stubs keep shape, device and the compute dtype, with one element of storage.
         """
         for module in self.model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -267,11 +262,11 @@ class Skeleton:
     def _run(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, beside: Batch
     ) -> Any:
-        given = self.keywords(self._attention, input_ids, position_ids)
+        keywords = self.keywords(self._attention, input_ids, position_ids)
         with packed_document_masks(
-            self.model, None if position_ids is None else given["position_ids"]
+            self.model, None if position_ids is None else keywords["position_ids"]
         ):
-            return self.model(input_ids=input_ids, use_cache=False, **given, **beside)
+            return self.model(input_ids=input_ids, use_cache=False, **keywords, **beside)
 
     @property
     def _hidden_path(self) -> str:
@@ -286,14 +281,14 @@ class Skeleton:
         return kwargs[self._hidden_path] if position is None else args[position]  # type: ignore[no-any-return]
 
     def _output(self, hidden: torch.Tensor, carried: dict[int, torch.Tensor] | None = None) -> Any:
-        """`hidden` as a decoder layer would return it."""
+        """Return `hidden` in the form of a decoder layer's output."""
         if not self.cut.output_length:
             return hidden
         return (hidden, *[(carried or {}).get(place) for place in range(1, self.cut.output_length)])
 
     def _shown(self, hidden: torch.Tensor, batch: Batch | None) -> tuple[torch.Tensor, Batch]:
-        """The ids, and what stands beside them, of a forward that is to give a context: zeros where
-        the shape is all that it depends on."""
+        """Return ids and other inputs of a forward that captures a context: zeros where only the
+        shape counts."""
         if batch is None:
             return torch.zeros(
                 self.tokens or hidden.shape[:2], dtype=torch.long, device=hidden.device
@@ -319,8 +314,10 @@ class Skeleton:
     def _context(
         self, hidden: torch.Tensor, position_ids: torch.Tensor | None, batch: Batch | None = None
     ) -> Context:
-        """Depends on shape, positions, the batch and the mode only. Two entries: recomputation
-        comes back to an older micro-batch."""
+        """Capture or reuse the context, which depends only on shape, positions, batch and mode.
+
+        Two entries are kept: recomputation returns to an older micro-batch.
+        """
         key = (
             self.tokens or tuple(hidden.shape[:2]),
             hidden.dtype,
@@ -331,8 +328,7 @@ class Skeleton:
             if known == key and _equal(positions, position_ids) and _equal_batches(shown, batch):
                 return context
         with ExitStack() as stack, torch.no_grad():
-            # A resumed run captures again where the first one had its context: neither may draw
-            # from the stream.
+            # A resumed run captures again: neither run may draw from the random stream.
             stack.enter_context(torch.random.fork_rng([hidden.device] if hidden.is_cuda else []))
             self._skip_collective_lookup(stack)
             ids, beside = self._shown(hidden, batch)
@@ -348,22 +344,20 @@ class Skeleton:
         *,
         all_layers: bool,
     ) -> Context:
-        """Runs the model up to its first decoder layer, or the last one; none of them computes
-        anything."""
+        """Run the model up to its first or last decoder layer; no layer computes anything."""
         calls: dict[int, Arguments] = {}
-        markers: dict[
-            int, tuple[int, int]
-        ] = {}  # id of a stand-in for a carried output -> where it came from
-        kept: list[torch.Tensor] = []
+        # id of a placeholder for a carried output -> where it came from
+        markers: dict[int, tuple[int, int]] = {}
+        placeholders: list[torch.Tensor] = []
 
         def record(index: int, /, *args: Any, **kwargs: Any) -> Any:
             if index in calls:
                 raise RuntimeError(f"decoder layer {index} ran twice")
             calls[index] = (args, kwargs)
             if not all_layers or index == len(self.layers) - 1:
-                raise _Reached  # the head may be stubs: go no further
+                raise _Reached  # the head may be stubs
             carried = {place: torch.empty(0) for place in self.cut.carried}
-            kept.extend(carried.values())
+            placeholders.extend(carried.values())
             markers.update({id(marker): (index, place) for place, marker in carried.items()})
             return self._output(self._hidden(args, kwargs), carried)
 
@@ -375,7 +369,7 @@ class Skeleton:
 
 
 def without_images(inputs: Batch) -> dict[str, torch.Tensor]:
-    """Their values are the floating ones, and the embedding's piece alone takes them."""
+    """Drop the floating-point inputs (pixel values), which only the embedding stage takes."""
     return {name: value for name, value in inputs.items() if not value.is_floating_point()}
 
 
@@ -395,8 +389,8 @@ def _slots(
     cut: PipelineSplit,
     hidden_path: str,
 ) -> tuple[Slot, ...]:
-    """One slot a tensor, however many layers take it. The same in every run: it depends on the
-    model's code only."""
+    """Return one slot per tensor, however many layers take it; only the model's code decides
+    them."""
     uses: dict[int, list[tuple[int, str]]] = {}
     for layer, call in calls.items():
         for path, value in leaves(call):
@@ -407,21 +401,20 @@ def _slots(
     return tuple(Slot(source=markers.get(at), uses=tuple(where)) for at, where in uses.items())
 
 
-# What a model does behind its base model - head, scaling, soft caps - for some of the tokens at a
-# time.
+# The output head (final norm, head, scaling, soft caps) applied to some tokens at a time.
 
 
 class OutputHead:
-    """The model's own forward with its base model's answer put in place, so that no family needs
-    code of its own.
+    """Run the model's own forward with given base-model outputs, so that no family needs its own
+    code.
 
     Shapes: B micro-batch, S sequence, C tokens of a chunk, H hidden, V vocabulary (or this tensor
-    rank's slice).
+        rank's slice).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # Not `base_model` alone: an OPT's head calls its model's decoder.
+        # Not only `base_model`: OPT's head calls its model's decoder.
         self._bases = [
             m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model
         ]
@@ -429,10 +422,10 @@ class OutputHead:
         self._output: type[ModelOutput] = ModelOutput
 
     def hidden(self, run: Callable[[], Any]) -> torch.Tensor:
-        """`run` calls the model -> the base model's last hidden states (B, S, H). The tail sees no
-        token of them."""
+        """Return the base model's last hidden states (B, S, H) when `run` calls the model; the head
+        gets no token."""
         running: list[nn.Module] = []
-        found: list[torch.Tensor] = []
+        hidden_states: list[torch.Tensor] = []
 
         def without_tokens(
             base: nn.Module, inner: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -440,9 +433,9 @@ class OutputHead:
             running.append(base)
             output = inner(*args, **kwargs)
             running.pop()
-            if running:  # the outermost is what the head's module calls
+            if running:  # the head's module calls the outermost one
                 return output
-            found.append(output.last_hidden_state)
+            hidden_states.append(output.last_hidden_state)
             self._base, self._output = base, type(output)
             return self._with(output.last_hidden_state[:, :0])
 
@@ -452,40 +445,36 @@ class OutputHead:
                     replace_forward(base, partial(without_tokens, base, base.forward))
                 )
             run()
-        if len(found) != 1:
+        if len(hidden_states) != 1:
             raise ValueError("its head is behind no module of its own")
-        return found[0]
+        return hidden_states[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, C, H) -> (B, C, V). Each token's logits depend on its own hidden state alone:
-        tests/zoo/chunks.py."""
+        """Return logits (B, C, V) for hidden states (B, C, H); each token's depend on its own state
+        only (tests/zoo/chunks.py)."""
         ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         with replace_forward(self._base, lambda *_, **__: self._with(hidden)):
-            # The class's own: an engine's model may have its instance's forward replaced by what
-            # calls this.
+            # The class's forward: an engine may have replaced the instance's by a caller of this.
             return type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
 
     def _with(self, hidden: torch.Tensor) -> ModelOutput:
         return self._output(last_hidden_state=hidden)
 
 
-# Model types whose own loop computes something between the layers that no argument shows: one
-# small adapter each.
-#
-# An adapter changes the forward of module instances, in place, so that the hidden states carry what
-# the loop keeps; the model computes the same bits before and after. Everything else is found by the
-# probe. New forwards are bound methods: a closure over a module would still mean the original in a
-# copy of the model.
+# Model types whose loop computes something between the layers that no argument shows: one adapter
+# each, which makes the hidden states carry it. The model computes the same bits with its adapter.
+# New forwards are bound methods: a closure over a module would refer to the original in a copy of
+# the model.
 
 
 def _inkling2(model: Any) -> None:
-    """The loop collects hidden states of earlier layers in `block_states`, which later layers and
-    the final norm read. Here they travel in front of the hidden states: (B, S, blocks + 1, H)."""
+    """Carry the hidden states of earlier layers in front: (B, S, blocks + 1, H).
+
+    The loop collects them in `block_states`, which later layers and the final norm read.
+    """
     for layer in model.model.layers:
-        layer.collects, layer.is_block_boundary = (
-            layer.is_block_boundary,
-            False,
-        )  # the loop itself collects nothing
+        # The loop itself collects nothing.
+        layer.collects, layer.is_block_boundary = layer.is_block_boundary, False
         layer.forward = MethodType(_inkling2_layer, layer)
     model.model.final_input.forward = MethodType(_inkling2_final, model.model.final_input)
 
@@ -513,9 +502,11 @@ ADAPTERS: dict[str, Callable[[nn.Module], None]] = {
 
 
 def _deepstack(decoder: Any, features: int) -> None:
-    """The loop adds a tower's features behind each of its first layers, at the places of pictures.
-    Here they travel beside the hidden states, each scattered over the row, (B, S, 1 + those not
-    added yet, H): of one shape, however many pictures a row holds."""
+    """Carry the vision encoder's features that the loop adds after the first layers: (B, S, 1 +
+    features left, H).
+
+    Each is scattered over the sequence, so that the shape does not depend on the number of images.
+    """
     decoder.deepstack_features = features
     for index, layer in enumerate(decoder.layers[:features]):
         layer.deepstack_left = features - index
@@ -528,13 +519,13 @@ def _deepstack_forward(decoder: Any, *args: Any, inputs_embeds: torch.Tensor, **
         kwargs.pop("visual_pos_masks", None),
         kwargs.pop("deepstack_visual_embeds", None),
     )
-    rows = [torch.zeros_like(inputs_embeds)] * decoder.deepstack_features
+    features = [torch.zeros_like(inputs_embeds)] * decoder.deepstack_features
     if added is not None:
-        rows = [
-            row.masked_scatter(places.unsqueeze(-1), each.to(row))
-            for row, each in zip(rows, added, strict=True)
+        features = [
+            zeros.masked_scatter(places.unsqueeze(-1), each.to(zeros))
+            for zeros, each in zip(features, added, strict=True)
         ]
-    carried = torch.stack([inputs_embeds, *rows], dim=-2)
+    carried = torch.stack([inputs_embeds, *features], dim=-2)
     return type(decoder).forward(decoder, *args, inputs_embeds=carried, **kwargs)
 
 
@@ -546,8 +537,8 @@ def _deepstack_layer(layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any
 
 
 def patch_forwards(model: Any) -> bool:
-    """Before the model is probed, and before a pipeline is built of it. Whether its type has an
-    adapter."""
+    """Apply the type's adapter, and return whether it has one; call it before probing or building a
+    pipeline."""
     adapter = ADAPTERS.get(model.config.model_type)
     if adapter is not None:
         adapter(model)

@@ -1,11 +1,8 @@
-"""The configurations of popular models, as data: one JSON file a family, hub id -> config.json as
-published.
+"""Find a model's configuration, weights and code: catalog, local folder, Hugging Face cache or hub.
 
-An entry with "like" is another entry of any file with the keys beside it changed: the hub's own
-redirects, and instruct models that differ from their base in nothing but special tokens or the
-length they were tuned for. Left out everywhere: keys that say how weights are stored or who wrote
-the file (torch_dtype, architectures, quantization...). The test of this folder compares each one's
-parameter count with the published number.
+The catalog (popular/*.json) maps hub ids to published configurations. An entry with "like" repeats
+another entry except for its own keys (hub redirects, instruct models). Keys about storage or
+authorship (torch_dtype, architectures, quantization, ...) are left out.
 """
 
 from __future__ import annotations
@@ -32,12 +29,12 @@ LIKE = "like"
 
 
 def catalog_ids() -> tuple[str, ...]:
-    """Every hub id, sorted."""
+    """Return every hub id of the catalog, sorted."""
     return tuple(sorted(_entries()))
 
 
 def catalog_config(model_id: str) -> JsonObject | None:
-    """The whole configuration of `model_id` at revision main; None where it is not shipped."""
+    """Return the configuration of `model_id` at revision main, None where the catalog lacks it."""
     entry = _entries().get(model_id)
     if entry is None:
         return None
@@ -52,8 +49,8 @@ def catalog_config(model_id: str) -> JsonObject | None:
 
 @functools.cache
 def published_keys(model_type: str) -> frozenset[str]:
-    """Every key of the shipped configurations of this type: modeling code reads some that no class
-    lists."""
+    """Return every key of the catalog's configurations of this type; modeling code reads some that
+    no class lists."""
     configs = [catalog_config(model_id) or {} for model_id in catalog_ids()]
     return frozenset(
         key for config in configs if config.get("model_type") == model_type for key in config
@@ -61,8 +58,8 @@ def published_keys(model_type: str) -> frozenset[str]:
 
 
 def match_catalog_id(text: str) -> str | None:
-    """The hub id that `text` means: the id itself, or its last part in any case where only one id
-    ends in it."""
+    """Return the hub id that `text` means: the id itself, or its last part where only one id ends
+    in it."""
     if text in _entries():
         return text
     matches = [
@@ -74,7 +71,7 @@ def match_catalog_id(text: str) -> str | None:
 
 
 def nearest_ids(text: str) -> tuple[str, ...]:
-    """Up to three ids that look like `text`, whoever publishes them; the nearest first."""
+    """Return up to three ids that look like `text`, from any publisher, nearest first."""
     short = {model_id.lower(): model_id for model_id in catalog_ids()}
     found = difflib.get_close_matches(text.lower(), short, n=3, cutoff=0.6)
     tails: dict[str, str] = {}
@@ -101,26 +98,21 @@ def _entries() -> Mapping[str, JsonObject]:
     return entries
 
 
-# A recipe's model -> its config.json; a hub id's from the local Hugging Face cache, else as
-# shipped, else the hub's.
-#
-# Only config.json is downloaded here, and only where HF_HUB_OFFLINE is not set. Nothing is
-# executed.
+# Reading config.json: from the local cache, else the catalog, else the hub (unless HF_HUB_OFFLINE
+# is set). Nothing is executed.
 
 
 CONFIG_NAME = "config.json"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _SOURCE_KEY: KeyPath = ("model", "source")
-# The hub's own default; the shipped configurations are of this one.
+# The hub's default revision, which the catalog's configurations are of.
 _MAIN = "main"
 
 
 def read_config(section: ModelSection) -> tuple[JsonObject, bool]:
-    """The configuration as written, and whether it stands in the recipe itself. No torch and no
-    transformers here: what needs them (is the type known? does it run on code of its own?) waits
-    until a graph is traced.
+    """Return the configuration as written, and whether it is in the recipe itself; without torch.
 
-    Errors: SW2002 no readable config.json; those of hub_config for a hub id.
+    Raises SW2002 (no readable config.json) and, for a hub id, the errors of hub_config.
     """
     if section.config is not None:
         return section.config, True
@@ -131,9 +123,12 @@ def read_config(section: ModelSection) -> tuple[JsonObject, bool]:
 
 
 def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
-    """Errors: SW2001 no network, offline, or the hub's answer is of no use; SW2002 a config.json
-    that is no object; SW2010 no such model; SW2011 no such revision; SW2012 gated; SW2013 no
-    config.json in the repository; SW2015 not a hub id."""
+    """Return a hub model's configuration.
+
+    Raises SW2001 (no network, offline, or a useless answer), SW2002 (not a JSON object), SW2010 (no
+    such model), SW2011 (no such revision), SW2012 (gated), SW2013 (no config.json), SW2015 (not a
+    hub id).
+    """
     here = local_config(model_id, revision)
     if here is not None:
         return here
@@ -144,24 +139,22 @@ def hub_config(model_id: str, revision: str = _MAIN) -> JsonObject:
         found = hub.try_to_load_from_cache(model_id, CONFIG_NAME, revision=revision)
     except HFValidationError:
         raise Refusal(invalid_model_id(model_id)) from None
-    if isinstance(found, str):  # should its layout ever change
+    if isinstance(found, str):  # in case the cache's layout changes
         return read_config_file(Path(found))
     if hub.is_offline_mode():
         raise Refusal(_hub_unreachable(model_id, "HF_HUB_OFFLINE is set", revision))
     try:
-        # Asked once, without the retries of a download, which make a machine with no network wait
-        # half a minute.
+        # One request without retries: a download's make an offline machine wait half a minute.
         hub.get_hf_file_metadata(hub.hf_hub_url(model_id, CONFIG_NAME, revision=revision))
         path = hub.hf_hub_download(model_id, CONFIG_NAME, revision=revision)
-    except (
-        Exception
-    ) as error:  # of its HTTP library, the disk, the hub: all mean "no configuration"
+    except Exception as error:  # from the HTTP library, the disk or the hub
         raise Refusal(hub_error(error, model_id, revision)) from None
     return read_config_file(Path(path))
 
 
 def local_config(model_id: str, revision: str) -> JsonObject | None:
-    """From the cache, else as shipped; None where only the hub can tell. Error: SW2002."""
+    """Return the configuration from the cache or the catalog, None where only the hub has it.
+    Raises SW2002."""
     cached = cached_config(model_id, revision)
     if cached is not None:
         return read_config_file(cached)
@@ -169,13 +162,13 @@ def local_config(model_id: str, revision: str) -> JsonObject | None:
 
 
 def cached_config(model_id: str, revision: str) -> Path | None:
-    """What huggingface_hub.try_to_load_from_cache finds, by the documented layout of its cache.
+    """Find config.json in the Hugging Face cache by its documented layout.
 
-    Its client takes 0.2 s to import, and is kept for what is not here yet.
+    huggingface_hub.try_to_load_from_cache does the same, but takes 0.2 s to import.
     """
     from huggingface_hub import constants
 
-    if "--" in model_id:  # no hub id has it: it would name the folder of another one
+    if "--" in model_id:  # not in any hub id: it separates the parts of a cache folder's name
         return None
     repository = Path(constants.HF_HUB_CACHE, "--".join(("models", *model_id.split("/"))))
     commit = revision
@@ -191,7 +184,7 @@ def cached_config(model_id: str, revision: str) -> Path | None:
 
 
 def local_processor(section: ModelSection) -> tuple[Path, str] | None:
-    """(the folder of the model's processor, its settings as text) where they are on this
+    """Return the folder of the model's processor and its settings as text, where it is on this
     machine."""
     source = section.source or ""
     cached = None if Path(source).is_absolute() else cached_config(source, section.revision)
@@ -208,7 +201,7 @@ def local_processor(section: ModelSection) -> tuple[Path, str] | None:
 
 
 def read_config_file(path: Path) -> JsonObject:
-    """Error: SW2002, not a readable JSON object."""
+    """Read a config.json. Raises SW2002 where it is not a readable JSON object."""
     try:
         config = parse_json(read_regular_file(path))
         if not isinstance(config, dict):
@@ -223,14 +216,14 @@ def read_config_file(path: Path) -> JsonObject:
 
 
 def hub_error(error: Exception, model_id: str, revision: str) -> Diagnostic:
-    """What went wrong on the hub, in the order in which its exceptions derive from each other."""
+    """Build the diagnostic of a hub exception. Subclasses are tested before their base classes."""
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{model_id}"
     if isinstance(error, errors.GatedRepoError):
         return _error(
             "SW2012",
-            f"{model_id!r} is gated, and this machine has no access to it",
+            f"{model_id!r} is gated, and this machine has no access",
             f"Accept its terms at {page}, then run `hf auth login` (or set HF_TOKEN) and try "
             "again; or give a local folder as model.source, or the configuration under "
             "model.config.",
@@ -271,7 +264,7 @@ def hub_error(error: Exception, model_id: str, revision: str) -> Diagnostic:
     if isinstance(error, OSError) and not isinstance(
         error, errors.LocalEntryNotFoundError | ConnectionError
     ):
-        return _hub_unreachable(model_id, f"storing it failed: {cause}", revision)
+        return _hub_unreachable(model_id, f"writing config.json failed: {cause}", revision)
     return _hub_unreachable(
         model_id, f"the hub cannot be reached ({type(error).__name__})", revision
     )
@@ -294,11 +287,12 @@ def _hub_unreachable(model_id: str, cause: str, revision: str) -> Diagnostic:
 
 
 def pinned(revision: str) -> str:
-    """The option of `hf download`."""
+    """Return the `--revision` option of `hf download`."""
     return "" if revision == _MAIN else f" --revision {revision}"
 
 
 def invalid_model_id(model_id: str) -> Diagnostic:
+    """Build SW2015."""
     near = nearest_ids(model_id)
     return _error(
         "SW2015",
@@ -318,13 +312,8 @@ def _error(
     return Diagnostic(code=code, message=message, help=help, key=key, valid=valid)
 
 
-# A hub id -> a folder of the local Hugging Face cache with its weights or tokenizer, at one
-# commit.
-#
-# Offline first: what the cache has whole is used as it is, and the hub is asked only for what is
-# missing. Downloaded are config.json, safetensors files and the tokenizer's files, Python files
-# where
-# the recipe trusts them by name; never pickles.
+# Weights, tokenizers and code of a hub id: a complete cached snapshot is used as it is, else the
+# missing files are downloaded. Python files only where the recipe trusts them; never pickles.
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -332,15 +321,16 @@ _WEIGHTS_KEY: KeyPath = ("model", "weights")
 
 
 def locate_weights(section: ModelSection) -> WeightsLocation | None:
-    """None where the weights are random. Errors: SW1913 none, or not all of them, and those of the
-    hub: SW2010 to SW2012, SW2015."""
+    """Return where the weights are, None where they are random.
+
+    Raises SW1913 (missing or incomplete weights) and the hub's SW2010 to SW2012 and SW2015.
+    """
     if section.weights != "pretrained" or section.source is None:
         return None
     if Path(section.source).is_absolute():
         local = Path(section.source)
-        if local.is_dir() and (
-            problem := weights_problem(local)
-        ):  # a missing one has been told already
+        # check_files reports a missing folder.
+        if local.is_dir() and (problem := weights_problem(local)):
             help = "Give a folder that `save_pretrained` wrote (safetensors), or `weights: random`."
             raise _no_weights(repr(section.source), problem, help)
         return WeightsLocation(path=section.source, revision=None)
@@ -351,7 +341,7 @@ def locate_weights(section: ModelSection) -> WeightsLocation | None:
     if problem:
         small = ["config.json", "generation_config.json", INDEX, *TOKENIZER_PATTERNS, *code]
         folder = _download(model_id, revision, small, problem, _WEIGHTS_KEY)
-        # By its commit from here on: the branch may move in between.
+        # Pin the commit: the branch may move between the two downloads.
         folder = _download(
             model_id, folder.name, list(_weight_files(folder)), problem, _WEIGHTS_KEY
         )
@@ -368,8 +358,10 @@ def _problem(folder: Path, code: list[str]) -> str:
 
 
 def tokenizer_folder(name: str, revision: str, key: KeyPath) -> Path:
-    """The folder itself, or the cache's of a hub id; it may hold no tokenizer. Errors, all at
-    `key`: SW1911, SW2010 to SW2012, SW2015."""
+    """Return the tokenizer's folder, downloaded for a hub id; it may hold no tokenizer.
+
+    Raises, at `key`, SW1911, SW2010 to SW2012 and SW2015.
+    """
     if Path(name).is_absolute():
         return Path(name)
     try:
@@ -384,8 +376,7 @@ def tokenizer_folder(name: str, revision: str, key: KeyPath) -> Path:
 
 
 def code_folder(model_id: str, revision: str) -> Path:
-    """The model's Python files, of a model that the recipe trusts by name. Errors: SW2001, SW2010
-    to SW2012."""
+    """Return the folder of a trusted model's Python files. Raises SW2001 and SW2010 to SW2012."""
     folder = _cached(model_id, revision)
     if folder is not None and next(folder.glob("*.py"), None):
         return folder
@@ -399,7 +390,7 @@ def code_folder(model_id: str, revision: str) -> Path:
 
 
 def weights_problem(folder: Path) -> str:
-    """Why the safetensors files of `folder` cannot be loaded, or ""."""
+    """Return why the safetensors files of `folder` cannot be loaded, or ""."""
     if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
         pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
         return f"it has {pickles[0]}, and no {SINGLE}" if pickles else f"it has no {SINGLE}"
@@ -407,27 +398,25 @@ def weights_problem(folder: Path) -> str:
         names = _weight_files(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{INDEX} cannot be read"
-    missing = [
-        name for name in names if not os.path.isfile(folder / name)
-    ]  # False, too, for what can be no name
+    missing = [name for name in names if not os.path.isfile(folder / name)]
     if missing:
         return f"{missing[0][:200]} is missing" + (
             f", with {len(missing) - 1} more" if len(missing) > 1 else ""
         )
-    cut = [name for name in names if not _is_whole(folder / name)]
-    return f"{cut[0]} is not a whole safetensors file" if cut else ""
+    truncated = [name for name in names if not _is_complete(folder / name)]
+    return f"{truncated[0]} is not a complete safetensors file" if truncated else ""
 
 
 def _weight_files(folder: Path) -> tuple[str, ...]:
-    """As from_pretrained looks for them: one file, else those of the index."""
+    """Return the files that from_pretrained reads: the single file, else those of the index."""
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
         return (SINGLE,)
     index: Any = parse_json(read_regular_file(folder / INDEX))
     return tuple(sorted({str(name) for name in index["weight_map"].values()}))
 
 
-def _is_whole(path: Path) -> bool:
-    """By the header, which says where the last tensor ends: a download or copy that was cut off is
+def _is_complete(path: Path) -> bool:
+    """Return whether the file is as long as its header says: a download that broke off is
     shorter."""
     from safetensors import SafetensorError, safe_open
 
@@ -463,14 +452,12 @@ def _download(
     if is_offline_mode():
         raise _files_unreachable(model_id, revision, f"{problem}, and HF_HUB_OFFLINE is set", key)
     try:
-        # Asked once, without the retries of a download, which make a machine with no network wait
-        # half a minute.
-        with contextlib.suppress(
-            RemoteEntryNotFoundError
-        ):  # the repository may be a tokenizer's alone
+        # One request without retries: a download's make an offline machine wait half a minute.
+        # A repository of a tokenizer has no config.json.
+        with contextlib.suppress(RemoteEntryNotFoundError):
             get_hf_file_metadata(hf_hub_url(model_id, "config.json", revision=revision))
         return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # of its HTTP library, the disk, the hub: all mean "no weights"
+    except Exception as error:  # from the HTTP library, the disk or the hub
         why = hub_error(error, model_id, revision)
         if why.code == "SW2001":
             raise _files_unreachable(

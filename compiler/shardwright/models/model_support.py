@@ -1,7 +1,7 @@
-"""The support matrices: what the zoo proved of each causal-LM type, and of each type that sees.
-Data (support.json, vlm_support.json), read without torch.
+"""Read the support tables of model types, and build the diagnostics of unsupported types; without
+torch.
 
-Both are written by `make generated` from benchmarks/zoo-*.json; nobody types them.
+`make generated` writes support.json and vlm_support.json from benchmarks/zoo-*.json.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ COLUMNS: tuple[str, ...] = (
     *("expert", "context"),
 )
 VLM_COLUMNS: tuple[str, ...] = ("apart", "pipeline", "zero")
-"""Of types that see."""
+"""Columns for vision-language types."""
 VERDICTS: tuple[str, ...] = ("proved", "refused", "untested")
 
-# Some popular families are written in another way than transformers names them.
+# Ends of class names: users write MistralForCausalLM for the type "mistral".
 _ENDINGS = re.compile(r"(forcausallm|lmheadmodel|formaskedlm|model|config)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One type under one layout.
+    """Record what was verified of one type under one layout.
 
-    verdict: one of VERDICTS. code, reason: why it is refused or untested, "" where proved. loss:
-    largest absolute difference over the steps; norm: largest relative difference of the gradient
-    norm; weights: largest absolute difference of a final weight; each from the plain run, None
-    where there was none. sharded: share of the layers' matrices that one rank holds a part of.
+    verdict: one of VERDICTS.
+    code, reason: why it is refused or untested; "" where verified.
+    loss: largest absolute difference from the reference run over the steps, None where there was
+        none.
+    norm: largest relative difference of the gradient norm from the reference run.
+    weights: largest absolute difference of a final weight from the reference run.
+    sharded: share of the layers' matrices that one rank holds a part of.
     """
 
     verdict: str
@@ -51,8 +54,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """benchmark: the file under benchmarks/; layout: as the recipe's parallelism keys; date:
-    measured on, ISO."""
+    """Describe one layout of the table.
+
+    benchmark: the file under benchmarks/.
+    layout: the recipe's parallelism keys.
+    date: date of the measurement (ISO).
+    """
 
     benchmark: str
     layout: str
@@ -61,9 +68,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """types: type of a task -> column -> cell. Of causal LMs alone: decoders: those of them that
-    are the decoder of an encoder-decoder; others: every other type of transformers ->
-    "encoder-decoder" or ""."""
+    """Hold the table of one task.
+
+    types: type -> column -> cell.
+    decoders: causal LM types that are the decoder of an encoder-decoder.
+    others: every other type of transformers -> "encoder-decoder" or "".
+    """
 
     transformers: str
     columns: dict[str, Column]
@@ -101,29 +111,30 @@ def _chunked_types() -> frozenset[str]:
 
 
 def supports_chunked_loss(model_type: str) -> bool:
-    """Whether its head runs chunk by chunk: what tests/zoo/test_chunked.py proved."""
+    """Return whether the type's head can run chunk by chunk (verified by
+    tests/zoo/test_chunked.py)."""
     return model_type in _chunked_types()
 
 
 @functools.cache
 def vision_language_types() -> frozenset[str]:
-    """Those that transformers maps to image-text-to-text. Whether one comes apart is tried when it
-    is compiled."""
+    """Return the types that transformers maps to image-text-to-text; compiling tries whether one
+    can be split."""
     return frozenset(json.loads(_text("vlm_types.json")))
 
 
 @functools.cache
 def torch_compile_types() -> frozenset[str]:
-    """Types whose decoder layers train under torch.compile as without:
-    tests/parity/test_compiled.py."""
+    """Return the types that train under torch.compile as without it
+    (tests/parity/test_compiled.py)."""
     return frozenset(json.loads(_text("torch_compile_types.json")))
 
 
 def nearest_types(text: str, names: Iterable[str], cutoff: float = 0.6) -> tuple[str, ...]:
-    """Up to three of `names` that `text` may mean, the nearest first: "Llama-3",
-    "MistralForCausalLM", "gpt-neo".
+    """Return up to three of `names` that `text` may mean, nearest first: "Llama-3",
+    "MistralForCausalLM".
 
-    cutoff: least likeness, as of difflib.
+    cutoff: smallest similarity (difflib).
     """
     plain: dict[str, str] = {}
     for name in sorted(names):
@@ -141,12 +152,11 @@ def nearest_types(text: str, names: Iterable[str], cutoff: float = 0.6) -> tuple
 
 
 def _plain(name: str) -> str:
-    """Lower case, one spelling of the separators, without a class name's ending."""
+    """Normalize a name: lower case, no separators, no class name's ending."""
     return _ENDINGS.sub("", re.sub(r"[-_. ]", "", name.lower()))
 
 
-# The diagnostics of model types that cannot be trained here. No torch: `shardwright models`
-# answers at once.
+# Diagnostics of model types that cannot be trained. No torch: `shardwright models` answers at once.
 
 
 POPULAR = ("llama", "qwen2", "gpt2")
@@ -179,18 +189,19 @@ METADATA_KEYS = frozenset(
         "use_cache",
     ]
 )
-"""Keys of published files that say who wrote them, how the weights are stored, or how a program
-runs them."""
+"""Keys of published files about their author, the weights' storage or a program's settings."""
 _WRITTEN_BY_PROGRAMS = frozenset({"architectures", "transformers_version", "auto_map"})
-"""One of these tells that a configuration is a published config.json, not typed by hand."""
+"""A configuration with one of these keys is a published config.json, not one typed by hand."""
 _MISSPELT = 0.87
-"""Similarity (difflib) from which an unknown name is taken for a misspelt key: one letter in
-eight."""
+"""Smallest similarity (difflib) at which an unknown name is taken for a misspelt key."""
 
 
 def unknown_type_error(model_type: object, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
-    """SW2003. known: the causal-LM types of the installed transformers. model_type: None where none
-    is named."""
+    """Build SW2003.
+
+    model_type: None where the configuration names none.
+    known: the causal LM types of the installed transformers.
+    """
     message = (
         "the configuration names no model_type"
         if model_type is None
@@ -204,19 +215,18 @@ def unknown_type_error(model_type: object, known: Iterable[str], key: KeyPath | 
 
 
 def not_causal_lm(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
-    """SW2004: transformers has the type, without a causal language model."""
-    message = f"model_type {model_type!r} is no causal language model in transformers"
+    """Build SW2004: transformers has the type, but no causal language model of it."""
+    message = f"transformers has no causal language model for model_type {model_type!r}"
     help = (
-        "This compiler trains causal language models (AutoModelForCausalLM must know the type), "
-        "models that see (AutoModelForImageTextToText must), and clip and siglip on pairs of a "
-        "picture and a caption."
+        "Use a type that AutoModelForCausalLM or AutoModelForImageTextToText (vision-language) "
+        "knows, or clip or siglip for contrastive training."
     )
     return found("SW2004", key, message, help, nearest_types(model_type, known, cutoff=0.75))
 
 
 def not_vision_language(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
-    """SW2019: transformers has the type, without a model of it that sees."""
-    message = f"model_type {model_type!r} takes no pictures in transformers"
+    """Build SW2019: transformers has the type, but no vision-language model of it."""
+    message = f"model_type {model_type!r} takes no images in transformers"
     help = (
         "`task: image-text-to-text` trains what AutoModelForImageTextToText knows; leave `task` "
         "out for text alone."
@@ -225,8 +235,11 @@ def not_vision_language(model_type: str, known: Iterable[str], key: KeyPath | No
 
 
 def not_contrastive(model_type: str, known: Iterable[str], key: KeyPath | None) -> Diagnostic:
-    """SW2021. known: the types that are trained on pairs."""
-    message = f"model_type {model_type!r} is not trained on pairs of a picture and a caption here"
+    """Build SW2021.
+
+    known: the types that train on pairs.
+    """
+    message = f"model_type {model_type!r} cannot be trained on pairs of an image and a caption"
     help = (
         f"`task: contrastive` trains {' and '.join(known)}; leave `task` out for what the type "
         "itself is trained for."
@@ -235,10 +248,13 @@ def not_contrastive(model_type: str, known: Iterable[str], key: KeyPath | None) 
 
 
 def encoder_decoder(model_type: str, key: KeyPath | None, *, decoder_alone: bool) -> Diagnostic:
-    """SW2017. decoder_alone: transformers has a causal LM of the decoder by itself (bart,
-    whisper...)."""
+    """Build SW2017.
+
+    decoder_alone: whether transformers has a causal LM of the decoder by itself (bart, whisper,
+        ...).
+    """
     help = (
-        "A stack of decoder layers is what can be cut. Use a decoder-only model (llama, qwen3, "
+        "Only a stack of decoder layers can be split. Use a decoder-only model (llama, qwen3, "
         "mistral...)"
     )
     if decoder_alone:
@@ -251,7 +267,10 @@ def encoder_decoder(model_type: str, key: KeyPath | None, *, decoder_alone: bool
 
 
 def missing_processor_package(model_type: str, why: str, package: str) -> Diagnostic:
-    """SW2080. why: which class needs the package."""
+    """Build SW2080.
+
+    why: the class that needs the package.
+    """
     message = f"the processor of a {model_type!r} cannot be loaded: {why}"
     return found(
         "SW2080", ("model",), message, f"pip install {package}, here and on every host of the run."
@@ -267,18 +286,21 @@ def config_key_errors(
     inline: bool,
     takes: str,
 ) -> Iterator[Diagnostic]:
-    """SW2005 unknown, SW2006 a value that is refused. problem: of a name and its value, "" where
-    there is none. A published config.json gets one warning for its keys that nothing reads. inline:
-    the configuration stands in the recipe at `key`. takes: transformers' class, in words."""
+    """Yield SW2005 for unknown keys and SW2006 for refused values.
+
+    A published config.json gets one warning for all keys that nothing reads.
+    problem: returns what is wrong with a key's value, "" where nothing is.
+    inline: whether the configuration is in the recipe, at `key`.
+    takes: name of transformers' class in messages.
+    """
     is_published = not _WRITTEN_BY_PROGRAMS.isdisjoint(config)
     unread: list[str] = []
     for name, value in config.items():
         where = (*key, name) if inline else key
         if name not in known:
-            if not inline:  # config.json files of folders carry keys that transformers ignores
+            if not inline:  # config.json files of folders hold keys that transformers ignores
                 continue
-            # A name that is nearly that of a key which the file leaves out is misspelt, whoever
-            # wrote it.
+            # A name close to that of an absent key is misspelt, in published files too.
             left_out = () if name.startswith("_") else known - config.keys()
             if is_published and not difflib.get_close_matches(
                 name, left_out, n=1, cutoff=_MISSPELT

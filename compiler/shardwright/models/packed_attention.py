@@ -1,8 +1,8 @@
-"""FlashAttention 2: what packed documents hand it, and plain PyTorch in its place where its package
-or a GPU is not.
+"""Prepare FlashAttention 2 and masks for packed documents, and emulate FlashAttention 2 in plain
+PyTorch.
 
 The compiler needs a model's structure and shapes on any machine; transformers builds one with flash
-attention only where the package and a GPU are.
+attention only where its package and a GPU are present.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from transformers.integrations import flash_attention
 
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 
-# Attention masks that keep packed documents apart in models whose code hands its masks no
-# positions.
-#
-# transformers' mask functions separate documents by the positions that they are given. gpt_oss and
-# opt give them none, bloom a mask of ones, which is read as "nothing is packed". The functions make
-# the right mask, of each layer type, once they have the positions.
+# Masks that separate packed documents, for models that hand their mask functions no positions.
+# transformers' mask functions separate documents by positions; gpt_oss and opt give them none,
+# bloom a mask of ones.
 
 
 _MAKERS = {
@@ -44,7 +41,7 @@ _modules: WeakKeyDictionary[nn.Module, list[tuple[ModuleType, str]]] = WeakKeyDi
 
 @contextmanager
 def packed_document_masks(model: nn.Module, positions: torch.Tensor | None) -> Iterator[None]:
-    """Give the masks that `model` makes inside the positions (B, S) of packed documents; None
+    """Give the positions (B, S) of packed documents to the mask functions that `model` calls; None
     changes nothing."""
     with ExitStack() as stack:
         if positions is not None:
@@ -55,8 +52,8 @@ def packed_document_masks(model: nn.Module, positions: torch.Tensor | None) -> I
 
 
 def _makers_of(model: nn.Module) -> list[tuple[ModuleType, str]]:
-    """(module of Python code, name) of each mask function that the code of the model's classes
-    imports."""
+    """Return (Python module, name) of each mask function that the modules of the model's classes
+    import."""
     if model not in _modules:
         names = dict.fromkeys(type(each).__module__ for each in model.modules())
         modules = [sys.modules[name] for name in names if name in sys.modules]
@@ -67,13 +64,14 @@ def _makers_of(model: nn.Module) -> list[tuple[ModuleType, str]]:
 
 
 def _make(maker: Callable[..., Any], positions: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A mask of ones that the model made itself goes: no token of a packed sequence is padding."""
-    given = inspect.signature(maker).bind(*args, **kwargs)
-    if given.arguments.get("position_ids") is None:
-        given.arguments["position_ids"] = positions
-    if getattr(given.arguments.get("attention_mask"), "ndim", 0) == 2:
-        given.arguments["attention_mask"] = None
-    return maker(*given.args, **given.kwargs)
+    """Call a mask function with the positions; drop a mask of ones: no token of a packed sequence
+    is padding."""
+    bound = inspect.signature(maker).bind(*args, **kwargs)
+    if bound.arguments.get("position_ids") is None:
+        bound.arguments["position_ids"] = positions
+    if getattr(bound.arguments.get("attention_mask"), "ndim", 0) == 2:
+        bound.arguments["attention_mask"] = None
+    return maker(*bound.args, **bound.kwargs)
 
 
 _LOADED = (
@@ -86,18 +84,19 @@ _LOADED = (
     "_process_flash_kwargs_fn",
     "_process_with_kvcache_kwargs_fn",
 )
-"""What the library keeps of the kernels that it has loaded."""
+"""The library's references to the kernels that it has loaded."""
 
 
 def packed_attention_arguments(
     attention: str | None, position_ids: torch.Tensor | None
 ) -> dict[str, Any]:
-    """What a model's forward takes for packed documents. attention: the implementation that runs.
-    position_ids: (B, S), each document counts from 0.
+    """Return the forward's arguments for packed documents.
 
-    Masks follow the positions. Flash attention has none, and transformers reads its documents off
-    the positions for a batch of one row only (_is_packed_sequence); given their bounds in the
-    flattened batch it takes any.
+    Masks follow the positions. Flash attention has no mask, and transformers derives its documents
+    from the positions only for one sequence (_is_packed_sequence); so it gets their bounds in the
+    flattened batch.
+    attention: the implementation that runs.
+    position_ids: (B, S); each document counts from 0.
     """
     if position_ids is None:
         return {}
@@ -117,15 +116,18 @@ def packed_attention_arguments(
 
 @contextmanager
 def emulate_flash_attention(*, shapes_only: bool = False) -> Iterator[None]:
-    """Models with flash attention can be built and run here. shapes_only: windows and soft caps,
-    which change no shape and keep no bytes in the kernels, are left out."""
+    """Let models with flash attention be built and run without its package or a GPU.
+
+    shapes_only: leave out windows and soft caps, which change no shape and save no bytes in the
+        kernels.
+    """
     adjust = PreTrainedModel._check_and_adjust_attn_implementation
 
     def checked(model: PreTrainedModel, name: str | None, **options: Any) -> str:
         return FLASH_ATTENTION_2 if name == FLASH_ATTENTION_2 else adjust(model, name, **options)
 
-    whole, apart = (partial(f, shapes_only=shapes_only) for f in (_attend, _emulate_flash_varlen))
-    functions = (whole, apart, None, library._pad_input, library._unpad_input)
+    fixed, varlen = (partial(f, shapes_only=shapes_only) for f in (_attend, _emulate_flash_varlen))
+    functions = (fixed, varlen, None, library._pad_input, library._unpad_input)
     with ExitStack() as stack:
         for name in _LOADED:
             stack.enter_context(patch.object(library, name, None))
@@ -133,9 +135,9 @@ def emulate_flash_attention(*, shapes_only: bool = False) -> Iterator[None]:
             patch.object(library, "_lazy_imports", lambda *args, **options: functions)
         )
         if shapes_only:
-            # It asks for the positions' values.
+            # It reads the positions' values.
             stack.enter_context(patch.object(library, "_is_packed_sequence", lambda *args: False))
-        # The kernels take no fp32; these functions do.
+        # The kernels accept no fp32; these functions do.
         stack.enter_context(
             patch.object(flash_attention, "get_target_dtype", lambda query, module: None)
         )
@@ -158,8 +160,8 @@ def _attend(
     *,
     shapes_only: bool = False,
 ) -> torch.Tensor:
-    """flash_attn_func: (B, S, heads, head size), fewer heads of keys and values than of queries;
-    the names are its."""
+    """Compute flash_attn_func: (B, S, heads, head size), with fewer heads of keys and values than
+    of queries."""
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     if shapes_only or (window_size == (-1, -1) and not softcap):
         out = F.scaled_dot_product_attention(
@@ -171,16 +173,15 @@ def _attend(
             scale=softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out.transpose(1, 2).contiguous()  # as the kernels give it
+        return out.transpose(1, 2).contiguous()  # the kernels' layout
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     scores = (query @ key.transpose(-1, -2)).float() * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    back = torch.arange(q.shape[1])[:, None] - torch.arange(
-        k.shape[1]
-    )  # how far behind its query a key is
+    # Distance from a query back to a key.
+    back = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
     left, right = window_size[0], 0 if causal else window_size[1]
     hidden = ((back > left) & (left >= 0)) | ((-back > right) & (right >= 0))
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(query.dtype)
@@ -204,7 +205,7 @@ def _emulate_flash_varlen(
     *,
     shapes_only: bool = False,
 ) -> torch.Tensor:
-    """flash_attn_varlen_func: (tokens, heads, head size), the sequences one behind the other."""
+    """Compute flash_attn_varlen_func: (tokens, heads, head size), the sequences concatenated."""
     sizes = cu_seqlens_q.diff().tolist()
     queries, keys, values = (torch.split(x, sizes) for x in (q, k, v))
     options = (dropout_p, softmax_scale, causal, window_size, softcap)

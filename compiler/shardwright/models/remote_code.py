@@ -1,7 +1,6 @@
-"""`model.trust_remote_code`: the classes of a model that runs on Python code of its own.
+"""Load the Python classes that a model brings, where `model.trust_remote_code` names the model.
 
-The code runs only where the recipe names the model a second time, and only for a type that
-transformers lacks.
+The code runs only for a type that transformers lacks.
 """
 
 from __future__ import annotations
@@ -16,34 +15,32 @@ from shardwright.utils.json_values import JsonObject
 
 _KEY: KeyPath = ("model", "source")
 FINGERPRINT = "remote_code_sha256"
-"""Key of the configuration that makes its hash depend on the code too."""
+"""Key added to the configuration so that its hash depends on the code too."""
 
 
 def load_remote_code(section: ModelSection, config: JsonObject) -> JsonObject:
-    """`config` without `auto_map`, which names Python files beside the weights; their classes are
-    imported where transformers does not have the type itself, and the code's fingerprint is put in
-    its place.
+    """Return `config` without `auto_map`; where transformers lacks the type, import and register
+    its classes and add the code's fingerprint.
 
-    Errors: SW2014 not trusted, or no code to run; SW2018 the code does not load.
+    Raises SW2014 (not trusted, or no code to run) and SW2018 (the code does not load).
     """
     from shardwright.models.remote_code_import import needs_remote_code, register
 
-    plain = {name: value for name, value in config.items() if name != "auto_map"}
+    own_keys = {name: value for name, value in config.items() if name != "auto_map"}
     if not needs_remote_code(config):
-        return plain
+        return own_keys
     folder, code = find_remote_code(section, config)
     try:
         register(folder, code)
-    except Exception as error:  # whatever a stranger's module raises on import
-        raise _broken(
+    except Exception as error:  # a model's module may raise anything on import
+        raise _load_error(
             section, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         ) from None
-    return {**plain, FINGERPRINT: code.fingerprint}
+    return {**own_keys, FINGERPRINT: code.fingerprint}
 
 
 def locate_remote_code(section: ModelSection) -> tuple[Path, RemoteCode] | None:
-    """Of a model that is trusted and that has code of its own; the compiled folder takes these
-    files along."""
+    """Return the folder and the files of a trusted model's code, None where it has none."""
     if section.trust_remote_code is None or section.source is None:
         return None
     from shardwright.models.remote_code_import import needs_remote_code
@@ -53,7 +50,8 @@ def locate_remote_code(section: ModelSection) -> tuple[Path, RemoteCode] | None:
 
 
 def find_remote_code(section: ModelSection, config: JsonObject) -> tuple[Path, RemoteCode]:
-    """The folder of the code and what is in it. Runs nothing. Errors: as settle's."""
+    """Return the folder of the code and its files, without running anything. Raises SW2014 and
+    SW2018."""
     from shardwright.models.remote_code_import import NoRemoteClasses, read_remote_code
 
     source = section.source or ""
@@ -67,31 +65,30 @@ def find_remote_code(section: ModelSection, config: JsonObject) -> tuple[Path, R
     except NoRemoteClasses:
         raise refusal(
             "SW2014",
-            f"the code of {source!r} has no configuration and causal language model of its own",
+            f"the code of {source!r} defines no configuration and causal language model",
             "auto_map in its config.json must name AutoConfig and AutoModelForCausalLM, in files "
             "beside it (code of another repository is not run).",
             _KEY,
         ) from None
     except (OSError, ValueError, SyntaxError) as error:
-        raise _broken(section, " ".join(str(error).split())[:200]) from None
+        raise _load_error(section, " ".join(str(error).split())[:200]) from None
 
 
 def untrusted_code_error(source: str, model_type: object) -> Diagnostic:
-    """SW2014: the model's code would have to run."""
+    """Build SW2014: the model's code would have to run."""
     name = "the folder as model.source has it" if Path(source).is_absolute() else source
-    message = f"{source!r} is a {model_type!r}, which runs on Python code of its own"
+    message = f"{source!r} is a {model_type!r}, which runs on its own Python code"
     help = (
-        f"Read that code first. If you trust it, say so by name: `trust_remote_code: {name}` under "
-        "`model`. Or use a type that transformers has itself."
+        f"Read that code first. If you trust it, set `trust_remote_code: {name}` under "
+        "`model`. Or use a type that transformers has."
     )
     return found("SW2014", _KEY, message, help)
 
 
-def _broken(section: ModelSection, cause: str) -> Refusal:
+def _load_error(section: ModelSection, cause: str) -> Refusal:
     return refusal(
         "SW2018",
-        f"the code of {section.source!r} does not load: {cause}",
-        "It must import with the installed transformers and packages; install what it names, or "
-        "take another revision of the model.",
+        f"the code of {section.source!r} cannot be imported: {cause}",
+        "Install the packages that it needs, or set another model.revision.",
         _KEY,
     )

@@ -1,10 +1,8 @@
-"""Loads a model's own Python files and tells transformers' Auto classes of them: code that was
-trusted by name, or by its fingerprint, only.
+"""Import a model's own Python files, and register their classes with transformers.
 
-The modules are made of exactly the bytes whose hashes were checked. Python's own importer would
-rather take a compiled module, an extension or a folder of the same name from beside them, and
-transformers would copy the files to a cache in the home folder, where the ranks of a node write at
-the same time.
+The modules are made of exactly the bytes whose hashes were checked. Python's importer could take a
+compiled module or an extension beside them, and transformers would copy the files to a shared cache
+in the home folder, where the ranks of a node write at the same time.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from shardwright.utils.json_values import JsonObject
 
 
 class NoRemoteClasses(ValueError):
-    """auto_map names no two classes beside it: it may name another repository's, or those of
-    another task."""
+    """auto_map does not name two classes in files beside it; it may name another repository or
+    task."""
 
 
 def needs_remote_code(config: JsonObject) -> bool:
@@ -39,14 +37,16 @@ def needs_remote_code(config: JsonObject) -> bool:
 
 
 def read_remote_code(folder: Path, config: JsonObject) -> RemoteCode:
-    """The classes that config.json names. Reads the files, runs nothing. Raises NoRemoteClasses,
-    OSError where a file is missing, ValueError where one lies elsewhere."""
-    auto_map, wanted = config.get("auto_map"), CAUSAL_LM.auto_class.__name__
+    """Read the files that config.json names, and run nothing.
+
+    Raises NoRemoteClasses, OSError (a missing file), ValueError (a file outside the folder).
+    """
+    auto_map, model_key = config.get("auto_map"), CAUSAL_LM.auto_class.__name__
     classes = auto_map if isinstance(auto_map, dict) else {}
-    references = [classes.get("AutoConfig"), classes.get(wanted)]
+    references = [classes.get("AutoConfig"), classes.get(model_key)]
     if not all(isinstance(r, str) and r.count(".") == 1 and "--" not in r for r in references):
         raise NoRemoteClasses(
-            f"auto_map in its config.json names no AutoConfig and {wanted} in files beside it"
+            f"auto_map in its config.json names no AutoConfig and {model_key} in files beside it"
         )
     config_class, model_class = map(str, references)
     modules = {
@@ -64,8 +64,8 @@ def read_remote_code(folder: Path, config: JsonObject) -> RemoteCode:
 
 
 def register(folder: Path, code: RemoteCode) -> None:
-    """Imports the two classes and registers them. Raises whatever the files raise; ValueError where
-    they are not the ones that `code` describes."""
+    """Import and register the two classes. Raises ValueError for changed files, and anything the
+    files raise."""
     package = f"shardwright_own_code_{code.fingerprint[:16]}"
     sources = {
         f"{package}.{_module_name(name)}": _verified(folder / name, sha256)
@@ -83,8 +83,10 @@ def register(folder: Path, code: RemoteCode) -> None:
 
 
 class _Sources(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Modules of given bytes, by their full names. `folder` is where a traceback looks for their
-    lines."""
+    """Import modules from bytes, by their full names.
+
+    folder: where a traceback looks for their lines.
+    """
 
     def __init__(self, folder: Path, sources: Mapping[str, bytes]) -> None:
         self.folder, self.sources = folder, sources

@@ -1,8 +1,8 @@
-"""Which tensor-parallel styles a model gets, module by module: transformers' plan or a map of ours,
-else the fallback.
+"""Choose the tensor-parallel style of each module: transformers' plan, a map defined here, or the
+fallback.
 
-What a type gets is proved, not typed: `tensor_verified.json` is written by `make prove`
-(tests/zoo), which compares each type's tiny copy over two tensor ranks with a plain process.
+`make prove` (tests/zoo) compares each type's tiny copy over two tensor ranks with one process, and
+writes the verified types to tensor_verified.json.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from shardwright.models.model_graph import (
     name_pattern,
 )
 
-# Tensor-parallel maps of our own, for families that transformers ships no plan for, and what its
-# plans leave out.
-#
-# Paths are relative to the base model, * is any number. `tests/zoo` proves them like every other.
+# Tensor-parallel maps for families without a plan in transformers, and additions to its plans.
+# Paths are relative to the base model; * is any number. tests/zoo verifies them.
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -53,8 +51,10 @@ def _decoder_layer(
     down: str,
     style: str = "colwise",
 ) -> dict[str, str]:
-    """Attention over a share of the heads, feed-forward over a share of the features. style: of
-    `qkv`."""
+    """Map a layer: attention split by heads, feed-forward by features.
+
+    style: style of the modules in `qkv`.
+    """
     attention = f"{layer}.{attention}"
     return {
         attention: "local_heads",
@@ -70,10 +70,9 @@ TP_PLANS: dict[str, Mapping[str, str]] = {
         "h.*", "attn", ("c_attn",), "c_proj", ("mlp.c_fc",), "mlp.c_proj", "fused_qkv_colwise"
     ),
     "opt": _decoder_layer("decoder.layers.*", "self_attn", _QKV, "out_proj", ("fc1",), "fc2"),
-    # Fused q, k, v one behind the other within each head, so that heads are cut plainly. ALiBi
-    # comes per head.
+    # q, k, v are concatenated within each head, so splitting by heads is enough. ALiBi is per head.
     "bloom": _decoder_layer(*_BLOOM),
-    # Fused per key/value head; with one such head (7b) `multi_query_colwise` is put in its place.
+    # Fused per key/value head; with one such head (7b) `multi_query_colwise` is used instead.
     "falcon": _decoder_layer(*_BLOOM, "grouped_qkv_colwise"),
     "gpt_bigcode": _decoder_layer(
         "h.*", "attn", ("c_attn",), "c_proj", ("mlp.c_fc",), "mlp.c_proj", "grouped_qkv_colwise"
@@ -101,7 +100,7 @@ TP_PLANS: dict[str, Mapping[str, str]] = {
         "layers.*.self_attn.sinks": "colwise",
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
-        # Gate and up stand next to each other, feature by feature.
+        # Gate and up are interleaved, feature by feature.
         "layers.*.mlp.experts.gate_up_proj": "rowwise",
         "layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
         "layers.*.mlp.experts.down_proj": "colwise",
@@ -116,10 +115,11 @@ _LATENT_ATTENTION: Mapping[str, str] = {
     "layers.*.self_attn.kv_b_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
-"""As transformers' plan of DeepSeek-V2; its plans of later models leave the attention out."""
+"""transformers' map for DeepSeek-V2's attention; its plans of later models leave the attention
+out."""
 
 TP_PLAN_ADDITIONS: dict[str, Mapping[str, str]] = {
-    # Learned numbers of the activation, which each rank applies to its own features.
+    # Learned parameters of the activation, which each rank applies to its own features.
     "apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
     "axk1": _LATENT_ATTENTION,
     "deepseek_v3": _LATENT_ATTENTION,
@@ -141,8 +141,8 @@ TP_PLAN_ADDITIONS: dict[str, Mapping[str, str]] = {
 }
 
 WEIGHT_ONLY_LINEARS = ("dt_proj", "classifier")
-"""Linears whose owner reads the weight and never calls them (Mamba's, Longcat's router): they stay
-whole."""
+"""Linears whose owner reads the weight and never calls them (Mamba's, Longcat's router); they stay
+unsharded."""
 
 
 SUPPORTED_STYLES = frozenset(
@@ -153,8 +153,8 @@ SUPPORTED_STYLES = frozenset(
         *("local_heads", "local_params"),
     }
 )
-"""What a plan may ask for (parallel/tensor_parallel.py); a module with another style stays
-whole."""
+"""Styles that parallel/tensor_parallel.py implements; a module with another style stays
+unsharded."""
 
 Proved = str | dict[str, str]
 """sharded | fallback | {"refused": reason}"""
@@ -162,16 +162,19 @@ Proved = str | dict[str, str]
 
 @lru_cache(maxsize=1)
 def proved() -> dict[str, Proved]:
-    """Model type -> what its proof allows. One dictionary a process: a proof may override an entry.
-    The text parts of models that see, which are no model of their own, stand in tensor_vlm.json
-    (tests/parity/test_sight.py)."""
+    """Return what is verified for each model type; one dictionary a process, which a proof may
+    override.
+
+    tensor_vlm.json holds text parts of vision-language models that are no model type
+    (tests/parity/test_sight.py).
+    """
     return cast("dict[str, Proved]", {**_read("tensor_vlm.json"), **_read("tensor_verified.json")})
 
 
 @lru_cache(maxsize=1)
 def unsplit_parameters() -> dict[str, list[str]]:
-    """Model type, sharded -> the decoder-layer parameters that its proof left whole, by their path
-    in a layer."""
+    """Return, for each sharded type, the decoder-layer parameters left unsharded in its proof, by
+    path in a layer."""
     return cast("dict[str, list[str]]", _read("tensor_unsplit.json"))
 
 
@@ -183,7 +186,7 @@ def _read(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStyles:
-    """As the fields of ModelGraph without the prefix."""
+    """Hold ModelGraph's fields of these names, without the prefix tensor_parallel_."""
 
     kind: str
     reason: str
@@ -192,16 +195,20 @@ class TensorStyles:
 
 
 def tensor_parallel_styles(model: PreTrainedModel, model_type: str, stack: str) -> TensorStyles:
-    """`model`: on the meta device; `model_type`: its configuration's, of a model that sees its text
-    part's; `stack`: path of its decoder layers. What stands outside of them, a tower too, is whole
-    but for the vocabulary."""
+    """Return the styles of a model. Modules outside the decoder layers stay unsharded, except the
+    vocabulary.
+
+    model: on the meta device.
+    model_type: the configuration's, of a vision-language model its text part's.
+    stack: path of the decoder layers.
+    """
     verdict = proved().get(model_type, {"refused": "nobody has proved it"})
     if isinstance(verdict, dict):
         return TensorStyles(kind="", reason=verdict["refused"], styles=(), heads=())
     if verdict == "sharded":
         planned = _planned(model, model_type, stack)
         styles = {**planned, **_gathered(model, stack, planned), **_vocabulary(model)}
-        if planned and not _unproved(model, model_type, stack, styles):
+        if planned and not _is_unverified(model, model_type, stack, styles):
             return TensorStyles(
                 kind="sharded", reason="", styles=tuple(styles.items()), heads=_heads(model, styles)
             )
@@ -210,7 +217,8 @@ def tensor_parallel_styles(model: PreTrainedModel, model_type: str, stack: str) 
 
 
 def _planned(model: PreTrainedModel, model_type: str, stack: str) -> dict[str, str]:
-    """The part of the plan that lies in the decoder stack, by path patterns of the whole model."""
+    """Return the part of the plan that lies in the decoder stack, by path patterns of the whole
+    model."""
     base = model.base_model_prefix
     own: Mapping[str, str] = TP_PLANS.get(model_type, {})
     plan = {f"{base}.{path}": style for path, style in own.items()} or dict(model.tp_plan or {})
@@ -228,7 +236,8 @@ def _planned(model: PreTrainedModel, model_type: str, stack: str) -> dict[str, s
 
 
 def _multi_query(model: PreTrainedModel, path: str, style: str) -> str:
-    """Fused query heads and a single key/value head cannot be cut plainly."""
+    """Return MULTI_QUERY for fused query heads with a single key/value head, which must not be
+    split."""
     if style != GROUPED_QKV:
         return style
     attention = next(
@@ -239,21 +248,20 @@ def _multi_query(model: PreTrainedModel, path: str, style: str) -> str:
 
 
 def _gathered(model: PreTrainedModel, stack: str, styles: Mapping[str, str]) -> dict[str, str]:
-    """Every linear of a decoder layer that has no style: cut by itself, its output gathered."""
+    """Give every linear of a decoder layer without a style its own column split with gathered
+    output."""
     found: dict[str, str] = {}
     for name, module in model.get_submodule(stack).named_modules(prefix=stack):
         path = name_pattern(name)
-        plain = type(module).forward in (
-            nn.Linear.forward,
-            Conv1D.forward,
-        )  # a router is a linear by name only
-        if plain and path not in styles and path.rpartition(".")[2] not in WEIGHT_ONLY_LINEARS:
+        # A router may be a linear by name only.
+        is_linear = type(module).forward in (nn.Linear.forward, Conv1D.forward)
+        if is_linear and path not in styles and path.rpartition(".")[2] not in WEIGHT_ONLY_LINEARS:
             found[path] = "colwise_gather_output"
     return found
 
 
 def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
-    """The embedding and the head cut by vocabulary, under every name that their parameters have."""
+    """Split the embedding and the head by vocabulary, under every name of their parameters."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return {}
@@ -264,7 +272,7 @@ def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
         cut |= {id(table.weight): "vocabulary_embedding"}
         styles |= {name: "vocabulary_embedding" for name, m in model.named_modules() if m is table}
     elif tied:
-        return {}  # a table that cannot be cut holds the head back
+        return {}  # a tied table that cannot be split keeps the head unsharded
     styles |= {name: "vocabulary_head" for name, m in model.named_modules() if m is head}
     # A bias may belong to two modules: the parameter's own name says how it is cut.
     for name, parameter in model.named_parameters():
@@ -274,8 +282,11 @@ def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _heads(model: PreTrainedModel, styles: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """Heads of what is cut by heads: the column-cut siblings of a row-cut linear in an attention
-    module, and single parameters with a row for every head."""
+    """Return the number of heads of each module that is split by heads.
+
+    These are column-split siblings of a row-split linear in an attention module, and single
+    parameters with a row for each head.
+    """
     rows = {path.rpartition(".")[0] for path, style in styles.items() if style == "rowwise"}
     config = model.config.get_text_config()
     modules = dict(model.named_modules())
@@ -312,12 +323,14 @@ def _parents(path: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
 
 
-def _unproved(
+def _is_unverified(
     model: PreTrainedModel, model_type: str, stack: str, styles: Mapping[str, str]
 ) -> bool:
-    """Whether these styles leave something whole that the type's proof did not: a switch of the
-    configuration may add a small parameter that works on cut features (a norm over one rank's
-    heads), whose gradient is one rank's share."""
+    """Return whether these styles leave a parameter unsharded that the type's proof did not.
+
+    A configuration may add a small parameter that works on split features (a norm over one rank's
+    heads), whose gradient is one rank's share.
+    """
     known = unsplit_parameters().get(model_type)
     inside = name_pattern(stack + ".0") + "."
     names = {name_pattern(name) for name, _ in model.named_parameters()}

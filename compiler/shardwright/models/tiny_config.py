@@ -1,8 +1,6 @@
-"""A configuration of any type, made tiny: the same structure and switches, sizes that a CPU runs in
-a blink.
+"""Make a tiny version of any configuration: the same structure and switches, with sizes for a CPU.
 
-One table of sizes by attribute name; what it does not name stays as it is. models/tiny_config.py
-says which layers are kept.
+One table of sizes by attribute name; an attribute outside the table keeps its value.
 """
 
 from __future__ import annotations
@@ -16,16 +14,14 @@ from transformers import PretrainedConfig
 
 from shardwright.models.model_graph import name_pattern
 
-# Which layers a shallow copy of a model keeps: one of every kind, in their order, and what the
-# configuration says of each kept layer.
-#
-# A configuration describes its layers one by one in lists as long as the model is deep, in lists of
-# layer numbers, and in `per_layer_config`.
+# The layers that a shallow copy keeps: one of every kind, in order. A configuration describes
+# layers in lists as long as the model is deep, in lists of layer numbers, and in
+# `per_layer_config`.
 
 
 LAYERS = 4
 MOST_KINDS = 12
-"""Some lists have a value of its own for each layer."""
+"""Largest number of kinds: some lists have a different value for each layer."""
 
 DEPTHS = (
     "num_hidden_layers",
@@ -36,7 +32,7 @@ DEPTHS = (
     "num_blocks",
     "num_decoder_layers",
 )
-# A kind of layer that comes once in so many layers, where no list says which.
+# Keys that place a kind of layer periodically, where no list does.
 _PERIODS = (
     "attn_layer_period",
     "expert_layer_period",
@@ -48,7 +44,7 @@ _PERIODS = (
     "decoder_sparse_step",
     "moe_layer_interval",
 )
-# Counted from one end of the stack.
+# Numbers of layers counted from one end of the stack.
 _COUNTS = (
     "first_k_dense_replace",
     "moe_layer_start_index",
@@ -59,7 +55,7 @@ _PER_LAYER = "per_layer_config"
 
 
 def representative_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
-    """Numbers of the original layers that stand in the copy, repeated where there are fewer kinds
+    """Return the numbers of the original layers in the copy, repeated where there are fewer kinds
     than LAYERS."""
     layers = next((document[n] for n in DEPTHS if isinstance(document.get(n), int)), 0)
     kinds = list({_kind(document, i, layers): i for i in reversed(range(layers))}.values())[::-1][
@@ -75,7 +71,7 @@ def representative_layers(document: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def truncate_layers(document: Mapping[str, Any], kept: tuple[int, ...]) -> dict[str, Any]:
-    """The attributes that speak of layers, for the kept ones only."""
+    """Return the attributes about layers, for the kept layers only."""
     layers = next((document[n] for n in DEPTHS if isinstance(document.get(n), int)), 0)
     out: dict[str, Any] = {}
     for name, value in document.items():
@@ -90,16 +86,15 @@ def truncate_layers(document: Mapping[str, Any], kept: tuple[int, ...]) -> dict[
         elif name == _PER_LAYER and isinstance(value, dict):
             by_number = {int(layer): sizes for layer, sizes in value.items()}
             out[name] = {str(place): by_number[i] for place, i in enumerate(kept) if i in by_number}
-    if (
-        "attention_types" in out.keys() | document.keys() and "attention_layers" in out
-    ):  # gpt_neo says it twice
+    # gpt_neo has two keys for the same.
+    if "attention_types" in out.keys() | document.keys() and "attention_layers" in out:
         out["attention_types"] = [[[kind], 1] for kind in out["attention_layers"]]
     return out
 
 
 def has_every_layer_kind(model: nn.Module, copy: nn.Module) -> bool:
-    """Whether each kind of layer of `model` stands in `copy`, too: by the classes of its modules
-    and the names of its parameters, whatever the configuration calls it."""
+    """Return whether `copy` has each kind of layer of `model`, by module classes and parameter
+    names."""
     theirs = _kinds_by_list(copy)
     return all(
         kinds <= theirs.get(path, frozenset()) for path, kinds in _kinds_by_list(model).items()
@@ -107,7 +102,7 @@ def has_every_layer_kind(model: nn.Module, copy: nn.Module) -> bool:
 
 
 def _kinds_by_list(model: nn.Module) -> dict[str, frozenset[object]]:
-    """Of each list of layers that stands in no other one, the kinds of its members."""
+    """Return the kinds of the members of each outermost list of layers."""
     lists = {
         path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)
     }
@@ -127,15 +122,15 @@ def _kinds_by_list(model: nn.Module) -> dict[str, frozenset[object]]:
 
 
 def _kind(document: Mapping[str, Any], layer: int, layers: int) -> str:
-    said: list[Any] = []
+    values: list[Any] = []
     for name, value in document.items():
         if _is_list_of_layers(name, value, layers):
-            said.append(value[layer])
+            values.append(value[layer])
         elif _is_list_of_numbers(name, value, layers):
-            said.append(layer in value)
+            values.append(layer in value)
         elif name == _PER_LAYER and isinstance(value, dict):
-            said.append([sizes for number, sizes in value.items() if int(number) == layer])
-    return repr(said)
+            values.append([sizes for number, sizes in value.items() if int(number) == layer])
+    return repr(values)
 
 
 def _is_list_of_layers(name: str, value: Any, layers: int) -> bool:
@@ -147,8 +142,8 @@ def _is_list_of_layers(name: str, value: Any, layers: int) -> bool:
 
 
 def _is_list_of_numbers(name: str, value: Any, layers: int) -> bool:
-    """Layer numbers, ascending: `mlp_only_layers`, `full_attn_idxs`. A list of zeros and ones is
-    one value a layer."""
+    """Return whether the value lists ascending layer numbers (`mlp_only_layers`, `full_attn_idxs`);
+    zeros and ones are one value a layer."""
     named = "layer" in name or name.endswith(("_idxs", "_indices"))
     return (
         named
@@ -168,8 +163,8 @@ _AT_MOST: dict[str, int] = {
             64,
         ),
         ("max_target_positions max_source_positions", 64),
-        # Rotary embeddings switch their frequencies here: texts of the probes are longer, pieces of
-        # them are not.
+        # Rotary embeddings switch their frequencies at this length: the probes' texts are longer,
+        # their pieces are not.
         ("original_max_position_embeddings", 16),
         ("embedding_size input_embedding_size", 48),
         ("output_embedding_size", 80),
@@ -249,7 +244,7 @@ _WIDTHS = (
         "adapter_in_dim",
         "adapter_out_dim",
         "adapter_input_size",
-    ),  # a tower's own width, or the decoder's
+    ),  # the vision encoder's width, or the decoder's
 )
 _VOCABULARIES = ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads")
@@ -264,10 +259,11 @@ _UNUSED = (
 def shrink(
     document: Mapping[str, Any], *, depth: bool = True, widths: bool = True
 ) -> dict[str, Any]:
-    """`document`: a complete configuration (`PretrainedConfig.to_dict()`), nested ones included.
+    """Shrink a complete configuration (`PretrainedConfig.to_dict()`), nested ones included.
 
-    depth False keeps every layer, for what depends on which layer it is; widths False keeps the
-    layers' own sizes, for a type whose sizes hang together in a way that the table does not know.
+    depth: False keeps every layer, for what depends on the layer's number.
+    widths: False keeps the layers' sizes, for a type whose sizes depend on each other in unknown
+        ways.
     """
     heads = next((document[n] for n in _HEADS if isinstance(document.get(n), int)), 4)
     width = 64 if 64 % min(heads, 4) == 0 else 16 * heads
@@ -294,12 +290,14 @@ def shrink(
 
 
 def _fixed(name: str, value: Any, ids: Iterator[int]) -> int | float | None:
-    """What is the same whatever the sizes; None for the rest. ids: of tokens that nothing has
-    yet."""
+    """Return the value of a key that is the same at any size, None for other keys.
+
+    ids: unused token ids.
+    """
     if name in _UNUSED:
         return 0
     if name in _VOCABULARIES and isinstance(value, int):
-        # also where the model's own is smaller: the probe needs tokens to tell apart
+        # also where the model's own is smaller: the probe needs distinct tokens
         return VOCABULARY
     if isinstance(value, float) and ("drop" in name or "jitter" in name):
         return 0.0  # the probe runs in training mode, and compares bits
@@ -313,7 +311,11 @@ def _fixed(name: str, value: Any, ids: Iterator[int]) -> int | float | None:
 
 
 def _number(document: Mapping[str, Any], name: str, value: int, heads: int, width: int) -> int:
-    """A size or a count, made small. heads: the real number; width: of the hidden states, small."""
+    """Shrink a size or a count.
+
+    heads: the original number of heads.
+    width: the tiny width of the hidden states.
+    """
     if name in _KEY_VALUE_HEADS:
         return (
             min(heads, 4) if value == heads else (2 if value > 1 and min(heads, 4) % 2 == 0 else 1)
@@ -330,14 +332,13 @@ def _number(document: Mapping[str, Any], name: str, value: int, heads: int, widt
 
 
 def _inside(document: Mapping[str, Any], name: str, value: Any) -> Any:
-    """Lists of sizes, and tables that say a layer's sizes or the rotary positions."""
+    """Shrink lists of sizes, and tables of a layer's sizes or of rotary positions."""
     if name in _AT_MOST and isinstance(value, list) and all(type(n) is int for n in value):
         return [min(n, _AT_MOST[name]) for n in value]
     if name == "per_layer_config" and isinstance(value, dict):
-        whole = {
-            k: v for k, v in document.items() if k != name
-        }  # what a layer does not say is as everywhere
-        small = {layer: shrink({**whole, **sizes}, depth=False) for layer, sizes in value.items()}
+        # A layer without an own value has the common one.
+        common = {k: v for k, v in document.items() if k != name}
+        small = {layer: shrink({**common, **sizes}, depth=False) for layer, sizes in value.items()}
         return {layer: {k: small[layer][k] for k in sizes} for layer, sizes in value.items()}
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
         return _rope(value)
@@ -345,14 +346,14 @@ def _inside(document: Mapping[str, Any], name: str, value: Any) -> Any:
 
 
 def _keep_proportions(document: Mapping[str, Any], out: dict[str, Any]) -> None:
-    """Sizes that follow from others."""
+    """Set the sizes that follow from others."""
     layers = document.get("per_layer_config") or {}
     parts = {
         sum({**document, **sizes}.get(n) or 0 for n in _KEY_PARTS)
         for sizes in ({}, *layers.values())
     } - {0}
     if isinstance(document.get("kv_lora_rank"), int):
-        # Latent attention makes every head its own key.
+        # Latent attention has one key per head.
         out["num_key_value_heads"] = out.get("num_attention_heads")
         if document.get("head_dim") not in (document.get("qk_rope_head_dim"), *parts):
             out.pop("head_dim", None)  # it follows from the others
@@ -370,7 +371,7 @@ def _keep_proportions(document: Mapping[str, Any], out: dict[str, Any]) -> None:
         and document["mamba_d_ssm"] == document["mamba_n_heads"] * document["mamba_d_head"]
     ):
         out["mamba_d_ssm"] = out["mamba_n_heads"] * out["mamba_d_head"]
-    out.pop("hybrid_layer_ids", None)  # zamba2 says it again in layers_block_type
+    out.pop("hybrid_layer_ids", None)  # zamba2 repeats them in layers_block_type
     names = ("num_heads", "head_dim", "expand", "hidden_size")  # of a state-space layer
     if all(isinstance(document.get(name), int) for name in names):
         heads, head, expand, hidden = (document[name] for name in names)
@@ -379,8 +380,11 @@ def _keep_proportions(document: Mapping[str, Any], out: dict[str, Any]) -> None:
 
 
 def _rope(value: dict[str, Any]) -> dict[str, Any]:
-    """The same kind of table. Lists of sections are as long as the real head: without them the
-    table keeps its place in the model; those of factors are cut to the small one (_fit_ropes)."""
+    """Shrink a rotary table: drop lists of sections, whose lengths are the original head's; cap its
+    switch length.
+
+    _fit_ropes shortens the lists of factors.
+    """
     if any(isinstance(v, dict) for v in value.values()):
         return {
             kind: _rope(table) if isinstance(table, dict) else table
@@ -401,8 +405,8 @@ _SWITCH = "original_max_position_embeddings"
 
 
 def _fit_ropes(document: Mapping[str, Any], out: dict[str, Any]) -> None:
-    """Cut longrope's factors, one for each rotated pair of a head, to the small head; a dynamic
-    table switches at the longest position, which comes down to where the probes reach."""
+    """Shorten longrope's factors (one per rotated pair) to the tiny head, and lower a dynamic
+    table's switch length."""
     heads = next((out[n] for n in _HEADS if isinstance(out.get(n), int)), 1)
     width = next((out[n] for n in _WIDTHS if isinstance(out.get(n), int)), heads)
     head = out.get("head_dim") or (
@@ -423,21 +427,21 @@ def _fit_ropes(document: Mapping[str, Any], out: dict[str, Any]) -> None:
 
 
 def _tables(value: Any) -> Iterator[dict[str, Any]]:
-    """One rotary table, or one for each kind of layer."""
+    """Yield one rotary table, or one for each kind of layer."""
     if isinstance(value, dict):
         nested = [table for table in value.values() if isinstance(table, dict)]
         yield from nested or [value]
 
 
-# A vision tower made narrow, beside what models/tiny_config.py does to any configuration: small
-# pictures of few patches, and widths that fit the decoder's. It keeps its depth.
+# Shrinking a vision encoder: small images of few patches, and widths that fit the decoder's. It
+# keeps its depth.
 
 
 PATCH, SIDE = 4, 4
-"""Pixels of a patch's side, patches of a picture's side."""
+"""Pixels of a patch's side, patches of an image's side."""
 
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
-_PICTURE_SIZES = ("image_size", "image_resolution", "crop_size")
+_IMAGE_SIZES = ("image_size", "image_resolution", "crop_size")
 _DEPTHS = ("depth", "num_hidden_layers", "num_layers", "n_layers")
 _TO_TEXT = ("out_hidden_size", "projection_dim", "output_dim", "text_hidden_size")
 _ENCODER_HEADS = ("encoder_attention_heads", "num_encoder_attention_heads")
@@ -447,8 +451,12 @@ _TOKENS = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens")
 def tiny_vision_encoder(
     document: Mapping[str, Any], real: Mapping[str, Any], text_width: int | None = None
 ) -> dict[str, Any]:
-    """document: `real`, a configuration, as shrink() made it tiny. The same with its towers' sizes
-    made tiny too. text_width: of the decoder that a part stands beside."""
+    """Shrink the vision encoders of a configuration that shrink() has made tiny.
+
+    document: the tiny configuration.
+    real: the original one.
+    text_width: the decoder's width, for a sub-configuration.
+    """
     text: Mapping[str, Any] = next(
         (document[name] for name in _TEXT if isinstance(document.get(name), dict)), document
     )
@@ -456,7 +464,7 @@ def tiny_vision_encoder(
     out: dict[str, Any] = {}
     for name, value in document.items():
         if isinstance(value, dict) and isinstance(value.get("patch_size"), int):
-            out[name] = _tower(value, real[name], width)
+            out[name] = _shrink_encoder(value, real[name], width)
         elif value is text and isinstance(value, dict):
             out[name] = {**value, **_sections(value, real[name])}
         elif isinstance(value, dict) and "model_type" in value:
@@ -469,28 +477,30 @@ def tiny_vision_encoder(
             out[name] = SIDE if name == "mm_tokens_per_image" else SIDE * SIDE
         else:
             out[name] = value
-    return {**out, **_of_towers(out, real)}
+    return {**out, **_encoder_sizes(out, real)}
 
 
 def equalize_encoder_widths(document: Mapping[str, Any]) -> dict[str, Any]:
-    """document: as tiny_vision_encoder made it, of a model that compares features of texts and
-    pictures: both are as wide."""
+    """Make a contrastive model's text features as wide as its image features.
+
+    document: a configuration from tiny_vision_encoder.
+    """
     sides = {
         name: value for name, value in document.items() if name in _TEXT and isinstance(value, dict)
     }
-    tower = next((v for v in document.values() if isinstance(v, dict) and "patch_size" in v), {})
+    encoder = next((v for v in document.values() if isinstance(v, dict) and "patch_size" in v), {})
     return {
         **document,
         **{
-            name: {**side, "projection_size": tower["hidden_size"]}
+            name: {**side, "projection_size": encoder["hidden_size"]}
             for name, side in sides.items()
             if "projection_size" in side
         },
     }
 
 
-def _of_towers(document: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration says of its tower beside it."""
+def _encoder_sizes(document: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys about the vision encoder that stand beside its own configuration."""
     names = [
         name
         for name, value in document.items()
@@ -499,25 +509,23 @@ def _of_towers(document: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str
     name = next(iter(names), None)
     if name is None:
         return {}
-    tower, real_tower, out = document[name], real[name], {}
-    wide, real_wide = tower.get("hidden_size"), real_tower.get("hidden_size")
+    encoder, real_encoder, out = document[name], real[name], {}
+    wide, real_wide = encoder.get("hidden_size"), real_encoder.get("hidden_size")
     for key, value in real.items():
         if isinstance(value, int) and key.endswith("hidden_size") and wide and real_wide:
             if value == real_wide:
                 out[key] = wide
-            elif (
-                value == real_wide * (tower.get("merge_size") or 0) ** 2
-            ):  # of the patches of one token
-                out[key] = wide * tower["merge_size"] ** 2
+            elif value == real_wide * (encoder.get("merge_size") or 0) ** 2:  # one token's patches
+                out[key] = wide * encoder["merge_size"] ** 2
         elif key == "image_grid_pinpoints" and isinstance(value, list):
-            tile = real_tower["image_size"]
+            tile = real_encoder["image_size"]
             out[key] = [[PATCH * SIDE * side // tile for side in pair] for pair in value]
     return out
 
 
 def _sections(text: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary sections over time, height and width, which share out half a head: shrink() leaves out
-    lists that are as long as the real one."""
+    """Return rotary sections (time, height, width) that fill half a tiny head; shrink() drops the
+    original ones."""
     for name in ("rope_parameters", "rope_scaling"):
         table, small = real.get(name), text.get(name)
         if (
@@ -537,24 +545,22 @@ def _head(text: Mapping[str, Any]) -> int:
     return int(size * rotated)
 
 
-def _tower(
+def _shrink_encoder(
     document: Mapping[str, Any], real: Mapping[str, Any], text_width: int | None
 ) -> dict[str, Any]:
     merge = document.get("spatial_merge_size") or 1
     out = dict(document)
     for name, value in document.items():
-        if name in _PICTURE_SIZES and isinstance(value, int):
+        if name in _IMAGE_SIZES and isinstance(value, int):
             out[name] = PATCH * SIDE
-        elif name in _PICTURE_SIZES and isinstance(value, list):
+        elif name in _IMAGE_SIZES and isinstance(value, list):
             out[name] = [PATCH * SIDE] * len(value)
         elif name in _DEPTHS or (isinstance(value, list) and "layer" in name):
-            out[name] = real[
-                name
-            ]  # which blocks a model takes features from is told by their numbers
+            out[name] = real[name]  # block numbers say where features are taken
         elif name in _TO_TEXT and isinstance(value, int) and text_width is not None:
             out[name] = text_width
     width, inner = real.get("hidden_size"), real.get("intermediate_size")
-    if width and inner and not inner % width:  # what is as wide as so many patches
+    if width and inner and not inner % width:  # a multiple of the width stays one
         out["intermediate_size"] = inner // width * out["hidden_size"]
     if isinstance(document.get("patch_size"), int):
         out["patch_size"] = PATCH
@@ -565,26 +571,28 @@ def _tower(
     return out
 
 
-# Which token ids of a configuration are plain text, which are special there, and which stand for
-# something else.
+# Token ids of a configuration: plain text, special tokens, placeholders.
 
 
 _IN_TEXT = ("pad", "bos", "eos", "unk", "sep", "cls", "mask")
-"""Beginnings of the names of ids that a text may hold."""
+"""Prefixes of the names of special ids that a text may hold."""
 _ENDINGS = ("_token_id", "_token_index", "_patch_id", "_token_ids", "_start_id", "_end_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIds:
-    """plain: mean nothing special, ascending. special: each id with a meaning of its own in a text,
-    the first id and the last one. In neither: those that stand for an image, audio or the like."""
+    """Classify a configuration's ids; placeholders of images, audio and the like are in neither.
+
+    plain: ids without a special meaning, ascending.
+    special: ids with a special meaning in a text, the first id and the last one.
+    """
 
     plain: tuple[int, ...]
     special: tuple[int, ...]
 
 
 def token_ids(config: PretrainedConfig) -> TokenIds:
-    """Read the ids of `config` and of the configurations inside of it, by name."""
+    """Read the ids of `config` and its sub-configurations, by name."""
     text = config.get_text_config(decoder=True)
     size = int(
         getattr(text, "vocab_size", None) or getattr(config, "vocab_size", None) or VOCABULARY
@@ -598,7 +606,7 @@ def token_ids(config: PretrainedConfig) -> TokenIds:
 
 
 def _named(document: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """(name, id) of each key that names token ids, one or a list of them."""
+    """Yield (name, id) of each key that names token ids, one or a list."""
     for name, value in document.items():
         if isinstance(value, dict):
             yield from _named(value)

@@ -1,5 +1,4 @@
-"""Says which packages a tokenizer's files need to be read, without numpy or transformers, for
-`check`."""
+"""Name the packages that a tokenizer's files need, without numpy or transformers (for `check`)."""
 
 from __future__ import annotations
 
@@ -13,16 +12,17 @@ INSTALL = "pip install 'shardwright[data]'"
 
 
 def missing_packages(folder: Path) -> tuple[str, ...]:
-    """Returns what the tokenizer in `folder` needs and is not installed: a tokenizer.model has to
-    be converted."""
+    """Return the packages that the tokenizer in `folder` needs and that are not installed.
+
+    Only a tokenizer.model has to be converted.
+    """
     if (folder / "tokenizer.json").is_file():
         return ()
     needed: set[str] = set()
     for path in folder.glob("*.model"):
         try:
             with path.open("rb") as file:
-                # SentencePiece's is a protocol buffer whose first field is a message; tiktoken's is
-                # text.
+                # SentencePiece writes a protocol buffer that starts with a message; tiktoken, text.
                 needed |= {"sentencepiece", "protobuf"} if file.read(1) == b"\n" else {"tiktoken"}
         except OSError:
             continue
@@ -40,13 +40,13 @@ def _is_installed(package: str) -> bool:
 
 
 def missing_packages_warning(folder: Path, key: KeyPath) -> Iterator[Diagnostic]:
-    """Returns a warning where `prepare` could not read the tokenizer on this machine."""
+    """Yield a warning where `prepare` could not read the tokenizer on this machine."""
     if missing := missing_packages(folder):
         yield found(
             "SW1454",
             key,
             f"the tokenizer in {str(folder)!r} has no tokenizer.json: `prepare` and `run` need the "
-            f"package {' and '.join(missing)} to read it, which this machine does not have",
-            f"{INSTALL} where they run.",
+            f"package {' and '.join(missing)}, which this machine does not have",
+            f"Run {INSTALL} where they run.",
             severity="warning",
         )

@@ -1,6 +1,4 @@
-"""Which parameters a recipe leaves as they are: parts of a model that sees, and patterns of
-names.
-"""
+"""Find the parameters that a recipe freezes (`model.freeze`) and the modules that LoRA adapts."""
 
 from __future__ import annotations
 
@@ -16,14 +14,18 @@ MODEL_PARTS: tuple[str, ...] = get_args(ModelPart)
 
 
 def frozen_parameter_names(graph: ModelGraph, freeze: tuple[str, ...]) -> frozenset[str]:
-    """Of the parameters in graph.layers. freeze: `model.freeze`; a part of a model that does not
-    see is "text"."""
+    """Return the frozen parameters of graph.layers.
+
+    freeze: `model.freeze`. The "text" part of a text-only model is all of it.
+    """
     return _frozen(graph, freeze) if freeze else frozenset()
 
 
 def parameters_matching(graph: ModelGraph, entry: str) -> frozenset[str]:
-    """What one entry of `model.freeze` names. A pattern is of parameters, as fnmatch has it (`*`
-    stands for dots too); a module's path is all that lies under it."""
+    """Return the parameters that one entry of `model.freeze` names.
+
+    An entry is a part of the model, an fnmatch pattern (`*` matches dots too) or a module's path.
+    """
     names = dict.fromkeys(p.name for layer in graph.layers for p in layer.parameters)
     if entry in MODEL_PARTS:
         return frozenset(n for n in names if model_part_of(graph, n) == entry)
@@ -31,8 +33,10 @@ def parameters_matching(graph: ModelGraph, entry: str) -> frozenset[str]:
 
 
 def frozen_parameter_patterns(graph: ModelGraph, freeze: tuple[str, ...]) -> tuple[str, ...]:
-    """The frozen parameters in the model's order; those that differ in their numbers alone, and are
-    all frozen, once, with * for the numbers. A tied one by each of its names."""
+    """Return the frozen parameters in the model's order, a tied one under each of its names.
+
+    Parameters that differ only in numbers become one pattern where all of them are frozen.
+    """
     names = frozen_parameter_names(graph, freeze)
     names |= {n for group in graph.tied if group[0] in names for n in group}
     tied = [n for group in graph.tied for n in group]
@@ -50,7 +54,7 @@ def model_part_of(graph: ModelGraph, name: str) -> str:
 
 
 def is_decoder_frozen(graph: ModelGraph, freeze: tuple[str, ...]) -> bool:
-    """Whether no decoder layer has anything to train."""
+    """Return whether no decoder layer has a trainable parameter."""
     frozen = frozen_parameter_names(graph, freeze)
     decoder: Iterable[str] = (
         p.name for layer in graph.layers if layer.kind == "decoder" for p in layer.parameters
@@ -62,7 +66,8 @@ _KNOWN: dict[tuple[object, ...], frozenset[str]] = {}
 
 
 def _frozen(graph: ModelGraph, freeze: tuple[str, ...]) -> frozenset[str]:
-    """A search asks for the same thousands of times."""
+    """Return the memoized union of the entries' parameters: a search needs it thousands of
+    times."""
     key = (graph.identity, freeze)
     if key not in _KNOWN:
         _KNOWN[key] = functools.reduce(
@@ -71,21 +76,21 @@ def _frozen(graph: ModelGraph, freeze: tuple[str, ...]) -> frozenset[str]:
     return _KNOWN[key]
 
 
-# LoRA (arXiv 2106.09685): which modules are adapted, and how many elements their adapters have.
+# LoRA (arXiv 2106.09685): the adapted modules and the sizes of their adapters.
 
 
 _NOT_LINEAR = ("router", "norm", "embed")
-"""In the name of a module whose matrix `auto` leaves alone, as it does a mixture's `gate`."""
+"""Parts of names of modules that `auto` does not adapt, beside a router's `gate`."""
 
 
 def adapted_modules(graph: ModelGraph, lora: LoraSection) -> tuple[str, ...]:
-    """The last part of each adapted module's path, in the model's order; () where `auto` finds
-    none."""
+    """Return the last part of each adapted module's path, in the model's order; () where `auto`
+    finds none."""
     return default_target_modules(graph) if lora.target_modules is None else lora.target_modules
 
 
 def default_target_modules(graph: ModelGraph) -> tuple[str, ...]:
-    """What `auto` stands for."""
+    """Return the modules that `target_modules: auto` means."""
     names = dict.fromkeys(
         _module(p) for layer in graph.layers if layer.kind == "decoder" for p in _matrices(layer)
     )
@@ -93,8 +98,8 @@ def default_target_modules(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def adapter_sizes(layer: Layer, names: tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """Elements of each adapter tensor on a layer: A (rank, in) and B (out, rank) of every module
-    named."""
+    """Return the elements of each adapter tensor on a layer: A (rank, in) and B (out, rank) of each
+    module."""
     if layer.kind != "decoder":
         return ()
     return tuple(rank * size for p in _matrices(layer) if _module(p) in names for size in p.shape)

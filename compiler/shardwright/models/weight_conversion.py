@@ -1,5 +1,8 @@
-"""Which of a model's tensors the keys of its checkpoint become: transformers' own renamings and
-conversions (core_model_loading.py, convert_and_load_state_dict_in_model), without loading."""
+"""Map a checkpoint's keys to the model's tensors, without loading.
+
+The renamings and conversions are transformers' own (core_model_loading.py,
+convert_and_load_state_dict_in_model).
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,23 @@ _TYPES = {
     "U8": torch.uint8,
     "I8": torch.int8,
 }
-"""safetensors' names of what de-quantisation reads; all else is a float."""
+"""safetensors' types that dequantization reads; every other type is a float."""
 
 
 def meta_tensor(shape: Sequence[int], dtype: str) -> torch.Tensor:
-    """A tensor without storage. dtype: safetensors' name."""
+    """Return a tensor without storage.
+
+    dtype: safetensors' name.
+    """
     return torch.empty(tuple(shape), dtype=_TYPES.get(dtype, torch.float32), device="meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """Tensors of the files that are put together, or split, to give tensors of the model. sources:
-    (key, pattern)."""
+    """Convert tensors of the files, merged or split, into tensors of the model.
+
+    sources: (key, pattern) of the files' tensors.
+    """
 
     converter: WeightConverter
     first: str
@@ -51,8 +59,10 @@ class Conversion:
     def convert(
         self, model: PreTrainedModel, read: Callable[[str], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The model's tensors by name. read: a whole tensor of the files; on the meta device only
-        shapes come out."""
+        """Return the model's tensors by name.
+
+        read: returns a complete tensor of the files; meta tensors give shapes only.
+        """
         converter = deepcopy(self.converter)
         for key, pattern in self.sources:
             converter.add_tensor(self.first, key, pattern, read(key))
@@ -64,9 +74,13 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyMap:
-    """direct: the model's name -> the files' key. conversions: the others. unexpected: the files'
-    key -> the name that it would have in the model, which has no such tensor. doubled: (name, both
-    keys)."""
+    """Map a checkpoint's keys.
+
+    direct: the model's name -> the files' key.
+    conversions: tensors that are merged or split.
+    unexpected: the files' key -> the name that it would have in the model, which lacks that tensor.
+    doubled: (name, first key, second key) of keys that become one tensor.
+    """
 
     direct: Mapping[str, str]
     conversions: tuple[Conversion, ...]
@@ -75,9 +89,10 @@ class KeyMap:
 
 
 def dequantizer(config: JsonObject) -> HfQuantizer | None:
-    """transformers' own, which turns quantised tensors into numbers of the model's type as it
-    loads; None where the configuration says that nothing is quantised, or names a method that needs
-    a GPU or calibration. config: as published."""
+    """Return transformers' quantizer that dequantizes on loading.
+
+    None where nothing is quantized, or the method needs a GPU or calibration. config: as published.
+    """
     section = config.get("quantization_config")
     if not isinstance(section, dict) or section.get("quant_method") not in DEQUANTIZED_METHODS:
         return None
@@ -90,7 +105,7 @@ def dequantizer(config: JsonObject) -> HfQuantizer | None:
 def map_keys(
     model: PreTrainedModel, keys: Iterable[str], quantizer: HfQuantizer | None = None
 ) -> KeyMap:
-    """model: on any device."""
+    """Map the checkpoint's keys to the tensors of `model`, which may be on any device."""
     mapping = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -124,8 +139,11 @@ def map_keys(
 
 
 def ignored_keys(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
-    """Those of the unexpected names that transformers leaves out without a word: the class says so,
-    or they are buffers of older versions (_adjust_missing_and_unexpected_keys)."""
+    """Return the unexpected names that transformers ignores silently.
+
+    The class lists them, or they are buffers of older versions
+    (_adjust_missing_and_unexpected_keys).
+    """
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):

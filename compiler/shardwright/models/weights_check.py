@@ -1,8 +1,7 @@
-"""What is loaded against what the files hold, by name and shape, before any rank starts. Headers
-alone are read.
+"""Compare a model's weight files with its configuration, by names and shapes, before a run starts.
 
-`check_headers` says what needs no model and no torch, for `check`; `check_weights` compares with
-the model itself, for `compile`.
+Only headers are read. `check_headers` needs no model and no torch (for `check`); `check_weights`
+compares with the model itself (for `compile`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from shardwright.utils.json_values import JsonObject
 if TYPE_CHECKING:
     import numpy as np
 
-# What safetensors files hold, read from their headers: names, types, shapes and places. No torch
-# here, and no tensor is loaded, whatever the size of the files.
+# Headers of safetensors files: names, types, shapes and offsets. No torch, and no tensor is loaded.
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -40,7 +38,10 @@ _BLOCK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
-    """start, stop: bytes in the file, counted from its begin."""
+    """Describe one stored tensor.
+
+    start, stop: offsets in the file (bytes).
+    """
 
     file: str
     dtype: str
@@ -51,9 +52,12 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightHeaders:
-    """tensors: by the files' own names. problem: why the files contradict each other or their
-    index, "" where they do not. total_size: the index's own count of bytes; None where there is
-    none."""
+    """Hold the headers of a folder's weight files.
+
+    tensors: by the names in the files.
+    problem: how the files contradict each other or their index, "" where they do not.
+    total_size: the index's count of bytes, None where there is none.
+    """
 
     folder: Path
     tensors: Mapping[str, TensorHeader]
@@ -66,15 +70,18 @@ class WeightHeaders:
 
 
 def weight_file_names(folder: Path) -> tuple[str, ...]:
-    """Files that from_pretrained reads: one file where it is there, else those of the index. Raises
-    OSError and ValueError for an index that cannot be read."""
+    """Return the files that from_pretrained reads: the single file, else those of the index.
+
+    Raises OSError and ValueError for an index that cannot be read.
+    """
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
         return (SINGLE,)
     return tuple(sorted({file for _, file in _weight_map(folder)}))
 
 
 def read_headers(folder: Path) -> WeightHeaders:
-    """Raises OSError and ValueError for a file that is missing, cut off or no safetensors file."""
+    """Read the headers. Raises OSError and ValueError for a file that is missing, truncated or not
+    safetensors."""
     tensors: dict[str, TensorHeader] = {}
     problems: list[str] = []
     for file in weight_file_names(folder):
@@ -94,9 +101,11 @@ def read_headers(folder: Path) -> WeightHeaders:
 
 
 def same_values(headers: WeightHeaders, first: str, second: str) -> bool:
-    """Whether two tensors hold the same numbers, as torch.equal has it: NaN differs from itself.
-    Reads block by block up to the first difference."""
-    import numpy as np  # here: `check` reads headers alone, and fast
+    """Return whether two tensors hold the same numbers, as torch.equal (NaN differs from itself).
+
+    Reads block by block up to the first difference.
+    """
+    import numpy as np  # here: `check` reads headers only, and must start fast
 
     a, b = headers.tensors[first], headers.tensors[second]
     if a.shape != b.shape or not {a.dtype, b.dtype} <= set(FLOATS):
@@ -108,8 +117,7 @@ def same_values(headers: WeightHeaders, first: str, second: str) -> bool:
 
 
 def _values(file: Any, tensor: TensorHeader) -> Iterator[np.ndarray[Any, np.dtype[Any]]]:
-    """float64 blocks of as many elements, whatever the type. bf16 is the upper half of an fp32
-    number."""
+    """Yield a tensor as float64 blocks of equal size. bf16 is the upper half of an fp32 number."""
     import numpy as np
 
     width = {"F64": 8, "F32": 4}.get(tensor.dtype, 2)
@@ -138,15 +146,15 @@ def _read_header(folder: Path, file: str) -> Iterator[tuple[str, TensorHeader]]:
         raise ValueError(f"{file} has no safetensors header")
     for name, entry in header.items():
         if name != "__metadata__":
-            yield name, _stored(file, name, entry, 8 + length, size)
+            yield name, _tensor_header(file, name, entry, 8 + length, size)
 
 
-def _stored(file: str, name: str, entry: object, begin: int, size: int) -> TensorHeader:
+def _tensor_header(file: str, name: str, entry: object, begin: int, size: int) -> TensorHeader:
     try:
-        found = cast("dict[str, Any]", entry)
-        start, stop = (begin + int(at) for at in found["data_offsets"])
-        shape = tuple(int(length) for length in found["shape"])
-        dtype = str(found["dtype"])
+        fields = cast("dict[str, Any]", entry)
+        start, stop = (begin + int(at) for at in fields["data_offsets"])
+        shape = tuple(int(length) for length in fields["shape"])
+        dtype = str(fields["dtype"])
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{file}: the header's entry of {name} cannot be read") from None
     if not begin <= start <= stop <= size:
@@ -180,14 +188,14 @@ def _total_size(folder: Path) -> int | None:
 _SOURCE: KeyPath = ("model", "source")
 _WEIGHTS: KeyPath = ("model", "weights")
 FEW = 3
-"""Tensors that a message names; of the others it says how many there are."""
+"""Number of tensors that a message names before it counts the rest."""
 
 _QUANTISED_PARTS = re.compile(
     r"(_scale_inv|\.scale_inv|_blocks|_scales|\.qweight|\.qzeros|\.g_idx|weight_packed|weight_scale(_2)?|"
     r"\.absmax|\.quant_map|\.quant_state\.\S+|\.SCB)$"
 )
-"""Ends of names that FP8, MXFP4, GPTQ, AWQ, NVFP4, compressed-tensors and bitsandbytes store beside
-their weights."""
+"""Ends of tensor names that FP8, MXFP4, GPTQ, AWQ, NVFP4, compressed-tensors and bitsandbytes store
+beside weights."""
 _FOREIGN = (
     "_orig_mod.",
     "module.",
@@ -196,7 +204,7 @@ _FOREIGN = (
     "_fsdp_wrapped_module.",
     "_forward_module.",
 )
-"""What torch.compile, DataParallel, peft, FSDP and DeepSpeed put before a name."""
+"""Prefixes that torch.compile, DataParallel, peft, FSDP and DeepSpeed put before a name."""
 _HEADS, _EMBEDDINGS = (
     ("lm_head.weight", "embed_out.weight"),
     ("embed_tokens.weight", "wte.weight", "embed_in.weight"),
@@ -204,7 +212,7 @@ _HEADS, _EMBEDDINGS = (
 _BUFFERS = re.compile(
     r"(rotary_emb\.inv_freq|position_ids|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias)$"
 )
-"""Tables that older versions of transformers stored; the class makes them itself."""
+"""Buffers that older versions of transformers stored; the class computes them."""
 _VISION = re.compile(
     r"(^|\.)(visual|vision\w*|image_newline|multi_modal_projector|mm_projector|audio\w*|sound\w*)(\.|$)"
 )
@@ -212,7 +220,7 @@ _MTP = re.compile(r"(^|[._])(mtp|nextn|eh_proj|enorm|hnorm|shared_head)([._]|$)"
 
 
 def list_names(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """List the first few names and count the rest."""
     shown = ", ".join(names[:FEW])
     return f"{shown} and {len(names) - FEW} more" if len(names) > FEW else shown
 
@@ -222,8 +230,10 @@ def count_tensors(number: int) -> str:
 
 
 def check_headers(folder: Path, config: JsonObject, *, tied: bool) -> tuple[Diagnostic, ...]:
-    """What the files say of themselves. tied: the head is the embedding by this configuration.
-    Nothing of a folder whose files cannot be read: that is told elsewhere (SW1913)."""
+    """Check the files against themselves; report nothing where they cannot be read (SW1913 does).
+
+    tied: whether the head is the embedding by this configuration.
+    """
     try:
         headers = read_headers(folder)
     except (OSError, ValueError):
@@ -235,7 +245,7 @@ def check_headers(folder: Path, config: JsonObject, *, tied: bool) -> tuple[Diag
 
 
 def heads_by_usual_name(headers: WeightHeaders) -> Iterator[tuple[str, str]]:
-    """(head, embedding) that both stand in the files with different values."""
+    """Yield (head, embedding) where both are in the files with different values."""
     heads = [name for name in headers.tensors if name.endswith(_HEADS)]
     embeddings = [name for name in headers.tensors if name.endswith(_EMBEDDINGS)]
     if len(heads) == len(embeddings) == 1 and not same_values(headers, heads[0], embeddings[0]):
@@ -245,9 +255,11 @@ def heads_by_usual_name(headers: WeightHeaders) -> Iterator[tuple[str, str]]:
 def find_untied_heads(
     folder: Path, groups: tuple[tuple[str, ...], ...]
 ) -> tuple[tuple[str, str], ...]:
-    """(head, embedding) of tied groups that stand in the files with different values: transformers
-    5 does not tie them, and trains both. groups: names in the model. () where the files cannot be
-    read."""
+    """Return (head, embedding) of tied groups whose members differ in the files; () where they
+    cannot be read.
+
+    transformers 5 does not tie such members, and trains both. groups: names in the model.
+    """
     try:
         paths = [
             path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".json")
@@ -262,7 +274,7 @@ def find_untied_heads(
 def _own_heads(
     folder: Path, groups: tuple[tuple[str, ...], ...], marks: tuple[tuple[str, int, int], ...]
 ) -> tuple[tuple[str, str], ...]:
-    """marks: of the files, so that a changed one is read again."""
+    """Read the headers of files with these names, times and sizes; a changed file is read again."""
     try:
         headers = read_headers(folder)
     except (OSError, ValueError):
@@ -277,8 +289,8 @@ def _own_heads(
 
 
 def _key_of(name: str, keys: Collection[str]) -> str | None:
-    """The files' key of a name in the model: the same, one prefix more or less, or the only one
-    with this ending."""
+    """Return the files' key for a name in the model: the same name, one prefix more or less, or the
+    only key with this ending."""
     if name in keys:
         return name
     if (inner := name.partition(".")[2]) in keys:
@@ -289,7 +301,7 @@ def _key_of(name: str, keys: Collection[str]) -> str | None:
 
 
 def with_untied_head(config: JsonObject) -> JsonObject:
-    """The configuration whose head is a parameter of its own."""
+    """Return the configuration with a head that is a parameter of its own."""
     text = config.get("text_config")
     inner: JsonObject = (
         {"text_config": {**text, TIED: False}} if isinstance(text, dict) and TIED in text else {}
@@ -298,34 +310,34 @@ def with_untied_head(config: JsonObject) -> JsonObject:
 
 
 def tied_head_error(names: Sequence[str]) -> Refusal:
-    """Of a model that stays tied whatever its configuration says."""
+    """Build SW2026 for a model that ties these tensors whatever its configuration says."""
     message = (
         f"the files hold different values for tensors that this model ties: {list_names(names)}"
     )
     help = (
-        "Write the folder anew from the model that you mean: load it with transformers, then "
-        "save_pretrained."
+        "Load the intended model with transformers and write the folder again with save_pretrained."
     )
     return Refusal(found("SW2026", _SOURCE, message, help))
 
 
 def _own_head(head: str, embedding: str) -> Diagnostic:
     message = (
-        f"{TIED} is true, but the files hold a {head} that differs from {embedding}: the head is "
-        "kept and trained as a parameter of its own, as transformers does"
+        f"{TIED} is true, but {head} differs from {embedding} in the files: the head is trained "
+        "as a parameter of its own, as transformers does"
     )
-    help = (
-        f"Set {TIED} to false in config.json to say so; to tie them instead, delete {head} from "
-        "the files."
-    )
+    help = f"Set {TIED} to false in config.json; to tie them instead, delete {head} from the files."
     return found("SW2026", _SOURCE, message, help, severity="warning")
 
 
 def check_weights(
     folder: Path, config: JsonObject, graph: ModelGraph, heads: Sequence[tuple[str, str]]
 ) -> tuple[Diagnostic, ...]:
-    """Warnings and notes. config: as published. heads: those that are trained untied (own_heads).
-    Raises Refusal: SW2022, SW2024 to SW2027."""
+    """Return warnings and notes about the weights in `folder`. Raises Refusal: SW2022, SW2024 to
+    SW2027.
+
+    config: as published.
+    heads: (head, embedding) pairs that are trained untied.
+    """
     try:
         headers = read_headers(folder)
     except (OSError, ValueError) as error:
@@ -333,20 +345,20 @@ def check_weights(
         help = "Give a folder that `save_pretrained` wrote (safetensors), or `weights: random`."
         message = f"model.weights: pretrained, but {str(folder)!r} cannot be loaded: {why}"
         raise Refusal(found("SW1913", _WEIGHTS, message, help)) from None
-    told = [*_contradiction(headers), *_quantised(headers, config), *_foreign(headers)]
-    if errors := [d for d in told if d.severity == "error"]:
+    findings = [*_contradiction(headers), *_quantised(headers, config), *_foreign(headers)]
+    if errors := [d for d in findings if d.severity == "error"]:
         raise Refusal(*errors)
-    told += [_own_head(head, embedding) for head, embedding in heads]
-    told += _compare(headers, config, graph)
-    if errors := [d for d in told if d.severity == "error"]:
+    findings += [_own_head(head, embedding) for head, embedding in heads]
+    findings += _compare(headers, config, graph)
+    if errors := [d for d in findings if d.severity == "error"]:
         raise Refusal(*errors)
-    return tuple(told)
+    return tuple(findings)
 
 
 def _contradiction(headers: WeightHeaders) -> Iterator[Diagnostic]:
     if headers.problem:
         help = (
-            "Fetch the files again, or write them anew: load them with transformers, then "
+            "Download the files again, or load them with transformers and write them again with "
             "save_pretrained."
         )
         message = f"the weights in {str(headers.folder)!r} contradict each other: {headers.problem}"
@@ -354,13 +366,13 @@ def _contradiction(headers: WeightHeaders) -> Iterator[Diagnostic]:
     elif headers.total_size is not None and headers.total_size != headers.stored_bytes:
         message = (
             f"the index counts {headers.total_size:,} bytes of weights, the files hold "
-            f"{headers.stored_bytes:,}: the files' own headers are used"
+            f"{headers.stored_bytes:,}; the files' headers are used"
         )
         yield found(
             "SW2027",
             _SOURCE,
             message,
-            "A shard of another version may lie among them.",
+            "Check that all shards are of the same version.",
             severity="note",
         )
 
@@ -375,23 +387,21 @@ def _quantised(headers: WeightHeaders, config: JsonObject) -> Iterator[Diagnosti
     if method in DEQUANTIZED_METHODS:
         message = (
             f"the weights are {method}: {count_tensors(len(stored))} ({', '.join(dtypes)}) are "
-            "turned into "
-            "numbers of the training precision as they are loaded, as transformers' "
-            "dequantize=True does"
+            "dequantized to the training precision on loading (transformers' dequantize=True)"
         )
         yield found(
-            "SW2025", _WEIGHTS, message, "Training and export are not quantised.", severity="note"
+            "SW2025", _WEIGHTS, message, "Training and export are not quantized.", severity="note"
         )
         return
-    kind = f"quantised by {method!r}" if method else "quantised, and config.json does not say how"
+    kind = f"quantized by {method!r}" if method else "quantized, and config.json does not say how"
     message = (
         f"the weights are {kind}: {count_tensors(len(stored))} of types {', '.join(dtypes)} "
         f"({list_names(stored)})"
     )
     help = (
-        "Train from the model's unquantised weights (the publisher's bf16 repository), or "
-        "de-quantise them once with transformers (load, model.dequantize(), save_pretrained) and "
-        "give that folder as model.source."
+        "Train from the unquantized weights (the publisher's bf16 repository), or dequantize "
+        "them once with transformers (load, model.dequantize(), save_pretrained) and set "
+        "model.source to that folder."
     )
     yield found("SW2025", _WEIGHTS, message, help)
 
@@ -403,7 +413,7 @@ def _is_quantised(name: str, tensor: TensorHeader) -> bool:
 
 
 def _foreign(headers: WeightHeaders) -> Iterator[Diagnostic]:
-    """A prefix that a wrapper of the model put before every name."""
+    """Report a prefix that a wrapper of the model put before every name."""
     names = list(headers.tensors)
     prefix = next(
         (p for p in _FOREIGN if names and all(name.startswith(p) for name in names)), None
@@ -411,23 +421,23 @@ def _foreign(headers: WeightHeaders) -> Iterator[Diagnostic]:
     if prefix is None:
         return
     message = (
-        f"each of the {count_tensors(len(names))} in {str(headers.folder)!r} is named {prefix}...: "
-        "no model has such names"
+        f"all {count_tensors(len(names))} in {str(headers.folder)!r} have the prefix {prefix!r}, "
+        "which no model has"
     )
     help = (
-        f"They were saved from a wrapped model. Rename them without {prefix!r} (safetensors' "
-        "load_file, save_file)."
+        f"The model was saved with its wrapper. Rename the tensors without {prefix!r} "
+        "(safetensors' load_file, save_file)."
     )
     if prefix == "base_model.model.":
         help = (
-            "peft wrote them: load them with peft, merge_and_unload(), save_pretrained, and "
-            "give that folder."
+            "The files hold a peft model: load it with peft, call merge_and_unload() and "
+            "save_pretrained, and set model.source to that folder."
         )
     yield found("SW2022", _SOURCE, message, help)
 
 
 def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> Iterator[Diagnostic]:
-    """By name and shape, as transformers renames and puts together."""
+    """Compare names and shapes, after the renamings and conversions of transformers."""
     import torch
     from transformers import AutoConfig
 
@@ -458,26 +468,23 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
     for conversion in keys.conversions:
         try:
             made = conversion.convert(model, empty)
-        except (
-            Exception
-        ) as error:  # of transformers' own operations, on a set of tensors that is not whole
+        except Exception as error:  # transformers' operations fail on an incomplete set of tensors
             why = " ".join(str(error).split())[:200]
             message = (
-                f"{conversion.first} cannot be put together from "
-                f"{count_tensors(len(conversion.sources))}: "
-                f"{why}"
+                f"{conversion.first} cannot be built from "
+                f"{count_tensors(len(conversion.sources))}: {why}"
             )
             yield found(
                 "SW2022",
                 _SOURCE,
                 message,
-                "Fetch the files again, or write them anew with save_pretrained.",
+                "Download the files again, or write them again with save_pretrained.",
             )
             shapes[conversion.first] = None
         else:
             shapes |= {name: tuple(tensor.shape) for name, tensor in made.items()}
     for name, first, second in keys.doubled:
-        message = f"{first} and {second} are both the model's {name}"
+        message = f"{first} and {second} are both loaded as {name}"
         yield found("SW2027", _SOURCE, message, "Delete one of them from the files.")
     parameters: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -488,14 +495,14 @@ def _compare(headers: WeightHeaders, config: JsonObject, graph: ModelGraph) -> I
         stored = headers.tensors.get(keys.direct.get(name, ""))
         if stored is not None and stored.dtype not in FLOATS:
             message = (
-                f"{keys.direct[name]} is of type {stored.dtype}: only {', '.join(FLOATS)} "
-                "can be trained"
+                f"{keys.direct[name]} has type {stored.dtype}; only {', '.join(FLOATS)} can be "
+                "trained"
             )
             yield found(
                 "SW2025",
                 _WEIGHTS,
                 message,
-                "Write the folder anew with save_pretrained in bf16 or fp32.",
+                "Write the folder again with save_pretrained in bf16 or fp32.",
             )
     yield from _tied_but_different(headers, parameters, keys.direct)
     unexpected = {
@@ -523,8 +530,8 @@ def _is_table(key: str, tensor: TensorHeader) -> bool:
 def _wrong_shape(
     name: str, stored: tuple[int, ...], built: tuple[int, ...], graph: ModelGraph
 ) -> Diagnostic:
-    message = f"shape mismatch for {name}: the files have {stored}, the model {built}"
-    help = "config.json is of another model than the weights: take both from the same place."
+    message = f"shape mismatch for {name}: files {stored}, model {built}"
+    help = "config.json and the weights belong to different models: take both from one repository."
     rows = stored[0] if stored else 0
     if stored[1:] == built[1:] and built and built[0] == graph.vocabulary_size:
         help = (
@@ -546,26 +553,25 @@ def _tied_but_different(
 
 def _missing(missing: Sequence[str], of: int, unexpected: Sequence[str]) -> Diagnostic:
     message = (
-        f"{count_tensors(len(missing))} of the model's {of:,} are not in the files: "
+        f"{count_tensors(len(missing))} of the model's {of:,} are missing from the files: "
         f"{list_names(missing)}"
     )
     help = (
-        "Take weights of this configuration. transformers would draw them at random; nothing "
-        "here is drawn in silence."
+        "Use weights of this configuration: transformers would initialize the missing ones at "
+        "random."
     )
     heads = [name for name in missing if name.endswith(_HEADS)]
     if heads and len(heads) == len(missing):
         help = (
-            f"The files have no head of their own. If it is the embedding, set {TIED} to true in "
-            "config.json; files saved without a head (AutoModel) are written anew from the whole "
-            "model."
+            f"The files have no head. If the head is the embedding, set {TIED} to true in "
+            "config.json; if AutoModel wrote the files, write them again from the complete model."
         )
     for key in unexpected:
         tails = [name for name in missing if key.endswith(name) and key != name]
         if tails:
             prefix = key.removesuffix(tails[0])
             help = (
-                f"The files name it {key}: rename the tensors without {prefix!r} (safetensors' "
+                f"The files hold {key}: rename the tensors without {prefix!r} (safetensors' "
                 "load_file, save_file)."
             )
             break
@@ -573,30 +579,27 @@ def _missing(missing: Sequence[str], of: int, unexpected: Sequence[str]) -> Diag
 
 
 def _unexpected(keys: Sequence[str], graph: ModelGraph, severity: str) -> Iterator[Diagnostic]:
-    """Tensors of the files that the model has no place for, a diagnostic for each kind of them."""
+    """Yield one diagnostic for each kind of tensor that the model does not have."""
     kinds: dict[str, list[str]] = {}
     for key in keys:
         kinds.setdefault(_kind(key, graph), []).append(key)
     helps = {
         "a vision encoder": (
-            "`task: image-text-to-text` trains the whole model where transformers has one."
+            "`task: image-text-to-text` trains it, where transformers has such a model."
         ),
-        "multi-token prediction": "Next-token prediction does not train them; set their number in "
-        "config.json to 0 "
-        "if something else reads it.",
+        "multi-token prediction": "Next-token prediction does not train these layers; set their "
+        "number in config.json to 0 if another program reads it.",
         "decoder layers that the configuration does not have": "Raise the number of layers in "
-        "config.json if they "
-        "belong to the model.",
-        "biases that the configuration does not have": "Set the configuration's bias key "
-        "(attention_bias, qkv_bias, "
-        "mlp_bias) if they belong to the model.",
-        "": "If they belong to the model, its configuration or `model.task` is another one.",
+        "config.json if they belong to the model.",
+        "biases that the configuration does not have": "Set the bias key (attention_bias, "
+        "qkv_bias, mlp_bias) in config.json if they belong to the model.",
+        "": "If they belong to the model, correct its configuration or `model.task`.",
     }
     for kind, names in kinds.items():
         what = f" ({kind})" if kind else ""
         are = "is" if len(names) == 1 else "are"
         message = (
-            f"{count_tensors(len(names))} of the weights{what} {are} not loaded, trained or "
+            f"{count_tensors(len(names))} in the files{what} {are} not loaded, trained or "
             f"exported: {list_names(names)}"
         )
         yield found(

@@ -78,7 +78,7 @@ def test_model_that_ignores_its_pictures_is_refused(monkeypatch: pytest.MonkeyPa
         return found
 
     monkeypatch.setattr(model.model, "get_image_features", constant)
-    with pytest.raises(NotSplittable, match="do not depend on the pictures"):
+    with pytest.raises(NotSplittable, match="do not depend on the images"):
         probe(model, ids, beside)
 
 

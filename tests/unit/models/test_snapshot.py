@@ -114,7 +114,7 @@ def test_a_file_that_was_cut_off(cache: Path) -> None:
         b"\0" * 8 + content[8:],
     ):
         whole.write_bytes(part)
-        assert "is not a whole safetensors file" in weights_problem(folder), len(part)
+        assert "is not a complete safetensors file" in weights_problem(folder), len(part)
     whole.write_bytes(content)
     assert weights_problem(folder) == ""
     whole.unlink()

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str, str, str]]
         "warning",
         "SW2023",
         (
-            "1 tensor of the weights (multi-token prediction) is not loaded, trained or exported: "
+            "1 tensor in the files (multi-token prediction) is not loaded, trained or exported: "
             "mtp.fc.weight"
         ),
     ),
@@ -167,7 +167,7 @@ CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str, str, str]]
         ),
         "error",
         "SW2025",
-        "quantised",
+        "quantized",
     ),
 }
 

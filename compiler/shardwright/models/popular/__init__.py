@@ -1,5 +1,1 @@
-"""Names of the Hugging Face hub, resolved without it where possible.
-
-shipped.py reads the *.json files here; hub.py asks the local cache, the shipped files and the hub,
-in that order.
-"""
+"""Hold the configurations of popular models, one JSON file a family (read by model_sources.py)."""

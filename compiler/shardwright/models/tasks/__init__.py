@@ -1,1 +1,1 @@
-"""What a model is trained for, a file for each task."""
+"""Tasks a model can be trained for, one file each."""

@@ -1,9 +1,8 @@
-"""Models that learn from pairs of a picture and a caption: their two losses, and what a tiny copy
-shows of one.
+"""Compute the two contrastive losses, and probe a contrastive model on a tiny copy.
 
-Their text side is what is traced layer by layer, as the decoder layers of other models are; the
-picture's side is the tower. Nothing is cut: a pair's features of both sides meet in the loss.
-Letters: b pairs of a rank, N of the global batch, P width of the features.
+The text encoder is traced layer by layer, like the decoder layers of other models; the image
+encoder is the vision encoder. Neither is split: the features of a pair meet in the loss. Letters: b
+pairs of a rank, N pairs of the global batch, P width of the features.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ from shardwright.models.model_skeleton import Skeleton
 from shardwright.models.tasks.vision_language import UnsupportedImages, vision_encoder_config
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
-"""`Cut.loss`: CLIP's symmetric cross-entropy (arXiv 2103.00020, figure 3), SigLIP's sigmoid of
-every pair (arXiv
-2303.15343, algorithm 1)."""
+"""`PipelineSplit.loss`: CLIP's symmetric cross-entropy (arXiv 2103.00020, figure 3), SigLIP's
+pairwise sigmoid (arXiv 2303.15343, algorithm 1)."""
 
 
 def contrastive_loss(
@@ -43,11 +41,12 @@ def contrastive_loss(
     bias: torch.Tensor | None,
     first: int = 0,
 ) -> torch.Tensor:
-    """The share of one rank, in fp32: the mean of all ranks' is the loss of the global batch.
+    """Return one rank's loss in fp32; the mean over ranks is the loss of the global batch.
 
-    own: features of texts and of pictures, each (b, P), normalized. every: of all ranks, each (N,
-    P); this rank's begin at row `first`. scale: the logarithm of what similarities are multiplied
-    by; bias: of the sigmoid.
+    own: normalized text and image features of this rank, each (b, P).
+    every: those of all ranks, each (N, P); this rank's start at row `first`.
+    scale: logarithm of the similarities' factor.
+    bias: bias of the sigmoid loss.
     """
     (texts, images), (all_texts, all_images) = ([x.float() for x in each] for each in (own, every))
     factor, rows = scale.float().exp(), len(texts)
@@ -66,15 +65,17 @@ def contrastive_loss(
 def contrastive_batch_loss(
     model: Any, kind: str, input_ids: torch.Tensor, pixel_values: torch.Tensor
 ) -> torch.Tensor:
-    """In one process, over all rows of the batch."""
+    """Return the loss of a batch in one process."""
     output = model(input_ids=input_ids, pixel_values=pixel_values)
     own = output.text_embeds, output.image_embeds
     return contrastive_loss(kind, own, own, model.logit_scale, getattr(model, "logit_bias", None))
 
 
 def use_text_encoder(model: PreTrainedModel) -> None:
-    """Its forward becomes that of its text side alone, (B, S) ids -> features (B, P) as `logits`:
-    what traces and cuts decoder layers finds those of the text. Copies of it keep that."""
+    """Replace the model's forward by its text encoder's: ids (B, S) -> features (B, P) as `logits`.
+
+    Tracing and splitting then find the text encoder's layers. Copies of the model keep the change.
+    """
     whole = type(model)
     model.__class__ = type(whole.__name__, (whole,), {"forward": _text_alone})
 
@@ -84,27 +85,29 @@ def _text_alone(self: Any, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace
 
 
 def pairs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A batch for a tiny copy: a picture of noise beside each row of tokens (B, S). Raises
+    """Make a batch for a tiny copy: a random image for each sequence of tokens (B, S). Raises
     UnsupportedImages."""
     config: Any = model.config
-    tower: Any = vision_encoder_config(config)
+    vision: Any = vision_encoder_config(config)
     end = getattr(config.get_text_config(), "eos_token_id", None)
     ids = tokens.clone()
     if isinstance(end, int) and 2 < end < config.get_text_config().vocab_size:
-        ids[:, -1] = end  # what some types take a text's features at
-    side = getattr(tower, "image_size", None)
+        ids[:, -1] = end  # some types take a text's features at its end token
+    side = getattr(vision, "image_size", None)
     if not isinstance(side, int):
-        raise UnsupportedImages("its pictures have no size of their own")
+        raise UnsupportedImages("its configuration has no image size")
     return {
         "input_ids": ids,
-        "pixel_values": torch.randn(len(ids), getattr(tower, "num_channels", 3), side, side),
+        "pixel_values": torch.randn(len(ids), getattr(vision, "num_channels", 3), side, side),
     }
 
 
 def probe_contrastive(model: PreTrainedModel, tokens: torch.Tensor) -> ModelStructure:
-    """`model`: tiny, on the CPU, in training mode without anything random. It is the text side
-    alone afterwards. Raises NotSplittable where its loss is none of the two that are known,
-    UnsupportedImages."""
+    """Probe a tiny model on the CPU, in training mode without dropout; only its text encoder is
+    left afterwards.
+
+    Raises NotSplittable where its loss is neither CLIP's nor SigLIP's, and UnsupportedImages.
+    """
     batch = pairs(model, tokens)
     loss = _own_loss(model, batch)
     named = dict(model.named_parameters())
@@ -131,16 +134,16 @@ def probe_contrastive(model: PreTrainedModel, tokens: torch.Tensor) -> ModelStru
 
 @torch.no_grad()
 def _own_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> str:
-    wanted = model(**batch, return_loss=True).loss
+    expected = model(**batch, return_loss=True).loss
     for other in (
         {**batch, "pixel_values": batch["pixel_values"].roll(1, -1)},
         {**batch, "input_ids": batch["input_ids"].roll(1, 0)},
     ):
-        if torch.equal(model(**other, return_loss=True).loss, wanted):
-            raise NotSplittable("its loss does not depend on both the pictures and the captions")
+        if torch.equal(model(**other, return_loss=True).loss, expected):
+            raise NotSplittable("its loss does not depend on both the images and the captions")
     for kind in (SOFTMAX, SIGMOID):
         if torch.allclose(
-            contrastive_batch_loss(model, kind, **batch), wanted, rtol=1e-5, atol=1e-6
+            contrastive_batch_loss(model, kind, **batch), expected, rtol=1e-5, atol=1e-6
         ):
             return kind
     raise NotSplittable("its loss is neither CLIP's nor SigLIP's")
@@ -149,6 +152,6 @@ def _own_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> str:
 def _embedding(
     model: nn.Module, cut: PipelineSplit, ids: torch.Tensor, named: dict[str, nn.Parameter]
 ) -> set[str]:
-    """What the state before the first layer of the text side depends on."""
+    """Return the parameters that the state before the text encoder's first layer depends on."""
     state = Skeleton(model, cut, (ids.shape[0], ids.shape[1])).embed(ids, None)
     return parameters_with_gradient([state.hidden], named)

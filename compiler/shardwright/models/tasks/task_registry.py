@@ -1,6 +1,5 @@
-"""What a model is trained for: the class of transformers that builds it, what it is shown to be
-taken apart, and the name that peft has for it. Everything that builds, loads or registers a model
-asks its task."""
+"""Register the tasks: the transformers class that builds a task's models, its example inputs, and
+peft's name for it."""
 
 from __future__ import annotations
 
@@ -41,13 +40,17 @@ from shardwright.recipe.literal_types import CONTRASTIVE_MODEL_CLASSES, TaskName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """name: as a recipe has it.
+    """Describe a task.
 
-    auto_class: of transformers. types: model_type -> the class's name, of those that transformers
-    itself has. registered: configuration class -> model class, with those that came with a model
-    (models/remote_code_import.py). example_shape: rows x tokens that a tiny copy is shown.
-    peft_type: peft's name of the task. any_of_mapping: also types that `types` leaves out and the
-    mapping has."""
+    name: the recipe's name.
+    auto_class: transformers' Auto class.
+    types: model_type -> class name, of the types in transformers itself.
+    registered: configuration class -> model class, including those of remote code
+        (models/remote_code_import.py).
+    example_shape: (sequences, tokens) of a tiny copy's input.
+    peft_type: peft's name of the task.
+    any_of_mapping: whether types in the mapping but not in `types` are trained too.
+    """
 
     name: TaskName
     auto_class: Any
@@ -58,18 +61,16 @@ class Task:
     any_of_mapping: bool = True
 
     def trains(self, model_type: str) -> bool:
-        """Whether transformers' own mapping has it, or a model's own code has registered its class
-        for the task."""
+        """Return whether transformers' mapping has the type, or remote code has registered a class
+        for it."""
         known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in self.registered
         return model_type in self.types or (known and self.any_of_mapping)
 
     def build(self, config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
-        """The whole model in fp32, its weights drawn. attention: None takes what transformers picks
-        for the type. Where a part of a composite (a vision encoder) does not have it, that part
-        takes what transformers picks.
+        """Build the model in fp32 with random weights; it returns no router logits.
 
-        It returns no router logits, whatever the configuration asks for: of them a forward makes a
-        loss that nothing here trains on, out of all layers at once.
+        attention: None takes transformers' choice for the type; so does a part (a vision encoder)
+            that lacks this one.
         """
         if getattr(config, "output_router_logits", False):
             config = copy.deepcopy(config)
@@ -81,7 +82,7 @@ class Task:
         try:
             return self._build(config, attention)
         except ValueError:
-            torch.set_rng_state(state)  # parts of it may have been drawn
+            torch.set_rng_state(state)  # some weights may have been drawn
             return self._build(untouched, {text: attention})
 
     def _build(
@@ -94,13 +95,13 @@ class Task:
 
     @property
     def traits(self) -> TaskTraits:
-        """The task's row of the table."""
+        """Return the task's traits."""
         return TASK_TRAITS[self.name]
 
     def small(
         self, document: Mapping[str, Any], *, depth: bool = True, widths: bool = True
     ) -> dict[str, Any]:
-        """A complete configuration, made tiny (models/tiny_config.py)."""
+        """Return a tiny version of a complete configuration (models/tiny_config.py)."""
         made = shrink(document, depth=depth, widths=widths)
         if not self.traits.has_images or not widths:
             return made
@@ -111,7 +112,7 @@ class Task:
         )
 
     def shown(self, model: PreTrainedModel) -> tuple[torch.Tensor, Batch | None]:
-        """(ids, what stands beside them) that a tiny copy is taken apart with. Raises
+        """Return (ids, other forward inputs) to split a tiny copy with. Raises
         UnsupportedImages."""
         return (
             example_images(model, VOCABULARY)
@@ -120,17 +121,17 @@ class Task:
         )
 
     def example(self, config: PretrainedConfig) -> torch.Tensor:
-        """Token ids (rows, tokens) for a tiny copy. Beside plain ones they hold each special id of
-        the configuration that stands in a text, the first id and the last: padding and the like may
-        be treated in a way of its own."""
+        """Return token ids (sequences, tokens) for a tiny copy.
+
+        They include every special id of the configuration, the first and the last one: a model may
+            treat padding and the like differently.
+        """
         ids = token_ids(config)
         random = torch.tensor(ids.plain)[torch.randint(len(ids.plain), self.example_shape)]
         rows, length = self.example_shape
-        for number, special in enumerate(
-            () if self.traits.compares_pairs else ids.special
-        ):  # a caption ends at its first end
-            # Behind the first token, each in a place of its own; a row begins and ends with a plain
-            # one.
+        # A caption ends at its first end token, so it gets none.
+        for number, special in enumerate(() if self.traits.compares_pairs else ids.special):
+            # After the first token, each at its own place; a sequence starts and ends with text.
             random[number % rows, 1 + (3 * number + 2 * (number % rows)) % (length - 2)] = special
         return random
 
@@ -155,7 +156,7 @@ IMAGE_TEXT = Task(
 
 CONTRASTIVE = Task(
     name="contrastive",
-    auto_class=AutoModelForZeroShotImageClassification,  # the class that has both sides
+    auto_class=AutoModelForZeroShotImageClassification,  # the class that has both encoders
     types=CONTRASTIVE_MODEL_CLASSES,
     registered=MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING,
     example_shape=(4, 12),
@@ -164,11 +165,11 @@ CONTRASTIVE = Task(
 )
 
 TASKS = (CAUSAL_LM, IMAGE_TEXT, CONTRASTIVE)
-"""A model is trained for the first whose types have its own, where the recipe names none."""
+"""Tasks in the order in which a type's own is chosen, where the recipe names none."""
 
 
 def text_part(config: PretrainedConfig) -> str | None:
-    """The key of a composite's text part; None where the configuration is one part."""
+    """Return the key of a composite configuration's text part, None where it has no parts."""
     try:
         text = config.get_text_config()
     except ValueError:  # musicgen has several
@@ -177,7 +178,7 @@ def text_part(config: PretrainedConfig) -> str | None:
 
 
 def text_attention(config: PretrainedConfig) -> str:
-    """What the decoder layers of a built model compute attention with."""
+    """Return the attention implementation of a built model's decoder layers."""
     text = text_part(config)
     own = None if text is None else getattr(config, text)._attn_implementation
     return str(own or config._attn_implementation)
@@ -188,12 +189,12 @@ def task_named(name: TaskName) -> Task:
 
 
 def task_of_type(model_type: str) -> Task | None:
-    """None: nothing here trains it."""
+    """Return the first task that trains the type, None where there is none."""
     return next((task for task in TASKS if task.trains(model_type)), None)
 
 
 def task_of(model: PretrainedConfig | str) -> Task:
-    """model: its configuration or its type, which was checked (models/hf_config.py)."""
+    """Return the task of a configuration or type that was checked (models/hf_config.py)."""
     model_type = model if isinstance(model, str) else model.model_type
     task = task_of_type(model_type)
     assert task is not None, model_type
@@ -201,5 +202,5 @@ def task_of(model: PretrainedConfig | str) -> Task:
 
 
 def trained_types() -> tuple[str, ...]:
-    """Those of transformers itself, of all tasks."""
+    """Return transformers' own types that some task trains."""
     return tuple(name for task in TASKS for name in task.types)
