@@ -1,9 +1,8 @@
-"""Can a row be cut over ranks? Found without ranks: attention is replaced by a function of each
-token alone, and then nothing else of the model may look beyond a token, or at where a piece of the
-row begins.
+"""Test whether sequences can be split over context ranks, without ranks.
 
-That function changes under a rotation of queries and keys, so that positions count; a product of a
-query with the key of the same token would not.
+Attention is replaced by a function of each token alone. Then nothing else may depend on other
+tokens, or on where a part of the sequence starts. The function changes under rotary embeddings, so
+that positions count; a product of a token's query and key would not.
 """
 
 from __future__ import annotations
@@ -23,22 +22,18 @@ from transformers.modeling_utils import AttentionInterface
 from shardwright.models.model_skeleton import replace_forward
 from shardwright.utils.numeric_difference import max_abs_diff
 
-# Rotary embeddings whose frequencies depend on the length of what is passed: dynamic NTK and
-# longrope.
-#
-# transformers takes the length from the positions that a forward is handed
-# (modeling_rope_utils.dynamic_rope_update). A piece of a sequence has other positions than the
-# whole,
-# so it is the whole's that such an embedding must see.
+# Rotary embeddings whose frequencies depend on the sequence length: dynamic NTK and longrope.
+# transformers takes the length from the positions of a forward
+# (modeling_rope_utils.dynamic_rope_update), so a part of a sequence must see the full sequence's
+# last position.
 
 
 Last = Callable[[torch.Tensor], int]
-"""Positions (B, S/s) of a piece -> the last position of the whole sequences."""
+"""Positions (B, S/s) of a part -> the last position of the full sequences."""
 
 
 def length_dependent_rope(model: nn.Module) -> list[nn.Module]:
-    """Return the rotary embeddings of `model` that choose their frequencies by the length of the
-    sequence."""
+    """Return the rotary embeddings of `model` whose frequencies depend on the sequence length."""
     return [
         m
         for m in model.modules()
@@ -47,7 +42,7 @@ def length_dependent_rope(model: nn.Module) -> list[nn.Module]:
 
 
 def _kinds(rope_type: Any) -> list[str]:
-    """One kind, or one for each kind of layer."""
+    """Return one kind, or one for each kind of layer."""
     kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
     return [kind for kind in kinds if isinstance(kind, str)]
 
@@ -58,8 +53,8 @@ def _depends(kind: str) -> bool:
 
 @contextmanager
 def full_sequence_rope(model: nn.Module, last: Last) -> Iterator[None]:
-    """Let the length-dependent embeddings of `model` see the last position of the whole sequences
-    inside."""
+    """Let length-dependent rotary embeddings see the full sequences' last position within the
+    context."""
     with ExitStack() as stack:
         for module in length_dependent_rope(model):
             stack.enter_context(
@@ -76,20 +71,22 @@ def _full_sequence_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return (cosines, sines) of the piece, each (B, S/s, D), or the one table of a type that has
-    one. The last position goes in behind the piece's own and comes off again: tables of whole
-    sequences would take memory."""
+    """Return (cosines, sines) of a part, each (B, S/s, D), or a single table where the type has
+    one.
+
+    The last position is appended and its entry removed: tables of full sequences would take memory.
+    """
     behind = torch.full_like(position_ids[..., :1], last(position_ids))
-    made = inner(x, torch.cat([position_ids, behind], dim=-1), *args, **kwargs)
+    tables = inner(x, torch.cat([position_ids, behind], dim=-1), *args, **kwargs)
     return (
-        tuple(table[..., :-1, :] for table in made)
-        if isinstance(made, tuple)
-        else made[..., :-1, :]
+        tuple(table[..., :-1, :] for table in tables)
+        if isinstance(tables, tuple)
+        else tables[..., :-1, :]
     )
 
 
 TOLERANCE = 2e-5
-"""Of the largest logit: other shapes of a matrix product sum in another order."""
+"""Largest relative error of the logits: matrix products of other shapes sum in another order."""
 
 
 def _tokenwise_attention(
@@ -100,31 +97,33 @@ def _tokenwise_attention(
     *_: Any,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """In the place of attention. query: (B, H, S, D); key, value: (B, K, S, ...) -> (B, S, H,
-    ...)."""
+    """Replace attention by a function of each token.
+
+    query: (B, H, S, D); key, value: (B, K, S, ...) -> (B, S, H, ...).
+    """
     copies = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     direction = torch.linspace(-1.0, 2.0, query.shape[-1], dtype=query.dtype, device=query.device)
-    seen = ((query + 0.5 * key.roll(1, -1)) * direction).mean(-1, keepdim=True)
-    return (value * torch.tanh(seen)).transpose(1, 2).contiguous(), None
+    score = ((query + 0.5 * key.roll(1, -1)) * direction).mean(-1, keepdim=True)
+    return (value * torch.tanh(score)).transpose(1, 2).contiguous(), None
 
 
 @contextmanager
 def _no_attention() -> Iterator[list[object]]:
-    """A list that gets an entry whenever a layer asks for its attention."""
-    asked: list[object] = []
+    """Yield a list that grows whenever a layer looks up its attention function."""
+    lookups: list[object] = []
 
     def interface(*_: Any, **__: Any) -> Any:
-        asked.append(None)
+        lookups.append(None)
         return _tokenwise_attention
 
     with patch.object(AttentionInterface, "get_interface", interface):
-        yield asked
+        yield lookups
 
 
 @contextmanager
 def _full_sequence_masks() -> Iterator[None]:
-    """A half of a row gets the mask of the row, as on a context rank."""
+    """Give half of a sequence the mask of the full one, as on a context rank."""
     inner = masking_utils._preprocess_mask_arguments
 
     def of_two_halves(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -143,8 +142,10 @@ def _full_sequence_masks() -> Iterator[None]:
 
 @torch.no_grad()
 def context_split_blocker(model: nn.Module, input_ids: torch.Tensor) -> str:
-    """ "" where nothing but its attention is in the way. model: tiny, nothing random; input_ids:
-    (B, S)."""
+    """Return what, beside attention, prevents splitting sequences; "" where nothing does.
+
+    model: tiny, without dropout. input_ids: (B, S).
+    """
     length = input_ids.shape[1]
     places = torch.arange(length).expand_as(input_ids)
 
@@ -156,13 +157,13 @@ def context_split_blocker(model: nn.Module, input_ids: torch.Tensor) -> str:
     def in_halves() -> torch.Tensor:
         return torch.cat([logits(piece, at) for piece, at in _halves(input_ids)], dim=1)
 
-    with _no_attention() as asked:
-        plain = model(input_ids=input_ids, use_cache=False).logits
-        if not asked:
+    with _no_attention() as lookups:
+        full = model(input_ids=input_ids, use_cache=False).logits
+        if not lookups:
             return "its attention does not go through transformers' attention interface"
-        if not plain.isfinite().all():
+        if not full.isfinite().all():
             return "a tiny copy's logits are not finite"
-        scale = TOLERANCE * max(1.0, float(plain.abs().max()))
+        scale = TOLERANCE * max(1.0, float(full.abs().max()))
         at = length // 3
         changed = input_ids.clone()
         changed[:, at] = torch.where(
@@ -170,25 +171,25 @@ def context_split_blocker(model: nn.Module, input_ids: torch.Tensor) -> str:
         )
         other = model(input_ids=changed, use_cache=False).logits
         others = torch.arange(length) != at
-        if not max_abs_diff(other[:, others], plain[:, others]) <= scale:
+        if not max_abs_diff(other[:, others], full[:, others]) <= scale:
             return "its tokens see each other outside of attention"
         try:
             pieces = in_halves()
         except TypeError:
             return "its forward takes no positions"
-        if not max_abs_diff(pieces, plain) <= scale:
+        if not max_abs_diff(pieces, full) <= scale:
             return "it counts its positions itself"
         try:
             with _full_sequence_masks():
                 masked = in_halves()
         except RuntimeError:  # its shapes are those of the half
-            masked = torch.full_like(plain, math.nan)
-        if not max_abs_diff(masked, plain) <= scale:
+            masked = torch.full_like(full, math.nan)
+        if not max_abs_diff(masked, full) <= scale:
             return "it uses the mask outside of attention"
     return ""
 
 
 def _halves(input_ids: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-    """Each with its first place."""
+    """Return both halves, each with its first position."""
     middle = input_ids.shape[1] // 2
     return [(input_ids[:, :middle], 0), (input_ids[:, middle:], middle)]

@@ -1,4 +1,4 @@
-"""A configuration -> ModelGraph, counted on the meta device (no weights, no memory).
+"""Trace a configuration into a ModelGraph on the meta device (no weights, no memory).
 
 Shape letters: S sequence length, H hidden size, F feed-forward size, V vocabulary, L layers.
 """
@@ -50,10 +50,7 @@ from shardwright.recipe.literal_types import TaskName
 from shardwright.recipe.recipe_types import FLASH_ATTENTION_2
 from shardwright.utils.json_values import JsonObject
 
-# A layer of the ModelGraph from what was traced, and where the layer refuses, from formulas over
-# parameter shapes.
-#
-# Shape letters: S sequence length, H hidden size, F feed-forward size, V vocabulary.
+# One layer of the ModelGraph: traced, else by formulas over parameter shapes.
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -69,8 +66,7 @@ _CHOSEN_EXPERTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSizes:
-    """Of the text model; heads and sizes are those of the configuration, where it has them as one
-    number."""
+    """Sizes of the text model, from the configuration where it has them as one number."""
 
     hidden: int
     feed_forward: int
@@ -90,8 +86,10 @@ def make_layer(
     shapes: TextSizes,
     traced: LayerTrace | str,
 ) -> Layer:
-    """kind: embedding | decoder | head. FLOPs and kept bytes are the traced ones, where there are
-    any. traced: the reason where it could not be."""
+    """Build a layer from its trace, or from formulas where `traced` is the reason that it has none.
+
+    kind: embedding | decoder | head.
+    """
     matmul, scores, projections = _counted_flops(kind, parameters, config, shapes)
     backward = 2 * matmul, 2 * scores
     if isinstance(traced, LayerTrace):
@@ -123,7 +121,8 @@ def make_layer(
 def _counted_flops(
     kind: str, parameters: list[Parameter], config: PretrainedConfig, shapes: TextSizes
 ) -> tuple[int, int, int]:
-    """Forward: (per token, per token and position, the attention module's part of the first)."""
+    """Return forward FLOPs (per token, per token and position, the attention module's part of the
+    first)."""
     if kind == "embedding":
         return 0, 0, 0
     if kind == "head":
@@ -135,8 +134,8 @@ def _counted_flops(
 
 
 def _matmul_flops(parameter: Parameter, config: PretrainedConfig) -> int:
-    """Forward, per token. Experts' matrices, stacked or listed, work on the tokens that are routed
-    to them only."""
+    """Return forward FLOPs per token; an expert's matrix counts only for the tokens routed to
+    it."""
     if len(parameter.shape) < 2:
         return 0
     flops = 2 * parameter.numel
@@ -151,12 +150,10 @@ def _activation_elements(kind: str, shapes: TextSizes) -> int:
     if kind == "embedding":
         return 0
     if kind == "head":
-        return (
-            2 * shapes.hidden
-        )  # the final norm's input and output; logits are the cost model's workspace
-    # Both norms' inputs and outputs; of the feed-forward (arXiv 2205.05198) the activation's input
-    # and output, gated gate, up, the activated gate and the product; and two dropout masks of one
-    # byte against two an element.
+        # The final norm's input and output; logits are the cost model's workspace.
+        return 2 * shapes.hidden
+    # Inputs and outputs of both norms; of the feed-forward (arXiv 2205.05198) the activation's
+    # input and output, or gate, up, activated gate and product; two dropout masks of one byte.
     norms, feed_forward = 4 * shapes.hidden, (4 if shapes.gated else 2) * shapes.feed_forward
     return (
         _attention_elements(shapes)
@@ -167,23 +164,23 @@ def _activation_elements(kind: str, shapes: TextSizes) -> int:
 
 
 def _attention_elements(shapes: TextSizes) -> int:
-    """Per token, inside the attention module: Q, K, V and the output projection's input.
+    """Return elements per token saved inside the attention module: Q, K, V and the output
+    projection's input.
 
-    Korthikanti et al. (arXiv 2205.05198) section 4.1, with grouped keys and values, in elements of
-    two bytes and without the S x S part (kept only by eager attention); the module's input is the
-    norm's output, counted with it.
+    Korthikanti et al. (arXiv 2205.05198), section 4.1, with grouped keys and values, in two-byte
+    elements, without the S x S part of eager attention. The module's input is counted as the norm's
+    output.
     """
     return (2 * shapes.heads + 2 * shapes.key_value_heads) * shapes.head_dim
 
 
 FLASH_TOLERANCE = 1e-4
-"""Of the largest logit: a kernel sums in another order."""
+"""Largest relative error of the logits: a kernel sums in another order."""
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The copies are tiny: threads would wait for each other, on a busy machine far longer than
-    they work."""
+    """Use one thread: the copies are tiny, and threads would mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -196,10 +193,12 @@ def _one_thread() -> Iterator[None]:
 def trace_model_graph(
     config: JsonObject, attention: str, inline: bool, asked: TaskName | Literal["auto"] = "auto"
 ) -> ModelGraph:
-    """`config`: as written, auto_map settled (remote_code.py). inline: it stands in the recipe
-    itself. asked: the recipe's task.
+    """Trace the model of a configuration. Raises Refusal (SW2xxx) where it cannot be built or
+    split.
 
-    Raises Refusal with SW2xxx where the model cannot be built or split.
+    config: as written, without auto_map (remote_code.py).
+    inline: whether it is in the recipe itself.
+    asked: the recipe's `model.task`.
     """
     key: KeyPath = ("model", "config") if inline else ("model", "source")
     task = check_model_type(config, key, inline, asked)
@@ -241,16 +240,16 @@ def trace_model_graph(
 def _vision(
     model: PreTrainedModel, probed: ModelStructure, task: Task, inline: bool
 ) -> VisionEncoder:
-    """Of a model that compares features its tower's own last modules are no projector's, and the
-    scale is neither's."""
+    """Trace the vision encoder; a contrastive model's final encoder modules and scale are not a
+    projector."""
     vision = trace_vision_encoder(model, probed.cut)
     if not task.traits.compares_pairs:
         return with_usual_tiles(vision, model.config, inline=inline)
     inside = tuple(f"{path}." for path in vision.tower)
-    kept = (
+    projector = (
         path for path in vision.projector if path not in probed.head and not path.startswith(inside)
     )
-    return dataclasses.replace(vision, projector=tuple(kept))
+    return dataclasses.replace(vision, projector=tuple(projector))
 
 
 def _on_meta(
@@ -258,8 +257,7 @@ def _on_meta(
 ) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            # float32: the size of an element is the cost model's business, and half types need no
-            # support here.
+            # float32: the cost model scales element sizes.
             return task.build(hf_config, attention)
     except Exception as error:
         raise config_error(error, key) from None
@@ -270,17 +268,15 @@ def _check_flash(hf_config: PretrainedConfig, attention: str) -> None:
         attention == FLASH_ATTENTION_2
         and not (error := flash_attention_error(hf_config)) <= FLASH_TOLERANCE
     ):
-        what = (
-            f"flash attention leaves out a part of a {hf_config.model_type!r}'s own: a tiny "
-            "copy's logits differ"
+        message = (
+            f"flash attention computes something else for {hf_config.model_type!r}: a tiny "
+            f"copy's logits differ by {error:.0e} from those with eager attention"
         )
-        raise _no_attention(
-            f"{what} by {error:.0e} from those with eager attention", ("auto", "eager")
-        )
+        raise _no_attention(message, ("auto", "eager"))
 
 
 def _no_attention(message: str, valid: tuple[str, ...]) -> Refusal:
-    help = "`auto` takes what transformers picks for the type."
+    help = "Set attention to `auto` for transformers' choice."
     return Refusal(
         Diagnostic(
             code="SW2008", message=message, help=help, key=("model", "attention"), valid=valid
@@ -311,9 +307,7 @@ def _measure(
         model, text.model_type if task.traits.has_images else hf_config.model_type, stack_path
     )
     chosen = text_attention(model.config)
-    traced = trace_model(
-        model, probed.cut, probed.attention
-    )  # the last: it replaces the parameters
+    traced = trace_model(model, probed.cut, probed.attention)  # last, as it replaces the parameters
     stack = [(f"{stack_path}.{index}", "decoder") for index in range(len(placed) - 2)]
     layers = [
         make_layer(title, kind, parameters, text, sizes, seen)
@@ -353,8 +347,8 @@ def _measure(
 
 
 def _placed(model: PreTrainedModel, probed: ModelStructure) -> list[list[Parameter]] | None:
-    """The parameters of the embedding, of each decoder layer, and of the head; None where the tiny
-    copy lacked some."""
+    """Return the parameters of the embedding, each decoder layer, and the head; None where the tiny
+    copy lacks some."""
     stack_path = probed.cut.stack
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     sides = probed.place(shapes)
@@ -391,8 +385,8 @@ def _sizes(
 
 
 def _largest_dropout(model: nn.Module) -> float:
-    """Of the modules that are there: configs also name dropouts of heads that a causal LM does not
-    have."""
+    """Return the modules' largest dropout; configurations also name dropouts of heads that a causal
+    LM lacks."""
     layers = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
     attributes = [
         value
@@ -404,8 +398,7 @@ def _largest_dropout(model: nn.Module) -> float:
 
 
 def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
-    """What would build, but would not run, or not as the decoder-only stack that the runtime
-    splits."""
+    """Refuse what would build but not run, or not as the decoder-only stack that can be split."""
     wrong: list[tuple[str, str, str, str]] = []  # code, name, message, help
     if getattr(hf_config, "add_cross_attention", False):
         message = "add_cross_attention: True makes an encoder-decoder model, which cannot be split"
@@ -434,11 +427,11 @@ def _refuse_unsplittable(hf_config: PretrainedConfig, key: KeyPath) -> None:
 
 
 def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attention: str) -> None:
-    """A pinned implementation must be one that the class has; SW2008."""
+    """Raise SW2008 where the model does not support the pinned attention implementation."""
     supported = {"auto", "eager"}
     if all(part._supports_sdpa for part in _with_text(model)):
         supported.add("sdpa")
-    # Some types name the kernels that have what they need, attention sinks for example.
+    # Some types list the kernels that support them (attention sinks, for example).
     kernels = getattr(model, "_compatible_flash_implementations", None)
     if model._supports_flash_attn and (kernels is None or FLASH_ATTENTION_2 in kernels):
         supported.add(FLASH_ATTENTION_2)
@@ -450,7 +443,7 @@ def check_attention(model: PreTrainedModel, hf_config: PretrainedConfig, attenti
 
 
 def _with_text(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model and, of a composite, its text part."""
+    """Return the model and, of a composite model, its text part."""
     text = text_config(model.config)
     parts = (m for m in model.modules() if isinstance(m, PreTrainedModel))
     return [part for part in parts if part is model or part.config is text]

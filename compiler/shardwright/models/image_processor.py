@@ -1,9 +1,9 @@
-"""A type's own processor: what turns a picture into the tensors that its forward takes, and says
-which text stands for it in a row. transformers' classes, with Pillow alone.
+"""Load or make a model's processor, and count the tiles that it makes of an image.
 
-Of a configuration that stands in a recipe the processor is made here: its sizes are the tower's,
-its tokenizer is a token a byte, with a token more for each placeholder that the configuration
-names.
+A processor turns an image into its forward's tensors and into the text that stands for it.
+transformers' classes are used, with Pillow only. For a configuration in a recipe the processor is
+made here: the vision encoder's sizes, and a byte tokenizer with a token for each placeholder of the
+configuration.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from shardwright.utils.exception_summary import exception_summary
 
 _FILE = "processor_config.json"
 _CUTTING = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
-"""Switches of processors that cut pictures into tiles."""
+"""Switches of processors that split images into tiles."""
 BYTES = 256
 
-# Attribute of a tokenizer -> (its text, names of a configuration that hold its id).
+# Attribute of a tokenizer -> (its text, names of its id in a configuration).
 _PLACEHOLDERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "boi_token": ("<start_of_image>", ("boi_token_index", "boi_token_id")),
     "eoi_token": ("<end_of_image>", ("eoi_token_index", "eoi_token_id")),
@@ -60,7 +60,7 @@ _PLACEHOLDERS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class ProcessorUnavailable(Exception):
-    """transformers' processor of the type cannot be made, or not be used: one line, the reason."""
+    """transformers' processor of the type cannot be made or used: one line, the reason."""
 
 
 class MissingPackage(ProcessorUnavailable):
@@ -72,8 +72,8 @@ class MissingPackage(ProcessorUnavailable):
 
 
 def _class_of(name: str) -> Any:
-    """transformers' class of this name. Raises MissingPackage where transformers has a placeholder
-    for it."""
+    """Return transformers' class of this name. Raises MissingPackage where it is a placeholder for
+    a missing backend."""
     kind = getattr(transformers, name)
     try:
         requires_backends(kind, getattr(kind, "_backends", []))
@@ -86,8 +86,7 @@ def _class_of(name: str) -> Any:
 
 
 def load_processor(folder: Path) -> Any:
-    """Of a folder with the files of a processor and its tokenizer. A part for videos is left out:
-    it needs torchvision.
+    """Load a processor and its tokenizer, without its video part, which needs torchvision.
 
     Raises ProcessorUnavailable.
     """
@@ -109,18 +108,18 @@ def load_processor(folder: Path) -> Any:
         return _assembled(_class_of(name), images, tokenizer, document)
     except ProcessorUnavailable:
         raise
-    except Exception as error:  # whatever the files make a stranger's class raise
+    except Exception as error:  # a model's files may make its class raise anything
         raise ProcessorUnavailable(exception_summary(error, 160)) from None
 
 
 def processor_from_config(config: PretrainedConfig) -> Any:
-    """For a model whose configuration stands in a recipe. Raises ProcessorUnavailable."""
+    """Make the processor of a configuration in a recipe. Raises ProcessorUnavailable."""
     name, images = _pillow_classes(config)
     try:
         kind = _class_of(name)
         tokenizer = _byte_tokenizer(config, kind)
-        made = _image_processor(getattr(transformers, images), config, cut=False)
-        return _assembled(kind, made, tokenizer, _own(config))
+        image_processor = _image_processor(getattr(transformers, images), config, cut=False)
+        return _assembled(kind, image_processor, tokenizer, _own(config))
     except ProcessorUnavailable:
         raise
     except Exception as error:
@@ -128,25 +127,31 @@ def processor_from_config(config: PretrainedConfig) -> Any:
 
 
 def default_image_processor(config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
-    """(what makes tensors of a picture, the options that it is called with) of the type's own
-    defaults, at the sizes of the configuration. Raises ProcessorUnavailable."""
+    """Return the type's default image processor at the configuration's sizes, and its call options.
+
+    Raises ProcessorUnavailable.
+    """
     name, images = _pillow_classes(config)
     try:
-        made = _image_processor(getattr(transformers, images), config, cut=True)
-        return made, dict(getattr(getattr(transformers, name), "images_kwargs", None) or {})
+        image_processor = _image_processor(getattr(transformers, images), config, cut=True)
+        return image_processor, dict(
+            getattr(getattr(transformers, name), "images_kwargs", None) or {}
+        )
     except Exception as error:
         raise ProcessorUnavailable(exception_summary(error, 160)) from None
 
 
 def _pillow_classes(config: PretrainedConfig) -> tuple[str, str]:
-    """Names of the type's processor, and of the part for pictures that needs Pillow alone. Raises
-    ProcessorUnavailable."""
+    """Return the names of the type's processor and of its image processor that needs only Pillow.
+
+    Raises ProcessorUnavailable.
+    """
     name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
     classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
     images = classes.get("pil") if isinstance(classes, dict) else None
     if not isinstance(name, str) or images is None:
         raise ProcessorUnavailable(
-            f"transformers has no processor for a {config.model_type} that needs Pillow alone"
+            f"transformers has no processor for {config.model_type!r} that needs only Pillow"
         )
     return name, images
 
@@ -162,23 +167,26 @@ def _assembled(kind: Any, images: Any, tokenizer: Any, own: dict[str, Any]) -> A
 
 
 def image_processor_arguments(processor: Any, *, tiles: bool = True) -> dict[str, Any]:
-    """That it calls its part for pictures with. tiles: whether it may cut them. Raises
-    ProcessorUnavailable."""
-    kept = processor.tokenizer.init_kwargs
-    found: dict[str, Any] = processor._merge_kwargs(
-        tokenizer_init_kwargs=kept, return_tensors="pt"
+    """Return the arguments of the image processor.
+
+    tiles: whether it may split images. Raises ProcessorUnavailable.
+    """
+    arguments: dict[str, Any] = processor._merge_kwargs(
+        tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
     )["images_kwargs"]
     if tiles:
-        return found
+        return arguments
     if hasattr(processor.image_processor, "image_grid_pinpoints"):
         raise ProcessorUnavailable(
-            "it cuts every picture into tiles, and has no switch for it (images.tiles: false)"
+            "it splits every image into tiles, and has no switch for it (images.tiles: false)"
         )
-    return found | {name: False for name in _CUTTING if hasattr(processor.image_processor, name)}
+    return arguments | {
+        name: False for name in _CUTTING if hasattr(processor.image_processor, name)
+    }
 
 
 def _without_videos(kind: Any) -> Any:
-    """The class with None in the place of its processor of videos, which needs torchvision."""
+    """Return the class without its video processor, which needs torchvision."""
     if "video_processor" not in inspect.signature(kind.__init__).parameters:
         return functools.partial(kind)
 
@@ -194,7 +202,7 @@ def _without_videos(kind: Any) -> Any:
 
 
 def processor_files(processor: Any, config: PretrainedConfig) -> dict[str, bytes]:
-    """Name -> content of what load_processor reads."""
+    """Return name -> content of the files that load_processor reads."""
     with tempfile.TemporaryDirectory() as folder:
         processor.tokenizer.save_pretrained(folder)
         processor.image_processor.save_pretrained(folder)
@@ -207,8 +215,7 @@ def processor_files(processor: Any, config: PretrainedConfig) -> dict[str, bytes
 
 
 def _check(processor: Any) -> None:
-    """What it writes for a picture must come back as tokens that stand for one. Raises
-    ProcessorUnavailable."""
+    """Raise ProcessorUnavailable unless the text for an image becomes its placeholder tokens."""
     from PIL import Image
 
     try:
@@ -216,15 +223,18 @@ def _check(processor: Any) -> None:
             [Image.new("RGB", (40, 30))], **image_processor_arguments(processor)
         )
         ids = processor.tokenizer(written[0], add_special_tokens=False)["input_ids"]
-    except Exception as error:  # whatever its class raises with these sizes
+    except Exception as error:  # its class may raise anything at these sizes
         raise ProcessorUnavailable(exception_summary(error, 160)) from None
     if not set(ids) & set(processor.image_token_ids):
-        raise ProcessorUnavailable("its tokenizer does not know the text that stands for a picture")
+        raise ProcessorUnavailable("its tokenizer does not know the text that stands for an image")
 
 
 def _image_processor(kind: Any, config: PretrainedConfig, *, cut: bool) -> Any:
-    """cut: into tiles, where the type's own default does it and the model would take a whole
-    picture too."""
+    """Make the image processor.
+
+    cut: whether to split into tiles, where the type does so by default and the model also takes
+        unsplit images.
+    """
     tower = vision_encoder_config(config)
     side, patch = _number(getattr(tower, "image_size", None)), _number(tower.patch_size)
     default = kind()
@@ -246,7 +256,7 @@ def _image_processor(kind: Any, config: PretrainedConfig, *, cut: bool) -> Any:
             )
             if edges and not ({"shortest_edge", "longest_edge"} <= set(edges)):
                 values[name] = dict.fromkeys(edges, side)
-        values |= _of_tiles(default, config, values, side if cut else None)
+        values |= _tile_settings(default, config, values, side if cut else None)
     elif "patch_size" in values and {"shortest_edge", "longest_edge"} <= set(
         dict(default.size or {})
     ):
@@ -255,11 +265,15 @@ def _image_processor(kind: Any, config: PretrainedConfig, *, cut: bool) -> Any:
     return kind(**values)
 
 
-def _of_tiles(
+def _tile_settings(
     default: Any, config: PretrainedConfig, values: dict[str, Any], side: int | None
 ) -> dict[str, Any]:
-    """default: the processor as its class makes it; values: what it is told else. side: of a tile;
-    None leaves pictures whole."""
+    """Return the settings about tiles.
+
+    default: the processor as its class makes it.
+    values: the settings so far.
+    side: side of a tile (pixels); None leaves images unsplit.
+    """
     grid = getattr(config, "image_grid_pinpoints", None)
     if grid and hasattr(default, "image_grid_pinpoints"):
         return {"image_grid_pinpoints": grid}
@@ -274,41 +288,40 @@ def _of_tiles(
 
 
 def _number(size: Any) -> int | None:
-    """Of a side: some towers say height and width."""
+    """Return a side, the first of (height, width)."""
     first = size[0] if isinstance(size, list | tuple) and size else size
     return first if isinstance(first, int) else None
 
 
 def _own(config: PretrainedConfig) -> dict[str, Any]:
-    """What a processor's class is told of its model, beside its parts."""
+    """Return the arguments of a processor's class beside its parts."""
     tower: Any = vision_encoder_config(config)
     side, patch = _number(getattr(tower, "image_size", None)), _number(tower.patch_size)
-    found = {
+    arguments = {
         "patch_size": patch,
         "num_image_tokens": (side // patch) ** 2 if side and patch else None,
         "vision_aspect_ratio": getattr(config, "vision_aspect_ratio", None),
         "vision_feature_select_strategy": getattr(config, "vision_feature_select_strategy", None),
         "image_seq_length": getattr(config, "mm_tokens_per_image", None)
         or getattr(config, "image_seq_length", None),
-        # CLIP's tower has a token of its own beside the patches.
+        # CLIP's encoder has one more token beside the patches.
         "num_additional_image_tokens": 1
         if "clip" in tower.model_type and "siglip" not in tower.model_type
         else 0,
     }
     scale = getattr(config, "scale_factor", None)
     if isinstance(scale, int) and side and patch:
-        found["image_seq_len"] = (side // patch) ** 2 // scale**2
-    return {name: value for name, value in found.items() if value is not None}
+        arguments["image_seq_len"] = (side // patch) ** 2 // scale**2
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _byte_tokenizer(config: PretrainedConfig, kind: Any) -> PreTrainedTokenizerFast:
-    """A token a byte, and each placeholder of the configuration under its id. Raises
+    """Make a byte tokenizer with each placeholder of the configuration under its id. Raises
     ProcessorUnavailable."""
     token = image_token(config)
     if token is None or token < BYTES:
         raise ProcessorUnavailable(
-            f"the token that stands for a picture has the id {token}: the first {BYTES} ids "
-            "are bytes"
+            f"the image token has the id {token}, but the first {BYTES} ids are bytes"
         )
     names = {"image_token": ("<image>", token)}
     for attribute, (text, keys) in _PLACEHOLDERS.items():
@@ -316,7 +329,7 @@ def _byte_tokenizer(config: PretrainedConfig, kind: Any) -> PreTrainedTokenizerF
         if value is not None and value >= BYTES:
             names[attribute] = (text, value)
     if len({value for _, value in names.values()}) < len(names):
-        raise ProcessorUnavailable("two of its placeholder tokens have one id")
+        raise ProcessorUnavailable("two of its placeholder tokens share an id")
     document = json.loads(byte_tokenizer().to_str())
     settings = {
         "single_word": False,
@@ -339,41 +352,44 @@ def _byte_tokenizer(config: PretrainedConfig, kind: Any) -> PreTrainedTokenizerF
     )
 
 
-# Into how many tiles a type's processor cuts a picture: asked of the processor itself, on pictures
-# of one colour.
+# The number of tiles that a processor makes of an image, tested on images of one colour.
 
 
 SIDES = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (4, 3), (3, 4), (1, 4), (4, 1), (1, 12), (12, 1))
-"""Of a picture, in sides of the tower's own: where a processor cuts by area, by proportions or by a
-list of sizes."""
+"""Test image sizes (in encoder image sides): processors split by area, proportion or a list of
+sizes."""
 
 
 def tile_counts(processor: Any, tower: VisionEncoderShape) -> list[tuple[int, int]]:
-    """Of pictures of several sizes: (tiles, the whole one among them; tokens of a row that stand
-    for them). tower: whose pictures have one size. Raises ProcessorUnavailable."""
-    found = []
+    """Return (tiles, the unsplit image included; tokens) for images of several sizes.
+
+    tower: an encoder of fixed image size. Raises ProcessorUnavailable.
+    """
+    counts = []
     options = image_processor_arguments(processor)
-    for image in _pictures(tower):
-        made, written = _called(processor._process_images, image, options)
-        found.append((_tiles(made, tower), str(written[0]).count(processor.image_token)))
-    return found
+    for image in _test_images(tower):
+        inputs, text = _called(processor._process_images, image, options)
+        counts.append((_tiles(inputs, tower), str(text[0]).count(processor.image_token)))
+    return counts
 
 
 def max_tiles(images: Any, options: dict[str, Any], tower: VisionEncoderShape) -> int:
-    """images: a processor's part for pictures; options: that it is called with. Raises
-    ProcessorUnavailable."""
+    """Return the largest number of tiles.
+
+    images: the image processor; options: its call options. Raises ProcessorUnavailable.
+    """
     options = {**options, "return_tensors": "pt"}
-    return max(_tiles(_called(images, image, options), tower) for image in _pictures(tower))
+    return max(_tiles(_called(images, image, options), tower) for image in _test_images(tower))
 
 
 def _called(processor: Callable[..., Any], image: Image.Image, options: dict[str, Any]) -> Any:
     try:
         return processor([image], **options)
-    except Exception as error:  # whatever a type's own class raises at this size
+    except Exception as error:  # a type's class may raise anything at this size
         raise ProcessorUnavailable(exception_summary(error, 160)) from None
 
 
-def _pictures(tower: VisionEncoderShape) -> Iterator[Image.Image]:
+def _test_images(tower: VisionEncoderShape) -> Iterator[Image.Image]:
     yield from (Image.new("RGB", (a * tower.side, b * tower.side)) for a, b in SIDES)
 
 
@@ -381,21 +397,20 @@ def _tiles(made: Any, tower: VisionEncoderShape) -> int:
     return max(1, int(made["pixel_values"].numel()) // (tower.channels * tower.side**2))
 
 
-# The two sides of a processor for pairs of a picture and a caption: a tokenizer and an image
-# processor, which need Pillow alone. Of a configuration that stands in a recipe they are made here:
-# the tower's size, and a token a byte.
+# A contrastive model's tokenizer and image processor, which need only Pillow. For a configuration
+# in a recipe: the encoder's image size, and a byte tokenizer.
 
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 _HIGHEST = 2
-"""As eos_token_id of a CLIP: features are taken at a text's highest id (transformers,
+"""eos_token_id of a CLIP that takes features at a text's highest id (transformers,
 CLIPTextModel)."""
 _ANYWHERE = ("siglip",)
-"""Types that take a text's features at the last place, whatever stands there."""
+"""Types that take a text's features at the last place."""
 
 
 def load_pair_processor(folder: Path) -> tuple[Any, Any]:
-    """(tokenizer, image processor) of a folder with their files. Raises ProcessorUnavailable."""
+    """Return (tokenizer, image processor) of a folder. Raises ProcessorUnavailable."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -403,19 +418,21 @@ def load_pair_processor(folder: Path) -> tuple[Any, Any]:
         images = AutoImageProcessor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, backend="pil"
         )
-    except Exception as error:  # whatever the files make a stranger's class raise
+    except Exception as error:  # a model's files may make its class raise anything
         raise ProcessorUnavailable(exception_summary(error, 160)) from None
     return tokenizer, images
 
 
 def pair_processor_files(config: PretrainedConfig) -> dict[str, bytes]:
-    """Name -> content of what load_pair_processor reads, and transformers' AutoProcessor. Raises
-    ProcessorUnavailable."""
+    """Return name -> content of the files that load_pair_processor and AutoProcessor read.
+
+    Raises ProcessorUnavailable.
+    """
     classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type)
     images = classes.get("pil") if isinstance(classes, dict) else None
     if images is None:
         raise ProcessorUnavailable(
-            f"transformers has no processor for a {config.model_type} that needs Pillow alone"
+            f"transformers has no processor for {config.model_type!r} that needs only Pillow"
         )
     with tempfile.TemporaryDirectory() as folder:
         _caption_tokenizer(config).save_pretrained(folder)
@@ -431,7 +448,7 @@ def pair_processor_files(config: PretrainedConfig) -> dict[str, bytes]:
 def _pair_image_processor(kind: Any, config: PretrainedConfig) -> Any:
     side, default = getattr(vision_encoder_config(config), "image_size", None), kind()
     if not isinstance(side, int):
-        raise ProcessorUnavailable("its tower's pictures have no size of their own")
+        raise ProcessorUnavailable("its configuration has no image size")
     values = {
         name: dict.fromkeys((key for key, value in dict(edges).items() if value is not None), side)
         for name in ("size", "crop_size")
@@ -441,7 +458,7 @@ def _pair_image_processor(kind: Any, config: PretrainedConfig) -> Any:
 
 
 def _caption_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
-    """A token a byte between the configuration's own start and end of a text. Raises
+    """Make a byte tokenizer with the configuration's start and end of a text. Raises
     ProcessorUnavailable."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -476,14 +493,14 @@ def _caption_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
 
 
 def _ends(model_type: str, text: Any) -> tuple[int | None, int]:
-    """Ids of the start (None where there is none) and the end of a text."""
+    """Return the ids of the start (None where there is none) and the end of a text."""
     size, start, end = text.vocab_size, text.bos_token_id, text.eos_token_id
     if end == _HIGHEST or (model_type in _ANYWHERE and not _is_free(end, size)):
         start, end = (None if model_type in _ANYWHERE else size - 2), size - 1
     if not _is_free(end, size):
         raise ProcessorUnavailable(
-            f"text_config.eos_token_id {end} is no id from {BYTES} to {size - 1}: the first "
-            f"{BYTES} ids are bytes, and the end of a text has one of its own in the vocabulary"
+            f"text_config.eos_token_id {end} is not an id from {BYTES} to {size - 1} (the first "
+            f"{BYTES} ids are bytes)"
         )
     return (start if _is_free(start, size) and start != end else None), end
 
@@ -492,16 +509,18 @@ def _is_free(token: Any, size: int) -> bool:
     return isinstance(token, int) and BYTES <= token < size
 
 
-# The processor of a model that sees: as files of the compiled folder, where its configuration
-# stands in the recipe; and into how many tiles it cuts a picture.
+# The processor of a vision-language model: its tiles, and its files in the compiled folder.
 
 
 def with_usual_tiles(
     vision: VisionEncoder, config: PretrainedConfig, *, inline: bool
 ) -> VisionEncoder:
-    """As the type's own defaults cut a picture, or the processor that a configuration in the recipe
-    gets; whole where it has none, or one that needs a package which is not here (compiling
-    tells)."""
+    """Set the number of tiles by the type's defaults, or by the processor made for a configuration
+    in the recipe.
+
+    The encoder is unchanged where there is no processor, or a package is missing (compiling reports
+    that).
+    """
     if not vision.patches:
         return vision
     tower = vision_encoder_shape(config)
@@ -514,23 +533,26 @@ def with_usual_tiles(
 
 
 def with_processor_tiles(graph: ModelGraph, folder: Path) -> ModelGraph:
-    """As the processor in `folder` cuts. The graph itself where its files cannot be used: preparing
-    tells why. Where a package is missing, compiling does (check_processor)."""
+    """Set the number of tiles by the processor in `folder`; unchanged where its files cannot be
+    used.
+
+    Preparing data reports why; check_processor reports a missing package.
+    """
     assert graph.vision is not None
     tower = vision_encoder_shape(_config(graph))
     try:
-        found = tile_counts(load_processor(folder), tower)
+        counts = tile_counts(load_processor(folder), tower)
     except ProcessorUnavailable:
         return graph
-    return dataclasses.replace(graph, vision=_cut(graph.vision, found))
+    return dataclasses.replace(graph, vision=_cut(graph.vision, counts))
 
 
-def _cut(vision: VisionEncoder, found: list[tuple[int, int]]) -> VisionEncoder:
-    """found: (tiles, tokens) of pictures of several sizes."""
+def _cut(vision: VisionEncoder, counts: list[tuple[int, int]]) -> VisionEncoder:
+    """Set tiles and patches per token from (tiles, tokens) of images of several sizes."""
     per_token = (
-        max((tiles / tokens for tiles, tokens in found if tokens), default=0.0) * vision.patches
+        max((tiles / tokens for tiles, tokens in counts if tokens), default=0.0) * vision.patches
     )
-    tiles = max(tiles for tiles, _ in found)
+    tiles = max(tiles for tiles, _ in counts)
     return dataclasses.replace(
         vision, tiles=tiles, patches_per_token=per_token or vision.patches_per_token
     )
@@ -542,18 +564,18 @@ def _config(graph: ModelGraph) -> PretrainedConfig:
 
 
 def check_processor(graph: ModelGraph, folder: Path) -> None:
-    """Raises Refusal where the model's own processor needs a package that is not installed:
-    SW2080."""
+    """Raise Refusal (SW2080) where the model's own processor needs a package that is not
+    installed."""
     try:
         load_processor(folder)
     except MissingPackage as why:
         raise Refusal(missing_processor_package(graph.model_type, str(why), why.package)) from None
     except ProcessorUnavailable:
-        return  # preparing tells why
+        return  # preparing data reports why
 
 
 def processor_files_from_config(graph: ModelGraph) -> dict[str, bytes]:
-    """Name -> content. Errors: SW2020, SW2080."""
+    """Return name -> content of the processor's files. Raises SW2020 and SW2080."""
     config = _config(graph)
     try:
         return (
@@ -566,8 +588,8 @@ def processor_files_from_config(graph: ModelGraph) -> dict[str, bytes]:
     except ProcessorUnavailable as why:
         raise refusal(
             "SW2020",
-            f"a {graph.model_type!r} of this configuration gets no processor: {why}",
-            "A model.source brings its own; of a configuration in the recipe the processor is made "
-            "from the tower's sizes, and its tokenizer is a token a byte.",
+            f"no processor can be made for this {graph.model_type!r} configuration: {why}",
+            "Set model.source to a model with its own processor; for model.config it is made "
+            "from the vision encoder's sizes, with a byte tokenizer.",
             ("model", "config"),
         ) from None

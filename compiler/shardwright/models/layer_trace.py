@@ -1,10 +1,9 @@
-"""What each layer computes and keeps, seen by running the model's own modules on fake tensors:
-shapes, no memory.
+"""Measure what each layer computes and saves by running the model's modules on fake tensors.
 
-Contexts (masks, rotary tables, positions) are captured by models/model_skeleton.py with real small
-tensors and parameters that own one element: building a causal mask asks for values, which fake
-tensors do not have. Then each distinct layer runs forward and backward with fake parameters of full
-size. Shape letters: S sequence length (one sequence), H hidden.
+Contexts (masks, rotary tables, positions) are captured by models/model_skeleton.py with small real
+tensors and one-element parameters: a causal mask needs values, which fake tensors lack. Then each
+distinct layer runs forward and backward with fake parameters of full size. Shape letters: S
+sequence length (one sequence), H hidden size.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from shardwright.models.trace_meter import PieceTrace, ShardedBytes, measure_pie
 from shardwright.recipe.literal_types import CHECKPOINTING, Checkpointing
 
 BASE_LENGTH = 128
-"""Traced at this length and at twice it: FLOPs and bytes of ordinary layers are a S + b S^2, so two
-lengths tell."""
+"""Layers are traced at this length and twice this length: two lengths determine a S + b S^2."""
 LOOP_LENGTH = 16
-"""The same for recurrences, which run operator by operator over the sequence."""
+"""The base length for recurrences, which run operator by operator over the sequence."""
 
 MOST_CHARACTERS = 200
-"""Of the reason why a layer could not be traced."""
+"""Longest reason why a layer could not be traced."""
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _CHUNKS = ("chunk_size", "mamba_chunk_size")
@@ -51,13 +49,17 @@ _POSITIONS = (
 TRACED_DTYPES = {
     4: torch.float32,
     2: torch.bfloat16,
-}  # FLOPs are counted in the first: some types cannot run in half
+}  # FLOPs are counted in the first: some types cannot run in half precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTrace:
-    """FLOPs of a sequence are per_token S + per_pair S^2, forward and backward; the fields of
-    ir.model_graph.Layer."""
+    """Hold what one layer computes and saves; FLOPs of a sequence are per_token S + per_pair S^2.
+
+    forward, backward: (per_token, per_pair).
+    attention_module_per_token: forward FLOPs inside the attention module.
+    kept: saved activations.
+    """
 
     forward: tuple[int, int]
     attention_module_per_token: int
@@ -67,10 +69,12 @@ class LayerTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTrace:
-    """layers: embedding, decoder layers, head; the reason where the layer's own code asks for
-    values, which fakes lack.
+    """Hold the traces of all layers.
 
-    context: what the model hands to its decoder layers, once per micro-batch on each stage.
+    layers: embedding, decoder layers, head; a reason where the layer's code needs values, which
+        fake tensors lack.
+    context: bytes of the arguments handed to all decoder layers, once per micro-batch on each
+        stage.
     """
 
     layers: tuple[LayerTrace | str, ...]
@@ -78,21 +82,19 @@ class ModelTrace:
 
 
 def trace_model(model: PreTrainedModel, cut: PipelineSplit, attention_module: str) -> ModelTrace:
-    """`model`: built on the meta device with the attention that will run; it cannot be used
+    """Trace a model built on the meta device with the attention that will run; it cannot be used
     afterwards.
 
-    A type whose embedding or masks cannot be made from stubs is not traced at all.
+    No layer is traced where the embedding or the masks cannot run on stubs.
     """
     try:
-        # It logs a stack for whatever it raises, too.
+        # torch also logs a stack for everything that it raises.
         with patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
             try:
                 return _trace(model, cut, attention_module, 1)
-            except (
-                IndexError
-            ):  # its positions begin behind a padding index: the last ones have no row in its table
+            except IndexError:  # positions that start after a padding index exceed the table
                 return _trace(model, cut, attention_module, 2)
-    except Exception as error:  # whatever a type's own code raises
+    except Exception as error:  # a type's code may raise anything
         count = len(list(model.get_submodule(cut.stack).children())) + 2
         return ModelTrace(layers=(error_reason(error),) * count, context=())
 
@@ -100,14 +102,13 @@ def trace_model(model: PreTrainedModel, cut: PipelineSplit, attention_module: st
 def _trace(
     model: PreTrainedModel, cut: PipelineSplit, attention_module: str, shorter: int
 ) -> ModelTrace:
-    """shorter: what the lengths are divided by."""
+    """Trace at lengths divided by `shorter`."""
     model.train()
     text = model.config.get_text_config()
     stub_parameters(model, torch.float32)
     base = (LOOP_LENGTH if _loops(model, cut) else _base_length(text)) // shorter
     window = min((size for name in _WINDOWS if (size := _size(text, name))), default=0)
-    # A window bends the mask: it is not there up to that length (sdpa builds none), and beyond it
-    # is.
+    # sdpa builds no mask up to the window's length, and one beyond it.
     regimes = ((0, 4 * base), (window + 1, base // 2)) if window else ((0, 0),)
     first: list[tuple[PieceTrace | str, PieceTrace | str]] = []
     kept: list[list[SavedActivations]] = [
@@ -143,7 +144,7 @@ def _trace(
 
 
 def _loops(model: PreTrainedModel, cut: PipelineSplit) -> bool:
-    """Whether a longer sequence means more operators."""
+    """Return whether a longer sequence means more operators."""
     short, long = (
         _Run(model, cut, "", length, torch.float32, flops=False)
         for length in (LOOP_LENGTH, 2 * LOOP_LENGTH)
@@ -155,8 +156,8 @@ def _loops(model: PreTrainedModel, cut: PipelineSplit) -> bool:
 
 
 class _Run:
-    """The model's pieces on fake tensors, at one length and in one precision. A layer that computes
-    the same shapes as one before it is not run again."""
+    """Run the model's pieces on fake tensors, at one length and precision; layers of equal shapes
+    run once."""
 
     def __init__(
         self,
@@ -168,7 +169,10 @@ class _Run:
         *,
         flops: bool,
     ) -> None:
-        """flops: whether they are counted."""
+        """Capture the contexts and trace all pieces.
+
+        flops: whether to count them.
+        """
         self.attention_module, self.flops = attention_module, flops
         self.skeleton = Skeleton(model, cut, tokens=(1, length))
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -186,7 +190,7 @@ class _Run:
             ),
             *tensors_in(real.payload),
         ]
-        # The converter remembers: a layer that is handed the real tensor works on this fake one.
+        # The converter is memoized: a layer that gets the real tensor works on this fake one.
         self.shared = [*handed, *(self.fake.from_tensor(t) for t in handed)]
         self.payload = list(real.payload) or [None] * len(self.slots)
         with self.fake:
@@ -227,7 +231,7 @@ class _Run:
         layer: nn.Module | None,
         **options: Any,
     ) -> PieceTrace | str:
-        """The reason where it cannot be measured."""
+        """Measure one piece; return the reason where it cannot be measured."""
         attention = "" if layer is None else self.attention_module
         with fake_parameters(modules, self.fake) as parameters:
             known, width = [*parameters, *self.shared, self.ids], self.hidden.numel()
@@ -239,9 +243,7 @@ class _Run:
             }
             try:
                 return measure_piece(run, given, count_flops=self.flops, **options)
-            except (
-                Exception
-            ) as error:  # whatever a type's own code raises where a fake tensor has no value
+            except Exception as error:  # a type's code may need values
                 return error_reason(error)
 
     def _embed(self, given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -268,19 +270,20 @@ class _Run:
 
 
 def error_reason(error: Exception) -> str:
-    """In one short line that is the same each time: no address."""
+    """Describe an exception in one short line without addresses, so that it is the same each
+    time."""
     lines = str(error).splitlines() or [""]
     return re.sub(r"0x[0-9a-f]+", "0x...", f"{type(error).__name__}: {lines[0]}")[:MOST_CHARACTERS]
 
 
 def _detach(made: torch.Tensor | None) -> torch.Tensor | None:
-    """What one layer hands another, out of its graph, which its own backward pass frees."""
+    """Detach what one layer hands another: a backward pass frees its graph."""
     return made if made is None or made.grad_fn is None else made.detach().requires_grad_()
 
 
 def shape_signature(layer: nn.Module, arguments: Arguments | None) -> str:
-    """Equal for layers that compute the same shapes: classes, switches, parameters and what they
-    are handed."""
+    """Return a string that is equal for layers with equal classes, switches, parameter shapes and
+    arguments."""
     parts = [
         (
             type(m).__name__,
@@ -302,8 +305,7 @@ def shape_signature(layer: nn.Module, arguments: Arguments | None) -> str:
 
 
 def stub_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters become stubs of one element each on the CPU; buffers that were never filled (meta)
-    become zeros."""
+    """Replace parameters by one-element stubs on the CPU, and unfilled (meta) buffers by zeros."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             stub = torch.zeros((), dtype=dtype).expand(parameter.shape)
@@ -316,7 +318,7 @@ def stub_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def fake_parameters(modules: list[nn.Module], fake: FakeTensorMode) -> Iterator[list[torch.Tensor]]:
-    """Parameters of full size that own no memory, for as long as the block runs; yields them."""
+    """Replace the modules' parameters by fake ones of full size within the context; yield them."""
     before = [(m, n, p) for m in modules for n, p in m.named_parameters(recurse=False)]
     made: list[torch.Tensor] = []
     try:
@@ -332,7 +334,8 @@ def fake_parameters(modules: list[nn.Module], fake: FakeTensorMode) -> Iterator[
 
 @contextmanager
 def _window(config: PretrainedConfig, size: int) -> Iterator[None]:
-    """With the attention windows of a model set to `size`, where it has one and size is not 0."""
+    """Set the model's attention windows to `size` within the context, where it has one and size is
+    not 0."""
     before = {name: value for name in _WINDOWS if size and (value := _size(config, name))}
     try:
         for name in before:
@@ -344,22 +347,21 @@ def _window(config: PretrainedConfig, size: int) -> Iterator[None]:
 
 
 def _base_length(config: PretrainedConfig) -> int:
-    """A multiple of the chunks that state-space layers pad to, and within the positions that the
-    model has."""
-    wanted = max([BASE_LENGTH, *(size for name in _CHUNKS if (size := _size(config, name)))])
+    """Return a length that is a multiple of state-space chunks and within the model's positions."""
+    length = max([BASE_LENGTH, *(size for name in _CHUNKS if (size := _size(config, name)))])
     positions = min(
-        (size for name in _POSITIONS if (size := _size(config, name))), default=2 * wanted
+        (size for name in _POSITIONS if (size := _size(config, name))), default=2 * length
     )
-    return max(1, min(wanted, positions // 2))
+    return max(1, min(length, positions // 2))
 
 
 def _size(config: PretrainedConfig, name: str) -> int:
-    """0 where there is none, or none above 0."""
+    """Return a positive size, 0 where there is none."""
     return max(0, first_size(config, name) or 0)
 
 
 def _fit(base: int, short: int, long: int) -> tuple[int, int]:
-    """(a, b) with a S + b S^2 = short at S = base and long at 2 base."""
+    """Return (a, b) with a S + b S^2 = short at S = base, and = long at S = 2 base."""
     per_pair = max(0, round((long - 2 * short) / (2 * base * base)))
     return max(0, round((long - 4 * base * base * per_pair) / (2 * base))), per_pair
 
@@ -385,7 +387,7 @@ def _kept(
 
 
 def _add(entries: list[SavedActivations], entry: SavedActivations) -> None:
-    """Left out where the shorter regime says the same."""
+    """Add an entry unless a shorter regime has the same one."""
     if replace(entry, from_length=0) not in entries:
         entries.append(entry)
 

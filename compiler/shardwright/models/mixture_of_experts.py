@@ -1,9 +1,8 @@
-"""Can a mixture's experts be shared out over ranks? Those of transformers' own interface, which
-stacks them along the first dimension of every parameter, counts them in `num_experts` and takes
-(hidden states, chosen experts, weights).
+"""Test whether a mixture's experts can be split over expert ranks, and compute its auxiliary loss.
 
-Found without ranks: two halves of the experts, each run on the rows that chose them, must add up to
-the module.
+Experts must have transformers' interface: stacked in the first dimension of every parameter,
+counted in `num_experts`, called with (hidden states, chosen experts, weights). Two halves of the
+experts, each run on the tokens that chose them, must add up to the module.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from shardwright.models.model_skeleton import replace_forward
 from shardwright.utils.numeric_difference import max_abs_diff
 
 TOLERANCE = 2e-5
-"""Of the largest logit: rows are added up in another order."""
+"""Largest relative error of the logits: token outputs are summed in another order."""
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(hidden states (T, H), chosen experts (T, k), their weights (T, k)) -> (T, H)"""
 
 
 _KERNEL_BYTES = 16
-"""torch's grouped_mm refuses matrices whose rows do not start at a multiple of it."""
+"""Alignment of a matrix row (bytes) that torch's grouped_mm requires."""
 _can_use_grouped_mm = moe._can_use_grouped_mm
 
 
 def fits_grouped_mm(weight: torch.Tensor) -> bool:
-    """Whether torch's kernel takes experts of this shape (E, rows, columns), in the forward and the
-    backward pass: each of the two is a row's length in one of them."""
+    """Return whether torch's kernel accepts experts of this shape (E, rows, columns) in forward and
+    backward."""
     return all(size * weight.element_size() % _KERNEL_BYTES == 0 for size in weight.shape[-2:])
 
 
@@ -46,14 +45,14 @@ def _can_use_kernel(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tenso
 
 
 def use_grouped_mm_where_it_fits() -> None:
-    """Experts of other sizes, as tensor ranks may leave them, take transformers' own loop over the
+    """Make experts of other shapes, which tensor parallelism may leave, use transformers' loop over
     experts."""
     moe._can_use_grouped_mm = _can_use_kernel
 
 
 def number_of_experts(module: Any) -> int:
-    """0 where the module is none of experts, or not all of its own parameters are stacks of as
-    many."""
+    """Return the module's number of experts; 0 where not all of its own parameters are stacks of
+    them."""
     parameters = list(module.parameters(recurse=False))
     if not hasattr(module, "_is_expert_parallel") or not parameters:
         return 0
@@ -63,7 +62,7 @@ def number_of_experts(module: Any) -> int:
 
 
 def call_positionally(forward: Experts) -> Callable[..., torch.Tensor]:
-    """Types name the arguments as they like, and all have them in the same order."""
+    """Pass named arguments by position: types name them differently, in the same order."""
     return lambda *args, **named: forward(*args, *named.values())
 
 
@@ -71,8 +70,11 @@ def call_positionally(forward: Experts) -> Callable[..., torch.Tensor]:
 def expert_parallel_blocker(
     model: nn.Module, input_ids: torch.Tensor, planned: frozenset[str]
 ) -> str:
-    """ "" where they can be. model: tiny, nothing random; input_ids: (B, S). planned: the patterns
-    of the modules that are to be shared out."""
+    """Return why the experts cannot be split, "" where they can.
+
+    model: tiny, without dropout. input_ids: (B, S).
+    planned: patterns of the modules to split.
+    """
     modules = {path: module for path, module in model.named_modules() if number_of_experts(module)}
     if not modules:
         return "it has no module of experts with transformers' interface"
@@ -83,14 +85,14 @@ def expert_parallel_blocker(
         for names in _names(model)
     ):
         return "layers share experts"
-    plain = model(input_ids=input_ids, use_cache=False).logits
-    if not plain.isfinite().all():
+    expected = model(input_ids=input_ids, use_cache=False).logits
+    if not expected.isfinite().all():
         return "a tiny copy's logits are not finite"
     with ExitStack() as stack:
         for module in modules.values():
             stack.enter_context(replace_forward(module, call_positionally(_in_halves(module))))
         shared = model(input_ids=input_ids, use_cache=False).logits
-    if not max_abs_diff(shared, plain) <= TOLERANCE * max(1.0, float(plain.abs().max())):
+    if not max_abs_diff(shared, expected) <= TOLERANCE * max(1.0, float(expected.abs().max())):
         return "experts one by one do not add up to the module that holds them"
     return ""
 
@@ -103,22 +105,24 @@ def _names(model: nn.Module) -> list[list[str]]:
 
 
 def _in_halves(module: Any) -> Experts:
-    """As two expert ranks compute it: each on the rows that chose its experts, which it numbers
-    from zero."""
+    """Compute the module as two expert ranks do: each on the tokens that chose its experts,
+    numbered from zero."""
     inner, experts = module.forward, int(module.num_experts)
     edges = (0, experts // 2, experts)
 
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(hidden)
         for first, stop in itertools.pairwise(edges):
-            rows, places = ((chosen >= first) & (chosen < stop)).nonzero(as_tuple=True)
-            if not len(rows):
+            tokens, places = ((chosen >= first) & (chosen < stop)).nonzero(as_tuple=True)
+            if not len(tokens):
                 continue
             with _holding(module, first, stop):
                 made = inner(
-                    hidden[rows], chosen[rows, places, None] - first, weights.new_ones(len(rows), 1)
+                    hidden[tokens],
+                    chosen[tokens, places, None] - first,
+                    weights.new_ones(len(tokens), 1),
                 )
-            out.index_add_(0, rows, (made * weights[rows, places, None]).to(hidden.dtype))
+            out.index_add_(0, tokens, (made * weights[tokens, places, None]).to(hidden.dtype))
         return out
 
     return forward
@@ -126,47 +130,40 @@ def _in_halves(module: Any) -> Experts:
 
 @contextmanager
 def _holding(module: Any, first: int, stop: int) -> Iterator[None]:
-    """The module with its experts [first, stop) alone."""
-    whole, experts = dict(module._parameters), module.num_experts
-    held = {name: None if p is None else nn.Parameter(p[first:stop]) for name, p in whole.items()}
+    """Keep only the experts [first, stop) in the module."""
+    unsplit, experts = dict(module._parameters), module.num_experts
+    held = {name: None if p is None else nn.Parameter(p[first:stop]) for name, p in unsplit.items()}
     module._parameters.update(held)
     module.num_experts = stop - first
     try:
         yield
     finally:
-        module._parameters.update(whole)
+        module._parameters.update(unsplit)
         module.num_experts = experts
 
 
-# Load balance of a mixture's routers: DeepSeek-V3's sequence-wise loss (arXiv 2412.19437,
-# equations 17 to 20), for any type whose routers transformers can record.
-#
-# Of one layer and one row, E experts of which each of T tokens chooses k:
-#
-#     sum over i of f_i P_i,  f_i = E / (k T) x tokens that chose i,  P_i = mean over tokens of s_i
-# /
-#     sum of s
-#
-# It is the mean over layers and rows, so that it adds up over stages, micro-batches and ranks,
-# which
-# Hugging Face's own loss (a product of sums over all layers and rows of a micro-batch) does not. T
-# counts a row's tokens before its padding, which is routed but no part of the sequence; documents
-# that are packed in one row are one sequence, as in DeepSeek-V3's own training (section 4.1:
-# documents are packed without a mask between them).
+# DeepSeek-V3's sequence-wise load balance loss (arXiv 2412.19437, equations 17 to 20), for any type
+# whose router logits transformers records. For one layer and one sequence, with E experts of which
+# each of T tokens chooses k:
+# sum over i of f_i P_i, with f_i = E / (k T) x tokens that chose i, and P_i = mean over tokens of
+# s_i / sum of s.
+# The loss is the mean over layers and sequences, so it adds up over stages, micro-batches and
+# ranks; Hugging Face's (a product of sums over a micro-batch) does not. T leaves out padding.
+# Documents packed in one sequence count as one sequence, as in DeepSeek-V3's training (section
+# 4.1).
 
 
 AFFINITIES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda logits: logits.softmax(dim=-1),
     "sigmoid": torch.sigmoid,
 }
-"""What makes a token's affinity to each expert, s, of its router's logits."""
+"""Functions from router logits to a token's affinities to the experts."""
 PROPORTIONAL = 1e-3
-"""A token's routing weights over its affinities to the experts that it chose: how far apart the
-ratios may be."""
+"""Largest relative spread of a token's ratios of routing weights to affinities."""
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """By path, those whose first output transformers records as `router_logits`."""
+    """Return, by path, the routers whose first output transformers records as `router_logits`."""
     recorded = [
         recorder
         for module in model.modules()
@@ -191,19 +188,23 @@ def _listed(recorders: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class NoRouterAuxLoss:
+    """Say why a model's routers get no auxiliary loss."""
+
     why: str
 
 
 @torch.no_grad()
 def detect_affinity(model: nn.Module, input_ids: torch.Tensor) -> str | NoRouterAuxLoss:
-    """A key of AFFINITIES: the one to which the routing weights of every layer are proportional.
-    model: tiny; input_ids: (B, S)."""
+    """Return the key of AFFINITIES that every layer's routing weights are proportional to.
+
+    model: tiny. input_ids: (B, S).
+    """
     routers = find_routers(model)
     if not routers:
         return NoRouterAuxLoss("transformers records the logits of none of its routers")
-    seen: list[tuple[torch.Tensor, ...]] = []
+    outputs: list[tuple[torch.Tensor, ...]] = []
     hooks = [
-        m.register_forward_hook(lambda _m, _a, output: seen.append(output))
+        m.register_forward_hook(lambda _m, _a, output: outputs.append(output))
         for m in routers.values()
     ]
     try:
@@ -211,20 +212,20 @@ def detect_affinity(model: nn.Module, input_ids: torch.Tensor) -> str | NoRouter
     finally:
         for hook in hooks:
             hook.remove()
-    if len(seen) != len(routers) or not all(
-        _is_routing(output, input_ids.numel()) for output in seen
+    if len(outputs) != len(routers) or not all(
+        _is_routing(output, input_ids.numel()) for output in outputs
     ):
         return NoRouterAuxLoss(
             "its routers do not give logits, weights and chosen experts of every token"
         )
-    if any(chosen.shape[-1] == 1 for _, _, chosen in seen):
+    if any(chosen.shape[-1] == 1 for _, _, chosen in outputs):
         return NoRouterAuxLoss(
             "one expert a token: its routing weights do not tell what they are made of"
         )
     for name, affinities in AFFINITIES.items():
         if all(
             _proportional(w, affinities(logits.float()).gather(1, chosen))
-            for logits, w, chosen in seen
+            for logits, w, chosen in outputs
         ):
             return name
     return NoRouterAuxLoss(
@@ -257,17 +258,17 @@ def _proportional(weights: torch.Tensor, affinities: torch.Tensor) -> bool:
 
 
 class SequenceLengths:
-    """Tokens before the padding of each row of the micro-batch that is computed; one a process.
+    """Hold the unpadded length of each sequence of the current micro-batch; one instance a process.
 
-    current: (B,), of the whole rows; None where none is padded.
+    current: (B,) tokens of the unsplit sequences, None where none is padded.
     """
 
     def __init__(self) -> None:
         self.current: torch.Tensor | None = None
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """To be made in the forward pass and entered when it is computed again: another micro-batch
-        may be current."""
+        """Return a context with the current lengths, to enter when this micro-batch is
+        recomputed."""
         return self._restored(self.current)
 
     @contextmanager
@@ -283,13 +284,12 @@ SEQUENCE_LENGTHS = SequenceLengths()
 
 
 class RouterAuxLoss:
-    """Adds the loss's gradient to those of a model's routers. Its value is in no output: it enters
-    the graph beside the routing weights, and so the backward pass of whichever stage and
-    micro-batch a layer runs in.
+    """Add the auxiliary loss's gradient to those of a model's routers.
 
-    share: of one micro-batch's rows in the mean of what is trained on together, with all factors by
-    which an engine divides gradients taken back; the coefficient times it is what the gradient is
-    scaled with. Set it before each step.
+    The loss enters the graph beside the routing weights, so it is part of the backward pass of
+    whichever stage and micro-batch a layer runs in. It is in no output.
+    share: weight of one micro-batch's sequences in the step's mean, times the factors by which an
+        engine divides gradients. Set it before each step.
     """
 
     def __init__(
@@ -301,8 +301,11 @@ class RouterAuxLoss:
         piece: int = 0,
         summed: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
     ) -> None:
-        """pieces: ranks that share each row; piece: this rank's number among them; summed: the sum
-        of a tensor over them, collective."""
+        """Register hooks on the routers.
+
+        pieces: ranks that share each sequence; piece: this rank's index among them.
+        summed: sums a tensor over these ranks (collective).
+        """
         self.coefficient, self.affinity, self.summed = coefficient, affinity, summed
         self.pieces, self.piece = pieces, piece
         self.share, self.length = 1.0, 0
@@ -321,11 +324,14 @@ class RouterAuxLoss:
         return logits, _AddLossGradient.apply(weights, loss, scale), chosen  # type: ignore[no-untyped-call]
 
     def of_layer(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Mean over rows; of a row that ranks share, this rank's tokens' part, whose sum over the
-        ranks is the row's. logits: (B S, E); chosen: (B S, k), S being `length`, a row's tokens on
-        this rank, padding included."""
+        """Return the mean loss over sequences; of a split sequence this rank's part, which sums up
+        over the ranks.
+
+        logits: (B S, E); chosen: (B S, k), where S is `length`, a sequence's tokens on this rank
+            with padding.
+        """
         if not self.length or len(logits) % self.length:
-            raise RuntimeError(f"{len(logits)} tokens are no rows of {self.length}")
+            raise RuntimeError(f"{len(logits)} tokens are not sequences of {self.length}")
         rows, experts = len(logits) // self.length, logits.shape[1]
         tokens = logits.new_full((rows, 1), self.length * self.pieces, dtype=torch.float32)
         if SEQUENCE_LENGTHS.current is not None:
@@ -346,8 +352,7 @@ class RouterAuxLoss:
 
 
 class _AddLossGradient(torch.autograd.Function):
-    """The weights as they are; in the backward pass the loss gets a gradient of its own, the
-    scale."""
+    """Return the weights unchanged; give the loss a gradient of `scale` in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,6 +1,4 @@
-"""The compile-time probe: the model's own type and switches, tiny, run plain and in isolated
-pieces.
-"""
+"""Probe a model at compile time: a tiny copy of it runs unsplit and in isolated pieces."""
 
 from __future__ import annotations
 
@@ -46,61 +44,59 @@ from shardwright.utils.exception_summary import exception_summary
 from shardwright.utils.installation import missing_peft
 from shardwright.utils.numeric_difference import max_abs_diff, relative_error
 
-# Whether documents that share a sequence stay apart, given positions that start again at each one
-# (also for the masks: document_masks.py).
+# Whether packed documents attend to each other, given positions that restart at each document.
 
 
 LENGTHS = ((7, 5, 12), (1, 16, 7))
-"""Of the documents in each row of the probe: borders differ between the rows, and one document is a
-single token."""
+"""Document lengths of each probe sequence: boundaries differ between sequences, and one document is
+a single token."""
 TOLERANCE = 2e-5
-"""Of the largest logit: other shapes of a matrix product sum in another order."""
+"""Largest relative error of the logits: matrix products of other shapes sum in another order."""
 
 
 def positions() -> torch.Tensor:
-    """(2, 24) int64: each document counts from 0."""
+    """Return positions (2, 24) int64; each document counts from 0."""
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
 
 
 @torch.no_grad()
 def packing_blocker(model: PreTrainedModel, cut: PipelineSplit, input_ids: torch.Tensor) -> str:
-    """ "" where it is proved. model: tiny, nothing random; input_ids: (2, 24).
+    """Return why documents cannot be packed, "" where a tiny copy verifies that they can.
 
-    In one piece, each document's logits must be those of the document alone; in isolated pieces, as
-    pipeline stages run, those of one piece.
+    Each document's logits must equal those of the document alone, and those of isolated pieces, as
+    pipeline stages run. model: tiny, without dropout. input_ids: (2, 24).
     """
     place = positions()
     with packed_document_masks(model, place):
         keywords = packed_attention_arguments(model.config._attn_implementation, place)
-        whole = model(input_ids=input_ids, use_cache=False, **keywords).logits
-    if not whole.isfinite().all():
+        packed = model(input_ids=input_ids, use_cache=False, **keywords).logits
+    if not packed.isfinite().all():
         return "a tiny copy's logits are not finite"
-    scale = TOLERANCE * max(1.0, float(whole.abs().max()))
-    for row, lengths in enumerate(LENGTHS):
+    scale = TOLERANCE * max(1.0, float(packed.abs().max()))
+    for sequence, lengths in enumerate(LENGTHS):
         at = 0
         for length in lengths:
             alone = model(
-                input_ids=input_ids[row : row + 1, at : at + length], use_cache=False
+                input_ids=input_ids[sequence : sequence + 1, at : at + length], use_cache=False
             ).logits[0]
-            off = max_abs_diff(whole[row, at : at + length], alone)
-            if not off <= scale:
-                return f"a packed document's logits differ by {off:.1e} from its own"
+            difference = max_abs_diff(packed[sequence, at : at + length], alone)
+            if not difference <= scale:
+                return f"a packed document's logits differ by {difference:.1e} from its own"
             at += length
     outside = {id(p) for p in model.parameters()} - {
         id(p) for p in model.get_submodule(cut.stack).parameters()
     }
-    off = max_abs_diff(run_in_pieces(model, cut, outside, outside, input_ids, place), whole)
-    return (
-        ""
-        if off <= scale
-        else f"packed logits of isolated layers differ by {off:.1e} from the model's"
-    )
+    pieces = run_in_pieces(model, cut, outside, outside, input_ids, place)
+    difference = max_abs_diff(pieces, packed)
+    if difference <= scale:
+        return ""
+    return f"packed logits of isolated layers differ by {difference:.1e} from the model's"
 
 
 IMAGES_NOT_VERIFIED = "its rows hold pictures, which is not proved"
 MAX_PROBE_PARAMETERS = 250_000_000
-"""Of a copy with the model's own widths: 1 GB in fp32, and as much again for each isolated piece in
-its turn."""
+"""Largest copy with the model's own widths: 1 GB in fp32, and as much again for one isolated
+piece."""
 
 
 def probe_config(
@@ -110,33 +106,38 @@ def probe_config(
     key: KeyPath,
     model: PreTrainedModel | None = None,
 ) -> ModelStructure:
-    """Error: SW2016, this structure cannot be proved to come apart. model: the whole one, on the
-    meta device; a shallow copy that lacks one of its kinds of layers is made as deep as it is."""
+    """Return the structure of a model. Raises SW2016 where it could not be split into layers that
+    reproduce it.
+
+    model: the full model on the meta device; a shallow copy that lacks a kind of layer is made as
+        deep.
+    """
     document, pinned = config.to_dict(), None if attention == "auto" else attention
     small = _text(task.small(document))
     if model is not None and not _keeps_every_kind(
         model, config.model_type, task.name, small, pinned
     ):
         small = _text(task.small(document, depth=False))
-    found = _probe(config.model_type, task.name, small, pinned, most_parameters=None)
-    if isinstance(found, _TinyCopyFailed):
-        # Maybe only because the sizes of the copy do not fit each other: the real ones do.
-        as_it_is = _text(task.small(document, widths=False))
-        again = _probe(
-            config.model_type, task.name, as_it_is, pinned, most_parameters=MAX_PROBE_PARAMETERS
+    structure = _probe(config.model_type, task.name, small, pinned, most_parameters=None)
+    if isinstance(structure, _TinyCopyFailed):
+        # The tiny sizes may not fit each other: try the model's own.
+        own_widths = _text(task.small(document, widths=False))
+        unshrunk = _probe(
+            config.model_type, task.name, own_widths, pinned, most_parameters=MAX_PROBE_PARAMETERS
         )
-        found = again if isinstance(again, ModelStructure) else found
-    if isinstance(found, ModelStructure) and found.cut.together:
-        # Which layers share is a matter of which layers there are: the copy has fewer.
+        structure = unshrunk if isinstance(unshrunk, ModelStructure) else structure
+    if isinstance(structure, ModelStructure) and structure.cut.together:
+        # The shallow copy has fewer layers that could share state.
         deep = _inseparable_layers(
             config.model_type, task.name, _text(task.small(document, depth=False)), pinned
         )
         if isinstance(deep, str):
             raise unsplittable_error(config, deep, key)
-        found = dataclasses.replace(found, cut=dataclasses.replace(found.cut, together=deep))
-    if isinstance(found, str):
-        raise unsplittable_error(config, found, key)
-    return found
+        cut = dataclasses.replace(structure.cut, together=deep)
+        structure = dataclasses.replace(structure, cut=cut)
+    if isinstance(structure, str):
+        raise unsplittable_error(config, structure, key)
+    return structure
 
 
 def _keeps_every_kind(
@@ -145,7 +146,7 @@ def _keeps_every_kind(
     with _isolated_rng(), torch.device("meta"):
         try:
             copy = _build(model_type, task, text, attention)
-        except Exception:  # the probe says what a type's own code raises at this size
+        except Exception:  # the probe reports it
             return True
     return has_every_layer_kind(model, copy)
 
@@ -158,14 +159,14 @@ def unsplittable_error(config: PretrainedConfig, why: str, key: KeyPath) -> Refu
     return refusal(
         "SW2016",
         f"model_type {config.model_type!r} cannot be split into layers: {why}",
-        "A tiny copy of the model must give the same bits in one piece and in isolated pieces; "
-        "this one does not, and nothing is guessed. Use a model of another type.",
+        "A tiny copy of the model must give the same bits in one piece and in isolated pieces. "
+        "Use a model of another type.",
         key,
     )
 
 
 class _TinyCopyFailed(str):
-    """A reason that may be the tiny copy's own."""
+    """A reason that may hold for the tiny copy only."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -177,7 +178,8 @@ def _probe(
     *,
     most_parameters: int | None,
 ) -> ModelStructure | str:
-    """The reason as text where there is no cut, so that it is cached too."""
+    """Probe a copy; return the reason as text where it cannot be split, so that it is cached
+    too."""
     with _isolated_rng():
         try:
             if most_parameters is not None:
@@ -194,19 +196,19 @@ def _probe(
             _check_adapter(model, tokens, beside)
             probed = probe(model, tokens, beside)
             if beside is None:
-                # A sparse indexer may look into another document with some texts only.
+                # A sparse indexer may attend to another document with some texts only.
                 texts = (tokens, *(task_named(task).example(model.config) for _ in range(3)))
                 whys = (_why_not_packed(model, probed.cut, text) for text in texts)
                 return dataclasses.replace(probed, packing=next(filter(None, whys), ""))
-            again = modules_run_per_image(model, VOCABULARY, probed.cut.stack)
+            per_image = modules_run_per_image(model, VOCABULARY, probed.cut.stack)
             return dataclasses.replace(
-                probed, packing=IMAGES_NOT_VERIFIED, modules_run_per_image=again
+                probed, packing=IMAGES_NOT_VERIFIED, modules_run_per_image=per_image
             )
         except UnsupportedImages as reason:
             return _TinyCopyFailed(reason)
         except NotSplittable as reason:
             return str(reason)
-        except Exception as error:  # whatever a type's own code raises at this size
+        except Exception as error:  # a type's code may raise anything at this size
             lines = str(error).strip().splitlines() or [""]
             return _TinyCopyFailed(
                 f"its tiny copy does not run ({type(error).__name__}: {lines[-1][:200]})"
@@ -215,38 +217,41 @@ def _probe(
 
 @torch.no_grad()
 def _check_adapter(model: PreTrainedModel, tokens: torch.Tensor, beside: Batch | None) -> None:
-    """Adapts the model. Raises NotSplittable where it computes other bits then: all that follows
-    looks at the adapted one alone."""
-    plain = logits_of(model, tokens, beside)
-    if patch_forwards(model) and not torch.equal(logits_of(model, tokens, beside), plain):
+    """Apply the type's adapter. Raises NotSplittable where the model computes other bits with
+    it."""
+    original = logits_of(model, tokens, beside)
+    if patch_forwards(model) and not torch.equal(logits_of(model, tokens, beside), original):
         raise NotSplittable("between its layers more happens than its adapter knows")
 
 
 def _why_not_packed(model: PreTrainedModel, cut: PipelineSplit, tokens: torch.Tensor) -> str:
     try:
         return packing_blocker(model, cut, tokens)
-    except Exception as error:  # a type whose forward takes no positions, for one
+    except Exception as error:  # a forward without positions, for example
         return f"a tiny copy does not take packed documents ({exception_summary(error, 120)})"
 
 
 @torch.no_grad()
 def flash_attention_error(config: PretrainedConfig) -> float:
-    """How far a tiny copy's logits are from those with eager attention, as a share of the largest.
-    The kernels leave out what they do not have, without a word: attention sinks, biases."""
+    """Return the relative error of a tiny copy's logits with flash attention, against eager
+    attention.
+
+    The kernels silently leave out attention sinks and biases.
+    """
     text, task = _text(CAUSAL_LM.small(config.to_dict())), CAUSAL_LM
     with _isolated_rng():
         model = _random_model(config.model_type, task.name, text, FLASH_ATTENTION_2)
         tokens = task.example(model.config)
-        plain = _build(config.model_type, task.name, text, "eager")
-        plain.load_state_dict(model.state_dict())
-        patch_forwards(plain.train())
-        given, wanted = (m(input_ids=tokens, use_cache=False).logits for m in (model, plain))
-    return relative_error(given, wanted)
+        eager = _build(config.model_type, task.name, text, "eager")
+        eager.load_state_dict(model.state_dict())
+        patch_forwards(eager.train())
+        flash, expected = (m(input_ids=tokens, use_cache=False).logits for m in (model, eager))
+    return relative_error(flash, expected)
 
 
 def _narrow(graph: ModelGraph) -> tuple[str, str, str]:
-    """Type, configuration and attention of a narrow copy as deep as the model: one layer of another
-    kind is enough. flash-attn itself is not run."""
+    """Return (type, configuration, attention) of a narrow copy as deep as the model; flash
+    attention becomes eager."""
     attention = "eager" if graph.attention == FLASH_ATTENTION_2 else graph.attention
     return graph.model_type, _text(shrink(dict(graph.config), depth=False)), attention
 
@@ -264,7 +269,7 @@ def _why_no_context(model_type: str, text: str, attention: str) -> str:
         try:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
             return context_split_blocker(model, CAUSAL_LM.example(model.config))
-        except Exception as error:  # whatever a type's own code raises on a piece of a row
+        except Exception as error:  # a type's code may raise anything on part of a sequence
             return f"a tiny copy does not run on a piece of a row ({exception_summary(error, 120)})"
 
 
@@ -284,7 +289,7 @@ def _why_no_experts(model_type: str, text: str, attention: str, planned: tuple[s
         try:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
             return split_experts_blocker(model, CAUSAL_LM.example(model.config), frozenset(planned))
-        except Exception as error:  # whatever a type's own code raises with some of its experts
+        except Exception as error:  # a type's code may raise anything with some of its experts
             return (
                 "a tiny copy does not run with some of its experts "
                 f"({exception_summary(error, 120)})"
@@ -305,15 +310,14 @@ def _router_affinity(model_type: str, text: str, attention: str) -> str | NoRout
         try:
             model = _random_model(model_type, CAUSAL_LM.name, text, attention)
             return detect_affinity(model, CAUSAL_LM.example(model.config))
-        except Exception as error:  # whatever a type's own code raises at this size
+        except Exception as error:  # a type's code may raise anything at this size
             return NoRouterAuxLoss(f"a tiny copy does not run ({exception_summary(error, 120)})")
 
 
 def check_lora_adapters(graph: ModelGraph, lora: LoraSection) -> None:
-    """Try the adapters on a tiny copy, before anything is paid for. Raises Refusal: SW3221.
+    """Try the adapters on a tiny copy. Raises Refusal: SW3221.
 
-    Does nothing where peft is not installed (each rank says so), of a type with code of its own, or
-    of pairs.
+    Does nothing without peft (each rank reports that), for remote code, or for a contrastive model.
     """
     if missing_peft() or graph.model_type not in CONFIG_MAPPING or graph.task_traits.compares_pairs:
         return
@@ -354,11 +358,11 @@ def _why_not_adapted(
         try:
             model = _random_model(model_type, task, text, attention)
             ids, beside = task_named(task).shown(model)
-            warnings.simplefilter("ignore")  # peft says that it turns GPT-2's weights round
+            warnings.simplefilter("ignore")  # peft warns that it transposes GPT-2's weights
             return lora_blocker(
                 model, stack, lora, names, planned, lambda: logits_of(model, ids, beside)
             )
-        except Exception as error:  # whatever a type's own code raises at this size
+        except Exception as error:  # a type's code may raise anything at this size
             return f"it does not run with them ({exception_summary(error, 120)})"
 
 
@@ -366,7 +370,8 @@ def _why_not_adapted(
 def _inseparable_layers(
     model_type: str, task: TaskName, text: str, attention: str | None
 ) -> tuple[LayerRange, ...] | str:
-    """`Cut.together` of a narrow copy as deep as the model, or the reason why there is none."""
+    """Return `PipelineSplit.together` of a narrow copy as deep as the model, or why it is
+    unknown."""
     with _isolated_rng():
         try:
             model = _random_model(model_type, task, text, attention)
@@ -390,7 +395,7 @@ def _build(model_type: str, task: TaskName, text: str, attention: str | None) ->
 def _random_model(
     model_type: str, task: TaskName, text: str, attention: str | None, *, adapted: bool = True
 ) -> PreTrainedModel:
-    """In training mode, as a run has it; the shrunk configuration has no dropout."""
+    """Build a model in training mode with random weights; a tiny configuration has no dropout."""
     model = _build(model_type, task, text, attention)
     model.train()
     if adapted:
@@ -403,7 +408,7 @@ def _random_model(
 
 @contextlib.contextmanager
 def _isolated_rng() -> Iterator[None]:
-    """Random numbers of its own, and no warnings: they would be about the tiny copy."""
+    """Use an own random state, and silence transformers' warnings about the tiny copy."""
     state, verbosity = torch.get_rng_state(), logging.get_verbosity()
     torch.manual_seed(0)
     logging.set_verbosity_error()

@@ -1,5 +1,4 @@
-"""One piece of a model run once on fake tensors: the FLOPs that it does and the bytes that autograd
-keeps.
+"""Run one piece of a model on fake tensors, and measure its FLOPs and saved activations.
 
 Shape letters: S sequence length (one sequence), H hidden size.
 """
@@ -22,8 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedBytes:
-    """Kept for backward: `whole` on every tensor rank, `divided` is what tensor parallelism
-    cuts."""
+    """Bytes saved for backward: `whole` on every tensor rank, `divided` split over tensor ranks."""
 
     whole: int
     divided: int
@@ -31,11 +29,13 @@ class ShardedBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceTrace:
-    """One run.
+    """Hold the measurements of one run.
 
-    forward_flops, backward_flops: multiply and add are two; attention_forward_flops: the attention
-    module's share. saves: how often autograd saved a tensor. kept: under checkpointing none,
-    selective (the attention module keeps its inputs alone), full (the piece does).
+    forward_flops, backward_flops: multiply and add count as two.
+    attention_forward_flops: the attention module's part.
+    saves: number of tensors saved by autograd.
+    kept: saved bytes under checkpointing none, selective (attention saves only its inputs) and full
+        (only the piece's input).
     """
 
     forward_flops: int
@@ -46,11 +46,11 @@ class PieceTrace:
 
 
 class GpuKernels(TorchFunctionMode):
-    """Runs dropout and scaled dot-product attention as a GPU does, also on the CPU's fake tensors.
+    """Run dropout and scaled dot-product attention as a GPU does, on the CPU's fake tensors.
 
-    The CPU's dropout keeps noise as wide as its input, a GPU's a mask of one byte; the CPU's
-    attention falls back to an S x S product where heads differ in size or there is dropout, a GPU's
-    fused kernels keep the log-sum-exp alone.
+    The CPU's dropout saves noise as wide as its input, a GPU's a one-byte mask. The CPU's attention
+    falls back to an S x S product for unequal head sizes or dropout; a GPU's fused kernels save the
+    log-sum-exp.
     """
 
     def __torch_function__(
@@ -65,8 +65,7 @@ class GpuKernels(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and args[0].dim() == 4:
             return _attention(*args, **(kwargs or {}))
         if func is torch._grouped_mm:
-            # The same product and the same two tensors kept; torch's own shape rule takes bfloat16
-            # alone.
+            # Same product and saved tensors; torch's own shape rule accepts only bfloat16.
             return torch.ops.transformers.grouped_mm_fallback(
                 args[0], args[1], (kwargs or {})["offs"]
             )
@@ -90,9 +89,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(
-            attn_mask, dtype=query.dtype
-        )  # torch makes it additive, at each call
+        # torch makes the mask additive at each call.
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     out: torch.Tensor = _FusedAttention.apply(
@@ -102,10 +100,9 @@ def _attention(
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps queries, keys, values, mask, output and log-sum-exp, as each of torch's fused kernels
-    does.
+    """Save queries, keys, values, mask, output and log-sum-exp, as torch's fused kernels do.
 
-    Fewer heads of keys and values than of queries are legal, as in the flash kernel: the gradients
+    Fewer heads of keys and values than of queries are allowed, as in the flash kernel; gradients
     are cut to them.
     """
 
@@ -124,9 +121,8 @@ class _FusedAttention(torch.autograd.Function):
             query, key, value, mask, True, dropout, causal, scale=scale
         )
         if mask is None and out.shape == query.shape:
-            out = torch.empty_like(
-                query
-            )  # flash attention's output is laid out as its queries, memory-efficient's not
+            # Flash attention's output has its queries' layout, memory-efficient attention's not.
+            out = torch.empty_like(query)
         ctx.save_for_backward(query, key, value, mask, out, log_sum_exp)
         ctx.options = (seed, offset, dropout, [*ctx.needs_input_grad[:4]], causal)
         return out
@@ -164,8 +160,7 @@ class _FusedAttention(torch.autograd.Function):
 def _grouped_flops(
     a: tuple[int, ...], b: tuple[int, ...], *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """Grouped matrix products: each row of `a` meets one expert's matrix, so the experts do not
-    multiply the work."""
+    """Count grouped matrix products: each row of `a` meets one expert's matrix."""
     rows, inner = a[-2:]
     return 2 * rows * inner * b[-1] * (a[0] if len(a) == 3 else 1)
 
@@ -184,18 +179,18 @@ def _flop_counter() -> FlopCounterMode:
 
 
 class _Recorder:
-    """Which storages autograd saves, and where: `keep` and `give` are the saved-tensor hooks."""
+    """Record which storages autograd saves, and where; `keep` is the pack hook."""
 
     def __init__(self, known: set[int], width: int, active: bool) -> None:
         self.known, self.width, self.active = known, width, active
         self.saves = 0
-        self.depth = 0  # inside how many blocks
+        self.depth = 0  # number of enclosing blocks
         self.in_attention = False
         self.saved: dict[int, int] = {}  # storage -> bytes
         self.wide: set[int] = set()
         self.outside_attention: set[int] = set()
         self.outside_blocks: set[int] = set()
-        self.alive: list[torch.Tensor] = []  # a freed storage's address would be used again
+        self.alive: list[torch.Tensor] = []  # else a freed storage's address could be reused
 
     def note(self, tensor: torch.Tensor, *, outside_block: bool, outside_attention: bool) -> None:
         storage = tensor.untyped_storage()
@@ -218,9 +213,8 @@ class _Recorder:
         return tensor
 
     def total(self, where: set[int]) -> ShardedBytes:
-        """What a block makes for itself, and what is wider than the hidden states, is cut over
-        tensor ranks; block inputs and what norms and residuals keep is whole (as in arXiv
-        2205.05198, section 4.2.1)."""
+        """Split the saved bytes: unsharded are block inputs and what norms and residuals save
+        (arXiv 2205.05198, section 4.2.1)."""
         whole = sum(
             n for s, n in self.saved.items() if s in where and s in self.outside_blocks - self.wide
         )
@@ -240,11 +234,11 @@ def measure_piece(
     count_flops: bool,
     starts_after: nn.Module | None = None,
 ) -> PieceTrace:
-    """Runs `run(hidden)` once, and backward where FLOPs are counted.
+    """Run `run(hidden)` once, and its backward where FLOPs are counted.
 
-    known: tensors that are there anyway (parameters, context). width: elements of the hidden
-    states. starts_after: where the piece begins with this module's output, and what runs before is
-    not its own.
+    known: tensors that exist anyway (parameters, context).
+    width: elements of the hidden states.
+    starts_after: the module whose output the piece starts with; earlier work is not counted.
     """
     recorder = _Recorder({t.untyped_storage()._cdata for t in known}, width, starts_after is None)
     counted = {"before": 0, "attention": 0, "entered": 0}
@@ -295,7 +289,7 @@ def measure_piece(
 def _hook_blocks(
     stack: ExitStack, layer: nn.Module, attention_module: str, recorder: _Recorder
 ) -> None:
-    """Blocks: the attention module, and the layer's own children that hold matrices (feed-forward,
+    """Hook the blocks: the attention module, and the layer's children with matrices (feed-forward,
     experts)."""
 
     def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -1,11 +1,9 @@
-"""What the tower of a model that sees computes and keeps, seen by running it on fake parameters, as
-models/layer_trace.py runs the decoder layers.
+"""Measure what a vision encoder computes and saves on fake parameters, like layer_trace.py for
+decoder layers.
 
-`get_image_features` is run as it is, in the first shape of picture that it takes
-(models/tasks/vision_language.py), on real values and real integers (grids, which its code asks for
-their values); each block that computes other shapes than those before it is then run alone. No type
-is named: the blocks are the children of the outermost lists of modules that run once each. Letters:
-n patches of a picture.
+`get_image_features` runs in the first image format that it accepts (tasks/vision_language.py), on
+real values and integers. Then each block of distinct shapes runs alone; blocks are children of the
+outermost module lists that run once each. Letters: n patches of an image.
 """
 
 from __future__ import annotations
@@ -53,26 +51,24 @@ from shardwright.models.trace_meter import PieceTrace, measure_piece, tensors_in
 from shardwright.recipe.literal_types import CHECKPOINTING
 
 SIDE = 16
-"""Patches of the shorter side of a picture that a tower without a size of its own is traced on; it
-is doubled for the longer one. Windows (112 pixels in Qwen2.5-VL, 8 patches) divide it."""
+"""Patches of the shorter side of an image of free size; doubled for the longer one. Windows (8
+patches in Qwen2.5-VL) divide it."""
 
 _ASIDE = frozenset({"last_hidden_state", "hidden_states", "attentions"})
-"""Fields of a tower's output that no decoder takes."""
+"""Fields of a vision encoder's output that no decoder takes."""
 
 
 def trace_vision_encoder(model: PreTrainedModel, cut: PipelineSplit) -> VisionEncoder:
-    """`model`: on the meta device with the attention that will run; it cannot be used afterwards.
-    Its text part does not run."""
+    """Trace the vision encoder of a model on the meta device, which cannot be used afterwards; its
+    text part does not run."""
     whys = []
     try:
-        tower = vision_encoder_shape(model.config)
+        encoder = vision_encoder_shape(model.config)
         with _quiet():
             for make in shapes(set(forward_input_names(model))):
                 try:
-                    return _trace(model, cut, tower, make)
-                except (
-                    Exception
-                ) as error:  # whatever a type raises on another one's shape, or on fake tensors
+                    return _trace(model, cut, encoder, make)
+                except Exception as error:  # another type's format, or fake tensors
                     whys.append(error_reason(error))
     except UnsupportedImages as why:
         whys.append(str(why))
@@ -81,7 +77,7 @@ def trace_vision_encoder(model: PreTrainedModel, cut: PipelineSplit) -> VisionEn
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs what a fake tensor refuses, before it raises it."""
+    """Silence torch, which logs what a fake tensor refuses before it raises."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
     try:
@@ -97,7 +93,7 @@ def _untraced(why: str) -> VisionEncoder:
 
 
 def _trace(
-    model: PreTrainedModel, cut: PipelineSplit, tower: VisionEncoderShape, make: MakeImages
+    model: PreTrainedModel, cut: PipelineSplit, encoder: VisionEncoderShape, make: MakeImages
 ) -> VisionEncoder:
     model.train()
     stub_parameters(model, torch.float32)
@@ -105,8 +101,8 @@ def _trace(
     for element_bytes, dtype in TRACED_DTYPES.items():
         stub_parameters(model, dtype)
         runs[element_bytes] = [
-            _EncoderRun(model, cut, inputs, patches(tower, inputs), flops=element_bytes == 4)
-            for inputs in _pictures(tower, make, dtype)
+            _EncoderRun(model, cut, inputs, patches(encoder, inputs), flops=element_bytes == 4)
+            for inputs in _example_images(encoder, make, dtype)
         ]
     first = runs[4]
     tiles = first[0].tiles if len(first) == 1 else 0
@@ -137,7 +133,7 @@ def _trace(
             )
         )
     return VisionEncoder(
-        patch=tower.patch,
+        patch=encoder.patch,
         patches=first[0].patches // tiles if tiles else 0,
         patches_per_token=first[0].patches / first[0].tokens,
         layers=tuple(layers),
@@ -159,8 +155,10 @@ def _whole(piece: PieceTrace, mode: int) -> int:
 
 
 def _fit(points: list[tuple[int, int]], tiles: int) -> ImageCost:
-    """points: (n, value) of one picture, or of two of which one has twice the patches. tiles: that
-    one of fixed size was cut into; 0 where its size may be any."""
+    """Fit the cost to points (n, value): one image, or two of which one has twice the patches.
+
+    tiles: tiles of an image of fixed size, 0 where the size is free.
+    """
     if tiles:
         return ImageCost(per_image=points[0][1] // tiles)
     (n, short), (_, long) = points
@@ -168,20 +166,22 @@ def _fit(points: list[tuple[int, int]], tiles: int) -> ImageCost:
     return ImageCost(per_patch=max(0, round((short - per_pair * n * n) / n)), per_pair=per_pair)
 
 
-def _pictures(tower: VisionEncoderShape, make: MakeImages, dtype: torch.dtype) -> list[Batch]:
-    """What get_image_features takes of a picture: of two where its size may be any, one twice as
-    wide as the other, and else of the tower's own size."""
-    large = dataclasses.replace(tower, times=max(1, SIDE // (2 * tower.cell)))
-    made = [make(large, [[width]]) for width in (1, 3)]
-    if made[0]["pixel_values"].shape == made[1]["pixel_values"].shape:
-        made = made[:1]
+def _example_images(
+    encoder: VisionEncoderShape, make: MakeImages, dtype: torch.dtype
+) -> list[Batch]:
+    """Return inputs for images: two where the size is free (one twice as wide), else one of the
+    encoder's size."""
+    large = dataclasses.replace(encoder, times=max(1, SIDE // (2 * encoder.cell)))
+    inputs = [make(large, [[width]]) for width in (1, 3)]
+    if inputs[0]["pixel_values"].shape == inputs[1]["pixel_values"].shape:
+        inputs = inputs[:1]
     return [
-        {n: v.to(dtype) if v.is_floating_point() else v for n, v in each.items()} for each in made
+        {n: v.to(dtype) if v.is_floating_point() else v for n, v in each.items()} for each in inputs
     ]
 
 
 class _NoBlocks(Exception):
-    """path: of a list whose modules change the shape of what they are given (mergers of several
+    """The modules of the list at `path` change the shape of their input (mergers of several
     depths)."""
 
     def __init__(self, path: str) -> None:
@@ -190,7 +190,10 @@ class _NoBlocks(Exception):
 
 @dataclass
 class _EncoderBlock:
-    """index: of the first block that computes the same shapes; arguments and output of that one."""
+    """Hold a block's call.
+
+    index: the first block that computes the same shapes; arguments and output are that block's.
+    """
 
     index: int
     arguments: Arguments
@@ -198,10 +201,11 @@ class _EncoderBlock:
 
 
 class _EncoderRun:
-    """The tower on one picture, in one precision. names, widths, pieces: of each block, and of what
-    stands around them.
+    """Run the vision encoder on one image in one precision.
 
-    towers, projector: paths, as in Vision."""
+    names, widths, pieces: of each block, and of everything around the blocks.
+    towers, projector: paths, as in VisionEncoder.
+    """
 
     def __init__(
         self,
@@ -212,31 +216,33 @@ class _EncoderRun:
         *,
         flops: bool,
     ) -> None:
-        """flops: whether they are counted, and the backward pass run."""
+        """Capture and measure the blocks.
+
+        flops: whether to count them and run the backward pass.
+        """
         self.model: Any = model
         self.inputs, self.patches, self.flops = inputs, patches, flops
         pixels = inputs["pixel_values"].shape
-        self.tiles = pixels[0] * pixels[1] if len(pixels) == 5 else 1  # of one picture
+        self.tiles = pixels[0] * pixels[1] if len(pixels) == 5 else 1  # tiles of one image
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.blocks = _blocks(model, cut)
-        self._called: list[
-            tuple[str, int]
-        ] = []  # a module outside the blocks, and the width of what it returned
+        # Modules outside the blocks, with the width of their output.
+        self._called: list[tuple[str, int]] = []
         with fake_parameters(list(model.modules()), self.fake):
-            found = self._capture_of_blocks()
-            self.blocks = {path: module for path, module in self.blocks.items() if path in found}
+            calls = self._capture_of_blocks()
+            self.blocks = {path: module for path, module in self.blocks.items() if path in calls}
             self.tokens = _tokens(self._features())
             self.towers, self.projector = self._parts(cut)
         self.names = (*self.blocks, "")
         known = {
             path: self._block(path, each)
-            for path, each in found.items()
-            if list(found).index(path) == each.index
+            for path, each in calls.items()
+            if list(calls).index(path) == each.index
         }
-        order = list(found)
+        order = list(calls)
         self.pieces = [
-            *(known[order[found[path].index]] for path in self.blocks),
-            self._around(found),
+            *(known[order[calls[path].index]] for path in self.blocks),
+            self._around(calls),
         ]
         outside = [p for name, p in model.named_parameters() if self._is_around(name)]
         self.widths = (
@@ -259,18 +265,18 @@ class _EncoderRun:
                 self._called.clear()
 
     def _capture(self) -> dict[str, _EncoderBlock]:
-        """The blocks that ran, in order. Of those that compute the same shapes the first is run."""
-        found: dict[str, _EncoderBlock] = {}
+        """Record the call of each block, in order; blocks of equal shapes run once."""
+        calls: dict[str, _EncoderBlock] = {}
         kinds: dict[str, tuple[int, Any]] = {}
 
         def run(path: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            if path in found:
+            if path in calls:
                 raise ValueError(f"{path} ran twice")
             key = shape_signature(self.blocks[path], (args, kwargs))
             if key not in kinds:
-                kinds[key] = len(found), forward(*args, **kwargs)
+                kinds[key] = len(calls), forward(*args, **kwargs)
             index, output = kinds[key]
-            found[path] = _EncoderBlock(index=index, arguments=(args, kwargs), output=output)
+            calls[path] = _EncoderBlock(index=index, arguments=(args, kwargs), output=output)
             try:
                 return _passed(output, _hidden_of(args, kwargs, output))
             except ValueError:
@@ -281,31 +287,31 @@ class _EncoderRun:
                 if name not in self.blocks and not any(
                     name.startswith(f"{path}.") for path in self.blocks
                 ):
-                    hook = partial(self._note, name, found)
+                    hook = partial(self._note, name, calls)
                     stack.callback(module.register_forward_hook(hook).remove)
             for path, module in self.blocks.items():
                 stack.enter_context(replace_forward(module, partial(run, path, module.forward)))
             self._features()
-        if not found:
-            raise ValueError("no list of its modules runs on a picture")
-        return found
+        if not calls:
+            raise ValueError("no list of its modules runs on an image")
+        return calls
 
     def _note(
-        self, name: str, found: dict[str, _EncoderBlock], module: nn.Module, args: Any, output: Any
+        self, name: str, calls: dict[str, _EncoderBlock], module: nn.Module, args: Any, output: Any
     ) -> None:
-        if found:
+        if calls:
             self._called.append(
                 (name, max((t.shape[-1] for t in tensors_in(output) if t.ndim), default=0))
             )
 
     def _block(self, path: str, block: _EncoderBlock) -> PieceTrace:
-        """A block alone, in the same shapes."""
+        """Measure one block alone, in the same shapes."""
         module = self.blocks[path]
         args, kwargs = block.arguments
         hidden = _hidden_of(args, kwargs, block.output)
         with fake_parameters(list(module.modules()), self.fake) as parameters:
             with self.fake:
-                given = torch.empty(hidden.shape, dtype=hidden.dtype, requires_grad=True)
+                fake_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, requires_grad=True)
 
             def run(tensor: torch.Tensor | None) -> Any:
                 swapped = pytree.tree_map(
@@ -314,19 +320,19 @@ class _EncoderRun:
                 return module(*swapped[0], **swapped[1])
 
             shared = [t for t in tensors_in((args, kwargs)) if t is not hidden]
-            # What a layer is handed is on the fake side what the mode makes of it.
+            # The fake versions of a layer's real inputs are known too.
             known = [
                 *parameters,
                 *shared,
                 *(self.fake.from_tensor(t) for t in shared if not _is_fake(t)),
             ]
-            return self._measured(run, given, known, given.numel(), module)
+            return self._measured(run, fake_hidden, known, fake_hidden.numel(), module)
 
-    def _around(self, found: dict[str, _EncoderBlock]) -> PieceTrace:
-        """All but the blocks."""
+    def _around(self, calls: dict[str, _EncoderBlock]) -> PieceTrace:
+        """Measure everything but the blocks."""
 
         def passed(path: str, /, *args: Any, **kwargs: Any) -> Any:
-            output = found[path].output
+            output = calls[path].output
             return _passed(output, _hidden_of(args, kwargs, output))
 
         def run(_: torch.Tensor | None) -> Any:
@@ -360,25 +366,30 @@ class _EncoderRun:
         )
 
     def _parts(self, cut: PipelineSplit) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Paths of the towers, each the largest module that holds blocks and none of the decoder's;
-        and of the projector: modules beside the towers that ran on a picture, and inside them those
-        behind the first block that hold a matrix and give features of the decoder's width."""
+        """Return the paths of the vision encoders and of the projector.
+
+        An encoder is the largest module that holds blocks and no decoder layer. The projector is
+        the modules beside the encoders that ran on an image, and those inside, after the first
+        block, with a matrix and the decoder's width.
+        """
         stacks = dict.fromkeys(path.rpartition(".")[0] for path in self.blocks)
         towers = tuple(dict.fromkeys(_distinct_prefix(path, cut.stack) for path in stacks))
         holders = {above for tower in towers for above in _above(tower)}
         inner = {above for path in stacks for above in _above(path)} | set(stacks)
         width = self.model.config.get_text_config().hidden_size
-        found = [
+        projector = [
             name
             for name, size in self._called
             if name not in inner
             and (not _lies_under(name, towers) or (size == width and self._has_matrix(name)))
         ]
-        found += [
+        projector += [
             name for name, _ in self.model.named_parameters() if name.rpartition(".")[0] in holders
         ]
         outer = [
-            n for n in dict.fromkeys(found) if not any(n.startswith(f"{other}.") for other in found)
+            n
+            for n in dict.fromkeys(projector)
+            if not any(n.startswith(f"{other}.") for other in projector)
         ]
         return towers, tuple(outer)
 
@@ -392,8 +403,8 @@ class _EncoderRun:
 
 
 def _blocks(model: nn.Module, cut: PipelineSplit) -> dict[str, nn.Module]:
-    """Children of the outermost lists of modules outside the decoder stack, by path: those that may
-    be blocks."""
+    """Return possible blocks by path: children of the outermost module lists outside the decoder
+    stack."""
     lists = [
         path
         for path, m in model.named_modules()
@@ -415,8 +426,7 @@ def _blocks(model: nn.Module, cut: PipelineSplit) -> dict[str, nn.Module]:
 
 
 def _distinct_prefix(path: str, other: str) -> str:
-    """The longest beginning of `path` that is no beginning of `other`, cut behind their first
-    difference."""
+    """Return the longest prefix of `path` up to its first difference from `other`."""
     mine, theirs = path.split("."), other.split(".")
     common = next(
         (k for k, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(theirs)
@@ -425,7 +435,7 @@ def _distinct_prefix(path: str, other: str) -> str:
 
 
 def _above(path: str) -> list[str]:
-    """Paths of the modules around it, the model's own ("") among them."""
+    """Return the paths of the enclosing modules, the model's own ("") included."""
     parts = path.split(".")
     return [".".join(parts[:k]) for k in range(len(parts))]
 
@@ -435,27 +445,27 @@ def _lies_under(name: str, paths: tuple[str, ...]) -> bool:
 
 
 def _hidden_of(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> torch.Tensor:
-    """The argument that comes out of a block again in the same shape."""
+    """Return the argument with the shape of the block's output."""
     out = next((t for t in tensors_in(output) if t.is_floating_point()), None)
-    given = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
-    hidden = next((t for t in given if out is not None and t.shape == out.shape), None)
+    inputs = [t for t in tensors_in((args, kwargs)) if t.is_floating_point()]
+    hidden = next((t for t in inputs if out is not None and t.shape == out.shape), None)
     if hidden is None:
-        raise ValueError("a block changes the shape of what it is given")
+        raise ValueError("a block changes the shape of its input")
     return hidden
 
 
 def _passed(output: Any, hidden: torch.Tensor) -> Any:
-    """`output`, with the hidden states in the place of its first tensor."""
+    """Return `output` with the hidden states in place of its first tensor."""
     first = next(t for t in tensors_in(output) if t.is_floating_point())
     return pytree.tree_map(lambda leaf: hidden if leaf is first else leaf, output)
 
 
 def _tokens(output: Any) -> int:
-    """Rows of features for the decoder."""
-    found = getattr(output, "pooler_output", output)
-    if isinstance(found, torch.Tensor):
-        return found.numel() // found.shape[-1]
-    return sum(_tokens(part) for part in found)
+    """Count the features for the decoder."""
+    features = getattr(output, "pooler_output", output)
+    if isinstance(features, torch.Tensor):
+        return features.numel() // features.shape[-1]
+    return sum(_tokens(part) for part in features)
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:

@@ -135,7 +135,7 @@ def test_recomputation_belongs_to_its_own_micro_batch() -> None:
 def test_tokens_that_are_no_rows_are_refused() -> None:
     balance = RouterAuxLoss(initial_model(MODELS["mixtral"], 0), 1.0, "softmax")
     balance.length = 3
-    with pytest.raises(RuntimeError, match="4 tokens are no rows of 3"):
+    with pytest.raises(RuntimeError, match="4 tokens are not sequences of 3"):
         balance.of_layer(torch.zeros(4, 4), torch.zeros(4, 2, dtype=torch.int64))
 
 

@@ -1,8 +1,8 @@
-"""Small pictures for a tiny copy of a model that sees, in the shapes that its forward takes.
+"""Make small images and sequences for a tiny vision-language model, in the format that its forward
+takes.
 
-No type is named: the shapes (models/tasks/vision_language.py) are tried one by one on the model's
-own `get_image_features`, and the rows that come back say how many tokens of a row stand for a
-picture.
+No type is named: the formats are tried one by one on the model's own `get_image_features`. The
+    features that come back tell how many tokens of a sequence stand for an image.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from shardwright.models.model_skeleton import Batch
 from shardwright.models.tiny_config import token_ids
 from shardwright.utils.exception_summary import exception_summary
 
-# The shapes in which towers take pictures. What a forward takes beside the pixels tells which of
-# them it may be; no type is named.
-#
-# N pictures of all rows, B rows, C channels, H and W pixels, P a patch's side, T frames of a patch,
-# n
-# patches.
+# The formats in which vision encoders take images; the names of a forward's other inputs tell which
+# may fit. Letters: N images of all sequences, B sequences, C channels, H and W pixels, P a patch's
+# side, T frames of a patch, n patches.
 
 
-Pictures = Mapping[str, torch.Tensor]
+Images = Mapping[str, torch.Tensor]
 ImageRows = Sequence[Sequence[int]]
-"""For each row its pictures, by width: 1 is a square, 2 is half as wide again. A shape of fixed
-size ignores it."""
+"""Images of each sequence by width: 1 is a square, 2 is half as wide again. A format of fixed size
+ignores it."""
 
 _TILES = 5
-"""Of a picture that is cut into tiles: the whole one, and up to four parts."""
+"""Tiles of an image that is split: the unsplit image and up to four parts."""
 
 
 class UnsupportedImages(Exception):
-    """The model takes no pictures in a shape that is known here: one line, the reason."""
+    """The model takes images in no known format: one line, the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionEncoderShape:
-    """What a configuration says of its pictures. cell: patches on a side that become one token;
-    side: pixels of a picture of fixed size, fine_side of its copy for a second tower, 0 where there
-    is none. times: as large as the smallest are the sides of a picture that may have any size."""
+    """Hold what a configuration says of its images.
+
+    patch: side of a patch (pixels).
+    cell: patches on a side that become one token.
+    side: side of an image of fixed size (pixels).
+    fine_side: side of its copy for a second encoder, 0 where there is none.
+    times: factor on the smallest side, for images of free size.
+    """
 
     channels: int
     patch: int
@@ -62,38 +64,36 @@ MakeImages = Callable[[VisionEncoderShape, ImageRows], dict[str, torch.Tensor]]
 
 
 def shapes(names: set[str]) -> Iterator[MakeImages]:
-    """What may fit a forward that takes these names, the likeliest first."""
-    for key, found in _BY_KEY.items():
+    """Yield the formats that may fit a forward with these inputs, the likeliest first."""
+    for key, formats in _BY_KEY.items():
         if key in names:
-            yield from (partial(_beside, make, names) for make in found)
+            yield from (partial(_with_merge_sizes, make, names) for make in formats)
     extra = names & _SIDES.keys()
-    for kept in (extra, set()) if extra else (extra,):
-        sized: tuple[Any, ...] = (_tiles,) if "image_sizes" in kept else ()
-        yield from (partial(make, kept) for make in (_images, *sized, _of_rows))
-    yield _rows_of_patches
+    for others in (extra, set()) if extra else (extra,):
+        sized: tuple[Any, ...] = (_tiles,) if "image_sizes" in others else ()
+        yield from (partial(make, others) for make in (_images, *sized, _images_by_sequence))
+    yield _flat_patches
 
 
-def patches(tower: VisionEncoderShape, made: Pictures) -> int:
-    """Of all pictures in `made`, those that only fill up included; in squares of the patch's
-    side."""
-    found = made["pixel_values"].numel() // (tower.channels * tower.patch**2)
-    grid = made.get("image_grid_thw")
-    # A patch of Qwen's has each pixel as often as it has frames.
-    return (
-        found // tower.frames
-        if grid is not None and found == int(grid.prod()) * tower.frames
-        else found
-    )
+def patches(tower: VisionEncoderShape, inputs: Images) -> int:
+    """Count the patches of all images, padding included."""
+    count = inputs["pixel_values"].numel() // (tower.channels * tower.patch**2)
+    grid = inputs.get("image_grid_thw")
+    # A patch of Qwen's repeats each pixel for every frame.
+    if grid is not None and count == int(grid.prod()) * tower.frames:
+        return count // tower.frames
+    return count
 
 
 def vision_encoder_config(config: Any) -> Any:
-    """The part of the configuration that describes the tower. Raises UnsupportedImages."""
-    found = next(
+    """Return the part of the configuration that describes the vision encoder. Raises
+    UnsupportedImages."""
+    part = next(
         (part for part in _parts(config) if getattr(part, "patch_size", None) is not None), None
     )
-    if found is None:
+    if part is None:
         raise UnsupportedImages("its configuration has no tower with a patch size")
-    return found
+    return part
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -108,7 +108,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def vision_encoder_shape(config: Any) -> VisionEncoderShape:
-    """Raises UnsupportedImages."""
+    """Read the image sizes of a configuration. Raises UnsupportedImages."""
     part = vision_encoder_config(config)
     patch = _number(part.patch_size)
     fine = getattr(config, "high_res_vision_config", None)
@@ -141,12 +141,12 @@ _CELLS = (
 
 def _cell(config: Any) -> int:
     ratio = getattr(config, "downsample_ratio", None)
-    said = next((_number(v) for name in _CELLS if (v := getattr(config, name, None))), 0)
-    return said or (round(1 / ratio) if isinstance(ratio, float) and ratio else 0)
+    size = next((_number(v) for name in _CELLS if (v := getattr(config, name, None))), 0)
+    return size or (round(1 / ratio) if isinstance(ratio, float) and ratio else 0)
 
 
 def _number(size: Any) -> int:
-    """Of a side: some configurations say height and width. 0: it says none."""
+    """Return a side, the first of (height, width), or 0 where there is none."""
     first = size[0] if isinstance(size, list | tuple) and size else size
     return first if isinstance(first, int) else 0
 
@@ -156,16 +156,16 @@ def _flat(rows: ImageRows) -> list[int]:
 
 
 def _grid(tower: VisionEncoderShape, rows: ImageRows) -> torch.Tensor:
-    """(N, 2): patches of each picture's height and width, where its size is its own."""
+    """Return (N, 2): patches of each image's height and width, for images of free size."""
     return tower.times * torch.tensor(
         [[2 * tower.cell, (1 + width) * tower.cell] for width in _flat(rows)]
     )
 
 
-def _beside(
+def _with_merge_sizes(
     make: MakeImages, names: set[str], tower: VisionEncoderShape, rows: ImageRows
 ) -> dict[str, torch.Tensor]:
-    """With what only some types take beside a grid."""
+    """Add the merge sizes that only some types take beside a grid."""
     made = make(tower, rows)
     if "image_merge_sizes" in names:
         made["image_merge_sizes"] = torch.full((len(_flat(rows)),), tower.cell)
@@ -175,9 +175,9 @@ def _beside(
 def _patches(
     key: str, form: str, tower: VisionEncoderShape, rows: ImageRows
 ) -> dict[str, torch.Tensor]:
-    """The patches of all pictures one behind the other."""
+    """Return the concatenated patches of all images."""
     grid, c, t, p = _grid(tower, rows), tower.channels, tower.frames, tower.patch
-    if form == "token":  # a square of patches that become one token is counted, and held, as one
+    if form == "token":  # the patches of one token are one large patch
         grid, p = grid // tower.cell, p * tower.cell
     n = int(grid.prod(-1).sum())
     size = {
@@ -194,14 +194,14 @@ def _patches(
 
 
 def _packed(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
-    """As a strip (1, C, P, n P)."""
+    """Return the patches as a strip (1, C, P, n P)."""
     grid = 2 * _grid(tower, rows)
     pixels = torch.randn(1, tower.channels, tower.patch, int(grid.prod(-1).sum()) * tower.patch)
     return {"pixel_values": pixels, "target_sizes": grid.int()}
 
 
 def _padded(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
-    """(N, most patches of a picture, C P P), those that are none masked."""
+    """Return (N, largest number of patches, C P P) with a mask of the padding."""
     grid = _grid(tower, rows)
     there = torch.arange(int(grid.prod(-1).max())) < grid.prod(-1, keepdim=True)
     pixels = torch.randn(*there.shape, tower.channels * tower.patch**2)
@@ -211,8 +211,10 @@ def _padded(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tenso
 def _placed(
     patch_of_tokens: bool, tower: VisionEncoderShape, rows: ImageRows
 ) -> dict[str, torch.Tensor]:
-    """(N, most patches, C P P), each with its column and row. patch_of_tokens: a patch is as large
-    as a token."""
+    """Return (N, largest number of patches, C P P), each patch with its column and row.
+
+    patch_of_tokens: whether a patch is as large as a token.
+    """
     grid, cell = _grid(tower, rows), tower.cell
     grid, side = (grid // cell, tower.patch * cell) if patch_of_tokens else (grid, tower.patch)
     places = torch.full((len(grid), int(grid.prod(-1).max()), 2), -1)
@@ -224,7 +226,7 @@ def _placed(
 
 
 def _pooled(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
-    """One view a picture, (N, n, C P P), and for each token the four patches that it is made of."""
+    """Return one view per image (N, n, C P P), and for each token its four patches."""
     n, count = (tower.side // tower.patch) ** 2, len(_flat(rows))
     side = tower.side // tower.patch
     cells = torch.arange(n).view(side // 2, 2, side // 2, 2).transpose(1, 2).reshape(-1, 4)
@@ -237,7 +239,7 @@ def _pooled(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tenso
 
 
 def _images(extra: set[str], tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
-    """(N, C, H, W)"""
+    """Return images (N, C, H, W)."""
     count = len(_flat(rows))
     return {"pixel_values": torch.randn(count, tower.channels, tower.side, tower.side)} | _sides(
         extra, tower, (count,)
@@ -245,8 +247,8 @@ def _images(extra: set[str], tower: VisionEncoderShape, rows: ImageRows) -> dict
 
 
 def _tiles(extra: set[str], tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
-    """(N, tiles, C, H, W): a picture of two tiles by two, or of one by two, whose last tiles are
-    none."""
+    """Return (N, tiles, C, H, W): an image of two by two tiles, or one by two with empty last
+    tiles."""
     high = [2 - (width > 1) for width in _flat(rows)]
     pixels = torch.randn(len(high), _TILES, tower.channels, tower.side, tower.side)
     made = {"pixel_values": pixels} | _sides(extra, tower, (len(high),))
@@ -255,10 +257,10 @@ def _tiles(extra: set[str], tower: VisionEncoderShape, rows: ImageRows) -> dict[
     return made
 
 
-def _of_rows(
+def _images_by_sequence(
     extra: set[str], tower: VisionEncoderShape, rows: ImageRows
 ) -> dict[str, torch.Tensor]:
-    """(B, most pictures of a row, C, H, W), zeros where a row has fewer."""
+    """Return (B, largest number of images, C, H, W), zeros where a sequence has fewer."""
     there = torch.tensor(
         [[place < len(row) for place in range(max(1, *map(len, rows)))] for row in rows]
     )
@@ -272,8 +274,8 @@ def _of_rows(
     return made
 
 
-def _rows_of_patches(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
-    """(N, n, C P P)"""
+def _flat_patches(tower: VisionEncoderShape, rows: ImageRows) -> dict[str, torch.Tensor]:
+    """Return patches (N, n, C P P)."""
     count = len(_flat(rows))
     return {
         "pixel_values": torch.randn(
@@ -292,7 +294,7 @@ _SIDES: dict[str, Callable[[VisionEncoderShape, tuple[int, ...]], torch.Tensor]]
         *shape, tower.channels, tower.fine_side, tower.fine_side
     ),
 }
-"""What stands beside pictures of fixed size: by name, for that many of them."""
+"""Inputs beside images of fixed size, by name, for a number of images."""
 
 
 def _sides(
@@ -332,32 +334,32 @@ IMAGE_TOKENS = (
 )
 _PLACES = ("mm_token_type_ids", "token_type_ids")
 _MASK = "image_embeds_position_mask"
-"""Says where a row's pictures stand, for a type that has no token of its own for them."""
+"""Marks the places of images, for a type without a token for them."""
 _ONE_A_ROW: ImageRows = ((1,), (1,))
 _TEXT = 12
 
 
 def image_token(config: Any) -> int | None:
-    """The id that stands for (a part of) a picture in a row."""
+    """Return the id that stands for (a part of) an image in a sequence."""
     return next(
         (v for name in IMAGE_TOKENS if isinstance(v := getattr(config, name, None), int)), None
     )
 
 
 def image_features(model: nn.Module) -> Callable[..., Any]:
-    """What makes of pictures the features that take the places of their tokens. It leaves out what
-    it does not take. Raises UnsupportedImages."""
-    found = [each for each in _all_features(model) if "pixel_values" in _parameters(each)]
-    if not found:
+    """Return a function from image inputs to their features; it drops inputs that the model does
+    not take. Raises UnsupportedImages."""
+    functions = [each for each in _all_features(model) if "pixel_values" in _parameters(each)]
+    if not functions:
         raise UnsupportedImages("it has no get_image_features")
-    taken = _taken(found)
-    return lambda **given: found[0](
-        **{name: value for name, value in given.items() if name in taken}
+    names = _taken(functions)
+    return lambda **inputs: functions[0](
+        **{name: value for name, value in inputs.items() if name in names}
     )
 
 
 def _all_features(model: nn.Module) -> Iterator[Callable[..., Any]]:
-    """The outermost first."""
+    """Yield every get_image_features, the outermost first."""
     return (
         features
         for m in model.modules()
@@ -370,21 +372,24 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _taken(functions: Sequence[Callable[..., Any]]) -> set[str]:
-    """Names that the first takes: those of the next too, where it hands on what it does not
-    name."""
-    found: set[str] = set()
+    """Return the names that the first function takes, and those of the next where it passes on
+    other keywords."""
+    names: set[str] = set()
     for function in functions:
         parameters = _parameters(function).values()
-        found |= {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        names |= {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
         if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
             break
-    return found
+    return names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSequences:
-    """Makes rows for one tiny model. token: that stands for a picture; names: of what its forward
-    takes."""
+    """Make sequences with images for one tiny model.
+
+    token: the id that stands for an image.
+    names: inputs of the model's forward.
+    """
 
     model: nn.Module
     make: MakeImages
@@ -396,8 +401,11 @@ class ImageSequences:
     def rows(
         self, rows: ImageRows, length: int | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(ids (B, S), what the forward takes beside them): text around the pictures of each row,
-        each row beginning at another place. length: S; None is as short as it may be."""
+        """Return (ids (B, S), other inputs): text around the images of each sequence, which start
+        at different places.
+
+        length: S; None takes the shortest.
+        """
         counts = {width: self.tokens(width) for width in {width for row in rows for width in row}}
         needed = max(sum(counts[width] + 1 for width in row) for row in rows) + _TEXT
         plain = torch.tensor(token_ids(self.model.config).plain)
@@ -407,7 +415,7 @@ class ImageSequences:
             at = 3 + number % 2
             for width in row:
                 places[number, at : at + counts[width]] = 1
-                at += counts[width] + 1  # a word between two pictures
+                at += counts[width] + 1  # a word between two images
         ids[places.bool()] = self.token
         beside = self.make(self.tower, rows) if any(rows) else {}
         return ids, beside | self._marks(places)
@@ -418,13 +426,13 @@ class ImageSequences:
 
     @torch.no_grad()
     def tokens(self, width: int) -> int:
-        """That stand for a picture of that width."""
+        """Return the tokens that stand for an image of this width."""
         return sum(_counts(image_features(self.model)(**self.make(self.tower, [[width]]))))
 
 
 @torch.no_grad()
 def find_image_sequences(model: nn.Module, vocabulary: int) -> ImageSequences:
-    """The first shape that the model takes. Raises UnsupportedImages."""
+    """Return the first format that the model accepts. Raises UnsupportedImages."""
     config: Any = model.config
     names = forward_input_names(model)
     token = token_ids(config).plain[0] if _MASK in names else image_token(config)
@@ -432,28 +440,28 @@ def find_image_sequences(model: nn.Module, vocabulary: int) -> ImageSequences:
         raise UnsupportedImages("its configuration names no token that stands for a picture")
     tower, whys = vision_encoder_shape(config), []
     for make in shapes(set(names)):
-        found = ImageSequences(
+        sequences = ImageSequences(
             model=model, make=make, tower=tower, token=token, names=names, vocabulary=vocabulary
         )
         try:
-            ids, beside = found.rows(_ONE_A_ROW)
+            ids, beside = sequences.rows(_ONE_A_ROW)
             model(input_ids=ids, use_cache=False, **beside)
-            return found
-        except Exception as error:  # whatever a type's own code raises on another type's shape
+            return sequences
+        except Exception as error:  # a type's code may raise anything on another type's format
             whys.append(exception_summary(error, 120))
     raise UnsupportedImages(f"its tower takes none of the known shapes of a picture ({whys[0]})")
 
 
 def example_images(model: nn.Module, vocabulary: int) -> tuple[torch.Tensor, Batch]:
-    """(ids (2, S), what the forward takes beside them): a picture in each row. Raises
+    """Return (ids (2, S), other inputs) with an image in each sequence. Raises
     UnsupportedImages."""
     return find_image_sequences(model, vocabulary).rows(_ONE_A_ROW)
 
 
 @torch.no_grad()
 def modules_run_per_image(model: nn.Module, vocabulary: int, stack: str) -> tuple[str, ...]:
-    """Modules with parameters, outside the decoder layers at `stack`, that run more often where a
-    row holds more pictures. Raises UnsupportedImages."""
+    """Return the modules outside the decoder layers at `stack` that run more often for more images.
+    Raises UnsupportedImages."""
     made = find_image_sequences(model, vocabulary)
     few, many = (_runs(made, stack, rows) for rows in (_ONE_A_ROW, ((1, 1), (1,))))
     return tuple(sorted(name for name, count in many.items() if count != few[name]))
@@ -475,15 +483,16 @@ def _runs(made: ImageSequences, stack: str, rows: ImageRows) -> Counter[str]:
 
 
 def forward_input_names(model: nn.Module) -> frozenset[str]:
-    """Of what its forward takes; some hand on what they do not name themselves."""
+    """Return the inputs of the model's forward, including those that it passes on by keyword."""
     return frozenset(_taken([type(model).forward, *_all_features(model)]))
 
 
 def _counts(output: Any) -> Iterator[int]:
-    """Features that get_image_features returned: one a placeholder."""
-    found = getattr(output, "pooler_output", output)
-    if found is None:
-        found = output.last_hidden_state
-    parts: Sequence[torch.Tensor] = (found,) if isinstance(found, torch.Tensor) else found
+    """Yield the number of features that get_image_features returned for each image: one a
+    placeholder."""
+    features = getattr(output, "pooler_output", output)
+    if features is None:
+        features = output.last_hidden_state
+    parts: Sequence[torch.Tensor] = (features,) if isinstance(features, torch.Tensor) else features
     for part in parts:
         yield part.numel() // part.shape[-1]
