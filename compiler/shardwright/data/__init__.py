@@ -1,2 +1,2 @@
-"""Makes rows of token ids of every kind of data, tokenized once and memory-mapped. It needs no
+"""Make sequences of token ids from every kind of data, tokenized once and memory-mapped; without
 torch."""

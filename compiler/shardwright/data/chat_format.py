@@ -1,10 +1,9 @@
-"""Finds the characters of a rendered conversation that the model has to learn to write.
+"""Find the characters of a rendered conversation that the model has to learn to write.
 
-A template with {% generation %} marks says so itself. Without them a turn is found by what the
-template does: it begins where the prompt for an answer (add_generation_prompt) ends, and it ends
-with what stands between the answer and the next prompt. Both are found by rendering the
-conversation with a stand-in for the text of one message, so that a template may write an earlier
-turn in another way than the last one, and results of tools inside of a turn.
+A template with {% generation %} marks tells them. Otherwise a turn starts where the prompt for an
+answer (add_generation_prompt) ends, and ends with what is between the answer and the next prompt.
+Both are found by rendering the conversation with a sentinel in place of one message's text. So a
+template may write earlier turns differently, and tool results inside a turn.
 """
 
 from __future__ import annotations
@@ -23,36 +22,41 @@ Message = dict[str, JsonValue]
 Span = tuple[int, int]
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SENTINEL = "0Zq7xW4vK"
-"""Takes the place of a message's text, of a call's name, arguments or id (Mistral's have nine
+"""Takes the place of a message's text, or a call's name, arguments or id (Mistral's have nine
 characters)."""
 _ANSWER = "1Yp5uT3sR"
 _UNIT = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]|\w+|.", re.DOTALL)
-"""Texts are compared by tokens like <|im_end|> and by words: <|end|> and <|endoftext|> have nothing
-in common."""
+"""Texts are compared by tokens like <|im_end|> and by words: <|end|> and <|endoftext|> differ from
+the start."""
 _ROLE_TOKEN = re.compile(r"\s*<[^<>\s]+>")
 
 
 class TemplateError(Exception):
-    """Holds the template's own words, or what its code raises."""
+    """Holds the template's own message, or what its code raises."""
 
 
 class TurnNotFound(Exception):
-    """Says that an answer cannot be found in the text. args: its number among the messages, from
-    0."""
+    """An answer cannot be found in the text.
+
+    args: its number among the messages, from 0.
+    """
 
 
 class MessageRenderer(Protocol):
-    """Renders messages by a template. Raises TemplateError."""
+    """Render messages by a template. Raises TemplateError."""
 
     def __call__(self, messages: list[Message], *, prompt: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFormat:
-    """Says how a template writes turns. prompts: whether add_generation_prompt writes something.
-    header: what stands in front of an answer: that, or what the template writes there by itself.
-    end: what closes a turn, without the white space behind it; "" where the next role's token does,
-    None where nobody can tell."""
+    """Describe how a template writes turns.
+
+    prompts: whether add_generation_prompt writes something.
+    header: text before an answer: the prompt, or what the template writes there by itself.
+    end: text that closes a turn, without trailing white space; "" where the next role's token
+        closes it, None where unknown.
+    """
 
     prompts: bool
     header: str
@@ -60,15 +64,15 @@ class TurnFormat:
 
 
 def detect_turn_format(render: MessageRenderer) -> TurnFormat:
-    """Finds the shape by one question and its answer."""
-    asked: list[Message] = [{"role": "user", "content": SENTINEL}]
-    answered: list[Message] = [*asked, {"role": "assistant", "content": _ANSWER}]
+    """Detect the format by one question and its answer."""
+    question: list[Message] = [{"role": "user", "content": SENTINEL}]
+    answered: list[Message] = [*question, {"role": "assistant", "content": _ANSWER}]
     try:
-        closed, opened = (_text_after(render(asked, prompt=prompt)) for prompt in (False, True))
-        whole, again = (render(answered, prompt=prompt) for prompt in (False, True))
-    except TemplateError:  # it wants a system message, or tools
+        closed, opened = (_text_after(render(question, prompt=prompt)) for prompt in (False, True))
+        text, prompted = (render(answered, prompt=prompt) for prompt in (False, True))
+    except TemplateError:  # it needs a system message, or tools
         return TurnFormat(prompts=False, header="", end=None)
-    between, tail = _text_after(whole), _text_after(again, _ANSWER)
+    between, tail = _text_after(text), _text_after(prompted, _ANSWER)
     if closed is None or opened is None or between is None or tail is None:
         return TurnFormat(prompts=False, header="", end=None)
     header = opened[_common_prefix_length(closed, opened) :]
@@ -83,8 +87,8 @@ def detect_turn_format(render: MessageRenderer) -> TurnFormat:
 def find_turns(
     render: MessageRenderer, messages: list[Message], shape: TurnFormat
 ) -> tuple[str, list[Span]]:
-    """Returns the text, and where in it the assistant speaks: a turn's end belongs to it, white
-    space behind does not.
+    """Return the text and the assistant's spans, each with the turn's end, without white space
+    after it.
 
     Raises TemplateError, TurnNotFound.
     """
@@ -106,15 +110,15 @@ class _Turns:
         self._others: dict[tuple[int, int], str] = {}
 
     def _with_sentinel(self, number: int) -> Iterator[tuple[Message, str]]:
-        """Yields (the message with the stand-in, the conversation's text with it), for each place
-        where it shows."""
+        """Yield (message with the sentinel, rendered text) for each place where the sentinel is
+        visible."""
         for place, other in enumerate(_with_sentinel(self.messages[number], self.mark)):
             if self._contents is not None:
                 first, last = self._contents[number]
                 yield other, self.text[:first] + self.mark + self.text[last:]
                 continue
             key = number, place
-            if key not in self._others:  # the next turn asks again, and none after it
+            if key not in self._others:  # only the next turn needs it again
                 self._others = {
                     known: text for known, text in self._others.items() if known[0] >= number - 1
                 }
@@ -125,12 +129,10 @@ class _Turns:
 
     @functools.cached_property
     def _contents(self) -> list[Span] | None:
-        """Finds where each message's content stands, by one rendering with a stand-in of its own
-        for each of them.
+        """Find each message's content by one rendering with a sentinel for each.
 
-        None unless the text is that rendering with the contents, or the contents without white
-        space around them, in the stand-ins' places. Messages have contents alone then, all of them
-        text, and no calls.
+        None unless the text is that rendering with the contents, stripped or not, in place of the
+        sentinels. Every message then has only text content and no calls.
         """
         contents = [message.get("content") for message in self.messages]
         texts = [content for content in contents if isinstance(content, str) and content.strip()]
@@ -143,8 +145,8 @@ class _Turns:
             [{**m, "content": mark} for m, mark in zip(self.messages, marks, strict=True)],
             prompt=False,
         )
-        found: list[Span] = []
-        at = 0  # of the text
+        spans: list[Span] = []
+        at = 0  # place in the text
         for mark, content in zip(marks, texts, strict=True):
             literal, there, marked = marked.partition(mark)
             first = at + len(literal)
@@ -155,11 +157,11 @@ class _Turns:
             if not there or form is None or not self.text.startswith(literal, at):
                 return None
             at = first + len(form)
-            found.append((first, at))
-        return found if self.text[at:] == marked else None
+            spans.append((first, at))
+        return spans if self.text[at:] == marked else None
 
     def of(self, number: int) -> list[Span]:
-        """Returns the turn's spans; none where the template leaves it out."""
+        """Return the turn's spans; none where the template leaves it out."""
         extends = self._appended_turn(number)
         if extends is not None:
             return [extends]
@@ -172,8 +174,8 @@ class _Turns:
         return self._without_results(number, first, last) if last > first else []
 
     def _without_results(self, number: int, first: int, last: int) -> list[Span]:
-        """Returns the turn without what follows it in the conversation and stands inside of it:
-        results of calls."""
+        """Remove tool results that follow the turn in the conversation and are written inside
+        it."""
         messages, behind = self.messages, number + 1
         while behind < len(messages) and messages[behind]["role"] not in ("assistant", "user"):
             behind += 1
@@ -193,8 +195,8 @@ class _Turns:
         ]
 
     def _appended_turn(self, number: int) -> Span | None:
-        """Returns the turn where the text begins with the prompt for it, and goes on with it and
-        its end; or None."""
+        """Return the turn where the text continues the prompt for it with its text and end, else
+        None."""
         shape = self.shape
         if not (number and shape.end):
             return None
@@ -202,7 +204,7 @@ class _Turns:
             before = self.render(self.messages[:number], prompt=True)
             is_last = number == len(self.messages) - 1
             after = self.text if is_last else self.render(self.messages[: number + 1], prompt=False)
-        except TemplateError:  # a part of the conversation that the template does not take alone
+        except TemplateError:  # the template refuses a part of the conversation
             return None
         if not shape.prompts:
             before += shape.header
@@ -220,8 +222,10 @@ class _Turns:
         )
 
     def _begin(self, number: int, begins: int) -> int:
-        """Returns where the prompt for this turn ends. begins: where the turn's own text does, at
-        the latest."""
+        """Return where the prompt for this turn ends.
+
+        begins: where the turn's own text starts, at the latest.
+        """
         header = self.shape.header
         start = 0
         for other, text in self._with_sentinel(number - 1) if number else ():
@@ -235,8 +239,7 @@ class _Turns:
             start = len(self.text) - len(after)
             if after.startswith(tail):
                 first = start + len(tail)
-                # DeepSeek V3's: no header in the prompt behind a result, and one in front of the
-                # call that follows it.
+                # DeepSeek V3 writes no header after a result, but one before the next call.
                 late = (
                     self.text.find(header, first, begins)
                     if header.strip() and not tail.endswith(header)
@@ -244,8 +247,7 @@ class _Turns:
                 )
                 return first if late < 0 else late + len(header)
             break
-        # The prompt is written in another way than here, or there is none for a conversation's
-        # first message.
+        # The prompt differs from what is written here, or a first message has none.
         gap = self.text[start:begins]
         for size in reversed([unit.end() for unit in _UNIT.finditer(header)]):
             if header[:size].strip() and header[:size] in gap:
@@ -253,7 +255,7 @@ class _Turns:
         return begins
 
     def _first_changed_character(self, number: int) -> int | None:
-        """Returns the first character that is another one where the message is."""
+        """Return the first character that differs where the message is."""
         for _, text in self._with_sentinel(number):
             place = text.find(self.mark)
             return (
@@ -270,13 +272,11 @@ class _Turns:
             closing = self._closing([*self.messages[:number], other]) or ""
             if after.startswith(closing.rstrip()):
                 size = len(closing.rstrip())
-            elif ends:  # the last turn is closed in a way of its own
+            elif ends:  # the last turn is closed differently
                 size = len(after.rstrip())
             else:
                 size = len(after[: _common_prefix_length(after, closing)].rstrip())
-                if (
-                    not size and self.shape.end
-                ):  # something of its own stands between the text and the turn's end
+                if not size and self.shape.end:  # other text before the turn's end
                     follows = self._first_changed_character(number + 1)
                     gap = (
                         after[: follows - len(self.text) + len(after)]
@@ -298,8 +298,7 @@ class _Turns:
         return None
 
     def _closing(self, messages: list[Message]) -> str | None:
-        """Returns what stands between the last message's text and the prompt for the next
-        answer."""
+        """Return the text between the last message's text and the prompt for the next answer."""
         tail, header = self._text_after(messages, prompt=True), self.shape.header
         if tail is None or not self.shape.prompts:
             return tail
@@ -310,21 +309,21 @@ class _Turns:
         )
 
     def _with_role_token(self, number: int, last: int) -> int:
-        """Returns the turn's end with the token of the next role, which ends a turn that has no end
+        """Return the turn's end including the next role's token, which closes a turn without an end
         of its own."""
         begins = (
             None
             if self.messages[number]["role"] == "assistant"
             else self._first_changed_character(number)
         )
-        found = _ROLE_TOKEN.match(self.text, last, begins) if begins is not None else None
-        return last if found is None else found.end()
+        token = _ROLE_TOKEN.match(self.text, last, begins) if begins is not None else None
+        return last if token is None else token.end()
 
     def _text_after(self, messages: list[Message], *, prompt: bool) -> str | None:
         return _text_after(self._try(messages, prompt=prompt), self.mark)
 
     def _try(self, messages: list[Message], *, prompt: bool) -> str:
-        """Renders the messages; "" where the template does not take them."""
+        """Render the messages; "" where the template refuses them."""
         try:
             return self.render(messages, prompt=prompt)
         except TemplateError:
@@ -332,7 +331,7 @@ class _Turns:
 
 
 def _with_sentinel(message: Message, mark: str) -> Iterator[Message]:
-    """Yields the message with another text; with other arguments, and with other names, of all its
+    """Yield the message with another text; then with other arguments, and other names, of all its
     calls."""
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, str):
@@ -370,7 +369,7 @@ def _text_after(text: str, mark: str = SENTINEL) -> str | None:
 
 
 def _common_prefix_length(one: str, other: str) -> int:
-    """Counts the characters that both begin with, whole units of them."""
+    """Count the characters of the common prefix, in complete units."""
     size = 0
     for a, b in zip(_UNIT.finditer(one), _UNIT.finditer(other), strict=False):
         if a[0] != b[0]:
@@ -386,40 +385,40 @@ def _equal_character_count(one: str, other: str) -> int:
     )
 
 
-# Brings the messages of a record into one form, and that into the form that a chat template takes.
-#
-# Records write the same thing in several ways: text as a string or as a list of parts, no text as
-# null, a call's arguments as an object or as JSON text, a call with or without `function` around
-# it.
-# A template knows one of them, and makes nothing, or Python's print, of the others.
+# Normalizing a record's messages, and converting them to the form that a chat template takes.
+# Records write text as a string, as parts or as null; a call's arguments as an object or as JSON
+# text; a call with or without `function`. A template knows one form, and drops or prints the
+# others.
 
 
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 
 
 _KIMI_CALL = f"<|tool_call_begin|>{SENTINEL}<|tool_call_argument_begin|>"
-"""What Kimi K2's template writes of a call with this id: the name is nowhere else, the id is
-functions.NAME:INDEX."""
+"""What Kimi K2's template writes of a call with this id, functions.NAME:INDEX; the name is nowhere
+else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFormat:
-    """Says what a template takes. parts: content as a list of parts, never a string.
-    arguments_as_text: a call's arguments as JSON text, never an object. kimi_ids: calls named by
-    ids in Kimi K2's form."""
+    """Describe the form that a template takes.
+
+    parts: content as a list of parts, never a string.
+    arguments_as_text: a call's arguments as JSON text, never an object.
+    kimi_ids: calls named by ids in Kimi K2's form.
+    """
 
     parts: bool = False
     arguments_as_text: bool = False
     kimi_ids: bool = False
 
     def convert_conversation(self, messages: list[Message]) -> list[Message]:
-        """Returns the messages in the template's form. messages: as `normalize_message` makes
-        them."""
+        """Return normalized messages in the template's form."""
         messages = [self.of(message) for message in messages]
         return _with_kimi_ids(messages) if self.kimi_ids else messages
 
     def of(self, message: Message) -> Message:
-        """Returns one message in the template's form, but for the ids of calls, which count through
+        """Return one message in the template's form, without the ids of calls, which count through
         a conversation."""
         content, calls = message.get("content"), message.get("tool_calls")
         if self.parts and isinstance(content, str):
@@ -430,7 +429,7 @@ class MessageFormat:
 
 
 def detect_message_format(render: MessageRenderer) -> MessageFormat:
-    """Finds the form by what the template writes of a text, and of a call's arguments and id."""
+    """Detect the form by what the template writes of a text, a call's arguments and its id."""
 
     def shows(
         form: MessageFormat, messages: list[Message], printed: str = "", what: str = SENTINEL
@@ -459,12 +458,14 @@ def detect_message_format(render: MessageRenderer) -> MessageFormat:
 
 
 def normalize_message(message: Message) -> Message:
-    """Returns text as a string where it is text alone, "" for none; each call as {"function":
-    {"name", "arguments"}} with arguments as an object where they are one. Keys without a value are
-    left out."""
+    """Return a message in one form.
+
+    Text-only content is a string; each call is {"function": {"name", "arguments"}} with arguments
+    as an object where possible; keys without a value are dropped.
+    """
     message = {key: value for key, value in message.items() if value is not None}
     message["content"] = _text(message.get("content", ""))
-    called = message.pop("function_call", None)  # OpenAI's older form, of one call
+    called = message.pop("function_call", None)  # OpenAI's older form of one call
     calls = message.get("tool_calls") or ([{"function": called}] if called else None)
     if isinstance(calls, str):
         calls = _parsed(calls)
@@ -478,8 +479,7 @@ def normalize_message(message: Message) -> Message:
 
 
 def normalize_tools(tools: JsonValue) -> JsonValue:
-    """Returns a list of objects, also where they are JSON text, as in many data sets. None for no
-    tools."""
+    """Return a list of objects, also where they are JSON text; None for no tools."""
     if isinstance(tools, str):
         tools = _parsed(tools)
     if isinstance(tools, list):
@@ -488,8 +488,7 @@ def normalize_tools(tools: JsonValue) -> JsonValue:
 
 
 def drop_nulls(value: JsonValue) -> JsonValue:
-    """Leaves out keys whose value is null: Arrow makes one struct of all objects in a column, with
-    each one's keys."""
+    """Drop keys with a null value: Arrow gives every object of a column the keys of all."""
     if isinstance(value, dict):
         return {key: drop_nulls(below) for key, below in value.items() if below is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
@@ -503,7 +502,7 @@ def _text(content: JsonValue) -> JsonValue:
 
 
 def _part_text(part: JsonValue) -> str | None:
-    """Returns the text of a part; None for an image, or whatever is no text."""
+    """Return the text of a part, None for an image or anything else."""
     if isinstance(part, str):
         return part
     known = (
@@ -538,14 +537,13 @@ def _normal_call(call: JsonValue) -> JsonValue:
 
 
 def _object(arguments: JsonValue) -> JsonValue:
-    """Returns an object where they are one, or JSON text of one, or of such text; an empty one for
-    none."""
+    """Return arguments as an object where they are one or JSON text of one, {} where empty."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
-    found: JsonValue = arguments
-    while isinstance(found, str) and (inner := _parsed(found)) != found:
-        found = inner
-    return found if isinstance(found, dict) else arguments
+    value: JsonValue = arguments
+    while isinstance(value, str) and (inner := _parsed(value)) != value:
+        value = inner
+    return value if isinstance(value, dict) else arguments
 
 
 def _with_text_arguments(call: JsonValue) -> JsonValue:
@@ -558,11 +556,11 @@ def _with_text_arguments(call: JsonValue) -> JsonValue:
 
 
 def _with_kimi_ids(messages: list[Message]) -> list[Message]:
-    """Gives each call the id functions.NAME:INDEX, with the index counting the conversation's calls
-    from 0, and results the id of their call, found by the id that both have had, or by their order
-    where a result has none.
+    """Give each call the id functions.NAME:INDEX, counted over the conversation, and each result
+    its call's id.
 
-    Messages whose calls all have such ids stay as they are; so do those with a call that is none.
+    A result is matched by the old id, or by order where it has none. Messages that have such ids
+    already, or malformed calls, stay unchanged.
     """
     every = [
         cast(JsonObject, call)
@@ -580,7 +578,7 @@ def _with_kimi_ids(messages: list[Message]) -> list[Message]:
         return messages
     new_ids = iter([f"functions.{name}:{index}" for index, name in enumerate(names)])
     out: list[Message] = []
-    unanswered: list[tuple[str | None, str]] = []  # (id that a call has had, its new one)
+    unanswered: list[tuple[str | None, str]] = []  # (old id of a call, new id)
     for message in messages:
         if calls := cast("list[JsonObject]", message.get("tool_calls") or []):
             named: list[JsonValue] = [{**call, "id": next(new_ids)} for call in calls]
@@ -604,7 +602,7 @@ def _id_of(value: JsonValue) -> str | None:
 
 
 def _parsed(text: str) -> JsonValue:
-    """Returns what the JSON text says; the text itself where it is no JSON."""
+    """Return the value of the JSON text, or the text itself where it is not JSON."""
     try:
         return cast(JsonValue, json.loads(text))
     except (ValueError, RecursionError):

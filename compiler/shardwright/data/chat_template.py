@@ -1,6 +1,7 @@
-"""`template_process SECONDS`: renders chat templates, a JSON request a line on standard input, a
-JSON answer a line on standard output. What one may take is set here, by the kernel: a loop inside
-of C code hears of nothing else.
+"""Render chat templates in a process of their own, with limits on CPU time and memory.
+
+`python -m shardwright.data.chat_template SECONDS` reads a JSON request a line and writes a JSON
+answer a line. The kernel enforces the limits: a loop in C code ignores everything else.
 """
 
 from __future__ import annotations
@@ -32,47 +33,45 @@ from shardwright.data.chat_format import (
 from shardwright.utils.json_values import JsonValue
 
 SECONDS = 10
-"""Of computing, for one conversation. Real templates take a millisecond."""
+"""CPU time for one conversation (s); real templates take a millisecond."""
 MEMORY_BYTES = 2 * 2**30
 MOST_CHARACTERS = 64 * 2**20
-"""Of the rendered text: as long as the longest record."""
+"""Longest rendered text: as long as the longest record."""
 
 
 def main(seconds: int) -> int:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is not an answer
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_DATA, MEMORY_BYTES)
     for line in sys.stdin.buffer:
-        # From now on; the kernel counts whole seconds and ends the process (SIGXCPU) when they are
-        # over.
+        # The kernel counts whole seconds from now and ends the process with SIGXCPU.
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + seconds)
         print(json.dumps(_answer(render_jinja_template, line)), file=answers, flush=True)
     return 0
 
 
 def _limit(kind: int, most: int) -> None:
-    """Sets a limit; a lower one where the shell's own limit (ulimit) is lower: only root may raise
-    that."""
+    """Set a resource limit, at most the shell's own (ulimit), which only root may raise."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _answer(jinja: Callable[..., Any], line: bytes) -> dict[str, Any]:
-    """Returns {"text", "spans", "open"}, {"hidden"}: the number of a message, or {"error"}."""
+    """Return {"text", "spans", "open"}, {"hidden"}: the number of a message, or {"error"}."""
     try:
         text, spans, is_open = _rendered(jinja, **json.loads(line))
     except TurnNotFound as hidden:
         return {"hidden": hidden.args[0]}
-    except Exception as error:  # TemplateError, or what a conversation of gigabytes does here
+    except Exception as error:  # TemplateError, or memory errors of a huge conversation
         return {"error": str(error) or type(error).__name__}
     return {"text": text, "spans": spans, "open": is_open}
 
 
 _FORMATS: dict[tuple[object, ...], tuple[MessageFormat, TurnFormat]] = {}
-"""Remembers of each template what it takes, and what it writes around an answer."""
+"""Memoized message and turn formats of each template."""
 _MAX_FORMATS = 64
 
 
@@ -86,27 +85,25 @@ def _rendered(
     turns: bool = False,
     asks: bool = False,
 ) -> tuple[str, list[Span], bool]:
-    """Returns (the text, where the assistant speaks, whether its last turn has no end).
+    """Return (text, spans of the assistant, whether its last turn has no end).
 
-    turns: with these places. asks: up to where the assistant is to speak, of messages in the
-    template's own form.
+    turns: whether to find the spans.
+    asks: render a prompt for an answer, of messages in the template's own form.
     """
 
     def run(
-        given: list[Message], *, prompt: bool, marks: bool = False, tools: Any = tools
+        conversation: list[Message], *, prompt: bool, marks: bool = False, tools: Any = tools
     ) -> tuple[str, list[Span]]:
         try:
             texts, places = jinja(
-                conversations=[given],
+                conversations=[conversation],
                 tools=tools,
                 chat_template=template,
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=marks,
                 **special,
             )
-        except (
-            Exception
-        ) as error:  # whatever a template's code raises, memory and recursion among it
+        except Exception as error:  # memory and recursion errors included
             raise TemplateError(_template_error_text(error)) from None
         if len(texts[0]) > MOST_CHARACTERS:
             raise TemplateError(f"it writes {len(texts[0]):,} characters")
@@ -119,10 +116,10 @@ def _rendered(
         if len(_FORMATS) == _MAX_FORMATS:
             _FORMATS.clear()
         form = detect_message_format(
-            lambda given, *, prompt: run(given, prompt=prompt, tools=None)[0]
+            lambda talk, *, prompt: run(talk, prompt=prompt, tools=None)[0]
         )
         shape = detect_turn_format(
-            lambda given, *, prompt: run([form.of(m) for m in given], prompt=prompt, tools=None)[0]
+            lambda talk, *, prompt: run([form.of(m) for m in talk], prompt=prompt, tools=None)[0]
         )
         _FORMATS[key] = form, shape
     form, shape = _FORMATS[key]
@@ -131,39 +128,38 @@ def _rendered(
         return *run(messages, prompt=False), False
     if GENERATION_MARK.search(template):
         return *run(messages, prompt=False, marks=True), False
-    found = find_turns(lambda given, *, prompt: run(given, prompt=prompt)[0], messages, shape)
-    return *found, shape.end == "" and messages[-1]["role"] == "assistant"
+    rendered = find_turns(lambda talk, *, prompt: run(talk, prompt=prompt)[0], messages, shape)
+    return *rendered, shape.end == "" and messages[-1]["role"] == "assistant"
 
 
 def _template_error_text(error: Exception) -> str:
     from jinja2 import TemplateError as InTemplate
 
-    said = " ".join(str(error).split())[:200]
-    if not (isinstance(error, InTemplate) and said):
-        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    message = " ".join(str(error).split())[:200]
+    if not (isinstance(error, InTemplate) and message):
+        message = f"{type(error).__name__}: {message}" if message else type(error).__name__
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename == "<template>"
     ]
     line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-    return f"line {line}: {said}" if line else said
+    return f"line {line}: {message}" if line else message
 
 
 if __name__ == "__main__":
     raise SystemExit(main(int(sys.argv[1])))
 
-# Renders chat templates. They come with a stranger's tokenizer: transformers' sandbox renders
-# them, in a process of its own that cannot compute for long, nor take much memory
-# (template_process.py).
+# The parent's side. Templates come with untrusted tokenizers: transformers' sandbox renders them in
+# the limited process above.
 
 
 class RenderLimitExceeded(Exception):
-    """Says that the template took more than it may, and its process ended."""
+    """The template exceeded its limits, and its process ended."""
 
 
 class ChatTemplateRenderer:
-    """Keeps one process for any number of conversations, and starts a new one after an overrun."""
+    """Keep one process for all conversations, and start a new one after an overrun."""
 
     def __init__(self, seconds: int = SECONDS) -> None:
         self.seconds = seconds
@@ -179,10 +175,11 @@ class ChatTemplateRenderer:
         *,
         turns: bool,
     ) -> tuple[str, list[Span], bool]:
-        """Returns the text, and with `turns` where in it the assistant speaks, and whether its last
-        turn has no end.
+        """Return the text and, with `turns`, the assistant's spans and whether its last turn has no
+        end.
 
-        special: tokens that a template may name. Raises TemplateError, TurnNotFound, Overrun.
+        special: tokens that a template may name. Raises TemplateError, TurnNotFound,
+            RenderLimitExceeded.
         """
         answer = self._ask(
             {
@@ -201,7 +198,7 @@ class ChatTemplateRenderer:
         return str(answer["text"]), spans, bool(answer["open"])
 
     def prompt(self, template: str, messages: list[Message], special: dict[str, str]) -> str:
-        """Returns the text up to where the assistant is to speak. Raises TemplateError, Overrun."""
+        """Return the prompt for an answer. Raises TemplateError, RenderLimitExceeded."""
         answer = self._ask(
             {
                 "template": template,
@@ -241,8 +238,7 @@ class ChatTemplateRenderer:
         assert process.stdin is not None and process.stdout is not None
         answer = ""
         try:
-            # Parquet has dates and bytes: a template sees what transformers makes of them, the name
-            # of their type.
+            # Parquet has dates and bytes: like transformers, pass the name of their type.
             process.stdin.write(
                 json.dumps(request, default=lambda value: f"<{type(value).__name__}>") + "\n"
             )
@@ -254,13 +250,12 @@ class ChatTemplateRenderer:
             process.wait()
             self.close()
             raise RenderLimitExceeded(self._cause(process.returncode))
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        reply: dict[str, Any] = json.loads(answer)
+        return reply
 
     def _cause(self, code: int) -> str:
         if code == -signal.SIGXCPU:
-            return f"it computes for more than {self.seconds} s"
+            return f"it used more than {self.seconds} s of CPU time"
         return (
-            "it ended its process "
-            f"({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+            f"its process ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
         )

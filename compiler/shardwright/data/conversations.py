@@ -1,6 +1,4 @@
-"""Reads conversations from records, renders them by a chat template, and marks the tokens that are
-labels.
-"""
+"""Read conversations from records, render them by a chat template, and mark the labels."""
 
 from __future__ import annotations
 
@@ -44,26 +42,27 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.recipe.recipe_types import DataSection
 from shardwright.utils.json_values import JsonObject, JsonValue
 
-# Checks that what the assistant said is in the text that a chat template made, as labels.
+# Checks that the rendered text holds everything that the assistant said, as labels.
 
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 ExpectedLabel = tuple[str, str, tuple[str, ...]]
-"""Holds what a model has to learn: (the reason that it is counted under where it is lost, in words,
-how it may be written)."""
+"""(reason counted where it is missing, its description, the ways it may be written)"""
 
 
 class MissingLabel(Exception):
-    """Says that a part of the conversation is no label. args: which, in words; the reason that it
-    is counted under."""
+    """A part of the conversation is not a label.
+
+    args: its description, and the reason that it is counted under.
+    """
 
 
 def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> bool:
-    """Says whether all reasoning is a label, too.
+    """Return whether all reasoning is a label too.
 
-    Raises MissingLabel where an answer or a call is no label, or is written as Python prints it.
+    Raises MissingLabel where an answer or a call is not a label, or is printed as Python.
     """
     for number, message in enumerate(messages, 1):
         content = message.get("content")
@@ -83,9 +82,8 @@ def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> b
         for number, message in answers:
             at = _find_message(number, message, trained, at)
     except MissingLabel:
-        if len(turns) == len(
-            answers
-        ):  # a later turn that holds the same words has stood in for the one that lacks them
+        # A later turn with the same words may have matched: find the turn that lacks them.
+        if len(turns) == len(answers):
             for (number, message), turn in zip(answers, turns, strict=True):
                 _find_message(number, message, turn, 0)
         raise
@@ -99,11 +97,10 @@ def check_labels(messages: list[Message], text: str, spans: Sequence[Span]) -> b
 
 
 def _find_message(number: int, message: Message, trained: str, at: int) -> int:
-    """Returns where the message ends in `trained`, which has it at `at` or later. Raises
-    MissingLabel.
+    """Return where the message ends in `trained`, searched from `at`. Raises MissingLabel.
 
-    The text stands beside the calls, and each call's name by itself: a text that speaks of the
-    weather is no call of `weather`. Long ones have the first choice.
+    The text stands beside the calls, and each call's name by itself: a text about the weather is no
+    call of `weather`. Longer texts are placed first.
     """
     taken: list[tuple[str, int, int]] = []
     for reason, words, forms in sorted(_expected_labels(message), key=_by_length):
@@ -119,9 +116,9 @@ def _find_message(number: int, message: Message, trained: str, at: int) -> int:
                 for call, _ in _calls(message)
                 if isinstance(call, dict) and call.get("id")
             )
-            found = next((own for own in ids if reason == "call" and own in trained), None)
+            call_id = next((own for own in ids if reason == "call" and own in trained), None)
             by_id = (
-                "" if found is None else f": it names a call by its id alone, here {_short(found)}"
+                "" if call_id is None else f": it names the call only by its id {_short(call_id)}"
             )
             raise MissingLabel(
                 f"message {number}: the chat template does not write {words} as a label{by_id}",
@@ -143,12 +140,12 @@ def _find_message(number: int, message: Message, trained: str, at: int) -> int:
 
 
 def _by_length(answers: ExpectedLabel) -> tuple[int, bool]:
-    """Sorts the longest first, and of equal ones the text last."""
+    """Sort the longest first, and among equals the text last."""
     return -max(map(len, answers[2]), default=0), answers[0] == "text"
 
 
 def _find(trained: str, forms: tuple[str, ...], at: int, others: list[Span]) -> Span:
-    """Returns (place, size) of the first form that stands beside the others; (-1, 0) for none."""
+    """Return (place, size) of the first form that does not overlap the others, else (-1, 0)."""
     for form in forms:
         place = trained.find(form, at)
         while place >= 0 and any(
@@ -161,9 +158,9 @@ def _find(trained: str, forms: tuple[str, ...], at: int, others: list[Span]) -> 
 
 
 def _expected_labels(message: Message) -> Iterator[ExpectedLabel]:
-    """Yields each thing that the model has to learn of a message."""
+    """Yield each part of a message that the model has to learn."""
     for content in _texts(message.get("content")):
-        # Reasoning in front of the answer may be left out, and the white space around both.
+        # The template may leave out reasoning before the answer, and white space around both.
         answer = content.rsplit("</think>", 1)[-1]
         for mark in ("<answer>", "</answer>"):
             answer = answer.replace(mark, "")
@@ -188,7 +185,7 @@ def _expected_labels(message: Message) -> Iterator[ExpectedLabel]:
 
 
 def _calls(message: Message) -> Iterator[tuple[JsonValue, JsonObject]]:
-    """Yields (a call, its function); of something that is no call, an empty one."""
+    """Yield (a call, its function); an empty function for a malformed call."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
@@ -241,19 +238,19 @@ class Conversation:
 
 
 def conversation(record: Record, key: str) -> Conversation:
-    """Reads the messages under `key` of a record. Errors: SW6110, SW6111."""
+    """Read the messages under `key` of a record. Raises SW6110 and SW6111."""
     document, where, _ = record
     if key not in document:
         raise missing_field(where, key, document, "messages")
-    given = document[key]
-    if not isinstance(given, list) or not given:
+    entries = document[key]
+    if not isinstance(entries, list) or not entries:
         raise refusal(
             "SW6111",
             f"{where}: the conversation has no messages",
-            "Delete the record, or give it messages.",
+            "Delete the record, or add messages.",
         )
     messages: list[Message] = []
-    for number, message in enumerate(given, 1):
+    for number, message in enumerate(entries, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise refusal(
                 "SW6111",
@@ -286,12 +283,11 @@ def encode(
     expand: Expand | None = None,
     report: RecordCounts | None = None,
 ) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """Returns (ids, which of them are labels).
+    """Return (ids, label mask) of a conversation.
 
-    expand: of a vision-language model, writes images out in the text. report: counts the
-    conversation.
-
-    Errors: SW6112, SW6113, and SW6124 where something that the assistant said is no label.
+    expand: expands image placeholders, for a vision-language model.
+    report: counts the conversation.
+    Raises SW6112, SW6113, and SW6124 where something that the assistant said is not a label.
     """
     whose = (
         "the tokenizer's chat template"
@@ -307,28 +303,25 @@ def encode(
         raise refusal(
             "SW6113",
             (
-                f"{talk.where}: {whose} hides where message {hidden.args[0] + 1} of the "
-                "assistant stands"
+                f"{talk.where}: message {hidden.args[0] + 1} of the assistant cannot be located in "
+                f"the output of {whose}"
             ),
             "Put {% generation %} marks around the assistant's text in the template "
-            "(data.template), or write train_on: all.",
+            "(data.template), or set train_on: all.",
         ) from None
     except TemplateError as error:
         roles = ", ".join(str(m["role"])[:40] for m in talk.messages[:6])
         raise refusal(
             "SW6112",
             f"{talk.where}: {whose} refuses the conversation ({roles}): {error}",
-            "Correct the record (a template without a system role wants its text in the first user "
-            "message), or give another template as data.template.",
+            "Correct the record (without a system role, put its text into the first user message), "
+            "or set another data.template.",
         ) from None
     except RenderLimitExceeded as error:
         raise refusal(
             "SW6112",
-            f"{talk.where}: {whose} was ended: {error}",
-            (
-                "No template needs that much. Give another one as data.template, or take the "
-                "record out."
-            ),
+            f"{talk.where}: {whose} exceeded its limits: {error}",
+            "Set another data.template, or remove the record.",
         ) from None
     try:
         if turns and not check_labels(talk.messages, text, spans) and report is not None:
@@ -337,9 +330,9 @@ def encode(
         raise refusal(
             "SW6124",
             f"{talk.where}: {lost.args[0]}",
-            "Give a template that writes it as data.template, or take it out of the record; "
-            "`skip_damaged: 0.01` leaves out up to that share of the records, and `prepare` counts "
-            "them.",
+            "Set data.template to a template that writes this part, or remove the part from the "
+            "record; `skip_damaged: 0.01` leaves out up to that share of the records, and "
+            "`prepare` counts them.",
         ) from None
     if turns and report is not None:
         report.unclosed_conversations += is_open
@@ -351,44 +344,40 @@ def encode(
     encoded = tokenizer.encode_with_offsets(text)
     trained = np.zeros(len(encoded.ids), dtype=np.bool_)
     for first, last in spans:
-        # Whatever holds a character of the turn: "▁Yes" begins with the space in front of the
-        # answer. GPT-2's tokens do not count the spaces that they begin with: one of spaces alone
-        # has no characters.
+        # Every token with a character of the turn: "▁Yes" starts with the space before the answer.
+        # GPT-2's offsets leave out leading spaces: a token of spaces only has no characters.
         empty = encoded.first == encoded.last
         trained |= (encoded.first < last) & (encoded.last > first)
         trained |= empty & (encoded.first > first) & (encoded.last <= last)
     return encoded.ids, trained
 
 
-def resolve_chat_template(tokenizer: Tokenizer, given: str | None) -> str:
-    """Returns the recipe's template, or the tokenizer's own. Errors: SW6112."""
-    template = given or tokenizer.template
+def resolve_chat_template(tokenizer: Tokenizer, recipe_template: str | None) -> str:
+    """Return the recipe's template, or the tokenizer's own. Raises SW6112."""
+    template = recipe_template or tokenizer.template
     if not isinstance(template, str):
         raise refusal(
             "SW6112",
             "the tokenizer has no chat template",
-            (
-                "Write one as data.template, or take the tokenizer of the model's "
-                "instruction-tuned sibling."
-            ),
+            ("Set data.template, or use the tokenizer of the model's instruction-tuned version."),
         )
     return template
 
 
 def end_of_turn_id(tokenizer: Tokenizer, template: str) -> int | None:
-    """The id of the token that ends an answer and is trained with it: <|im_end|>, <|eot_id|>, often
-    the tokenizer's eos_token. None where the answer's end is no token of its own, or the template
-    leaves it out of what is trained."""
+    """Return the id that ends an answer and is trained with it: <|im_end|>, <|eot_id|>, often
+    eos_token.
+
+    None where an answer does not end with a token of its own, or the template does not mark it as
+    trained.
+    """
     for messages in _sample_answers():
         try:
             text, spans, _ = _RENDERER.render(
                 template, messages, None, tokenizer.special(), turns=True
             )
-        except (
-            TurnNotFound,
-            TemplateError,
-            RenderLimitExceeded,
-        ):  # a template may want a system message, or parts for the content
+        # A template may need a system message, or content in parts.
+        except (TurnNotFound, TemplateError, RenderLimitExceeded):
             continue
         place = text.rfind(_ANSWER)
         tail = next(
@@ -406,27 +395,27 @@ def end_of_turn_id(tokenizer: Tokenizer, template: str) -> int | None:
 
 
 def _sample_answers() -> Iterator[list[Message]]:
-    """Conversations that hold one answer. It comes last, as gpt-oss ends that turn alone with
-    <|return|>; then, for templates that end a turn with the next role's token (GLM's <|user|>), a
-    question follows."""
+    """Yield conversations with one answer, at the end (gpt-oss's <|return|>), then followed by a
+    question (GLM's <|user|>)."""
     for follows, instructed, in_parts in itertools.product((False, True), repeat=3):
-        said = [("user", "hi"), ("assistant", _ANSWER)] + [("user", "hi")] * follows
+        turns = [("user", "hi"), ("assistant", _ANSWER)] + [("user", "hi")] * follows
         yield [
             {
                 "role": role,
                 "content": cast(JsonValue, [{"type": "text", "text": text}]) if in_parts else text,
             }
-            for role, text in [("system", "hi")] * instructed + said
+            for role, text in [("system", "hi")] * instructed + turns
         ]
 
 
-# Reads conversations with images: looks at the headers, writes the images' tokens out, counts what
-# is left out.
+# Conversations with images: check the headers, expand the placeholders, count what is left out.
 
 
 class ImageConversationReader:
-    """Reads one source. writer, pictures: of the same folder. Errors: SW6130 to SW6134, and those
-    of conversations."""
+    """Read one source. Raises SW6130 to SW6134, and the errors of conversations.
+
+    writer, pictures: writers of the same folder.
+    """
 
     def __init__(
         self,
@@ -449,7 +438,7 @@ class ImageConversationReader:
         self._records = 0
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
-        """Yields after each record."""
+        """Yield after each record."""
         for name in files:
             for record in records(name, self.report):
                 self._records += 1
@@ -471,7 +460,7 @@ class ImageConversationReader:
             self.pictures.counts.too_many_images += 1
             return
         try:
-            found = [inspect_image(source, folder) for source in sources]
+            inspected = [inspect_image(source, folder) for source in sources]
         except DamagedImage as why:
             self.pictures.damaged(f"{talk.where}: {why}")
             if not self.part.skip_damaged:
@@ -479,7 +468,7 @@ class ImageConversationReader:
             return
 
         def expand(text: str, spans: list[Span]) -> tuple[str, list[Span]]:
-            return self._expand_placeholders(talk.where, text, spans, found)
+            return self._expand_placeholders(talk.where, text, spans, inspected)
 
         talk = replace(talk, messages=messages)
         ids, trained = encode(
@@ -488,30 +477,27 @@ class ImageConversationReader:
         number = self.writer.documents
         self.writer.add(ids, trained)
         if self.writer.documents > number:
-            self.pictures.add(number, found)
+            self.pictures.add(number, inspected)
 
     def _expand_placeholders(
-        self, where: str, text: str, spans: list[Span], found: list[ImageSource]
+        self, where: str, text: str, spans: list[Span], images: list[ImageSource]
     ) -> tuple[str, list[Span]]:
         if self.image_processor.has_adjacent_images(text):
             raise refusal(
                 "SW6136",
-                f"{where}: two pictures follow each other without a token between them, and this "
-                "type tells pictures apart by what stands between them",
-                (
-                    "Let data.template write what the type puts around a picture, as its own "
-                    "template does."
-                ),
+                f"{where}: two images follow each other without a token between them, which this "
+                "model type would take for one image",
+                "Let data.template write the tokens around each image, as the model's own "
+                "template does.",
             )
-        written = self.image_processor.expand(text, spans, found)
+        written = self.image_processor.expand(text, spans, images)
         if written is None:
             raise refusal(
                 "SW6131",
                 f"{where}: the chat template writes {self.image_processor.token!r} "
-                f"{text.count(self.image_processor.token)} times for {len(found)} pictures",
-                "For each part of the type `image` a template writes "
-                f"{self.image_processor.token!r} once, "
-                "and no text holds it. Correct data.template, or the record.",
+                f"{text.count(self.image_processor.token)} times for {len(images)} images",
+                f"Correct data.template, which must write {self.image_processor.token!r} once "
+                "for each `image` part, or remove that text from the record.",
             )
         return written
 
@@ -522,9 +508,9 @@ class ImageConversationReader:
         raise refusal(
             "SW6134",
             (
-                f"{counts.damaged} of {self._records} conversations have a damaged picture: "
+                f"{counts.damaged} of {self._records} conversations have a damaged image: "
                 f"{'; '.join(counts.told)}"
             ),
-            "Mend or delete them, or let some go: `skip_damaged: 0.01` leaves out up to that share "
-            "of the conversations, and `prepare` counts them.",
+            "Repair or delete them; `skip_damaged: 0.01` leaves out up to that share of the "
+            "conversations, and `prepare` counts them.",
         )

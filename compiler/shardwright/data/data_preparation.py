@@ -1,9 +1,8 @@
-"""Tokenizes what a plan trains on, once, into run/data of the compiled folder. It takes no GPU and
-no process group.
+"""Tokenize a plan's data once into run/data of the compiled folder, without a GPU or process group.
 
-run/data/KEY/ holds one source (store.py); KEY is of its files and of how they are read, so that
-another corpus or tokenizer is another folder. run/data/current.json says which KEY each source has:
-the ranks read that, not the corpus.
+run/data/KEY/ holds one source (indexed_dataset.py). KEY depends on its files and on how they are
+read, so another corpus or tokenizer gets another folder. run/data/current.json maps each source's
+settings to its KEY; the ranks read that, not the corpus.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ from shardwright.recipe.recipe_types import DRAWN_SHAPES_DATASET, DataSection
 from shardwright.utils.file_io import write_atomically
 
 MAX_UNPREPARED_BYTES = 64 * 2**20
-"""Of sources that `run` tokenizes by itself: about a minute for a slow tokenizer, while the GPUs
+"""Bytes that `run` tokenizes by itself: about a minute for a slow tokenizer, while the GPUs
 wait."""
 
 BATCH_BYTES = 2**20
-"""Texts that go to the tokenizer together: it shares them out over the processor's cores."""
+"""Bytes of text that go to the tokenizer at once; it uses all cores."""
 
 CURRENT = "current.json"
 
@@ -66,11 +65,11 @@ def data_folder(folder: Path) -> Path:
 def prepare(
     plan: Plan, folder: Path, *, limit_bytes: int | None, max_records: int | None = None
 ) -> None:
-    """Tokenizes the sources that are not tokenized yet.
+    """Tokenize the sources that are not tokenized yet.
 
-    limit_bytes: SW6106 where more than that is to be read; None: however much it is. max_records:
-    of each source; None is all. Several processes may call it at once, on several hosts: one works,
-    the others wait for it.
+    limit_bytes: SW6106 where more must be read; None is no limit.
+    max_records: records of each source; None is all. Several processes and hosts may call it at
+        once: one works, the others wait.
     """
     at = data_folder(folder)
     if any(part.path == DRAWN_SHAPES_DATASET for part in tokenized_sections(plan)):
@@ -84,15 +83,15 @@ def prepare(
             "SW6101",
             f"no file matches {gone[0].part.path!r} on this host",
             "Make the corpus visible at the same path on every host, or correct data.path and "
-            "compile again. What `shardwright prepare` has made is enough, too.",
+            "compile again. Data prepared by `shardwright prepare` is enough, too.",
         )
     size = sum(s.size_bytes for s in missing)
     if limit_bytes is not None and size > limit_bytes:
         raise refusal(
             "SW6106",
-            f"{size / 2**20:,.0f} MiB of data are not tokenized yet, and the GPUs would wait for "
-            f"it (run does up to {limit_bytes // 2**20} MiB by itself)",
-            f"shardwright prepare {shlex.quote(str(folder))}",
+            f"{size / 2**20:,.0f} MiB of data are not tokenized yet, and the GPUs would wait "
+            f"(run tokenizes up to {limit_bytes // 2**20} MiB by itself)",
+            f"Run shardwright prepare {shlex.quote(str(folder))}",
         )
     if not sources:
         return
@@ -116,10 +115,10 @@ def prepare(
 
 @contextlib.contextmanager
 def prepared_sample(plan: Plan, folder: Path, max_records: int) -> Iterator[tuple[Plan, Path]]:
-    """Prepares the first records of each source in a temporary copy of the compiled folder.
+    """Prepare the first records of each source in a temporary copy of the compiled folder.
 
-    Yields the plan and the copy, which goes with the context. Every record that cannot be used is
-    left out and counted: the plan's sources have another `skip_damaged` than the recipe's.
+    Yields the plan and the copy, which is deleted with the context. Every unusable record is left
+    out and counted (skip_damaged 1.0).
     """
 
     def tolerant(data: DataSection) -> DataSection:
@@ -139,15 +138,15 @@ def prepared_sample(plan: Plan, folder: Path, max_records: int) -> Iterator[tupl
 
 
 def prepared_folder(part: DataSection, folder: Path) -> Path:
-    """Returns where the tokens of `part` lie. Raises Refusal (SW6120) where they were never made
-    here."""
+    """Return the folder with the tokens of `part`. Raises SW6120 where they were not made on this
+    host."""
     at = data_folder(folder)
     name = _current_key(at, find_source(part, folder, look=False).settings)
     if name is None:
         raise refusal(
             "SW6120",
             f"the data of {part.path!r} is not tokenized on this host",
-            f"shardwright prepare {shlex.quote(str(folder))}",
+            f"Run shardwright prepare {shlex.quote(str(folder))}",
         )
     return at / name
 
@@ -157,7 +156,7 @@ def _finished_manifest(at: Path, source: DataSource) -> TokenManifest | None:
 
 
 def _current_key(at: Path, settings: str) -> str | None:
-    """Returns the KEY that was current for these settings, where it is whole."""
+    """Return the current KEY of these settings, None where its folder is incomplete."""
     try:
         name = str(json.loads((at / CURRENT).read_text(encoding="utf-8"))[settings])
     except (OSError, ValueError, KeyError, TypeError):
@@ -177,38 +176,33 @@ def _record_current_keys(at: Path, sources: Iterable[DataSource]) -> None:
 
 @contextlib.contextmanager
 def explain_disk_errors(folder: Path) -> Iterator[None]:
-    """Turns what the disk says into a diagnostic: SW6114 full, SW6115 not writable."""
+    """Turn disk errors into SW6114 (disk full) and SW6115 (not writable)."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise refusal(
                 "SW6114",
-                f"the disk that holds {str(folder)!r} is full; nothing half-written is left",
-                (
-                    "Free space, or make run/data in the compiled folder a link to a larger disk, "
-                    "and prepare again."
-                ),
+                f"the disk of {str(folder)!r} is full; partial files were deleted",
+                "Free space, or make run/data in the compiled folder a link to a larger disk, "
+                "and prepare again.",
             ) from None
         raise refusal(
             "SW6115",
             f"{str(error.filename or folder)!r} cannot be written: {error.strerror or error}",
-            (
-                "Give the compiled folder write permission (its run/data holds the tokens), or "
-                "move it."
-            ),
+            ("Make the compiled folder writable (its run/data holds the tokens), or move it."),
         ) from None
 
 
 @contextlib.contextmanager
 def _exclusive_lock(at: Path) -> Iterator[None]:
-    """Lets one writer work at a time, and clears away what a killed one left."""
+    """Let one writer work at a time, and delete what a killed one left."""
     with (at / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             print(
-                "another process is preparing this data: waiting for it",
+                "waiting for another process that prepares this data",
                 file=sys.stderr,
                 flush=True,
             )
@@ -221,9 +215,11 @@ def _exclusive_lock(at: Path) -> Iterator[None]:
 def _tokenize_source(
     plan: Plan, folder: Path, at: Path, source: DataSource, max_records: int | None
 ) -> None:
-    """Writes a source under a name of its own, then publishes it by one rename. Locks do not hold
-    across hosts on every file system: a second writer there finds the folder taken, with the same
-    content."""
+    """Write a source under a temporary name, and publish it by renaming.
+
+    Locks do not hold across hosts on every file system: a second writer finds the folder present,
+        with the same content.
+    """
     tokenizer = load_tokenizer(str(source.part.tokenizer), folder)
     partial = at / f".partial-{source.key}-{socket.gethostname()}-{os.getpid()}"
     writer, pictures = None, None
@@ -243,14 +239,14 @@ def _tokenize_source(
         if not writer.documents and (report.left_out or counts.damaged):
             raise refusal(
                 "SW6116",
-                f"{source.part.path!r} holds nothing to train on: none of {report.records:,} "
-                f"records can be used: {report.examples(counts.told)}",
+                f"{source.part.path!r} has no usable record among {report.records:,}: "
+                f"{report.examples(counts.told)}",
                 "Correct the records, or data.path.",
             )
         if not writer.documents:
             raise refusal(
                 "SW6116",
-                f"{source.part.path!r} holds no text: {len(source.files)} files, all empty",
+                f"{source.part.path!r} holds no text: all {len(source.files)} files are empty",
                 "Correct data.path, or fill the files.",
             )
         if pictures is not None:
@@ -262,13 +258,12 @@ def _tokenize_source(
             os.rename(partial, at / source.key)
         except OSError:
             if read_manifest(at / source.key) is None:
-                shutil.rmtree(
-                    at / source.key, ignore_errors=True
-                )  # not finished, and nobody's any more
+                # An unfinished folder of a dead process.
+                shutil.rmtree(at / source.key, ignore_errors=True)
                 os.rename(partial, at / source.key)
     finally:
         if writer is not None:
-            with contextlib.suppress(OSError):  # a full disk refuses what was buffered, too
+            with contextlib.suppress(OSError):  # a full disk refuses buffered data, too
                 writer.close()
                 if pictures is not None:
                     pictures.close()
@@ -276,12 +271,12 @@ def _tokenize_source(
 
 
 def _check_ids(plan: Plan, tokenizer: Tokenizer, writer: DocumentWriter) -> None:
-    """Refuses ids outside of the vocabulary at once, not after hours (SW6105)."""
+    """Raise SW6105 for ids outside the vocabulary at once, not after hours."""
     if writer.largest_id >= plan.model.vocabulary_size:
         raise refusal(
             "SW6105",
-            f"the tokenizer ({tokenizer.size} ids) makes the id {writer.largest_id} of this data, "
-            f"and the model's vocabulary has ids 0 to {plan.model.vocabulary_size - 1}",
+            f"the tokenizer ({tokenizer.size} ids) gives the id {writer.largest_id}, but the "
+            f"model's vocabulary has ids 0 to {plan.model.vocabulary_size - 1}",
             "Use the tokenizer that belongs to this model, or a model with a larger vocab_size.",
         )
 
@@ -320,7 +315,7 @@ def _read_text_or_chat(
     shown: ReadingProgress,
     report: RecordCounts,
 ) -> Iterator[None]:
-    """Yields after each batch that is written."""
+    """Yield after each batch that is written."""
     if part.kind == "chat":
         template = conversations.resolve_chat_template(tokenizer, part.template)
         for name in files:
@@ -352,14 +347,13 @@ def _read_text_or_chat(
 
 
 Piece = tuple[str, int, bool]
-"""(text, bytes of the source, whether its document ends with it)."""
+"""(text, bytes of the source, whether its document ends with it)"""
 
 
 def _pieces(part: DataSection, files: tuple[str, ...], report: RecordCounts) -> Iterator[Piece]:
-    """Yields text files in pieces, each file one document, however large; of the other kinds their
-    records.
+    """Yield a text file in pieces of one document; of other kinds, their records.
 
-    Where not all records are read, a text file ends behind its first piece.
+    With a limit on records, a text file ends after its first piece.
     """
     for name in files:
         if part.kind == "text":
@@ -386,9 +380,8 @@ def _flush(
     encoded = tokenizer.encode([text for text, _, _ in batch])
     for ids, (_, _, ends) in zip(encoded, batch, strict=True):
         if len(ids):
-            if (
-                begin and writer.at_begin and ids[: len(begin)].tolist() != begin
-            ):  # a text may hold its own
+            # A text may already start with these ids.
+            if begin and writer.at_begin and ids[: len(begin)].tolist() != begin:
                 writer.extend(np.asarray(begin, dtype=np.int32))
             writer.extend(ids)
         if ends:

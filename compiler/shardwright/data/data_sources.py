@@ -1,5 +1,4 @@
-"""Finds the files behind one part of the data, and the key that says whether they were tokenized
-already."""
+"""Find the files of one part of the data, and the key of its prepared tokens."""
 
 from __future__ import annotations
 
@@ -28,11 +27,12 @@ _SKIPPED_STDLIB = ("site-packages", "test", "tests", "idlelib", "lib2to3", "__py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """Holds one source. files: in a fixed order, () where this host has none; size_bytes: of all of
-    them.
+    """Describe one source.
 
-    settings: hash of all that decides how they are read; key: of that and of the files' names,
-    sizes and times.
+    files: in a fixed order, () where this host has none.
+    size_bytes: size of all files.
+    settings: hash of everything that decides how they are read.
+    key: hash of settings and the files' names, sizes and times.
     """
 
     part: DataSection
@@ -47,25 +47,28 @@ def data_sections(data: DataSection) -> tuple[DataSection, ...]:
 
 
 def all_data_sections(plan: Plan) -> Iterator[DataSection]:
-    """Yields the parts of the training and of the validation data."""
+    """Yield the parts of the training and validation data."""
     held_out = None if plan.validation is None else plan.validation.data
     for data in (plan.data, held_out):
         yield from () if data is None else data_sections(data)
 
 
 def tokenized_sections(plan: Plan) -> Iterator[DataSection]:
-    """Yields those that are tokenized; the others are memory-mapped as they lie."""
+    """Yield the parts that are tokenized; others are memory-mapped as they are."""
     return (part for part in all_data_sections(plan) if part.kind in TOKENIZED_KINDS)
 
 
 def uses_packing(plan: Plan) -> bool:
-    """Says whether documents that share a row are kept apart, in any part."""
+    """Return whether any part packs documents into sequences."""
     return any(part.packing and part.kind in DOCUMENT_KINDS for part in all_data_sections(plan))
 
 
 def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSource:
-    """Finds a source. folder: the compiled one, which holds the tokenizer. look: for the files,
-    too."""
+    """Find a source.
+
+    folder: the compiled one, which holds the tokenizer.
+    look: whether to find the files too.
+    """
     files = tuple(matching_files(str(part.path), folder)) if look else ()
     settings = _digest(
         [
@@ -94,7 +97,7 @@ def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSo
         raise refusal(
             "SW6101",
             f"{error.filename!r} cannot be read: {error.strerror}",
-            "Let no other program change the data while it is read, and start again.",
+            "Keep other programs from changing the data while it is read, and start again.",
         ) from None
     listed = [[name, s.st_size, s.st_mtime_ns] for name, s in zip(files, stats, strict=True)]
     return DataSource(
@@ -107,12 +110,15 @@ def find_source(part: DataSection, folder: Path, *, look: bool = True) -> DataSo
 
 
 def shapes_folder(folder: Path) -> Path:
-    """Returns where `path: drawn-shapes` is drawn, in the compiled folder."""
+    """Return the folder of `path: drawn-shapes` in the compiled folder."""
     return folder / "run" / "data" / "shapes"
 
 
 def matching_files(path: str, folder: Path) -> list[str]:
-    """Lists the files that data.path names, in a fixed order. folder: the compiled one."""
+    """Return the files that data.path names, in a fixed order.
+
+    folder: the compiled one.
+    """
     if path == DRAWN_SHAPES_DATASET:
         path = str(shapes_folder(folder).absolute() / "data.jsonl")
         return [path] if os.path.isfile(path) else []

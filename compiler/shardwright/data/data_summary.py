@@ -1,6 +1,4 @@
-"""Summarizes prepared data: counts of each source, and samples as the model reads them, with their
-labels marked.
-"""
+"""Summarize prepared data: counts of each source, and samples with their labels marked."""
 
 from __future__ import annotations
 
@@ -41,34 +39,35 @@ from shardwright.recipe.recipe_types import (
 
 SAMPLES = 3
 EDGE_TOKENS = 60
-"""Limits what is shown of a stretch of labels, or of other tokens, in a sample: so many tokens at
-either end."""
+"""Tokens shown at either end of a span of a sample."""
 MAX_SPANS = 7
-"""Limits the stretches of a sample: three answers and what stands around them."""
+"""Spans shown of a sample: three answers and what surrounds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSummary:
-    """Counts what one source gives. Of a source without documents (tokens, synthetic), sequences
-    and tokens alone.
+    """Count what one source gives. A source without documents (tokens, synthetic) has sequences and
+    tokens only.
 
-    sequences: of the whole source, held-out ones among them. tokens: in documents, as far as they
-    are used; trained_tokens: labels among them. left_out: conversations without a label in their
-    first S tokens; cut: those longer than S. empty: files and records without text.
-
-    Of conversations with images: pictures: images in all of them; too_long: conversations left out
-    because they are longer than S; crowded: because they hold more than images.per_row; damaged:
-    because one of their images is.
-
-    records: read; unusable: code of a diagnostic -> records left out for it; examples: code ->
-    messages of the first ones, damaged images among them (SW6134). replaced: records in which half
-    of a surrogate pair became U+FFFD. reasoning_not_rendered: conversations whose reasoning the
-    template does not write; unclosed_conversations: those whose last answer it does not close.
-
-    begin: what each document of text begins with; None for conversations and captions.
-
-    unpacked_padding: share of padding with each document in rows of its own; padding: as the rows
-    are.
+    sequences: of the complete source, held-out ones included.
+    tokens: used tokens in documents.
+    trained_tokens: labels among them.
+    left_out: conversations without a label in their first S tokens.
+    cut: conversations longer than S.
+    empty: files and records without text.
+    unpacked_padding: share of padding without packing.
+    padding: share of padding as the sequences are.
+    pictures: images in all conversations.
+    too_long: conversations with images left out because they are longer than S.
+    too_many_images: conversations left out because of more than images.per_row.
+    damaged: conversations left out because of a damaged image.
+    records: records read.
+    unusable: diagnostic code -> records left out.
+    examples: diagnostic code -> first messages, damaged images included (SW6134).
+    replaced: records in which an unpaired surrogate became U+FFFD.
+    reasoning_not_rendered: conversations whose reasoning the template does not write.
+    unclosed_conversations: conversations whose last answer the template does not close.
+    begin: text that each document starts with; None for conversations and captions.
     """
 
     kind: str
@@ -97,19 +96,22 @@ class SourceSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpan:
-    """Holds a stretch of a sample: its text, and whether the model learns to write it."""
+    """Hold a span of a sample: its text, and whether its tokens are labels."""
 
     text: str
     trained: bool
 
 
 def summarize(plan: Plan, folder: Path) -> tuple[SourceSummary, ...]:
-    """Counts the sources of the training data. folder: the compiled one, prepared."""
+    """Count the sources of the training data.
+
+    folder: compiled and prepared.
+    """
     return tuple(_part(plan, part, folder) for part in data_sections(plan.data))
 
 
 def summarize_validation(plan: Plan, folder: Path) -> tuple[SourceSummary, ...]:
-    """Counts the sources of validation data of its own; () where there are none."""
+    """Count the sources of separate validation data; () where there are none."""
     held_out = None if plan.validation is None else plan.validation.data
     return (
         ()
@@ -179,7 +181,8 @@ def _part(plan: Plan, part: DataSection, folder: Path) -> SourceSummary:
 
 
 def document_prefix_text(part: DataSection, folder: Path) -> str | None:
-    """Returns the text of the ids in front of each document; None where another rule counts."""
+    """Return the text of the ids that start each document, None where data.add_bos_token does not
+    apply."""
     if part.kind not in ("text", "jsonl", "parquet") or has_image_captions(part):
         return None
     tokenizer = load_tokenizer(str(part.tokenizer), folder)
@@ -188,7 +191,8 @@ def document_prefix_text(part: DataSection, folder: Path) -> str | None:
 
 
 def _label_count(documents: Documents, part: DataSection) -> int:
-    """Counts the labels of text: a first token cannot be predicted, and of a caption nothing is."""
+    """Count the labels of text: a document's first token is none, and neither are a caption's
+    tokens."""
     if has_image_captions(part):
         return 0
     return len(documents.tokens) - (len(documents.ends) if part.packing else 1)
@@ -197,8 +201,11 @@ def _label_count(documents: Documents, part: DataSection) -> int:
 def _labels(
     documents: Documents, members: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> int:
-    """Counts the labels in the first tokens of some documents; the first one is none. lengths: of
-    `members`, cut."""
+    """Count the labels in the first tokens of the documents `members`, without each document's
+    first token.
+
+    lengths: cut lengths of `members`.
+    """
     assert documents.trained is not None, "a conversation's tokens are marked"
     first = documents.ends[members] - documents.lengths[members]
     spans = zip((first + 1).tolist(), (first + lengths).tolist(), strict=True)
@@ -206,7 +213,7 @@ def _labels(
 
 
 def samples(plan: Plan, folder: Path, data: Dataset) -> list[list[SampleSpan]]:
-    """Reads the first sequences of the training, around their labels; of a packed one its first
+    """Return the first training sequences around their labels; of a packed one, its first
     document."""
     text = _decoder(plan, folder)
     rows = np.concatenate([data.order.indices(step) for step in range(1, SAMPLES + 1)])[:SAMPLES]
@@ -241,7 +248,7 @@ def record_samples(plan: Plan, folder: Path) -> list[list[SampleSpan]]:
 
 
 def _decoder(plan: Plan, folder: Path) -> Callable[[Ids], str]:
-    """Returns what makes text of ids; the numbers themselves where the data has no tokenizer."""
+    """Return a function from ids to text; without a tokenizer it prints the ids."""
     names = [part.tokenizer for part in data_sections(plan.data) if part.tokenizer]
     if names:
         return load_tokenizer(names[0], folder).decode
@@ -249,9 +256,9 @@ def _decoder(plan: Plan, folder: Path) -> Callable[[Ids], str]:
 
 
 def _row_spans(block: SequenceBatch, text: Callable[[Ids], str]) -> list[SampleSpan]:
-    """Reads the first document of a row, without the padding behind it."""
+    """Return the spans of a sequence's first document, without padding."""
     ids = block.tokens[0]
-    # A caption is no label: pairs have images, and no marks.
+    # Captions are not labels: pairs have images and no label mask.
     trained = (
         np.full(len(ids), not block.pictures) if block.trained is None else block.trained[0].copy()
     )
@@ -268,13 +275,14 @@ def _row_spans(block: SequenceBatch, text: Callable[[Ids], str]) -> list[SampleS
 def _spans(
     ids: Ids, trained: npt.NDArray[np.bool_], text: Callable[[Ids], str]
 ) -> list[SampleSpan]:
-    """Cuts a document around its labels: each stretch is shown by its begin and its end, which for
-    an answer is how the turn ends; of what stands in front of the first answer the end alone, of
-    what stands behind the last the begin."""
+    """Split a document at its labels and shorten each span to its start and end.
+
+    Before the first answer only the end is shown, after the last only the start.
+    """
     trained[0] = False
     borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     stretches = list(itertools.pairwise(borders))
-    found: list[SampleSpan] = []
+    spans: list[SampleSpan] = []
     for number, (first, last) in enumerate(stretches[:MAX_SPANS]):
         is_label, is_last = bool(trained[first]), number == len(stretches) - 1
         if last - first <= 2 * EDGE_TOKENS:
@@ -288,28 +296,31 @@ def _spans(
                 f"{text(ids[first : first + EDGE_TOKENS])} ... "
                 f"{text(ids[last - EDGE_TOKENS : last])}"
             )
-        found.append(SampleSpan(text=shown, trained=is_label))
-    return [*found, SampleSpan(text=" ...", trained=False)] if len(stretches) > MAX_SPANS else found
+        spans.append(SampleSpan(text=shown, trained=is_label))
+    return [*spans, SampleSpan(text=" ...", trained=False)] if len(stretches) > MAX_SPANS else spans
 
 
 def marked(pieces: Sequence[SampleSpan], begin: str, end: str) -> str:
-    """Joins a sample to one text, with what is trained between the two marks."""
+    """Join a sample to one text, with `begin` and `end` around labels."""
     return "".join(f"{begin}{p.text}{end}" if p.trained else p.text for p in pieces)
 
 
-# Measures how many images a core of this machine makes ready in a second, and how many cores the
-# plan's steps want.
+# Throughput of decoding images on this machine, and the cores that the plan's steps need.
 
 
 TIMED_IMAGES = 32
-"""Pictures that are timed, from all over the data."""
+"""Images that are timed, from all over the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageThroughput:
-    """Holds images a second. images_per_core_second: that a core decodes and prepares; wanted: that
-    all steps, as fast as planned, take. cores: of all hosts together; ranks: of the first pipeline
-    stage, which share them out."""
+    """Hold image rates.
+
+    images_per_core_second: images that a core decodes and prepares in a second.
+    wanted: images that the planned steps consume in a second.
+    cores: cores of all hosts together.
+    ranks: ranks of the first pipeline stage, which share the images.
+    """
 
     images_per_core_second: float
     wanted: float
@@ -318,9 +329,11 @@ class ImageThroughput:
 
 
 def image_throughput(plan: Plan, folder: Path) -> ImageThroughput | None:
-    """Times some images; None where no sequence has one. folder: compiled and prepared. Errors:
-    SW6132, SW6133."""
-    seconds, pictures = 0.0, 0.0  # of a row, over the parts of the data
+    """Time some images; None where no sequence has one. Raises SW6132 and SW6133.
+
+    folder: compiled and prepared.
+    """
+    seconds, pictures = 0.0, 0.0  # per sequence, over the parts of the data
     whole = sum(part.weight for part in data_sections(plan.data))
     for part in data_sections(plan.data):
         here = prepared_folder(part, folder)
@@ -358,7 +371,10 @@ def image_throughput(plan: Plan, folder: Path) -> ImageThroughput | None:
 def _processing(
     part: DataSection, images: ImagesSection, folder: Path
 ) -> Callable[[ImageSource], object]:
-    """Returns what makes tensors of one image, as the ranks do. folder: of the processor."""
+    """Return a function from one image to its tensors, as the ranks compute it.
+
+    folder: of the processor.
+    """
     if has_image_captions(part):
         pairs, no_tokens = ContrastiveProcessor(folder, images), np.zeros((1, 0), dtype=np.int64)
         return lambda picture: pairs.inputs(no_tokens, None, [[picture]])
@@ -369,16 +385,18 @@ def _processing(
 def _seconds(
     process: Callable[[ImageSource], object], table: ImageTable, held: npt.NDArray[np.int64]
 ) -> float:
-    """Returns the seconds that a core takes for one of the images. held: their rows of the table's
-    index."""
+    """Return the core seconds for one image.
+
+    held: rows of the table's index.
+    """
     sample = held[np.unique(np.linspace(0, len(held) - 1, TIMED_IMAGES).astype(np.int64))]
-    found = [
+    images = [
         picture
         for row in sample
         for picture in dataclasses.replace(table, index=row[None]).of(int(row[0]))
     ]
-    process(found[0])  # the first one pays for what is imported
-    begun = time.process_time()  # a core's seconds, whatever else runs here
-    for picture in found:
-        process(picture)
-    return (time.process_time() - begun) / len(found)
+    process(images[0])  # imports
+    started = time.process_time()  # CPU time, whatever else runs on this machine
+    for image in images:
+        process(image)
+    return (time.process_time() - started) / len(images)

@@ -1,4 +1,5 @@
-"""Opens a plan's data: rows to train on, their order, rows held out, and the number of steps."""
+"""Open a plan's data: training sequences, their order, held-out sequences, and the number of
+steps."""
 
 from __future__ import annotations
 
@@ -34,17 +35,21 @@ from shardwright.recipe.recipe_types import DataSection
 from shardwright.utils.file_io import write_atomically
 
 CHECKED_TOKENS = 2**26
-"""Of an array that was not made by `prepare`: a full pass over terabytes would idle the GPUs."""
+"""Token ids checked in an array that `prepare` did not make: reading terabytes would idle the
+GPUs."""
 
 STEPS_FILE = "steps.json"
 _VALIDATION_SEED = 0x76616C
-"""Beside the seed, for the choice of held-out rows."""
+"""Seeds the choice of held-out sequences, beside training.seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Holds opened data. steps: of the training, epochs resolved. parts: rows of each part of a
-    mixture, which with the seed make the order."""
+    """Hold opened data.
+
+    steps: training steps, with epochs resolved.
+    parts: sequences of each part of a mixture, which with the seed determine the order.
+    """
 
     train: SequenceDataset
     order: Sampler
@@ -54,10 +59,9 @@ class Dataset:
 
 
 def open_dataset(plan: Plan, folder: Path, *, check_all_ids: bool = False) -> Dataset:
-    """Opens the data of a plan whose sources were prepared. Raises Refusal where it does not fit
-    the plan.
+    """Open the prepared data of a plan. Raises Refusal where it does not fit the plan.
 
-    check_all_ids: every token id is looked at, not the first CHECKED_TOKENS alone.
+    check_all_ids: check every token id, not only the first CHECKED_TOKENS.
     """
     t = plan.training
     limit = None if check_all_ids else CHECKED_TOKENS
@@ -77,8 +81,8 @@ def open_dataset(plan: Plan, folder: Path, *, check_all_ids: bool = False) -> Da
     if held_out and not sum(map(len, held_out)):
         raise refusal(
             "SW6123",
-            f"the validation data gives no whole sequence of {t.sequence_length} tokens",
-            "Give more of it, or a larger validation.fraction.",
+            f"the validation data has no complete sequence of {t.sequence_length} tokens",
+            "Add validation data, or raise validation.fraction.",
         )
     order: Sampler
     if plan.data.mixture:
@@ -98,14 +102,14 @@ def open_dataset(plan: Plan, folder: Path, *, check_all_ids: bool = False) -> Da
 
 
 def epochs_to_steps(epochs: float, steps_per_epoch: int) -> int:
-    """Counts steps; the last begun one counts as a whole one. 1e-9 is for what a decimal fraction
-    is off."""
+    """Convert epochs to steps, rounded up. 1e-9 absorbs the rounding error of a decimal
+    fraction."""
     return max(1, math.ceil(epochs * steps_per_epoch - 1e-9))
 
 
 def resolve(plan: Plan, folder: Path, *, check_all_ids: bool = False) -> tuple[Plan, Dataset]:
-    """Returns the plan with its epochs counted in steps, which are noted for `status`, and its
-    data. Raises Refusal."""
+    """Return the plan with its epochs counted in steps, recorded for `status`, and its data. Raises
+    Refusal."""
     data = open_dataset(plan, folder, check_all_ids=check_all_ids)
     if plan.training.epochs is None:
         return plan, data
@@ -117,7 +121,7 @@ def resolve(plan: Plan, folder: Path, *, check_all_ids: bool = False) -> tuple[P
 
 
 def recorded_step_count(plan: Plan, folder: Path) -> int:
-    """Returns the steps of the training; 0 where epochs have not been counted yet."""
+    """Return the training steps, 0 where epochs have not been counted yet."""
     if plan.training.epochs is None:
         return plan.training.steps
     try:
@@ -129,8 +133,8 @@ def recorded_step_count(plan: Plan, folder: Path) -> int:
 
 
 def with_resolved_epochs(plan: Plan, steps: int) -> Plan:
-    """Returns the plan with epochs resolved. Raises Refusal (SW6122) where the learning rate
-    schedule does not fit."""
+    """Return the plan with epochs resolved. Raises SW6122 where the learning rate schedule does not
+    fit."""
     s = plan.scheduler
     warmup = s.warmup_steps if s.warmup_ratio is None else round(s.warmup_ratio * steps)
     too_long = s.warmup_ratio is None and 0 < warmup >= steps
@@ -138,9 +142,9 @@ def with_resolved_epochs(plan: Plan, steps: int) -> Plan:
         raise refusal(
             "SW6122",
             f"{plan.training.epochs:g} epochs of this data are {steps} steps, fewer than warm-up "
-            f"({warmup}) and decay ({s.decay_steps or 0}) take",
+            f"({warmup}) and decay ({s.decay_steps or 0}) need",
             (
-                "Lower training.scheduler's warmup_steps or decay_steps (or give warmup_ratio), or "
+                "Lower training.scheduler's warmup_steps or decay_steps (or set warmup_ratio), or "
                 "train more epochs."
             ),
         )
@@ -158,11 +162,13 @@ def _joined(parts: list[SequenceDataset]) -> SequenceDataset:
 def open_sequences(
     plan: Plan, part: DataSection, folder: Path, limit: int | None
 ) -> SequenceDataset:
-    """Opens the sequences of one prepared source. limit: token ids of an array that are looked at;
-    None is all."""
+    """Open the sequences of one prepared source.
+
+    limit: token ids of an array to check; None checks all.
+    """
     length, vocabulary = plan.training.sequence_length, plan.model.vocabulary_size
     if part.kind == "synthetic":
-        # Learnable and the same everywhere: arithmetic sequences modulo the vocabulary.
+        # Learnable and equal on every host: arithmetic sequences modulo the vocabulary.
         random = np.random.default_rng(plan.training.seed)
         n = max(1024, plan.sequences_per_step)
         first, step = random.integers(0, vocabulary, (n, 1)), random.integers(1, 8, (n, 1))
@@ -182,16 +188,16 @@ def open_sequences(
     if part.kind == "chat":
         return open_document_sequences(here, open_documents(here), length, packed=part.packing)
     if has_image_captions(part):
-        pictures = open_images(here)
-        assert pictures is not None, "its folder was prepared with them"
-        return open_caption_sequences(here, open_documents(here), length, pictures)
+        images = open_images(here)
+        assert images is not None, "its folder was prepared with them"
+        return open_caption_sequences(here, open_documents(here), length, images)
     return ChunkedSequences(open_documents(here), length, part.packing)
 
 
 def _split(
     rows: SequenceDataset, fraction: float, seed: int, part: int
 ) -> tuple[SequenceDataset, SequenceDataset]:
-    """Returns (to train on, held out): rows drawn by the seed, both in their own order; at least
+    """Return (training, held-out) sequences, drawn by the seed, both in their own order; at least
     one is held out."""
     count = max(1, round(fraction * len(rows))) if len(rows) else 0
     chosen = np.random.default_rng([seed, _VALIDATION_SEED, part]).permutation(len(rows))[:count]
@@ -207,7 +213,7 @@ def _load_tokens(path: str, length: int) -> npt.NDArray[np.integer]:
         raise refusal(
             "SW6102",
             f"cannot read {path!r} as a NumPy .npy array: {error}",
-            "Give an array of integers of shape (samples, sequence_length), saved with numpy.save.",
+            "Save an array of integers of shape (samples, sequence_length) with numpy.save.",
         ) from None
     if tokens.ndim != 2 or tokens.shape[1] != length or not np.issubdtype(tokens.dtype, np.integer):
         raise refusal(
@@ -235,7 +241,7 @@ def _outside(part: DataSection, token: int, vocabulary: int) -> Exception:
     return refusal(
         "SW6105",
         (
-            f"{part.path!r} holds token id {token}, the model's vocabulary has ids 0 to "
+            f"{part.path!r} holds token id {token}, but the model's vocabulary has ids 0 to "
             f"{vocabulary - 1}"
         ),
         "Use the tokenizer that belongs to this model, or a model with a larger vocabulary.",
@@ -244,7 +250,7 @@ def _outside(part: DataSection, token: int, vocabulary: int) -> Exception:
 
 def _too_little(plan: Plan, counts: list[int]) -> Exception:
     t = plan.training
-    # Of a mixture the part that has nothing, if there is one.
+    # In a mixture, name the empty part.
     empty = [part.path for part, n in zip(data_sections(plan.data), counts, strict=True) if not n]
     name, count = (empty[0], 0) if empty else (plan.data.path or "the mixture", sum(counts))
     held = (
@@ -254,29 +260,26 @@ def _too_little(plan: Plan, counts: list[int]) -> Exception:
     )
     return refusal(
         "SW6104",
-        f"{name!r} gives {count} sequences of {t.sequence_length}{held}, fewer than "
+        f"{name!r} gives {count} sequences of {t.sequence_length} tokens{held}, fewer than "
         f"{'one' if empty else f'one global batch of {plan.sequences_per_step}'}",
         _more_sequences(plan, sum(counts)),
     )
 
 
 def _more_sequences(plan: Plan, count: int) -> str:
-    """Says what gives more rows of this kind of data: conversations are not cut from a stream as
-    other text is."""
+    """Return the help on getting more sequences of this kind of data."""
     kinds = {part.kind for part in data_sections(plan.data)}
     ways = ["add text", "lower training.sequence_length"]
     if kinds == {"tokens"}:
-        ways = ["add rows"]
+        ways = ["add samples"]
     elif all(has_image_captions(part) for part in data_sections(plan.data)):
         ways = ["add pairs"]
     elif kinds == {"chat"}:
         ways = ["add conversations"]
         if not count:
-            ways.append(
-                "raise training.sequence_length (one counts where an answer begins within it)"
-            )
+            ways.append("raise training.sequence_length (an answer must start within it)")
         elif any(part.packing for part in data_sections(plan.data)):
-            ways.append("write `packing: false` for a row a conversation")
+            ways.append("set `packing: false` for one conversation per sequence")
     if plan.validation is not None and plan.validation.fraction is not None:
         ways.append("lower validation.fraction")
     ways += ["lower training.global_batch_size"] * bool(count)
@@ -285,36 +288,35 @@ def _more_sequences(plan: Plan, count: int) -> str:
 
 
 def validation_batches(count: int, rows_at_once: int, batches_at_once: int) -> Indices:
-    """Returns (batches, rows_at_once), batches a multiple of `batches_at_once`: each held-out row
-    once, then -1."""
+    """Return indices (batches, rows_at_once): each held-out sequence once, then -1;
+    `batches_at_once` divides batches."""
     batches = -(-count // (rows_at_once * batches_at_once)) * batches_at_once
     numbers = np.full(batches * rows_at_once, -1, dtype=np.int64)
     numbers[:count] = np.arange(count)
     return numbers.reshape(batches, rows_at_once)
 
 
-# Digests what the ranks read, to compare the data of two hosts, or of two days. It needs no
-# torch.
+# Digests of what the ranks read, to compare the data of two hosts or days; without torch.
 
 
 _PREPARED = ("tokens.bin", "documents.bin", "trained.bin", IMAGE_BYTES_FILE, IMAGE_INDEX_FILE)
 BLOCK_BYTES, BLOCKS = 2**16, 1024
-"""Of a larger file its size and this many blocks, from its first to its last bytes: terabytes are
-not read. What was prepared has a digest of all its tokens in its manifest."""
+"""Blocks hashed of a larger file, from its first to its last bytes, beside its size. Prepared data
+has a digest of all tokens in its manifest."""
 
 
 def data_fingerprints(plan: Plan, folder: Path) -> dict[str, str]:
-    """Returns data.path -> digest (hex) of each part that is read from files. It was prepared.
-    Raises OSError."""
-    found: dict[str, str] = {}
+    """Return data.path -> digest (hex) of each prepared part that is read from files. Raises
+    OSError."""
+    digests: dict[str, str] = {}
     for part in all_data_sections(plan):
         total = hashlib.sha256()
         for path in _files(part, folder):
             total.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             _add(total, path)
         if part.kind != "synthetic":
-            found[str(part.path)] = total.hexdigest()
-    return found
+            digests[str(part.path)] = total.hexdigest()
+    return digests
 
 
 def _files(part: DataSection, folder: Path) -> list[Path]:

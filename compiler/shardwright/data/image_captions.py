@@ -1,10 +1,10 @@
-"""Reads pairs of an image and a caption: looks at the image's header, writes them out, and reads
-them back as rows.
+"""Read pairs of an image and a caption, write them as prepared data, and read them back as
+sequences.
 
-A record's caption stands under `data.field`, its picture under `image`: a path relative to the
-file's folder, or an object with `bytes` or `path`, as Hugging Face datasets write them. pairs.json,
-beside the tokens: what fills a row up, and how many ids close a caption, which a cut leaves at its
-end. torch and transformers are imported where they are needed.
+A record has its caption under `data.field` and its image under `image`: a path relative to the
+file's folder, or an object with `bytes` or `path`, as in Hugging Face datasets. pairs.json, beside
+the tokens, holds the padding id and the number of closing ids, which stay at the end of a cut
+caption. torch and transformers are imported on use.
 """
 
 from __future__ import annotations
@@ -39,26 +39,28 @@ if TYPE_CHECKING:
     import torch
 
 IMAGE_KEY = "image"
-"""Key of a record."""
+"""Key of the image in a record."""
 PADDING_FILE = "pairs.json"
 _CAPTION_BATCH = 256
-"""Captions that go to the tokenizer together."""
+"""Captions that go to the tokenizer at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionPadding:
-    """Holds what is put around a caption. fill: id behind it; closing: ids at the end of each that
-    are the tokenizer's own."""
+    """Hold the ids around a caption.
+
+    fill: padding id.
+    closing: number of the tokenizer's own ids at the end of each caption.
+    """
 
     fill: int
     closing: int
 
 
 class ContrastiveProcessor:
-    """Holds the tokenizer and the image processor in `folder`. decoders: where pictures are
-    decoded; None is here.
+    """Hold the tokenizer and the image processor in `folder`. Raises SW6133.
 
-    Raises Refusal: SW6133.
+    decoders: processes that decode images; None decodes in this process.
     """
 
     def __init__(
@@ -71,15 +73,14 @@ class ContrastiveProcessor:
 
     @property
     def blank(self) -> None:
-        """Every row has its picture."""
+        """Return None: every sequence has its image."""
 
     def ids(self, captions: list[str]) -> list[list[int]]:
-        """Returns the ids with what the tokenizer puts around a caption, neither cut nor filled
-        up."""
-        found: list[list[int]] = self._tokenizer(
+        """Return the ids with the tokenizer's own around each caption, neither cut nor padded."""
+        ids: list[list[int]] = self._tokenizer(
             captions, verbose=False, padding=False, truncation=False
         )["input_ids"]
-        return found
+        return ids
 
     @property
     def padding(self) -> CaptionPadding:
@@ -96,19 +97,21 @@ class ContrastiveProcessor:
         trained: npt.NDArray[np.bool_] | None,
         rows: Sequence[Sequence[ImageSource]],
     ) -> dict[str, torch.Tensor]:
-        """Returns what the forward takes beside the ids (B, S). Errors: SW6132."""
+        """Return the forward's inputs beside the ids (B, S). Raises SW6132."""
         most, flat = self.images.max_pixels, [picture for row in rows for picture in row]
-        seen = (
+        decoded = (
             [decode(p, most) for p in flat]
             if self.decoders is None
             else self.decoders.decode(flat, most)
         )
-        return {"pixel_values": self._images(images=seen, return_tensors="pt")["pixel_values"]}
+        return {"pixel_values": self._images(images=decoded, return_tensors="pt")["pixel_values"]}
 
 
 class ImageCaptionReader:
-    """Reads one source. writer, pictures: of the same folder. Errors: SW6110, SW6134, SW6135,
-    SW6138."""
+    """Read one source. Raises SW6110, SW6134, SW6135, SW6138.
+
+    writer, pictures: writers of the same folder.
+    """
 
     def __init__(
         self,
@@ -128,20 +131,20 @@ class ImageCaptionReader:
         self._records = 0
 
     def read(self, files: tuple[str, ...], shown: ReadingProgress) -> Iterator[None]:
-        """Yields after each batch that is written."""
+        """Yield after each batch that is written."""
         batch: list[tuple[str, ImageSource]] = []
         for name in files:
             for record, where, size in records(name, self.report):
                 self._records += 1
-                found = None
+                pair = None
                 try:
-                    found = self._pair(
+                    pair = self._pair(
                         record, where, Path(self.processor.images.folder or Path(name).parent)
                     )
                 except Refusal as problem:
                     self.report.skip_record(problem)
-                if found is not None:
-                    batch.append(found)
+                if pair is not None:
+                    batch.append(pair)
                 shown.add(size)
                 if len(batch) == _CAPTION_BATCH:
                     self._write(batch)
@@ -155,17 +158,14 @@ class ImageCaptionReader:
         self._check_damage()
 
     def _pair(self, record: JsonObject, where: str, folder: Path) -> tuple[str, ImageSource] | None:
-        """Returns (caption, image); None where the image is damaged."""
+        """Return (caption, image), None where the image is damaged."""
         caption, source = record_text(record, where, self.part.field), record.get(IMAGE_KEY)
         if source is None:
             raise refusal(
                 "SW6138",
-                f"{where}: there is no picture under {IMAGE_KEY!r}",
-                (
-                    f"As {IMAGE_KEY!r} write a path relative to the file's folder, or an "
-                    "object with "
-                    "`bytes`."
-                ),
+                f"{where}: there is no image under {IMAGE_KEY!r}",
+                f"Set {IMAGE_KEY!r} to a path relative to the file's folder, or to an object "
+                "with `bytes`.",
             )
         try:
             return caption, inspect_image(source, folder)
@@ -190,18 +190,20 @@ class ImageCaptionReader:
             raise refusal(
                 "SW6134",
                 (
-                    f"{counts.damaged} of {self._records} pairs have a damaged picture: "
+                    f"{counts.damaged} of {self._records} pairs have a damaged image: "
                     f"{'; '.join(counts.told)}"
                 ),
-                "Mend or delete them, or let some go: `skip_damaged: 0.01` leaves out up to that "
-                "share of the pairs, and `prepare` counts them.",
+                "Repair or delete them; `skip_damaged: 0.01` leaves out up to that share of the "
+                "pairs, and `prepare` counts them.",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class CaptionSequences:
-    """Reads a caption a row: cut at S in front of what closes it, or filled up. pictures: one a
-    caption."""
+    """Read one caption per sequence, cut at S before its closing ids, or padded.
+
+    pictures: one image per caption.
+    """
 
     documents: Documents
     length: int
@@ -227,7 +229,10 @@ class CaptionSequences:
 def open_caption_sequences(
     folder: Path, documents: Documents, length: int, pictures: ImageTable
 ) -> CaptionSequences:
-    """Opens the rows of a prepared source. folder: its own."""
+    """Open the sequences of a prepared source.
+
+    folder: the source's own.
+    """
     return CaptionSequences(documents, length, read_caption_padding(folder), pictures)
 
 
@@ -237,6 +242,6 @@ def read_caption_padding(folder: Path) -> CaptionPadding:
 
 
 def has_image_captions(part: DataSection) -> bool:
-    """Says whether a source holds captions with an image each; conversations with images are of
+    """Return whether a source holds captions with one image each; conversations with images are of
     kind chat."""
     return part.images is not None and part.kind != "chat"

@@ -1,8 +1,8 @@
-"""Decodes images in processes of their own, while the rank trains: `python -m
+"""Decode images in separate processes while the rank trains: `python -m
 shardwright.data.image_decoder` is one.
 
-A request on standard input and an answer on standard output, both pickled; they are this program's
-own. Of a picture that lies in a file its path goes over, not its bytes.
+Requests on standard input and answers on standard output are pickled by this program. An image in a
+file is sent by its path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_PROCESSES = 8
 
 def main() -> int:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is not an answer
     while True:
         try:
             picture, max_pixels = pickle.load(sys.stdin.buffer)
@@ -40,15 +40,14 @@ def main() -> int:
 
 
 class ImageDecoders:
-    """Decodes in so many processes at once; they start with the first image, and end with this
-    process."""
+    """Decode in several processes, which start with the first image and end with this process."""
 
     def __init__(self, processes: int) -> None:
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="decode")
         self._own = threading.local()
 
     def decode(self, pictures: Sequence[ImageSource], max_pixels: int) -> list[Any]:
-        """Returns Pillow's RGB images, in order. Errors: SW6132, SW6137."""
+        """Return Pillow's RGB images in order. Raises SW6132 and SW6137."""
         return list(self._threads.map(lambda picture: self._one(picture, max_pixels), pictures))
 
     def _one(self, picture: ImageSource, max_pixels: int) -> Any:
@@ -67,10 +66,10 @@ class ImageDecoders:
             del self._own.process
             raise refusal(
                 "SW6137",
-                f"a process that decodes pictures ended (exit code {process.wait()}) at "
-                f"{'one in the data' if picture.path is None else repr(picture.path)}",
-                "The host may have run out of memory: lower data.images.max_pixels, or "
-                "micro_batch_size. The run goes on from its last checkpoint.",
+                f"an image decoder process died (exit code {process.wait()}) at "
+                f"{'an image in the data' if picture.path is None else repr(picture.path)}",
+                "The host may have run out of memory: lower data.images.max_pixels or "
+                "micro_batch_size, and resume from the last checkpoint.",
             ) from None
         if len(answer) == 2 and isinstance(answer[1], bytes):
             return Image.frombytes("RGB", *answer)
@@ -78,7 +77,10 @@ class ImageDecoders:
 
 
 def decoder_processes_per_rank(ranks: int) -> int:
-    """Returns how many processes one rank starts. ranks: of this host, which share its cores."""
+    """Return the number of processes of one rank.
+
+    ranks: ranks of this host, which share its cores.
+    """
     return max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // max(1, ranks)))
 
 

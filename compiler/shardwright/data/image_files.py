@@ -1,8 +1,8 @@
-"""Finds images in a record, looks at their headers, keeps them beside the tokens, and decodes them.
+"""Find the images of a record, check their headers, store them beside the tokens, and decode them.
 
-pictures.bin: of a picture that lies in a file its path (UTF-8), of one that lies in the record its
-bytes. pictures.npy: int64 (n, 6), in order: document, first byte and end in pictures.bin, 1 where
-these are a path, width and height in pixels. No torch here; Pillow decodes.
+pictures.bin holds the path (UTF-8) of an image in a file, or the bytes of an image in the record.
+pictures.npy is int64 (n, 6): document, first byte and end in pictures.bin, 1 for a path, width and
+height in pixels. No torch; Pillow decodes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ IMAGE_BYTES_FILE, IMAGE_INDEX_FILE, IMAGE_COUNTS_FILE = (
     "pictures.json",
 )
 MAX_IMAGE_PIXELS = 2**26
-"""Of a picture that is opened at all: a small file can hold gigabytes of one colour."""
+"""Largest image that is opened: a small file can hold gigabytes of one colour."""
 MAX_IMAGE_BYTES = 2**29
 IMAGE_PLACEHOLDER = "<image>"
-"""Stands for the next of a record's `images` in a message that is plain text."""
-MAX_POD_PATCH_ERRORS = 5
+"""Placeholder of the next of a record's `images` in a plain-text message."""
+MAX_DAMAGED_MESSAGES = 5
 
 _SOURCE_KEYS = ("path", "image", "url")
 _TRANSPOSED_ORIENTATIONS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
@@ -45,13 +45,15 @@ _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 
 
 class DamagedImage(Exception):
-    """Says in one line which image cannot be used, and why."""
+    """An image cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSource:
-    """Says where an image's bytes are: path or data. width, height: in pixels, as it is seen (its
-    EXIF orientation applied)."""
+    """Locate an image's bytes, by path or data.
+
+    width, height: in pixels, with its EXIF orientation applied.
+    """
 
     path: str | None
     data: bytes | None
@@ -61,8 +63,12 @@ class ImageSource:
 
 @dataclass(slots=True, kw_only=True)
 class ImageCounts:
-    """Counts conversations. damaged: left out because a picture is; crowded: because they hold more
-    than images.per_row. told: the first damaged pictures, and why."""
+    """Count the conversations that were left out.
+
+    damaged: because of a damaged image.
+    too_many_images: because of more than images.per_row.
+    told: messages about the first damaged images.
+    """
 
     damaged: int = 0
     too_many_images: int = 0
@@ -72,17 +78,18 @@ class ImageCounts:
 def extract_images(
     given: object, messages: list[Message], where: str
 ) -> tuple[list[Message], list[JsonValue]]:
-    """Returns (messages as a template takes them, what the record says of each picture, in order of
-    the text). given: the record's `images`.
+    """Return (messages for the template, the record's image entries in the order of the text).
 
-    A picture is a content part, `{"type": "image"}` with its `image`, `path` or `url`, or the next
-    of the record's `images`; in plain text PLACEHOLDER stands for the latter. Errors: SW6130 a part
-    that is no picture, SW6131 placeholders and pictures that do not match.
+    given: the record's `images`. An image is a content part `{"type": "image"}` with `image`,
+        `path` or `url`, or the next of the record's `images`; in plain text PLACEHOLDER stands for
+        the latter.
+    Raises SW6130 (a part that is neither text nor image), SW6131 (placeholders and images do not
+    match).
     """
     one = [] if given is None else [cast(JsonValue, given)]
     images: list[JsonValue] = list(given) if isinstance(given, list) else one
     rest, out = iter(images), []
-    found: list[JsonValue] = []
+    sources: list[JsonValue] = []
     for message in messages:
         parts = _parts(message.get("content"), text_alone=not images)
         if parts is None:
@@ -105,28 +112,25 @@ def extract_images(
                     raise _unmatched(
                         where, f"it has more placeholders than its {len(images)} images"
                     )
-                found.append(source)
+                sources.append(source)
                 content.append({"type": "image"})
             elif kind == "text":
                 content.append({"type": "text", "text": part.get("text")})
             else:
                 raise refusal(
                     "SW6130",
-                    f"{where}: a part of the type {kind!r}",
-                    (
-                        "This version trains on text and pictures: parts are text or image. Leave "
-                        "such records out."
-                    ),
+                    f"{where}: a content part has the type {kind!r}",
+                    "Only text and image parts can be trained on. Leave such records out.",
                 )
         out.append({**message, "content": content})
     left = sum(1 for _ in rest)
     if left:
         raise _unmatched(where, f"{left} of its {len(images)} images have no placeholder")
-    return out, found
+    return out, sources
 
 
 def _parts(content: JsonValue, *, text_alone: bool) -> list[JsonObject] | None:
-    """Splits content into parts; None where the message stays as it is."""
+    """Split content into parts; None where the message stays as it is."""
     if isinstance(content, list):
         return [
             part if isinstance(part, dict) else {"type": type(part).__name__} for part in content
@@ -144,65 +148,57 @@ def _unmatched(where: str, why: str) -> Exception:
         "SW6131",
         f"{where}: {why}",
         (
-            'Give a part {"type": "image"} (or `<image>` in plain text) for each entry of '
-            "`images`, in "
-            "their order."
+            'Write a part {"type": "image"} (or `<image>` in plain text) for each entry of '
+            "`images`, in their order."
         ),
     )
 
 
 def inspect_image(source: JsonValue, folder: Path) -> ImageSource:
-    """Looks at an image's header. source: a path relative to `folder`, or an object with `path` or
-    `bytes`.
+    """Read an image's header.
 
-    Raises Damaged. Errors: SW6135, a path that leads out of `folder`: a stranger's data would
-    choose which files are read. A link in the folder is followed.
+    source: a path relative to `folder`, or an object with `path` or `bytes`.
+    Raises DamagedImage, and SW6135 for a path outside `folder`: data must not choose which files
+    are read. A link in the folder is followed.
     """
     if isinstance(source, dict):
         data = source.get("bytes")
         if isinstance(data, bytes) and data:
-            return _read_header(str(source.get("path") or "a picture in the record"), None, data)
+            return _read_header(str(source.get("path") or "an image in the record"), None, data)
         source = next((source[key] for key in _SOURCE_KEYS if source.get(key)), None)
     if isinstance(source, str) and source[:5].lower() == "data:":
-        return _read_header("a picture in the record", None, _data_of_uri(source))
+        return _read_header("an image in the record", None, _data_of_uri(source))
     if not isinstance(source, str) or "://" in source:
         raise DamagedImage(
-            f"{str(source)[:120]!r} is no file: pictures lie in files or in the record, and none "
-            "is fetched"
+            f"{str(source)[:120]!r} is not a file; images must be in files or in the record, and "
+            "are not downloaded"
         )
     inside = os.path.abspath(folder)
-    path = os.path.abspath(
-        os.path.join(inside, source)
-    )  # without `..`, which behind a link leads elsewhere
+    # Without `..`, which leads elsewhere after a link.
+    path = os.path.abspath(os.path.join(inside, source))
     if os.path.commonpath([inside, path]) != inside:
         raise refusal(
             "SW6135",
-            (
-                f"the picture {source[:120]!r} lies outside of {inside!r}, the folder of the "
-                "data's pictures"
-            ),
-            (
-                "Name the folder that holds them as data.images.folder, or put them into that of "
-                "the data."
-            ),
+            (f"the image {source[:120]!r} is outside {inside!r}, the folder of the data's images"),
+            ("Set data.images.folder to the images' folder, or move them into the data's folder."),
         )
     try:
         data = read_regular_file(path, MAX_IMAGE_BYTES)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it is no regular file, or too large"
+        why = getattr(error, "strerror", None) or "it is not a regular file, or is too large"
         raise DamagedImage(f"{_short(path)} cannot be read: {why}") from None
     return _read_header(_short(path), path, data)
 
 
 def _data_of_uri(uri: str) -> bytes:
-    """Returns the bytes of `data:image/png;base64,...`. Raises Damaged."""
+    """Return the bytes of `data:image/png;base64,...`. Raises DamagedImage."""
     head, _, text = uri.partition(",")
     try:
         if not head.lower().endswith(";base64"):
             raise ValueError
         return base64.b64decode("".join(text.split()) + "=" * (-len(text) % 4), validate=True)
     except ValueError:
-        raise DamagedImage(f"{head[:60]!r} is followed by no base64 text") from None
+        raise DamagedImage(f"{head[:60]!r} is not followed by base64 text") from None
 
 
 def _short(path: str) -> str:
@@ -220,14 +216,13 @@ def _read_header(name: str, path: str | None, data: bytes) -> ImageSource:
             )
         if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
             raise DamagedImage(
-                f"{name} has 32 bits a pixel (Pillow's mode {image.mode}), and nothing says what "
-                "is white"
+                f"{name} has 32 bits a pixel (Pillow's mode {image.mode}) and no known white level"
             )
         end = _ENDS.get(image.format or "")
         if end is None:
             _load(name, image)
         elif end not in data[-4096:]:
-            raise DamagedImage(f"{name} is cut off")
+            raise DamagedImage(f"{name} is truncated")
         if image.getexif().get(0x0112) in _TRANSPOSED_ORIENTATIONS:
             width, height = height, width
     return ImageSource(path=path, data=None if path else data, width=width, height=height)
@@ -239,16 +234,16 @@ def _opened(name: str, data: bytes) -> Iterator[Any]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its own size limit: ours is lower
+            warnings.simplefilter("ignore")  # Pillow's own size limit is higher
             with Image.open(io.BytesIO(data)) as image:
                 yield image
     except DamagedImage:
         raise
-    except Exception as error:  # of any of Pillow's decoders
+    except Exception as error:  # any of Pillow's decoders
         why = _first_line(error)
         if "cannot identify" in why:  # Pillow names its own object
             why = f"Pillow does not know its format (it begins with {data[:8]!r})"
-        raise DamagedImage(f"{name} is no picture that can be opened: {why}") from None
+        raise DamagedImage(f"{name} cannot be opened as an image: {why}") from None
 
 
 def _load(name: str, image: Any) -> None:
@@ -263,11 +258,11 @@ def _first_line(error: Exception) -> str:
 
 
 def decode(picture: ImageSource, max_pixels: int) -> Any:
-    """Returns Pillow's RGB image, its orientation applied, and made smaller where it is too large.
-    Errors: SW6132."""
+    """Return Pillow's RGB image, with its orientation applied, scaled down to `max_pixels`. Raises
+    SW6132."""
     from PIL import ImageOps
 
-    name = "a picture in the data" if picture.path is None else repr(picture.path)
+    name = "an image in the data" if picture.path is None else repr(picture.path)
     try:
         data = (
             picture.data
@@ -276,30 +271,28 @@ def decode(picture: ImageSource, max_pixels: int) -> Any:
         )
         with _opened(name, data or b"") as image:
             _load(name, image)
-            seen = _rgb(ImageOps.exif_transpose(image))
+            rgb = _rgb(ImageOps.exif_transpose(image))
     except (OSError, DamagedImage) as error:
         raise refusal(
             "SW6132",
-            f"a picture that `prepare` has counted cannot be used: {error}",
-            (
-                "Let no other program change the pictures, leave the damaged one out, and "
-                "prepare again."
-            ),
+            f"an image that `prepare` accepted cannot be used: {error}",
+            "Keep other programs from changing the images, remove the damaged one, and prepare "
+            "again.",
         ) from None
-    if seen.size != (picture.width, picture.height):
+    if rgb.size != (picture.width, picture.height):
         raise refusal(
             "SW6132",
-            f"{name} has {seen.width} x {seen.height} pixels, and had {picture.width} x "
+            f"{name} has {rgb.width} x {rgb.height} pixels, but had {picture.width} x "
             f"{picture.height} when it was prepared",
-            "Let no other program change the pictures, and prepare again.",
+            "Keep other programs from changing the images, and prepare again.",
         )
     size = fit_within_pixels(picture.width, picture.height, max_pixels)
-    return seen if size == seen.size else seen.resize(size)
+    return rgb if size == rgb.size else rgb.resize(size)
 
 
 def _rgb(image: Any) -> Any:
-    """Converts an image to 8 bits a channel. Pillow's own conversion of 16 bits cuts off what is
-    above 255."""
+    """Convert an image to 8 bits a channel; Pillow's conversion of 16 bits clips values above
+    255."""
     from PIL import Image
 
     if image.mode.startswith("I"):
@@ -310,7 +303,7 @@ def _rgb(image: Any) -> Any:
 
 
 def fit_within_pixels(width: int, height: int, max_pixels: int) -> tuple[int, int]:
-    """Returns a size of at most so many pixels, in the same proportions; 1 pixel is the least
+    """Return the size scaled down to at most max_pixels in the same proportions, at least 1 pixel a
     side."""
     if width * height <= max_pixels:
         return width, height
@@ -320,7 +313,7 @@ def fit_within_pixels(width: int, height: int, max_pixels: int) -> tuple[int, in
 
 
 class ImageWriter:
-    """Writes images beside store.Writer, in the same folder."""
+    """Write images beside DocumentWriter's tokens, in the same folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.counts = folder, ImageCounts(told=[])
@@ -350,7 +343,7 @@ class ImageWriter:
 
     def damaged(self, why: str) -> None:
         self.counts.damaged += 1
-        if len(self.counts.told) < MAX_POD_PATCH_ERRORS:
+        if len(self.counts.told) < MAX_DAMAGED_MESSAGES:
             self.counts.told.append(why)
 
     def finish(self) -> None:
@@ -370,7 +363,10 @@ class ImageWriter:
 
 @dataclass(frozen=True, slots=True)
 class ImageTable:
-    """Reads the images of a prepared source. data: pictures.bin; index: pictures.npy."""
+    """Read the images of a prepared source.
+
+    data: pictures.bin; index: pictures.npy.
+    """
 
     data: npt.NDArray[np.uint8]
     index: npt.NDArray[np.int64]
@@ -388,7 +384,7 @@ class ImageTable:
 
 
 def open_images(folder: Path) -> ImageTable | None:
-    """Opens a prepared source's images; None where the data has none."""
+    """Open a prepared source's images, None where it has none."""
     if not (folder / IMAGE_INDEX_FILE).is_file():
         return None
     path = folder / IMAGE_BYTES_FILE

@@ -1,7 +1,7 @@
-"""Runs the model's own processor: it says which text stands for an image, and makes the tensors of
-a micro-batch's pictures. torch and transformers are imported where it is made.
+"""Run the model's own processor: it writes the text that stands for an image, and makes the images'
+tensors.
 
-B rows of a micro-batch, S tokens of each.
+torch and transformers are imported on use. B sequences of a micro-batch, S tokens of each.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import torch
 
 DUMMY_IMAGE_SIDE = 32
-"""Pixels of the blank picture's side, which a micro-batch without pictures shows the tower."""
+"""Side of the dummy image (pixels) that the vision encoder gets in a micro-batch without images."""
 
 
 T = TypeVar("T")
 
 
 def load_or_refuse(load: Callable[[Path], T], folder: Path) -> T:
-    """Returns what the files of a processor in `folder` make. Raises Refusal: SW6133."""
+    """Load the files of a processor in `folder`. Raises SW6133."""
     from shardwright.models.image_processor import ProcessorUnavailable
 
     try:
@@ -41,21 +41,20 @@ def load_or_refuse(load: Callable[[Path], T], folder: Path) -> T:
             "SW6133",
             f"the processor in {str(folder)!r} cannot be used: {error}",
             (
-                "Install what it names, or compile again with a model whose processor "
+                "Install the package that it names, or compile again with a model whose processor "
                 "transformers has."
             ),
         ) from None
 
 
 class ImageProcessor:
-    """Holds the processor in `folder`. takes: names that the model's forward has; None where only
-    texts are asked for. token: the text that stands for a picture. template: the processor's own
-    chat template.
+    """Hold the processor in `folder`. Raises SW6133.
 
-    skip_decoding: the pictures' values do not matter, and nothing is decoded: a later stage asks
-    for sizes and places. decoders: where pictures are decoded; None is here.
-
-    Raises Refusal: SW6133.
+    takes: inputs of the model's forward; None where only texts are needed.
+    token: the text that stands for an image.
+    template: the processor's own chat template.
+    skip_decoding: whether to use blank images, for a later stage that needs only sizes and places.
+    decoders: processes that decode images; None decodes in this process.
     """
 
     def __init__(
@@ -78,8 +77,7 @@ class ImageProcessor:
         self.token: str = self._processor.image_token
         self.template: str | None = getattr(self._processor, "chat_template", None)
         self._placeholder_text = functools.lru_cache(maxsize=4096)(self._text_of_size)
-        # Of a type that cuts a picture into tiles where it is alone in its row, and leaves several
-        # whole.
+        # Some types split an image into tiles only where it is the only one of its sequence.
         self._tiles_per_sequence = "batch_num_images" in getattr(
             self._processor.image_processor, "model_input_names", ()
         )
@@ -87,8 +85,10 @@ class ImageProcessor:
     def expand(
         self, text: str, spans: list[Span], pictures: Sequence[ImageSource]
     ) -> tuple[str, list[Span]] | None:
-        """Returns the text with each placeholder written out for its picture, and where the spans
-        stand then; None where there are more or fewer placeholders than pictures."""
+        """Return the text with each placeholder expanded for its image, and the moved spans.
+
+        None where the numbers of placeholders and images differ.
+        """
         pieces = text.split(self.token)
         if len(pieces) != len(pictures) + 1:
             return None
@@ -102,8 +102,8 @@ class ImageProcessor:
         return "".join(out), [(_moved(first, moves), _moved(last, moves)) for first, last in spans]
 
     def has_adjacent_images(self, text: str) -> bool:
-        """Says whether two images stand side by side in it and are one to the type: it finds
-        positions (grids of patches) by runs of placeholders."""
+        """Return whether two adjacent images would count as one: the type finds images by runs of
+        placeholders."""
         names = getattr(self._processor.image_processor, "model_input_names", ())
         return "image_grid_thw" in names and self.token * 2 in text
 
@@ -113,23 +113,22 @@ class ImageProcessor:
         trained: npt.NDArray[np.bool_] | None,
         rows: Sequence[Sequence[ImageSource]],
     ) -> dict[str, torch.Tensor]:
-        """Returns what the forward takes beside the ids (B, S). Errors: SW6132."""
+        """Return the forward's inputs beside the ids (B, S). Raises SW6132."""
         import torch
 
-        found = self.ready(rows) if any(rows) else {}
+        inputs = self.ready(rows) if any(rows) else {}
         places = torch.from_numpy(np.isin(tokens, self._processor.image_token_ids).astype(np.int64))
         for name in ("mm_token_type_ids", "token_type_ids"):
             if self._takes is not None and name in self._takes:
-                # Of a type whose processor marks no pictures: its prefix is 0, which sees all of
-                # itself.
+                # If the processor marks no images, 0 marks the prefix with full attention.
                 marks = name == "mm_token_type_ids" or getattr(
                     self._processor, "return_mm_token_type_ids", False
                 )
-                found[name] = places if marks else torch.from_numpy(_answer_mask(tokens, trained))
-        return found
+                inputs[name] = places if marks else torch.from_numpy(_answer_mask(tokens, trained))
+        return inputs
 
     def ready(self, rows: Sequence[Sequence[ImageSource]]) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the rows' images, decoded. Errors: SW6132."""
+        """Return the tensors of the sequences' images, decoded. Raises SW6132."""
         images = self._decoded([picture for row in rows for picture in row])
         if not self._tiles_per_sequence:
             return self._of_images(images)
@@ -150,7 +149,7 @@ class ImageProcessor:
 
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors of a small image of one colour."""
+        """Return the tensors of the dummy image."""
         from PIL import Image
 
         return self._of_images([Image.new("RGB", (DUMMY_IMAGE_SIDE, DUMMY_IMAGE_SIDE))])
@@ -171,21 +170,26 @@ class ImageProcessor:
         return {n: v for n, v in taken.items() if self._takes is None or n in self._takes}
 
     def _process(self, images: list[Any]) -> tuple[Any, list[str]]:
-        found: tuple[Any, list[str]] = self._processor._process_images(images, **self._options)
-        return found
+        processed: tuple[Any, list[str]] = self._processor._process_images(images, **self._options)
+        return processed
 
 
 def _answer_mask(
     tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_] | None
 ) -> npt.NDArray[np.int64]:
-    """Returns (B, S): 1 from the first token that is learned on. What stands behind an answer has
-    seen it: were it part of the prefix, the question would see the answer through it."""
+    """Return (B, S): 1 from the first label on.
+
+    Tokens after an answer attend to it: in the prefix, the question would attend to the answer
+        through them.
+    """
     if trained is None:
         return np.ones(tokens.shape, dtype=np.int64)
     return np.maximum.accumulate(trained.astype(np.int64), axis=1)
 
 
 def _moved(place: int, moves: list[tuple[int, int]]) -> int:
-    """Returns where a place is then. moves: (end of a placeholder in the text, characters that it
-    grows by)."""
+    """Return where a place of the text moves to.
+
+    moves: (end of a placeholder, characters that it grows by).
+    """
     return place + sum(more for end, more in moves if place >= end)

@@ -1,8 +1,8 @@
-"""Keeps prepared data on disk: one folder a source, memory-mapped by every rank.
+"""Store prepared data on disk, one folder a source, memory-mapped by every rank.
 
-tokens.bin: the ids of all documents, one behind the other. documents.bin: int64, where each
-document ends in it. trained.bin: one byte a token, 1 where it is a label; only where some are not.
-manifest.json is written last.
+tokens.bin: the ids of all documents, concatenated. documents.bin: int64, the end of each document.
+trained.bin: one byte a token, 1 for a label; only where some are not labels. manifest.json is
+written last.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ BUFFER_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenManifest:
-    """Describes a folder. settings: of the DataSource; dtype: of tokens.bin; trained: labels among
-    the tokens, None where all are; empty: source files and records that held nothing; digest:
-    SHA-256 (hex) of all that was written."""
+    """Describe a folder.
+
+    settings: hash of the DataSource's settings.
+    dtype: type of tokens.bin.
+    trained: number of labels, None where every token is one.
+    empty: source files and records without text.
+    digest: SHA-256 (hex) of everything written, "" from an earlier version.
+    """
 
     format: int
     settings: str
@@ -47,8 +52,12 @@ class TokenManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """Holds documents. tokens: (n,) ids; ends: (documents,) int64; trained: (n,) bool, None where
-    every token is a label."""
+    """Hold documents.
+
+    tokens: (n,) ids.
+    ends: (documents,) int64.
+    trained: (n,) bool, None where every token is a label.
+    """
 
     tokens: npt.NDArray[np.integer]
     ends: npt.NDArray[np.int64]
@@ -60,7 +69,7 @@ class Documents:
 
 
 class DocumentWriter:
-    """Appends documents to a folder that nobody reads yet."""
+    """Append documents to a folder that nobody reads yet."""
 
     def __init__(self, folder: Path, dtype: str, *, masked: bool) -> None:
         self.folder, self.dtype = folder, np.dtype(dtype)
@@ -71,7 +80,7 @@ class DocumentWriter:
         self.tokens = self.documents = self.trained = self.empty = 0
         self.largest_id = -1
         self._digest = hashlib.sha256()
-        self._first = 0  # of the document that is being written
+        self._first = 0  # first token of the current document
 
     def _open(self, name: str) -> BinaryIO:
         return (self.folder / name).open("wb", buffering=BUFFER_BYTES)
@@ -83,20 +92,20 @@ class DocumentWriter:
     def add(
         self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None
     ) -> None:
-        """Writes a whole document."""
+        """Write a complete document."""
         if len(ids):
             self.extend(ids, trained)
         self.end_document(())
 
     @property
     def at_begin(self) -> bool:
-        """Says whether the next ids are the first ones of a document."""
+        """Return whether the next ids are the first of a document."""
         return self.tokens == self._first
 
     def extend(
         self, ids: npt.NDArray[np.integer], trained: npt.NDArray[np.bool_] | None = None
     ) -> None:
-        """Writes a piece of a document, not empty."""
+        """Write a non-empty piece of a document."""
         self._write(self._tokens, ids.astype(self.dtype).tobytes())
         self.tokens += len(ids)
         self.largest_id = max(self.largest_id, int(ids.max()))
@@ -105,8 +114,8 @@ class DocumentWriter:
             self.trained += int(trained.sum())
 
     def end_document(self, closing: Sequence[int]) -> None:
-        """Ends a document. closing: ids behind it. One without any of its own is counted as empty
-        and left out."""
+        """End a document, with the ids `closing`; one without ids of its own counts as empty and is
+        left out."""
         if self.at_begin:
             self.empty += 1
             return
@@ -117,7 +126,7 @@ class DocumentWriter:
         self.documents += 1
 
     def finish(self, *, settings: str, kind: str, source_bytes: int) -> TokenManifest:
-        """Writes everything to disk, the manifest last."""
+        """Write everything to disk, the manifest last."""
         self.close(sync=True)
         manifest = copy_shared_fields(
             TokenManifest,
@@ -137,7 +146,7 @@ class DocumentWriter:
         return manifest
 
     def close(self, *, sync: bool = False) -> None:
-        with contextlib.ExitStack() as stack:  # each is closed, whatever the others say
+        with contextlib.ExitStack() as stack:  # close each, even if another fails
             for file in (self._tokens, self._ends, self._trained):
                 if file is not None and not file.closed:
                     stack.callback(file.close)
@@ -147,17 +156,17 @@ class DocumentWriter:
 
 
 def read_manifest(folder: Path) -> TokenManifest | None:
-    """Reads a folder's manifest; None where it was not finished, or is of another format."""
+    """Read a folder's manifest, None where it is unfinished or of another format."""
     try:
-        found = TokenManifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        manifest = TokenManifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    return found if found.format == PREPARED_FORMAT else None
+    return manifest if manifest.format == PREPARED_FORMAT else None
 
 
 def open_documents(folder: Path) -> Documents:
-    """Maps a folder's documents. Raises Refusal (SW6120) where files are missing or shorter than
-    the manifest says."""
+    """Map a folder's documents. Raises SW6120 where files are missing or shorter than the manifest
+    says."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise _damaged(folder, "it has no manifest")
@@ -191,12 +200,10 @@ def _damaged(folder: Path, why: str) -> Exception:
 
 
 PREPARED_FORMAT = 2
-"""Of the prepared files; another number is another key."""
+"""Version of the prepared files, part of their key."""
 
-# Reads Megatron's indexed datasets: NAME.bin holds the ids, NAME.idx the lengths of its sequences
-# and the documents.
-#
-# megatron-core 0.16 writes them so (core/datasets/indexed_dataset.py, _IndexWriter).
+# Megatron's indexed datasets: NAME.bin holds ids, NAME.idx lengths of sequences and documents
+# (megatron-core 0.16, core/datasets/indexed_dataset.py, _IndexWriter).
 
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -205,24 +212,22 @@ _HEADER_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
 
 
 def open_megatron(path: str) -> Documents:
-    """Opens the dataset at `path`, which is without the endings. Raises Refusal (SW6119)."""
+    """Open the dataset at `path`, without file extension. Raises SW6119."""
     try:
         return _open(path)
     except (OSError, ValueError) as error:
         raise refusal(
             "SW6119",
-            f"{path!r} is no indexed dataset of Megatron: {error}",
-            (
-                "Give the path that preprocess_data.py wrote, without .idx and .bin; both files "
-                "must be there."
-            ),
+            f"{path!r} is not an indexed dataset of Megatron: {error}",
+            "Set data.path to the path that preprocess_data.py wrote, without .idx and .bin; "
+            "both files must exist.",
         ) from None
 
 
 def _open(path: str) -> Documents:
     index = np.memmap(path + ".idx", dtype=np.uint8, mode="r")
     if len(index) < _HEADER_BYTES or bytes(index[: len(_MAGIC)]) != _MAGIC:
-        raise ValueError("its .idx does not begin as one")
+        raise ValueError("its .idx has no index header")
     head = bytes(index[len(_MAGIC) : _HEADER_BYTES])
     version, code = int.from_bytes(head[:8], "little"), head[8]
     sequences, documents = (
@@ -231,12 +236,12 @@ def _open(path: str) -> Documents:
     )
     if version != 1 or code not in _DTYPES:
         raise ValueError(
-            f"its version is {version} and its type has the code {code}; read are version 1 and "
-            "integers"
+            f"its version is {version} and its type code {code}; only version 1 with integers is "
+            "supported"
         )
     sizes = (("int32", sequences), ("int64", sequences), ("int64", documents))
     if len(index) < _HEADER_BYTES + sum(np.dtype(t).itemsize * n for t, n in sizes):
-        raise ValueError("its .idx is cut short")
+        raise ValueError("its .idx is truncated")
     at, arrays = _HEADER_BYTES, []
     for name, count in sizes:
         stop = at + np.dtype(name).itemsize * count
@@ -246,11 +251,11 @@ def _open(path: str) -> Documents:
     dtype = np.dtype(_DTYPES[code])
     ends = np.cumsum(lengths)
     if not np.array_equal(pointers[1:], ends[:-1] * dtype.itemsize):
-        raise ValueError("its sequences do not lie one behind the other")
+        raise ValueError("its sequences are not contiguous")
     total = int(ends[-1]) if sequences else 0
     size = os.path.getsize(path + ".bin")
     if size != total * dtype.itemsize:
-        raise ValueError(f"its .bin has {size} bytes, the .idx counts {total * dtype.itemsize}")
+        raise ValueError(f"its .bin has {size} bytes, but its .idx counts {total * dtype.itemsize}")
     if not total:
         raise ValueError("it is empty")
     if documents and (borders.min() < 0 or borders.max() > sequences):

@@ -1,4 +1,5 @@
-"""Reads rows of exactly S token ids by number. B: rows asked for; S: training.sequence_length."""
+"""Read sequences of exactly S token ids by index, and order them. B: sequences read; S:
+training.sequence_length."""
 
 from __future__ import annotations
 
@@ -16,18 +17,19 @@ from shardwright.data.indexed_dataset import Documents
 
 Indices = npt.NDArray[np.int64]
 PADDING_ID = 0
-"""Any id does: it is no label, comes behind what is read, and stands apart where documents are
-packed."""
+"""Any id works: padding is not a label, comes last, and is a document of its own where documents
+are packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBatch:
-    """Holds rows. tokens: (B, S) ids. starts: (B, S) bool, True where a document begins; None where
-    rows are whole.
+    """Hold sequences.
 
-    trained: (B, S) bool, False where a token is no label; None where all are. pictures: of each
-    row, in the order of their placeholders; () where the data has none. lengths: (B,) tokens of
-    each row before its padding; None where no row is padded.
+    tokens: (B, S) ids.
+    starts: (B, S) bool, True where a document starts; None where documents are not packed.
+    trained: (B, S) bool, False where a token is not a label; None where all are.
+    pictures: images of each sequence, in the order of their placeholders; () without images.
+    lengths: (B,) tokens before padding; None where no sequence is padded.
     """
 
     tokens: npt.NDArray[np.integer]
@@ -45,7 +47,10 @@ class SequenceDataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ArraySequences:
-    """Reads rows of an array. tokens: (n, S)."""
+    """Read rows of an array.
+
+    tokens: (n, S).
+    """
 
     tokens: npt.NDArray[np.integer]
 
@@ -58,9 +63,9 @@ class ArraySequences:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedSequences:
-    """Cuts one stream of documents every S tokens; the rest behind the last whole row is left out.
+    """Split one stream of documents every S tokens, and drop the remainder.
 
-    packed: a document's parts on two rows are documents of their own.
+    packed: whether a document's parts in two sequences are separate documents.
     """
 
     documents: Documents
@@ -78,17 +83,18 @@ class ChunkedSequences:
         starts = np.zeros(cut.shape, dtype=np.bool_)
         for row, i in enumerate(indices):
             first, last = np.searchsorted(ends, (i * size, (i + 1) * size))
-            starts[row, ends[first:last] - i * size] = True  # where one ends, the next begins
+            starts[row, ends[first:last] - i * size] = True  # where one ends, the next starts
             starts[row, 0] |= i == 0
         return SequenceBatch(tokens=cut, starts=starts, trained=None)
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentSequences:
-    """Reads whole documents, several a row where they are packed, padded behind and cut at S.
+    """Read complete documents, packed or one per sequence, padded and cut at S.
 
-    members: numbers of the documents, row by row; bounds: (n + 1,) where each row begins in them.
-    pictures: of the documents; None where they have none.
+    members: indices of the documents, sequence by sequence.
+    bounds: (n + 1,) start of each sequence in members.
+    pictures: images of the documents, None where they have none.
     """
 
     documents: Documents
@@ -119,7 +125,7 @@ class DocumentSequences:
                 at += size
             lengths[row] = at
             if at < self.length:
-                starts[row, at] = True  # the padding sees itself alone
+                starts[row, at] = True  # padding attends only to itself
         return SequenceBatch(
             tokens=tokens,
             starts=starts if self.packed else None,
@@ -138,7 +144,7 @@ class DocumentSequences:
 
 @dataclass(frozen=True, slots=True)
 class SubsetSequences:
-    """Reads those of `rows` whose numbers are in `chosen`."""
+    """Read the sequences of `rows` with the indices `chosen`."""
 
     rows: SequenceDataset
     chosen: Indices
@@ -152,7 +158,7 @@ class SubsetSequences:
 
 @dataclass(frozen=True, slots=True)
 class ConcatSequences:
-    """Reads the rows of several parts, numbered one part behind the other."""
+    """Read the sequences of several parts, numbered consecutively."""
 
     parts: Sequence[SequenceDataset]
 
@@ -193,7 +199,8 @@ class ConcatSequences:
         )
 
 
-# Decides once which whole conversations share a row, and keeps that beside the tokens.
+# The packing table: which conversations share a sequence, decided once and stored beside the
+# tokens.
 
 
 def _paths(folder: Path, length: int, packed: bool) -> tuple[Path, Path]:
@@ -227,32 +234,35 @@ def open_document_sequences(
 def _table(
     documents: Documents, length: int, *, packed: bool, whole: bool = False
 ) -> tuple[Indices, Indices]:
-    """Documents without a label among their first S tokens teach nothing, and are left out. whole:
-    so are those that are longer than S, for a cut might go through a picture."""
+    """Return (members, bounds) without documents that have no label in their first S tokens.
+
+    whole: also leave out documents longer than S, where a cut might go through an image.
+    """
     ends, lengths = documents.ends, documents.lengths
-    kept = np.flatnonzero((lengths > 1) & ((lengths <= length) | (not whole)))
+    usable = np.flatnonzero((lengths > 1) & ((lengths <= length) | (not whole)))
     if documents.trained is not None:
         trained = documents.trained
         first = np.concatenate([[0], ends[:-1]])
-        kept = np.asarray(
-            [d for d in kept if trained[first[d] + 1 : min(ends[d], first[d] + length)].any()],
+        usable = np.asarray(
+            [d for d in usable if trained[first[d] + 1 : min(ends[d], first[d] + length)].any()],
             np.int64,
         )
     if packed:
-        return pack(np.minimum(lengths[kept], length), kept, length)
-    return kept, np.arange(len(kept) + 1, dtype=np.int64)
+        return pack(np.minimum(lengths[usable], length), usable, length)
+    return usable, np.arange(len(usable) + 1, dtype=np.int64)
 
 
 def pack(lengths: Indices, documents: Indices, sequence_length: int) -> tuple[Indices, Indices]:
-    """Returns (members, bounds) of rows.DocumentSequences. lengths: of `documents`, each 1 to room.
+    """Return (members, bounds) for DocumentSequences, packed by best fit decreasing.
 
-    Best fit decreasing, as in arXiv 2404.10830 (Fewer Truncations Improve Language Modeling): the
-    longest first, each into the fullest row that still has room for it. Rows stand in the order of
-    their first document, and documents in their own order within a row.
+    lengths: lengths of `documents`, each from 1 to sequence_length. As in arXiv 2404.10830 (Fewer
+        Truncations Improve Language Modeling), the longest document goes first, each into the
+        fullest sequence with room for it. Sequences are ordered by their first document.
     """
     rows: list[list[int]] = []
-    by_space: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # free tokens -> rows
-    spaces = 0  # bit i: some row has i tokens free
+    # Free tokens -> sequences; bit i of spaces: some sequence has i tokens free.
+    by_space: list[list[int]] = [[] for _ in range(sequence_length + 1)]
+    spaces = 0
     for place in np.argsort(-lengths, kind="stable"):
         size = int(lengths[place])
         fitting = spaces >> size
@@ -276,13 +286,12 @@ def pack(lengths: Indices, documents: Indices, sequence_length: int) -> tuple[In
     )
 
 
-# Says which rows a step takes, as a function of the seed and the step alone, so that a resumed run
-# goes on where it was.
+# The sequences of a step, a function of the seed and the step alone, so that a resumed run
+# continues in order.
 
 
 class EpochShuffle:
-    """Puts the rows of one part in an order of its own each epoch; without shuffle it is the
-    file's."""
+    """Order the sequences of one part differently each epoch, or in the file's order."""
 
     def __init__(self, count: int, seed: Sequence[int], *, shuffle: bool) -> None:
         self.count, self.seed, self.shuffle = count, tuple(seed), shuffle
@@ -299,26 +308,25 @@ class EpochShuffle:
 
 
 class EpochSampler:
-    """Step k of an epoch takes the k-th block of global_batch_size rows; the remainder of an epoch
-    is dropped."""
+    """Take the k-th block of global_batch_size sequences at step k of an epoch; drop an epoch's
+    remainder."""
 
     def __init__(self, count: int, batch: int, seed: int, *, shuffle: bool) -> None:
         self._shuffle, self.batch = EpochShuffle(count, [seed], shuffle=shuffle), batch
         self.steps_per_epoch = count // batch
 
     def indices(self, step: int) -> Indices:
-        """Returns the rows of the global batch of `step` (from 1)."""
+        """Return the sequences of the global batch of `step` (from 1)."""
         epoch, position = divmod(step - 1, self.steps_per_epoch)
         return self._shuffle.epoch(epoch)[position * self.batch : (position + 1) * self.batch]
 
 
 class MixtureSampler:
-    """Takes row by row from the part that is owed most, so that every stretch of rows has the
-    weights' shares, to a row.
+    """Take sequence by sequence from the part that lags most behind its weight, so that any range
+    has the weights' shares.
 
-    Each part goes through its own rows, epoch after epoch. An epoch of the mixture has as many rows
-    as all parts together: within it a part with more than its share of weight is repeated, and one
-    with less is seen in part.
+    Each part runs through its own epochs. An epoch of the mixture has as many sequences as all
+    parts together: parts above their share repeat, others are seen in part.
     """
 
     def __init__(
@@ -332,8 +340,7 @@ class MixtureSampler:
     ) -> None:
         self.counts, self.batch = list(counts), batch
         self.firsts = np.cumsum([0, *counts])
-        # What is left of the whole when the parts before have taken theirs: each part is drawn
-        # against the rest of it.
+        # Each part is drawn against the remaining weight of the parts after it.
         rests = np.cumsum(np.asarray(weights, dtype=np.float64)[::-1])[::-1]
         self.shares = [w / rest for w, rest in zip(weights, rests, strict=True)]
         self._parts = [
@@ -342,7 +349,7 @@ class MixtureSampler:
         self.steps_per_epoch = sum(counts) // batch
 
     def indices(self, step: int) -> Indices:
-        """Returns what EpochSampler's does."""
+        """Return the sequences of the global batch of `step` (from 1)."""
         rest = np.arange((step - 1) * self.batch, step * self.batch, dtype=np.int64)
         out, places = np.empty(self.batch, dtype=np.int64), np.arange(self.batch)
         for part, share in enumerate(self.shares):

@@ -1,6 +1,8 @@
-"""Draws images that every machine has, as `path: python-stdlib` is text: white shapes drawn on
-black, and conversations that name them. `python -m shardwright.data.shapes_dataset DIR` draws
-others, to ask a trained model about."""
+"""Draw the built-in image data set (`path: drawn-shapes`): white shapes on black, with
+conversations that name them.
+
+`python -m shardwright.data.shapes_dataset DIR` draws others, to test a trained model on.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,15 @@ if TYPE_CHECKING:
 SHAPES = ("circle", "square", "triangle", "plus")
 QUESTION = "What is it?"
 SIDE = 32
-"""Pixels of a picture's side."""
+"""Side of an image (pixels)."""
 LEAST, MOST = 0.28, 0.45
-"""Half of a shape's side, as a share of the picture's."""
+"""Smallest and largest half side of a shape, as a share of the image's side."""
 COUNT, SEED = 2048, 1
-"""Of what `path: drawn-shapes` stands for."""
+"""Images and seed of `path: drawn-shapes`."""
 
 
 def draw(shape: str, generator: random.Random) -> Image:
-    """Draws a shape of any size, anywhere in the image."""
+    """Draw a shape of random size and position."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (SIDE, SIDE))
@@ -47,8 +49,11 @@ def draw(shape: str, generator: random.Random) -> Image:
 
 
 def draw_shapes(folder: Path, count: int = COUNT, seed: int = SEED) -> Path:
-    """Writes data.jsonl in `folder`, with images beside it; the same bytes for the same seed.
-    Shapes follow each other, so that there are as many of each. What is there already stays."""
+    """Write data.jsonl and its images in `folder`, the same bytes for the same seed; existing data
+    stays.
+
+    Shapes alternate, so that each occurs equally often.
+    """
     written = folder / "data.jsonl"
     if written.is_file():
         return written

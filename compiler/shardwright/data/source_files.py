@@ -1,6 +1,4 @@
-"""Opens a data file as bytes, decompressed by what it holds, whatever its name is. Other formats
-are named.
-"""
+"""Read source files piece by piece: decompression, JSON, parquet and text, with errors by line."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from shardwright.diagnostics import Refusal, refusal
 from shardwright.utils.json_values import JsonObject, JsonValue
 
 BOM = b"\xef\xbb\xbf"
-"""Begins UTF-8 files that Windows programs write; it is no part of the text."""
+"""Byte order mark of UTF-8 files that Windows programs write; it is not part of the text."""
 
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 _OTHER_FORMATS = (
@@ -53,10 +51,11 @@ _OTHER_FORMATS = (
 
 
 class SourceFile:
-    """Reads one file from its beginning, without a byte order mark. Use it as a context.
+    """Read a file as bytes, decompressed by its content, without a byte order mark. Use it as a
+    context.
 
-    Errors: SW6101 not readable, SW6118 a package is missing, SW6150 another format, SW6151 damaged
-    compression.
+    Raises SW6101 (not readable), SW6118 (a package is missing), SW6150 (another format), SW6151
+    (damaged compression).
     """
 
     def __init__(self, name: str) -> None:
@@ -87,12 +86,11 @@ class SourceFile:
         return cast(bytes, self._guarded(self._file.readline, size))
 
     def peek(self, size: int) -> bytes:
-        """Returns at least one byte, where there is one; `size` at most."""
+        """Return between one and `size` bytes, where there are any."""
         return cast(bytes, self._guarded(self._file.peek, size))[:size]
 
     def bytes_consumed(self) -> int:
-        """Returns the bytes of the file on disk that were read since the last call: of a compressed
-        file, in steps."""
+        """Return the bytes read from disk since the last call; of a compressed file, in steps."""
         last, self._taken = self._taken, self._raw.tell()
         return self._taken - last
 
@@ -120,14 +118,14 @@ class SourceFile:
                 raise refusal(
                     "SW6151",
                     f"{self.name!r} is compressed and cannot be read to its end: {error}",
-                    "The file is cut off or damaged: fetch or write it again.",
+                    "The file is truncated or damaged: download or write it again.",
                 ) from None
             raise
 
 
 class _ZstdFrames(io.RawIOBase):
-    """Reads frames one behind the other. zstandard's own reader takes a file that is cut off for
-    one that ends."""
+    """Read concatenated frames; zstandard's own reader takes a truncated file for a complete
+    one."""
 
     def __init__(self, raw: BinaryIO, new_frame: Any) -> None:
         self._raw, self._new_frame = raw, new_frame
@@ -139,9 +137,11 @@ class _ZstdFrames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._made:
-            data = self._left or self._raw.read(2**13)  # what a bomb makes of that fits into memory
+            data = self._left or self._raw.read(
+                2**13
+            )  # a decompression bomb of this size fits into memory
             if not data and self._frame is not None:
-                raise EOFError("it ends inside of a frame")
+                raise EOFError("it ends inside a frame")
             if not data:
                 return 0
             self._frame = self._frame or self._new_frame()
@@ -186,16 +186,19 @@ def _decompressed(name: str, raw: BinaryIO, head: bytes) -> io.BufferedReader:
     return io.BufferedReader(stream, 2**20)
 
 
-# Shows how far a long reading is: a bar on a terminal, plain lines in a log.
+# Progress of long reading: a bar on a terminal, plain lines in a log.
 
 
 PLAIN_SECONDS = 2.0
-"""Stands between one plain line and the next; what takes less than that says nothing."""
+"""Seconds between plain lines; shorter reading prints nothing."""
 
 
 class ReadingProgress:
-    """Says on stderr how many bytes of the sources are read. total: all of them; shown: False says
-    nothing."""
+    """Print to stderr how many bytes of the sources are read.
+
+    total: bytes of all sources.
+    shown: whether to print.
+    """
 
     def __init__(self, what: str, total: int, *, shown: bool = True) -> None:
         self.what, self.total, self.done, self.shown = what, max(1, total), 0, shown
@@ -229,8 +232,7 @@ class ReadingProgress:
             self._bar.close()
 
 
-# Counts what reading a source left out or changed, with the first records; the counts are kept
-# beside the tokens.
+# Counts of the records that were left out or changed, stored beside the tokens.
 
 
 REPORT_FILE = "records.json"
@@ -250,18 +252,21 @@ _SINGLE_RECORD_CODES = frozenset(
         "SW6138",
     ]
 )
-"""Holds the codes that speak of a single record: the next one may be good."""
+"""Codes of errors in a single record: the next one may be usable."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RecordCounts:
-    """Counts the records of one source.
+    """Count the records of one source.
 
-    share: of the records that may be left out; 0: the first bad record is refused. most: records
-    that are read; None: all. records: read so far; left_out: code of the diagnostic -> records;
-    first: code -> messages of the first ones; replaced: records in which half of a surrogate pair
-    became U+FFFD. Of conversations: reasoning_not_rendered: those whose reasoning the template does
-    not write; unclosed_conversations: those whose last turn ends without a token that says so.
+    share: share of the records that may be left out; 0 refuses the first bad record.
+    most: records to read; None is all.
+    records: records read so far.
+    left_out: diagnostic code -> records.
+    first: diagnostic code -> messages of the first records.
+    replaced: records in which an unpaired surrogate became U+FFFD.
+    reasoning_not_rendered: conversations whose reasoning the template does not write.
+    unclosed_conversations: conversations whose last turn has no end token.
     """
 
     share: float = 0.0
@@ -275,12 +280,12 @@ class RecordCounts:
 
     @property
     def is_full(self) -> bool:
-        """Says whether as many records were read as may be."""
+        """Return whether all records to read were read."""
         return self.records == self.most
 
     def skip_record(self, problem: Refusal) -> None:
-        """Counts a record that has no use. Raises `problem` where none may be left out, or it
-        speaks of all of them."""
+        """Count an unusable record. Raises `problem` where none may be left out, or where it is
+        about all records."""
         first = problem.diagnostics[0]
         if not self.share or first.code not in _SINGLE_RECORD_CODES:
             raise problem
@@ -290,10 +295,10 @@ class RecordCounts:
             messages.append(first.message)
 
     def check(self, share: float, damaged: int = 0, told: Sequence[str] = ()) -> None:
-        """Raises Refusal (SW6153) where more records were left out than `share` of those that were
-        read.
+        """Raise SW6153 where more records were left out than `share` of those read.
 
-        damaged: records left out for an image; told: messages of the first of these.
+        damaged: records left out for an image.
+        told: messages of the first of these.
         """
         count = sum(self.left_out.values()) + damaged
         if count > share * self.records:
@@ -306,9 +311,11 @@ class RecordCounts:
             )
 
     def examples(self, told: Sequence[str] = ()) -> str:
-        """Returns the first messages of what was left out, in one line. told: of records left out
-        for an image."""
-        messages = [message for found in self.first.values() for message in found]
+        """Return the first messages about left-out records in one line.
+
+        told: messages about images.
+        """
+        messages = [message for group in self.first.values() for message in group]
         return "; ".join([*messages, *told][:MAX_EXAMPLES])
 
     def write(self, folder: Path) -> None:
@@ -316,8 +323,7 @@ class RecordCounts:
 
 
 def read_record_counts(folder: Path) -> RecordCounts:
-    """Returns the counts in a folder of prepared data; empty ones for what an earlier version
-    made."""
+    """Return the counts of a folder of prepared data; empty ones for an earlier version's."""
     try:
         document: Any = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         return RecordCounts(**document)
@@ -325,39 +331,38 @@ def read_record_counts(folder: Path) -> RecordCounts:
         return RecordCounts()
 
 
-# Reads source files piece by piece: no file is ever in memory as a whole, and every mistake is
-# told with its line.
+# Records and text, piece by piece: no file is ever completely in memory.
 
 
 LONGEST_LINE_BYTES = 64 * 2**20
-"""Of one JSON Lines record. A longer one is nearly always a file of another format."""
+"""Longest JSON Lines record; a longer line nearly always means another format."""
 
 PIECE_BYTES = 4 * 2**20
-"""Text files are tokenized in pieces of about this size, cut behind a line end."""
+"""Size of the pieces of a text file, cut after a line end."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Record = tuple[JsonObject, str, int]
-"""(the record, where it stands, bytes of the source that it took)."""
+"""(record, where it is, bytes of the source that it took)"""
 
 
 def text_chunks(name: str) -> Iterator[tuple[str, int]]:
-    """Yields (text, bytes of the file) of a UTF-8 file, in order. Raises Refusal (SW6107)."""
+    """Yield (text, bytes of the file) of a UTF-8 file, in order. Raises SW6107."""
     offset, rest = 0, b""
     with SourceFile(name) as file:
         while chunk := file.read(PIECE_BYTES):
-            whole = rest + chunk
-            cut = whole.rfind(b"\n") + 1
-            if not cut:  # no line ends at all
-                cut = _before_last_character(whole)
-            yield _decode(whole[:cut], name, offset), file.bytes_consumed()
-            offset, rest = offset + cut, whole[cut:]
+            data = rest + chunk
+            cut = data.rfind(b"\n") + 1
+            if not cut:  # no line end
+                cut = _before_last_character(data)
+            yield _decode(data[:cut], name, offset), file.bytes_consumed()
+            offset, rest = offset + cut, data[cut:]
         if rest:
             yield _decode(rest, name, offset), file.bytes_consumed()
 
 
 def _before_last_character(data: bytes) -> int:
-    """Returns where the last character begins if it may go on behind `data`, else the end."""
+    """Return where the last character starts if it may continue after `data`, else the end."""
     cut = len(data)
     while cut and len(data) - cut < 3 and data[cut - 1] & 0xC0 == 0x80:
         cut -= 1
@@ -380,8 +385,8 @@ def _decode(data: bytes, name: str, offset: int, where: str = "") -> str:
 
 
 def records(name: str, report: RecordCounts) -> Iterator[Record]:
-    """Yields the records of a parquet file, of JSON Lines, or of one JSON array, whatever its name.
-    Raises Refusal."""
+    """Yield the records of a parquet file, JSON Lines, or one JSON array, whatever its name. Raises
+    Refusal."""
     return _parquet(name, None, report) if _is_parquet(name) else json_records(name, report)
 
 
@@ -390,19 +395,19 @@ def _is_parquet(name: str) -> bool:
         with open(name, "rb") as file:
             return name.endswith(".parquet") or file.read(4) == b"PAR1"
     except OSError:
-        return False  # told where it is opened
+        return False  # opening it reports the error
 
 
 def json_records(name: str, report: RecordCounts) -> Iterator[Record]:
-    """Yields one JSON object a line, empty lines skipped, or the objects of an array. Errors:
-    SW6107 to SW6109."""
+    """Yield one JSON object a line (empty lines skipped), or the objects of an array. Raises SW6107
+    to SW6109."""
     with SourceFile(name) as file:
-        found = (
+        values = (
             _array(name, file)
             if file.peek(512).lstrip()[:1] == b"["
             else _lines(name, file, report)
         )
-        for value, where, size in found:
+        for value, where, size in values:
             if report.is_full:
                 return
             report.records += 1
@@ -414,19 +419,19 @@ def json_records(name: str, report: RecordCounts) -> Iterator[Record]:
                     refusal(
                         "SW6109",
                         f"{where}: this record is not a JSON object: {json.dumps(value)[:40]}",
-                        'Write a record as {"text": "..."}, one a line.',
+                        'Write each record as {"text": "..."}, one a line.',
                     )
                 )
                 continue
-            whole = _without_surrogates(value)
-            report.replaced += whole is not value
-            yield cast(JsonObject, whole), where, size
+            cleaned = _without_surrogates(value)
+            report.replaced += cleaned is not value
+            yield cast(JsonObject, cleaned), where, size
 
 
 def _lines(
     name: str, file: SourceFile, report: RecordCounts
 ) -> Iterator[tuple[JsonValue | Refusal, str, int]]:
-    """Yields the value of each line; a Refusal in its place for a line that cannot be read."""
+    """Yield the value of each line, or a Refusal for an unreadable line."""
     offset = number = 0
     while line := file.readline(LONGEST_LINE_BYTES + 1):
         number += 1
@@ -439,7 +444,7 @@ def _lines(
         try:
             text = _decode(line, name, offset - len(line), f":{number}").lstrip(
                 "\ufeff"
-            )  # files that were joined
+            )  # concatenated files
             yield json.loads(text), where, file.bytes_consumed()
         except Refusal as problem:
             yield problem, where, file.bytes_consumed()
@@ -454,14 +459,14 @@ def _lines(
 
 
 def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
-    """Yields the entries of a JSON array, each once it is there as a whole. `where` has the line
-    that it begins in."""
+    """Yield the entries of a JSON array, each as soon as it is complete; `where` has its first
+    line."""
     decode, parse = codecs.getincrementaldecoder("utf-8")().decode, json.JSONDecoder().raw_decode
     text, at, line, read = "", 0, 1, 0
     ended = False
 
     def more(size: int) -> None:
-        """Reads on, and forgets what was parsed."""
+        """Read on, and drop the parsed text."""
         nonlocal text, at, read, ended
         chunk = file.read(size)
         ended = not chunk
@@ -471,7 +476,7 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
             raise refusal(
                 "SW6107",
                 (
-                    f"{name}: byte 0x{error.object[error.start]:02x} behind offset {read} is not "
+                    f"{name}: byte 0x{error.object[error.start]:02x} after offset {read} is not "
                     "UTF-8 text"
                 ),
                 "Convert the file (iconv -f LATIN1 -t UTF-8), or leave it out of data.path.",
@@ -479,8 +484,8 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
         read += len(chunk)
 
     def next_character() -> str:
-        """Returns the next one that is no white space, and leaves it there; "" at the end of the
-        file."""
+        """Return the next character that is not white space, without consuming it; "" at the end of
+        the file."""
         nonlocal at, line
         while True:
             begin = at
@@ -491,24 +496,24 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
                 return text[at : at + 1]
             more(PIECE_BYTES)
 
-    wanted = "["
+    expected = "["
     while True:
-        found = next_character()
+        character = next_character()
         where = f"{name}:{line}"
-        if found and wanted == "[":
+        if character and expected == "[":
             at += 1
-            wanted = "entry or ]"
-        elif found == "]" and wanted != "entry":
+            expected = "entry or ]"
+        elif character == "]" and expected != "entry":
             at += 1
             if next_character():
                 raise _invalid_json(
-                    f"{name}:{line}: what stands behind the array", ValueError("Extra data")
+                    f"{name}:{line}: the text after the array", ValueError("Extra data")
                 )
             return
-        elif found == "," and wanted == ", or ]":
+        elif character == "," and expected == ", or ]":
             at += 1
-            wanted = "entry"
-        elif found and wanted.startswith("entry"):
+            expected = "entry"
+        elif character and expected.startswith("entry"):
             while True:
                 try:
                     value, stop = parse(text, at)
@@ -521,13 +526,13 @@ def _array(name: str, file: SourceFile) -> Iterator[tuple[JsonValue, str, int]]:
                         raise _too_long(where, "entry of the array") from None
                     more(max(PIECE_BYTES, size))
             line += text.count("\n", at, stop)
-            at, wanted = stop, ", or ]"
+            at, expected = stop, ", or ]"
             yield value, where, file.bytes_consumed()
         else:
             cause = (
-                f"{found!r} stands where {wanted} belongs"
-                if found
-                else "the file ends inside of it"
+                f"{character!r} is in place of {expected}"
+                if character
+                else "the file ends inside it"
             )
             raise _invalid_json(f"{where}: this array", ValueError(cause))
 
@@ -539,8 +544,8 @@ def _invalid_json(what: str, error: Exception, place: str = "") -> Refusal:
         "SW6109",
         f"{what} is not JSON: {cause}{'' if deep else place}",
         (
-            "Correct or delete it. A record stands on one line (jq -c . FILE makes one of "
-            "several), or in an array."
+            "Correct or delete it. A record must be on one line (jq -c . FILE joins several), or "
+            "in an array."
         ),
     )
 
@@ -550,15 +555,14 @@ def _too_long(where: str, what: str) -> Refusal:
         "SW6108",
         f"{where}: the {what} is longer than {LONGEST_LINE_BYTES // 2**20} MiB",
         (
-            "JSON Lines has a record a line: turn a JSON array into lines (jq -c '.[]'), or split "
-            "the record."
+            "Write one record a line: turn a JSON array into lines (jq -c '.[]'), or split the "
+            "record."
         ),
     )
 
 
 def _without_surrogates(value: Any) -> Any:
-    """Writes U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold. Returns `value`
-    itself without any."""
+    """Replace each unpaired surrogate by U+FFFD; return `value` itself where there is none."""
     if isinstance(value, str):
         return (
             value
@@ -576,8 +580,8 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def _parquet(name: str, column: str | None, report: RecordCounts) -> Iterator[Record]:
-    """Yields records, read from row groups in batches. Errors: SW6117 no parquet file, SW6118
-    pyarrow is missing."""
+    """Yield records, read from row groups in batches. Raises SW6117 (not parquet), SW6118 (pyarrow
+    is missing)."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -585,17 +589,17 @@ def _parquet(name: str, column: str | None, report: RecordCounts) -> Iterator[Re
         raise refusal(
             "SW6118",
             "parquet files need pyarrow, which is not installed",
-            "pip install 'shardwright[data]'",
+            "Run pip install 'shardwright[data]'",
         ) from None
     try:
         file = pyarrow.parquet.ParquetFile(name)
         names = file.schema_arrow.names
-        wanted = names if column is None else [column] if column in names else names[:0]
-        if column is not None and not wanted:
+        columns = names if column is None else [column] if column in names else names[:0]
+        if column is not None and not columns:
             raise missing_field(name, column, names)
         share = Path(name).stat().st_size / max(1, file.metadata.num_rows)
         row = 0
-        for batch in file.iter_batches(batch_size=min(1024, report.most or 1024), columns=wanted):
+        for batch in file.iter_batches(batch_size=min(1024, report.most or 1024), columns=columns):
             for record in batch.to_pylist(maps_as_pydicts="strict"):
                 if report.is_full:
                     return
@@ -603,7 +607,7 @@ def _parquet(name: str, column: str | None, report: RecordCounts) -> Iterator[Re
                 report.records += 1
                 record = {key: drop_nulls(value) for key, value in record.items()}
                 yield record, f"{name}, row {row}", int(share)
-    # ValueError: text in it that is not UTF-8; KeyError: a map with the same key twice.
+    # ValueError: text that is not UTF-8; KeyError: a map with a duplicate key.
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         raise refusal(
             "SW6117",
@@ -613,7 +617,7 @@ def _parquet(name: str, column: str | None, report: RecordCounts) -> Iterator[Re
 
 
 def texts(name: str, kind: str, key: str, report: RecordCounts) -> Iterator[tuple[str, int]]:
-    """Yields (text, bytes) of each record's `key`. Errors: those above, SW6110."""
+    """Yield (text, bytes) of each record's `key`. Raises SW6110 and the errors above."""
     for record, where, size in (
         _parquet(name, key, report) if kind == "parquet" else json_records(name, report)
     ):
@@ -626,7 +630,7 @@ def texts(name: str, kind: str, key: str, report: RecordCounts) -> Iterator[tupl
 
 
 def record_text(record: JsonObject, where: str, key: str) -> str:
-    """Returns the text under `key`. Errors: SW6110."""
+    """Return the text under `key`. Raises SW6110."""
     if key not in record:
         raise missing_field(where, key, record)
     value = record[key]
@@ -635,22 +639,22 @@ def record_text(record: JsonObject, where: str, key: str) -> str:
     raise refusal(
         "SW6110",
         f"{where}: {key!r} holds {_kind_of(value)}, not text",
-        "Correct the record, or name the key that holds the text as data.field. `skip_damaged: "
-        "0.01` leaves out up to that share of the records, and `prepare` counts them.",
+        "Correct the record, or set data.field to the key of the text. `skip_damaged: 0.01` "
+        "leaves out up to that share of the records, and `prepare` counts them.",
     )
 
 
-def missing_field(where: str, key: str, there: object, option: str = "field") -> Refusal:
+def missing_field(where: str, key: str, record: object, option: str = "field") -> Refusal:
     names = (
-        ", ".join(sorted(str(name)[:40] for name in there)[:8])
-        if isinstance(there, list | dict)
+        ", ".join(sorted(str(name)[:40] for name in record)[:8])
+        if isinstance(record, list | dict)
         else ""
     )
     return refusal(
         "SW6110",
         f"{where}: there is no {key!r}",
-        f"It has {names or 'no keys'}. Name the one that holds the "
-        f"{'text' if option == 'field' else 'messages'} as data.{option}.",
+        f"Set data.{option} to the key of the {'text' if option == 'field' else 'messages'}; "
+        f"the record has {names or 'no keys'}.",
     )
 
 

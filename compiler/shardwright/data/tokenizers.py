@@ -1,5 +1,4 @@
-"""Holds the two kinds of tokenizer. transformers is imported only where one of its own is asked
-for."""
+"""Wrap the byte tokenizer and transformers' tokenizers, which are imported on use."""
 
 from __future__ import annotations
 
@@ -20,8 +19,11 @@ Ids = npt.NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """Holds a text's tokens. ids: (n,); first, last: (n,) the characters of the text that each
-    token stands for, [first, last)."""
+    """Hold a text's tokens.
+
+    ids: (n,).
+    first, last: (n,) range [first, last) of characters that each token stands for.
+    """
 
     ids: Ids
     first: npt.NDArray[np.int64]
@@ -33,8 +35,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def without_surrogates(text: str) -> str:
-    """Writes U+FFFD for each half of a surrogate pair: JSON may hold one alone (of a cut emoji),
-    UTF-8 cannot. The text keeps its length."""
+    """Replace each unpaired surrogate by U+FFFD, which UTF-8 can hold; the length stays."""
     return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
 
 
@@ -70,7 +71,7 @@ class ByteTokenizer:
 
 
 class TransformersTokenizer:
-    """Reads one of transformers' tokenizers from a folder."""
+    """Read a transformers tokenizer from a folder."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -85,15 +86,15 @@ class TransformersTokenizer:
         self.pad = None if self._hf.pad_token_id is None else int(self._hf.pad_token_id)
         self.dtype = "uint16" if self.size <= 2**16 else "int32"
         template = self._hf.chat_template
-        # Several by name: for tools, for retrieval.
+        # Some tokenizers name several templates: for tools, for retrieval.
         self.template = cast(
             "str | None", template.get("default") if isinstance(template, dict) else template
         )
 
     @functools.cached_property
     def begin(self) -> list[int]:
-        """Returns what the post-processor puts in front of a text: <bos>, GLM's [gMASK]<sop>, or
-        nothing."""
+        """Return the ids that the post-processor puts before a text: <bos>, GLM's [gMASK]<sop>, or
+        none."""
         bare = self._encoding("a")["input_ids"]
         ids = [int(i) for i in self._encoding("a", add_special_tokens=True)["input_ids"]]
         places = (
@@ -102,30 +103,27 @@ class TransformersTokenizer:
         return ids[: next(places, 0)]
 
     def encode(self, texts: list[str]) -> list[Ids]:
-        found = self._encoding(texts)["input_ids"] if texts else []
-        return [np.asarray(ids, dtype=np.int32) for ids in found]
+        encoded = self._encoding(texts)["input_ids"] if texts else []
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
     def encode_with_offsets(self, text: str) -> Encoded:
         if not self._hf.is_fast:
             raise refusal(
                 "SW6113",
-                f"{type(self._hf).__name__} does not say which characters a token stands for",
-                (
-                    "Save a fast tokenizer (tokenizer.json) and compile with it, or write "
-                    "train_on: all."
-                ),
+                f"{type(self._hf).__name__} has no character offsets of tokens",
+                "Save a fast tokenizer (tokenizer.json) and compile with it, or set train_on: all.",
             )
-        found = self._encoding(text, return_offsets_mapping=True)
-        places = np.asarray(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        encoded = self._encoding(text, return_offsets_mapping=True)
+        places = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return Encoded(
-            ids=np.asarray(found["input_ids"], dtype=np.int32),
+            ids=np.asarray(encoded["input_ids"], dtype=np.int32),
             first=places[:, 0],
             last=places[:, 1],
         )
 
     def _encoding(self, text: str | list[str], **more: bool) -> Any:
-        """Some mistakes of a tokenizer's files show at the first text that meets them. Raises
-        Refusal (SW6121)."""
+        """Tokenize. Raises SW6121: some errors in a tokenizer's files show only at the first text
+        that meets them."""
         text = (
             without_surrogates(text)
             if isinstance(text, str)
@@ -133,7 +131,7 @@ class TransformersTokenizer:
         )
         try:
             return self._hf(text, verbose=False, **({"add_special_tokens": False} | more))
-        except Exception as error:  # whatever a broken file makes the tokenizer's code raise
+        except Exception as error:  # a broken file may make it raise anything
             raise _unusable(self.folder, error) from None
 
     def decode(self, ids: Ids) -> str:
@@ -144,17 +142,17 @@ class TransformersTokenizer:
         )
 
     def special(self) -> dict[str, str]:
-        """Returns what a chat template may name: bos_token and the like."""
+        """Return the tokens that a chat template may name: bos_token and the like."""
         return special_tokens(self._hf)
 
     def is_special_token(self, token: int) -> bool:
-        """Whether the id stands for a token such as <|im_end|>, and not for a piece of text."""
+        """Return whether the id stands for a token such as <|im_end|>, not for text."""
         known = token in self._hf.all_special_ids or token in self._hf.added_tokens_decoder
         return known or bool(_CONTROL.fullmatch(self.decode(np.asarray([token])).strip()))
 
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:
-    """Returns the special tokens by name. tokenizer: transformers' own."""
+    """Return the special tokens of a transformers tokenizer by name."""
     return {
         name: str(token)
         for name, token in tokenizer.special_tokens_map.items()
@@ -163,14 +161,18 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
 
 
 Tokenizer = ByteTokenizer | TransformersTokenizer
-"""begin, end: the ids in front of and behind each document; bos, pad: the ids of its bos_token and
-pad_token, None for none; dtype: the smallest that holds every id; template: Jinja2, None for
-none."""
+"""begin, end: ids before and after each document.
+bos, pad: ids of bos_token and pad_token, or None.
+dtype: the smallest type that holds every id.
+template: Jinja2, or None.
+"""
 
 
 def document_prefix(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[int]:
-    """Returns the ids in front of each document. add_bos_token: of the recipe. Raises Refusal
-    (SW6152)."""
+    """Return the ids before each document. Raises SW6152.
+
+    add_bos_token: the recipe's.
+    """
     if add_bos_token == "auto" or (add_bos_token and tokenizer.begin):
         return tokenizer.begin
     if not add_bos_token:
@@ -178,21 +180,23 @@ def document_prefix(tokenizer: Tokenizer, add_bos_token: bool | str) -> list[int
     if tokenizer.bos is None:
         raise refusal(
             "SW6152",
-            "data.add_bos_token is true, and the tokenizer has no bos_token",
-            "Name one in tokenizer_config.json, or write `add_bos_token: auto`.",
+            "data.add_bos_token is true, but the tokenizer has no bos_token",
+            "Set one in tokenizer_config.json, or set `add_bos_token: auto`.",
         )
     return [tokenizer.bos]
 
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(name: str, folder: Path) -> Tokenizer:
-    """Loads a tokenizer. name: "byte", or a folder relative to the compiled folder. Raises Refusal
-    (SW6121)."""
+    """Load a tokenizer. Raises SW6121.
+
+    name: "byte", or a folder relative to the compiled folder.
+    """
     if name == "byte":
         return ByteTokenizer()
     try:
         return TransformersTokenizer(folder / name)
-    except Exception as error:  # whatever a broken file makes the tokenizer's code raise
+    except Exception as error:  # a broken file may make it raise anything
         raise _unusable(folder / name, error) from None
 
 
@@ -203,13 +207,13 @@ def _unusable(folder: Path, error: Exception) -> Refusal:
             f"the tokenizer in {str(folder)!r} has no tokenizer.json, and needs the package "
             f"{' and '.join(missing)}, which is not installed",
             (
-                f"{INSTALL}, or save it once with a tokenizer.json (`save_pretrained` of "
-                "transformers' AutoTokenizer)."
+                f"Run {INSTALL}, or save the tokenizer once with a tokenizer.json "
+                "(`save_pretrained` of transformers' AutoTokenizer)."
             ),
         )
     lines = str(error).strip().splitlines() or [type(error).__name__]
     why = (
-        "it is Python code of its own, which is not run"
+        "it needs its own Python code, which is not run"
         if "trust_remote_code" in str(error)
         else lines[0][:300]
     )

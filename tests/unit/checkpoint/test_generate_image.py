@@ -85,4 +85,4 @@ def test_pictures_that_cannot_be_asked_about(
         == 1
     )
     told = capsys.readouterr().err
-    assert "SW6402" in told and "no picture that can be opened" in told
+    assert "SW6402" in told and "cannot be opened as an image" in told

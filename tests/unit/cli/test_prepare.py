@@ -178,7 +178,7 @@ def test_check_of_records_of_no_use(tmp_path: Path, capsys: pytest.CaptureFixtur
     code = main(["prepare", str(out), "--check", "4"])
     found = capsys.readouterr()
     assert [number for number, _, _ in refused(code, found.out, found.err)] == ["SW6116"]
-    assert "none of 4 records can be used" in found.err
+    assert "no usable record among 4" in found.err
 
 
 def test_check_reads_a_long_file_no_further(

@@ -196,7 +196,7 @@ def test_a_call_that_is_named_by_its_id_alone() -> None:
     answer = {"content": "", "tool_calls": [{**call("weather"), "id": "call_17"}]}
     with pytest.raises(
         Refusal,
-        match="the call of 'weather' as a label: it names a call by its id alone, here 'call_17'",
+        match="the call of 'weather' as a label: it names the call only by its id 'call_17'",
     ):
         labels(template, talk_of(answer))
     named = {"content": "", "tool_calls": [{**call("weather"), "id": "weather:17"}]}

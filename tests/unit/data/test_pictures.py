@@ -84,7 +84,7 @@ def test_a_bad_picture_is_named_with_its_reason(name: str, tmp_path: Path) -> No
 
 
 def test_a_web_address_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(DamagedImage, match="pictures lie in files"):
+    with pytest.raises(DamagedImage, match="images must be in files"):
         inspect_image("https://example.org/a.png", tmp_path)
 
 

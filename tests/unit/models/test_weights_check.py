@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str, str, str]]
     "torch.compile's names": (prefixed("_orig_mod."), "error", "SW2022", "_orig_mod."),
     "DataParallel's names": (prefixed("module."), "error", "SW2022", "module."),
     "peft's names": (prefixed("base_model.model."), "error", "SW2022", "base_model.model."),
-    "an unknown prefix": (prefixed("policy."), "error", "SW2022", "not in the files"),
+    "an unknown prefix": (prefixed("policy."), "error", "SW2022", "missing from the files"),
     "a padded vocabulary": (padded, "error", "SW2024", f"shape mismatch for {EMBEDDING}"),
     "int8 weights": (
         lambda t: t.update(
